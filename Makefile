@@ -1,0 +1,44 @@
+# Everything runs in .venv, which the first target makes; ARGS is handed on: make test ARGS="-k spec -x".
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+# The stamp is written last, so that an interrupted install is done again.
+STAMP := .venv/.installed
+# True inside a whole venv only: a half-made one can lead to the system's Python, where nothing may be installed.
+IS_VENV := import pip, sys; sys.exit(sys.prefix == sys.base_prefix)
+
+.PHONY: help venv train test test-full lint clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
+
+venv: $(STAMP) ## make .venv, or bring it up to date with pyproject.toml and constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@$(BIN)/python -c '$(IS_VENV)' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	PIP_REQUIRE_VIRTUALENV=1 $(BIN)/python -m pip install -q -c constraints.txt -e '.[test,plot]'
+	@touch $@
+
+train: $(STAMP) ## train the tiny preset on two local ranks, into runs/tiny
+	$(BIN)/fsharding train --preset tiny --ranks 2 --strategy zero3 --steps 200 --out runs/tiny $(ARGS)
+
+test: $(STAMP) ## run the tests
+	HYPOTHESIS_PROFILE=ci $(BIN)/pytest $(ARGS)
+
+test-full: $(STAMP) ## run the tests with many more examples, and those marked full
+	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m '' --timeout 1200 $(ARGS)
+
+lint: $(STAMP) ## ruff, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+clean: ## remove .venv, caches and builds; runs/ stays
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

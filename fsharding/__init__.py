@@ -1,0 +1,53 @@
+"""JAX-style functional sharding over torch: pure functions over sharded parameter pytrees.
+
+`docs/tour.md` teaches all of it on one page. Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
+"""
+
+from fsharding import models, ops, optim, policies, random, tree
+from fsharding.autodiff import value_and_grad
+from fsharding.layout import Layout, Memory, plan_layout
+from fsharding.ledger import recording
+from fsharding.mesh import AbstractMesh, make_mesh, set_mesh
+from fsharding.models.base import Model
+from fsharding.optim import (
+    GradientTransformation,
+    adamw,
+    apply_updates,
+    chain,
+    clip_by_global_norm,
+    constant,
+    global_norm,
+    linear,
+    masked,
+    sgd,
+    warmup_cosine,
+)
+from fsharding.precision import BF16, FP16, FP32, LossScale, Precision
+from fsharding.redistribute import redistribute
+from fsharding.scan import scan, scan_units, stack_units, unstack_units
+from fsharding.sharding import Local, NamedSharding, typeof
+from fsharding.spec import DEFAULT_RULES, AxisRules, P, PartitionSpec
+from fsharding.step import Metrics, TrainState, init_state, make_train_step, model_loss, state_bytes
+from fsharding.strategy import (
+    HFSDP,
+    HSDP,
+    NO_SHARD,
+    OPTIM,
+    OPTIM_GRADS,
+    OPTIM_GRADS_PARAMS,
+    Strategy,
+    hybrid,
+    parse_strategy,
+    zero,
+)
+from fsharding.transforms import gather_unit, remat, scatter_grads, select_unit
+
+__all__ = [
+    "BF16", "DEFAULT_RULES", "FP16", "FP32", "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS", "OPTIM_GRADS_PARAMS",
+    "AbstractMesh", "AxisRules", "GradientTransformation", "Layout", "Local", "LossScale", "Memory", "Metrics", "Model",
+    "NamedSharding", "P", "PartitionSpec", "Precision", "Strategy", "TrainState", "adamw", "apply_updates", "chain",
+    "clip_by_global_norm", "constant", "gather_unit", "global_norm", "hybrid", "init_state", "linear", "make_mesh",
+    "make_train_step", "masked", "model_loss", "models", "ops", "optim", "parse_strategy", "plan_layout", "policies",
+    "random", "recording", "redistribute", "remat", "scan", "scan_units", "scatter_grads", "select_unit", "set_mesh",
+    "sgd", "stack_units", "state_bytes", "tree", "typeof", "unstack_units", "value_and_grad", "warmup_cosine", "zero",
+]  # fmt: skip

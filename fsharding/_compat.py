@@ -1,0 +1,83 @@
+"""Every private or version-dependent torch API that we touch, in one place; each has a canary test.
+
+In and out: plain tensors, storages, groups. Supports torch >= 2.11. When torch changes, this file changes and no other.
+Nothing here knows about shardings.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "all_gather_flat",
+    "fused_adamw_",
+    "in_functorch",
+    "meshless_device_mesh",
+    "reduce_scatter_flat",
+    "set_group_timeout",
+    "storage_id",
+    "storage_users",
+]
+
+
+def storage_id(x: Tensor) -> int:
+    """Identity of a tensor's storage: equal for all views of one buffer, also for fake tensors."""
+    return x.untyped_storage()._cdata
+
+
+def storage_users(storage_cdata: int) -> int:
+    """How many tensors and Python objects hold a storage."""
+    return torch._C._storage_Use_Count(storage_cdata)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def in_functorch() -> bool:
+    """Whether we run under a torch.func transform."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Gives a group that torch made with its 30 minute default another timeout."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def meshless_device_mesh(device_type: str, names: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
+    """A DeviceMesh of one rank that needs no process group."""
+    grid = torch.zeros(shape, dtype=torch.int64)
+    return DeviceMesh(device_type, grid, mesh_dim_names=names, _init_backend=False, _rank=0)
+
+
+def all_gather_flat(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts the backend's own all-gather of equal flat shards (renamed in torch 2.13)."""
+    op: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return op(out, x, group=group, async_op=True)
+
+
+def reduce_scatter_flat(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts the backend's own reduce-scatter of equal flat shards (renamed in torch 2.13)."""
+    op: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return op(out, x, group=group, async_op=True)
+
+
+def fused_adamw_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    mu: list[Tensor],
+    nu: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float,
+    b1: float,
+    b2: float,
+    eps: float,
+) -> None:
+    """torch's fused Adam kernel without weight decay: updates params, mu and nu in place."""
+    torch._fused_adamw_(
+        params, grads, mu, nu, [], steps,
+        lr=lr, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip

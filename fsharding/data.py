@@ -1,0 +1,375 @@
+"""Token data as a pure function: `data.batch(step, shard)` gives the same tensors for the same arguments, always.
+
+In: a flat stream of token ids (the bytes of files, or a memory-mapped `.bin`), a global batch size, a length, a seed.
+Out: `{"tokens", "targets"}`, both int64[batch_size / shard.count, seq_len]; targets are the tokens one place further.
+Laws: the batches of the shards of a step, one after the other, are the batch of one shard, whatever the count; the
+place of a row in the stream depends on (seed, global row number) alone. So no mesh sees other data than any other,
+and a resumed run needs nothing but its step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fsharding.errors import DataError, message
+
+__all__ = ["Data", "Shard", "Tokens", "from_files", "from_tokens", "open_data", "python_stdlib_files"]
+
+Stream: TypeAlias = npt.NDArray[np.integer[Any]]
+StrPath: TypeAlias = str | os.PathLike[str]
+
+_ITEM = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
+_CHUNK = 1 << 22
+_SAMPLES, _SAMPLE = 64, 4096
+_NO_TRAINING_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The part of every global batch that one data-parallel rank reads: part `index` of `count`.
+
+    Of a global batch of B rows these are the contiguous rows [index * B / count, (index + 1) * B / count).
+
+    Raises:
+        DataError: not 0 <= index < count.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            rule = f"cannot be index {self.index} of count {self.count}."
+            raise DataError(message("Shard", rule, mend="Give 0 <= index < count."))
+
+    def rows(self, batch_size: int) -> range:
+        """The rows of a global batch that belong to this shard.
+
+        Raises:
+            DataError: `batch_size` is no multiple of `count`.
+        """
+        if batch_size % self.count:
+            below = batch_size - batch_size % self.count
+            sizes = " or ".join(str(size) for size in (below, below + self.count) if size)
+            rule = f"cannot divide batch_size {batch_size} among shard.count {self.count} data ranks."
+            mend = f"Make the global batch a multiple of {self.count}: batch_size {sizes}."
+            raise DataError(message("Shard.rows", rule, mend=mend))
+        rows = batch_size // self.count
+        return range(self.index * rows, (self.index + 1) * rows)
+
+
+_WHOLE = Shard()
+
+
+class Data(Protocol):
+    """What a training loop asks of a data set. `Tokens` is one; so is anything else with these three."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one step over all data-parallel ranks."""
+        ...
+
+    def batch(self, step: int, shard: Shard = ...) -> dict[str, torch.Tensor]:
+        """The rows of `shard` at `step`: a pure function."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A short text that differs when the batches differ."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Tokens:
+    """Rows of `seq_len` tokens from random places of one flat stream.
+
+    Row `r` of step `s` is row `n = s * batch_size + r` of the run and starts at word 0 of block n of the counter-based
+    generator Philox4x64-10 with key `seed`, modulo the number of starts (Salmon et al., "Parallel random numbers: as
+    easy as 1, 2, 3", SC11). Any row is thus computed on its own; there are no epochs and there is no state.
+
+    Attributes:
+        stream: integer[N], N > seq_len; may be a memory map, of which only the rows asked for are read.
+        batch_size: rows of the global batch.
+        seq_len: tokens of a row.
+        seed: key of the generator, 0 <= seed < 2**128.
+        vocab_size: every id is below it; checked on each batch.
+        source: where the stream came from, for messages.
+
+    Raises:
+        DataError: a size is not positive, the seed is out of range, or the stream is not one dimension of at least
+            `seq_len + 1` integers.
+    """
+
+    stream: Stream = dataclasses.field(repr=False)
+    batch_size: int
+    seq_len: int
+    seed: int = 0
+    vocab_size: int = 256
+    source: str = "an array"
+
+    def __post_init__(self) -> None:
+        sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len, "vocab_size": self.vocab_size}
+        rows = [f"{name} is {size}: not positive." for name, size in sizes.items() if size < 1]
+        if not 0 <= self.seed < 2**128:
+            rows.append(f"seed is {self.seed}: not in [0, 2**128).")
+        if rows:
+            mend = "Give positive sizes and a seed >= 0."
+            raise DataError(message("Tokens", "got arguments out of range.", rows, mend))
+        kind, dims = self.stream.dtype, self.stream.ndim
+        if kind.kind not in "iu" or dims != 1:
+            rule = f"cannot read a stream of {kind} with {dims} dimensions from {self.source}."
+            raise DataError(message("Tokens", rule, mend="Give a flat array of integer token ids."))
+        if self.stream.size <= self.seq_len:
+            size, need = self.stream.size, self.seq_len + 1
+            rule = f"cannot cut a row of seq_len {self.seq_len} and its targets out of {self.source}."
+            row = f"It holds {size} tokens; one row takes {need}."
+            mend = "Give more data" + (f", or seq_len {size - 1} or less." if size > 1 else ".")
+            raise DataError(message("Tokens", rule, [row], mend))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one step over all data-parallel ranks."""
+        return self.batch_size
+
+    def starts(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """Where rows [first, first + count) of the run begin in the stream: int64[count]."""
+        words = np.random.Philox(key=self.seed, counter=first).random_raw(4 * count)[::4]
+        return (words % np.uint64(self.stream.size - self.seq_len)).astype(np.int64)
+
+    def batch(self, step: int, shard: Shard = _WHOLE) -> dict[str, torch.Tensor]:
+        """The rows of `shard` at `step`; only these are read.
+
+        Args:
+            step: number of the step, from 0.
+            shard: which part of the global batch.
+
+        Returns:
+            `{"tokens", "targets"}`, each int64[batch_size / shard.count, seq_len], new memory at every call.
+
+        Raises:
+            DataError: `step` is negative, the batch cannot be divided, or an id is not in [0, vocab_size).
+        """
+        if step < 0:
+            raise DataError(message("Tokens.batch", f"got step {step}.", mend="Steps count from 0."))
+        rows = shard.rows(self.batch_size)
+        first = step * self.batch_size + rows.start
+        starts = self.starts(first, len(rows))
+        window_BT = np.empty((len(rows), self.seq_len + 1), np.int64)
+        for row, start in enumerate(starts.tolist()):
+            window_BT[row] = self.stream[start : start + self.seq_len + 1]
+        if window_BT.min() < 0 or window_BT.max() >= self.vocab_size:
+            self._refuse_ids(window_BT, starts)
+        parts = {"tokens": window_BT[:, :-1], "targets": window_BT[:, 1:]}
+        return {name: torch.as_tensor(part.copy()) for name, part in parts.items()}
+
+    def _refuse_ids(self, window_BT: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> None:
+        bad = (window_BT < 0) | (window_BT >= self.vocab_size)
+        rows = [
+            f"position {int(starts[row]) + int(bad[row].argmax())} is {int(window_BT[row, bad[row].argmax()])}"
+            for row in np.flatnonzero(bad.any(axis=1)).tolist()
+        ]
+        rule = f"read ids outside [0, {self.vocab_size}) in {len(rows)} rows of {self.source}. The first of each row:"
+        mend = "Give the vocab_size of the tokenizer that wrote the data."
+        raise DataError(message("Tokens.batch", rule, rows, mend))
+
+    def fingerprint(self) -> str:
+        """16 hex digits over sizes, dtype, seed and samples of the stream; it shows a resume on other data.
+
+        Up to 64 * 4096 tokens are all hashed; of a longer stream 64 runs of 4096, evenly spaced, both ends included.
+        """
+        size = self.stream.size
+        head = ["fsharding-tokens-1", size, self.stream.dtype.str, self.batch_size, self.seq_len, self.seed]
+        digest = hashlib.sha256(json.dumps(head).encode())
+        whole = size <= _SAMPLES * _SAMPLE
+        for i in range(_SAMPLES):
+            start = i * _SAMPLE if whole else i * (size - _SAMPLE) // (_SAMPLES - 1)
+            digest.update(self.stream[start : start + _SAMPLE].tobytes())
+        return digest.hexdigest()[:16]
+
+
+def from_files(paths: StrPath | Iterable[StrPath], *, batch_size: int, seq_len: int, seed: int = 0) -> Tokens:
+    """The bytes of files, one after the other, as tokens of a vocabulary of 256.
+
+    Args:
+        paths: a file, a directory, or several of them. Of a directory all files below it are read, in the order of
+            their relative paths, without hidden ones. The order of `paths` has no effect; a file counts once.
+        batch_size: rows of the global batch.
+        seq_len: tokens of a row.
+        seed: key of the generator that places the rows.
+
+    Raises:
+        DataError: a path is missing or cannot be read, there are no files, all are empty, or they hold too few bytes.
+    """
+    names = [paths] if isinstance(paths, str | os.PathLike) else paths
+    given = sorted({Path(name) for name in names}, key=Path.as_posix)
+    files: dict[Path, Path] = {}
+    for path in given:
+        found = _walk("from_files", path, _visible) if path.is_dir() else iter([path])
+        files.update((file.resolve(), file) for file in found)
+    more = f" and {len(given) - 3} more" if len(given) > 3 else ""
+    source = ", ".join(map(str, given[:3])) + more if given else "an empty list of paths"
+    buffer, rows = bytearray(), list[str]()
+    for file in files.values():
+        try:
+            buffer += file.read_bytes()
+        except OSError as error:
+            rows.append(f"{file}: {error.strerror}")
+    if rows:
+        raise DataError(message("from_files", f"cannot read {len(rows)} paths.", rows, "Correct or remove them."))
+    if not buffer:
+        what = f"found {len(files)} files, all empty, in {source}." if files else f"found no files in {source}."
+        raise DataError(message("from_files", what, mend="Name files, or a directory that has some."))
+    stream = np.frombuffer(buffer, np.uint8)
+    stream.flags.writeable = False
+    return Tokens(stream=stream, batch_size=batch_size, seq_len=seq_len, seed=seed, source=source)
+
+
+def _visible(name: str, _is_dir: bool) -> bool:
+    return not name.startswith(".")
+
+
+def _walk(function: str, root: Path, keep: Callable[[str, bool], bool]) -> Iterator[Path]:
+    """The regular files below `root` in the order of their relative paths; `keep(name, is_dir)` says what counts."""
+    failed: list[OSError] = []
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root, onerror=failed.append):
+        folders[:] = [name for name in folders if keep(name, True)]
+        files += [path for name in names if keep(name, False) and (path := Path(folder, name)).is_file()]
+    if failed:
+        rows = [f"{error.filename}: {error.strerror}" for error in failed]
+        raise DataError(message(function, f"cannot list {len(rows)} directories.", rows, "Make them readable."))
+    yield from sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def python_stdlib_files(max_bytes: int = 1 << 24) -> list[Path]:
+    """The `.py` files of this Python's standard library: data that every machine has.
+
+    Third-party packages, test directories and files that differ between machines of one Python version are left out.
+
+    Args:
+        max_bytes: the list ends before the file that would take it beyond this sum of sizes.
+
+    Returns:
+        Paths in the order of their names relative to the library.
+
+    Raises:
+        DataError: there are none, or not one fits in `max_bytes`.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files: list[Path] = []
+    left = max_bytes
+    for file in _walk("python_stdlib_files", root, _is_library_text):
+        left -= file.stat().st_size
+        if left < 0:
+            break
+        files.append(file)
+    if not files:
+        rule = f"found no .py files within max_bytes {max_bytes} in {root}."
+        raise DataError(message("python_stdlib_files", rule, mend="Raise max_bytes, or name your own files."))
+    return files
+
+
+def _is_library_text(name: str, is_dir: bool) -> bool:
+    if is_dir:
+        return name not in _NO_TRAINING_TEXT and not name.startswith((".", "config-"))
+    return name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
+
+
+def from_tokens(
+    path: StrPath,
+    *,
+    dtype: str = "uint16",
+    vocab_size: int | None = None,
+    batch_size: int,
+    seq_len: int,
+    seed: int = 0,
+) -> Tokens:
+    """A file of little-endian token ids, memory-mapped: never read whole.
+
+    Args:
+        path: the file; it must not change while it is in use.
+        dtype: "uint8", "uint16" or "uint32".
+        vocab_size: ids are below it; without it, the largest id of the file and one (one pass in pieces of 4 Mi ids).
+        batch_size: rows of the global batch.
+        seq_len: tokens of a row.
+        seed: key of the generator that places the rows.
+
+    Raises:
+        DataError: the file is missing, empty, too short, not a whole number of ids, or `dtype` is none of these.
+    """
+    if dtype not in _ITEM:
+        rule = f"cannot read dtype {dtype!r} from {path}."
+        raise DataError(message("from_tokens", rule, mend=f"Give one of {', '.join(_ITEM)}."))
+    item = np.dtype(_ITEM[dtype])
+    try:
+        size = os.stat(path).st_size
+        count = size // item.itemsize
+        stream = cast("Stream", np.memmap(path, item, "r", shape=(count,)) if count else np.empty(0, item))
+    except OSError as error:
+        rule = f"cannot open {path}: {error.strerror}."
+        raise DataError(message("from_tokens", rule, mend="Give the path of a file of token ids.")) from error
+    if size % item.itemsize:
+        rule = f"cannot read {path} as {dtype}: its {size} bytes are no multiple of {item.itemsize}."
+        mend = "The file is cut short or has another dtype: pass dtype, or write it in the sidecar file."
+        raise DataError(message("from_tokens", rule, mend=mend))
+    if vocab_size is None:
+        vocab_size = 1 + max((int(stream[at : at + _CHUNK].max()) for at in range(0, stream.size, _CHUNK)), default=0)
+    return Tokens(
+        stream=stream,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        seed=seed,
+        vocab_size=vocab_size,
+        source=str(path),
+    )
+
+
+def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0) -> Tokens:
+    """Opens the data that a command line names.
+
+    Args:
+        spec: "default" is the standard library of this Python; "*.bin" is a token file, whose dtype and vocabulary
+            may stand beside it in `PATH.json` as `{"dtype": "uint16", "vocab_size": N}`; else a file or a directory.
+        batch_size: rows of the global batch.
+        seq_len: tokens of a row.
+        seed: key of the generator that places the rows.
+
+    Raises:
+        DataError: as `from_files`, `from_tokens` and `python_stdlib_files`; or the sidecar file is not as above.
+    """
+    if spec == "default":
+        files = python_stdlib_files()
+        data = from_files(files, batch_size=batch_size, seq_len=seq_len, seed=seed)
+        return dataclasses.replace(data, source="the Python standard library")
+    if not spec.endswith(".bin"):
+        return from_files(spec, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    dtype, vocab_size = _sidecar(Path(f"{spec}.json"))
+    return from_tokens(spec, dtype=dtype, vocab_size=vocab_size, batch_size=batch_size, seq_len=seq_len, seed=seed)
+
+
+def _sidecar(path: Path) -> tuple[str, int | None]:
+    said: Any
+    try:
+        said = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return "uint16", None
+    except (OSError, ValueError) as error:
+        said = error
+    if isinstance(said, dict):
+        table = cast("dict[str, Any]", said)
+        dtype, vocab_size = table.get("dtype", "uint16"), table.get("vocab_size")
+        if isinstance(dtype, str) and (vocab_size is None or (type(vocab_size) is int and vocab_size > 0)):
+            return dtype, vocab_size
+    rule = f"cannot use the sidecar file {path}."
+    mend = 'It holds one JSON object such as {"dtype": "uint16", "vocab_size": 50257}.'
+    raise DataError(message("open_data", rule, [f"It reads: {said}"], mend))

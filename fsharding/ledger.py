@@ -1,0 +1,410 @@
+"""The ledger of one `value_and_grad` call: which units are gathered, which are gathered again, where gradients go.
+
+In: the local leaves of a state and the goals of their gradients. Out: whole weights for a unit, filled gradients, counts.
+A tensor saved for backward that views a gathered buffer is replaced by (unit, offset, size, stride) and gathered again.
+Laws: at most two units are alive at once, none after the step; every gather and reduction is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.mesh import axis_group, coordinate
+from fsharding.ops import bucket as buckets
+from fsharding.ops import transition, wire
+from fsharding.ops.pool import Pool
+from fsharding.ops.unit import Goal, LeafPlan, Reducing, UnitPlan, plan_unit
+from fsharding.policies import Policy
+from fsharding.sharding import Local
+
+__all__ = ["Counts", "Ledger", "Place", "Unit", "current_ledger", "opened", "recording"]
+
+
+def _names() -> list[str]:
+    return []
+
+
+@dataclass
+class Counts:
+    """What one `value_and_grad` call did.
+
+    Attributes:
+        gathers: the unit of each all-gather, in order.
+        reductions: the unit of each gradient bucket that was summed over ranks, in order.
+        peak_units: most units whose gathered bytes were alive at once.
+        peak_bytes: most gathered bytes that were alive at once.
+    """
+
+    gathers: list[str] = field(default_factory=_names)
+    reductions: list[str] = field(default_factory=_names)
+    peak_units: int = 0
+    peak_bytes: int = 0
+
+
+_recorders: ContextVar[tuple[list[Counts], ...]] = ContextVar("fsharding_recorders", default=())
+
+
+@contextmanager
+def recording() -> Iterator[list[Counts]]:
+    """Collects the counts of every `value_and_grad` call inside the `with` block, one entry a call."""
+    seen: list[Counts] = []
+    token = _recorders.set((*_recorders.get(), seen))
+    try:
+        yield seen
+    finally:
+        _recorders.reset(token)
+
+
+class Place(NamedTuple):
+    """A leaf of a unit inside the state: its number, and its row when it is one block of a stack."""
+
+    leaf: int
+    row: int | None
+
+
+class _Saved(NamedTuple):
+    """What a saved view of a gathered buffer is replaced by."""
+
+    unit: Unit
+    gather: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Unit:
+    """One gather of one unit: in flight, alive, released, and alive again in backward."""
+
+    def __init__(self, ledger: Ledger, plan: UnitPlan, leaves: Sequence[Local], places: tuple[Place, ...]) -> None:
+        """Notes what the unit is; nothing is sent yet."""
+        self.ledger, self.plan, self.leaves, self.places = ledger, plan, leaves, places
+        self.order, self.saved, self.kept, self.returned = -1, 0, False, False
+        self._rows: list[tuple[Tensor, wire.Pending]] | None = None
+        self.flats: list[Tensor] | None = None
+
+    def start(self) -> None:
+        """Casts the shards into rows and starts to gather them."""
+        if self._rows is not None or self.flats is not None:
+            return
+        self._rows = []
+        for g in self.plan.gathers:
+            group = axis_group(self.plan.mesh, g.axes)
+            members = g.bucket.members if g.axes else 0
+            rows = self.ledger.take(members * g.bucket.width, g.dtype, self if members else None)
+            rows = rows.view(members, g.bucket.width)
+            if members:
+                shards = [self.leaves[i].value for i in g.leaves]
+                torch._foreach_copy_(buckets.piece_views(rows[group.index], g.bucket, group.index), shards)
+                self.ledger.counts.gathers.append(self.ledger.name_of(self.places))
+            self._rows.append((rows, wire.gather_rows(rows, group)))
+
+    def wait(self) -> list[list[Tensor]]:
+        """Puts together what has come; the unit is alive from here. Returns the whole leaves of each gather."""
+        self.start()
+        assert self._rows is not None
+        wholes: list[list[Tensor]] = []
+        self.flats = []
+        for number, g in enumerate(self.plan.gathers):
+            rows, pending = self._rows[number]
+            pending.wait()
+            flat = self.ledger.take(g.bucket.size, g.dtype, self)
+            if g.axes:
+                wholes.append(buckets.copy_out(rows, flat, g.bucket))
+            else:
+                wholes.append(buckets.whole_views(flat, g.bucket))
+                torch._foreach_copy_(wholes[-1], [self.leaves[i].value for i in g.leaves])
+            self.flats.append(flat)
+            self.ledger.watch(flat, self, number)
+            del rows, pending
+        self._rows = None
+        return wholes
+
+    def release(self) -> None:
+        """Lets the gathered buffers go; whoever still holds a view keeps it."""
+        self._rows, self.flats = None, None
+
+
+    def abandon(self) -> None:
+        """Waits for what is in flight, which nobody will ask for, and lets it go."""
+        for _, pending in self._rows or ():
+            pending.wait()
+        self.release()
+
+
+class Ledger:
+    """See the module. Opened by `value_and_grad`, found by `gather_unit`, closed after backward."""
+
+    def __init__(
+        self,
+        leaves: Sequence[Local | None],
+        paths: Sequence[str],
+        goals: Sequence[Goal | None],
+        compute: Callable[[torch.dtype], torch.dtype],
+        held: Sequence[Tensor | None],
+    ) -> None:
+        """Opens a ledger over the leaves of the differentiated tree.
+
+        Args:
+            leaves: in order; None for a leaf that is no DTensor.
+            paths: their names.
+            goals: where each gradient goes; None where there is none.
+            compute: the dtype in which the loss function sees a leaf.
+            held: gradients of earlier microbatches, which are added to in place; None where there are none.
+        """
+        self.leaves, self.paths, self.goals, self.compute, self.held = leaves, paths, goals, compute, held
+        self.counts = Counts()
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.out: list[Tensor | None] = [
+            h if h is not None and goal is not None and goal.held == goal.target else None
+            for h, goal in zip(held, goals, strict=True)
+        ]
+        self._pool = Pool()
+        self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
+        self._units: list[Unit] = []
+        self._places: dict[int, tuple[Tensor, Place]] = {}
+        self._ahead: dict[tuple[Place, ...], Unit] = {}
+        self._watched: dict[int, tuple[Unit, int]] = {}
+        self._current: Unit | None = None
+        self._returning: list[Callable[[], None]] = []
+        self._written: set[Place] = set()
+        for i, leaf in enumerate(leaves):
+            if leaf is not None:
+                self.register(leaf.value, Place(i, None))
+
+    def register(self, value: Tensor, place: Place) -> None:
+        """Notes that a tensor is a leaf of the state, or one row of a stacked leaf."""
+        self._places[id(value)] = (value, place)
+
+    def place_of(self, value: Tensor) -> Place | None:
+        """Where a tensor stands in the state; None for one that is not the state's own."""
+        known = self._places.get(id(value))
+        return known[1] if known is not None and known[0] is value else None
+
+    def name_of(self, places: Sequence[Place]) -> str:
+        """A readable name for a unit: the path of its first leaf, with the row of a stack."""
+        leaf, row = places[0]
+        path = self.paths[leaf].rpartition(".")[0] or self.paths[leaf]
+        return path if row is None else f"{path}[{row}]"
+
+    def take(self, size: int, dtype: torch.dtype, owner: Unit | None = None) -> Tensor:
+        """A flat buffer from the pool."""
+        buffer = self._pool.take(size, dtype, self._device, owner)
+        self._watched.pop(_compat.storage_id(buffer), None)
+        return buffer
+
+    def watch(self, flat: Tensor, unit: Unit, number: int) -> None:
+        """Notes that views of a buffer are weights of a unit."""
+        self._watched[_compat.storage_id(flat)] = (unit, number)
+
+    def unit(self, leaves: Sequence[Local], places: tuple[Place, ...], dtype: torch.dtype | None) -> Unit:
+        """The unit of some leaves: the one that was started ahead, or a new one."""
+        ahead = self._ahead.pop(places, None)
+        if ahead is not None:
+            return ahead
+        plans: list[LeafPlan] = []
+        for leaf, place in zip(leaves, places, strict=True):
+            rest, goal = leaf.value.dtype, self.goals[place.leaf]
+            compute = dtype if dtype and rest.is_floating_point else self.compute(rest)
+            goal = goal.row() if goal is not None and place.row is not None else goal
+            plans.append(LeafPlan(leaf.sharding, leaf.shape, rest, compute, goal))
+        return Unit(self, plan_unit(tuple(plans)), leaves, places)
+
+    def start_ahead(self, unit: Unit) -> None:
+        """Starts the gather of a unit that will be asked for next."""
+        self._ahead[unit.places] = unit
+        unit.start()
+
+    def enter(self, unit: Unit, policy: Policy) -> list[Tensor]:
+        """Makes a unit the current one and returns its whole leaves; the one before it is let go."""
+        if self._current is not None:
+            self._current.release()
+        self._current, unit.kept, unit.order = unit, policy.gathered, len(self._units)
+        self._units.append(unit)
+        wholes = [leaf.value for leaf in unit.leaves]
+        for i in unit.plan.aliases:
+            wholes[i] = wholes[i].detach()
+        for g, gathered in zip(unit.plan.gathers, unit.wait(), strict=True):
+            for i, leaf in zip(g.leaves, gathered, strict=True):
+                wholes[i] = leaf
+        return wholes
+
+    def pack(self, x: Tensor) -> Tensor | _Saved:
+        """Saved-tensors hook: a view of a gathered buffer becomes a note."""
+        known = self._watched.get(_compat.storage_id(x))
+        if known is None or known[0].kept:
+            return x
+        unit, number = known
+        unit.saved += 1
+        return _Saved(unit, number, x.dtype, x.storage_offset(), x.size(), x.stride())
+
+    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+        """Saved-tensors hook: a note becomes a view of the unit, gathered again if need be."""
+        if isinstance(saved, Tensor):
+            return saved
+        flats = self._revive(saved.unit)
+        return flats[saved.gather].view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+    def _revive(self, unit: Unit) -> list[Tensor]:
+        if not unit.returned:
+            unit.returned = True
+            for later in self._units[unit.order + 1 :]:
+                later.release()
+            if unit.flats is None:
+                unit.wait()
+            earlier = next((u for u in reversed(self._units[: unit.order]) if u.saved), None)
+            if earlier is not None:
+                earlier.start()
+        assert unit.flats is not None, "a unit is used in backward after its own backward"
+        return unit.flats
+
+    def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+        """Backward of a unit is over: drops its buffers and starts to reduce its gradients."""
+        unit.release()
+        self.settle()
+        for plan in unit.plan.reductions:
+            self._returning.append(self._reduce(unit, plan, [grads[i] for i in plan.leaves]))
+
+    def settle(self) -> None:
+        """Finishes the reductions under way."""
+        for finish in self._returning:
+            finish()
+        self._returning.clear()
+
+    def _reduce(self, unit: Unit, plan: Reducing, grads: list[Tensor | None]) -> Callable[[], None]:
+        places = [unit.places[i] for i in plan.leaves]
+        mesh, held = unit.plan.mesh, self._held(places)
+        if plan.before or plan.after:
+            self.counts.reductions.append(self.name_of(places))
+        common = {"dtype": plan.dtype, "device": self._device, "empty": self.take}
+        first = transition.start(
+            grads, plan.before, plan.shapes, mesh, wire_dtype=plan.wire_dtype, wholes=plan.wholes_before, **common
+        )
+        if not plan.after:
+            return lambda: self._land(places, held, first.finish())
+
+        def second() -> transition.Transit:
+            terms = first.finish()
+            if held:
+                torch._foreach_add_(held, terms)
+                terms = held
+            shapes = [tuple(x.shape) for x in terms]
+            return transition.start(
+                terms, plan.after, shapes, mesh, wire_dtype=plan.held_wire_dtype, wholes=plan.wholes_after, **common
+            )
+
+        if plan.before:
+            return lambda: self._land(places, [], second().finish())
+        under_way = second()
+        return lambda: self._land(places, [], under_way.finish())
+
+    def _held(self, places: Sequence[Place]) -> list[Tensor]:
+        """What is held for these places, unless it has been added already."""
+        result: list[Tensor] = []
+        for place in places:
+            held = self.held[place.leaf]
+            if held is not None and place not in self._written:
+                result.append(held if place.row is None else held[place.row])
+        assert len(result) in (0, len(places)), "tied leaves are held together"
+        return result
+
+    def _land(self, places: Sequence[Place], held: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+        """Writes reduced gradients to their place, or adds them where there is something already."""
+        targets = [self._target(place) for place in places]
+        if held or places[0] in self._written:
+            torch._foreach_add_(targets, list(terms))
+        else:
+            torch._foreach_copy_(targets, list(terms))
+        self._written.update(places)
+
+    def _target(self, place: Place) -> Tensor:
+        out = self.out[place.leaf]
+        if out is None:
+            leaf, goal = self.leaves[place.leaf], self.goals[place.leaf]
+            assert leaf is not None and goal is not None
+            out = torch.zeros(goal.target.local_shape(leaf.shape), dtype=goal.dtype, device=self._device)
+            self.out[place.leaf] = out
+        return out if place.row is None else out[place.row]
+
+    def finish(self) -> list[Tensor | None]:
+        """Settles everything, carries over what is held for leaves that this call did not touch, and closes.
+
+        Returns:
+            The local gradient of each leaf, zeros where the loss does not depend on it, None where there is no goal.
+        """
+        self.settle()
+        for i, (leaf, goal) in enumerate(zip(self.leaves, self.goals, strict=True)):
+            if leaf is not None and goal is not None:
+                self._carry_over(i, leaf, goal)
+        self.counts.peak_units, self.counts.peak_bytes = self._pool.peak_owners, self._pool.peak_bytes
+        for seen in _recorders.get():
+            seen.append(self.counts)
+        result = list(self.out)
+        self.close()
+        return result
+
+    def _carry_over(self, i: int, leaf: Local, goal: Goal) -> None:
+        out, held = self._target(Place(i, None)), self.held[i]
+        if held is None or goal.held is None or goal.held == goal.target or Place(i, None) in self._written:
+            return
+        rows = range(out.shape[0]) if any(place.leaf == i for place in self._written) else (None,)
+        for row in rows:
+            if Place(i, row) in self._written:
+                continue
+            source, target, shape = goal.held, goal.target, leaf.shape
+            if row is not None:
+                source, target, shape = source.drop(0), target.drop(0), shape[1:]
+            steps = transition.plan_steps(source, target)
+            wholes = [transition.whole_sizes(source, steps, shape)]
+            part = held if row is None else held[row]
+            moved = transition.move([part], steps, leaf.sharding.mesh, wholes)[0]
+            (out if row is None else out[row]).copy_(moved)
+
+    def add_reduced(self, i: int, grad: Tensor) -> None:
+        """Adds a gradient that came through plain autograd, in the sharding of the leaf and summed over its ranks."""
+        leaf, goal, out = self.leaves[i], self.goals[i], self._target(Place(i, None))
+        assert leaf is not None and goal is not None
+        source = leaf.sharding
+        steps = transition.plan_steps(source, goal.target)
+        wholes = [transition.whole_sizes(source, steps, leaf.shape)]
+        where = coordinate(source.mesh)
+        if all(where.get(axis, 0) == 0 for axis in goal.target.partial):
+            out.add_(transition.move([grad.to(goal.dtype)], steps, source.mesh, wholes)[0])
+
+    def close(self) -> None:
+        """Breaks the references between units and buffers, so that nothing is alive after the step."""
+        for unit in [*self._units, *self._ahead.values()]:
+            unit.abandon()
+        self._units.clear()
+        self._ahead.clear()
+        self._watched.clear()
+        self._places.clear()
+        self._current = None
+        self._pool.close()
+
+
+_ledger: ContextVar[Ledger | None] = ContextVar("fsharding_ledger", default=None)
+
+
+@contextmanager
+def opened(ledger: Ledger) -> Iterator[None]:
+    """Makes a ledger the one that `gather_unit` finds, and hooks it into what autograd saves."""
+    token = _ledger.set(ledger)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack):
+            yield
+    finally:
+        _ledger.reset(token)
+
+
+def current_ledger() -> Ledger | None:
+    """The ledger of the innermost `value_and_grad` that is running its forward; None outside and under torch.func."""
+    return None if _compat.in_functorch() else _ledger.get()

@@ -1,0 +1,36 @@
+"""What a model is here: pure functions over trees of whole plain tensors, and the names of their dims.
+
+In: nothing but arguments; a model holds no tensors. Out: lazy draws at init, activations, and (sum, weight) losses.
+Law: a model never learns where its parameters live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fsharding.tree import Tree
+
+__all__ = ["Model"]
+
+
+class Model(NamedTuple):
+    """A model in units: embed, a stack of blocks, head.
+
+    Attributes:
+        init: `init(key) -> {"embed": ..., "blocks": ..., "head": ...}`, a tree of lazy draws; blocks are stacked.
+        embed: `embed(params, batch) -> x`.
+        block: `block(params, x) -> x`.
+        head: `head(params, x, batch) -> (sum of losses, number of tokens)`.
+        names: the tree of `init` with a tuple of dim names for each leaf.
+        tied: (name in the head unit, path of the leaf that it shares), such as `("unembed", "embed.table")`.
+    """
+
+    init: Callable[[Tensor], Tree]
+    embed: Callable[[Tree, Tree], Any]
+    block: Callable[[Tree, Any], Any]
+    head: Callable[[Tree, Any, Tree], tuple[Tensor, Tensor]]
+    names: Tree
+    tied: tuple[tuple[str, str], ...] = ()

@@ -1,0 +1,278 @@
+"""Collectives as linear maps with their transposes: gather/scatter, psum/vary, all_to_all, ppermute.
+
+In: plain local tensors and axis names. Out: plain local tensors, valid under autograd and every torch.func transform.
+Each collective is a frozen value that knows how to run, its dual, and itself one batch dim later; one autograd Function
+serves them all. Law: `<op x, y> == <x, dual(op) y>`, summed over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from fsharding import boxes
+from fsharding.errors import SpecError, message
+from fsharding.mesh import Group, Mesh, axis_group, current_mesh
+from fsharding.ops import wire
+from fsharding.precision import wide
+
+__all__ = ["all_to_all", "gather", "ppermute", "psum", "scatter", "vary"]
+
+
+class _Linear(Protocol):
+    """A linear map between local tensors that all ranks of a group apply together."""
+
+    def run(self, x: Tensor) -> Tensor: ...
+
+    def dual(self) -> _Linear: ...
+
+    def batched(self) -> _Linear: ...
+
+
+class _Apply(Function):
+    """Applies a linear map; its derivative in every direction is the map or its dual."""
+
+    @staticmethod
+    def forward(x: Tensor, op: _Linear) -> Tensor:
+        return op.run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Linear], output: Tensor) -> None:
+        ctx.op = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _apply(grads[0], ctx.op.dual()), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _apply(tangents[0], ctx.op)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, op: _Linear) -> tuple[Tensor, int]:
+        assert in_dims[0] is not None
+        return _apply(x.movedim(in_dims[0], 0), op.batched()), 0
+
+
+def _apply(x: Tensor, op: _Linear) -> Tensor:
+    return cast(Tensor, _Apply.apply(x, op))
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """Joins shards along a dim; `size` is the global size, cut in ceil-chunks."""
+
+    group: Group
+    dim: int
+    size: int
+
+    def run(self, x: Tensor) -> Tensor:
+        pieces = [boxes.chunk(self.size, self.group.size, i) for i in range(self.group.size)]
+        counts = [stop - start for start, stop in pieces]
+        front = x.movedim(self.dim, 0)
+        rows = x.new_empty(self.group.size, counts[0], *front.shape[1:])
+        rows[self.group.index, : counts[self.group.index]].copy_(front)
+        wire.gather_rows(rows.view(self.group.size, -1), self.group).wait()
+        return rows.flatten(0, 1)[: self.size].movedim(0, self.dim).contiguous()
+
+    def dual(self) -> _Linear:
+        return _Scatter(self.group, self.dim, self.size)
+
+    def batched(self) -> _Linear:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    """Sums over the group and keeps this member's ceil-chunk along a dim."""
+
+    group: Group
+    dim: int
+    size: int
+
+    def run(self, x: Tensor) -> Tensor:
+        start, stop = boxes.chunk(self.size, self.group.size, self.group.index)
+        width = -(-self.size // self.group.size)
+        front = x.movedim(self.dim, 0)
+        send = x.new_zeros(self.group.size * width, *front.shape[1:])
+        send[: self.size].copy_(front)
+        send = send.view(self.group.size, -1)
+        received = torch.empty_like(send)
+        wire.exchange_rows(send, received, self.group).wait()
+        mine = wire.sum_rows(received, self.group.terms, wide(x.dtype)).to(x.dtype)
+        return mine.view(width, *front.shape[1:])[: stop - start].movedim(0, self.dim).contiguous()
+
+    def dual(self) -> _Linear:
+        return _Gather(self.group, self.dim, self.size)
+
+    def batched(self) -> _Linear:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class _Psum:
+    """The sum over the group, on every member."""
+
+    group: Group
+
+    def run(self, x: Tensor) -> Tensor:
+        return wire.start_sum(x.reshape(-1), self.group, wide(x.dtype)).wait().to(x.dtype).view(x.shape)
+
+    def dual(self) -> _Linear:
+        return _Vary(self.group)
+
+    def batched(self) -> _Linear:
+        return self
+
+
+@dataclass(frozen=True)
+class _Vary:
+    """The identity on a value that all members share; where it goes each member takes its own way."""
+
+    group: Group
+
+    def run(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    def dual(self) -> _Linear:
+        return _Psum(self.group)
+
+    def batched(self) -> _Linear:
+        return self
+
+
+@dataclass(frozen=True)
+class _AllToAll:
+    """Cuts along one dim, sends piece i to member i, joins what comes along another dim."""
+
+    group: Group
+    split_dim: int
+    concat_dim: int
+
+    def run(self, x: Tensor) -> Tensor:
+        send = torch.stack(x.chunk(self.group.size, self.split_dim))
+        received = torch.empty_like(send)
+        flat = (self.group.size, -1)
+        wire.exchange_rows(send.view(flat), received.view(flat), self.group).wait()
+        return torch.cat(received.unbind(0), self.concat_dim)
+
+    def dual(self) -> _Linear:
+        return _AllToAll(self.group, self.concat_dim, self.split_dim)
+
+    def batched(self) -> _Linear:
+        return _AllToAll(self.group, self.split_dim + 1, self.concat_dim + 1)
+
+
+@dataclass(frozen=True)
+class _Ppermute:
+    """Sends to the partner of each (source, target) pair; who has no source gets zeros."""
+
+    group: Group
+    pairs: tuple[tuple[int, int], ...]
+
+    def run(self, x: Tensor) -> Tensor:
+        target = dict(self.pairs).get(self.group.index)
+        source = {to: come for come, to in self.pairs}.get(self.group.index)
+        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        wire.send_receive(x.contiguous(), out, self.group, target=target, source=source).wait()
+        return out
+
+    def dual(self) -> _Linear:
+        return _Ppermute(self.group, tuple((to, come) for come, to in self.pairs))
+
+    def batched(self) -> _Linear:
+        return self
+
+
+def _group(function: str, axis: str | Sequence[str], mesh: Mesh | None) -> Group:
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    return axis_group(mesh if mesh is not None else current_mesh(function), axes)
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    return dim % x.ndim
+
+
+def gather(
+    x: Tensor, axis: str | Sequence[str], *, dim: int, size: int | None = None, mesh: Mesh | None = None
+) -> Tensor:
+    """Joins the shards of all ranks along an axis. Transpose of `scatter`.
+
+    Args:
+        x: this rank's ceil-chunk.
+        axis: one axis or several, major first.
+        dim: the tensor dim that is cut.
+        size: its global size; by default all shards are as long as this one.
+        mesh: by default that of `fs.set_mesh`.
+
+    Returns:
+        The whole tensor, the same on every rank of the group; dtype of `x`.
+    """
+    group = _group("ops.gather", axis, mesh)
+    dim = _dim(x, dim)
+    return _apply(x, _Gather(group, dim, x.shape[dim] * group.size if size is None else size))
+
+
+def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None = None) -> Tensor:
+    """Sums over an axis and keeps this rank's ceil-chunk (a reduce-scatter). Transpose of `gather`.
+
+    Args:
+        x: this rank's term, whole.
+        axis: one axis or several, major first.
+        dim: the tensor dim to cut.
+        mesh: by default that of `fs.set_mesh`.
+
+    Returns:
+        This rank's chunk of the sum; summed in float32 at least, dtype of `x`.
+    """
+    dim = _dim(x, dim)
+    return _apply(x, _Scatter(_group("ops.scatter", axis, mesh), dim, x.shape[dim]))
+
+
+def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
+    """The sum over an axis, on every rank. Transpose of `vary`."""
+    return _apply(x, _Psum(_group("ops.psum", axis, mesh)))
+
+
+def vary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
+    """Marks that ranks along an axis will use a shared value in different ways. The identity; transpose of `psum`."""
+    return _apply(x, _Vary(_group("ops.vary", axis, mesh)))
+
+
+def all_to_all(
+    x: Tensor, axis: str | Sequence[str], *, split_dim: int, concat_dim: int, mesh: Mesh | None = None
+) -> Tensor:
+    """Cuts along `split_dim`, sends piece i to rank i of the axis, joins along `concat_dim`. Its transpose is itself
+    with the dims exchanged.
+
+    Raises:
+        SpecError: the size of `split_dim` is not a multiple of the axis.
+    """
+    group = _group("ops.all_to_all", axis, mesh)
+    split_dim, concat_dim = _dim(x, split_dim), _dim(x, concat_dim)
+    if x.shape[split_dim] % group.size:
+        text = f"cannot cut dim {split_dim} of size {x.shape[split_dim]} over {axis} of size {group.size}."
+        raise SpecError(message("ops.all_to_all", text, mend="Pad the dim to a multiple of the axis."))
+    return _apply(x, _AllToAll(group, split_dim, concat_dim))
+
+
+def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Tensor:
+    """Sends `x` along (source, target) pairs of coordinates; ranks that are no target get zeros.
+
+    Its transpose sends along the reversed pairs.
+
+    Raises:
+        SpecError: a coordinate outside the axis, or one that sends or receives twice.
+    """
+    group = _group("ops.ppermute", axis, mesh)
+    sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
+    inside = all(0 <= c < group.size for c in sources + targets)
+    if not inside or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
+        text = f"got the pairs {list(pairs)} on axis {axis} of size {group.size}."
+        raise SpecError(message("ops.ppermute", text, mend="Each coordinate sends at most once and receives at most once."))
+    return _apply(x, _Ppermute(group, tuple((int(a), int(b)) for a, b in pairs)))

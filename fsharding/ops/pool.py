@@ -1,0 +1,77 @@
+"""Flat buffers that are used again within a step, so that they cost their page faults once.
+
+In: a size, a dtype, an owner. Out: a flat tensor that nobody else views. A buffer is free when the pool alone holds its
+storage, so a view that somebody keeps is never overwritten. Law: the bytes that owners have alive are known exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat
+
+__all__ = ["Pool"]
+
+
+@dataclass
+class _Buffer:
+    base: Tensor
+    storage: int
+    owner: object | None = None
+
+    def in_use(self, idle: int) -> bool:
+        return _compat.storage_users(self.storage) > idle
+
+
+class Pool:
+    """See the module.
+
+    Attributes:
+        peak_owners: most owners that had a buffer alive at once.
+        peak_bytes: most bytes that owners had alive at once.
+    """
+
+    def __init__(self) -> None:
+        """Makes an empty pool."""
+        self.peak_owners = 0
+        self.peak_bytes = 0
+        self._buffers: list[_Buffer] = []
+        self._idle = 0
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device, owner: object | None = None) -> Tensor:
+        """A flat buffer of `size` elements with garbage inside; bytes of a buffer with an owner are counted."""
+        need = max(size, 1) * dtype.itemsize
+        fits = [b for b in self._buffers if need <= b.base.numel() <= 2 * need and not b.in_use(self._idle)]
+        buffer = min(fits, key=lambda b: b.base.numel(), default=None) or self._make(need, device)
+        buffer.owner = owner
+        result = buffer.base[:need].view(dtype)[:size]
+        if owner is not None:
+            self._count()
+        return result
+
+    def alive(self) -> dict[int, int]:
+        """Bytes alive by id of their owner."""
+        result: dict[int, int] = {}
+        for buffer in self._buffers:
+            if buffer.owner is not None and buffer.in_use(self._idle):
+                result[id(buffer.owner)] = result.get(id(buffer.owner), 0) + buffer.base.numel()
+        return result
+
+    def close(self) -> None:
+        """Lets all buffers go."""
+        self._buffers.clear()
+
+    def _make(self, need: int, device: torch.device) -> _Buffer:
+        base = torch.empty(need, dtype=torch.uint8, device=device)
+        buffer = _Buffer(base, _compat.storage_id(base))
+        self._idle = _compat.storage_users(buffer.storage)
+        self._buffers.append(buffer)
+        return buffer
+
+    def _count(self) -> None:
+        alive = self.alive()
+        self.peak_owners = max(self.peak_owners, len(alive))
+        self.peak_bytes = max(self.peak_bytes, sum(alive.values()))

@@ -1,0 +1,256 @@
+"""From one sharding of a leaf to another along its data axes: scatter, sum, gather, slice, a bucket at a time.
+
+In: two shardings that differ in data axes only, and the local tensors of a bucket. Out: the steps as a cached value,
+and the local tensors in the new sharding. Sums go over the inner axes first and over `replica` last.
+Law: whatever the steps, each element is the same balanced sum over ranks, so the bits do not depend on the strategy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fsharding import boxes
+from fsharding.mesh import Mesh, abstract, axis_group
+from fsharding.ops import bucket as buckets
+from fsharding.ops import wire
+from fsharding.sharding import NamedSharding
+from fsharding.spec import PartitionSpec
+
+__all__ = ["Step", "Transit", "move", "plan_steps", "start", "whole_sizes"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective or slice.
+
+    Attributes:
+        kind: "scatter" (sum and cut), "sum", "gather" (join) or "slice" (cut what is whole).
+        axes: over which, major first.
+        dim: the tensor dim that is cut or joined; -1 for "sum".
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dim: int = -1
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
+    """The steps from one sharding to another on the same mesh.
+
+    Args:
+        source: what the local tensors are, with the axes whose sum is still open.
+        target: what they become; axes that stay partial stay open.
+    """
+    source, target = source.simplified(), target.simplified()
+    open_axes = [axis for axis in source.partial if axis not in target.partial]
+    dims = range(max(len(source.spec), len(target.spec)))
+    gained, lost = _changes(source.spec, target.spec, dims)
+    steps: list[Step] = []
+
+    def close(axes: Sequence[str]) -> None:
+        inner = tuple(axis for axis in axes if axis in open_axes)
+        if inner:
+            steps.append(Step("sum", inner))
+            open_axes[:] = [axis for axis in open_axes if axis not in inner]
+
+    if lost:
+        close([axis for axis in open_axes if axis != "replica"])
+        close(["replica"])
+    steps += [Step("gather", axes, dim) for dim, axes in lost]
+    for dim, axes in gained:
+        for axis_run in _runs(axes, open_axes):
+            if axis_run[0] not in open_axes:
+                steps.append(Step("slice", axis_run, dim))
+                continue
+            if axis_run == ("replica",):
+                later = {axis for other, cut in gained if other != dim for axis in cut}
+                close([axis for axis in open_axes if axis != "replica" and axis not in later])
+            steps.append(Step("scatter", axis_run, dim))
+            open_axes[:] = [axis for axis in open_axes if axis not in axis_run]
+    close([axis for axis in open_axes if axis != "replica"])
+    close(["replica"])
+    return tuple(steps)
+
+
+def _changes(
+    source: PartitionSpec, target: PartitionSpec, dims: range
+) -> tuple[list[tuple[int, tuple[str, ...]]], list[tuple[int, tuple[str, ...]]]]:
+    """Per dim, the minor axes that the target has more, and those that it has no longer."""
+    gained: list[tuple[int, tuple[str, ...]]] = []
+    lost: list[tuple[int, tuple[str, ...]]] = []
+    for dim in dims:
+        old, new = source.axes(dim), target.axes(dim)
+        same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        if old[same:]:
+            lost.append((dim, old[same:]))
+        if new[same:]:
+            gained.append((dim, new[same:]))
+    return gained, lost
+
+
+def _runs(axes: tuple[str, ...], open_axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """Neighbours that one collective can serve: both open or both closed; a minor `replica` stands alone."""
+    result: list[tuple[str, ...]] = []
+    for axis in axes:
+        alone = axis == "replica" and axis == axes[-1]
+        if result and not alone and (result[-1][0] in open_axes) == (axis in open_axes):
+            result[-1] = (*result[-1], axis)
+        else:
+            result.append((axis,))
+    return result
+
+
+@dataclass(frozen=True)
+class Transit:
+    """Local tensors on their way; the first collective is under way.
+
+    Attributes:
+        finish: waits, does what is left, returns the local tensors in the target sharding.
+    """
+
+    finish: Callable[[], list[Tensor]]
+
+
+def start(
+    leaves: Sequence[Tensor | None],
+    steps: Sequence[Step],
+    shapes: Sequence[tuple[int, ...]],
+    mesh: Mesh,
+    *,
+    wire_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    wholes: Sequence[tuple[int, ...]] = (),
+    empty: Callable[[int, torch.dtype], Tensor] | None = None,
+) -> Transit:
+    """Starts a bucket on its steps.
+
+    Args:
+        leaves: local tensors in the source sharding; None counts as zeros.
+        steps: as planned; the same for all leaves.
+        shapes: the local shapes.
+        mesh: with devices.
+        wire_dtype: in which the first sum travels.
+        dtype: in which sums are taken, and of the result.
+        device: where buffers live.
+        wholes: `whole_sizes` of each leaf; needed when a step gathers.
+        empty: makes a flat buffer from a size and a dtype; by default a fresh one.
+    """
+    make = empty or functools.partial(_fresh, device=device)
+    if not steps:
+        return Transit(lambda: [_zeros(x, s, dtype, device) for x, s in zip(leaves, shapes, strict=True)])
+    first, rest, later = steps[0], steps[1:], [sizes[1:] for sizes in wholes]
+    group = axis_group(mesh, first.axes)
+    if first.kind == "scatter":
+        plan = buckets.plan_bucket(tuple((shape, first.dim) for shape in shapes), _sizes(mesh, first.axes))
+        send = make(plan.members * plan.width, wire_dtype).view(plan.members, plan.width)
+        received = make(plan.members * plan.width, wire_dtype).view(plan.members, plan.width)
+        buckets.copy_in(leaves, send, plan)
+        pending = wire.exchange_rows(send, received, group)
+
+        def finish() -> list[Tensor]:
+            pending.wait()
+            mine = wire.sum_rows(received, group.terms, dtype)
+            return move(buckets.piece_views(mine, plan, group.index), rest, mesh, later)
+
+        return Transit(finish)
+    values = [_zeros(x, s, wire_dtype, device) for x, s in zip(leaves, shapes, strict=True)]
+    if first.kind != "sum":
+        return Transit(lambda: move([x.to(dtype) for x in values], steps, mesh, wholes))
+    total = wire.start_sum(torch.cat([x.reshape(-1) for x in values]), group, dtype)
+    return Transit(lambda: move(_split(total.wait(), shapes), rest, mesh, later))
+
+
+def _fresh(size: int, dtype: torch.dtype, *, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _zeros(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device) if x is None else x.to(dtype)
+
+
+def _sizes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(abstract(mesh).axis_size(axis) for axis in axes)
+
+
+def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def whole_sizes(source: NamedSharding, steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """For each step, how long this rank's piece of the joined dim is after a "gather"; 0 for the other kinds.
+
+    Args:
+        source: the sharding before the first step.
+        steps: as planned.
+        shape: the global shape of the leaf.
+    """
+    sizes: list[int] = []
+    for step in steps:
+        cut = source.spec.axes(step.dim) if step.kind != "sum" else ()
+        if step.kind == "gather":
+            source = replace(source, spec=source.spec.replace(step.dim, cut[: len(cut) - len(step.axes)]))
+            sizes.append(source.local_shape(shape)[step.dim])
+            continue
+        if step.kind != "sum":
+            left = tuple(axis for axis in source.partial if axis not in step.axes)
+            source = replace(source, spec=source.spec.replace(step.dim, (*cut, *step.axes)), partial=left)
+        sizes.append(0)
+    return tuple(sizes)
+
+
+def move(
+    leaves: Sequence[Tensor], steps: Sequence[Step], mesh: Mesh, wholes: Sequence[tuple[int, ...]] = ()
+) -> list[Tensor]:
+    """Takes the steps one after the other, waiting for each.
+
+    Args:
+        leaves: local tensors of one dtype.
+        steps: as planned.
+        mesh: with devices.
+        wholes: `whole_sizes` of each leaf; needed when a step gathers.
+    """
+    current = list(leaves)
+    for place, step in enumerate(steps):
+        group, sizes = axis_group(mesh, step.axes), _sizes(mesh, step.axes)
+        if step.kind == "slice":
+            current = [_slice(x, step, sizes, group.index) for x in current]
+        elif step.kind == "gather":
+            current = _gather(current, [sizes_of[place] for sizes_of in wholes], step, sizes, mesh)
+        else:
+            x = current[0]
+            shapes = [tuple(leaf.shape) for leaf in current]
+            kind = {"wire_dtype": x.dtype, "dtype": x.dtype}
+            current = start(current, (step,), shapes, mesh, device=x.device, **kind).finish()
+    return current
+
+
+def _slice(x: Tensor, step: Step, sizes: tuple[int, ...], index: int) -> Tensor:
+    places: list[int] = []
+    for size in reversed(sizes):
+        index, place = divmod(index, size)
+        places.insert(0, place)
+    begin, end = boxes.nested_chunk(x.shape[step.dim], list(zip(sizes, places, strict=True)))
+    return x.narrow(step.dim, begin, end - begin)
+
+
+def _gather(
+    leaves: Sequence[Tensor], wholes: Sequence[int], step: Step, sizes: tuple[int, ...], mesh: Mesh
+) -> list[Tensor]:
+    group = axis_group(mesh, step.axes)
+    shapes = [
+        (*x.shape[: step.dim], whole, *x.shape[step.dim + 1 :]) for x, whole in zip(leaves, wholes, strict=True)
+    ]
+    plan = buckets.plan_bucket(tuple((shape, step.dim) for shape in shapes), sizes)
+    rows = leaves[0].new_empty(plan.members, plan.width)
+    torch._foreach_copy_(buckets.piece_views(rows[group.index], plan, group.index), list(leaves))
+    wire.gather_rows(rows, group).wait()
+    return buckets.copy_out(rows, leaves[0].new_empty(plan.size), plan)

@@ -1,0 +1,187 @@
+"""The static plan of a unit: which leaves are gathered together, and how their gradients get where they belong.
+
+In: for each leaf its sharding, global shape, dtypes, and the goal of its gradient. Out: one cached, printable plan.
+A bucket is (dtype, data axes) on the way in, and (steps, dtypes) on the way back. Nothing here moves a byte.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from fsharding.mesh import AXES, DATA_AXES, Mesh, abstract, data_axes
+from fsharding.ops import transition
+from fsharding.ops.bucket import Bucket, plan_bucket
+from fsharding.ops.transition import Step
+from fsharding.sharding import NamedSharding
+from fsharding.spec import P
+
+__all__ = ["Gathering", "Goal", "LeafPlan", "Reducing", "UnitPlan", "plan_unit", "unreduced", "whole"]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What becomes of the gradient of a leaf.
+
+    Attributes:
+        target: the sharding in which it ends.
+        dtype: in which it is summed and kept.
+        wire_dtype: in which terms travel; None for that in which they are.
+        held: the sharding of gradients of earlier microbatches that it is added to; None without any.
+    """
+
+    target: NamedSharding
+    dtype: torch.dtype
+    wire_dtype: torch.dtype | None = None
+    held: NamedSharding | None = None
+
+    def row(self) -> Goal:
+        """The goal of one block of a stacked leaf."""
+        return replace(self, target=self.target.drop(0), held=self.held.drop(0) if self.held else None)
+
+
+class LeafPlan(NamedTuple):
+    """One leaf of a unit: sharding, global shape, dtype at rest, dtype in the loss, goal (None when frozen)."""
+
+    sharding: NamedSharding
+    shape: tuple[int, ...]
+    rest: torch.dtype
+    compute: torch.dtype
+    goal: Goal | None
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Leaves that are gathered together; without axes they are only cast."""
+
+    leaves: tuple[int, ...]
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+    bucket: Bucket
+
+
+@dataclass(frozen=True)
+class Reducing:
+    """Leaves whose gradients travel together.
+
+    Attributes:
+        leaves: their numbers in the unit.
+        shapes: their local shapes as they come out of backward.
+        before: steps until they can be added to what is held.
+        after: steps from there to the target.
+        wholes_before: `whole_sizes` of the steps before.
+        wholes_after: the same for the steps after.
+        dtype: of sums.
+        wire_dtype: of terms that come out of backward.
+        held_wire_dtype: of terms that come out of what is held.
+    """
+
+    leaves: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    before: tuple[Step, ...]
+    after: tuple[Step, ...]
+    wholes_before: tuple[tuple[int, ...], ...]
+    wholes_after: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    held_wire_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Everything static about a unit.
+
+    Attributes:
+        mesh: of its leaves.
+        gathers: what is gathered or cast.
+        aliases: leaves that are whole already.
+        reductions: what is reduced.
+    """
+
+    mesh: Mesh
+    gathers: tuple[Gathering, ...]
+    aliases: tuple[int, ...]
+    reductions: tuple[Reducing, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_unit(leaves: tuple[LeafPlan, ...]) -> UnitPlan:
+    """Sorts the leaves of a unit into buckets."""
+    gathers, aliases = _plan_gathers(leaves)
+    return UnitPlan(leaves[0].sharding.mesh, gathers, aliases, _plan_reductions(leaves))
+
+
+def whole(sharding: NamedSharding) -> NamedSharding:
+    """The sharding of a leaf once it has been gathered over its data axes."""
+    kept = (tuple(a for a in sharding.axes(dim) if a not in DATA_AXES) for dim in range(len(sharding.spec)))
+    return NamedSharding(sharding.mesh, P(*kept))
+
+
+def unreduced(sharding: NamedSharding) -> NamedSharding:
+    """The sharding of a leaf's gradient as it comes out of backward: whole, each data rank with its own term."""
+    axes = tuple(sorted(data_axes(sharding.mesh), key=AXES.index))
+    return replace(whole(sharding), partial=axes)
+
+
+def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], tuple[int, ...]]:
+    found: dict[tuple[torch.dtype, tuple[str, ...]], list[tuple[int, tuple[int, ...], int]]] = {}
+    aliases: list[int] = []
+    for i, leaf in enumerate(leaves):
+        cuts = [(dim, cut) for dim in range(len(leaf.shape)) if (cut := _data_cut(leaf.sharding, dim))]
+        assert len(cuts) <= 1, "data axes cut one dim of a leaf"
+        shape = whole(leaf.sharding).local_shape(leaf.shape)
+        if cuts:
+            found.setdefault((leaf.compute, cuts[0][1]), []).append((i, shape, cuts[0][0]))
+        elif leaf.compute != leaf.rest and shape:
+            found.setdefault((leaf.compute, ()), []).append((i, shape, 0))
+        else:
+            aliases.append(i)
+    sizes = abstract(leaves[0].sharding.mesh)
+    gathers = [
+        Gathering(
+            tuple(i for i, _, _ in members), axes, dtype,
+            plan_bucket(tuple((shape, dim) for _, shape, dim in members), tuple(map(sizes.axis_size, axes))),
+        )
+        for (dtype, axes), members in found.items()
+    ]  # fmt: skip
+    return tuple(gathers), tuple(aliases)
+
+
+def _plan_reductions(leaves: tuple[LeafPlan, ...]) -> tuple[Reducing, ...]:
+    found: dict[tuple[tuple[Step, ...], tuple[Step, ...], torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.goal is None:
+            continue
+        goal = leaf.goal
+        first = goal.held or goal.target
+        before = transition.plan_steps(unreduced(leaf.sharding), first)
+        after = transition.plan_steps(first, goal.target)
+        dtypes = (goal.dtype, goal.wire_dtype or leaf.compute, goal.wire_dtype or goal.dtype)
+        found.setdefault((before, after, *dtypes), []).append(i)
+
+    def wholes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
+        return transition.whole_sizes(source, steps, leaves[i].shape)
+
+    def first_of(i: int) -> NamedSharding:
+        goal = leaves[i].goal
+        assert goal is not None
+        return goal.held or goal.target
+
+    return tuple(
+        Reducing(
+            tuple(members),
+            tuple(whole(leaves[i].sharding).local_shape(leaves[i].shape) for i in members),
+            before, after,
+            tuple(wholes(i, unreduced(leaves[i].sharding), before) for i in members),
+            tuple(wholes(i, first_of(i), after) for i in members),
+            *dtypes,
+        )
+        for (before, after, *dtypes), members in found.items()
+    )  # fmt: skip
+
+
+def _data_cut(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
+    return tuple(axis for axis in sharding.axes(dim) if axis in DATA_AXES)

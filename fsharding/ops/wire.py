@@ -1,0 +1,204 @@
+"""What moves over a process group: rows of bytes to everybody, rows to their owners, and sums in a fixed order.
+
+In: a group and a `[members, width]` buffer. Out: a `Pending` whose `wait` says that the buffer is ready.
+On gloo a point-to-point gather and an all-to-all beat its own collectives two- to threefold, so they are the default
+there; `algorithm("native")` asks for the backend's own. Law: a sum adds its terms in one balanced tree, whoever takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.mesh import Group
+
+__all__ = ["Pending", "algorithm", "exchange_rows", "gather_rows", "PendingSum", "send_receive", "start_sum", "sum_rows"]
+
+_SMALL = 1 << 14
+"""Up to so many elements a sum over ranks is one gather: every rank adds all terms itself."""
+
+_algorithm: ContextVar[str] = ContextVar("fsharding_wire_algorithm", default="auto")
+
+
+@contextmanager
+def algorithm(name: str) -> Iterator[None]:
+    """Chooses how rows are gathered inside the `with` block: "auto", "native" (all-gather), "p2p" (sends and receives).
+
+    Both give the same bytes.
+    """
+    assert name in ("auto", "native", "p2p"), name
+    token = _algorithm.set(name)
+    try:
+        yield
+    finally:
+        _algorithm.reset(token)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Communication under way.
+
+    Attributes:
+        works: what torch will wait for.
+        held: buffers that have to live until then.
+    """
+
+    works: tuple[dist.Work, ...] = ()
+    held: tuple[Tensor, ...] = ()
+
+    def wait(self) -> None:
+        """Returns when the buffers are ready.
+
+        Raises:
+            RuntimeError: torch's own, when a peer is gone or the group's timeout is over.
+        """
+        for work in self.works:
+            work.wait()
+
+
+def _uses_p2p(group: Group) -> bool:
+    chosen = _algorithm.get()
+    return chosen == "p2p" or (chosen == "auto" and dist.get_backend(group.process_group) == "gloo")
+
+
+def gather_rows(rows: Tensor, group: Group) -> Pending:
+    """Starts to fill every row of a buffer with that member's data; this member's row is already there.
+
+    Args:
+        rows: contiguous [members, width], row i from member i.
+        group: who takes part.
+    """
+    if group.process_group is None or rows.numel() == 0:
+        return Pending()
+    if _uses_p2p(group):
+        works: list[dist.Work] = []
+        for step in range(1, group.size):
+            source, target = (group.index - step) % group.size, (group.index + step) % group.size
+            works.append(_started(dist.irecv(rows[source], group.ranks[source], group.process_group)))
+            works.append(_started(dist.isend(rows[group.index], group.ranks[target], group.process_group)))
+        return Pending(tuple(works))
+    if group.order == tuple(range(group.size)):
+        mine = rows[group.index].clone()
+        return Pending((_compat.all_gather_flat(rows.view(-1), mine, group.process_group),), (mine,))
+    mine, landed = rows[group.index].clone(), torch.empty_like(rows)
+    _compat.all_gather_flat(landed.view(-1), mine, group.process_group).wait()
+    rows.copy_(landed[list(group.order)])
+    return Pending()
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not in the group"
+    return work
+
+
+def exchange_rows(send: Tensor, received: Tensor, group: Group) -> Pending:
+    """Starts an all-to-all: row i of `send` goes to member i, row i of `received` comes from member i.
+
+    Args:
+        send: contiguous [members, width].
+        received: the same shape and dtype.
+        group: who takes part.
+    """
+    if group.process_group is None:
+        received.copy_(send)
+        return Pending()
+    if group.order == tuple(range(group.size)):
+        return Pending((_all_to_all(received, send, group),), (send,))
+    members = [group.order.index(i) for i in range(group.size)]
+    landed = torch.empty_like(received)
+    _all_to_all(landed, send[members], group).wait()
+    received.copy_(landed[list(group.order)])
+    return Pending()
+
+
+def _all_to_all(out: Tensor, x: Tensor, group: Group) -> dist.Work:
+    return _started(dist.all_to_all_single(out, x, group=group.process_group, async_op=True))
+
+
+def send_receive(x: Tensor, out: Tensor, group: Group, *, target: int | None, source: int | None) -> Pending:
+    """Starts to send `x` to one member and to receive `out` from another; None for nobody."""
+    works: list[dist.Work] = []
+    if source is not None and source != group.index:
+        works.append(_started(dist.irecv(out, group.ranks[source], group.process_group)))
+    if target is not None and target != group.index:
+        works.append(_started(dist.isend(x, group.ranks[target], group.process_group)))
+    if source == group.index:
+        out.copy_(x)
+    return Pending(tuple(works), (x, out))
+
+
+def sum_rows(rows: Tensor, terms: Sequence[int], dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    """Adds the rows of a buffer pairwise in a balanced tree.
+
+    A tree over 4 ranks is the sum of two trees over 2, so sums taken in one step or axis by axis agree bitwise when
+    sizes are powers of two.
+
+    Args:
+        rows: [members, width].
+        terms: the order of the rows.
+        dtype: of the sum and of all partial sums.
+        out: where the sum goes.
+
+    Returns:
+        [width].
+    """
+    if len(terms) == 1:
+        return rows[terms[0]].to(dtype) if out is None else out.copy_(rows[terms[0]])
+    if len(terms) == 2 and rows.dtype == dtype:
+        return torch.add(rows[terms[0]], rows[terms[1]], out=out)
+    half = 1 << ((len(terms) - 1).bit_length() - 1)
+    left = sum_rows(rows, terms[:half], dtype, out=out)
+    left = left.clone() if left.data_ptr() == rows[terms[0]].data_ptr() else left
+    right = rows[terms[half]] if len(terms) == half + 1 else sum_rows(rows, terms[half:], dtype)
+    return left.add_(right)
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """A sum over a group under way; see `start_sum`."""
+
+    x: Tensor
+    group: Group
+    dtype: torch.dtype
+    rows: Tensor | None = None
+    pending: Pending = Pending()
+
+    def wait(self) -> Tensor:
+        """The sum, flat, on every member."""
+        if self.rows is None:
+            return self.x.to(self.dtype, copy=True)
+        self.pending.wait()
+        if self.x.numel() <= _SMALL:
+            return sum_rows(self.rows, self.group.terms, self.dtype)
+        total = torch.empty(self.rows.shape, dtype=self.dtype, device=self.x.device)
+        sum_rows(self.rows, self.group.terms, self.dtype, out=total[self.group.index])
+        gather_rows(total, self.group).wait()
+        return total.view(-1)[: self.x.numel()]
+
+
+def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> PendingSum:
+    """Starts the sum of a flat tensor over a group, added as by `sum_rows`.
+
+    Args:
+        x: contiguous [width].
+        group: who takes part.
+        dtype: of the sum; the terms travel as they are, the sum travels in this dtype.
+    """
+    if group.process_group is None:
+        return PendingSum(x, group, dtype)
+    if x.numel() <= _SMALL:
+        rows = x.new_empty(group.size, x.numel())
+        rows[group.index].copy_(x)
+        return PendingSum(x, group, dtype, rows, gather_rows(rows, group))
+    width = -(-x.numel() // group.size)
+    send = x.new_zeros(group.size * width)
+    send[: x.numel()].copy_(x)
+    received = x.new_empty(group.size, width)
+    return PendingSum(x, group, dtype, received, exchange_rows(send.view(group.size, width), received, group))

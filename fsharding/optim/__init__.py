@@ -1,0 +1,28 @@
+"""Optimizers as pairs of pure functions over trees of sharded leaves; see `fsharding.optim.base`."""
+
+from fsharding.optim.adam import AdamState, adamw
+from fsharding.optim.apply import apply_updates
+from fsharding.optim.base import ChainState, EmptyState, GradientTransformation, MaskedState, chain, masked
+from fsharding.optim.clip import clip_by_global_norm, global_norm
+from fsharding.optim.schedules import Schedule, constant, linear, warmup_cosine
+from fsharding.optim.sgd import SgdState, sgd
+
+__all__ = [
+    "AdamState",
+    "ChainState",
+    "EmptyState",
+    "GradientTransformation",
+    "MaskedState",
+    "Schedule",
+    "SgdState",
+    "adamw",
+    "apply_updates",
+    "chain",
+    "clip_by_global_norm",
+    "constant",
+    "global_norm",
+    "linear",
+    "masked",
+    "sgd",
+    "warmup_cosine",
+]

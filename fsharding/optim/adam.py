@@ -1,0 +1,116 @@
+"""AdamW with torch's fused kernel on local tensors (Kingma & Ba 2015; Loshchilov & Hutter 2019).
+
+In: gradients, moments and main parameters cut alike. Out: updates to be added, and new moments.
+The kernel's last elements, past a multiple of its vector width, round differently; they are computed in a padded buffer.
+Law: an element's update does not depend on where in a shard it stands, so all strategies agree bitwise.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.optim.base import GradientTransformation, like, local_leaves, shardings_of
+from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.precision import wide
+from fsharding.redistribute import redistribute
+from fsharding.tree import Tree
+
+__all__ = ["AdamState", "adamw"]
+
+_VECTOR = 64
+"""Elements that the kernel takes at once on every processor, or a multiple of that."""
+
+
+class AdamState(NamedTuple):
+    """Number of updates (int64, 0-d, on the CPU), first and second moments."""
+
+    count: Tensor
+    mu: Tree
+    nu: Tree
+
+
+def adamw(
+    learning_rate: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    moments: torch.dtype | None = None,
+) -> GradientTransformation:
+    """AdamW: `-lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * p)`.
+
+    Args:
+        learning_rate: a number, or a function of the number of updates so far.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay, times the learning rate.
+        moments: their dtype; float32 at least by default.
+    """
+    rate = as_schedule(learning_rate)
+
+    def init(params: Tree) -> AdamState:
+        def zeros() -> Tree:
+            return like(params, [torch.zeros_like(x, dtype=moments or wide(x.dtype)) for x in local_leaves(params)])
+
+        return AdamState(torch.zeros((), dtype=torch.int64), zeros(), zeros())
+
+    def update(updates: Tree, state: AdamState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, AdamState]:
+        grads = local_leaves(redistribute(updates, shardings_of(state.mu)))
+        mu, nu = local_leaves(state.mu), local_leaves(state.nu)
+        if not donate:
+            mu, nu = [x.clone() for x in mu], [x.clone() for x in nu]
+        lr = rate(int(state.count))
+        deltas = [torch.zeros_like(x) for x in mu]
+        grads = [g.to(m.dtype) for g, m in zip(grads, mu, strict=True)]
+        _fused(deltas, grads, mu, nu, step=int(state.count) + 1, lr=lr, b1=b1, b2=b2, eps=eps)
+        if weight_decay and params is not None:
+            main = local_leaves(redistribute(params, shardings_of(state.mu)))
+            decay = torch._foreach_mul([p.to(d.dtype) for p, d in zip(main, deltas, strict=True)], -lr * weight_decay)
+            torch._foreach_add_(deltas, decay)
+        new_state = AdamState(state.count + 1, like(state.mu, mu), like(state.nu, nu))
+        return like(state.mu, deltas), new_state
+
+    return GradientTransformation(init, update)
+
+
+def _fused(
+    deltas: list[Tensor], grads: list[Tensor], mu: list[Tensor], nu: list[Tensor],
+    *, step: int, lr: float, b1: float, b2: float, eps: float,
+) -> None:  # fmt: skip
+    """Runs the kernel on whole vectors of each leaf, and on all the tails in padded copies."""
+    columns = [[x.reshape(-1) for x in column] for column in (deltas, grads, mu, nu)]
+    bodies: list[list[Tensor]] = [[], [], [], []]
+    tails: list[list[Tensor]] = [[], [], [], []]
+    for leaf in zip(*columns, strict=True):
+        cut = leaf[0].numel() // _VECTOR * _VECTOR
+        for part, body, tail in zip(leaf, bodies, tails, strict=True):
+            if cut:
+                body.append(part[:cut])
+            if cut < part.numel():
+                tail.append(part[cut:])
+    padded = _pad(tails) if tails[0] else []
+    for body, (pad, _) in zip(bodies, padded, strict=False):
+        body.append(pad)
+    if not bodies[0]:
+        return
+    steps = [torch.tensor(float(step), device=x.device) for x in bodies[0]]
+    _compat.fused_adamw_(bodies[0], bodies[1], bodies[2], bodies[3], steps, lr=lr, b1=b1, b2=b2, eps=eps)
+    for (_, views), tail in zip(padded, tails, strict=False):
+        torch._foreach_copy_(tail, views)
+
+
+def _pad(tails: list[list[Tensor]]) -> list[tuple[Tensor, list[Tensor]]]:
+    """For each column, a zero buffer of whole vectors with the tails copied in, and the views that hold them."""
+    result: list[tuple[Tensor, list[Tensor]]] = []
+    for tail in tails:
+        pad = torch.zeros(len(tail) * _VECTOR, dtype=tail[0].dtype, device=tail[0].device)
+        views = [pad[i * _VECTOR : i * _VECTOR + x.numel()] for i, x in enumerate(tail)]
+        torch._foreach_copy_(views, tail)
+        result.append((pad, views))
+    return result

@@ -1,0 +1,176 @@
+"""`GradientTransformation`: `init(params) -> state` and `update(updates, state, params) -> (updates, state)`, both pure.
+
+In: trees of DTensors (or plain tensors); None marks a frozen leaf. Out: trees in the sharding of the optimizer state.
+The same pair of functions as in optax (DeepMind 2020), so a pair that a user writes composes with ours.
+Law: a transformation computes on local tensors alone, so its result does not depend on where a leaf is cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.errors import TreeError, message
+from fsharding.sharding import local_of, sharding_of
+from fsharding.tree import Tree
+
+__all__ = [
+    "ChainState",
+    "EmptyState",
+    "GradientTransformation",
+    "MaskedState",
+    "chain",
+    "like",
+    "local_leaves",
+    "masked",
+    "run_update",
+    "shardings_of",
+]
+
+
+class GradientTransformation(NamedTuple):
+    """A pair of pure functions.
+
+    Attributes:
+        init: `init(params) -> state`.
+        update: `update(updates, state, params) -> (updates, state)`. It may take two keywords more: `donate=True` allows
+            it to overwrite updates and state, and `norm` is the global norm of the gradients where it is known.
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Callable[..., tuple[Tree, Tree]]
+
+
+class EmptyState(NamedTuple):
+    """The state of a transformation without any."""
+
+
+class ChainState(NamedTuple):
+    """The states of a chain, in order."""
+
+    states: tuple[Tree, ...]
+
+
+class MaskedState(NamedTuple):
+    """The state of each group, by label."""
+
+    groups: dict[str, Tree]
+
+
+@functools.lru_cache(maxsize=256)
+def _keywords(update: Callable[..., Any]) -> tuple[bool, bool]:
+    parameters = inspect.signature(update).parameters.values()
+    names = {p.name for p in parameters}
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return "donate" in names or anything, "norm" in names or anything
+
+
+def run_update(
+    transformation: GradientTransformation,
+    updates: Tree,
+    state: Tree,
+    params: Tree,
+    *,
+    donate: bool = False,
+    norm: Tensor | None = None,
+) -> tuple[Tree, Tree]:
+    """Calls `update` with the keywords that it takes."""
+    takes_donate, takes_norm = _keywords(transformation.update)
+    keywords: dict[str, Any] = {}
+    if takes_donate:
+        keywords["donate"] = donate
+    if takes_norm:
+        keywords["norm"] = norm
+    return transformation.update(updates, state, params, **keywords)
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """Applies transformations one after the other; the first gets the gradients."""
+
+    def init(params: Tree) -> ChainState:
+        return ChainState(tuple(t.init(params) for t in transformations))
+
+    def update(
+        updates: Tree, state: ChainState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
+    ) -> tuple[Tree, ChainState]:
+        states: list[Tree] = []
+        for t, inner in zip(transformations, state.states, strict=True):
+            updates, inner = run_update(t, updates, inner, params, donate=donate, norm=norm)
+            states.append(inner)
+            norm = None
+        return updates, ChainState(tuple(states))
+
+    return GradientTransformation(init, update)
+
+
+def masked(
+    groups: Mapping[str, GradientTransformation], labels: Tree | Callable[[str, Any], str]
+) -> GradientTransformation:
+    """Gives every group of leaves a transformation of its own, such as no weight decay for norms.
+
+    Args:
+        groups: transformation by label.
+        labels: tree of labels like the parameters, or a function of (path, leaf).
+
+    Raises:
+        TreeError: at `init`: a label without a transformation; every such leaf is listed.
+    """
+
+    def split(values: Tree, labelled: Tree) -> dict[str, Tree]:
+        return {g: tree.map(lambda x, label: x if label == g else None, values, labelled) for g in groups}  # noqa: B023
+
+    def label(params: Tree) -> Tree:
+        return tree.map_with_path(labels, params) if callable(labels) else labels
+
+    def init(params: Tree) -> MaskedState:
+        labelled = label(params)
+        rows: list[str] = []
+        tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, labelled)
+        if rows:
+            known = f"Labels are {', '.join(map(repr, groups))}."
+            raise TreeError(message("fs.masked", "has labels without a transformation.", rows, known))
+        parts = split(params, labelled)
+        return MaskedState({g: t.init(parts[g]) for g, t in groups.items()})
+
+    def update(
+        updates: Tree, state: MaskedState, params: Tree = None, *, donate: bool = False
+    ) -> tuple[Tree, MaskedState]:
+        labelled = label(params if params is not None else updates)
+        parts, params_of = split(updates, labelled), split(params, labelled) if params is not None else {}
+        done = {
+            g: run_update(t, parts[g], state.groups[g], params_of.get(g), donate=donate) for g, t in groups.items()
+        }
+        flat, spec = tree.flatten(updates)
+        chosen = tree.flatten_up_to(spec, labelled, "fs.masked")
+        by_group = {g: tree.named_leaves(result) for g, (result, _) in done.items()}
+        merged = [by_group[g][path] for g, path in zip(chosen, tree.paths(updates), strict=True)]
+        assert len(merged) == len(flat)
+        return tree.unflatten(spec, merged), MaskedState({g: inner for g, (_, inner) in done.items()})
+
+    return GradientTransformation(init, update)
+
+
+def local_leaves(values: Tree) -> list[Tensor]:
+    """The local tensors of a tree, in order."""
+    return [local_of(x) for x in tree.leaves(values)]
+
+
+def like(values: Tree, local: Sequence[Tensor]) -> Tree:
+    """A tree sharded as `values`, made of other local tensors."""
+    leaves, spec = tree.flatten(values)
+    wrapped = [
+        sharding_of(x).to_dtensor(new, tuple(x.shape)) if isinstance(x, DTensor) else new
+        for x, new in zip(leaves, local, strict=True)
+    ]
+    return tree.unflatten(spec, wrapped)
+
+
+def shardings_of(values: Tree) -> Tree:
+    """The sharding of each DTensor; None for plain tensors."""
+    return tree.map(lambda x: sharding_of(x) if isinstance(x, DTensor) else None, values)

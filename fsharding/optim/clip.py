@@ -1,0 +1,88 @@
+"""The global norm of a sharded tree, and clipping by it (Pascanu et al. 2013).
+
+In: reduced gradients, cut or whole. Out: the norm over all leaves and ranks, each element counted once.
+Squares are summed in float64, where a square of a float32 is exact and the order of the sum does not reach the float32
+result. Law: the norm is the same on every rank, for every strategy and mesh.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.errors import LayoutError, message
+from fsharding.mesh import AXES, axis_group
+from fsharding.ops import wire
+from fsharding.optim.base import EmptyState, GradientTransformation, like, local_leaves
+from fsharding.sharding import NamedSharding, local_of, sharding_of
+from fsharding.tree import Tree
+
+__all__ = ["clip_by_global_norm", "global_norm"]
+
+_CHUNK = 1 << 15
+"""Elements that are widened at once: small enough for a core's cache."""
+
+
+def global_norm(values: Tree) -> Tensor:
+    """The root of the sum of squares over all leaves and all ranks: float32, 0-d.
+
+    Raises:
+        LayoutError: a leaf is not reduced yet; all such leaves are listed.
+    """
+    named = tree.named_leaves(values)
+    shardings = {path: sharding_of(x) if isinstance(x, DTensor) else None for path, x in named.items()}
+    partial = [f"{path}: {s}" for path, s in shardings.items() if s is not None and s.partial]
+    if partial:
+        mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
+        raise LayoutError(message("fs.global_norm", "needs reduced gradients.", partial, mend))
+    squares = {path: _square_sum(local_of(x)) for path, x in named.items()}
+    groups: dict[tuple[str, ...], list[str]] = {}
+    meshes: dict[tuple[str, ...], NamedSharding] = {}
+    for path, s in shardings.items():
+        axes = tuple(a for a in AXES if s is not None and a in s.simplified().spec.all_axes)
+        groups.setdefault(axes, []).append(path)
+        if s is not None:
+            meshes[axes] = s
+    for axes, paths in groups.items():
+        if axes:
+            mine = torch.stack([squares[path] for path in paths])
+            total = wire.start_sum(mine, axis_group(meshes[axes].mesh, axes), torch.float64).wait()
+            squares.update(zip(paths, total.unbind(), strict=True))
+    if not squares:
+        return torch.zeros(())
+    return torch.stack(list(squares.values())).sum().sqrt().float()
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    flat = x.detach().reshape(-1)
+    if flat.device.type != "cpu":
+        return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+    total = torch.zeros((), dtype=torch.float64)
+    for part in flat.split(_CHUNK):
+        wide = part.double()
+        total += torch.dot(wide, wide)
+    return total
+
+
+def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+    """Scales all gradients by `max_norm / (norm + 1e-6)` where that is below 1, as `torch.nn.utils.clip_grad_norm_`."""
+
+    def init(params: Tree) -> EmptyState:
+        return EmptyState()
+
+    def update(
+        updates: Tree, state: EmptyState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
+    ) -> tuple[Tree, EmptyState]:
+        norm = global_norm(updates) if norm is None else norm
+        scale = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        if scale == 1.0:
+            return updates, state
+        local = local_leaves(updates)
+        if donate:
+            torch._foreach_mul_(local, scale)
+            return updates, state
+        return like(updates, torch._foreach_mul(local, scale)), state
+
+    return GradientTransformation(init, update)

@@ -1,0 +1,42 @@
+"""Learning rates as pure functions of the step: `schedule(count) -> float`.
+
+In: an int, the number of updates so far. Out: a rate. A plain float stands for a constant one.
+Law: a schedule has no state, so a resumed run has the rates of one that never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+__all__ = ["Schedule", "as_schedule", "constant", "linear", "warmup_cosine"]
+
+Schedule: TypeAlias = Callable[[int], float]
+
+
+def constant(value: float) -> Schedule:
+    """The same rate at every step."""
+    return lambda count: value
+
+
+def linear(start: float, end: float, steps: int) -> Schedule:
+    """From `start` to `end` in `steps` equal steps, `end` from there on."""
+    return lambda count: start + (end - start) * min(count / steps, 1.0)
+
+
+def warmup_cosine(peak: float, warmup: int, total: int, *, end: float = 0.0) -> Schedule:
+    """Linear from 0 to `peak` in `warmup` steps, then half a cosine down to `end` at `total` (Loshchilov & Hutter 2017)."""
+
+    def rate(count: int) -> float:
+        if count < warmup:
+            return peak * (count + 1) / warmup
+        share = min((count - warmup) / max(total - warmup, 1), 1.0)
+        return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * share))
+
+    return rate
+
+
+def as_schedule(rate: float | Schedule) -> Schedule:
+    """A schedule from a schedule or a number."""
+    return rate if callable(rate) else constant(rate)

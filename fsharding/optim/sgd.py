@@ -1,0 +1,64 @@
+"""Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013), on local tensors.
+
+In: gradients and main parameters cut alike. Out: updates to be added, and the new trace.
+Law: one correctly rounded operation at a time, so an element's update does not depend on where it stands.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding.optim.base import GradientTransformation, like, local_leaves, shardings_of
+from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.precision import wide
+from fsharding.redistribute import redistribute
+from fsharding.tree import Tree
+
+__all__ = ["SgdState", "sgd"]
+
+
+class SgdState(NamedTuple):
+    """Number of updates (int64, 0-d, on the CPU), and the trace of gradients; None without momentum."""
+
+    count: Tensor
+    trace: Tree
+
+
+def sgd(
+    learning_rate: float | Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+) -> GradientTransformation:
+    """SGD: `t = momentum * t + g + weight_decay * p`, update `-lr * t`; with Nesterov's, `-lr * (g + momentum * t)`.
+
+    Args:
+        learning_rate: a number, or a function of the number of updates so far.
+        momentum: decay of the trace; 0 keeps none.
+        nesterov: look ahead.
+        weight_decay: added to the gradient, as in `torch.optim.SGD`.
+    """
+    rate = as_schedule(learning_rate)
+
+    def init(params: Tree) -> SgdState:
+        trace = like(params, [torch.zeros_like(x, dtype=wide(x.dtype)) for x in local_leaves(params)])
+        return SgdState(torch.zeros((), dtype=torch.int64), trace if momentum else None)
+
+    def update(updates: Tree, state: SgdState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, SgdState]:
+        where = shardings_of(params if params is not None else updates)
+        moved = redistribute(updates, where)
+        grads = local_leaves(moved)
+        if weight_decay and params is not None:
+            decay = [p.to(g.dtype) for p, g in zip(local_leaves(params), grads, strict=True)]
+            grads = torch._foreach_add(grads, torch._foreach_mul(decay, weight_decay))
+        trace = state.trace
+        if momentum:
+            kept = [x if donate else x.clone() for x in local_leaves(state.trace)]
+            torch._foreach_mul_(kept, momentum)
+            torch._foreach_add_(kept, list(grads))
+            trace = like(state.trace, kept)
+            grads = torch._foreach_add(grads, torch._foreach_mul(kept, momentum)) if nesterov else kept
+        deltas = torch._foreach_mul(list(grads), -rate(int(state.count)))
+        return like(moved, deltas), SgdState(state.count + 1, trace)
+
+    return GradientTransformation(init, update)

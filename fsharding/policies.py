@@ -1,0 +1,49 @@
+"""Policies: what is kept for backward. Values to pass as `policy=` to `gather_unit`, `scan_units` and `remat`.
+
+In: nothing. Out: four small values. Law: no policy changes a number, only what is kept and what is computed again.
+Recompute and backward of a unit share one gather, so remat never gathers a third time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "POLICIES",
+    "Policy",
+    "dots_saveable",
+    "everything_saveable",
+    "nothing_saveable",
+    "save_except_gathered",
+]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is kept between forward and backward.
+
+    Attributes:
+        name: as in `policies`.
+        gathered: gathered weights stay.
+        activations: "all", "dots" (outputs of matrix products) or "inputs" (of the unit).
+    """
+
+    name: str
+    gathered: bool
+    activations: str
+
+
+save_except_gathered = Policy("save_except_gathered", gathered=False, activations="all")
+"""The default: everything but gathered weights, which are gathered again."""
+
+nothing_saveable = Policy("nothing_saveable", gathered=False, activations="inputs")
+"""Only the inputs of the unit; everything else is computed again."""
+
+dots_saveable = Policy("dots_saveable", gathered=False, activations="dots")
+"""Outputs of matrix products stay, cheap operations are computed again."""
+
+everything_saveable = Policy("everything_saveable", gathered=True, activations="all")
+"""Gathered weights stay too: one gather a step, and the memory of all units at once."""
+
+POLICIES = {p.name: p for p in (save_except_gathered, nothing_saveable, dots_saveable, everything_saveable)}
+"""Policies by name."""

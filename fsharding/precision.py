@@ -1,0 +1,98 @@
+"""Precision as a value: the dtypes of parameters, compute, wire, gradients and moments, and dynamic loss scaling.
+
+In: a `Precision`. Out: the dtype of each role for a leaf, and the loss scale's next state.
+None means the leaf's own dtype. Law: sums over ranks are taken in float32 at least, whatever travels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["BF16", "FP16", "FP32", "LossScale", "Precision", "ScaleState", "wide"]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al. 2018): halve on overflow, double after a row of good steps.
+
+    Attributes:
+        initial: the first scale.
+        interval: good steps in a row before the scale is doubled.
+    """
+
+    initial: float = 2.0**16
+    interval: int = 2000
+
+
+class ScaleState(NamedTuple):
+    """The loss scale (float32, 0-d) and how many good steps there have been since it last changed (int64, 0-d)."""
+
+    scale: Tensor
+    good_steps: Tensor
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype of each role; None means the dtype of the leaf.
+
+    Attributes:
+        params: main parameters, which the optimizer updates.
+        compute: what the loss function sees; also the wire dtype of a gather.
+        reduce: wire dtype of the gradients; by default that in which they come out of backward.
+        grads: accumulated gradients; never narrower than float32 unless asked for here.
+        moments: optimizer moments, in the same way.
+        loss_scale: dynamic loss scaling, or None.
+    """
+
+    params: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    grads: torch.dtype | None = None
+    moments: torch.dtype | None = None
+    loss_scale: LossScale | None = None
+
+    def main_dtype(self, leaf: torch.dtype) -> torch.dtype:
+        """The dtype of the main parameter of a leaf."""
+        return self.params if self.params and leaf.is_floating_point else leaf
+
+    def compute_dtype(self, leaf: torch.dtype) -> torch.dtype:
+        """The dtype in which the loss function sees a leaf."""
+        return self.compute if self.compute and leaf.is_floating_point else leaf
+
+    def grad_dtype(self, leaf: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a leaf are summed and kept."""
+        return self.grads or wide(leaf)
+
+    def moment_dtype(self, leaf: torch.dtype) -> torch.dtype:
+        """The dtype of the optimizer's moments of a leaf."""
+        return self.moments or wide(leaf)
+
+    def init_scale(self) -> ScaleState | None:
+        """The first loss scale state, or None without loss scaling."""
+        if self.loss_scale is None:
+            return None
+        return ScaleState(torch.tensor(self.loss_scale.initial), torch.zeros((), dtype=torch.int64))
+
+    def next_scale(self, state: ScaleState, *, finite: bool) -> ScaleState:
+        """The scale after a step: halved when the step overflowed, doubled after `interval` good ones."""
+        assert self.loss_scale is not None
+        good = state.good_steps + 1 if finite else torch.zeros_like(state.good_steps)
+        if not finite:
+            return ScaleState(state.scale * 0.5, good)
+        if int(good) >= self.loss_scale.interval:
+            return ScaleState(state.scale * 2.0, torch.zeros_like(good))
+        return ScaleState(state.scale.clone(), good)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: float32, or the leaf's own when that is wider."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+FP32 = Precision()
+BF16 = Precision(params=torch.float32, compute=torch.bfloat16)
+FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale())

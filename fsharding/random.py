@@ -1,0 +1,176 @@
+"""Random numbers as pure functions of a key; any slice of a global draw is computed where it is needed.
+
+In: a key (int64 tensor of two 32-bit words) and a shape. Out: a `Draw`, a lazy array that each rank evaluates on its box.
+Keys are derived by Threefry-2x32 (Salmon et al. 2011), values drawn by Philox in fixed blocks of the global array.
+Law: every layout gives bitwise the same values, and no rank holds more than its slice and one block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsharding import boxes
+from fsharding.boxes import Box
+from fsharding.errors import RandomKeyError, message
+
+__all__ = ["BLOCK", "Draw", "bernoulli", "fold_in", "full", "key", "normal", "ones", "split", "uniform", "zeros"]
+
+BLOCK = 1 << 18
+"""Largest number of elements that are drawn at once."""
+
+_WORD = 0xFFFFFFFF
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def key(seed: int) -> Tensor:
+    """A key from a seed: int64[2], the high and the low 32 bits."""
+    return torch.tensor([(seed >> 32) & _WORD, seed & _WORD], dtype=torch.int64)
+
+
+def split(key: Tensor, n: int = 2) -> Tensor:
+    """`n` independent keys: int64[n, 2]. Use each of them, and the old key no more."""
+    counts = torch.arange(n, dtype=torch.int64)
+    return _threefry(_checked(key, "random.split"), torch.stack((torch.zeros_like(counts), counts), -1))
+
+
+def fold_in(key: Tensor, data: int) -> Tensor:
+    """A key from a key and a number, such as a step or a layer: int64[2]."""
+    count = torch.tensor([1 + ((data >> 32) & 0x7FFFFFFF), data & _WORD], dtype=torch.int64)
+    return _threefry(_checked(key, "random.fold_in"), count)
+
+
+def _checked(key: Tensor, function: str) -> Tensor:
+    if key.dtype != torch.int64 or key.shape != (2,):
+        text = f"needs a key int64[2], got {str(key.dtype).removeprefix('torch.')}{list(key.shape)}."
+        raise RandomKeyError(message(function, text, mend="Make keys with random.key, random.split or random.fold_in."))
+    return key
+
+
+def _threefry(key: Tensor, count: Tensor) -> Tensor:
+    """Threefry-2x32 with 20 rounds of int64[..., 2] counters under an int64[2] key."""
+    k0, k1 = key.unbind(-1)
+    schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
+    x0, x1 = count.unbind(-1)
+    x0, x1 = (x0 + k0) & _WORD, (x1 + k1) & _WORD
+    for group in range(5):
+        for turn in _ROTATIONS[group % 2]:
+            x0 = (x0 + x1) & _WORD
+            x1 = (((x1 << turn) | (x1 >> (32 - turn))) & _WORD) ^ x0
+        x0 = (x0 + schedule[(group + 1) % 3]) & _WORD
+        x1 = (x1 + schedule[(group + 2) % 3] + group + 1) & _WORD
+    return torch.stack((x0, x1), -1)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A lazy random array: shape and dtype are known, values are computed for whatever box is asked.
+
+    Attributes:
+        shape: global shape.
+        dtype: element type.
+        kind: "normal", "uniform" or "full".
+        low: lower end of "uniform", value of "full", mean of "normal".
+        scale: width of "uniform", standard deviation of "normal".
+        words: the key.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+    low: float
+    scale: float
+    words: tuple[int, int] = (0, 0)
+
+    def tensor(self, *, device: torch.device | str = "cpu") -> Tensor:
+        """The whole array."""
+        return self.slice(boxes.full(self.shape), device=device)
+
+    def slice(self, box: Box, *, device: torch.device | str = "cpu") -> Tensor:
+        """The values inside a box of the global array.
+
+        Args:
+            box: half-open range for each dim.
+            device: where the result lives; values are drawn on the CPU, so that they are the same everywhere.
+
+        Returns:
+            A tensor of the box's shape.
+        """
+        if self.kind == "full":
+            return torch.full(boxes.shape_of(box), self.low, dtype=self.dtype, device=device)
+        out = torch.empty(boxes.shape_of(box), dtype=self.dtype)
+        for index, block in _blocks(self.shape):
+            part = boxes.intersect(block, box)
+            if part is not None:
+                values = self._block(index, boxes.volume(block)).view(boxes.shape_of(block))
+                out[boxes.relative(part, box)] = values[boxes.relative(part, block)].to(self.dtype)
+        return out.to(device)
+
+    def _block(self, index: int, count: int) -> Tensor:
+        bits = np.random.Philox(key=np.array(self.words, dtype=np.uint64), counter=np.array([0, 0, index, 0], np.uint64))
+        generator = np.random.Generator(bits)
+        if self.kind == "normal":
+            return torch.from_numpy(generator.standard_normal(count, dtype=np.float32)).mul_(self.scale).add_(self.low)
+        return torch.from_numpy(generator.random(count, dtype=np.float32)).mul_(self.scale).add_(self.low)
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
+    """Cuts an array into boxes of at most BLOCK elements that follow each other in memory; depends on the shape alone."""
+    inner = len(shape)
+    while inner > 0 and math.prod(shape[inner - 1 :]) <= BLOCK:
+        inner -= 1
+    if inner == 0:
+        yield 0, boxes.full(shape)
+        return
+    rows = max(1, BLOCK // max(1, math.prod(shape[inner:])))
+    index = 0
+    for outer in np.ndindex(*shape[: inner - 1]):
+        for start in range(0, shape[inner - 1], rows):
+            stop = min(start + rows, shape[inner - 1])
+            head = tuple((int(i), int(i) + 1) for i in outer)
+            yield index, (*head, (start, stop), *boxes.full(shape[inner:]))
+            index += 1
+
+
+def _draw(key: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str, low: float, scale: float) -> Draw:
+    high_word, low_word = _checked(key, f"random.{kind}").tolist()
+    return Draw(tuple(shape), dtype, kind, low, scale, (high_word, low_word))
+
+
+def normal(
+    key: Tensor, shape: Sequence[int], *, std: float = 1.0, mean: float = 0.0, dtype: torch.dtype = torch.float32
+) -> Draw:
+    """A lazy array of normal values."""
+    return _draw(key, shape, dtype, "normal", mean, std)
+
+
+def uniform(
+    key: Tensor, shape: Sequence[int], *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Draw:
+    """A lazy array of values that are uniform in [low, high)."""
+    return _draw(key, shape, dtype, "uniform", low, high - low)
+
+
+def bernoulli(key: Tensor, p: float, shape: Sequence[int]) -> Tensor:
+    """A bool array that is true with probability `p`, such as a dropout mask; computed at once."""
+    return uniform(key, shape).tensor() < p
+
+
+def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float32) -> Draw:
+    """A lazy array of one value."""
+    return Draw(tuple(shape), dtype, "full", value, 0.0)
+
+
+def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
+    """A lazy array of zeros."""
+    return full(shape, 0.0, dtype=dtype)
+
+
+def ones(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
+    """A lazy array of ones."""
+    return full(shape, 1.0, dtype=dtype)

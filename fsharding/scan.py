@@ -1,0 +1,159 @@
+"""`scan` over leading dims, and `scan_units` over the units of a model: gather, compute, release, with the next on its way.
+
+In: a function, a stack (leaves `[layers, ...]`) or a sequence of unlike units, a carry. Out: the last carry.
+As in `lax.scan` the carry is any pytree, per-layer `xs` come in and per-layer `ys` come out.
+Law: at most two units are alive at once, in forward and in backward, under every policy that frees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import policies, tree
+from fsharding.errors import TreeError, message
+from fsharding.ledger import current_ledger
+from fsharding.policies import Policy
+from fsharding.sharding import Local, to_local
+from fsharding.transforms import gather_unit, remat, row_of
+from fsharding.tree import Tree
+
+__all__ = ["scan", "scan_units", "stack_units", "unstack_units"]
+
+
+def scan(fn: Callable[[Any, Any], tuple[Any, Any]], carry: Tree, xs: Tree, *, length: int | None = None) -> tuple[Tree, Tree]:
+    """`carry, y = fn(carry, x)` along the first dim of every leaf of `xs`; a plain loop, as `lax.scan` means it.
+
+    Args:
+        fn: the body.
+        carry: any tree.
+        xs: tree of tensors `[length, ...]`, or None.
+        length: needed when `xs` has no leaf.
+
+    Returns:
+        The last carry, and the stacked `y`s.
+
+    Raises:
+        TreeError: leaves of different lengths, or no length at all.
+    """
+    rows = _rows(xs, length, "fs.scan")
+    ys: list[Tree] = []
+    for x in rows:
+        carry, y = fn(carry, x)
+        ys.append(y)
+    return carry, _stack(ys)
+
+
+def scan_units(
+    block: Callable[..., Any],
+    units: Tree,
+    carry: Tree,
+    *,
+    xs: Tree = None,
+    has_aux: bool = False,
+    policy: Policy = policies.save_except_gathered,
+    then: Tree = None,
+) -> Any:
+    """Runs a block over FSDP units: `carry = block(params, carry)`, each unit gathered, used, and let go.
+
+    The gather of the next unit is under way while this one computes, in forward and in backward.
+
+    Args:
+        block: `block(params, carry)`, or `block(params, carry, x)` when there are `xs`; params are whole plain tensors.
+        units: a stack (every leaf `[layers, ...]`), or a list or tuple of units that may differ.
+        carry: any tree.
+        xs: per-layer inputs, leaves `[layers, ...]`, such as keys.
+        has_aux: the block returns `(carry, aux)`; the auxes come back stacked.
+        policy: what is kept for backward.
+        then: the unit that is gathered after the last one, such as the head.
+
+    Returns:
+        The last carry, or `(carry, auxes)` with `has_aux`.
+
+    Raises:
+        TreeError: leaves of different lengths.
+    """
+    rows = list(units) if isinstance(units, list | tuple) else unstack_units(units)
+    inputs = [(x,) for x in _rows(xs, len(rows), "fs.scan_units")] if xs is not None else [()] * len(rows)
+    body = remat(block, policy=policy)
+    auxes: list[Tree] = []
+    for i, unit in enumerate(rows):
+        following = rows[i + 1] if i + 1 < len(rows) else then
+        params = gather_unit(unit, policy=policy, then=following)
+        out = body(params, carry, *inputs[i])
+        del params
+        carry, aux = out if has_aux else (out, None)
+        auxes.append(aux)
+    return (carry, _stack(auxes)) if has_aux else carry
+
+
+def stack_units(units: Sequence[Tree]) -> Tree:
+    """Stacks equal units: leaves `[...]` become leaves `[layers, ...]`; lazy draws are not stacked, draw them stacked.
+
+    Raises:
+        TreeError: the units differ in structure, shape or dtype; every leaf that does is listed.
+    """
+    first = tree.named_leaves(units[0])
+    rows: list[str] = []
+    for i, unit in enumerate(units[1:], 1):
+        tree.match("fs.stack_units", units[0], unit)
+        for path, leaf in tree.named_leaves(unit).items():
+            if (leaf.shape, leaf.dtype) != (first[path].shape, first[path].dtype):
+                a, b = ((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in (first[path], leaf))
+                rows.append(f"{path}: {a[1]}{list(a[0])} in unit 0, {b[1]}{list(b[0])} in unit {i}")
+    if rows:
+        mend = "Pass unlike units to scan_units as a list."
+        raise TreeError(message("fs.stack_units", "needs units that are alike.", rows, mend))
+    return tree.map(lambda *leaves: torch.stack(leaves), *units)
+
+
+def unstack_units(stack: Tree) -> list[Tree]:
+    """The units of a stack, in order; leaves are views.
+
+    Raises:
+        TreeError: the leaves have different first dims.
+    """
+    leaves, spec = tree.flatten(stack, is_leaf=lambda x: isinstance(x, Local))
+    nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    lengths = {path: _length(node) for path, node in zip(tree.paths(stack, is_leaf=_is_local), nodes, strict=True)}
+    if len(set(lengths.values())) > 1 or None in lengths.values():
+        rows = [f"{path}: {'0-d' if n is None else n}" for path, n in lengths.items()]
+        mend = "Pass unlike units as a list, and shared leaves apart from the stack."
+        raise TreeError(message("fs.scan_units", "needs leaves [layers, ...] of one length.", rows, mend))
+    ledger = current_ledger()
+    columns: list[Sequence[Any]] = []
+    for node in nodes:
+        if isinstance(node, Local):
+            columns.append([row_of(node, row, i, ledger) for i, row in enumerate(node.value.unbind(0))])
+        else:
+            columns.append(node.unbind(0))
+    return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)]
+
+
+def _is_local(x: Any) -> bool:
+    return isinstance(x, Local)
+
+
+def _length(node: Any) -> int | None:
+    value: Tensor = node.value if isinstance(node, Local) else node
+    return value.shape[0] if value.ndim else None
+
+
+def _rows(xs: Tree, length: int | None, function: str) -> Iterator[Tree]:
+    leaves, spec = tree.flatten(xs)
+    lengths = {path: int(x.shape[0]) for path, x in zip(tree.paths(xs), leaves, strict=True)}
+    if length is None and not lengths:
+        raise TreeError(message(function, "got neither xs nor length.", mend="Pass length= to scan without xs."))
+    count = length if length is not None else next(iter(lengths.values()))
+    wrong = [f"{path}: {n}" for path, n in lengths.items() if n != count]
+    if wrong:
+        raise TreeError(message(function, f"needs leaves of length {count}.", wrong))
+    return (tree.unflatten(spec, [leaf[i] for leaf in leaves]) for i in range(count))
+
+
+def _stack(ys: list[Tree]) -> Tree:
+    return tree.map(lambda *leaves: torch.stack(cast(Any, leaves)), *ys) if ys else None

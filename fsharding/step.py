@@ -1,0 +1,317 @@
+"""The train step as a pure function `(state, batch) -> (state, metrics)`, built from the public pieces.
+
+In: a `TrainState` and this rank's part of the batch. Out: the next state, in the same layout, and metrics.
+Microbatches are summed, then divided once by the weight of the whole batch. A step that is not finite is refused on all
+ranks with the state as before; under fp16 it is skipped and the loss scale halved. Law: the layout never changes a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import policies, random, tree
+from fsharding.autodiff import value_and_grad
+from fsharding.boxes import Box
+from fsharding.errors import BatchError, DonatedError, NonFiniteError, message
+from fsharding.layout import Layout
+from fsharding.optim.apply import apply_updates
+from fsharding.optim.base import GradientTransformation, local_leaves, run_update
+from fsharding.optim.clip import global_norm
+from fsharding.policies import Policy
+from fsharding.precision import Precision, ScaleState
+from fsharding.random import Draw
+from fsharding.redistribute import redistribute
+from fsharding.scan import scan_units
+from fsharding.sharding import NamedSharding, local_of
+from fsharding.transforms import gather_unit, select_unit
+from fsharding.tree import Tree
+
+__all__ = [
+    "Metrics",
+    "TrainState",
+    "init_params",
+    "init_state",
+    "main_params",
+    "make_train_step",
+    "model_loss",
+    "spread_main",
+    "state_bytes",
+]
+
+
+@dataclass
+class TrainState:
+    """Everything that a run carries from step to step: a pytree whose layout is static data.
+
+    Attributes:
+        step: number of updates so far (int64, 0-d, on the CPU).
+        params: tree of DTensors, in `layout.params`.
+        main: main parameters in `layout.main` where they are kept apart, else None.
+        opt_state: the optimizer's state.
+        loss_scale: dynamic loss scale, or None.
+        key: random key (int64[2], on the CPU); each step folds its number in.
+        layout: where all of it lives.
+    """
+
+    step: Tensor
+    params: Tree
+    main: Tree
+    opt_state: Tree
+    loss_scale: ScaleState | None
+    key: Tensor
+    layout: Layout
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FIELDS:
+            text = f"got a state that was donated: its {name} is gone."
+            mend = "Use the state that the step returned, or make the step with donate=False."
+            raise DonatedError(message("TrainState", text, mend=mend))
+        raise AttributeError(name)
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A state with some fields changed."""
+        return TrainState(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
+
+    def donate(self) -> TrainState:
+        """Hands everything over to a new state; this one raises `DonatedError` from now on."""
+        taken = self.replace()
+        for name in _FIELDS:
+            delattr(self, name)
+        return taken
+
+
+_FIELDS = tuple(f.name for f in fields(TrainState))
+_CHILDREN = _FIELDS[:-1]
+
+optree.register_pytree_node(
+    TrainState,
+    lambda s: ([getattr(s, name) for name in _CHILDREN], s.layout, _CHILDREN),
+    lambda layout, children: TrainState(*children, layout),
+    path_entry_type=optree.GetAttrEntry,
+    namespace=tree.NAMESPACE,
+)
+
+
+class Metrics(NamedTuple):
+    """What a step reports; the same on every rank.
+
+    Attributes:
+        loss: global mean over all tokens of the batch (float32, 0-d).
+        grad_norm: global norm of the mean gradient, before clipping (float32, 0-d).
+        weight: number of tokens (float32, 0-d).
+        skipped: whether the step was skipped because of an fp16 overflow.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    weight: Tensor
+    skipped: bool
+
+
+def model_loss(model: Any, *, policy: Policy = policies.save_except_gathered) -> Callable[[Tree, Tree], tuple[Any, Any]]:
+    """The loss function of a `Model`: embed, scan over blocks, head, each unit gathered while the one before computes.
+
+    Args:
+        model: a `Model`.
+        policy: what the blocks keep for backward.
+
+    Returns:
+        `loss_fn(params, batch) -> (sum, weight)`.
+    """
+
+    def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Any]:
+        head = {**params["head"], **{name: tree.at(params, path) for name, path in model.tied}}
+        x = model.embed(gather_unit(params["embed"], then=select_unit(params["blocks"], 0)), batch)
+        x = scan_units(model.block, params["blocks"], x, policy=policy, then=head)
+        return model.head(gather_unit(head), x, batch)
+
+    return loss_fn
+
+
+def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
+    """Evaluates each rank's slice of lazy draws.
+
+    Args:
+        draws: tree of `Draw`s, or of whole tensors.
+        layout: where leaves go.
+        kind: "params" (in their dtype at rest) or "main" (main copies, None for frozen leaves).
+    """
+
+    def place(draw: Any, leaf: Any) -> DTensor | None:
+        sharding: NamedSharding = getattr(leaf, kind)
+        if kind == "main" and not leaf.trainable:
+            return None
+        dtype = layout.param_dtype(leaf) if kind == "params" else layout.precision.main_dtype(leaf.init)
+        parts = [_slice(draw, box) for box in sharding.boxes(leaf.shape)]
+        local = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(sharding.local_shape(leaf.shape))
+        main = local.to(layout.precision.main_dtype(leaf.init))
+        device = sharding.device_mesh().device_type
+        return sharding.to_dtensor(main.to(dtype).to(device), leaf.shape)
+
+    leaves = tree.flatten_up_to(layout.structure, draws, "fs.init_state")
+    return tree.unflatten(layout.structure, [place(d, leaf) for d, leaf in zip(leaves, layout.leaves, strict=True)])
+
+
+def _slice(draw: Any, box: Box) -> Tensor:
+    if isinstance(draw, Draw):
+        return draw.slice(box)
+    return draw[tuple(slice(a, b) for a, b in box)].clone()
+
+
+def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:
+    """The first state of a run. Each rank draws only its own slices; the values are bitwise the same in every layout.
+
+    Args:
+        model: a `Model`, or a function `key -> tree of Draws or tensors`.
+        opt: the optimizer.
+        key: random key.
+        layout: where everything goes.
+    """
+    init_key, run_key = random.split(key).unbind(0)
+    draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
+    params = init_params(draws, layout)
+    main = init_params(draws, layout, "main") if layout.has_main else None
+    opt_state = opt.init(main if main is not None else main_params(params, layout))
+    scale = layout.precision.init_scale()
+    return TrainState(torch.zeros((), dtype=torch.int64), params, main, opt_state, scale, run_key.clone(), layout)
+
+
+def main_params(params: Tree, layout: Layout) -> Tree:
+    """Main parameters where the params hold them: slices (views) in `layout.main`; None for frozen leaves."""
+    kept = [p if leaf.trainable else None for p, leaf in zip(tree.leaves(params), layout.leaves, strict=True)]
+    pruned = tree.unflatten(layout.structure, kept)
+    return redistribute(pruned, layout.main)
+
+
+def spread_main(main: Tree, params: Tree, layout: Layout) -> Tree:
+    """Parameters from updated main parameters: cast, and gathered once where they are less cut; frozen leaves stay."""
+    targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
+    dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
+    flat = tree.flatten_up_to(layout.structure, main, "fs.spread_main")
+    merged = [p if m is None else m for p, m in zip(tree.leaves(params), flat, strict=True)]
+    values, where, kinds = (tree.unflatten(layout.structure, x) for x in (merged, targets, dtypes))
+    return redistribute(values, where, dtypes=kinds)
+
+
+def state_bytes(state: Tree) -> int:
+    """Bytes of all local tensors of a tree."""
+    return sum(local_of(x).nbytes for x in tree.leaves(state) if isinstance(x, Tensor))
+
+
+def make_train_step(
+    model: Any,
+    opt: GradientTransformation,
+    *,
+    microbatches: int = 1,
+    precision: Precision | None = None,
+    donate: bool = False,
+    policy: Policy = policies.save_except_gathered,
+) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
+    """Makes the step of a run.
+
+    Args:
+        model: a `Model`, or a loss function `(params, batch) -> (sum, weight)`.
+        opt: the optimizer.
+        microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated.
+        precision: dtypes of compute and wire; by default the layout's.
+        donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
+        policy: what the blocks of a `Model` keep for backward.
+
+    Returns:
+        `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
+
+    Raises:
+        BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`.
+        NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling.
+    """
+    loss_fn = model_loss(model, policy=policy) if hasattr(model, "block") else model
+
+    def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        layout = state.layout
+        how = precision or layout.precision
+        pieces = _split(batch, microbatches)
+        scale = float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
+        grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
+        torch._foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
+        loss, norm = (total.double() / (weight.double() * scale)).float(), global_norm(grads)
+        finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
+        metrics = Metrics(loss, norm, weight, skipped=not finite)
+        if not finite and state.loss_scale is None:
+            raise NonFiniteError(_refusal(state, loss, norm))
+        if donate:
+            state = state.donate()
+        if not finite:
+            assert state.loss_scale is not None
+            return state.replace(loss_scale=how.next_scale(state.loss_scale, finite=False)), metrics
+        return _update(state, grads, norm, opt, how, donate=donate), metrics
+
+    return step
+
+
+def _refusal(state: TrainState, loss: Tensor, norm: Tensor) -> str:
+    rows = [f"step {int(state.step)}: loss {float(loss)}, gradient norm {float(norm)}"]
+    mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
+    return message("train step", "refused: loss or gradients are not finite.", rows, mend)
+
+
+def _split(batch: Tree, microbatches: int) -> list[Tree]:
+    wrong = [
+        f"{path} is {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        for path, x in tree.named_leaves(batch).items()
+        if x.ndim == 0 or x.shape[0] % microbatches
+    ]
+    if wrong or microbatches < 1:
+        text = f"cannot cut this rank's batch into {microbatches} microbatches."
+        mend = "Choose microbatches that divide dim 0 of every leaf, or another global batch."
+        raise BatchError(message("train step", text, wrong, mend))
+    if microbatches == 1:
+        return [batch]
+    return [tree.map(lambda x: x.chunk(microbatches)[i], batch) for i in range(microbatches)]  # noqa: B023
+
+
+def _accumulate(
+    loss_fn: Callable[..., Any], params: Tree, pieces: list[Tree], layout: Layout, how: Precision, scale: float
+) -> tuple[Tree, Tensor, Tensor]:
+    """Sums of gradients (in `layout.main`), losses times scale, and weights, over microbatches and data ranks."""
+
+    def scaled(values: Tree, piece: Tree) -> tuple[Any, Any]:
+        result = loss_fn(values, piece)
+        total, weight = result if isinstance(result, tuple) else (result, 1.0)
+        return total * scale if scale != 1.0 else total, weight
+
+    held: Tree = None
+    totals: list[Tensor] = []
+    weights: list[Tensor] = []
+    for i, piece in enumerate(pieces):
+        target = layout.main if i + 1 == len(pieces) else layout.grads
+        run = value_and_grad(scaled, grads=target, precision=how, mean=False)
+        (total, weight), held = run(params, piece, accumulate=held)
+        totals.append(total)
+        weights.append(weight)
+    return held, torch.stack(totals).sum(), torch.stack(weights).sum()
+
+
+def _update(
+    state: TrainState, grads: Tree, norm: Tensor, opt: GradientTransformation, how: Precision, *, donate: bool
+) -> TrainState:
+    layout = state.layout
+    main = state.main if state.main is not None else main_params(state.params, layout)
+    updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm)
+    main = apply_updates(main, updates, donate=donate)
+    scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
+    return state.replace(
+        step=state.step + 1,
+        params=spread_main(main, state.params, layout),
+        main=main if state.main is not None else None,
+        opt_state=opt_state,
+        loss_scale=scale,
+    )
+
+

@@ -1,0 +1,126 @@
+"""Strategies: which of params, grads and opt_state are cut over the data axes, and over the outer `replica` axis.
+
+In: a level or a name. Out: a small pure value; `plan_layout` turns it into shardings.
+Law: the strategy never changes a loss, only where bytes live and when they move.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from fsharding.errors import ConfigError, message
+
+__all__ = [
+    "HFSDP",
+    "HSDP",
+    "NO_SHARD",
+    "OPTIM",
+    "OPTIM_GRADS",
+    "OPTIM_GRADS_PARAMS",
+    "STRATEGIES",
+    "Strategy",
+    "hybrid",
+    "parse_strategy",
+    "zero",
+]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What is cut over the data axes, and what over `replica` as well.
+
+    Attributes:
+        params: cut the parameters over `dp`, `ep`, `cp`.
+        grads: cut the accumulated gradients; also: reduce them every microbatch instead of once a step.
+        opt_state: cut the optimizer's main parameters and moments.
+        replica_params: cut the parameters over `replica` too.
+        replica_grads: the same for accumulated gradients.
+        replica_opt_state: the same for main parameters and moments.
+    """
+
+    params: bool
+    grads: bool
+    opt_state: bool
+    replica_params: bool = False
+    replica_grads: bool = False
+    replica_opt_state: bool = False
+
+    def cut(self, kind: str, axis: str) -> bool:
+        """Whether `kind` (params, grads, opt_state) is cut over a data axis."""
+        return bool(getattr(self, f"replica_{kind}" if axis == "replica" else kind))
+
+    def __str__(self) -> str:
+        for name, strategy in STRATEGIES.items():
+            if strategy == self:
+                return name
+        outer = [kind for kind in ("params", "grads", "opt_state") if self.cut(kind, "replica")]
+        inner = Strategy(self.params, self.grads, self.opt_state)
+        return f"hybrid({inner}, {', '.join(f'{kind}=True' for kind in outer)})"
+
+
+NO_SHARD = Strategy(params=False, grads=False, opt_state=False)
+OPTIM = Strategy(params=False, grads=False, opt_state=True)
+OPTIM_GRADS = Strategy(params=False, grads=True, opt_state=True)
+OPTIM_GRADS_PARAMS = Strategy(params=True, grads=True, opt_state=True)
+
+
+def zero(level: int) -> Strategy:
+    """ZeRO stage 0 to 3: nothing cut, optimizer state, and gradients, and parameters (Rajbhandari et al. 2020).
+
+    Raises:
+        ConfigError: another level.
+    """
+    levels = (NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS)
+    if level not in range(4):
+        raise ConfigError(message("fs.zero", f"knows no level {level!r}.", mend="Levels are 0, 1, 2, 3."))
+    return levels[level]
+
+
+def hybrid(
+    inner: Strategy = OPTIM_GRADS_PARAMS, *, params: bool = False, grads: bool = False, opt_state: bool = False
+) -> Strategy:
+    """A strategy over the data axes, with an outer `replica` axis over which each part is cut or not.
+
+    `hybrid()` is HSDP: shards inside, copies across `replica`. `hybrid(opt_state=True)` is HFSDP: the optimizer state
+    is cut over both. Every combination is allowed.
+
+    Args:
+        inner: what is cut over `dp`, `ep`, `cp`.
+        params: cut the parameters over `replica` too.
+        grads: cut accumulated gradients over `replica` too.
+        opt_state: cut main parameters and moments over `replica` too.
+    """
+    return Strategy(inner.params, inner.grads, inner.opt_state, params, grads, opt_state)
+
+
+HSDP = hybrid()
+HFSDP = hybrid(opt_state=True)
+
+STRATEGIES = {
+    "zero0": NO_SHARD,
+    "zero1": OPTIM,
+    "zero2": OPTIM_GRADS,
+    "zero3": OPTIM_GRADS_PARAMS,
+    "hfsdp": HFSDP,
+    "no_shard": NO_SHARD,
+    "optim": OPTIM,
+    "optim_grads": OPTIM_GRADS,
+    "optim_grads_params": OPTIM_GRADS_PARAMS,
+    "hsdp": HSDP,
+}
+"""Strategies by the names that the command line takes."""
+
+
+def parse_strategy(name: str) -> Strategy:
+    """The strategy of a name.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if name not in STRATEGIES:
+        close = difflib.get_close_matches(name, STRATEGIES, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        known = f"Strategies are {', '.join(STRATEGIES)}.{hint}"
+        raise ConfigError(message("fs.parse_strategy", f"knows no strategy {name!r}.", mend=known))
+    return STRATEGIES[name]

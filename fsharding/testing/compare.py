@@ -1,0 +1,130 @@
+"""Comparisons of trees of tensors that name every leaf that differs, with both values.
+
+In: two trees. Out: nothing, or an `AssertionError` with one row for each path.
+Law: `assert_bitwise_equal(a, b)` passes exactly if no program can tell the leaves of `a` and `b` apart by their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.errors import message
+
+__all__ = ["assert_bitwise_equal", "assert_trees_close"]
+
+
+def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
+    """Checks that two trees have the same paths and that leaf by leaf dtype, shape and every bit are the same.
+
+    So NaNs are equal if their payloads are, and -0.0 is not 0.0. DTensors need the same mesh and placements, and the
+    local tensors are compared; leaves that are no tensors, arrays or floats need the same type and to be `==`.
+
+    Args:
+        a: one tree.
+        b: the other.
+        what: name of what is compared, for the message.
+
+    Raises:
+        AssertionError: they differ; each path with a difference is listed, with the number of elements and the first.
+    """
+    _compare("assert_bitwise_equal", a, b, what, _bits_differ)
+
+
+def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: float = 0.0, what: str = "") -> None:
+    """Checks that two trees have the same paths and shapes and that |a - b| <= atol + rtol * |b| in float64.
+
+    Dtypes may differ. Infinities are close to themselves, NaN is close to nothing. Other leaves as in
+    `assert_bitwise_equal`.
+
+    Args:
+        a: what was computed.
+        b: the reference.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+        what: name of what is compared, for the message.
+
+    Raises:
+        AssertionError: they are not close; each such path is listed, with the number of elements and the worst.
+    """
+
+    def differ(x: torch.Tensor, y: torch.Tensor) -> str:
+        return _values_differ(x, y, rtol, atol)
+
+    _compare("assert_trees_close", a, b, what, differ)
+
+
+def _compare(
+    function: str, a: tree.Tree, b: tree.Tree, what: str, differ: Callable[[torch.Tensor, torch.Tensor], str]
+) -> None:
+    first, second = tree.named_leaves(a), tree.named_leaves(b)
+    rows = [f"{path or 'the leaf'} is only in the first" for path in first if path not in second]
+    rows += [f"{path or 'the leaf'} is only in the second" for path in second if path not in first]
+    for path in first:
+        if path in second and (text := _leaf_differs(first[path], second[path], differ)):
+            rows.append(f"{path or 'the leaf'} {text}")
+    if rows:
+        of = f" of {what}" if what else ""
+        rule = f"found that {len(rows)} of {len(first.keys() | second.keys())} leaves{of} differ."
+        raise AssertionError(message(function, rule, rows))
+
+
+def _leaf_differs(a: Any, b: Any, differ: Callable[[torch.Tensor, torch.Tensor], str]) -> str:
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        if a.device_mesh != b.device_mesh or a.placements != b.placements or a.shape != b.shape:
+            return f"is {_kind(a)} against {_kind(b)}"
+        a, b = a.to_local(), b.to_local()
+    x, y = _tensor(a), _tensor(b)
+    if x is None or y is None or type(a) is not type(b):
+        return "" if type(a) is type(b) and a == b else f"is {_kind(a)} against {_kind(b)}"
+    return f"is {_kind(a)} against {_kind(b)}" if x.shape != y.shape else differ(x, y)
+
+
+def _tensor(leaf: Any) -> torch.Tensor | None:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().cpu().resolve_conj().resolve_neg()
+    if isinstance(leaf, np.ndarray):
+        return torch.as_tensor(leaf)
+    return torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else None
+
+
+def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return f"{type(leaf).__name__} {leaf!r}"
+    text = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return f"{text} with {leaf.placements} on {leaf.device_mesh}" if isinstance(leaf, DTensor) else text
+
+
+def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> str:
+    if a.dtype != b.dtype:
+        return f"is {_kind(a)} against {_kind(b)}"
+    raw = [t.contiguous().reshape(-1).view(torch.uint8).reshape(t.numel(), t.element_size()) for t in (a, b)]
+    bad = (raw[0] != raw[1]).any(1)
+    if not bad.any():
+        return ""
+    at = int(bad.nonzero()[0])
+    bits = " and ".join("0x" + bytes(reversed(r[at].tolist())).hex() for r in raw)
+    return f"differs in {int(bad.sum())} of {bad.numel()} elements, first {_at(a, b, at)} (bits {bits})"
+
+
+def _values_differ(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> str:
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    x, y = a.to(wide).reshape(-1), b.to(wide).reshape(-1)
+    off = torch.where(x == y, 0.0, (x - y).abs())
+    excess = (off - (atol + rtol * y.abs())).nan_to_num(nan=torch.inf)
+    bad = (excess > 0) & (x != y)
+    if not bad.any():
+        return ""
+    at = int(torch.where(bad, excess, -1.0).argmax())
+    worst = f"worst {_at(a, b, at)}, off by {float(off[at]):.3g}"
+    return f"differs in {int(bad.sum())} of {bad.numel()} elements beyond rtol {rtol:g}, atol {atol:g}, {worst}"
+
+
+def _at(a: torch.Tensor, b: torch.Tensor, flat: int) -> str:
+    index = [int(i) for i in np.unravel_index(flat, tuple(a.shape))]
+    return f"at {index}: {a.reshape(-1)[flat].item()} against {b.reshape(-1)[flat].item()}"

@@ -1,0 +1,399 @@
+"""Many ranks on one machine: a function runs on real gloo processes and its results come back.
+
+In: a function of a module, the number of ranks, its arguments. Out: what each rank returned, in rank order.
+A pool of gloo processes is kept for each number of ranks, so an example costs milliseconds after the first.
+Law: a call never hangs and never spoils the next one. A rank that raises, dies or does not answer ends the pool, the
+error says which rank it was and how to repeat the example, and the next call gets a fresh pool.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import functools
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from fsharding.errors import RankError, message
+
+__all__ = ["RankFailure", "RankPool", "run_ranks"]
+
+Result = TypeVar("Result")
+Pipe = multiprocessing.connection.Connection
+
+_GROUP_TIMEOUT = datetime.timedelta(seconds=20)
+_GRACE = 1.0
+_SHOWN = 500
+_PRELOAD = ("torch", "torch.distributed.tensor", "fsharding", "numpy", "hypothesis", "pytest")
+
+
+class RankFailure(RankError):
+    """What `run_ranks` raises: a `RankError` that keeps what is known of each failed rank.
+
+    Attributes:
+        errors: rank to traceback, or to what was seen of it from outside, the first to fail first.
+        exceptions: rank to the exception itself; `None` where there is none or it cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        errors: dict[int, str] | None = None,
+        exceptions: dict[int, BaseException | None] | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.errors = errors or {}
+        self.exceptions = exceptions or {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    what: str
+    detail: str = ""
+    exception: BaseException | None = None
+    died: bool = False
+
+
+# ------------------------------------------------------------------------------------------------ in the rank's process
+
+
+def _serve(rank: int, size: int, folder: str, environ: dict[str, str], pipe: Pipe) -> None:
+    """The life of a rank: joins the group, then answers one call after the other until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(environ)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    torch.set_num_threads(1)
+    threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
+    with open(_stack_file(folder, rank), "w") as stack, contextlib.suppress(EOFError, BrokenPipeError):
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        group = {"init_method": Path(folder, "store").as_uri(), "rank": rank, "world_size": size}
+        pipe.send_bytes(_answer(functools.partial(dist.init_process_group, "gloo", timeout=_GROUP_TIMEOUT, **group)))
+        while True:
+            pipe.send_bytes(_answer(functools.partial(_perform, pipe.recv_bytes())))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stack_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"stack-{rank}")
+
+
+def _exit_with_parent(folder: str) -> None:
+    parent = multiprocessing.process.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _answer(call: Callable[[], Any]) -> bytes:
+    """What goes back to the parent: (True, pickled result) or (False, type, text, traceback, pickled exception)."""
+    try:
+        return pickle.dumps((True, pickle.dumps(call())))
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        try:
+            kept = pickle.dumps(error)
+            pickle.loads(kept)
+        except Exception:
+            kept = None
+        return pickle.dumps((False, type(error).__qualname__, str(error), text, kept))
+
+
+def _perform(call: bytes) -> Any:
+    path, filters, body = pickle.loads(call)
+    sys.path[:] = path
+    fn, args, kwargs = pickle.loads(body)
+    random.seed(0)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for action, text, category, module, line in reversed(filters):
+            warnings.filterwarnings(action, text, category, module, line)
+        return fn(*args, **kwargs)
+
+
+# --------------------------------------------------------------------------------------------- in the caller's process
+
+
+@dataclasses.dataclass(frozen=True)
+class _Worker:
+    process: multiprocessing.process.BaseProcess
+    pipe: Pipe
+
+    def receive(self) -> bytes | _Failure:
+        """The answer that has come: a pickled result, or how the rank failed."""
+        try:
+            reply = pickle.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
+        except (EOFError, OSError):
+            reply = None
+        if reply is None:
+            self.process.join(_GRACE)
+            status = self.process.exitcode or 0
+            how = f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+            return _Failure(how, died=True)
+        if reply[0]:
+            return reply[1]
+        _, name, text, trace, kept = reply
+        exception = None if kept is None else pickle.loads(kept)
+        return _Failure(f"raised {name}: {text}" if text else f"raised {name}", trace, exception)
+
+
+class RankPool:
+    """`size` gloo processes on this machine with one default process group, waiting for calls.
+
+    Each has one torch thread, the environment that the caller had when the pool started with `RANK`, `LOCAL_RANK` and
+    `WORLD_SIZE`, and a default group whose collectives give up after 20 s. Process groups that an example makes stay
+    until the pool ends. The ranks come from a fork server that has torch loaded: 0.1 s for a pool after the first.
+
+    Attributes:
+        size: number of ranks.
+        timeout: seconds that a call may take, unless it says otherwise.
+
+    Raises:
+        RankError: `size` is not positive, or the ranks do not start.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        if size < 1:
+            raise RankFailure(message("RankPool", f"cannot start {size} ranks.", mend="Give one or more."))
+        self.size = size
+        self.timeout = timeout
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._folder = tempfile.mkdtemp(prefix="fsharding-ranks-")
+        self._workers: list[_Worker] = []
+        try:
+            self._start()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([name for name in _PRELOAD if name in sys.modules])
+        environ = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1"}
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        if loopback in (name for _, name in socket.if_nameindex()):
+            environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            args = (rank, self.size, self._folder, environ, theirs)
+            process = context.Process(target=_serve, args=args, name=f"rank-{rank}")
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, cast("Pipe", ours)))
+        replies = self._collect(60.0)
+        if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, _Failure)}:
+            mend = 'A script that calls run_ranks needs `if __name__ == "__main__":` around what it runs.'
+            raise _failure("RankPool", f"could not start {self.size} ranks.", failed, mend)
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids in rank order; empty once the pool has ended."""
+        return [worker.process.pid or 0 for worker in self._workers]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the pool can take a call: all ranks run, and this process is the one that started them."""
+        ours = self._owner == os.getpid() and bool(self._workers)
+        return ours and all(worker.process.is_alive() for worker in self._workers)
+
+    def run(
+        self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Result]:
+        """Runs `fn(*args, **kwargs)` on every rank, as `run_ranks` does.
+
+        Raises:
+            RankError: a rank raised, died or did not answer, and the pool has ended; or it had ended before.
+        """
+        call = _pack(fn, args, kwargs)
+        with self._lock:
+            if not self.alive:
+                raise RankFailure(message("RankPool.run", "got a pool that has ended.", mend="Make a new RankPool."))
+            try:
+                for worker in self._workers:
+                    with contextlib.suppress(BrokenPipeError):
+                        worker.pipe.send_bytes(call)
+                replies = self._collect(self.timeout if timeout is None else timeout)
+                if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, _Failure)}:
+                    rule = f"could not finish {_name(fn)} on {self.size} ranks."
+                    raise _failure("run_ranks", rule, failed, _repeat(fn, self.size, args, kwargs))
+                return [pickle.loads(cast("bytes", replies[rank])) for rank in range(self.size)]
+            except BaseException:
+                self.kill()
+                raise
+
+    def _collect(self, timeout: float) -> dict[int, bytes | _Failure]:
+        """One answer from each rank; the dead first, as the others fail of that; the silent last."""
+        deadline = time.monotonic() + timeout
+        replies: dict[int, bytes | _Failure] = {}
+        failed: dict[int, _Failure] = {}
+        while len(replies) < self.size:
+            waiting = [(rank, worker) for rank, worker in enumerate(self._workers) if rank not in replies]
+            handles = {handle: rank for rank, worker in waiting for handle in (worker.pipe, worker.process.sentinel)}
+            ready = multiprocessing.connection.wait(handles, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in sorted({handles[cast("Pipe", handle)] for handle in ready}):
+                replies[rank] = reply = self._workers[rank].receive()
+                if isinstance(reply, _Failure):
+                    deadline = deadline if failed else min(deadline, time.monotonic() + _GRACE)
+                    failed[rank] = reply
+        failed = dict(sorted(failed.items(), key=lambda item: not item[1].died))
+        silent = [rank for rank in range(self.size) if rank not in replies]
+        if failed:
+            what = f"had not answered {_GRACE:g} s after rank {next(iter(failed))} failed"
+            return failed | replies | dict.fromkeys(silent, _Failure(what))
+        stacks = self._stacks(silent)
+        return replies | {rank: _Failure(f"had not answered after {timeout:g} s", stacks[rank]) for rank in silent}
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Where each of these ranks stands, as far as it can still say so."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR1)
+        time.sleep(0.2 if ranks else 0.0)
+        files = {rank: _stack_file(self._folder, rank) for rank in ranks}
+        return {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
+
+    def close(self) -> None:
+        """Ends the ranks; those that are still at work 2 s later are killed. Closing twice is harmless."""
+        if self._owner == os.getpid():
+            for worker in self._workers:
+                worker.pipe.close()
+            deadline = time.monotonic() + 2.0
+            for worker in self._workers:
+                worker.process.join(max(0.0, deadline - time.monotonic()))
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends the ranks at once, whatever they are doing."""
+        if self._owner == os.getpid():
+            for worker in self._workers:
+                worker.process.kill()
+            for worker in self._workers:
+                worker.process.join()
+                worker.process.close()
+                worker.pipe.close()
+            self._workers.clear()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_POOLS: dict[int, RankPool] = {}
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in _POOLS.values():
+        pool.close()
+
+
+def run_ranks(fn: Callable[..., Result], n: int, /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Result]:
+    """Runs `fn(*args, **kwargs)` on each of `n` gloo ranks on this machine.
+
+    The ranks are processes of a pool that is kept for each `n` until this process ends. Before each call Python's and
+    torch's generators are seeded with 0 and the caller's warning filters are set, so an example does not depend on the
+    ones before it. Everything is pickled on the way: return local tensors, not DTensors.
+
+    Args:
+        fn: a function at the top level of a module that the ranks can import.
+        n: number of ranks.
+        *args: arguments, the same for every rank.
+        timeout: seconds until the call is given up.
+        **kwargs: more of them; `timeout` is not passed on.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        RankError: `fn` or an argument cannot be pickled, or a rank raised, died or did not answer in time. The others
+            are waited for 1 s more, then the pool is killed; the next call gets a new one. The exception is a
+            `RankFailure`, with `errors` and `exceptions` of each rank.
+    """
+    pool = _POOLS.get(n)
+    if pool is not None and not pool.alive:
+        pool.kill()
+        pool = None
+    if pool is None:
+        pool = _POOLS[n] = RankPool(n)
+    return pool.run(fn, *args, timeout=timeout, **kwargs)
+
+
+def _pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    if getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        reason = "It was typed into an interpreter, so the ranks cannot import it."
+    else:
+        try:
+            # Not multiprocessing's pickler: it sends tensors as handles to shared memory, which may die with a rank.
+            body = pickle.dumps((fn, args, kwargs))
+            return pickle.dumps((sys.path, [_plain(*item) for item in warnings.filters], body))
+        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+    mend = "Define the function at the top level of a module, and pass tensors, numbers and containers of them."
+    raise RankFailure(message("run_ranks", f"cannot send {_name(fn)} and its arguments to the ranks.", [reason], mend))
+
+
+def _plain(*warning_filter: Any) -> tuple[Any, ...]:
+    """A warning filter with its patterns as text."""
+    return tuple(getattr(part, "pattern", "" if part is None else part) for part in warning_filter)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return f"{fn.__module__}.{fn.__qualname__}" if hasattr(fn, "__qualname__") else repr(fn)
+
+
+def _repeat(fn: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    given = [repr(arg) for arg in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    text = ", ".join([getattr(fn, "__qualname__", repr(fn)), str(size), *given])
+    return f"To repeat it: run_ranks({text if len(text) <= _SHOWN else text[:_SHOWN] + ' ...'})"
+
+
+def _failure(function: str, rule: str, failed: dict[int, _Failure], mend: str) -> RankFailure:
+    """Words what went wrong: a row and a traceback for all ranks that failed alike."""
+    groups: dict[str, list[int]] = {}
+    for rank, failure in failed.items():
+        groups.setdefault(failure.what, []).append(rank)
+    rows = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {what}".replace("\n", "\n    ")
+        for what, ranks in groups.items()
+    ]
+    details = [(ranks[0], failed[ranks[0]].detail.rstrip()) for ranks in groups.values()]
+    traces = [f"Rank {rank}:\n{detail}" for rank, detail in details if detail]
+    error = RankFailure(
+        "\n\n".join([message(function, rule, rows, mend), *traces]),
+        {rank: failure.detail or failure.what for rank, failure in failed.items()},
+        {rank: failure.exception for rank, failure in failed.items()},
+    )
+    error.__cause__ = next((failure.exception for failure in failed.values() if failure.exception), None)
+    return error

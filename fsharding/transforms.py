@@ -1,0 +1,293 @@
+"""The two transforms between the sharded and the whole form of a unit, and recomputation.
+
+In: a subtree of `Local` nodes (inside a loss function) or DTensors (outside). Out: the same subtree of plain whole tensors.
+Inside `value_and_grad` the ledger gathers, frees, gathers again and reduces; under torch.func the same maps are composed
+of differentiable collectives. Law: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fsharding import _compat, policies, tree
+from fsharding.errors import TransformError, message
+from fsharding.ledger import Ledger, Place, Unit, current_ledger
+from fsharding.mesh import AXES, data_axes
+from fsharding.ops import collectives, transition
+from fsharding.ops.unit import Goal, LeafPlan, plan_unit
+from fsharding.policies import Policy
+from fsharding.precision import wide
+from fsharding.sharding import Local, to_local
+from fsharding.tree import Tree
+
+__all__ = ["gather_unit", "remat", "scatter_grads", "select_unit"]
+
+
+def gather_unit(
+    unit: Tree,
+    *,
+    policy: Policy = policies.save_except_gathered,
+    dtype: torch.dtype | None = None,
+    then: Tree = None,
+) -> Tree:
+    """Gathers the leaves of a unit over the data axes: one collective for each (dtype, axes).
+
+    Args:
+        unit: tree of `Local` nodes or DTensors; plain tensors are handed on.
+        policy: `everything_saveable` keeps the weights for backward; all others gather them again there.
+        dtype: of floating point leaves; by default the compute dtype of the running `value_and_grad`, else their own.
+        then: the unit that will be gathered next; its communication starts now and overlaps with what this one computes.
+
+    Returns:
+        The same tree of plain tensors, whole over the data axes.
+    """
+    leaves, spec = tree.flatten(unit, is_leaf=_is_local)
+    nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    ledger = current_ledger()
+    sharded: dict[int, Local] = {}
+    for node in nodes:
+        if isinstance(node, Local):
+            sharded.setdefault(id(node.value), node)
+    places = _places(ledger, list(sharded.values()))
+    if ledger is not None and places:
+        entered = ledger.unit(list(sharded.values()), places, dtype)
+        wholes = _Enter.apply(ledger.anchor, entered, policy)
+        _start_ahead(ledger, then)
+    else:
+        wholes = _gather_plain(list(sharded.values()), dtype, ledger)
+    by_value = dict(zip(sharded, cast(Sequence[Tensor], wholes), strict=True))
+    return tree.unflatten(spec, [by_value[id(n.value)] if isinstance(n, Local) else _cast(n, dtype, ledger) for n in nodes])
+
+
+def _is_local(x: Any) -> bool:
+    return isinstance(x, Local)
+
+
+def _cast(x: Any, dtype: torch.dtype | None, ledger: Ledger | None) -> Any:
+    """A plain tensor in the compute dtype."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x.to(dtype or (ledger.compute(x.dtype) if ledger else x.dtype))
+
+
+def _places(ledger: Ledger | None, nodes: Sequence[Local]) -> tuple[Place, ...] | None:
+    """Where the leaves stand in the state; None when one of them is not the state's own tensor."""
+    if ledger is None:
+        return None
+    places = [ledger.place_of(node.value) for node in nodes]
+    return None if None in places else cast(tuple[Place, ...], tuple(places))
+
+
+def _start_ahead(ledger: Ledger, then: Tree) -> None:
+    nodes = [x for x in tree.leaves(then, is_leaf=_is_local) if isinstance(x, Local)]
+    unique = list({id(node.value): node for node in nodes}.values())
+    places = _places(ledger, unique)
+    if places:
+        ledger.start_ahead(ledger.unit(unique, places, None))
+
+
+class _Enter(Function):
+    """A unit on its way through the graph: forward gathers, backward reduces into the ledger.
+
+    The shards are not inputs: gradients go to their place in the ledger, and the anchor brings backward here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, unit: Unit, policy: Policy) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        wholes = unit.ledger.enter(unit, policy)
+        reduced = {i for plan in unit.plan.reductions for i in plan.leaves}
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(wholes) if i not in reduced))
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.unit.ledger.leave(ctx.unit, grads)
+        return None, None, None
+
+
+def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, ledger: Ledger | None) -> list[Tensor]:
+    """The same map as a composition of differentiable functions: valid under every transform."""
+    values = [_cast(node.value, dtype, ledger) for node in nodes]
+    result: list[Tensor] = list(values)
+    if not nodes:
+        return result
+    plan = plan_unit(tuple(LeafPlan(n.sharding, n.shape, v.dtype, v.dtype, None) for n, v in zip(nodes, values, strict=True)))
+    everywhere = tuple(sorted(data_axes(plan.mesh), key=AXES.index))
+    for i in plan.aliases:
+        result[i] = collectives.vary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
+    for g in plan.gathers:
+        widths = [slot.before * slot.after * slot.pieces[0][1] for slot in g.bucket.slots]
+        row = torch.cat([_padded(values[i].reshape(-1), width) for i, width in zip(g.leaves, widths, strict=True)])
+        others = tuple(axis for axis in everywhere if axis not in g.axes)
+        row = collectives.vary(row, others, mesh=plan.mesh) if others else row
+        rows = collectives.gather(row, g.axes, dim=0, mesh=plan.mesh).view(g.bucket.members, g.bucket.width)
+        for i, slot in zip(g.leaves, g.bucket.slots, strict=True):
+            pieces = [
+                rows[member, slot.offset : slot.offset + slot.before * slot.after * (stop - start)].reshape(
+                    slot.piece_shape(member)
+                )
+                for member, (start, stop) in enumerate(slot.pieces)
+            ]
+            result[i] = torch.cat(pieces, slot.dim)
+    return result
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    return x if x.numel() == width else torch.cat((x, x.new_zeros(width - x.numel())))
+
+
+def select_unit(stack: Tree, index: int) -> Tree:
+    """One unit of a stack: index `index` along the first dim of every leaf, such as `then=select_unit(blocks, 0)`."""
+    ledger = current_ledger()
+
+    def select(leaf: Any) -> Any:
+        if not isinstance(leaf, Local | DTensor):
+            return leaf[index]
+        node = to_local(leaf) if isinstance(leaf, DTensor) else leaf
+        return row_of(node, node.value[index], index, ledger)
+
+    return tree.map(select, stack, is_leaf=_is_local)
+
+
+def row_of(node: Local, value: Tensor, index: int, ledger: Ledger | None) -> Local:
+    """One row of a stacked leaf as a leaf of its own; the ledger learns where it belongs."""
+    place = ledger.place_of(node.value) if ledger is not None else None
+    if ledger is not None and place is not None and place.row is None:
+        ledger.register(value, Place(place.leaf, index))
+    return Local(value, node.sharding.drop(0), node.shape[1:])
+
+
+def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
+    """Sums whole gradients over the data axes and cuts them as the leaves of `like`: the transpose of `gather_unit`.
+
+    Args:
+        grads: tree of plain tensors, one for each leaf of `like`; None where there is none.
+        like: the sharded unit: DTensors or `Local` nodes.
+
+    Returns:
+        The tree of `like` with gradients, summed in float32 at least; DTensors where `like` has DTensors.
+
+    Raises:
+        TransformError: called under a torch.func transform.
+        TreeError: the trees do not match.
+    """
+    if _compat.in_functorch():
+        text = "cannot run under a torch.func transform."
+        mend = "Call it on the result of the transform; inside, differentiate through gather_unit instead."
+        raise TransformError(message("fs.scatter_grads", text, mend=mend))
+    leaves, spec = tree.flatten(like, is_leaf=_is_local)
+    given = tree.flatten_up_to(spec, grads, "fs.scatter_grads")
+    nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    result: list[Any] = list(given)
+    chosen = [i for i, node in enumerate(nodes) if isinstance(node, Local) and given[i] is not None]
+    plans = tuple(
+        LeafPlan(nodes[i].sharding, nodes[i].shape, given[i].dtype, given[i].dtype,
+                 Goal(nodes[i].sharding, wide(given[i].dtype)))
+        for i in chosen
+    )  # fmt: skip
+    plan = plan_unit(plans) if plans else None
+    for r in plan.reductions if plan else ():
+        members = [chosen[i] for i in r.leaves]
+        assert plan is not None
+        transit = transition.start(
+            [given[i] for i in members], r.before, r.shapes, plan.mesh, wire_dtype=r.wire_dtype, dtype=r.dtype,
+            device=given[members[0]].device, wholes=r.wholes_before,
+        )  # fmt: skip
+        for i, local in zip(members, transit.finish(), strict=True):
+            at_rest = isinstance(leaves[i], DTensor)
+            sharding, shape = nodes[i].sharding, nodes[i].shape
+            result[i] = sharding.to_dtensor(local, shape) if at_rest else Local(local, sharding, shape)
+    return tree.unflatten(spec, result)
+
+
+_DOTS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu")
+)
+
+
+def _keep_dots(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _DOTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable) -> Callable[..., Any]:
+    """Makes a function that keeps less for backward and computes it again there.
+
+    Under autograd this is torch's own non-reentrant checkpoint; under torch.func, which refuses saved-tensor hooks, a
+    Function that saves the inputs and differentiates again in backward.
+
+    Args:
+        fn: a pure function of trees of tensors.
+        policy: what is kept: `nothing_saveable` or `dots_saveable` (under torch.func: inputs only); others change nothing.
+    """
+    if policy.activations == "all":
+        return fn
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        leaves, spec = tree.flatten(args)
+        if _compat.in_functorch():
+            return _remat_functional(fn, leaves, spec)
+
+        def flat(*values: Any) -> Any:
+            return fn(*tree.unflatten(spec, values))
+
+        if policy.activations == "dots":
+            context = functools.partial(create_selective_checkpoint_contexts, _keep_dots)
+            return checkpoint(flat, *leaves, use_reentrant=False, context_fn=context)
+        return checkpoint(flat, *leaves, use_reentrant=False)
+
+    return run
+
+
+def _remat_functional(fn: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    shape: list[Any] = []
+
+    def flat(*values: Tensor) -> tuple[Tensor, ...]:
+        filled = list(leaves)
+        for i, value in zip(tensors, values, strict=True):
+            filled[i] = value
+        out, out_spec = tree.flatten(fn(*tree.unflatten(spec, filled)))
+        shape[:] = [out_spec]
+        return tuple(out)
+
+    out = _Again.apply(flat, *(leaves[i] for i in tensors))
+    return tree.unflatten(shape[0], cast(Sequence[Tensor], out))
+
+
+class _Again(Function):
+    """Saves inputs only; every derivative runs the function again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(fn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        return fn(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.fn = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *torch.func.vjp(ctx.fn, *ctx.saved_tensors)[1](grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        given = tuple(t if t is not None else torch.zeros_like(x) for x, t in zip(ctx.saved_tensors, tangents[1:], strict=True))
+        return torch.func.jvp(ctx.fn, tuple(ctx.saved_tensors), given)[1]
+
+

@@ -1,0 +1,140 @@
+"""Pytrees: optree under our own namespace, with leaves named by dotted paths such as `params.blocks.wq`.
+
+In: nested dicts, tuples, lists, NamedTuples, registered nodes. Out: the same shapes with other leaves.
+`None` is an empty subtree, as in JAX: a tree of gradients has `None` where a parameter is frozen.
+Law: `paths(t)` names every leaf exactly once, in the order of `leaves(t)`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import optree
+
+from fsharding.errors import TreeError, message
+
+__all__ = [
+    "NAMESPACE",
+    "Tree",
+    "at",
+    "flatten",
+    "flatten_up_to",
+    "leaves",
+    "map",
+    "map_with_path",
+    "match",
+    "named_leaves",
+    "paths",
+    "unflatten",
+]
+
+NAMESPACE = "fsharding"
+
+Tree: TypeAlias = Any
+"""Any nesting of dicts, tuples, lists, NamedTuples and registered nodes."""
+
+IsLeaf: TypeAlias = Callable[[Any], bool] | None
+_map = map
+
+
+def flatten(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Splits a tree into its leaves and its structure."""
+    return optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def unflatten(spec: optree.PyTreeSpec, flat: Sequence[Any]) -> Tree:
+    """Builds a tree of a given structure from its leaves."""
+    return optree.tree_unflatten(spec, flat)
+
+
+def leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> list[Any]:
+    """The leaves of a tree, in order; `None` is no leaf."""
+    return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec_paths(spec: optree.PyTreeSpec) -> tuple[str, ...]:
+    def name(entry: Any) -> str:
+        return str(getattr(entry, "field", entry.entry))
+
+    return tuple(".".join(_map(name, accessor)) for accessor in spec.accessors())
+
+
+def paths(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[str, ...]:
+    """The dotted path of each leaf: dict keys, field names and positions joined by dots."""
+    return _spec_paths(optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE))
+
+
+def named_leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> dict[str, Any]:
+    """The leaves of a tree by path: the form in which checkpoints hold a state."""
+    flat, spec = flatten(tree, is_leaf=is_leaf)
+    return dict(zip(_spec_paths(spec), flat, strict=True))
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:
+    """Applies `fn` to the leaves of `tree` and to what stands at the same place in each of `rest`.
+
+    Raises:
+        TreeError: one of `rest` lacks a part of `tree`; the text names both.
+    """
+    flat, spec = flatten(tree, is_leaf=is_leaf)
+    others = [flatten_up_to(spec, other, "tree.map") for other in rest]
+    return unflatten(spec, [fn(*group) for group in zip(flat, *others, strict=True)])
+
+
+def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:
+    """As `map`; `fn` gets the dotted path of the leaf first."""
+    flat, spec = flatten(tree, is_leaf=is_leaf)
+    others = [flatten_up_to(spec, other, "tree.map_with_path") for other in rest]
+    return unflatten(spec, [fn(*group) for group in zip(_spec_paths(spec), flat, *others, strict=True)])
+
+
+def flatten_up_to(spec: optree.PyTreeSpec, tree: Tree, function: str) -> list[Any]:
+    """What stands in `tree` at each leaf of `spec`.
+
+    Raises:
+        TreeError: `tree` does not begin with the structure `spec`.
+    """
+    try:
+        return spec.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        other = optree.tree_structure(tree, namespace=NAMESPACE)
+        ours, theirs = set(_spec_paths(spec)), set(_spec_paths(other))
+        rows = [f"{path}: only in the first tree" for path in sorted(ours - theirs)]
+        rows += [f"{path}: only in the second tree" for path in sorted(theirs - ours)]
+        text = message(
+            function,
+            "got two trees that do not match.",
+            rows or [f"first {spec}", f"second {other}"],
+            "Give both trees the same keys.",
+        )
+        raise TreeError(text) from error
+
+
+def match(function: str, first: Tree, second: Tree) -> None:
+    """Checks that two trees have the same paths.
+
+    Raises:
+        TreeError: they differ; every path that only one of them has is listed.
+    """
+    spec, other = (optree.tree_structure(t, namespace=NAMESPACE) for t in (first, second))
+    if spec != other and _spec_paths(spec) != _spec_paths(other):
+        flatten_up_to(spec, second, function)
+
+
+def at(tree: Tree, path: str) -> Any:
+    """The subtree at a dotted path.
+
+    Raises:
+        TreeError: there is no such path.
+    """
+    node = tree
+    for part in path.split(".") if path else ():
+        try:
+            node = node[part] if isinstance(node, dict) else getattr(node, part, None) or node[int(part)]
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            known = ", ".join(paths(tree)) or "none"
+            raise TreeError(message("tree.at", f"finds no {path!r}.", mend=f"The paths are {known}.")) from error
+    return node

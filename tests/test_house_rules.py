@@ -1,0 +1,490 @@
+"""The house rules, read off the source: levels, sizes, docstrings, public names, and a README that runs.
+
+Nothing here imports the package; the README runs in a process of its own, as a reader would run it.
+A new module needs a line in LEVEL_TABLE. CONTRIBUTING.md says the same rules in words.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "fsharding"
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_EXAMPLE_LINES = 400, 60, 149
+MIN_DOCSTRING_LINES, MAX_DOCSTRING_LINES = 3, 8
+README_SECONDS = 110
+
+# A module imports modules of lower levels only; inside a package also those of the same package and level. "ops.*" is
+# every module of ops/ that has no entry of its own. A fraction orders the modules within one level.
+LEVEL_TABLE: list[tuple[float, str]] = [
+    (0, "errors"),
+    (0.5, "tree _compat"),
+    (1, "mesh boxes"),
+    (1.5, "spec"),
+    (2, "sharding strategy precision policies ops.wire"),
+    (2.2, "ops.collectives"),
+    (2.5, "random"),
+    (3, "ops.* layout"),
+    (3.5, "ledger"),
+    (4, "reshard autodiff"),
+    (4.5, "optim.*"),
+    (5, "transforms"),
+    (6, "scan"),
+    (7, "schedule"),
+    (8, "pipeline"),
+    (9, "step"),
+    (10, "checkpoint.*"),
+    (11, "models.* data"),
+    (11.5, "recipes testing.* show plan plan.*"),
+    (12, "train bench.*"),
+    (13, "cli"),
+    (14, "__main__"),
+]
+LEVELS = {name: value for value, names in LEVEL_TABLE for name in names.split()}
+LEVEL_OF_THE_WHOLE_PACKAGE = 11.9  # `import fsharding as fs` is for what stands above the library: train, bench, cli
+FORBIDDEN_NAMES = {"utils", "core", "common"}
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Import(NamedTuple):
+    """An imported module by its name below `fsharding`; "" is the package itself."""
+
+    target: str
+    line: int
+
+
+class Module:
+    """One source file. Its name is the dotted one below `fsharding`; a package has the name of its directory."""
+
+    def __init__(self, path: Path, root: Path = PACKAGE):
+        self.path, self.root = path, root
+        parts = path.relative_to(root).with_suffix("").parts
+        self.is_package = parts[-1] == "__init__"
+        self.name = ".".join(parts[:-1] if self.is_package else parts)
+        self.text = path.read_text(encoding="utf-8")
+        self.lines = self.text.splitlines()
+        self.tree = ast.parse(self.text, filename=str(path))
+
+    def __repr__(self) -> str:
+        return f"<{self.where(1)}>"
+
+    @property
+    def is_public(self) -> bool:
+        return not any(part.startswith("_") for part in self.name.split("."))
+
+    def where(self, line: int) -> str:
+        return f"{self.path.relative_to(self.root.parent)}:{line}"
+
+    def imports(self) -> list[Import]:
+        """Every import of the package, wherever it stands in the file."""
+        found: list[Import] = []
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name.split(".") for alias in node.names]
+                found += [Import(".".join(n[1:]), node.lineno) for n in names if n[0] == self.root.name]
+            elif isinstance(node, ast.ImportFrom) and (base := self._base(node)) is not None:
+                children = [f"{base}.{alias.name}".lstrip(".") for alias in node.names]
+                found += [Import(child if self._is_module(child) else base, node.lineno) for child in children]
+        return found
+
+    def _base(self, node: ast.ImportFrom) -> str | None:
+        """What stands between `from` and `import`, below `fsharding`; None for another library."""
+        if node.level == 0:
+            head, _, rest = (node.module or "").partition(".")
+            return rest if head == self.root.name else None
+        parts = self.path.relative_to(self.root).parts
+        return ".".join([*parts[: len(parts) - node.level], *filter(None, [node.module])])
+
+    def _is_module(self, name: str) -> bool:
+        path = self.root.joinpath(*name.split("."))
+        return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+MODULES = [Module(path) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+# --------------------------------------------------------------------------------------------------- levels and circles
+def level(name: str) -> float | None:
+    """The level of a module; that of a package is the highest in it."""
+    if name == "":
+        return LEVEL_OF_THE_WHOLE_PACKAGE
+    if name in LEVELS:
+        return LEVELS[name]
+    inside = [value for key, value in LEVELS.items() if key.startswith(f"{name}.")]
+    return max(inside) if inside else LEVELS.get(f"{name.split('.')[0]}.*") if "." in name else None
+
+
+def level_offences(module: Module) -> list[str]:
+    if module.is_package:
+        return []
+    own = level(module.name)
+    if own is None:
+        return [
+            f"{module.where(1)}: {module.name!r} has no level; add it to LEVEL_TABLE in tests/{Path(__file__).name}"
+        ]
+    package = f"{module.name.split('.')[0]}." if "." in module.name else None
+    found: list[str] = []
+    for target, line in dict.fromkeys(module.imports()):
+        other = level(target)
+        is_mate = package is not None and target.startswith(package)
+        if other is None or other > own or (other == own and not is_mate):
+            name = target or "the package itself"
+            found.append(f"{module.where(line)}: {module.name} (level {own}) may not import {name} (level {other})")
+    return found
+
+
+def find_circle(graph: dict[str, list[str]]) -> list[str] | None:
+    """One import circle, as a path that ends where it begins."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str] | None:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return None
+        circle = next((c for target in graph.get(name, []) if (c := visit(target, [*path, name]))), None)
+        done.add(name)
+        return circle
+
+    return next((circle for name in graph if (circle := visit(name, []))), None)
+
+
+def imports_in_functions(node: ast.AST, inside: bool = False) -> Iterator[ast.stmt | ast.expr]:
+    """Import statements and `import_module` calls inside functions, but for those under `if TYPE_CHECKING`."""
+    if inside and isinstance(node, ast.Import | ast.ImportFrom):
+        yield node
+    if inside and isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        yield node
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+        children = list(node.orelse)
+    for child in children:
+        yield from imports_in_functions(child, inside or isinstance(node, FunctionNode | ast.Lambda))
+
+
+def hidden_import_offences(module: Module) -> list[str]:
+    return [
+        f"{module.where(node.lineno)}: import inside a function; move it up, or say why on the line: `# lazy: reason`"
+        for node in imports_in_functions(module.tree)
+        if not any(re.search(r"#\s*lazy:\s*\w", line) for line in module.lines[node.lineno - 1 : node.end_lineno])
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- sizes, names, bodies
+def functions(tree: ast.AST) -> list[FunctionNode]:
+    return [node for node in ast.walk(tree) if isinstance(node, FunctionNode)]
+
+
+def height(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def split_docstring(node: FunctionNode) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    n = 0 if ast.get_docstring(node, clean=False) is None else 1
+    return node.body[:n], node.body[n:]
+
+
+def size_offences(module: Module) -> list[str]:
+    """Docstrings do not count in a function: no one should gain by leaving out an argument."""
+    sizes = [(f, height(f) - sum(height(s) for s in split_docstring(f)[0])) for f in functions(module.tree)]
+    found = [
+        f"{module.where(f.lineno)}: {f.name} has {size} lines, more than {MAX_FUNCTION_LINES}"
+        for f, size in sizes
+        if size > MAX_FUNCTION_LINES
+    ]
+    if len(module.lines) > MAX_FILE_LINES:
+        found.append(f"{module.where(1)}: the file has {len(module.lines)} lines, more than {MAX_FILE_LINES}")
+    return found
+
+
+def name_offences(module: Module) -> list[str]:
+    bad = FORBIDDEN_NAMES & set(module.name.split("."))
+    return [f"{module.where(1)}: the name {name!r} says nothing about what is in it" for name in sorted(bad)]
+
+
+def is_silent(node: ast.AST) -> bool:
+    if not isinstance(node, ast.ExceptHandler):
+        return False
+    return node.type is None or {ast.unparse(statement) for statement in node.body} <= {"pass", "..."}
+
+
+def suppresses_everything(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in {"suppress", "contextlib.suppress"}:
+        return False
+    return bool({ast.unparse(argument) for argument in node.args} & {"Exception", "BaseException"})
+
+
+def swallow_offences(module: Module) -> list[str]:
+    return [
+        f"{module.where(getattr(node, 'lineno', 1))}: an error is swallowed; name the one that is meant, and say so"
+        for node in ast.walk(module.tree)
+        if is_silent(node) or suppresses_everything(node)
+    ]
+
+
+def stub_offences(module: Module) -> list[str]:
+    def is_stub(node: FunctionNode) -> bool:
+        body = split_docstring(node)[1]
+        return len(body) == 1 and ast.unparse(body[0]).startswith("raise NotImplementedError")
+
+    stubs = [f for f in functions(module.tree) if is_stub(f)]
+    return [
+        f"{module.where(f.lineno)}: {f.name} only raises NotImplementedError; write it or leave it out" for f in stubs
+    ]
+
+
+# ------------------------------------------------------------------------------------------ public names and docstrings
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run at import, with those inside if, try and with."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            for field in ("body", "orelse", "finalbody"):
+                yield from statements(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                yield from statements(handler.body)
+
+
+def bound_names(module: Module) -> set[str]:
+    names: set[str] = set()
+    for node in statements(module.tree.body):
+        if isinstance(node, Documented):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return names
+
+
+def declared_names(module: Module) -> list[str] | None:
+    """The literal `__all__`; None where there is none, or where it is computed."""
+    for node in module.tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            value = getattr(node, "value", None)
+            items = (
+                value.elts if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(value, ast.List) else [None]
+            )
+            names = [item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+            return names if len(names) == len(items) else None
+    return None
+
+
+def declaration_offences(module: Module) -> list[str]:
+    names = declared_names(module)
+    if names is None:
+        return [f"{module.where(1)}: no `__all__` that is a plain list of strings"]
+    twice, missing = {name for name in names if names.count(name) > 1}, {*names} - bound_names(module)
+    return [f"{module.where(1)}: `__all__` names {name!r} twice" for name in sorted(twice)] + [
+        f"{module.where(1)}: `__all__` names {name!r}, which the module does not define" for name in sorted(missing)
+    ]
+
+
+def undocumented(node: Documented, path: str) -> Iterator[tuple[str, int]]:
+    """A definition without docstring, and the same for public methods and classes in it."""
+    marks = {ast.unparse(mark).split("(")[0].split(".")[-1] for mark in node.decorator_list}
+    if ast.get_docstring(node) is None and not marks & {"overload", "override", "setter", "deleter"}:
+        yield path, node.lineno
+    if isinstance(node, ast.ClassDef):
+        for child in node.body:
+            if isinstance(child, Documented) and not child.name.startswith("_"):
+                yield from undocumented(child, f"{path}.{child.name}")
+
+
+def docstring_offences(module: Module) -> list[str]:
+    size = sum(1 for line in (ast.get_docstring(module.tree) or "").splitlines() if line.strip())
+    least = 1 if module.is_package or module.name == "__main__" else MIN_DOCSTRING_LINES
+    found: list[str] = []
+    if not least <= size <= MAX_DOCSTRING_LINES:
+        found.append(f"{module.where(1)}: a module docstring of {size} lines, not {least} to {MAX_DOCSTRING_LINES}")
+    names = declared_names(module) or []
+    for node in statements(module.tree.body):
+        if isinstance(node, Documented) and node.name in names:
+            found += [f"{module.where(line)}: {path} has no docstring" for path, line in undocumented(node, node.name)]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ the tests
+Rule = Callable[[Module], list[str]]
+RULES: dict[str, Rule] = {
+    "levels": level_offences,
+    "hidden_imports": hidden_import_offences,
+    "sizes": size_offences,
+    "names": name_offences,
+    "swallowed_errors": swallow_offences,
+    "stubs": stub_offences,
+    "docstrings": docstring_offences,
+    "declared_names": declaration_offences,
+}
+CASES = [(n, m) for m in MODULES for n in RULES if n != "declared_names" or (m.is_public and m.name != "__main__")]
+
+
+def test_the_package_is_there():
+    assert (PACKAGE / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize(("rule", "module"), CASES, ids=lambda v: v if isinstance(v, str) else v.name or "fsharding")
+def test_module(rule: str, module: Module):
+    found = RULES[rule](module)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_imports_make_no_circle():
+    circle = find_circle({m.name: [i.target for i in m.imports()] for m in MODULES})
+    assert circle is None, " -> ".join(name or "fsharding" for name in circle or [])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda p: p.name)
+def test_example_is_short(path: Path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_EXAMPLE_LINES
+
+
+def script_of(markdown: str) -> str:
+    """The python blocks of a page as one script, each line where it stands on the page."""
+    fence = re.compile(r"^([ \t]*)(`{3,})(?:python|py)(?![\w-]).*?\n(.*?)^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
+    lines = [""] * (markdown.count("\n") + 1)
+    for block in fence.finditer(markdown):
+        first = markdown.count("\n", 0, block.start(3))
+        code = textwrap.dedent(block[3]).splitlines()
+        lines[first : first + len(code)] = code
+    return "\n".join(lines)
+
+
+def readme_offence(path: Path, workdir: Path) -> str | None:
+    script = script_of(path.read_text(encoding="utf-8"))
+    if not script.strip():
+        return f"{path.name} has no ```python block"
+    (workdir / path.with_suffix(".py").name).write_text(script, encoding="utf-8")
+    where = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    run = subprocess.run(
+        [sys.executable, path.with_suffix(".py").name],
+        cwd=workdir,
+        env={**os.environ, "PYTHONPATH": where},
+        timeout=README_SECONDS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return f"{path.name} fails with status {run.returncode}:\n{run.stdout}" if run.returncode else None
+
+
+@pytest.mark.parametrize("path", [p for p in [ROOT / "README.md"] if p.is_file()], ids=lambda p: p.name)
+def test_readme_runs(path: Path, tmp_path: Path):
+    assert (offence := readme_offence(path, tmp_path)) is None, offence
+
+
+def texts_under_version_control() -> Iterator[tuple[str, int, str]]:
+    """(path, line number, line) of every file that is tracked or that the next commit could take."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
+    for name in filter(None, listed.stdout.split("\0")):
+        if (path := ROOT / name).is_file():
+            for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+                yield name, number, line
+
+
+# Spelled so that this file does not match itself; pytest's name for its widest fixture scope is let through.
+MACHINE_PATH = re.compile(r"(?<![\w.-])/(?:wor[k]|op[t]|roo[t])/")
+FOREIGN_WORD = re.compile(r"(?<!scope=\")\bsessio[n]s?\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("pattern", [MACHINE_PATH, FOREIGN_WORD], ids=["machine_path", "foreign_word"])
+def test_files_speak_of_themselves_only(pattern: re.Pattern[str]):
+    lines = texts_under_version_control()
+    found = [f"{name}:{number}: {line.strip()[:100]}" for name, number, line in lines if pattern.search(line)]
+    assert not found, "\n" + "\n".join(found)
+
+
+# ---------------------------------------------------------------------------------------- the rules catch what they say
+DOC = '"""One.\n\nTwo.\nThree.\n"""\n'
+LONG = "    x = 1\n" * 58
+# rule, path below fsharding/, a source that keeps the rule, one that breaks it
+PAIRS: list[tuple[str, str, str, str]] = [
+    ("levels", "sharding.py", "from fsharding.spec import P", "from fsharding.ops.collectives import psum"),
+    ("levels", "sharding.py", "from . import boxes", "from fsharding import strategy"),
+    ("levels", "ops/linear.py", "from .norm import f", "from ..layout import f"),
+    ("levels", "optim/muon.py", "from fsharding import reshard", "import fsharding.optim"),
+    ("levels", "cli.py", "import fsharding as fs", "from fsharding.__main__ import main"),
+    ("levels", "scan.py", "import torch", "import fsharding as fs"),
+    ("levels", "scan.py", "", "from fsharding.unheard import f"),
+    ("levels", "ops/deep/x.py", "from fsharding.ops.norm import f", "from ...step import f"),
+    ("hidden_imports", "a.py", "import os", "def f():\n    import os"),
+    ("hidden_imports", "a.py", "def f():\n    import os  # lazy: slow", "def f():\n    import os  # lazy:"),
+    ("hidden_imports", "a.py", "def f():\n    if TYPE_CHECKING:\n        import os", "f = lambda: import_module('os')"),
+    ("sizes", "a.py", f"def f():\n    {DOC}{LONG}    return x", f"def f():\n{LONG}    x = 2\n    return x"),
+    ("sizes", "a.py", "\n" * 400, "\n" * 401),
+    ("swallowed_errors", "a.py", "try: f()\nexcept OSError: g()", "try: f()\nexcept OSError: pass"),
+    ("swallowed_errors", "a.py", "with suppress(OSError): f()", "with suppress(Exception): f()"),
+    ("swallowed_errors", "a.py", "", "try: f()\nexcept:\n    raise"),
+    (
+        "stubs",
+        "a.py",
+        "def f():\n    g()\n    raise NotImplementedError",
+        "def f():\n    'doc'\n    raise NotImplementedError",
+    ),
+    ("docstrings", "a.py", DOC, '"""One."""'),
+    ("docstrings", "a.py", DOC + "def f(): ...", DOC + "__all__ = ['f']\ndef f(): ..."),
+    ("docstrings", "a.py", DOC, DOC + "__all__ = ['A']\nclass A:\n    'doc'\n    def f(self): ..."),
+    ("declared_names", "a.py", "__all__ = ['x']\nif y:\n    x: int = 1", "__all__ = ['x']"),
+    ("declared_names", "a.py", "__all__ = []", "__all__ = names()"),
+    ("declared_names", "a.py", "__all__: list[str] = ['f']\nfrom g import f", "__all__ = ['f', 'f']\nfrom g import f"),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "good", "bad"), PAIRS)
+def test_the_rule_catches(rule: str, name: str, good: str, bad: str, tmp_path: Path):
+    root = tmp_path / "fsharding"
+    for other in ("boxes.py", "strategy.py", "reshard.py", "ops/__init__.py", name):
+        (root / other).parent.mkdir(parents=True, exist_ok=True)
+        (root / other).touch()
+
+    def offences(source: str) -> list[str]:
+        (root / name).write_text(source, encoding="utf-8")
+        return RULES[rule](Module(root / name, root))
+
+    assert not offences(good)
+    assert len(offences(bad)) == 1
+
+
+@pytest.mark.parametrize("name", ["utils.py", "ops/core.py", "common/x.py"])
+def test_the_name_rule_catches(name: str, tmp_path: Path):
+    (path := tmp_path / "fsharding" / name).parent.mkdir(parents=True)
+    path.touch()
+    assert len(name_offences(Module(path, tmp_path / "fsharding"))) == 1
+
+
+def test_the_circle_rule_catches():
+    assert find_circle({"a": ["b", "c"], "b": ["c"], "c": []}) is None
+    assert find_circle({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b", "c", "b"]
+
+
+def test_the_readme_rule_catches(tmp_path: Path):
+    (page := tmp_path / "README.md").write_text("# x\n```bash\nls\n```\n")
+    assert "no ```python block" in (readme_offence(page, tmp_path) or "")
+    page.write_text("```python\nx = 1\n```\n* item\n  ```python\n  assert x == 1\n  ```\n")
+    assert readme_offence(page, tmp_path) is None
+    page.write_text("text\n\n```python\nx = 1\n```\n```python\nassert x == 2\n```\n")
+    assert "line 7, in" in (readme_offence(page, tmp_path) or "")
+
+
+def test_the_text_rules_catch():
+    assert MACHINE_PATH.search("open('/op" + "t/x')")
+    assert not MACHINE_PATH.search("params/op" + "t/x")
+    assert FOREIGN_WORD.search("in this Ses" + "sion")
+    assert not FOREIGN_WORD.search('@pytest.fixture(scope="ses' + 'sion")')
