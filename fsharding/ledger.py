@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding.counts import Counts, record
 from fsharding.mesh import axis_group, coordinate
 from fsharding.ops import bucket as buckets
 from fsharding.ops import transition, wire
@@ -25,42 +25,7 @@ from fsharding.ops.unit import Goal, LeafPlan, Reducing, UnitPlan, plan_unit
 from fsharding.policies import Policy
 from fsharding.sharding import Local
 
-__all__ = ["Counts", "Ledger", "Place", "Unit", "current_ledger", "opened", "recording"]
-
-
-def _names() -> list[str]:
-    return []
-
-
-@dataclass
-class Counts:
-    """What one `value_and_grad` call did.
-
-    Attributes:
-        gathers: the unit of each all-gather, in order.
-        reductions: the unit of each gradient bucket that was summed over ranks, in order.
-        peak_units: most units whose gathered bytes were alive at once.
-        peak_bytes: most gathered bytes that were alive at once.
-    """
-
-    gathers: list[str] = field(default_factory=_names)
-    reductions: list[str] = field(default_factory=_names)
-    peak_units: int = 0
-    peak_bytes: int = 0
-
-
-_recorders: ContextVar[tuple[list[Counts], ...]] = ContextVar("fsharding_recorders", default=())
-
-
-@contextmanager
-def recording() -> Iterator[list[Counts]]:
-    """Collects the counts of every `value_and_grad` call inside the `with` block, one entry a call."""
-    seen: list[Counts] = []
-    token = _recorders.set((*_recorders.get(), seen))
-    try:
-        yield seen
-    finally:
-        _recorders.reset(token)
+__all__ = ["Ledger", "Place", "Unit", "current_ledger", "opened"]
 
 
 class Place(NamedTuple):
@@ -282,13 +247,13 @@ class Ledger:
     def _reduce(self, unit: Unit, plan: Reducing, grads: list[Tensor | None]) -> Callable[[], None]:
         places = [unit.places[i] for i in plan.leaves]
         mesh, held = unit.plan.mesh, self._held(places)
-        if plan.before or plan.after:
+        if plan.before[0] or plan.after[0]:
             self.counts.reductions.append(self.name_of(places))
         common = {"dtype": plan.dtype, "device": self._device, "empty": self.take}
         first = transition.start(
             grads, plan.before, plan.shapes, mesh, wire_dtype=plan.wire_dtype, wholes=plan.wholes_before, **common
         )
-        if not plan.after:
+        if not plan.after[0]:
             return lambda: self._land(places, held, first.finish())
 
         def second() -> transition.Transit:
@@ -301,7 +266,7 @@ class Ledger:
                 terms, plan.after, shapes, mesh, wire_dtype=plan.held_wire_dtype, wholes=plan.wholes_after, **common
             )
 
-        if plan.before:
+        if plan.before[0]:
             return lambda: self._land(places, [], second().finish())
         under_way = second()
         return lambda: self._land(places, [], under_way.finish())
@@ -345,8 +310,7 @@ class Ledger:
             if leaf is not None and goal is not None:
                 self._carry_over(i, leaf, goal)
         self.counts.peak_units, self.counts.peak_bytes = self._pool.peak_owners, self._pool.peak_bytes
-        for seen in _recorders.get():
-            seen.append(self.counts)
+        record(self.counts)
         result = list(self.out)
         self.close()
         return result
@@ -365,7 +329,7 @@ class Ledger:
             steps = transition.plan_steps(source, target)
             wholes = [transition.whole_sizes(source, steps, shape)]
             part = held if row is None else held[row]
-            moved = transition.move([part], steps, leaf.sharding.mesh, wholes)[0]
+            moved = transition.move([part], [steps], leaf.sharding.mesh, wholes)[0]
             (out if row is None else out[row]).copy_(moved)
 
     def add_reduced(self, i: int, grad: Tensor) -> None:
@@ -377,7 +341,7 @@ class Ledger:
         wholes = [transition.whole_sizes(source, steps, leaf.shape)]
         where = coordinate(source.mesh)
         if all(where.get(axis, 0) == 0 for axis in goal.target.partial):
-            out.add_(transition.move([grad.to(goal.dtype)], steps, source.mesh, wholes)[0])
+            out.add_(transition.move([grad.to(goal.dtype)], [steps], source.mesh, wholes)[0])
 
     def close(self) -> None:
         """Breaks the references between units and buffers, so that nothing is alive after the step."""

@@ -32,6 +32,7 @@ BUCKET_BYTES = 32 << 20
 class _Move(NamedTuple):
     index: int
     local: Tensor
+    steps: tuple[Step, ...]
     wholes: tuple[int, ...]
     bytes: int
 
@@ -55,7 +56,7 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None) -> Tree:
     targets = tree.flatten_up_to(spec, shardings, "fs.redistribute")
     kinds = tree.flatten_up_to(spec, dtypes, "fs.redistribute") if dtypes is not None else [None] * len(leaves)
     result: list[Any] = list(leaves)
-    groups: dict[tuple[Any, tuple[Step, ...], torch.dtype], list[_Move]] = {}
+    groups: dict[tuple[Any, Any, torch.dtype], list[_Move]] = {}
     wrong: list[str] = []
     for i, (path, leaf) in enumerate(zip(tree.paths(values), leaves, strict=True)):
         if not isinstance(leaf, DTensor) or targets[i] is None:
@@ -69,14 +70,14 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None) -> Tree:
         local = local_of(leaf) if kinds[i] is None else local_of(leaf).to(kinds[i])
         shape = tuple(leaf.shape)
         size = math.prod(target.local_shape(shape)) * local.element_size()
-        move = _Move(i, local, transition.whole_sizes(source, steps, shape), size)
-        groups.setdefault((source.mesh, steps, local.dtype), []).append(move)
+        move = _Move(i, local, steps, transition.whole_sizes(source, steps, shape), size)
+        groups.setdefault((source.mesh, transition.kinds(steps), local.dtype), []).append(move)
     if wrong:
         text = "moves reduced leaves along data axes of one mesh only."
         raise LayoutError(message("fs.redistribute", text, wrong))
-    for (mesh, steps, _), moves in groups.items():
-        for batch in _batches(moves) if steps else [moves]:
-            moved = transition.move([m.local for m in batch], steps, mesh, [m.wholes for m in batch])
+    for (mesh, route, _), moves in groups.items():
+        for batch in _batches(moves) if route else [moves]:
+            moved = transition.move([m.local for m in batch], [m.steps for m in batch], mesh, [m.wholes for m in batch])
             for m, local in zip(batch, moved, strict=True):
                 result[m.index] = targets[m.index].simplified().to_dtensor(local, leaves[m.index].shape)
     return tree.unflatten(spec, result)

@@ -22,7 +22,7 @@ from fsharding.ops import wire
 from fsharding.sharding import NamedSharding
 from fsharding.spec import PartitionSpec
 
-__all__ = ["Step", "Transit", "move", "plan_steps", "start", "whole_sizes"]
+__all__ = ["Step", "Transit", "kinds", "move", "plan_steps", "start", "whole_sizes"]
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,14 @@ class Transit:
     finish: Callable[[], list[Tensor]]
 
 
+def kinds(steps: Sequence[Step]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """What two leaves must share to travel together: the kinds and axes of their steps, not the dims."""
+    return tuple((step.kind, step.axes) for step in steps)
+
+
 def start(
     leaves: Sequence[Tensor | None],
-    steps: Sequence[Step],
+    steps: Sequence[tuple[Step, ...]],
     shapes: Sequence[tuple[int, ...]],
     mesh: Mesh,
     *,
@@ -134,7 +139,7 @@ def start(
 
     Args:
         leaves: local tensors in the source sharding; None counts as zeros.
-        steps: as planned; the same for all leaves.
+        steps: as planned, for each leaf; of the same `kinds`.
         shapes: the local shapes.
         mesh: with devices.
         wire_dtype: in which the first sum travels.
@@ -144,12 +149,13 @@ def start(
         empty: makes a flat buffer from a size and a dtype; by default a fresh one.
     """
     make = empty or functools.partial(_fresh, device=device)
-    if not steps:
+    if not steps or not steps[0]:
         return Transit(lambda: [_zeros(x, s, dtype, device) for x, s in zip(leaves, shapes, strict=True)])
-    first, rest, later = steps[0], steps[1:], [sizes[1:] for sizes in wholes]
+    first, rest, later = steps[0][0], [s[1:] for s in steps], [sizes[1:] for sizes in wholes]
     group = axis_group(mesh, first.axes)
     if first.kind == "scatter":
-        plan = buckets.plan_bucket(tuple((shape, first.dim) for shape in shapes), _sizes(mesh, first.axes))
+        cut = tuple((shape, s[0].dim) for shape, s in zip(shapes, steps, strict=True))
+        plan = buckets.plan_bucket(cut, _sizes(mesh, first.axes))
         send = make(plan.members * plan.width, wire_dtype).view(plan.members, plan.width)
         received = make(plan.members * plan.width, wire_dtype).view(plan.members, plan.width)
         buckets.copy_in(leaves, send, plan)
@@ -208,48 +214,47 @@ def whole_sizes(source: NamedSharding, steps: Sequence[Step], shape: tuple[int, 
 
 
 def move(
-    leaves: Sequence[Tensor], steps: Sequence[Step], mesh: Mesh, wholes: Sequence[tuple[int, ...]] = ()
+    leaves: Sequence[Tensor], steps: Sequence[tuple[Step, ...]], mesh: Mesh, wholes: Sequence[tuple[int, ...]] = ()
 ) -> list[Tensor]:
     """Takes the steps one after the other, waiting for each.
 
     Args:
         leaves: local tensors of one dtype.
-        steps: as planned.
+        steps: as planned, for each leaf; of the same `kinds`.
         mesh: with devices.
         wholes: `whole_sizes` of each leaf; needed when a step gathers.
     """
     current = list(leaves)
-    for place, step in enumerate(steps):
-        group, sizes = axis_group(mesh, step.axes), _sizes(mesh, step.axes)
+    for place, step in enumerate(steps[0] if steps else ()):
+        sizes, dims = _sizes(mesh, step.axes), [s[place].dim for s in steps]
         if step.kind == "slice":
-            current = [_slice(x, step, sizes, group.index) for x in current]
+            index = axis_group(mesh, step.axes).index
+            current = [_slice(x, dim, sizes, index) for x, dim in zip(current, dims, strict=True)]
         elif step.kind == "gather":
-            current = _gather(current, [sizes_of[place] for sizes_of in wholes], step, sizes, mesh)
+            current = _gather(current, [w[place] for w in wholes], dims, step.axes, mesh)
         else:
             x = current[0]
             shapes = [tuple(leaf.shape) for leaf in current]
-            kind = {"wire_dtype": x.dtype, "dtype": x.dtype}
-            current = start(current, (step,), shapes, mesh, device=x.device, **kind).finish()
+            now = [(s[place],) for s in steps]
+            current = start(current, now, shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype).finish()
     return current
 
 
-def _slice(x: Tensor, step: Step, sizes: tuple[int, ...], index: int) -> Tensor:
+def _slice(x: Tensor, dim: int, sizes: tuple[int, ...], index: int) -> Tensor:
     places: list[int] = []
     for size in reversed(sizes):
         index, place = divmod(index, size)
         places.insert(0, place)
-    begin, end = boxes.nested_chunk(x.shape[step.dim], list(zip(sizes, places, strict=True)))
-    return x.narrow(step.dim, begin, end - begin)
+    begin, end = boxes.nested_chunk(x.shape[dim], list(zip(sizes, places, strict=True)))
+    return x.narrow(dim, begin, end - begin)
 
 
 def _gather(
-    leaves: Sequence[Tensor], wholes: Sequence[int], step: Step, sizes: tuple[int, ...], mesh: Mesh
+    leaves: Sequence[Tensor], wholes: Sequence[int], dims: Sequence[int], axes: tuple[str, ...], mesh: Mesh
 ) -> list[Tensor]:
-    group = axis_group(mesh, step.axes)
-    shapes = [
-        (*x.shape[: step.dim], whole, *x.shape[step.dim + 1 :]) for x, whole in zip(leaves, wholes, strict=True)
-    ]
-    plan = buckets.plan_bucket(tuple((shape, step.dim) for shape in shapes), sizes)
+    group = axis_group(mesh, axes)
+    shapes = [(*x.shape[:d], whole, *x.shape[d + 1 :]) for x, whole, d in zip(leaves, wholes, dims, strict=True)]
+    plan = buckets.plan_bucket(tuple(zip(shapes, dims, strict=True)), _sizes(mesh, axes))
     rows = leaves[0].new_empty(plan.members, plan.width)
     torch._foreach_copy_(buckets.piece_views(rows[group.index], plan, group.index), list(leaves))
     wire.gather_rows(rows, group).wait()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,8 +70,8 @@ class Reducing:
     Attributes:
         leaves: their numbers in the unit.
         shapes: their local shapes as they come out of backward.
-        before: steps until they can be added to what is held.
-        after: steps from there to the target.
+        before: for each leaf, the steps until it can be added to what is held.
+        after: for each leaf, the steps from there to the target.
         wholes_before: `whole_sizes` of the steps before.
         wholes_after: the same for the steps after.
         dtype: of sums.
@@ -81,8 +81,8 @@ class Reducing:
 
     leaves: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    before: tuple[Step, ...]
-    after: tuple[Step, ...]
+    before: tuple[tuple[Step, ...], ...]
+    after: tuple[tuple[Step, ...], ...]
     wholes_before: tuple[tuple[int, ...], ...]
     wholes_after: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
@@ -151,36 +151,33 @@ def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], 
 
 
 def _plan_reductions(leaves: tuple[LeafPlan, ...]) -> tuple[Reducing, ...]:
-    found: dict[tuple[tuple[Step, ...], tuple[Step, ...], torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
+    found: dict[Any, list[int]] = {}
+    routes: dict[int, tuple[NamedSharding, tuple[Step, ...], tuple[Step, ...]]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.goal is None:
             continue
-        goal = leaf.goal
-        first = goal.held or goal.target
-        before = transition.plan_steps(unreduced(leaf.sharding), first)
-        after = transition.plan_steps(first, goal.target)
+        goal, middle = leaf.goal, leaf.goal.held or leaf.goal.target
+        before = transition.plan_steps(unreduced(leaf.sharding), middle)
+        after = transition.plan_steps(middle, goal.target)
+        routes[i] = (middle, before, after)
         dtypes = (goal.dtype, goal.wire_dtype or leaf.compute, goal.wire_dtype or goal.dtype)
-        found.setdefault((before, after, *dtypes), []).append(i)
+        found.setdefault((transition.kinds(before), transition.kinds(after), *dtypes), []).append(i)
 
     def wholes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
         return transition.whole_sizes(source, steps, leaves[i].shape)
-
-    def first_of(i: int) -> NamedSharding:
-        goal = leaves[i].goal
-        assert goal is not None
-        return goal.held or goal.target
 
     return tuple(
         Reducing(
             tuple(members),
             tuple(whole(leaves[i].sharding).local_shape(leaves[i].shape) for i in members),
-            before, after,
-            tuple(wholes(i, unreduced(leaves[i].sharding), before) for i in members),
-            tuple(wholes(i, first_of(i), after) for i in members),
+            tuple(routes[i][1] for i in members),
+            tuple(routes[i][2] for i in members),
+            tuple(wholes(i, unreduced(leaves[i].sharding), routes[i][1]) for i in members),
+            tuple(wholes(i, routes[i][0], routes[i][2]) for i in members),
             *dtypes,
         )
-        for (before, after, *dtypes), members in found.items()
-    )  # fmt: skip
+        for (_, _, *dtypes), members in found.items()
+    )
 
 
 def _data_cut(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
