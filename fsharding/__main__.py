@@ -1,0 +1,6 @@
+"""`python -m fsharding`: the command line, also under torchrun."""
+
+from fsharding.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Host overhead of a step: many tiny units and next to no compute, ours beside torch's FSDP2.
+
+In: an `OverheadConfig`. Out: one object of rows, printed as a table or as JSON by rank 0. Contenders run in the same
+processes on the same values, one step each in turn, so that a noisy machine hits all alike.
+Law: losses agree before a time counts.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from fsharding import optim, random, tree
+from fsharding.errors import ConfigError, message
+from fsharding.layout import plan_layout
+from fsharding.mesh import make_mesh
+from fsharding.scan import scan_units
+from fsharding.step import init_state, make_train_step
+from fsharding.strategy import zero
+
+__all__ = ["OverheadConfig", "overhead"]
+
+
+@dataclass(frozen=True)
+class OverheadConfig:
+    """Host overhead of a step of many tiny units, beside FSDP2's.
+
+    Attributes:
+        ranks: local ranks to start; left out, 2, or those that torchrun started.
+        units: number of FSDP units.
+        leaves: parameters of a unit, each of 8 x 8.
+        rounds: counted steps of each contender.
+        json: print one JSON object instead of a table.
+    """
+
+    ranks: int | None = None
+    units: int = 50
+    leaves: int = 12
+    rounds: int = 15
+    json: bool = False
+
+
+def overhead(config: OverheadConfig) -> None:
+    """Measures on the ranks that are there, and prints on rank 0.
+
+    Raises:
+        ConfigError: a number below 1.
+    """
+    if min(config.units, config.leaves, config.rounds) < 1:
+        raise ConfigError(message("fsharding bench overhead", "needs units, leaves and rounds of at least 1."))
+    mesh = make_mesh(dp=-1, timeout=timedelta(seconds=60))
+    try:
+        contenders = {"fsharding-zero3": _ours(config, mesh)}
+        if dist.is_initialized():
+            contenders["fsdp2"] = _fsdp2(config, mesh)
+        times, losses = _interleaved(contenders, config.rounds)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _show(config, times, losses, mesh.size())
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _ours(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], float]:
+    names = [f"w{i:02d}" for i in range(config.leaves)]
+
+    def init(key: Tensor) -> tree.Tree:
+        return {name: random.full((config.units, 8, 8), 0.01) for name in names}
+
+    def block(params: tree.Tree, x: Tensor) -> Tensor:
+        return torch.stack([x, *(w[0, 0] for w in params.values())]).sum()
+
+    def loss_fn(params: tree.Tree, batch: Tensor) -> Tensor:
+        return scan_units(block, params, batch).square()
+
+    shapes = {name: ("layers", "embed", None) for name in names}
+    layout = plan_layout(init(random.key(0)), mesh, strategy=zero(3), names=shapes)
+    opt = optim.adamw(1e-3)
+    state = init_state(init, opt, random.key(0), layout)
+    step = make_train_step(lambda p, batch: (loss_fn(p, batch["x"].sum()), 1.0), opt, donate=True)
+    batch = {"x": torch.ones(1, device=mesh.device_type)}
+
+    def run() -> float:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return float(metrics.loss)
+
+    return run
+
+
+class _Unit(nn.Module):
+    def __init__(self, leaves: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.full((8, 8), 0.01)) for _ in range(leaves)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x, *(w[0, 0] for w in self.weights)]).sum()
+
+
+def _fsdp2(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], float]:
+    model = nn.Sequential(*(_Unit(config.leaves) for _ in range(config.units))).to(mesh.device_type)
+    for unit in model:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
+    batch = torch.ones((), device=mesh.device_type)
+
+    def run() -> float:
+        loss = cast(Tensor, model(batch)).square()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return float(loss.detach())
+
+    return run
+
+
+def _interleaved(
+    contenders: dict[str, Callable[[], float]], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Milliseconds and losses of each step by contender, one step each in turn; two rounds of warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    losses: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 2):
+        for name, run in contenders.items():
+            if dist.is_initialized():
+                dist.barrier()
+            began = time.perf_counter()
+            losses[name].append(run())
+            if number >= 2:
+                times[name].append(1e3 * (time.perf_counter() - began))
+    first = next(iter(losses.values()))
+    for name, found in losses.items():
+        assert all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(first, found, strict=True)), f"{name} has other losses"
+    return times, losses
+
+
+def _show(config: OverheadConfig, times: dict[str, list[float]], losses: dict[str, list[float]], ranks: int) -> None:
+    rows: list[dict[str, Any]] = []
+    for name, found in times.items():
+        quarters = statistics.quantiles(found, n=4) if len(found) > 1 else [found[0]] * 3
+        rows.append({
+            "contender": name, "ranks": ranks, "units": config.units, "leaves": config.leaves,
+            "median_ms": statistics.median(found), "iqr_ms": quarters[2] - quarters[0], "loss": losses[name][-1],
+        })  # fmt: skip
+    peer = next((row["median_ms"] for row in rows if row["contender"] == "fsdp2"), None)
+    machine = {"processor": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
+    if config.json:
+        print(json.dumps({"machine": machine, "rows": rows}), flush=True)
+        return
+    table = Table(title=f"host overhead of a step: {config.units} units of {config.leaves} leaves, {ranks} ranks")
+    for column in ("contender", "median ms", "iqr ms", "a unit, us", "to fsdp2"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        ratio = f"{row['median_ms'] / peer:.2f}" if peer else "-"
+        per_unit = 1e3 * row["median_ms"] / config.units
+        table.add_row(row["contender"], f"{row['median_ms']:.1f}", f"{row['iqr_ms']:.1f}", f"{per_unit:.0f}", ratio)
+    Console().print(table)

@@ -1,0 +1,83 @@
+"""The command line: `fsharding VERB ...`, one clear message and exit status 2 for what a user can mend, 1 at run time.
+
+In: arguments. Out: an exit status: 0 done, 1 failed at run time, 2 bad arguments or configuration, 130 interrupted.
+Configurations are checked before ranks start. Law: no traceback for what a user can mend.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import tyro
+
+from fsharding.bench import OverheadConfig, overhead
+from fsharding.errors import ConfigError, FshardingError, message
+from fsharding.launch import launch_ranks, under_launcher
+from fsharding.train import TrainConfig, check, train
+
+__all__ = ["main"]
+
+_Train = Annotated[TrainConfig, tyro.conf.subcommand("train", description="Train a decoder on bytes or tokens.")]
+_Overhead = Annotated[
+    OverheadConfig, tyro.conf.subcommand("overhead", description="Host overhead of a step, beside FSDP2's.")
+]
+_Bench = Annotated[
+    _Overhead | Annotated[None, tyro.conf.subcommand("list", description="List what can be measured.")],
+    tyro.conf.subcommand("bench", description="Measure side by side with what people use."),
+]
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line and exits.
+
+    Args:
+        args: by default those of the process.
+    """
+    given = list(args) if args is not None else None
+    config = tyro.cli(_Train | _Bench, args=given, prog="fsharding", description="Functional sharding for PyTorch.")
+    try:
+        if isinstance(config, TrainConfig):
+            _train(config)
+        elif isinstance(config, OverheadConfig):
+            _bench(config)
+        else:
+            print("overhead")
+    except FshardingError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+    except KeyboardInterrupt:
+        print("Interrupted; complete checkpoints are intact.", file=sys.stderr, flush=True)
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _train(config: TrainConfig) -> None:
+    ranks = _ranks(config.ranks, default=1)
+    check(config, ranks)
+    if under_launcher() or ranks == 1:
+        train(config)
+    else:
+        launch_ranks(train, ranks, config)
+
+
+def _bench(config: OverheadConfig) -> None:
+    ranks = _ranks(config.ranks, default=2)
+    if under_launcher() or ranks == 1:
+        overhead(config)
+    else:
+        launch_ranks(overhead, ranks, config)
+
+
+def _ranks(asked: int | None, *, default: int) -> int:
+    """How many ranks will run: those that a launcher started, or those that were asked for."""
+    started = int(os.environ["WORLD_SIZE"]) if under_launcher() else None
+    if started is not None and asked not in (None, started):
+        text = f"got --ranks {asked}, but a launcher started {started} ranks."
+        raise ConfigError(message("fsharding", text, mend="Leave --ranks out under torchrun."))
+    ranks = started or (default if asked is None else asked)
+    if ranks < 1:
+        raise ConfigError(message("fsharding", f"got --ranks {ranks}.", mend="Start at least one rank."))
+    return ranks

@@ -1,0 +1,76 @@
+"""Local ranks: starts a function on n processes through torchrun's own launcher.
+
+In: an importable function, its arguments, a number of ranks. Out: nothing; the ranks do the work.
+A rank that dies ends all others, and its error comes up here. Law: no rank outlives the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fsharding.errors import RankError, message
+
+__all__ = ["launch_ranks", "under_launcher"]
+
+
+def under_launcher() -> bool:
+    """Whether a launcher such as torchrun has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch_ranks(fn: Callable[..., None], ranks: int, *args: Any) -> None:
+    """Runs `fn(*args)` on local ranks and waits for them.
+
+    Args:
+        fn: a module-level function; sent by name.
+        ranks: how many processes.
+        *args: what can be pickled.
+
+    Raises:
+        RankError: a rank raised or died; the text has its number and its error.
+        KeyboardInterrupt: the launcher was interrupted; all ranks are gone.
+    """
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+    )
+    try:
+        elastic_launch(config, fn)(*args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        text = f"lost rank {rank} (exit code {failure.exitcode})."
+        raise RankError(message("fsharding", text, [_reason(failure.message)])) from error
+    except SignalException as error:
+        raise KeyboardInterrupt from error
+
+
+def _reason(recorded: Any) -> str:
+    """The error of a rank, in its own words."""
+    if isinstance(recorded, str):
+        try:
+            recorded = json.loads(recorded)
+        except json.JSONDecodeError:
+            return str(recorded)
+    inner = cast(Any, recorded)
+    while isinstance(inner, dict) and "message" in inner:
+        inner = cast(Any, inner)["message"]
+    return str(inner)
