@@ -126,6 +126,10 @@ class Ledger:
             held: gradients of earlier microbatches, which are added to in place; None where there are none.
         """
         self.leaves, self.paths, self.goals, self.compute, self.held = leaves, paths, goals, compute, held
+        self._row_goals = [
+            goal.row() if goal is not None and leaf is not None and leaf.shape else None
+            for goal, leaf in zip(goals, leaves, strict=True)
+        ]
         self.counts = Counts()
         self.anchor = torch.zeros((), requires_grad=True)
         self.out: list[Tensor | None] = [
@@ -177,10 +181,10 @@ class Ledger:
             return ahead
         plans: list[LeafPlan] = []
         for leaf, place in zip(leaves, places, strict=True):
-            rest, goal = leaf.value.dtype, self.goals[place.leaf]
+            rest = leaf.value.dtype
             compute = dtype if dtype and rest.is_floating_point else self.compute(rest)
-            goal = goal.row() if goal is not None and place.row is not None else goal
-            plans.append(LeafPlan(leaf.sharding, leaf.shape, rest, compute, goal))
+            goals = self.goals if place.row is None else self._row_goals
+            plans.append(LeafPlan(leaf.sharding, leaf.shape, rest, compute, goals[place.leaf]))
         return Unit(self, plan_unit(tuple(plans)), leaves, places)
 
     def start_ahead(self, unit: Unit) -> None:

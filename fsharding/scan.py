@@ -19,7 +19,7 @@ from fsharding.errors import TreeError, message
 from fsharding.ledger import current_ledger
 from fsharding.policies import Policy
 from fsharding.sharding import Local, to_local
-from fsharding.transforms import gather_unit, remat, row_of
+from fsharding.transforms import gather_unit, remat, rows_of
 from fsharding.tree import Tree
 
 __all__ = ["scan", "scan_units", "stack_units", "unstack_units"]
@@ -128,7 +128,7 @@ def unstack_units(stack: Tree) -> list[Tree]:
     columns: list[Sequence[Any]] = []
     for node in nodes:
         if isinstance(node, Local):
-            columns.append([row_of(node, row, i, ledger) for i, row in enumerate(node.value.unbind(0))])
+            columns.append(rows_of(node, node.value.unbind(0), ledger))
         else:
             columns.append(node.unbind(0))
     return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)]

@@ -154,17 +154,19 @@ def select_unit(stack: Tree, index: int) -> Tree:
         if not isinstance(leaf, Local | DTensor):
             return leaf[index]
         node = to_local(leaf) if isinstance(leaf, DTensor) else leaf
-        return row_of(node, node.value[index], index, ledger)
+        return rows_of(node, [node.value[index]], ledger, first=index)[0]
 
     return tree.map(select, stack, is_leaf=_is_local)
 
 
-def row_of(node: Local, value: Tensor, index: int, ledger: Ledger | None) -> Local:
-    """One row of a stacked leaf as a leaf of its own; the ledger learns where it belongs."""
+def rows_of(node: Local, values: Sequence[Tensor], ledger: Ledger | None, *, first: int = 0) -> list[Local]:
+    """Rows of a stacked leaf, from `first` on, as leaves of their own; the ledger learns where they belong."""
     place = ledger.place_of(node.value) if ledger is not None else None
     if ledger is not None and place is not None and place.row is None:
-        ledger.register(value, Place(place.leaf, index))
-    return Local(value, node.sharding.drop(0), node.shape[1:])
+        for row, value in enumerate(values, first):
+            ledger.register(value, Place(place.leaf, row))
+    sharding, shape = node.sharding.drop(0), node.shape[1:]
+    return [Local(value, sharding, shape) for value in values]
 
 
 def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
