@@ -7,7 +7,6 @@ from fsharding import models, ops, optim, policies, random, tree
 from fsharding.autodiff import value_and_grad
 from fsharding.counts import recording
 from fsharding.layout import Layout, Memory, plan_layout
-
 from fsharding.mesh import AbstractMesh, make_mesh, set_mesh
 from fsharding.models.base import Model
 from fsharding.optim import (

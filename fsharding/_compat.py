@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportDeprecated=false
 """Every private or version-dependent torch API that we touch, in one place; each has a canary test.
 
 In and out: plain tensors, storages, groups. Supports torch >= 2.11. When torch changes, this file changes and no other.
@@ -13,17 +14,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "all_gather_flat",
+    "foreach_add",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_zero_",
     "fused_adamw_",
     "in_functorch",
+    "local_tensor",
     "meshless_device_mesh",
     "reduce_scatter_flat",
     "set_group_timeout",
     "storage_id",
     "storage_users",
 ]
+
+
+foreach_add = torch._foreach_add
+"""Adds the tensors of two lists pairwise."""
+foreach_add_ = torch._foreach_add_
+"""The same in place."""
+foreach_copy_ = torch._foreach_copy_
+"""Copies the second list into the first, casting as needed."""
+foreach_mul = torch._foreach_mul
+"""Multiplies the tensors of a list by a number."""
+foreach_mul_ = torch._foreach_mul_
+"""The same in place."""
+foreach_zero_ = torch._foreach_zero_
+"""Sets the tensors of a list to zero."""
+
+
+def local_tensor(x: DTensor) -> Tensor:
+    """The local tensor of a DTensor itself, without the view and the graph node that `to_local` makes."""
+    return x._local_tensor
 
 
 def storage_id(x: Tensor) -> int:
@@ -33,7 +61,7 @@ def storage_id(x: Tensor) -> int:
 
 def storage_users(storage_cdata: int) -> int:
     """How many tensors and Python objects hold a storage."""
-    return torch._C._storage_Use_Count(storage_cdata)  # pyright: ignore[reportAttributeAccessIssue]
+    return torch._C._storage_Use_Count(storage_cdata)
 
 
 def in_functorch() -> bool:

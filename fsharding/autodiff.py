@@ -1,8 +1,8 @@
 """`value_and_grad`: gradients of a loss over sharded parameters, with plain `torch.autograd.grad`.
 
-In: a loss function of (params, ...) that returns a scalar, or (sum, weight). Out: the mean over all data ranks, and a tree
-of gradients in the shardings that were asked for. DTensors go in and come out; the loss function sees `Local` nodes only.
-Laws: inputs are never changed; the mean is over all weights, whatever the mesh, the strategy, the number of microbatches.
+In: a loss function of (params, ...) that returns a scalar, or (sum, weight). Out: the mean over all data ranks, and a
+tree of gradients in the shardings that were asked for. DTensors go in and come out; the loss function sees `Local`
+nodes only. Laws: inputs are never changed; the mean is over all weights, whatever mesh, strategy and microbatches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.errors import TransformError, message
 from fsharding.ledger import Ledger, opened
 from fsharding.mesh import AXES, Mesh, axis_group, data_axes, set_mesh
@@ -30,7 +30,9 @@ __all__ = ["GradFn", "value_and_grad"]
 class GradFn(Protocol):
     """What `value_and_grad` returns."""
 
-    def __call__(self, params: Tree, *args: Any, accumulate: Tree = None) -> tuple[Any, Tree]: ...
+    def __call__(self, params: Tree, *args: Any, accumulate: Tree = None) -> tuple[Any, Tree]:
+        """Loss and gradients; `accumulate` holds summed gradients to add to."""
+        ...
 
 
 class _Loss(NamedTuple):
@@ -52,8 +54,8 @@ def value_and_grad(
     """Makes a function that returns a loss and its gradient with respect to the first argument.
 
     `fn(params, *args)` returns a 0-d tensor, or `(sum, weight)`: the sum of the losses of this rank's tokens, and their
-    number. What is differentiated is the global mean, `psum(sum) / psum(weight)` over all data axes; a bare tensor counts
-    as the mean of its rank, with weight 1.
+    number. What is differentiated is the global mean, `psum(sum) / psum(weight)` over all data axes; a bare tensor
+    counts as the mean of its rank, with weight 1.
 
     Args:
         fn: the loss function; it gets the parameters as `Local` nodes, to be opened by `gather_unit` or `scan_units`.
@@ -64,8 +66,8 @@ def value_and_grad(
         mean: divide by the global weight; else loss and gradients are sums.
 
     Returns:
-        A function `(params, *args, accumulate=None) -> ((loss, weight), grads)`; `(loss, grads)` when `fn` returns a bare
-        tensor; with `has_aux` the first item is `(that, aux)`. Loss and weight are 0-d float32, the same on all data
+        A function `(params, *args, accumulate=None) -> ((loss, weight), grads)`; `(loss, grads)` when `fn` returns a
+        bare tensor; with `has_aux` the first item is `(that, aux)`. Loss and weight are 0-d float32, the same on all data
         ranks. `accumulate` holds summed gradients of earlier calls, which are added to and must not be used again.
 
     Raises:
@@ -83,7 +85,7 @@ def value_and_grad(
         ]
         flying = [_fly(leaf, goal is not None) for leaf, goal in zip(leaves, goals, strict=True)]
         locals_ = [x if isinstance(x, Local) else None for x in flying]
-        held_local = [h._local_tensor if isinstance(h, DTensor) else None for h in held or [None] * len(leaves)]
+        held_local = [_compat.local_tensor(h) if isinstance(h, DTensor) else None for h in held or [None] * len(leaves)]
         ledger = Ledger(locals_, tree.paths(params), goals, precision.compute_dtype, held_local)
         mesh = next((x.sharding.mesh for x in locals_ if x is not None), None)
         try:
@@ -100,7 +102,7 @@ def value_and_grad(
             ledger.close()
         found = [g if locals_[i] is not None else _plain(raw[i], leaves[i], goals[i]) for i, g in enumerate(found)]
         if mean:
-            torch._foreach_mul_([g for g in found if g is not None], float(1.0 / totals[1]))
+            _compat.foreach_mul_([g for g in found if g is not None], float(1.0 / totals[1]))
         wrapped = [
             goal.target.to_dtensor(g, x.shape) if g is not None and goal is not None and isinstance(x, Local) else g
             for g, goal, x in zip(found, goals, flying, strict=True)
@@ -190,5 +192,3 @@ def _result(loss: _Loss, totals: Tensor, mean: bool, has_aux: bool) -> Any:
     value = (totals[0] / totals[1] if mean else totals[0]).float()
     result = value if loss.weight is None else (value, totals[1].float())
     return (result, loss.aux) if has_aux else result
-
-

@@ -6,7 +6,7 @@ Law: the counts are those of torch's own `CommDebugMode`, and the peak is that o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ _recorders: ContextVar[tuple[list[Counts], ...]] = ContextVar("fsharding_recorde
 
 
 @contextmanager
-def recording() -> Iterator[list[Counts]]:
+def recording() -> Generator[list[Counts]]:
     """Collects the counts of every `value_and_grad` call inside the `with` block, one entry a call."""
     seen: list[Counts] = []
     token = _recorders.set((*_recorders.get(), seen))

@@ -70,7 +70,7 @@ def _reason(recorded: Any) -> str:
             recorded = json.loads(recorded)
         except json.JSONDecodeError:
             return str(recorded)
-    inner = cast(Any, recorded)
+    inner: Any = recorded
     while isinstance(inner, dict) and "message" in inner:
-        inner = cast(Any, inner)["message"]
+        inner = cast(dict[str, Any], inner)["message"]
     return str(inner)

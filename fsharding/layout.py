@@ -1,6 +1,6 @@
 """Layouts: the shardings of params, grads and opt_state that a mesh, rules and a strategy give to a model.
 
-In: shapes with named dims. Out: a hashable, printable value, planned without memory or devices; `memory()` in exact bytes.
+In: shapes with named dims. Out: a hashable, printable value, planned without memory or devices, and its exact bytes.
 Data axes go where a rule puts them, else on the first free dim of a leaf (never on `layers`), minor to any other axis.
 Law: the bytes that `memory()` says are the bytes that a state has.
 """
@@ -193,7 +193,7 @@ class Layout:
     def __str__(self) -> str:
         head = f"Layout of {len(self.leaves)} leaves on mesh {abstract(self.mesh)}, strategy {self.strategy}"
         rows = [
-            f"  {leaf.path}: {str(self.param_dtype(leaf)).removeprefix('torch.')}{list(leaf.shape)} params {leaf.params}"
+            f"  {leaf.path}: {_type(leaf.shape, self.param_dtype(leaf))} params {leaf.params}"
             + (f", grads {leaf.grads}, opt_state {leaf.main}" if leaf.trainable else ", frozen")
             for leaf in self.leaves
         ]
@@ -253,7 +253,9 @@ def _check(leaves: Sequence[_Named], mesh: Mesh, rules: AxisRules, frozen: Seque
         if names is not None and len(names) != len(shape)
     ]
     unused = [entry for entry in frozen if not any(_begins(leaf[0], entry) for leaf in leaves)]
-    wrong += [f"frozen path {entry!r} is no leaf; leaves are {', '.join(leaf[0] for leaf in leaves)}" for entry in unused]
+    wrong += [
+        f"frozen path {entry!r} is no leaf; leaves are {', '.join(leaf[0] for leaf in leaves)}" for entry in unused
+    ]
     if wrong:
         raise LayoutError(message("fs.plan_layout", f"cannot use the names for {len(wrong)} leaves.", wrong))
     missing: list[str] = []
@@ -262,7 +264,9 @@ def _check(leaves: Sequence[_Named], mesh: Mesh, rules: AxisRules, frozen: Seque
     for path, shape, dtype, names in leaves:
         for dim, name in enumerate(names or ()):
             if name is not None and name not in rules:
-                missing.append(f"{path} is {_type(shape, dtype)}, dim {dim} ({name!r}, size {shape[dim]}): no rule {name!r}.")
+                missing.append(
+                    f"{path} is {_type(shape, dtype)}, dim {dim} ({name!r}, size {shape[dim]}): no rule {name!r}."
+                )
                 hint = hint or rules.hint(name)
         spent: dict[str, list[str]] = {}
         for dim, name in enumerate(names or ()):
@@ -319,7 +323,9 @@ def _plan_leaf(
     def sharding(kind: str, *, unreduced: bool = False) -> NamedSharding:
         cut = tuple(a for a in (*taken, "replica") if dim is not None and strategy.cut(kind, a))
         spec = P(*((*axes, *cut) if d == dim else axes for d, axes in enumerate(fixed)))
-        left = tuple(a for a in AXES if a in DATA_AXES and a not in cut and _leaves_open(a, strategy)) if unreduced else ()
+        left = (
+            tuple(a for a in AXES if a in DATA_AXES and a not in cut and _leaves_open(a, strategy)) if unreduced else ()
+        )
         return NamedSharding(mesh, spec, left).simplified()
 
     main = sharding("opt_state")
@@ -335,5 +341,3 @@ def _leaves_open(axis: str, strategy: Strategy) -> bool:
 def _covers(params: NamedSharding, main: NamedSharding) -> bool:
     """Whether the main shard of every rank is inside its shard of the params."""
     return all(main.axes(dim)[: len(params.axes(dim))] == params.axes(dim) for dim in range(len(params.spec)))
-
-

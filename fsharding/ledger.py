@@ -1,13 +1,14 @@
 """The ledger of one `value_and_grad` call: which units are gathered, which are gathered again, where gradients go.
 
-In: the local leaves of a state and the goals of their gradients. Out: whole weights for a unit, filled gradients, counts.
-A tensor saved for backward that views a gathered buffer is replaced by (unit, offset, size, stride) and gathered again.
+In: the local leaves of a state and the goals of their gradients. Out: whole weights for a unit, gradients, counts.
+A tensor saved for backward that views a gathered buffer becomes (unit, offset, size, stride) and is gathered again.
 Laws: at most two units are alive at once, none after the step; every gather and reduction is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -68,7 +69,7 @@ class Unit:
             rows = rows.view(members, g.bucket.width)
             if members:
                 shards = [self.leaves[i].value for i in g.leaves]
-                torch._foreach_copy_(buckets.piece_views(rows[group.index], g.bucket, group.index), shards)
+                _compat.foreach_copy_(buckets.piece_views(rows[group.index], g.bucket, group.index), shards)
                 self.ledger.counts.gathers.append(self.ledger.name_of(self.places))
             self._rows.append((rows, wire.gather_rows(rows, group)))
 
@@ -86,7 +87,7 @@ class Unit:
                 wholes.append(buckets.copy_out(rows, flat, g.bucket))
             else:
                 wholes.append(buckets.whole_views(flat, g.bucket))
-                torch._foreach_copy_(wholes[-1], [self.leaves[i].value for i in g.leaves])
+                _compat.foreach_copy_(wholes[-1], [self.leaves[i].value for i in g.leaves])
             self.flats.append(flat)
             self.ledger.watch(flat, self, number)
             del rows, pending
@@ -96,7 +97,6 @@ class Unit:
     def release(self) -> None:
         """Lets the gathered buffers go; whoever still holds a view keeps it."""
         self._rows, self.flats = None, None
-
 
     def abandon(self) -> None:
         """Waits for what is in flight, which nobody will ask for, and lets it go."""
@@ -213,7 +213,7 @@ class Ledger:
             return x
         unit, number = known
         unit.saved += 1
-        return _Saved(unit, number, x.dtype, x.storage_offset(), x.size(), x.stride())
+        return _Saved(unit, number, x.dtype, int(x.storage_offset()), x.size(), x.stride())
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
         """Saved-tensors hook: a note becomes a view of the unit, gathered again if need be."""
@@ -250,25 +250,23 @@ class Ledger:
 
     def _reduce(self, unit: Unit, plan: Reducing, grads: list[Tensor | None]) -> Callable[[], None]:
         places = [unit.places[i] for i in plan.leaves]
-        mesh, held = unit.plan.mesh, self._held(places)
+        held = self._held(places)
         if plan.before[0] or plan.after[0]:
             self.counts.reductions.append(self.name_of(places))
-        common = {"dtype": plan.dtype, "device": self._device, "empty": self.take}
-        first = transition.start(
-            grads, plan.before, plan.shapes, mesh, wire_dtype=plan.wire_dtype, wholes=plan.wholes_before, **common
+        begin = functools.partial(
+            transition.start, mesh=unit.plan.mesh, dtype=plan.dtype, device=self._device, empty=self.take
         )
+        first = begin(grads, plan.before, plan.shapes, wire_dtype=plan.wire_dtype, wholes=plan.wholes_before)
         if not plan.after[0]:
             return lambda: self._land(places, held, first.finish())
 
         def second() -> transition.Transit:
             terms = first.finish()
             if held:
-                torch._foreach_add_(held, terms)
+                _compat.foreach_add_(held, terms)
                 terms = held
             shapes = [tuple(x.shape) for x in terms]
-            return transition.start(
-                terms, plan.after, shapes, mesh, wire_dtype=plan.held_wire_dtype, wholes=plan.wholes_after, **common
-            )
+            return begin(terms, plan.after, shapes, wire_dtype=plan.held_wire_dtype, wholes=plan.wholes_after)
 
         if plan.before[0]:
             return lambda: self._land(places, [], second().finish())
@@ -289,9 +287,9 @@ class Ledger:
         """Writes reduced gradients to their place, or adds them where there is something already."""
         targets = [self._target(place) for place in places]
         if held or places[0] in self._written:
-            torch._foreach_add_(targets, list(terms))
+            _compat.foreach_add_(targets, list(terms))
         else:
-            torch._foreach_copy_(targets, list(terms))
+            _compat.foreach_copy_(targets, list(terms))
         self._written.update(places)
 
     def _target(self, place: Place) -> Tensor:
@@ -363,7 +361,7 @@ _ledger: ContextVar[Ledger | None] = ContextVar("fsharding_ledger", default=None
 
 
 @contextmanager
-def opened(ledger: Ledger) -> Iterator[None]:
+def opened(ledger: Ledger) -> Generator[None]:
     """Makes a ledger the one that `gather_unit` finds, and hooks it into what autograd saves."""
     token = _ledger.set(ledger)
     try:

@@ -1,6 +1,6 @@
 """Meshes: the six axes `pp replica dp ep cp tp`, with devices (`DeviceMesh`) or without (`AbstractMesh`).
 
-In: a size for each axis, -1 for the one that takes what is left. Out: a torch `DeviceMesh`, or a pure value of the same shape.
+In: a size for each axis, -1 for the one that takes what is left. Out: a torch `DeviceMesh`, or a pure value like it.
 An axis of size 1 is not in the mesh; everything treats an absent axis as one of size 1.
 Law: the ranks of `axis_group(mesh, axes)` stand in the order of `axes`, major first, on every rank.
 """
@@ -11,7 +11,7 @@ import difflib
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -290,6 +290,7 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     families = [sorted(shape.rank_at({**dict(other), **step}) for step in steps) for other in sorted(others)]
     timeout = _timeouts.get(mesh, timedelta(minutes=10))
     group, _ = dist.new_subgroups_by_enumeration(families, timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup), "every rank is in one family"
     return Group(ranks, index, group, terms)
 
 
@@ -319,7 +320,7 @@ _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)
 
 
 @contextmanager
-def set_mesh(mesh: Mesh) -> Iterator[None]:
+def set_mesh(mesh: Mesh) -> Generator[None]:
     """Makes a mesh the one that `fs.ops` collectives use inside the `with` block."""
     token = _current.set(mesh)
     try:

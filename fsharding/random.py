@@ -1,6 +1,6 @@
 """Random numbers as pure functions of a key; any slice of a global draw is computed where it is needed.
 
-In: a key (int64 tensor of two 32-bit words) and a shape. Out: a `Draw`, a lazy array that each rank evaluates on its box.
+In: a key (int64 tensor of two 32-bit words) and a shape. Out: a `Draw`, a lazy array that a rank evaluates on its box.
 Keys are derived by Threefry-2x32 (Salmon et al. 2011), values drawn by Philox in fixed blocks of the global array.
 Law: every layout gives bitwise the same values, and no rank holds more than its slice and one block.
 """
@@ -112,7 +112,9 @@ class Draw:
         return out.to(device)
 
     def _block(self, index: int, count: int) -> Tensor:
-        bits = np.random.Philox(key=np.array(self.words, dtype=np.uint64), counter=np.array([0, 0, index, 0], np.uint64))
+        bits = np.random.Philox(
+            key=np.array(self.words, dtype=np.uint64), counter=np.array([0, 0, index, 0], np.uint64)
+        )
         generator = np.random.Generator(bits)
         if self.kind == "normal":
             return torch.from_numpy(generator.standard_normal(count, dtype=np.float32)).mul_(self.scale).add_(self.low)
@@ -120,7 +122,7 @@ class Draw:
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
-    """Cuts an array into boxes of at most BLOCK elements that follow each other in memory; depends on the shape alone."""
+    """Cuts an array into boxes of at most BLOCK elements, contiguous in memory; depends on the shape alone."""
     inner = len(shape)
     while inner > 0 and math.prod(shape[inner - 1 :]) <= BLOCK:
         inner -= 1

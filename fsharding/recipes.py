@@ -1,7 +1,7 @@
 """Named models with settings that train them: what `--preset` takes.
 
-In: a name. Out: a `Recipe`, a pure value. `tiny` learns Python from its own standard library on a laptop; `bench-34m` is
-the model of the benchmarks. Law: a recipe holds no tensors, so planning one of any size is free.
+In: a name. Out: a `Recipe`, a pure value. `tiny` learns Python from its own standard library on a laptop; `bench-34m`
+is the model of the benchmarks. Law: a recipe holds no tensors, so planning one of any size is free.
 """
 
 from __future__ import annotations

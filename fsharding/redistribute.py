@@ -1,6 +1,6 @@
 """Moves the leaves of a tree between shardings that differ along data axes: slices and gathers, in buckets.
 
-In: DTensors and a tree of `NamedSharding`s on the same mesh. Out: DTensors in those shardings, perhaps in another dtype.
+In: DTensors and a tree of `NamedSharding`s on the same mesh. Out: DTensors in those shardings, maybe in another dtype.
 This is how gradients meet the optimizer's shard and how updated shards become parameters again.
 Law: only bytes move; a value is never computed, but for the cast that was asked for.
 """
@@ -92,5 +92,3 @@ def _batches(moves: Sequence[_Move]) -> Iterator[list[_Move]]:
         batch.append(move)
     if batch:
         yield batch
-
-

@@ -1,4 +1,4 @@
-"""`scan` over leading dims, and `scan_units` over the units of a model: gather, compute, release, with the next on its way.
+"""`scan` over leading dims, and `scan_units` over the units of a model: gather, compute, release, the next on its way.
 
 In: a function, a stack (leaves `[layers, ...]`) or a sequence of unlike units, a carry. Out: the last carry.
 As in `lax.scan` the carry is any pytree, per-layer `xs` come in and per-layer `ys` come out.
@@ -25,7 +25,9 @@ from fsharding.tree import Tree
 __all__ = ["scan", "scan_units", "stack_units", "unstack_units"]
 
 
-def scan(fn: Callable[[Any, Any], tuple[Any, Any]], carry: Tree, xs: Tree, *, length: int | None = None) -> tuple[Tree, Tree]:
+def scan(
+    fn: Callable[[Any, Any], tuple[Any, Any]], carry: Tree, xs: Tree, *, length: int | None = None
+) -> tuple[Tree, Tree]:
     """`carry, y = fn(carry, x)` along the first dim of every leaf of `xs`; a plain loop, as `lax.scan` means it.
 
     Args:

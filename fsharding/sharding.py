@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,13 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as torch_pytree
 
+from fsharding import _compat, boxes, tree
+from fsharding import mesh as meshes
 from fsharding.boxes import Box
-from fsharding import _compat
 from fsharding.errors import SpecError, message
-from fsharding import boxes, mesh as meshes
 from fsharding.mesh import AbstractMesh, Mesh, abstract, coordinate
 from fsharding.spec import P, PartitionSpec
-from fsharding.tree import NAMESPACE
 
 __all__ = ["Assigned", "LeafType", "Local", "NamedSharding", "local_of", "sharding_of", "to_local", "typeof"]
 
@@ -124,8 +122,9 @@ class NamedSharding:
         return tuple(sizes)
 
     def device_mesh(self) -> DeviceMesh:
-        """The DeviceMesh of this leaf at rest: the mesh, in another order where the spec cuts minor before major, and
-        without the axis of an assignment.
+        """The DeviceMesh of this leaf at rest.
+
+        It is the mesh, in another order where the spec cuts minor before major, without the axis of an assignment.
 
         Raises:
             SpecError: the mesh is abstract.
@@ -173,7 +172,6 @@ class NamedSharding:
         if self.assigned:
             text += f" assigned over {self.assigned.axis}"
         return text
-
 
 
 def _order_at_rest(names: tuple[str, ...], spec: PartitionSpec, assigned: str | None) -> tuple[str, ...]:
@@ -236,7 +234,7 @@ def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Nam
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """A leaf in flight: the local tensor as the one child of a pytree node, its sharding and global shape as static data.
+    """A leaf in flight: the local tensor as the one child of a pytree node; sharding and global shape are static data.
 
     Attributes:
         value: this rank's part, a plain tensor.
@@ -260,9 +258,11 @@ def _unflatten_local(aux: tuple[NamedSharding, tuple[int, ...]], children: Seque
     return Local(children[0], *aux)
 
 
-optree.register_pytree_node(Local, _flatten_local, _unflatten_local, namespace=NAMESPACE)
+tree.register_node(Local, _flatten_local, _unflatten_local)
 torch_pytree.register_pytree_node(
-    Local, lambda node: ([node.value], (node.sharding, node.shape)), lambda children, aux: Local([*children][0], *aux)
+    Local,
+    lambda node: ([node.value], (node.sharding, node.shape)),
+    lambda children, aux: Local(next(iter(children)), *aux),
 )
 
 
@@ -273,7 +273,7 @@ def to_local(x: DTensor) -> Local:
 
 def local_of(x: Tensor) -> Tensor:
     """The local tensor of a DTensor, without history; another tensor is its own."""
-    return x._local_tensor.detach() if isinstance(x, DTensor) else x
+    return _compat.local_tensor(x).detach() if isinstance(x, DTensor) else x
 
 
 @dataclass(frozen=True)

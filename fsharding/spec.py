@@ -41,7 +41,9 @@ class PartitionSpec(tuple[Entry, ...]):
         twice = sorted({axis for axis in flat if flat.count(axis) > 1})
         if twice:
             text = ", ".join(repr(entry) for entry in entries)
-            raise SpecError(message(f"P({text})", f"uses {', '.join(twice)} twice.", mend="An axis cuts one dim at most."))
+            raise SpecError(
+                message(f"P({text})", f"uses {', '.join(twice)} twice.", mend="An axis cuts one dim at most.")
+            )
         while cuts and not cuts[-1]:
             cuts.pop()
         return super().__new__(cls, (None if not cut else cut[0] if len(cut) == 1 else cut for cut in cuts))

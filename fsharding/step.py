@@ -1,8 +1,8 @@
 """The train step as a pure function `(state, batch) -> (state, metrics)`, built from the public pieces.
 
 In: a `TrainState` and this rank's part of the batch. Out: the next state, in the same layout, and metrics.
-Microbatches are summed, then divided once by the weight of the whole batch. A step that is not finite is refused on all
-ranks with the state as before; under fp16 it is skipped and the loss scale halved. Law: the layout never changes a loss.
+Microbatches are summed, then divided once by the weight of the whole batch. A step that is not finite is refused on
+all ranks, the state as before; under fp16 it is skipped and the scale halved. Law: the layout never changes a loss.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import policies, random, tree
+from fsharding import _compat, policies, random, tree
 from fsharding.autodiff import value_and_grad
 from fsharding.boxes import Box
 from fsharding.errors import BatchError, DonatedError, NonFiniteError, message
@@ -90,12 +89,11 @@ class TrainState:
 _FIELDS = tuple(f.name for f in fields(TrainState))
 _CHILDREN = _FIELDS[:-1]
 
-optree.register_pytree_node(
+tree.register_node(
     TrainState,
     lambda s: ([getattr(s, name) for name in _CHILDREN], s.layout, _CHILDREN),
-    lambda layout, children: TrainState(*children, layout),
-    path_entry_type=optree.GetAttrEntry,
-    namespace=tree.NAMESPACE,
+    lambda layout, children: TrainState(*children, layout=layout),
+    fields=True,
 )
 
 
@@ -115,7 +113,9 @@ class Metrics(NamedTuple):
     skipped: bool
 
 
-def model_loss(model: Any, *, policy: Policy = policies.save_except_gathered) -> Callable[[Tree, Tree], tuple[Any, Any]]:
+def model_loss(
+    model: Any, *, policy: Policy = policies.save_except_gathered
+) -> Callable[[Tree, Tree], tuple[Any, Any]]:
     """The loss function of a `Model`: embed, scan over blocks, head, each unit gathered while the one before computes.
 
     Args:
@@ -150,7 +150,13 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
             return None
         dtype = layout.param_dtype(leaf) if kind == "params" else layout.precision.main_dtype(leaf.init)
         parts = [_slice(draw, box) for box in sharding.boxes(leaf.shape)]
-        local = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(sharding.local_shape(leaf.shape))
+        local = (
+            parts[0]
+            if len(parts) == 1
+            else torch.cat(parts)
+            if parts
+            else torch.empty(sharding.local_shape(leaf.shape))
+        )
         main = local.to(layout.precision.main_dtype(leaf.init))
         device = sharding.device_mesh().device_type
         return sharding.to_dtensor(main.to(dtype).to(device), leaf.shape)
@@ -239,7 +245,7 @@ def make_train_step(
         pieces = _split(batch, microbatches)
         scale = float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
         grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
-        torch._foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
+        _compat.foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
         loss, norm = (total.double() / (weight.double() * scale)).float(), global_norm(grads)
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         metrics = Metrics(loss, norm, weight, skipped=not finite)
@@ -313,5 +319,3 @@ def _update(
         opt_state=opt_state,
         loss_scale=scale,
     )
-
-

@@ -11,12 +11,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from rich.console import Console
@@ -60,7 +60,8 @@ class TrainConfig:
         data: `default` (the Python standard library's own source), a file, a directory, or a `.bin` of tokens.
         save_every: steps between checkpoints; 0 for one at the end only.
         resume: go on from the newest complete checkpoint in `out`.
-        policy: what blocks keep for backward: save_except_gathered, nothing_saveable, dots_saveable, everything_saveable.
+        policy: what blocks keep for backward: save_except_gathered, nothing_saveable, dots_saveable,
+            everything_saveable.
         lr: peak learning rate; left out, the preset's.
         decay_steps: step at which a cosine decay to a tenth ends; 0 for a constant rate after the warm-up.
         clip: largest global gradient norm.
@@ -121,8 +122,14 @@ def check(config: TrainConfig, world: int) -> None:
             mend = f"Use one of {', '.join(known)}."
             raise ConfigError(message("fsharding train", f"knows no --{option} {value!r}.", mend=mend))
     least = {"steps": 1, "microbatches": 1, "batch": 1, "seq": 1, "save_every": 0, "decay_steps": 0}
-    wrong = [f"--{k.replace('_', '-')} {getattr(config, k)}: at least {n}" for k, n in least.items() if getattr(config, k) < n]
-    wrong += [f"--{k} {v}: above 0" for k in ("lr", "clip", "timeout") if (v := getattr(config, k)) is not None and not v > 0]
+    wrong = [
+        f"--{k.replace('_', '-')} {getattr(config, k)}: at least {n}"
+        for k, n in least.items()
+        if getattr(config, k) < n
+    ]
+    wrong += [
+        f"--{k} {v}: above 0" for k in ("lr", "clip", "timeout") if (v := getattr(config, k)) is not None and not v > 0
+    ]
     if wrong:
         raise ConfigError(message("fsharding train", "got numbers out of range.", wrong))
     if config.plot:
@@ -160,7 +167,13 @@ def _check_batch(config: TrainConfig, shape: AbstractMesh) -> None:
     if config.batch % (parts * config.microbatches):
         text = f"cannot divide --batch {config.batch} by {parts} data ranks times {config.microbatches} microbatches."
         near = max(1, round(config.batch / (parts * config.microbatches))) * parts * config.microbatches
-        raise BatchError(message("fsharding train", text, mend=f"Use a multiple of {parts * config.microbatches}, such as --batch {near}."))
+        raise BatchError(
+            message(
+                "fsharding train",
+                text,
+                mend=f"Use a multiple of {parts * config.microbatches}, such as --batch {near}.",
+            )
+        )
 
 
 def _open_data(config: TrainConfig) -> Tokens:
@@ -170,8 +183,12 @@ def _open_data(config: TrainConfig) -> Tokens:
 def _check_model(config: TrainConfig, data: Tokens) -> None:
     vocab = recipe(config.preset).config.vocab
     if data.vocab_size > vocab:
-        text = f"cannot embed {data.vocab_size} tokens of {config.data} with a vocabulary of {vocab} (--preset {config.preset})."
-        raise ConfigError(message("fsharding train", text, mend="Choose a preset with a larger vocabulary, or other data."))
+        text = (
+            f"cannot embed {data.vocab_size} tokens of {config.data} in the {vocab} of --preset {config.preset}."
+        )
+        raise ConfigError(
+            message("fsharding train", text, mend="Choose a preset with a larger vocabulary, or other data.")
+        )
 
 
 def _check_out(config: TrainConfig) -> None:
@@ -195,7 +212,9 @@ def _check_resume(config: TrainConfig, data: Tokens) -> None:
     rows = [f"{k}: {extra.get(k)} in the checkpoint, {v} now" for k, v in now.items() if extra.get(k) != v]
     if rows:
         mend = "Give the --preset, --data, --batch, --seq and --seed of the run, or start a new one in another --out."
-        raise CheckpointError(message("fsharding train --resume", f"cannot go on from {newest}: it is another run.", rows, mend))
+        raise CheckpointError(
+            message("fsharding train --resume", f"cannot go on from {newest}: it is another run.", rows, mend)
+        )
 
 
 def train(config: TrainConfig) -> None:
@@ -208,7 +227,7 @@ def train(config: TrainConfig) -> None:
         NonFiniteError: loss or gradients are not finite; the last checkpoint is intact.
         CheckpointError: saving or loading failed.
     """
-    mesh = make_mesh(**_axes(config), timeout=timedelta(seconds=config.timeout))
+    mesh = make_mesh(timeout=timedelta(seconds=config.timeout), **cast(Any, _axes(config)))
     try:
         _train_on(config, mesh)
     finally:
@@ -224,9 +243,15 @@ def _train_on(config: TrainConfig, mesh: Any) -> None:
     opt = optim.chain(optim.clip_by_global_norm(config.clip), _adamw(chosen, schedule))
     data, shard = _open_data(config), Shard(*data_position(mesh))
     state = _first_state(config, model, opt, layout)
-    step = make_train_step(model, opt, microbatches=config.microbatches, donate=True, policy=policies.POLICIES[config.policy])
+    step = make_train_step(
+        model, opt, microbatches=config.microbatches, donate=True, policy=policies.POLICIES[config.policy]
+    )
     leader = not dist.is_initialized() or dist.get_rank() == 0
-    extra = {"preset": config.preset, "data": data.fingerprint(), "config": {k: str(v) for k, v in asdict(config).items()}}
+    extra = {
+        "preset": config.preset,
+        "data": data.fingerprint(),
+        "config": {k: str(v) for k, v in asdict(config).items()},
+    }
     first, size = int(state.step), state_bytes(state)
     saved = first if config.resume else -1
     with _log(config, first, active=leader) as log:
@@ -276,7 +301,11 @@ class _Log:
         self.file = config.metrics.open("a")
         console = Console()
         self.every = 0 if console.is_terminal else max(1, config.steps // 10)
-        columns = ("loss {task.fields[loss]}", "{task.fields[rate]} tokens/s", "{task.fields[state]} MB of state a rank")
+        columns = (
+            "loss {task.fields[loss]}",
+            "{task.fields[rate]} tokens/s",
+            "{task.fields[state]} MB of state a rank",
+        )
         self.progress = Progress(
             BarColumn(), MofNCompleteColumn(), *map(TextColumn, columns), TimeRemainingColumn(),
             console=console, disable=not console.is_terminal,
@@ -294,7 +323,11 @@ class _Log:
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
-        fields = {"loss": f"{float(m.loss):.4f}", "rate": f"{tokens / seconds:,.0f}", "state": f"{size / 1e6:.1f}"}
+        fields: dict[str, Any] = {
+            "loss": f"{float(m.loss):.4f}",
+            "rate": f"{tokens / seconds:,.0f}",
+            "state": f"{size / 1e6:.1f}",
+        }
         self.progress.update(self.task, completed=step, **fields)
         if self.every and (step % self.every == 0 or step == self.config.steps):
             text = f"step {step}/{self.config.steps}  loss {fields['loss']}  {fields['rate']} tokens/s"
@@ -328,7 +361,7 @@ class _Silent(_Log):
 
 
 @contextmanager
-def _log(config: TrainConfig, first: int, *, active: bool) -> Iterator[_Log]:
+def _log(config: TrainConfig, first: int, *, active: bool) -> Generator[_Log]:
     """Opens the log of a run: cut back to the step that it resumes from, or new beside what an earlier run left."""
     if active and config.resume:
         kept = [json.dumps(row) for row in read_metrics(config.metrics) if row["step"] <= first]
@@ -355,5 +388,3 @@ def _set_aside(config: TrainConfig) -> None:
         aside.mkdir()
         for path in left:
             path.rename(aside / path.name)
-
-

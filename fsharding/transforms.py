@@ -1,8 +1,8 @@
 """The two transforms between the sharded and the whole form of a unit, and recomputation.
 
-In: a subtree of `Local` nodes (inside a loss function) or DTensors (outside). Out: the same subtree of plain whole tensors.
-Inside `value_and_grad` the ledger gathers, frees, gathers again and reduces; under torch.func the same maps are composed
-of differentiable collectives. Law: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
+In: a subtree of `Local` nodes (inside a loss function) or DTensors (outside). Out: the same subtree of whole tensors.
+Inside `value_and_grad` the ledger gathers, frees, gathers again and reduces; under torch.func the same maps are
+composed of differentiable collectives. Law: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def gather_unit(
         unit: tree of `Local` nodes or DTensors; plain tensors are handed on.
         policy: `everything_saveable` keeps the weights for backward; all others gather them again there.
         dtype: of floating point leaves; by default the compute dtype of the running `value_and_grad`, else their own.
-        then: the unit that will be gathered next; its communication starts now and overlaps with what this one computes.
+        then: the unit that will be gathered next; its communication starts now, under what this one computes.
 
     Returns:
         The same tree of plain tensors, whole over the data axes.
@@ -64,7 +64,9 @@ def gather_unit(
     else:
         wholes = _gather_plain(list(sharded.values()), dtype, ledger)
     by_value = dict(zip(sharded, cast(Sequence[Tensor], wholes), strict=True))
-    return tree.unflatten(spec, [by_value[id(n.value)] if isinstance(n, Local) else _cast(n, dtype, ledger) for n in nodes])
+    return tree.unflatten(
+        spec, [by_value[id(n.value)] if isinstance(n, Local) else _cast(n, dtype, ledger) for n in nodes]
+    )
 
 
 def _is_local(x: Any) -> bool:
@@ -121,7 +123,9 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, ledger: Led
     result: list[Tensor] = list(values)
     if not nodes:
         return result
-    plan = plan_unit(tuple(LeafPlan(n.sharding, n.shape, v.dtype, v.dtype, None) for n, v in zip(nodes, values, strict=True)))
+    plan = plan_unit(
+        tuple(LeafPlan(n.sharding, n.shape, v.dtype, v.dtype, None) for n, v in zip(nodes, values, strict=True))
+    )
     everywhere = tuple(sorted(data_axes(plan.mesh), key=AXES.index))
     for i in plan.aliases:
         result[i] = collectives.vary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
@@ -230,7 +234,8 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
 
     Args:
         fn: a pure function of trees of tensors.
-        policy: what is kept: `nothing_saveable` or `dots_saveable` (under torch.func: inputs only); others change nothing.
+        policy: what is kept: `nothing_saveable`, `dots_saveable` (under torch.func: inputs only); others change
+            nothing.
     """
     if policy.activations == "all":
         return fn
@@ -289,7 +294,7 @@ class _Again(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        given = tuple(t if t is not None else torch.zeros_like(x) for x, t in zip(ctx.saved_tensors, tangents[1:], strict=True))
+        given = tuple(
+            t if t is not None else torch.zeros_like(x) for x, t in zip(ctx.saved_tensors, tangents[1:], strict=True)
+        )
         return torch.func.jvp(ctx.fn, tuple(ctx.saved_tensors), given)[1]
-
-

@@ -27,6 +27,7 @@ __all__ = [
     "match",
     "named_leaves",
     "paths",
+    "register_node",
     "unflatten",
 ]
 
@@ -122,6 +123,26 @@ def match(function: str, first: Tree, second: Tree) -> None:
     spec, other = (optree.tree_structure(t, namespace=NAMESPACE) for t in (first, second))
     if spec != other and _spec_paths(spec) != _spec_paths(other):
         flatten_up_to(spec, second, function)
+
+
+def register_node(
+    cls: type[Any],
+    flatten_node: Callable[[Any], Any],
+    unflatten_node: Callable[[Any, Any], Any],
+    *,
+    fields: bool = False,
+) -> None:
+    """Makes a class a node of our trees.
+
+    Args:
+        cls: the class.
+        flatten_node: from a node to (children, static data, names of the children).
+        unflatten_node: from (static data, children) to a node.
+        fields: the names are attributes.
+    """
+    register: Any = optree.register_pytree_node
+    entry = optree.GetAttrEntry if fields else optree.AutoEntry
+    register(cls, flatten_node, unflatten_node, path_entry_type=entry, namespace=NAMESPACE)
 
 
 def at(tree: Tree, path: str) -> Any:

@@ -87,7 +87,7 @@ def _ours(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], float]:
     def loss_fn(params: tree.Tree, batch: Tensor) -> Tensor:
         return scan_units(block, params, batch).square()
 
-    shapes = {name: ("layers", "embed", None) for name in names}
+    shapes = dict.fromkeys(names, ("layers", "embed", None))
     layout = plan_layout(init(random.key(0)), mesh, strategy=zero(3), names=shapes)
     opt = optim.adamw(1e-3)
     state = init_state(init, opt, random.key(0), layout)

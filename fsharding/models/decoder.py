@@ -1,6 +1,6 @@
 """A decoder-only language model: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
 
-In: a `DecoderConfig`, then `{"tokens", "targets"}` of int64[B, T]. Out: the sum of token losses in nats, and their number.
+In: a `DecoderConfig`, then `{"tokens", "targets"}` of int64[B, T]. Out: the sum of token losses in nats, and how many.
 Pre-norm blocks as in Llama (Touvron et al. 2023). Shapes: B batch, T positions, D model, H query heads, K key heads,
 E head dim, F hidden, V vocabulary. Targets of -100 do not count.
 """
@@ -86,7 +86,7 @@ def decoder(config: DecoderConfig) -> Model:
 
 
 def _init(c: DecoderConfig, key: Tensor) -> Tree:
-    """Normal weights of std 0.02, those that write to the residual stream narrower by sqrt(2 layers) (Radford et al. 2019)."""
+    """Normal weights of std 0.02; those that write to the residual stream over sqrt(2 layers) (Radford et al. 2019)."""
     keys = iter(random.split(key, 16).unbind(0))
     narrow = 0.02 / (2 * c.layers) ** 0.5
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim

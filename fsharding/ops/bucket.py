@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-import torch
 from torch import Tensor
 
-from fsharding import boxes
+from fsharding import _compat, boxes
 
 __all__ = ["Bucket", "Slot", "copy_in", "copy_out", "piece_views", "plan_bucket", "whole_views"]
 
@@ -150,7 +149,7 @@ def copy_out(rows: Tensor, flat: Tensor, bucket: Bucket) -> list[Tensor]:
     leaves = whole_views(flat, bucket)
     sources = [view for slot in bucket.slots for view in _row_views(rows, slot, bucket.width)]
     targets = [view for leaf, slot in zip(leaves, bucket.slots, strict=True) for view in _leaf_views(leaf, slot)]
-    torch._foreach_copy_(targets, sources)
+    _compat.foreach_copy_(targets, sources)
     return leaves
 
 
@@ -167,9 +166,9 @@ def copy_in(leaves: Sequence[Tensor | None], rows: Tensor, bucket: Bucket) -> No
     for leaf, slot in zip(leaves, bucket.slots, strict=True):
         views = _row_views(rows, slot, bucket.width)
         if leaf is None:
-            torch._foreach_zero_(views)
+            _compat.foreach_zero_(views)
         else:
             sources.extend(_leaf_views(leaf, slot))
             targets.extend(views)
     if sources:
-        torch._foreach_copy_(targets, sources)
+        _compat.foreach_copy_(targets, sources)

@@ -247,8 +247,9 @@ def vary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> T
 def all_to_all(
     x: Tensor, axis: str | Sequence[str], *, split_dim: int, concat_dim: int, mesh: Mesh | None = None
 ) -> Tensor:
-    """Cuts along `split_dim`, sends piece i to rank i of the axis, joins along `concat_dim`. Its transpose is itself
-    with the dims exchanged.
+    """Cuts along `split_dim`, sends piece i to rank i of the axis, joins along `concat_dim`.
+
+    Its transpose is itself with the dims exchanged.
 
     Raises:
         SpecError: the size of `split_dim` is not a multiple of the axis.
@@ -274,5 +275,7 @@ def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Me
     inside = all(0 <= c < group.size for c in sources + targets)
     if not inside or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
         text = f"got the pairs {list(pairs)} on axis {axis} of size {group.size}."
-        raise SpecError(message("ops.ppermute", text, mend="Each coordinate sends at most once and receives at most once."))
+        raise SpecError(
+            message("ops.ppermute", text, mend="Each coordinate sends at most once and receives at most once.")
+        )
     return _apply(x, _Ppermute(group, tuple((int(a), int(b)) for a, b in pairs)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fsharding import boxes
+from fsharding import _compat, boxes
 from fsharding.mesh import Mesh, abstract, axis_group
 from fsharding.ops import bucket as buckets
 from fsharding.ops import wire
@@ -256,6 +256,6 @@ def _gather(
     shapes = [(*x.shape[:d], whole, *x.shape[d + 1 :]) for x, whole, d in zip(leaves, wholes, dims, strict=True)]
     plan = buckets.plan_bucket(tuple(zip(shapes, dims, strict=True)), _sizes(mesh, axes))
     rows = leaves[0].new_empty(plan.members, plan.width)
-    torch._foreach_copy_(buckets.piece_views(rows[group.index], plan, group.index), list(leaves))
+    _compat.foreach_copy_(buckets.piece_views(rows[group.index], plan, group.index), list(leaves))
     wire.gather_rows(rows, group).wait()
     return buckets.copy_out(rows, leaves[0].new_empty(plan.size), plan)

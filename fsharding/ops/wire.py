@@ -1,13 +1,13 @@
 """What moves over a process group: rows of bytes to everybody, rows to their owners, and sums in a fixed order.
 
 In: a group and a `[members, width]` buffer. Out: a `Pending` whose `wait` says that the buffer is ready.
-On gloo a point-to-point gather and an all-to-all beat its own collectives two- to threefold, so they are the default
-there; `algorithm("native")` asks for the backend's own. Law: a sum adds its terms in one balanced tree, whoever takes it.
+On gloo a point-to-point gather and an all-to-all beat its own collectives two- to threefold, so they are the default;
+`algorithm("native")` asks for the backend's own. Law: a sum adds its terms in one balanced tree, whoever takes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +19,16 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.mesh import Group
 
-__all__ = ["Pending", "algorithm", "exchange_rows", "gather_rows", "PendingSum", "send_receive", "start_sum", "sum_rows"]
+__all__ = [
+    "Pending",
+    "algorithm",
+    "exchange_rows",
+    "gather_rows",
+    "PendingSum",
+    "send_receive",
+    "start_sum",
+    "sum_rows",
+]
 
 _SMALL = 1 << 14
 """Up to so many elements a sum over ranks is one gather: every rank adds all terms itself."""
@@ -28,7 +37,7 @@ _algorithm: ContextVar[str] = ContextVar("fsharding_wire_algorithm", default="au
 
 
 @contextmanager
-def algorithm(name: str) -> Iterator[None]:
+def algorithm(name: str) -> Generator[None]:
     """Chooses how rows are gathered inside the `with` block: "auto", "native" (all-gather), "p2p" (sends and receives).
 
     Both give the same bytes.

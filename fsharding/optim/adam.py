@@ -1,7 +1,7 @@
 """AdamW with torch's fused kernel on local tensors (Kingma & Ba 2015; Loshchilov & Hutter 2019).
 
 In: gradients, moments and main parameters cut alike. Out: updates to be added, and new moments.
-The kernel's last elements, past a multiple of its vector width, round differently; they are computed in a padded buffer.
+The kernel's last elements, past a multiple of its vector width, round differently: they go through a padded buffer.
 Law: an element's update does not depend on where in a shard it stands, so all strategies agree bitwise.
 """
 
@@ -71,8 +71,8 @@ def adamw(
         _fused(deltas, grads, mu, nu, step=int(state.count) + 1, lr=lr, b1=b1, b2=b2, eps=eps)
         if weight_decay and params is not None:
             main = local_leaves(redistribute(params, shardings_of(state.mu)))
-            decay = torch._foreach_mul([p.to(d.dtype) for p, d in zip(main, deltas, strict=True)], -lr * weight_decay)
-            torch._foreach_add_(deltas, decay)
+            decay = _compat.foreach_mul([p.to(d.dtype) for p, d in zip(main, deltas, strict=True)], -lr * weight_decay)
+            _compat.foreach_add_(deltas, decay)
         new_state = AdamState(state.count + 1, like(state.mu, mu), like(state.nu, nu))
         return like(state.mu, deltas), new_state
 
@@ -102,7 +102,7 @@ def _fused(
     steps = [torch.tensor(float(step), device=x.device) for x in bodies[0]]
     _compat.fused_adamw_(bodies[0], bodies[1], bodies[2], bodies[3], steps, lr=lr, b1=b1, b2=b2, eps=eps)
     for (_, views), tail in zip(padded, tails, strict=False):
-        torch._foreach_copy_(tail, views)
+        _compat.foreach_copy_(tail, views)
 
 
 def _pad(tails: list[list[Tensor]]) -> list[tuple[Tensor, list[Tensor]]]:
@@ -111,6 +111,6 @@ def _pad(tails: list[list[Tensor]]) -> list[tuple[Tensor, list[Tensor]]]:
     for tail in tails:
         pad = torch.zeros(len(tail) * _VECTOR, dtype=tail[0].dtype, device=tail[0].device)
         views = [pad[i * _VECTOR : i * _VECTOR + x.numel()] for i, x in enumerate(tail)]
-        torch._foreach_copy_(views, tail)
+        _compat.foreach_copy_(views, tail)
         result.append((pad, views))
     return result

@@ -1,4 +1,4 @@
-"""`GradientTransformation`: `init(params) -> state` and `update(updates, state, params) -> (updates, state)`, both pure.
+"""`GradientTransformation`: `init(params) -> state`, `update(updates, state, params) -> (updates, state)`, both pure.
 
 In: trees of DTensors (or plain tensors); None marks a frozen leaf. Out: trees in the sharding of the optimizer state.
 The same pair of functions as in optax (DeepMind 2020), so a pair that a user writes composes with ours.
@@ -39,8 +39,8 @@ class GradientTransformation(NamedTuple):
 
     Attributes:
         init: `init(params) -> state`.
-        update: `update(updates, state, params) -> (updates, state)`. It may take two keywords more: `donate=True` allows
-            it to overwrite updates and state, and `norm` is the global norm of the gradients where it is known.
+        update: `update(updates, state, params) -> (updates, state)`. It may take two keywords more: `donate=True`
+            allows it to overwrite updates and state, and `norm` is the global norm of the gradients where it is known.
     """
 
     init: Callable[[Tree], Tree]
@@ -143,9 +143,7 @@ def masked(
     ) -> tuple[Tree, MaskedState]:
         labelled = label(params if params is not None else updates)
         parts, params_of = split(updates, labelled), split(params, labelled) if params is not None else {}
-        done = {
-            g: run_update(t, parts[g], state.groups[g], params_of.get(g), donate=donate) for g, t in groups.items()
-        }
+        done = {g: run_update(t, parts[g], state.groups[g], params_of.get(g), donate=donate) for g, t in groups.items()}
         flat, spec = tree.flatten(updates)
         chosen = tree.flatten_up_to(spec, labelled, "fs.masked")
         by_group = {g: tree.named_leaves(result) for g, (result, _) in done.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.errors import LayoutError, message
 from fsharding.mesh import AXES, axis_group
 from fsharding.ops import wire
@@ -81,8 +81,8 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
             return updates, state
         local = local_leaves(updates)
         if donate:
-            torch._foreach_mul_(local, scale)
+            _compat.foreach_mul_(local, scale)
             return updates, state
-        return like(updates, torch._foreach_mul(local, scale)), state
+        return like(updates, _compat.foreach_mul(local, scale)), state
 
     return GradientTransformation(init, update)

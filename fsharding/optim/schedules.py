@@ -26,7 +26,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, *, end: float = 0.0) -> Schedule:
-    """Linear from 0 to `peak` in `warmup` steps, then half a cosine down to `end` at `total` (Loshchilov & Hutter 2017)."""
+    """Linear up to `peak` in `warmup` steps, then half a cosine to `end` at `total` (Loshchilov & Hutter 2017)."""
 
     def rate(count: int) -> float:
         if count < warmup:

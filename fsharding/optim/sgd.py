@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsharding import _compat
 from fsharding.optim.base import GradientTransformation, like, local_leaves, shardings_of
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.precision import wide
@@ -50,15 +51,15 @@ def sgd(
         grads = local_leaves(moved)
         if weight_decay and params is not None:
             decay = [p.to(g.dtype) for p, g in zip(local_leaves(params), grads, strict=True)]
-            grads = torch._foreach_add(grads, torch._foreach_mul(decay, weight_decay))
+            grads = _compat.foreach_add(grads, _compat.foreach_mul(decay, weight_decay))
         trace = state.trace
         if momentum:
             kept = [x if donate else x.clone() for x in local_leaves(state.trace)]
-            torch._foreach_mul_(kept, momentum)
-            torch._foreach_add_(kept, list(grads))
+            _compat.foreach_mul_(kept, momentum)
+            _compat.foreach_add_(kept, list(grads))
             trace = like(state.trace, kept)
-            grads = torch._foreach_add(grads, torch._foreach_mul(kept, momentum)) if nesterov else kept
-        deltas = torch._foreach_mul(list(grads), -rate(int(state.count)))
+            grads = _compat.foreach_add(grads, _compat.foreach_mul(kept, momentum)) if nesterov else kept
+        deltas = _compat.foreach_mul(list(grads), -rate(int(state.count)))
         return like(moved, deltas), SgdState(state.count + 1, trace)
 
     return GradientTransformation(init, update)

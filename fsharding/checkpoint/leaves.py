@@ -1,0 +1,158 @@
+"""The leaves of a state as a checkpoint has them: by path, each with its global shape and the boxes that this rank holds.
+
+In: a `TrainState`, or a layout and what is to be loaded into it. Out: `Shards` by path.
+`params.*` are the main parameters, whatever the precision and strategy: the copy that computes is derived from them.
+Law: two states that differ in layout alone give the same paths, shapes and dtypes, and their boxes tile the same leaves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import boxes, tree
+from fsharding.boxes import Box
+from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
+from fsharding.layout import Layout, LeafLayout
+from fsharding.sharding import NamedSharding, local_of, sharding_of
+from fsharding.step import TrainState, main_params
+from fsharding.tree import Tree
+
+__all__ = ["Shards", "Want", "content", "digest", "objections", "owner", "param_path", "placement", "staged"]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What this rank holds of one leaf.
+
+    Attributes:
+        shape: global shape.
+        boxes: its boxes, in the order in which the local tensor has them.
+        local: the local tensor.
+        dim: along which the local tensor has several boxes one after the other.
+        sharding: None for a plain tensor, which every rank holds whole.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    local: Tensor
+    dim: int
+    sharding: NamedSharding | None
+
+    @property
+    def saved(self) -> SavedLeaf:
+        """The leaf as the manifest has it."""
+        spec = None if self.sharding is None else str(self.sharding)
+        return SavedLeaf(self.shape, dtype_name(self.local.dtype) or "", spec)
+
+    def kept(self) -> dict[tuple[int, ...], tuple[Box, Tensor]]:
+        """The parts by offset; empty ones only of a leaf that is empty as a whole."""
+        if len(self.boxes) == 1:
+            parts: Sequence[Tensor] = [self.local]
+        else:
+            parts = self.local.split([boxes.shape_of(box)[self.dim] for box in self.boxes], self.dim) if self.boxes else []
+        empty = not math.prod(self.shape)
+        both = zip(self.boxes, parts, strict=True)
+        return {tuple(start for start, _ in box): (box, x) for box, x in both if boxes.volume(box) or empty}
+
+
+class Want(NamedTuple):
+    """A leaf that is to be loaded.
+
+    Attributes:
+        shape: global shape.
+        dtype: its dtype.
+        sharding: where it goes; None for a plain tensor.
+        device: where its memory is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: NamedSharding | None
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
+
+
+def content(state: TrainState) -> dict[str, Any]:
+    """Every leaf of a state by path.
+
+    Raises:
+        DonatedError: the state was donated.
+    """
+    layout = state.layout
+    main = state.main if state.main is not None else main_params(state.params, layout)
+    flat = tree.flatten_up_to(layout.structure, main, "fs.checkpoint.save")
+    params = tree.leaves(state.params)
+    stored = [p if m is None else m for p, m in zip(params, flat, strict=True)]
+    named = {param_path(leaf): x for leaf, x in zip(layout.leaves, stored, strict=True)}
+    rest = {"step": state.step, "key": state.key, "opt_state": state.opt_state, "loss_scale": state.loss_scale}
+    return {**tree.named_leaves(rest), **named}
+
+
+def param_path(leaf: LeafLayout) -> str:
+    """The path of a parameter in a checkpoint."""
+    return f"params.{leaf.path}" if leaf.path else "params"
+
+
+def owner(path: str, shape: Sequence[int], layout: Layout) -> LeafLayout | None:
+    """The parameter that a leaf of the optimizer state is a moment of: its path ends the leaf's, and the shapes agree."""
+    fits = [p for p in layout.leaves if p.shape == tuple(shape) and f".{path}".endswith(f".{p.path}" if p.path else "")]
+    return max(fits, key=lambda p: len(p.path), default=None)
+
+
+def placement(path: str, x: Tensor, layout: Layout) -> tuple[NamedSharding | None, tuple[int, ...]]:
+    """Where a leaf is and its global shape. An explicit assignment is known to the layout alone, not to the DTensor."""
+    if not isinstance(x, DTensor):
+        return None, tuple(x.shape)
+    for leaf in layout.leaves:
+        home = leaf.main if leaf.trainable else leaf.params
+        ends = path == param_path(leaf) or (path.startswith("opt_state") and path.endswith(f".{leaf.path}"))
+        if ends and home.assigned is not None and home.local_shape(leaf.shape) == tuple(local_of(x).shape):
+            return home, leaf.shape
+    return sharding_of(x), tuple(x.shape)
+
+
+def staged(shape: tuple[int, ...], sharding: NamedSharding | None, local: Tensor) -> Shards:
+    """The shards of a local tensor."""
+    if sharding is None:
+        return Shards(shape, (boxes.full(shape),), local, 0, None)
+    dim = (sharding.assigned.dim if sharding.assigned is not None else 0) or 0
+    return Shards(shape, sharding.boxes(shape), local, dim, sharding)
+
+
+def objections(named: dict[str, Any], layout: Layout) -> list[str]:
+    """Why leaves cannot be saved: one row each."""
+    rows: list[str] = []
+    for path, x in named.items():
+        if not isinstance(x, Tensor):
+            rows.append(f"{path} is a {type(x).__name__}: make it a 0-d tensor")
+            continue
+        sharding, shape = placement(path, x, layout)
+        if sharding is None:
+            continue
+        want, held = sharding.local_shape(shape), tuple(local_of(x).shape)
+        if sharding.partial:
+            rows.append(f"{path} is {sharding}: reduce it")
+        elif want != held:
+            rows.append(f"{path} claims {sharding} of {list(shape)}, that is {list(want)} here, but holds {list(held)}")
+    return rows
+
+
+def digest(x: Tensor) -> str:
+    """The sha256 of a tensor's bytes."""
+    raw = local_of(x).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+
+
+def all_paths(state: Tree) -> list[str]:
+    """The paths of all leaves of a state, also those that stand twice."""
+    return list(tree.paths(state))

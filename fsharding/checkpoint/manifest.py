@@ -1,0 +1,214 @@
+"""The manifest of a checkpoint: what is in it, how it was laid out, and the size and checksum of every file, as JSON.
+
+In: a `Manifest`. Out: its text, and back. The text ends with the sha256 of the rest, so that a flipped bit in it shows.
+Law: `parse(text_of(m)) == m`; a text that does not say which format and version it has, and all of it, is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fsharding.errors import CheckpointError, message
+from fsharding.layout import Layout
+from fsharding.mesh import abstract
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "VERSION",
+    "Manifest",
+    "SavedFile",
+    "SavedLeaf",
+    "describe_layout",
+    "dtype_name",
+    "is_plain_name",
+    "parse",
+    "text_of",
+]
+
+FORMAT = "fsharding.checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+
+
+class SavedLeaf(NamedTuple):
+    """One leaf of a checkpoint.
+
+    Attributes:
+        shape: global shape.
+        dtype: its name, such as "float32".
+        spec: how it was cut when it was saved, or None for a plain tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str | None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class SavedFile(NamedTuple):
+    """One file of a checkpoint: its size in bytes and its sha256 in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: number of updates that the state had seen.
+        layout: as plain data: mesh, ranks, strategy, precision, rules, frozen leaves.
+        tree: the leaves by path.
+        structure: of the optimizer state, as `structure.describe` gives it.
+        files: every other file of the directory, by name.
+        extra: what the caller of `save` added.
+        torch: version that wrote it.
+        fsharding: version that wrote it.
+        version: of the format.
+    """
+
+    step: int
+    layout: dict[str, Any]
+    tree: dict[str, SavedLeaf]
+    structure: Any
+    files: dict[str, SavedFile]
+    extra: Any
+    torch: str
+    fsharding: str
+    version: int = VERSION
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """ "float32" for `torch.float32`; None for None."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def describe_layout(layout: Layout) -> dict[str, Any]:
+    """A layout as plain data, for people and for comparisons; loading needs none of it but the frozen leaves."""
+    shape, how = abstract(layout.mesh), layout.precision
+    scale = how.loss_scale
+    return {
+        "mesh": dict(zip(shape.names, shape.sizes, strict=True)),
+        "ranks": shape.size,
+        "strategy": str(layout.strategy),
+        "precision": {
+            **{role: dtype_name(getattr(how, role)) for role in ("params", "compute", "reduce", "grads", "moments")},
+            "loss_scale": None if scale is None else {"initial": scale.initial, "interval": scale.interval},
+        },
+        "rules": {name: list(axes) for name, axes in layout.rules.items()},
+        "frozen": [leaf.path for leaf in layout.leaves if not leaf.trainable],
+    }
+
+
+def text_of(manifest: Manifest) -> str:
+    """The text of `manifest.json`.
+
+    Raises:
+        CheckpointError: `extra` cannot be written as JSON.
+    """
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "version": manifest.version,
+        "step": manifest.step,
+        "torch": manifest.torch,
+        "fsharding": manifest.fsharding,
+        "layout": manifest.layout,
+        "tree": {path: leaf._asdict() for path, leaf in manifest.tree.items()},
+        "structure": manifest.structure,
+        "files": {name: file._asdict() for name, file in manifest.files.items()},
+        "extra": manifest.extra,
+    }
+    try:
+        data = json.loads(json.dumps(data, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        mend = "Give it dicts, lists, strings, finite numbers, booleans and None only."
+        text = message("fs.checkpoint.save", "cannot write `extra` as JSON.", [str(error)], mend)
+        raise CheckpointError(text) from error
+    return json.dumps({**data, "sha256": _seal(data)}, indent=1, ensure_ascii=True) + "\n"
+
+
+def _seal(data: dict[str, Any]) -> str:
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def parse(text: bytes, function: str, where: str, *, newer: bool = False) -> Manifest:
+    """Reads a manifest.
+
+    Args:
+        text: what is in the file.
+        function: the public function, for the error.
+        where: the checkpoint, for the error.
+        newer: accept a version that is too new to load, if what we know is in it.
+
+    Raises:
+        CheckpointError: another format, a newer version, or a damaged text.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(function, where, f"it is not JSON: {error}") from error
+    found = data.get("format") if isinstance(data, dict) else None
+    if found != FORMAT:
+        rule = f"cannot read {where}: its {MANIFEST} has the format {found!r}, not {FORMAT!r}."
+        raise CheckpointError(message(function, rule, mend="Give the directory that fs.checkpoint.save has written."))
+    version = data.get("version")
+    if not isinstance(version, int) or version < 1:
+        raise _damaged(function, where, f"its version is {version!r}")
+    if version > VERSION and not newer:
+        rule = f"cannot read {where}: it has format version {version}, and this fsharding reads up to {VERSION}."
+        mend = f"Install the fsharding that wrote it, {data.get('fsharding')}, or a later one."
+        raise CheckpointError(message(function, rule, mend=mend))
+    seal = data.pop("sha256", None)
+    if seal != _seal(data):
+        raise _damaged(function, where, "its checksum is not that of its content")
+    try:
+        return _from_data(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(function, where, f"{type(error).__name__}: {error}") from error
+
+
+def _damaged(function: str, where: str, how: str) -> CheckpointError:
+    rule = f"cannot read {where}: its {MANIFEST} is damaged."
+    return CheckpointError(message(function, rule, [how], "Use another checkpoint, or a copy of this one."))
+
+
+def _from_data(data: dict[str, Any]) -> Manifest:
+    tree = {
+        path: SavedLeaf(tuple(int(size) for size in leaf["shape"]), str(leaf["dtype"]), leaf["spec"])
+        for path, leaf in data["tree"].items()
+    }
+    files = {name: SavedFile(int(file["bytes"]), str(file["sha256"])) for name, file in data["files"].items()}
+    bad = [name for name in files if not is_plain_name(name)]
+    bad += [f"{path}: {leaf.dtype}" for path, leaf in tree.items() if not _is_dtype(leaf.dtype)]
+    if bad:
+        raise ValueError(f"no name of a file, or dtype: {', '.join(map(repr, bad))}")
+    return Manifest(
+        step=int(data["step"]),
+        layout=dict(data["layout"]),
+        tree=tree,
+        structure=data["structure"],
+        files=files,
+        extra=data["extra"],
+        torch=str(data["torch"]),
+        fsharding=str(data["fsharding"]),
+        version=data["version"],
+    )
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name leads to nothing but an entry of the directory itself."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
