@@ -67,8 +67,8 @@ def value_and_grad(
 
     Returns:
         A function `(params, *args, accumulate=None) -> ((loss, weight), grads)`; `(loss, grads)` when `fn` returns a
-        bare tensor; with `has_aux` the first item is `(that, aux)`. Loss and weight are 0-d float32, the same on all data
-        ranks. `accumulate` holds summed gradients of earlier calls, which are added to and must not be used again.
+        bare tensor; with `has_aux` the first item is `(that, aux)`. Loss and weight are 0-d float32, the same on all
+        data ranks. `accumulate` holds summed gradients of earlier calls, which are added to and must not be used again.
 
     Raises:
         TransformError: the loss is not a 0-d floating point tensor.

@@ -18,7 +18,7 @@ import torch
 from fsharding import tree
 from fsharding.errors import LayoutError, SpecError, message
 from fsharding.mesh import AXES, DATA_AXES, Mesh, abstract, coordinate
-from fsharding.precision import FP32, Precision
+from fsharding.precision import DTYPES, FP32, Precision
 from fsharding.sharding import NamedSharding
 from fsharding.spec import DEFAULT_RULES, AxisRules, P
 from fsharding.strategy import OPTIM_GRADS_PARAMS, Strategy
@@ -223,7 +223,7 @@ def plan_layout(
 
     Raises:
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
-        LayoutError: `names` does not fit a shape, or a frozen path that no leaf has.
+        LayoutError: `names` does not fit a shape, a dtype that kernels lack, or a frozen path that no leaf has.
     """
     if hasattr(model, "init") and hasattr(model, "names"):
         shapes = model.init(torch.zeros(2, dtype=torch.int64))
@@ -252,12 +252,17 @@ def _check(leaves: Sequence[_Named], mesh: Mesh, rules: AxisRules, frozen: Seque
         for path, shape, dtype, names in leaves
         if names is not None and len(names) != len(shape)
     ]
+    wrong += [
+        f"{path} is {_type(shape, dtype)}: kernels take {', '.join(map(_name, DTYPES))}, or whole numbers"
+        for path, shape, dtype, _ in leaves
+        if dtype not in DTYPES and (dtype.is_floating_point or dtype.is_complex)
+    ]
     unused = [entry for entry in frozen if not any(_begins(leaf[0], entry) for leaf in leaves)]
     wrong += [
         f"frozen path {entry!r} is no leaf; leaves are {', '.join(leaf[0] for leaf in leaves)}" for entry in unused
     ]
     if wrong:
-        raise LayoutError(message("fs.plan_layout", f"cannot use the names for {len(wrong)} leaves.", wrong))
+        raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
     missing: list[str] = []
     twice: list[str] = []
     hint = ""
@@ -287,7 +292,11 @@ def _check(leaves: Sequence[_Named], mesh: Mesh, rules: AxisRules, frozen: Seque
 
 
 def _type(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return f"{_name(dtype)}{list(shape)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _begins(path: str, entry: str) -> bool:

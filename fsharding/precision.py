@@ -12,7 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BF16", "FP16", "FP32", "LossScale", "Precision", "ScaleState", "wide"]
+from fsharding.errors import ConfigError, message
+
+__all__ = ["DTYPES", "BF16", "FP16", "FP32", "LossScale", "Precision", "ScaleState", "wide"]
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What a floating point parameter, gradient or moment may be."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,13 @@ class Precision:
     grads: torch.dtype | None = None
     moments: torch.dtype | None = None
     loss_scale: LossScale | None = None
+
+    def __post_init__(self) -> None:
+        roles = {role: getattr(self, role) for role in ("params", "compute", "reduce", "grads", "moments")}
+        wrong = [f"{role}={dtype}" for role, dtype in roles.items() if dtype is not None and dtype not in DTYPES]
+        if wrong:
+            mend = f"Use one of {', '.join(map(str, DTYPES))}."
+            raise ConfigError(message("Precision", "got dtypes that kernels lack.", wrong, mend))
 
     def main_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype of the main parameter of a leaf."""

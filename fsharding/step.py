@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, policies, random, tree
 from fsharding.autodiff import value_and_grad
 from fsharding.boxes import Box
-from fsharding.errors import BatchError, DonatedError, NonFiniteError, message
+from fsharding.errors import BatchError, ConfigError, DonatedError, NonFiniteError, message
 from fsharding.layout import Layout
+from fsharding.mesh import AXES, axis_group, data_axes
+from fsharding.ops import wire
 from fsharding.optim.apply import apply_updates
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update
 from fsharding.optim.clip import global_norm
@@ -234,6 +236,7 @@ def make_train_step(
         `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
 
     Raises:
+        ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse.
         BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling.
     """
@@ -242,6 +245,8 @@ def make_train_step(
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
         how = precision or layout.precision
+        if (how.loss_scale is None) != (state.loss_scale is None):
+            raise ConfigError(message("train step", *_scale_mismatch(state)))
         pieces = _split(batch, microbatches)
         scale = float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
         grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
@@ -250,7 +255,7 @@ def make_train_step(
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         metrics = Metrics(loss, norm, weight, skipped=not finite)
         if not finite and state.loss_scale is None:
-            raise NonFiniteError(_refusal(state, loss, norm))
+            raise NonFiniteError(_refusal(state, grads, loss, norm))
         if donate:
             state = state.donate()
         if not finite:
@@ -261,8 +266,22 @@ def make_train_step(
     return step
 
 
-def _refusal(state: TrainState, loss: Tensor, norm: Tensor) -> str:
+def _scale_mismatch(state: TrainState) -> tuple[str, list[str], str]:
+    has = "has no" if state.loss_scale is None else "has a"
+    text = f"got a state that {has} loss scale, and a precision that wants otherwise."
+    return text, [], "Give plan_layout the same precision=, so that the state is made for it."
+
+
+def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
+    """Names the step, and every leaf whose gradient is not finite on some rank."""
+    named = tree.named_leaves(grads)
+    flags = torch.stack([torch.isfinite(local_of(x)).all().logical_not() for x in named.values()]).double()
+    axes = tuple(axis for axis in AXES if axis in data_axes(state.layout.mesh))
+    found = wire.start_sum(flags, axis_group(state.layout.mesh, axes), torch.float64).wait()
     rows = [f"step {int(state.step)}: loss {float(loss)}, gradient norm {float(norm)}"]
+    rows += [
+        f"params.{path}: its gradient is not finite" for path, bad in zip(named, found.tolist(), strict=True) if bad
+    ]
     mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
     return message("train step", "refused: loss or gradients are not finite.", rows, mend)
 

@@ -183,9 +183,7 @@ def _open_data(config: TrainConfig) -> Tokens:
 def _check_model(config: TrainConfig, data: Tokens) -> None:
     vocab = recipe(config.preset).config.vocab
     if data.vocab_size > vocab:
-        text = (
-            f"cannot embed {data.vocab_size} tokens of {config.data} in the {vocab} of --preset {config.preset}."
-        )
+        text = f"cannot embed {data.vocab_size} tokens of {config.data} in the {vocab} of --preset {config.preset}."
         raise ConfigError(
             message("fsharding train", text, mend="Choose a preset with a larger vocabulary, or other data.")
         )

@@ -28,7 +28,7 @@ README_SECONDS = 110
 # every module of ops/ that has no entry of its own. A fraction orders the modules within one level.
 LEVEL_TABLE: list[tuple[float, str]] = [
     (0, "errors"),
-    (0.5, "tree _compat"),
+    (0.5, "tree _compat counts"),
     (1, "mesh boxes"),
     (1.5, "spec"),
     (2, "sharding strategy precision policies ops.wire"),
@@ -36,7 +36,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (2.5, "random"),
     (3, "ops.* layout"),
     (3.5, "ledger"),
-    (4, "reshard autodiff"),
+    (4, "reshard redistribute autodiff"),
     (4.5, "optim.*"),
     (5, "transforms"),
     (6, "scan"),
@@ -45,7 +45,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (9, "step"),
     (10, "checkpoint.*"),
     (11, "models.* data"),
-    (11.5, "recipes testing.* show plan plan.*"),
+    (11.5, "recipes launch testing.* show plan plan.*"),
     (12, "train bench.*"),
     (13, "cli"),
     (14, "__main__"),

@@ -208,7 +208,9 @@ def inventory(folder: Path, manifest: Manifest) -> Metadata:
         rows, found = [f"{type(error).__name__}: {error}"], None
     if rows or not isinstance(found, Metadata):
         rule = f"cannot read {folder}: its {METADATA} does not fit its manifest."
-        raise CheckpointError(message("fs.checkpoint.load", rule, rows, "Use another checkpoint, or a copy of this one."))
+        raise CheckpointError(
+            message("fs.checkpoint.load", rule, rows, "Use another checkpoint, or a copy of this one.")
+        )
     return dataclasses.replace(found, planner_data=None, storage_meta=None)
 
 
@@ -232,7 +234,9 @@ def _contradictions(found: Any, manifest: Manifest) -> list[str]:
     return rows
 
 
-def _chunk_problems(path: str, entry: TensorStorageMetadata, storage: Mapping[Any, Any], manifest: Manifest) -> list[str]:
+def _chunk_problems(
+    path: str, entry: TensorStorageMetadata, storage: Mapping[Any, Any], manifest: Manifest
+) -> list[str]:
     rows: list[str] = []
     shape, volume = tuple(entry.size), 0
     for chunk in entry.chunks:
@@ -244,7 +248,9 @@ def _chunk_problems(path: str, entry: TensorStorageMetadata, storage: Mapping[An
         where = storage.get(MetadataIndex(path, chunk.offsets))
         file = manifest.files.get(where.relative_path) if where is not None else None
         if file is None:
-            rows.append(f"chunk {box} is in {getattr(where, 'relative_path', None)!r}, which the manifest does not have")
+            rows.append(
+                f"chunk {box} is in {getattr(where, 'relative_path', None)!r}, which the manifest does not have"
+            )
         elif not 0 <= where.offset <= where.offset + where.length <= file.bytes or where.transform_descriptors:
             rows.append(f"chunk {box} is not inside {where.relative_path}")
     starts = {tuple(chunk.offsets) for chunk in entry.chunks}

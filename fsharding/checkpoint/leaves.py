@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from fsharding import boxes, tree
 from fsharding.boxes import Box
 from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
+from fsharding.errors import CheckpointError, message
 from fsharding.layout import Layout, LeafLayout
 from fsharding.sharding import NamedSharding, local_of, sharding_of
 from fsharding.step import TrainState, main_params
-from fsharding.tree import Tree
 
 __all__ = ["Shards", "Want", "content", "digest", "objections", "owner", "param_path", "placement", "staged"]
 
@@ -57,7 +57,9 @@ class Shards:
         if len(self.boxes) == 1:
             parts: Sequence[Tensor] = [self.local]
         else:
-            parts = self.local.split([boxes.shape_of(box)[self.dim] for box in self.boxes], self.dim) if self.boxes else []
+            parts = (
+                self.local.split([boxes.shape_of(box)[self.dim] for box in self.boxes], self.dim) if self.boxes else []
+            )
         empty = not math.prod(self.shape)
         both = zip(self.boxes, parts, strict=True)
         return {tuple(start for start, _ in box): (box, x) for box, x in both if boxes.volume(box) or empty}
@@ -87,6 +89,7 @@ def content(state: TrainState) -> dict[str, Any]:
 
     Raises:
         DonatedError: the state was donated.
+        CheckpointError: two leaves have one path.
     """
     layout = state.layout
     main = state.main if state.main is not None else main_params(state.params, layout)
@@ -95,6 +98,10 @@ def content(state: TrainState) -> dict[str, Any]:
     stored = [p if m is None else m for p, m in zip(params, flat, strict=True)]
     named = {param_path(leaf): x for leaf, x in zip(layout.leaves, stored, strict=True)}
     rest = {"step": state.step, "key": state.key, "opt_state": state.opt_state, "loss_scale": state.loss_scale}
+    paths = [*tree.paths(rest), *(param_path(leaf) for leaf in layout.leaves)]
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        mend = "Rename a key: a dot in a key makes two paths one."
+        raise CheckpointError(message("fs.checkpoint.save", "found paths that name two leaves.", twice, mend))
     return {**tree.named_leaves(rest), **named}
 
 
@@ -151,8 +158,3 @@ def digest(x: Tensor) -> str:
     """The sha256 of a tensor's bytes."""
     raw = local_of(x).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
-
-
-def all_paths(state: Tree) -> list[str]:
-    """The paths of all leaves of a state, also those that stand twice."""
-    return list(tree.paths(state))

@@ -1,0 +1,1150 @@
+"""Training on ranks against one process: a layout moves bytes and never a number.
+
+The reference is the same library without a process group, and for some cases plain torch with its own optimizers.
+"""
+
+import functools
+import gc
+import itertools
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fsharding as fs
+from fsharding.errors import DonatedError, NonFiniteError
+from fsharding.mesh import data_position
+from fsharding.ops import wire
+from fsharding.ops.pool import Pool
+from fsharding.precision import LossScale, Precision
+from fsharding.sharding import local_of
+from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
+
+CONFIG = fs.models.DecoderConfig(vocab=32, dim=32, layers=3, heads=2, kv_heads=1, hidden=48)
+MODEL = fs.models.decoder(CONFIG)
+ROWS, POSITIONS = 12, 8
+DP, OUTER, ALONE = {"dp": -1}, {"replica": 2, "dp": -1}, {"dp": 1}
+ZEROS = [fs.zero(level) for level in range(4)]
+HYBRIDS = [
+    fs.hybrid(params=a, grads=b, opt_state=c) for a, b, c in itertools.product((False, True), repeat=3)
+]  # fmt: skip
+
+
+def placed(strategy):
+    """The mesh that a strategy is tested on: with a `replica` axis if it speaks of one."""
+    return OUTER if strategy in HYBRIDS and strategy != fs.zero(3) else DP
+
+
+PLACED = [(strategy, DP) for strategy in ZEROS] + [(fs.HSDP, OUTER), (fs.HFSDP, OUTER)]
+
+
+def name_of(value):
+    if isinstance(value, dict):
+        return "x".join(value)
+    return value.__name__ if callable(value) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------- on the ranks
+@functools.cache
+def _mesh(axes):
+    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **dict(axes))
+
+
+def mesh_of(axes):
+    return _mesh(tuple(axes.items()))
+
+
+def batches(steps, mesh, vocab=CONFIG.vocab):
+    """This rank's part of batches that can be learnt; ranks have different numbers of tokens that count."""
+    generator = torch.Generator().manual_seed(1)
+    index, count = data_position(mesh)
+    for _ in range(steps):
+        tokens = torch.randint(0, vocab, (ROWS, 1), generator=generator)
+        for _ in range(POSITIONS):
+            tokens = torch.cat((tokens, (5 * tokens[:, -1:] + 3) % vocab), 1)
+        targets = tokens[:, 1:].clone()
+        targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+        yield {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
+
+
+def optimizer(name, clip=0.5):
+    rates = fs.warmup_cosine(1e-2, 2, 20)
+    inner = {
+        "adamw": lambda: fs.adamw(rates, weight_decay=0.1),
+        "sgd": lambda: fs.sgd(0.2),
+        "momentum": lambda: fs.sgd(0.05, momentum=0.9, weight_decay=0.01),
+    }[name]()
+    return fs.chain(fs.clip_by_global_norm(clip), inner)
+
+
+def whole(values):
+    """Full tensors, put together by torch itself."""
+    return {path: x.full_tensor() for path, x in fs.tree.named_leaves(values).items()}
+
+
+class Run(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    params: dict[str, torch.Tensor]
+
+
+def train(
+    strategy, axes, *, opt="adamw", microbatches=1, steps=5, precision=fs.FP32, donate=False, clip=0.5,
+    policy=fs.policies.save_except_gathered, wires="auto", config=CONFIG,
+):  # fmt: skip
+    mesh, model = mesh_of(axes), fs.models.decoder(config)
+    layout = fs.plan_layout(model, mesh, strategy=strategy, precision=precision)
+    optim = optimizer(opt, clip)
+    state = fs.init_state(model, optim, fs.random.key(0), layout)
+    step = fs.make_train_step(model, optim, microbatches=microbatches, donate=donate, policy=policy)
+    run = Run([], [], {})
+    with wire.algorithm(wires):
+        for batch in batches(steps, mesh):
+            state, metrics = step(state, batch)
+            run.losses.append(metrics.loss.item())
+            run.norms.append(metrics.grad_norm.item())
+    assert int(state.step) == steps
+    return run._replace(params=whole(state.main if state.main is not None else state.params))
+
+
+@functools.cache
+def on_ranks(ranks, strategy, **how):
+    """What rank 0 saw; the others must have seen the same bits."""
+    axes = how.pop("axes", None)
+    axes = placed(strategy) if axes is None else dict(axes)
+    runs = run_ranks(train, ranks, strategy, axes, **how)
+    for other in runs[1:]:
+        assert_bitwise_equal(runs[0], other, "the ranks' results")
+    return runs[0]
+
+
+@functools.cache
+def alone(**how):
+    """One process, no process group."""
+    assert not torch.distributed.is_initialized()
+    return train(fs.zero(0), ALONE, **how)
+
+
+# ---------------------------------------------------------------------------------------------- against one process
+@pytest.mark.parametrize("opt", ["sgd", "adamw"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(("strategy", "axes"), PLACED, ids=name_of)
+def test_losses_are_those_of_one_process(strategy, axes, microbatches, opt):
+    reference = alone(opt=opt, microbatches=microbatches)
+    assert reference.losses[-1] < reference.losses[0]
+    for ranks in (2, 4) if axes == DP else (4,):
+        run = on_ranks(ranks, strategy, opt=opt, microbatches=microbatches)
+        assert_trees_close(run.losses, reference.losses, rtol=1.3e-6, atol=1e-5)
+        assert_trees_close(run.norms, reference.norms, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [*ZEROS, fs.HSDP, fs.HFSDP], ids=name_of)
+def test_twenty_steps_are_those_of_one_process(strategy):
+    reference, run = alone(steps=20), on_ranks(4, strategy, steps=20)
+    assert_trees_close(run.losses, reference.losses, rtol=1e-5)
+    assert reference.losses[-1] < 0.5 * reference.losses[0]
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_microbatches_do_not_change_the_mean_over_unequal_weights(microbatches):
+    one = alone()
+    many = on_ranks(1, fs.zero(3), microbatches=microbatches)
+    assert_trees_close(many, one, rtol=1e-5, atol=1e-5)
+
+
+def plain_torch(opt, steps):
+    """The same model and batches with torch.autograd and torch.optim alone."""
+    draws = MODEL.init(fs.random.split(fs.random.key(0))[0])
+    params = fs.tree.map(lambda draw: draw.tensor().requires_grad_(), draws)
+    leaves = fs.tree.leaves(params)
+    if opt == "adamw":
+        adam = torch.optim.AdamW(leaves, lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        torchs, rates = adam, fs.warmup_cosine(1e-2, 2, 20)
+    else:
+        torchs, rates = torch.optim.SGD(leaves, lr=1.0, momentum=0.9, weight_decay=0.01), fs.constant(0.05)
+    run = Run([], [], {})
+    for count, batch in enumerate(batches(steps, mesh_of(ALONE))):
+        x = MODEL.embed(params["embed"], batch)
+        for layer in range(CONFIG.layers):
+            x = MODEL.block({name: leaf[layer] for name, leaf in params["blocks"].items()}, x)
+        total, tokens = MODEL.head(params["head"], x, batch)
+        loss = total / tokens
+        torchs.zero_grad()
+        loss.backward()
+        run.losses.append(loss.item())
+        run.norms.append(torch.nn.utils.clip_grad_norm_(leaves, 0.5).item())
+        for group in torchs.param_groups:
+            group["lr"] = rates(count)
+        torchs.step()
+    return run._replace(params={path: x.detach() for path, x in fs.tree.named_leaves(params).items()})
+
+
+@pytest.mark.parametrize("opt", ["adamw", "momentum"])
+def test_plain_torch_agrees(opt):
+    reference = plain_torch(opt, 6)
+    assert max(reference.norms) > 0.5, "the clip must clip"
+    for strategy in (fs.zero(1), fs.zero(3), fs.HFSDP):
+        run = on_ranks(4, strategy, opt=opt, steps=6, microbatches=3)
+        assert_trees_close(run.losses, reference.losses, rtol=1e-5)
+        assert_trees_close(run.norms, reference.norms, rtol=1e-5)
+        assert_trees_close(run.params, reference.params, rtol=1e-4, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- bit by bit
+@pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_strategies_agree_bitwise(ranks, precision):
+    steps = 20 if precision == fs.FP32 else 8
+    runs = [on_ranks(ranks, strategy, steps=steps, precision=precision, axes=tuple(DP.items())) for strategy in ZEROS]
+    assert max(runs[0].norms) > 0.5, "the clip must clip"
+    for strategy, run in zip(ZEROS, runs, strict=True):
+        assert_bitwise_equal(run, runs[3], f"{strategy} and zero3")
+
+
+@pytest.mark.parametrize("strategy", HYBRIDS, ids=name_of)
+def test_hybrids_agree_bitwise_with_zero3(strategy):
+    run = on_ranks(4, strategy, steps=20, axes=tuple(OUTER.items()))
+    assert_bitwise_equal(run, on_ranks(4, fs.zero(3), steps=20, axes=tuple(DP.items())), f"{strategy} and zero3")
+
+
+@pytest.mark.parametrize("strategy", [fs.hybrid(fs.zero(i), opt_state=o) for i in range(3) for o in (0, 1)], ids=name_of)
+def test_hybrids_of_other_levels_agree_bitwise_with_zero3(strategy):
+    run = on_ranks(4, strategy, steps=5, axes=tuple(OUTER.items()))
+    assert_bitwise_equal(run, on_ranks(4, fs.zero(3), steps=5, axes=tuple(DP.items())), f"{strategy} and zero3")
+
+
+@pytest.mark.parametrize("config", [CONFIG, fs.models.DecoderConfig(**{**vars(CONFIG), "tied": True})], ids=["untied", "tied"])
+def test_policies_agree_bitwise(config):
+    runs = {
+        policy.name: on_ranks(2, fs.zero(3), policy=policy, config=config, microbatches=2, axes=tuple(DP.items()))
+        for policy in fs.policies.POLICIES.values()
+    }
+    for name, run in runs.items():
+        assert_bitwise_equal(run, runs["everything_saveable"], f"{name} and everything_saveable")
+
+
+def grads_under(policy, axes, strategy):
+    mesh = mesh_of(axes)
+    state = fs.init_state(MODEL, fs.sgd(0.1), fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy))
+    run = fs.value_and_grad(fs.model_loss(MODEL, policy=policy))
+    (loss, weight), grads = run(state.params, next(batches(1, mesh)))
+    return loss, weight, whole(grads)
+
+
+@pytest.mark.parametrize("strategy", [fs.zero(0), fs.zero(3)], ids=name_of)
+def test_gradients_do_not_depend_on_the_policy(strategy):
+    for ranks in (1, 2):
+        found = {p.name: run_ranks(grads_under, ranks, p, DP, strategy)[0] for p in fs.policies.POLICIES.values()}
+        for name, result in found.items():
+            assert_bitwise_equal(result, found["everything_saveable"], f"{name} and everything_saveable")
+
+
+@pytest.mark.parametrize("strategy", [fs.zero(1), fs.zero(3), fs.HFSDP], ids=name_of)
+def test_native_and_point_to_point_agree_bitwise(strategy):
+    native, p2p = (on_ranks(4, strategy, wires=wires, axes=tuple(OUTER.items())) for wires in ("native", "p2p"))
+    assert_bitwise_equal(native, p2p)
+
+
+@pytest.mark.parametrize("strategy", [fs.zero(0), fs.zero(3), fs.HFSDP], ids=name_of)
+@pytest.mark.parametrize("opt", ["adamw", "momentum"])
+def test_two_runs_of_one_program_agree_bitwise(opt, strategy):
+    first, second = (run_ranks(train, 4, strategy, placed(strategy), opt=opt, microbatches=3)[0] for _ in range(2))
+    assert_bitwise_equal(first, second)
+
+
+# ---------------------------------------------------------------------------------------------------------- exact sums
+def counted(strategy, axes, microbatches):
+    """Gradients, loss and update from small integers and powers of two, where float32 is exact."""
+    mesh = mesh_of(axes)
+    index, count = data_position(mesh)
+    draws = {"w": fs.random.full((5, 3), 2.0), "b": fs.random.full((), 1.0)}
+    layout = fs.plan_layout(draws, mesh, strategy=strategy)
+
+    def loss_fn(params, batch):
+        unit = fs.gather_unit(params)
+        per_row = unit["w"].sum() * batch["x"] + unit["b"] * batch["x"]
+        return per_row.sum(), batch["weight"].sum()
+
+    # Row m of rank r has the value (r + 1) * 2^m; all weights together are a power of two.
+    rows = torch.arange(microbatches)
+    weights = torch.ones(microbatches)
+    weights[-1] += 2 ** (microbatches - 1).bit_length() - microbatches
+    batch = {"x": (index + 1) * 2.0**rows, "weight": weights}
+    opt = fs.sgd(0.5)
+    state = fs.init_state(lambda key: draws, opt, fs.random.key(0), layout)
+    after, metrics = fs.make_train_step(loss_fn, opt, microbatches=microbatches)(state, batch)
+    held: Any = None
+    for m in rows.tolist():
+        goal = layout.main if m + 1 == microbatches else layout.grads
+        run = fs.value_and_grad(loss_fn, grads=goal, mean=False)
+        _, held = run(state.params, {name: x[m : m + 1] for name, x in batch.items()}, accumulate=held)
+    return count, metrics.loss.item(), metrics.weight.item(), whole(after.params), whole(held)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "axes"), [(1, DP), (2, DP), (4, DP), (2, {"replica": 2}), (4, OUTER), (4, {"dp": 2, "cp": 2})], ids=name_of
+)
+def test_means_and_accumulation_are_exact(ranks, axes, microbatches):
+    strategies = [*ZEROS, *HYBRIDS, fs.hybrid(fs.zero(1)), fs.hybrid(fs.zero(1), grads=True), fs.hybrid(fs.zero(2), params=True)]
+    for strategy in strategies:
+        for count, loss, weight, params, held in run_ranks(counted, ranks, strategy, axes, microbatches):
+            # Over cp the two ranks of a pair read the same rows here, so everything counts twice.
+            twice = ranks // count
+            total = twice * count * (count + 1) / 2 * (2**microbatches - 1)
+            weights = ranks * 2 ** (microbatches - 1).bit_length()
+            assert weight == weights
+            assert loss == (30 + 1) * total / weights, strategy
+            assert_bitwise_equal(held, {"w": torch.full((5, 3), total), "b": torch.tensor(total)}, str(strategy))
+            step = 0.5 * total / weights
+            assert_bitwise_equal(params, {"w": torch.full((5, 3), 2 - step), "b": torch.tensor(1 - step)}, str(strategy))
+
+
+# ----------------------------------------------------------------------------------------------------------- precision
+def test_bf16_compute_is_close_to_fp32():
+    reference = alone()
+    for strategy in ZEROS:
+        assert_trees_close(on_ranks(2, strategy, precision=fs.BF16).losses, reference.losses, rtol=0, atol=3e-3)
+
+
+def test_a_reduce_dtype_narrows_the_wire_only():
+    precision = Precision(reduce=torch.bfloat16)
+    runs = [on_ranks(2, strategy, precision=precision) for strategy in ZEROS]
+    for run in runs:
+        assert_bitwise_equal(run, runs[0])
+    assert_trees_close(runs[0].losses, alone().losses, rtol=0, atol=3e-3)
+    assert runs[0].losses != on_ranks(2, fs.zero(0)).losses
+
+
+def scaled(strategy, axes, donate):
+    """Every transition of a run with a loss scale that is too large at first, and what went wrong with it."""
+    mesh = mesh_of(axes)
+    precision = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale(2.0**22, interval=2))
+    layout = fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
+    opt = optimizer("adamw")
+    state = fs.init_state(MODEL, opt, fs.random.key(0), layout)
+    step = fs.make_train_step(MODEL, opt, donate=donate)
+    seen = []
+    for batch in batches(14, mesh):
+        before = fs.tree.map(lambda x: local_of(x).clone(), state)
+        old_step = int(state.step)
+        state, metrics = step(state, batch)
+        after = fs.tree.map(lambda x: local_of(x).clone(), state)
+        if metrics.skipped:
+            assert_bitwise_equal(after.replace(loss_scale=None), before.replace(loss_scale=None), "a skipped step")
+            assert after.loss_scale.scale == before.loss_scale.scale / 2
+            assert after.loss_scale.good_steps == 0
+        else:
+            grown = before.loss_scale.good_steps == 1
+            assert after.loss_scale.scale == before.loss_scale.scale * (2 if grown else 1)
+            assert after.loss_scale.good_steps == (0 if grown else 1)
+            assert metrics.loss.isfinite() and metrics.grad_norm.isfinite()
+        assert int(state.step) == old_step + (not metrics.skipped)
+        seen.append((metrics.skipped, float(after.loss_scale.scale), metrics.loss.item()))
+    return seen
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_fp16_skips_overflows_and_grows_again(donate):
+    runs = [run_ranks(scaled, 2, strategy, DP, donate) for strategy in ZEROS]
+    for run in runs:
+        assert run[0] == run[1] == runs[0][0]
+    skipped = [row[0] for row in runs[0][0]]
+    assert skipped[0] and not all(skipped)
+    assert any(skipped[skipped.index(False) :]), "after growth it overflows again"
+    good = [loss for skip, _, loss in runs[0][0] if not skip]
+    assert good[-1] < good[0]
+
+
+def donate_after_skip(axes):
+    mesh = mesh_of(axes)
+    precision = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale(2.0**40))
+    opt = optimizer("adamw")
+    state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, precision=precision))
+    before = fs.tree.map(lambda x: local_of(x).clone(), state)
+    batch = next(batches(1, mesh))
+    skipped, metrics = fs.make_train_step(MODEL, opt)(state, batch)
+    assert metrics.skipped
+    small = skipped.replace(loss_scale=skipped.loss_scale._replace(scale=torch.tensor(8.0)))
+    _, metrics = fs.make_train_step(MODEL, opt, donate=True)(small, batch)
+    assert not metrics.skipped
+    assert_bitwise_equal(fs.tree.map(local_of, state), before, "the state before the skipped step")
+
+
+def test_donating_the_state_after_a_skipped_step_leaves_the_one_before_alone():
+    run_ranks(donate_after_skip, 2, DP)
+
+
+# ---------------------------------------------------------------------------------------------------------------- init
+def initial(strategy, axes, precision):
+    mesh = mesh_of(axes)
+    opt = optimizer("adamw")
+    state = fs.init_state(MODEL, opt, fs.random.key(7), fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision))
+    return whole(state.main if state.main is not None else state.params), whole(state.params), state.key
+
+
+@pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_init_is_the_same_in_every_layout(ranks, precision):
+    init_key, run_key = fs.random.split(fs.random.key(7)).unbind(0)
+    draws = {path: draw.tensor() for path, draw in fs.tree.named_leaves(MODEL.init(init_key)).items()}
+    strategies = [*ZEROS, *(HYBRIDS if ranks == 4 else [])]
+    for strategy in strategies:
+        axes = OUTER if strategy in HYBRIDS and ranks == 4 else DP
+        for main, params, key in run_ranks(initial, ranks, strategy, axes, precision):
+            assert_bitwise_equal(main, draws, str(strategy))
+            held = {path: x.to(params[path].dtype) for path, x in draws.items()}
+            assert_bitwise_equal(params, held, str(strategy))
+            assert_bitwise_equal(key, run_key)
+
+
+# ---------------------------------------------------------------------------------------------------- unlike parameters
+class Toy(NamedTuple):
+    """Shapes and a loss; `shapes` maps to (shape) or (shape, dtype)."""
+
+    shapes: Any
+    loss: Any
+    inputs: int
+    outputs: int
+    frozen: tuple[str, ...] = ()
+    names: Any = None
+    rtol: float = 1e-4
+
+
+def toy_draws(toy):
+    """One draw for each leaf, all with keys of their own."""
+    leaf = lambda x: isinstance(x, tuple) and (not x or isinstance(x[0], int | tuple))  # noqa: E731
+    flat, spec = fs.tree.flatten(toy.shapes, is_leaf=leaf)
+    keys = fs.random.split(fs.random.key(3), len(flat)).unbind(0)
+    draws = []
+    for key, item in zip(keys, flat, strict=True):
+        shape, dtype = item if item and isinstance(item[0], tuple) else (item, torch.float32)
+        draws.append(fs.random.normal(key, shape, std=0.5, mean=0.1, dtype=dtype))
+    return fs.tree.unflatten(spec, draws)
+
+
+def squares(out, batch):
+    return (out.float() - batch["y"]).square().sum(), torch.tensor(float(out.shape[0]))
+
+
+def layer(unit, x):
+    return torch.tanh(x @ unit["w"].to(x.dtype).T + unit["b"].to(x.dtype))
+
+
+def listed(params, batch):
+    return squares(fs.scan_units(layer, params, batch["x"]), batch)
+
+
+def listed_with_remat(params, batch):
+    return squares(fs.scan_units(layer, params, batch["x"], policy=fs.policies.nothing_saveable), batch)
+
+
+def with_scalars(params, batch):
+    x = fs.scan_units(layer, params["layers"], batch["x"])
+    unit = fs.gather_unit({"scale": params["scale"], "shift": params["shift"], "v": params["v"]})
+    return squares((x * unit["scale"] + unit["shift"].tanh()) * unit["v"], batch)
+
+
+def tied_last(params, batch):
+    """`t` is in two units, in both after a leaf of their own."""
+    first = fs.gather_unit({"a": params["a"], "t": params["t"]})
+    x = torch.tanh(torch.tanh(batch["x"] @ first["a"]) @ first["t"])
+    second = fs.gather_unit({"b": params["b"], "t": params["t"]})
+    return squares(torch.tanh(x @ second["t"].T) @ second["b"], batch)
+
+
+def tied_first(params, batch):
+    """`t` is in two units, in both before a leaf of their own."""
+    first = fs.gather_unit([params["t"], params["a"]])
+    x = torch.tanh(torch.tanh(batch["x"] @ first[1]) @ first[0])
+    second = fs.gather_unit([params["t"], params["b"]])
+    return squares(torch.tanh(x @ second[0].T) @ second[1], batch)
+
+
+def tied_alone(params, batch):
+    """`t` is in two units, in one of them alone, and twice inside the other."""
+    first = fs.gather_unit({"t": params["t"], "again": params["t"], "a": params["a"]})
+    x = torch.tanh(torch.tanh(batch["x"] @ first["a"]) @ (first["t"] + first["again"]))
+    second, third = fs.gather_unit(params["t"]), fs.gather_unit(params["b"])
+    return squares(torch.tanh(x @ second.T) @ third, batch)
+
+
+def repeated(params, batch):
+    """One unit is used three times, as in a universal transformer."""
+    x = fs.scan_units(layer, [params["in"], params["mid"], params["mid"], params["mid"], params["out"]], batch["x"])
+    return squares(x, batch)
+
+
+def stacked(params, batch):
+    x = fs.scan_units(layer, params["blocks"], batch["x"], then=params["out"])
+    return squares(layer(fs.gather_unit(params["out"]), x), batch)
+
+
+def stack_and_row(params, batch):
+    """A stack is used whole, and one of its rows as a unit of its own."""
+    row = fs.gather_unit(fs.select_unit(params["blocks"], 1))
+    every = fs.gather_unit(params["blocks"])
+    x = layer(row, layer({"w": every["w"].mean(0), "b": every["b"].sum(0)}, batch["x"]))
+    return squares(layer(fs.gather_unit(params["out"]), x), batch)
+
+
+def held_open(params, batch):
+    """A unit is gathered first and used inside every other one."""
+    shared, x = fs.gather_unit(params["shared"]), batch["x"]
+    for unit in params["units"]:
+        w = fs.gather_unit(unit)["w"]
+        x = torch.tanh(torch.tanh(torch.tanh(x @ w) @ shared["w"]) @ w.T)
+    return squares(x, batch)
+
+
+def dead_branch(params, batch):
+    """Units whose result never reaches the loss stand between those that do."""
+    x = layer(fs.gather_unit(params[0]), batch["x"])
+    unused = layer(fs.gather_unit(params[1]), x)
+    x = layer(fs.gather_unit(params[2]), x)
+    unused = layer(fs.gather_unit(params[3]), unused)
+    return squares(layer(fs.gather_unit(params[4]), x + 0 * unused.detach().mean()), batch)
+
+
+def unused(params, batch):
+    """A leaf of a unit that is used, and a unit that is never gathered, have no part in the loss."""
+    first = fs.gather_unit(params["first"])
+    second = fs.gather_unit(params["second"])
+    return squares(torch.tanh(batch["x"] @ first["w"].T) @ second["w"].T, batch)
+
+
+def layers_of(*widths):
+    return [{"w": (b, a), "b": (b,)} for a, b in itertools.pairwise(widths)]
+
+
+def half(*shape):
+    return shape, torch.bfloat16
+
+
+def double(*shape):
+    return shape, torch.float64
+
+
+LAYERS = {"w": ("layers", None, None), "b": ("layers", None)}
+SQUARE = {"blocks": {"w": (3, 6, 6), "b": (3, 6)}, "out": layers_of(6, 3)[0]}
+SQUARE_NAMES = {"blocks": LAYERS, "out": {"w": (None, None), "b": (None,)}}
+TIED_SHAPES = {"a": (6, 5), "b": (5, 3), "t": (5, 7)}
+TOYS = {
+    "16-15-8": Toy(layers_of(16, 15, 8), listed, 16, 8),
+    "7-15-3": Toy(layers_of(7, 15, 3), listed, 7, 3),
+    "16-17-8": Toy(layers_of(16, 17, 8), listed_with_remat, 16, 8),
+    "smaller than the ranks": Toy(layers_of(3, 2, 1, 3), listed, 3, 3),
+    "scalars": Toy({"layers": layers_of(5, 3), "scale": (), "shift": (), "v": (1,)}, with_scalars, 5, 3),
+    "nothing in it": Toy([*layers_of(5, 3), {"w": (3, 3), "b": (3,), "none": (0, 4), "neither": (4, 0)}], listed, 5, 3),
+    "tied, last in its units": Toy(TIED_SHAPES, tied_last, 6, 3),
+    "tied, first in its units": Toy(TIED_SHAPES, tied_first, 6, 3),
+    "tied, alone in its unit": Toy(TIED_SHAPES, tied_alone, 6, 3),
+    "one unit three times": Toy(dict(zip(("in", "mid", "out"), layers_of(6, 5, 5, 3), strict=True)), repeated, 6, 3),
+    "frozen unit": Toy(layers_of(6, 5, 4, 3), listed, 6, 3, ("1",)),
+    "frozen leaf": Toy(layers_of(6, 5, 4, 3), listed, 6, 3, ("0.w", "2.b")),
+    "frozen stack": Toy(SQUARE, stacked, 6, 3, ("blocks",), SQUARE_NAMES),
+    "all but one frozen": Toy(layers_of(6, 5, 3), listed, 6, 3, ("0", "1.w")),
+    "stack": Toy(SQUARE, stacked, 6, 3, (), SQUARE_NAMES),
+    "stack and row": Toy(SQUARE, stack_and_row, 6, 3, (), SQUARE_NAMES),
+    "held open": Toy({"shared": {"w": (5, 5)}, "units": [{"w": (6, 5)}, {"w": (6, 5)}, {"w": (6, 5)}]}, held_open, 6, 6),
+    "dead branch": Toy(layers_of(6, 6, 6, 6, 6, 6), dead_branch, 6, 6),
+    "unused": Toy({"first": {"w": (5, 6), "b": (5,)}, "second": {"w": (3, 5)}, "third": {"w": (3, 3)}}, unused, 6, 3),
+    "dtypes": Toy(
+        [{"w": (5, 6), "b": double(5)}, {"w": half(4, 5), "b": (4,)}, {"w": double(3, 4), "b": half(3)}], listed, 6, 3,
+        rtol=3e-2,
+    ),
+}  # fmt: skip
+
+
+def toy_batches(toy, mesh, steps):
+    generator = torch.Generator().manual_seed(5)
+    index, count = data_position(mesh)
+    for _ in range(steps):
+        x = torch.randn(ROWS, toy.inputs, generator=generator)
+        y = torch.randn(ROWS, toy.outputs, generator=generator)
+        yield {"x": x.chunk(count)[index], "y": y.chunk(count)[index]}
+
+
+def train_toy(name, strategies, axes, microbatches, steps=4):
+    toy, mesh = TOYS[name], mesh_of(axes)
+    results = {}
+    for strategy in strategies:
+        draws = toy_draws(toy)
+        layout = fs.plan_layout(draws, mesh, strategy=strategy, names=toy.names, frozen=toy.frozen)
+        opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(0.03, weight_decay=0.1))
+        state = fs.init_state(lambda key, draws=draws: draws, opt, fs.random.key(0), layout)
+        step = fs.make_train_step(toy.loss, opt, microbatches=microbatches, donate=True)
+        assert layout.memory(opt).state == fs.state_bytes((state.params, state.main, state.opt_state))
+        losses = []
+        for batch in toy_batches(toy, mesh, steps):
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss.item())
+        results[str(strategy)] = losses, whole(state.params)
+    return results
+
+
+def toy_in_plain_torch(name, steps=4):
+    toy = TOYS[name]
+    params = fs.tree.map(lambda draw: draw.tensor().requires_grad_(), toy_draws(toy))
+    named = fs.tree.named_leaves(params)
+    trained = [x for path, x in named.items() if not any(f"{path}.".startswith(f"{entry}.") for entry in toy.frozen)]
+    opt = torch.optim.AdamW(trained, lr=0.03, betas=(0.9, 0.95), weight_decay=0.1)
+    losses = []
+    for batch in toy_batches(toy, mesh_of(ALONE), steps):
+        total, weight = toy.loss(params, batch)
+        opt.zero_grad()
+        (total / weight).backward()
+        for x in trained:
+            x.grad = torch.zeros_like(x) if x.grad is None else x.grad
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        opt.step()
+        losses.append((total / weight).item())
+    return losses, {path: x.detach() for path, x in named.items()}
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_unlike_parameters_train_as_in_plain_torch(name):
+    rtol = TOYS[name].rtol
+    losses, params = toy_in_plain_torch(name)
+    for ranks, axes, strategies in ((2, DP, ZEROS), (4, DP, ZEROS), (4, OUTER, [fs.HSDP, fs.HFSDP])):
+        for microbatches in (1, 3):
+            for results in run_ranks(train_toy, ranks, name, strategies, axes, microbatches):
+                for strategy, (found, final) in results.items():
+                    what = f"{strategy} on {ranks} ranks, {microbatches} microbatches"
+                    assert_trees_close(found, losses, rtol=rtol, atol=1e-6, what=f"losses of {what}")
+                    assert_trees_close(final, params, rtol=rtol, atol=max(rtol, 1e-3), what=f"parameters of {what}")
+
+
+@pytest.mark.parametrize("name", [name for name in TOYS if name != "dtypes"])
+def test_unlike_parameters_agree_bitwise_among_strategies(name):
+    results = run_ranks(train_toy, 4, name, ZEROS, DP, 1)[0]
+    results |= run_ranks(train_toy, 4, name, [fs.HSDP, fs.HFSDP], OUTER, 1)[0]
+    for strategy, result in results.items():
+        assert_bitwise_equal(result, results["zero3"], f"{strategy} and zero3")
+
+
+def scalars_in_bf16(strategy, axes):
+    toy, mesh = TOYS["scalars"], mesh_of(axes)
+    opt = fs.adamw(0.03)
+    layout = fs.plan_layout(toy_draws(toy), mesh, strategy=strategy, precision=fs.BF16)
+    state = fs.init_state(lambda key: toy_draws(toy), opt, fs.random.key(0), layout)
+    step = fs.make_train_step(toy.loss, opt)
+    seen = []
+    dtypes = set()
+
+    def loss_fn(params, batch):
+        dtypes.update(str(x.dtype) for x in fs.tree.leaves(fs.gather_unit(params)))
+        return fs.gather_unit(params)["v"].sum(), 1.0
+
+    fs.value_and_grad(loss_fn, precision=fs.BF16)(state.params, None)
+    for batch in toy_batches(toy, mesh, 4):
+        state, metrics = step(state, batch)
+        seen.append(metrics.loss.item())
+    return seen, dtypes
+
+
+def test_scalars_are_seen_in_the_compute_dtype_by_every_strategy():
+    for results in zip(*(run_ranks(scalars_in_bf16, 2, strategy, DP) for strategy in ZEROS), strict=True):
+        for losses, dtypes in results:
+            assert dtypes == {"torch.bfloat16"}
+            assert losses == results[0][0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_tied_embeddings_train_as_one_process(microbatches):
+    config = fs.models.DecoderConfig(**{**vars(CONFIG), "tied": True})
+    reference = alone(config=config, microbatches=microbatches)
+    runs = [on_ranks(4, strategy, config=config, microbatches=microbatches) for strategy in (*ZEROS, fs.HSDP, fs.HFSDP)]
+    for run in runs:
+        assert_trees_close(run.losses, reference.losses, rtol=1.3e-6, atol=1e-5)
+        assert_trees_close(run.norms, reference.norms, rtol=1e-5)
+        if microbatches == 1:
+            assert_bitwise_equal(run, runs[3])
+
+
+def scan_a_cut_stack(axes):
+    draws = {"w": fs.random.normal(fs.random.key(0), (4, 6, 6))}
+    state = fs.init_state(lambda key: draws, fs.sgd(0.1), fs.random.key(0), fs.plan_layout(draws, mesh_of(axes)))
+    x = torch.linspace(-1, 1, 12).view(2, 6)
+
+    def loss_fn(params):
+        return fs.scan_units(lambda unit, x: torch.tanh(x @ unit["w"]), params, x).sum()
+
+    def right():
+        result = x
+        for w in draws["w"].tensor():
+            result = torch.tanh(result @ w)
+        return result.sum()
+
+    try:
+        loss, _ = fs.value_and_grad(loss_fn)(state.params)
+    except fs.errors.FshardingError:
+        return True
+    return bool(torch.isclose(loss, right()))
+
+
+def test_a_stack_whose_layers_are_cut_is_refused_or_right():
+    # Planned without names, dim 0 of the stack is cut over dp, and a rank holds some of the layers only.
+    assert run_ranks(scan_a_cut_stack, 2, DP) == [True, True]
+
+
+class Strided(NamedTuple):
+    """Weights as a checkpoint of `x @ w` would have them: transposed in memory."""
+
+    @staticmethod
+    def params(key):
+        w = fs.random.normal(key, (7, 5)).tensor()
+        return {"w": w.t(), "v": fs.random.normal(fs.random.fold_in(key, 1), (4, 6, 5)).tensor().permute(2, 1, 0)}
+
+    @staticmethod
+    def loss(params, batch):
+        unit = fs.gather_unit(params)
+        return (torch.einsum("bi,io->bo", batch, unit["w"]).square().sum() + unit["v"].sin().sum() * batch.sum()), 1.0
+
+
+def train_strided(strategy, axes, opt):
+    mesh = mesh_of(axes)
+    optim = fs.adamw(0.1) if opt == "adamw" else fs.sgd(0.01, momentum=0.9)
+    layout = fs.plan_layout(Strided.params(fs.random.key(0)), mesh, strategy=strategy)
+    state = fs.init_state(Strided.params, optim, fs.random.key(0), layout)
+    index, count = data_position(mesh)
+    x = torch.linspace(-1, 1, 40).view(8, 5)
+    for _ in range(3):
+        state, _ = fs.make_train_step(Strided.loss, optim)(state, x.chunk(count)[index])
+    return whole(state.params)
+
+
+@pytest.mark.parametrize("opt", ["adamw", "momentum"])
+def test_strides_of_the_initial_values_do_not_matter(opt):
+    params = Strided.params(fs.random.split(fs.random.key(0))[0])
+    params = {name: x.clone().requires_grad_() for name, x in params.items()}
+    if opt == "adamw":
+        torchs = torch.optim.AdamW(params.values(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    else:
+        torchs = torch.optim.SGD(params.values(), lr=0.01, momentum=0.9)
+    for _ in range(3):
+        torchs.zero_grad()
+        loss, _ = Strided.loss(params, torch.linspace(-1, 1, 40).view(8, 5))
+        (loss / 2).backward()
+        torchs.step()
+    for strategy in ZEROS:
+        found = run_ranks(train_strided, 2, strategy, DP, opt)[0]
+        assert_trees_close(found, {n: x.detach() for n, x in params.items()}, rtol=1e-4, atol=1e-4, what=str(strategy))
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+def measured(name, strategy, axes, precision, opt):
+    """Bytes that the layout foretells, and those that are there."""
+    mesh = mesh_of(axes)
+    optim = {"adamw": lambda: fs.adamw(0.1), "sgd": lambda: fs.sgd(0.1), "momentum": lambda: fs.sgd(0.1, momentum=0.9)}[opt]()
+    if name == "decoder":
+        model, loss, batch = MODEL, fs.model_loss(MODEL), next(batches(1, mesh))
+        layout = fs.plan_layout(model, mesh, strategy=strategy, precision=precision)
+        state = fs.init_state(model, optim, fs.random.key(0), layout)
+    else:
+        toy = TOYS[name]
+        loss, batch = toy.loss, next(toy_batches(toy, mesh, 1))
+        draws = toy_draws(toy)
+        layout = fs.plan_layout(draws, mesh, strategy=strategy, precision=precision, names=toy.names, frozen=toy.frozen)
+        state = fs.init_state(lambda key: draws, optim, fs.random.key(0), layout)
+    _, grads = fs.value_and_grad(loss, grads=layout.grads, precision=precision, mean=False)(state.params, batch)
+    first = (state.params, state.main, grads, state.opt_state)
+    after, _ = fs.make_train_step(loss, optim)(state, batch)
+    stepped = (after.params, after.main, grads, after.opt_state)
+    return tuple(layout.memory(optim)), *(tuple(fs.state_bytes(part) for part in parts) for parts in (first, stepped))
+
+
+@pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["decoder", "16-17-8", "smaller than the ranks", "scalars", "frozen leaf", "dtypes"])
+def test_bytes_are_those_that_the_layout_says(name, precision):
+    opts = ("adamw", "sgd", "momentum") if name == "decoder" else ("adamw",)
+    for opt in opts:
+        for strategy in [*ZEROS, *HYBRIDS, fs.hybrid(fs.zero(1)), fs.hybrid(fs.zero(2), opt_state=True)]:
+            for said, first, stepped in run_ranks(measured, 4, name, strategy, OUTER, precision, opt):
+                assert said == first == stepped, (strategy, opt)
+
+
+TABLE = {
+    ("bf16", 0): lambda d: 18, ("bf16", 1): lambda d: 6 + 12 // d, ("bf16", 2): lambda d: 2 + 16 // d, ("bf16", 3): lambda d: 16 // d,
+    ("fp32", 0): lambda d: 16, ("fp32", 1): lambda d: 8 + 8 // d, ("fp32", 2): lambda d: 4 + 12 // d, ("fp32", 3): lambda d: 16 // d,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_a_parameter_are_those_of_the_table(ranks):
+    count = sum(draw.tensor().numel() for draw in fs.tree.leaves(MODEL.init(fs.random.key(0))))
+    for (name, level), bytes_a_parameter in TABLE.items():
+        precision = fs.BF16 if name == "bf16" else fs.FP32
+        for said, first, _ in run_ranks(measured, ranks, "decoder", fs.zero(level), DP, precision, "adamw"):
+            counter = 8  # Adam's count of updates, an int64
+            assert sum(first) == sum(said) == count * bytes_a_parameter(ranks) + counter
+
+
+# ------------------------------------------------------------------------------------------------- buffers and counts
+def peaks(strategy, axes, policy, microbatches):
+    mesh = mesh_of(axes)
+    opt = optimizer("adamw")
+    state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy))
+    step = fs.make_train_step(MODEL, opt, policy=policy, microbatches=microbatches)
+    with fs.recording() as seen:
+        for batch in batches(2, mesh):
+            state, _ = step(state, batch)
+    return [(counts.peak_units, len(counts.gathers), len(counts.reductions)) for counts in seen]
+
+
+UNITS = CONFIG.layers + 2
+
+
+@pytest.mark.parametrize("policy", fs.policies.POLICIES.values(), ids=lambda policy: policy.name)
+def test_counts_and_peaks_of_the_ledger(policy):
+    for ranks, axes in ((2, DP), (4, OUTER)):
+        for rows in run_ranks(peaks, ranks, fs.zero(3), axes, policy, 3):
+            assert len(rows) == 2 * 3
+            for peak, gathers, reductions in rows:
+                # The head is still there when backward begins, and the backward of an embedding needs no weight.
+                kept = policy == fs.policies.everything_saveable
+                assert gathers == (2 + 2 * 0 + CONFIG.layers if kept else 2 * UNITS - 2)
+                assert reductions == UNITS
+                assert peak == CONFIG.layers + 2 if kept else peak <= 2
+
+
+@pytest.mark.parametrize("strategy", [fs.zero(0), fs.zero(1)], ids=name_of)
+def test_levels_without_cut_parameters_gather_nothing_and_reduce_once_a_step(strategy):
+    for rows in run_ranks(peaks, 2, strategy, DP, fs.policies.save_except_gathered, 3):
+        assert [row[1] for row in rows] == [0] * 6
+        assert [row[2] for row in rows] == [0, 0, UNITS] * 2
+
+
+def test_zero2_gathers_nothing_and_reduces_every_microbatch():
+    for rows in run_ranks(peaks, 2, fs.zero(2), DP, fs.policies.save_except_gathered, 3):
+        assert [(row[1], row[2]) for row in rows] == [(0, UNITS)] * 6
+
+
+class Watch:
+    """Stands in for the pool: fresh storages only, so that what lives is what the library itself holds."""
+
+    def __init__(self):
+        self.refs: list[tuple[int, Any]] = []
+        self.owners: dict[int, Any] = {}
+        self.peak = 0
+
+    def alive(self):
+        return {owner for owner, ref in self.refs if not ref.expired()}
+
+    def take(self, pool, size, dtype, device, owner=None):
+        result = torch.empty(size, dtype=dtype, device=device)
+        if owner is not None:
+            # The number stands for the owner, whom the watch must not keep alive.
+            number = owner.__dict__.setdefault("watched_as", len(self.owners))
+            self.owners[number] = None
+            self.refs.append((number, StorageWeakRef(result.untyped_storage())))
+            self.peak = max(self.peak, len(self.alive()))
+        return result
+
+
+def storages(strategy, axes, policy, microbatches, patched):
+    mesh = mesh_of(axes)
+    opt = optimizer("adamw")
+    state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy))
+    step = fs.make_train_step(MODEL, opt, policy=policy, microbatches=microbatches)
+    batch = next(batches(1, mesh))
+    step(state, batch)
+    watch, plain = Watch(), Pool.take
+
+    def take(pool, size, dtype, device, owner=None):
+        if patched:
+            return watch.take(pool, size, dtype, device, owner)
+        result = plain(pool, size, dtype, device, owner)
+        watch.refs.append((0, StorageWeakRef(result.untyped_storage())))
+        return result
+
+    gc.collect()
+    gc.disable()
+    Pool.take = take
+    try:
+        step(state, batch)
+        left = len(watch.alive())
+    finally:
+        Pool.take = plain
+        gc.enable()
+    return watch.peak, len(watch.refs), left
+
+
+@pytest.mark.parametrize("policy", fs.policies.POLICIES.values(), ids=lambda policy: policy.name)
+def test_at_most_two_units_are_alive_and_none_after_the_step(policy):
+    kept = policy == fs.policies.everything_saveable
+    for ranks, axes, strategy in ((2, DP, fs.zero(3)), (4, OUTER, fs.HFSDP)):
+        for peak, taken, left in run_ranks(storages, ranks, strategy, axes, policy, 2, True):
+            assert taken > 2 * UNITS
+            assert left == 0
+            assert peak >= UNITS if kept else peak == 2
+        for _, taken, left in run_ranks(storages, ranks, strategy, axes, policy, 2, False):
+            assert taken > 2 * UNITS
+            assert left == 0, "the pool itself must go with the step"
+
+
+def communicated(strategy, axes, policy):
+    mesh = mesh_of(axes)
+    opt = optimizer("adamw")
+    state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy))
+    step = fs.make_train_step(MODEL, opt, policy=policy)
+    counts = []
+    with wire.algorithm("native"):
+        for batch in batches(3, mesh):
+            mode = CommDebugMode()
+            with mode, fs.recording() as seen:
+                state, _ = step(state, batch)
+            found = {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
+            counts.append((len(seen[0].gathers), len(seen[0].reductions), found))
+    return counts
+
+
+@pytest.mark.parametrize("policy", fs.policies.POLICIES.values(), ids=lambda policy: policy.name)
+def test_torch_counts_the_same_collectives(policy):
+    for counts in run_ranks(communicated, 2, fs.zero(3), DP, policy):
+        for gathers, reductions, found in counts:
+            kept = policy == fs.policies.everything_saveable
+            assert (gathers, reductions) == (UNITS if kept else 2 * UNITS - 2, UNITS)
+            # Two all-gathers more than the ledger says: the terms of (loss, weight), and those of the squared norm.
+            # Reductions are all-to-alls, summed where they arrive; nothing else is sent.
+            assert sum(n for op, n in found.items() if "gather" in op) == gathers + 2
+            assert sum(n for op, n in found.items() if "all_to_all" in op or "alltoall" in op) == reductions
+            assert sum(found.values()) == gathers + 2 + reductions
+
+
+# -------------------------------------------------------------------------------------------------- purity and refusal
+def bits(values):
+    return fs.tree.map(lambda x: local_of(x).clone() if isinstance(x, torch.Tensor) else x, values)
+
+
+def pure(strategy, axes, precision, opt, microbatches):
+    mesh = mesh_of(axes)
+    optim = optimizer(opt)
+    state = fs.init_state(MODEL, optim, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision))
+    step = fs.make_train_step(MODEL, optim, microbatches=microbatches)
+    for batch in batches(3, mesh):
+        before, given = bits(state), bits(batch)
+        after, _ = step(state, batch)
+        assert_bitwise_equal(bits(state), before, "the state that went in")
+        assert_bitwise_equal(batch, given, "the batch")
+        again, _ = step(state, batch)
+        assert_bitwise_equal(bits(after), bits(again), "two steps from one state")
+        assert int(after.step) == int(state.step) + 1
+        changed = [not torch.equal(a, b) for a, b in zip(*(fs.tree.leaves(bits(s.params)) for s in (after, state)), strict=True)]
+        assert all(changed)
+        state = after
+
+
+@pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", [*ZEROS, fs.HSDP, fs.HFSDP], ids=name_of)
+def test_a_step_changes_nothing_that_went_in(strategy, precision):
+    for opt in ("adamw", "momentum"):
+        run_ranks(pure, 4, strategy, placed(strategy), precision, opt, 3)
+
+
+def donated(axes):
+    mesh = mesh_of(axes)
+    opt = optimizer("adamw")
+    state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh))
+    after, _ = fs.make_train_step(MODEL, opt, donate=True)(state, next(batches(1, mesh)))
+    texts = {}
+    for field in ("step", "params", "main", "opt_state", "loss_scale", "key", "layout"):
+        with pytest.raises(DonatedError) as caught:
+            getattr(state, field)
+        texts[field] = str(caught.value)
+    for use in (fs.tree.leaves, fs.state_bytes, lambda s: fs.make_train_step(MODEL, opt)(s, next(batches(1, mesh)))):
+        with pytest.raises(DonatedError):
+            use(state)
+    assert int(after.step) == 1
+    return texts
+
+
+def test_a_donated_state_says_so():
+    for texts in run_ranks(donated, 2, DP):
+        for field, text in texts.items():
+            assert text == (
+                f"TrainState got a state that was donated: its {field} is gone.\n"
+                "Use the state that the step returned, or make the step with donate=False."
+            )
+
+
+@pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", [*ZEROS, fs.HSDP, fs.HFSDP], ids=name_of)
+def test_donation_changes_no_bit(strategy, precision):
+    for opt in ("adamw", "momentum"):
+        kept, given = (
+            on_ranks(4, strategy, opt=opt, precision=precision, donate=donate, microbatches=3) for donate in (False, True)
+        )
+        assert_bitwise_equal(kept, given)
+
+
+def refused(strategy, axes, where):
+    """A step with one NaN, then a good one; returns the text of the refusal."""
+    mesh = mesh_of(axes)
+    opt = fs.sgd(0.1)
+    index, count = data_position(mesh)
+    draws = {"w": fs.random.full((4, 4), 0.5), "b": fs.random.zeros((4,))}
+
+    def loss_fn(params, batch):
+        return layer(fs.gather_unit(params), batch).square().sum(), 4.0
+
+    state = fs.init_state(lambda key: draws, opt, fs.random.key(0), fs.plan_layout(draws, mesh, strategy=strategy))
+    good, bad = torch.ones(4, 4), torch.ones(4, 4)
+    wrong = state
+    if where == "batch" and index == count - 1:
+        bad[1, 2] = torch.nan
+    if where == "infinite batch" and index == 0:
+        bad[0, 0] = torch.inf
+    if where == "weights":
+        wrong = state.replace(params=fs.tree.map(lambda x: x.clone(), state.params))
+        local = local_of(wrong.params["w"])
+        if index == 0 and local.numel():
+            local.view(-1)[0] = torch.nan
+    before = bits(wrong)
+    step = fs.make_train_step(loss_fn, opt, donate=True)
+    with pytest.raises(NonFiniteError) as caught:
+        step(wrong, bad)
+    assert_bitwise_equal(bits(wrong), before, "the state before the refused step")
+    after, metrics = step(state, good)
+    assert metrics.loss.isfinite() and int(after.step) == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["batch", "weights"])
+@pytest.mark.parametrize("strategy", [*ZEROS, fs.HSDP, fs.HFSDP], ids=name_of)
+def test_nan_on_one_rank_is_refused_on_all(strategy, where):
+    texts = run_ranks(refused, 4, strategy, placed(strategy), where)
+    assert set(texts) == {
+        "train step refused: loss or gradients are not finite.\n"
+        "  step 0: loss nan, gradient norm nan\n"
+        "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
+    }
+
+
+def test_infinite_gradients_of_a_finite_loss_are_refused():
+    def loss_fn(params, batch):
+        return fs.gather_unit(params)["w"].sqrt().sum(), 1.0
+
+    draws = {"w": fs.random.zeros((4,))}
+    layout = fs.plan_layout(draws, mesh_of(ALONE))
+    state = fs.init_state(lambda key: draws, fs.sgd(0.1), fs.random.key(0), layout)
+    with pytest.raises(NonFiniteError, match="loss 0.0, gradient norm inf"):
+        fs.make_train_step(loss_fn, fs.sgd(0.1))(state, torch.zeros(1))
+
+
+# ----------------------------------------------------------------------------------------------------- by hand, public
+def research_loss(params, batch):
+    x = MODEL.embed(fs.gather_unit(params["embed"]), batch)
+    x = fs.scan_units(MODEL.block, params["blocks"], x, policy=fs.policies.save_except_gathered)
+    return MODEL.head(fs.gather_unit(params["head"]), x, batch)
+
+
+def by_hand(strategy, axes, opt, frozen=()):
+    """The step with nothing hidden, and `make_train_step` beside it: largest difference of losses and parameters."""
+    mesh = mesh_of(axes)
+    optim = optimizer(opt)
+    layout = fs.plan_layout(MODEL, mesh, strategy=strategy, frozen=frozen)
+    state = fs.init_state(MODEL, optim, fs.random.key(0), layout)
+    step = fs.make_train_step(MODEL, optim)
+    params, opt_state = state.params, state.opt_state
+    losses = []
+    goal = layout.main if frozen else None
+    for batch in batches(4, mesh):
+        (loss, weight), grads = fs.value_and_grad(research_loss, grads=goal)(params, batch)
+        updates, opt_state = optim.update(grads, opt_state, params)
+        params = fs.apply_updates(params, updates)
+        state, metrics = step(state, batch)
+        losses.append((loss.item(), metrics.loss.item(), weight.item(), metrics.weight.item()))
+    assert fs.tree.map(lambda x: str(x.placements), params) == fs.tree.map(lambda x: str(x.placements), state.params)
+    return losses, whole(params), whole(state.params), whole(opt_state.states[1].mu) if opt == "adamw" else None
+
+
+@pytest.mark.parametrize("opt", ["adamw", "sgd", "momentum"])
+@pytest.mark.parametrize("strategy", ZEROS, ids=name_of)
+def test_the_step_by_hand_is_the_step(strategy, opt):
+    for losses, params, reference, _ in run_ranks(by_hand, 2, strategy, DP, opt):
+        for mine, theirs, weight, weights in losses:
+            assert mine == pytest.approx(theirs, rel=1e-6) and weight == weights
+        assert_trees_close(params, reference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("opt", ["adamw", "sgd", "momentum"])
+@pytest.mark.parametrize("strategy", [fs.zero(1), fs.zero(3)], ids=name_of)
+def test_the_step_by_hand_with_frozen_leaves_is_the_step(strategy, opt):
+    for losses, params, reference, _ in run_ranks(by_hand, 2, strategy, DP, opt, ("embed", "blocks.wq")):
+        assert all(mine == pytest.approx(theirs, rel=1e-6) for mine, theirs, *_ in losses)
+        assert_trees_close(params, reference, rtol=1e-6, atol=1e-6)
+
+
+def adapted(params, x):
+    """The loss after one step of gradient descent on it, through the step."""
+
+    def inner(values):
+        unit = fs.gather_unit(values)
+        return torch.tanh(x @ unit["w"] + unit["b"]).square().sum()
+
+    grads = torch.func.grad(inner)(params)
+    return inner(fs.tree.map(lambda value, grad: value - 0.1 * grad, params, grads))
+
+
+def functional_inside(strategy, axes, microbatches):
+    """Summed gradients of a loss that uses torch.func over sharded parameters inside."""
+    mesh = mesh_of(axes)
+    layout = fs.plan_layout(ADAPTED, mesh, strategy=strategy)
+    state = fs.init_state(lambda key: ADAPTED, fs.sgd(0.1), fs.random.key(0), layout)
+    index, count = data_position(mesh)
+    x = torch.linspace(-1, 1, 40).view(8, 5).chunk(count)[index]
+    held: Any = None
+    for i, piece in enumerate(x.chunk(microbatches)):
+        run = fs.value_and_grad(adapted, grads=layout.main if i + 1 == microbatches else layout.grads, mean=False)
+        _, held = run(state.params, piece, accumulate=held)
+    return whole(held)
+
+
+ADAPTED = {"w": fs.random.normal(fs.random.key(1), (5, 3)), "b": fs.random.normal(fs.random.key(2), (3,))}
+
+
+@pytest.mark.parametrize("strategy", [*ZEROS, fs.HSDP, fs.HFSDP, fs.hybrid(params=True)], ids=name_of)
+def test_torch_func_inside_a_loss(strategy):
+    params = {name: draw.tensor().requires_grad_() for name, draw in ADAPTED.items()}
+    rows = torch.linspace(-1, 1, 40).view(4, 2, 5)
+    for microbatches in (1, 2):
+        # The inner gradient is one over all ranks' rows of the microbatch.
+        pieces = [rows.flatten(0, 1)] if microbatches == 1 else rows.unbind(1)
+        total = sum(adapted(params, piece) for piece in pieces)
+        grads = torch.autograd.grad(total, list(params.values()))
+        for found in run_ranks(functional_inside, 4, strategy, OUTER, microbatches, timeout=30):
+            assert_trees_close(found, dict(zip(params, grads, strict=True)), rtol=1e-5, atol=1e-5, what=str(strategy))
+
+
+def test_loss_functions_may_return_a_mean_and_aux():
+    mesh = mesh_of(ALONE)
+    draws = {"w": fs.random.normal(fs.random.key(0), (3, 3))}
+    state = fs.init_state(lambda key: draws, fs.sgd(0.1), fs.random.key(0), fs.plan_layout(draws, mesh))
+
+    def loss_fn(params, x):
+        out = x @ fs.gather_unit(params)["w"]
+        return out.square().mean(), {"out": out.detach()}
+
+    x = torch.eye(3)
+    (loss, aux), grads = fs.value_and_grad(loss_fn, has_aux=True)(state.params, x)
+    w = draws["w"].tensor().requires_grad_()
+    reference = w.square().mean()
+    assert_trees_close(loss, reference.detach(), rtol=1e-6)
+    assert_trees_close(grads["w"].full_tensor(), torch.autograd.grad(reference, w)[0], rtol=1e-6)
+    assert_bitwise_equal(aux["out"], w.detach())
+
+
+def test_masked_targets_do_not_count():
+    logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([1, -100, 2, -100])
+    params = {"norm": torch.ones(32), "unembed": torch.randn(5, 32, generator=torch.Generator().manual_seed(1))}
+    x = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(2))
+    total, count = MODEL.head(params, x, {"targets": targets[None]})
+    logits = F.rms_norm(x, (32,), eps=1e-5) @ params["unembed"].T
+    assert int(count) == 2
+    assert_trees_close(total, -(logits.log_softmax(-1)[0, 0, 1] + logits.log_softmax(-1)[0, 2, 2]), rtol=1e-5)
