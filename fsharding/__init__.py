@@ -44,11 +44,12 @@ from fsharding.testing import run_ranks
 from fsharding.transforms import gather_unit, remat, scatter_grads, select_unit
 
 __all__ = [
-    "BF16", "DEFAULT_RULES", "FP16", "FP32", "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS", "OPTIM_GRADS_PARAMS",
-    "AbstractMesh", "AxisRules", "GradientTransformation", "Layout", "Local", "LossScale", "Memory", "Metrics", "Model",
-    "NamedSharding", "P", "PartitionSpec", "Precision", "Strategy", "TrainState", "adamw", "apply_updates", "chain",
-    "clip_by_global_norm", "constant", "data", "gather_unit", "global_norm", "hybrid", "init_state", "linear",
-    "make_mesh", "make_train_step", "masked", "model_loss", "models", "ops", "optim", "parse_strategy", "plan_layout",
-    "policies", "random", "recording", "redistribute", "remat", "run_ranks", "scan", "scan_units", "scatter_grads", "select_unit",
-    "set_mesh", "sgd", "stack_units", "state_bytes", "tree", "typeof", "unstack_units", "value_and_grad", "warmup_cosine", "zero",
+    "BF16", "DEFAULT_RULES", "FP16", "FP32", "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS",
+    "OPTIM_GRADS_PARAMS", "AbstractMesh", "AxisRules", "GradientTransformation", "Layout", "Local", "LossScale",
+    "Memory", "Metrics", "Model", "NamedSharding", "P", "PartitionSpec", "Precision", "Strategy", "TrainState",
+    "adamw", "apply_updates", "chain", "clip_by_global_norm", "constant", "data", "gather_unit", "global_norm",
+    "hybrid", "init_state", "linear", "make_mesh", "make_train_step", "masked", "model_loss", "models", "ops",
+    "optim", "parse_strategy", "plan_layout", "policies", "random", "recording", "redistribute", "remat",
+    "run_ranks", "scan", "scan_units", "scatter_grads", "select_unit", "set_mesh", "sgd", "stack_units",
+    "state_bytes", "tree", "typeof", "unstack_units", "value_and_grad", "warmup_cosine", "zero",
 ]  # fmt: skip

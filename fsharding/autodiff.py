@@ -98,8 +98,9 @@ def value_and_grad(
                 if grad is not None and locals_[i] is not None:
                     ledger.add_reduced(i, grad)
             found = ledger.finish()
-        finally:
-            ledger.close()
+        except BaseException:
+            ledger.close(failed=True)
+            raise
         found = [g if locals_[i] is not None else _plain(raw[i], leaves[i], goals[i]) for i, g in enumerate(found)]
         if mean:
             _compat.foreach_mul_([g for g in found if g is not None], float(1.0 / totals[1]))

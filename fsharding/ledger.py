@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -98,10 +99,14 @@ class Unit:
         """Lets the gathered buffers go; whoever still holds a view keeps it."""
         self._rows, self.flats = None, None
 
-    def abandon(self) -> None:
-        """Waits for what is in flight, which nobody will ask for, and lets it go."""
+    def abandon(self, *, failed: bool = False) -> None:
+        """Waits for what is in flight, which nobody will ask for, and lets it go; after a failure, not for long."""
         for _, pending in self._rows or ():
-            pending.wait()
+            if failed:
+                with suppress(RuntimeError):
+                    pending.wait(timedelta(seconds=1))
+            else:
+                pending.wait()
         self.release()
 
 
@@ -139,12 +144,15 @@ class Ledger:
         self._pool = Pool()
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
         self._units: list[Unit] = []
+        self._back: int | None = None
         self._places: dict[int, tuple[Tensor, Place]] = {}
         self._ahead: dict[tuple[Place, ...], Unit] = {}
         self._watched: dict[int, tuple[Unit, int]] = {}
         self._current: Unit | None = None
         self._returning: list[Callable[[], None]] = []
         self._written: set[Place] = set()
+        self._taken: set[Place] = set()
+        self._begun = {i for i, out in enumerate(self.out) if out is not None}
         for i, leaf in enumerate(leaves):
             if leaf is not None:
                 self.register(leaf.value, Place(i, None))
@@ -225,8 +233,9 @@ class Ledger:
     def _revive(self, unit: Unit) -> list[Tensor]:
         if not unit.returned:
             unit.returned = True
-            for later in self._units[unit.order + 1 :]:
-                later.release()
+            for later in self._units[unit.order + 1 : self._back]:
+                later.abandon()
+            self._back = unit.order + 1
             if unit.flats is None:
                 unit.wait()
             earlier = next((u for u in reversed(self._units[: unit.order]) if u.saved), None)
@@ -250,7 +259,6 @@ class Ledger:
 
     def _reduce(self, unit: Unit, plan: Reducing, grads: list[Tensor | None]) -> Callable[[], None]:
         places = [unit.places[i] for i in plan.leaves]
-        held = self._held(places)
         if plan.before[0] or plan.after[0]:
             self.counts.reductions.append(self.name_of(places))
         begin = functools.partial(
@@ -258,38 +266,38 @@ class Ledger:
         )
         first = begin(grads, plan.before, plan.shapes, wire_dtype=plan.wire_dtype, wholes=plan.wholes_before)
         if not plan.after[0]:
-            return lambda: self._land(places, held, first.finish())
+            return lambda: self._land(places, first.finish())
 
         def second() -> transition.Transit:
-            terms = first.finish()
-            if held:
-                _compat.foreach_add_(held, terms)
-                terms = held
+            terms = self._add_to_held(places, first.finish())
             shapes = [tuple(x.shape) for x in terms]
             return begin(terms, plan.after, shapes, wire_dtype=plan.held_wire_dtype, wholes=plan.wholes_after)
 
         if plan.before[0]:
-            return lambda: self._land(places, [], second().finish())
+            return lambda: self._land(places, second().finish())
         under_way = second()
-        return lambda: self._land(places, [], under_way.finish())
+        return lambda: self._land(places, under_way.finish())
 
-    def _held(self, places: Sequence[Place]) -> list[Tensor]:
-        """What is held for these places, unless it has been added already."""
-        result: list[Tensor] = []
-        for place in places:
+    def _add_to_held(self, places: Sequence[Place], terms: list[Tensor]) -> list[Tensor]:
+        """Adds terms to what is held for their places; a tied leaf, which comes more than once, takes it along once."""
+        result = list(terms)
+        for i, place in enumerate(places):
             held = self.held[place.leaf]
-            if held is not None and place not in self._written:
-                result.append(held if place.row is None else held[place.row])
-        assert len(result) in (0, len(places)), "tied leaves are held together"
+            if held is not None and place not in self._taken:
+                result[i] = held if place.row is None else held[place.row]
+                self._taken.add(place)
+        sums = [i for i, term in enumerate(terms) if result[i] is not term]
+        if sums:
+            _compat.foreach_add_([result[i] for i in sums], [terms[i] for i in sums])
         return result
 
-    def _land(self, places: Sequence[Place], held: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
-        """Writes reduced gradients to their place, or adds them where there is something already."""
+    def _land(self, places: Sequence[Place], terms: Sequence[Tensor]) -> None:
+        """Adds reduced gradients to what is at their place; a plain copy where nothing can be there."""
         targets = [self._target(place) for place in places]
-        if held or places[0] in self._written:
-            _compat.foreach_add_(targets, list(terms))
-        else:
+        if not any(place in self._written or place.leaf in self._begun for place in places):
             _compat.foreach_copy_(targets, list(terms))
+        else:
+            _compat.foreach_add_(targets, list(terms))
         self._written.update(places)
 
     def _target(self, place: Place) -> Tensor:
@@ -332,7 +340,7 @@ class Ledger:
             wholes = [transition.whole_sizes(source, steps, shape)]
             part = held if row is None else held[row]
             moved = transition.move([part], [steps], leaf.sharding.mesh, wholes)[0]
-            (out if row is None else out[row]).copy_(moved)
+            (out if row is None else out[row]).add_(moved)
 
     def add_reduced(self, i: int, grad: Tensor) -> None:
         """Adds a gradient that came through plain autograd, in the sharding of the leaf and summed over its ranks."""
@@ -345,10 +353,10 @@ class Ledger:
         if all(where.get(axis, 0) == 0 for axis in goal.target.partial):
             out.add_(transition.move([grad.to(goal.dtype)], [steps], source.mesh, wholes)[0])
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Breaks the references between units and buffers, so that nothing is alive after the step."""
         for unit in [*self._units, *self._ahead.values()]:
-            unit.abandon()
+            unit.abandon(failed=failed)
         self._units.clear()
         self._ahead.clear()
         self._watched.clear()

@@ -12,15 +12,16 @@ import io
 import math
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,6 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from fsharding import boxes
 from fsharding.boxes import Box
@@ -55,10 +58,10 @@ def write(folder: Path, leaves: Mapping[str, Shards]) -> None:
     """
     planner = _SavePlanner(leaves)
     with _reported("fs.checkpoint.save"):
-        dcp.save({path: x.local for path, x in leaves.items()}, storage_writer=_Writer(folder), planner=planner)
+        dcp_save({path: x.local for path, x in leaves.items()}, storage_writer=_Writer(folder), planner=planner)
 
 
-class _SavePlanner(dcp.DefaultSavePlanner):
+class _SavePlanner(DefaultSavePlanner):
     """Plans from our boxes, so that it does not matter what a DTensor claims."""
 
     def __init__(self, leaves: Mapping[str, Shards]) -> None:
@@ -80,7 +83,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self._leaves[index.fqn][1][tuple(index.offset or ())][1]
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """One thread, since torch loses the errors of others; every file is synced; no path of this machine is kept."""
 
     def __init__(self, folder: Path) -> None:
@@ -111,10 +114,10 @@ def read(folder: Path, metadata: Metadata, leaves: Mapping[str, Shards]) -> None
     state = {path: x.local for path, x in leaves.items()}
     reader, planner = _Reader(folder, metadata), _LoadPlanner(leaves)
     with _reported("fs.checkpoint.load"):
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        dcp_load(state, storage_reader=reader, planner=planner, no_dist=True)
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """torch's reader, which loads tensors with `weights_only=True`, with metadata that have been checked already."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
@@ -125,7 +128,7 @@ class _Reader(dcp.FileSystemReader):
         return self._metadata
 
 
-class _LoadPlanner(dcp.DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     """Plans from our boxes."""
 
     def __init__(self, leaves: Mapping[str, Shards]) -> None:
@@ -150,18 +153,17 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 @contextmanager
-def _reported(function: str) -> Iterator[None]:
-    """Words what DCP raises, on every rank that it raises it on; silences its warning about one process without a group."""
+def _reported(function: str) -> Generator[None]:
+    """Words what DCP raises: from a save on every rank, from a load on this one. Silences its warning about no group."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
             yield
-    except dcp.CheckpointException as error:
+    except CheckpointException as error:
         problems = {r: (False, f"{type(e).__name__}: {e}") for r, (e, _) in error.failures.items()}
-        if function.endswith("load") or not dist.is_initialized():
-            text = next(iter(problems.values()))[1]
-            raise CheckpointError(message(function, "failed.", [text])) from error
-        raise failure(function, problems) from error
+        if function == "fs.checkpoint.save":
+            raise failure(function, problems) from error
+        raise CheckpointError(message(function, "failed.", [text for _, text in problems.values()])) from error
 
 
 # ------------------------------------------------------------------------------------------------------------ metadata
@@ -246,12 +248,11 @@ def _chunk_problems(
             continue
         volume += boxes.volume(box)
         where = storage.get(MetadataIndex(path, chunk.offsets))
-        file = manifest.files.get(where.relative_path) if where is not None else None
-        if file is None:
-            rows.append(
-                f"chunk {box} is in {getattr(where, 'relative_path', None)!r}, which the manifest does not have"
-            )
-        elif not 0 <= where.offset <= where.offset + where.length <= file.bytes or where.transform_descriptors:
+        if where is None or where.relative_path not in manifest.files:
+            rows.append(f"chunk {box} is in no file that the manifest names")
+            continue
+        size = manifest.files[where.relative_path].bytes
+        if not 0 <= where.offset <= where.offset + where.length <= size or where.transform_descriptors:
             rows.append(f"chunk {box} is not inside {where.relative_path}")
     starts = {tuple(chunk.offsets) for chunk in entry.chunks}
     if volume != math.prod(shape) or len(starts) != len(entry.chunks):

@@ -1,8 +1,8 @@
-"""The leaves of a state as a checkpoint has them: by path, each with its global shape and the boxes that this rank holds.
+"""The leaves of a state as a checkpoint has them: by path, each with its shape and the boxes that this rank holds.
 
 In: a `TrainState`, or a layout and what is to be loaded into it. Out: `Shards` by path.
 `params.*` are the main parameters, whatever the precision and strategy: the copy that computes is derived from them.
-Law: two states that differ in layout alone give the same paths, shapes and dtypes, and their boxes tile the same leaves.
+Law: two states that differ in layout alone give the same paths, shapes and dtypes, and boxes that tile the same leaves.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def param_path(leaf: LeafLayout) -> str:
 
 
 def owner(path: str, shape: Sequence[int], layout: Layout) -> LeafLayout | None:
-    """The parameter that a leaf of the optimizer state is a moment of: its path ends the leaf's, and the shapes agree."""
+    """The parameter that a leaf of the optimizer state is a moment of: its path ends the leaf's, the shapes agree."""
     fits = [p for p in layout.leaves if p.shape == tuple(shape) and f".{path}".endswith(f".{p.path}" if p.path else "")]
     return max(fits, key=lambda p: len(p.path), default=None)
 

@@ -7,9 +7,8 @@ Law: `load(save(x, A), B) == reshard(x, B)`, bitwise, for every strategy, mesh a
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from fsharding import tree
 from fsharding.checkpoint import dcp, store
 from fsharding.checkpoint.agree import rank, ranks, together
 from fsharding.checkpoint.leaves import Want, owner, param_path, placement, staged
-from fsharding.checkpoint.manifest import Manifest, SavedLeaf
+from fsharding.checkpoint.manifest import Manifest, SavedLeaf, text_of
 from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.structure import rebuild
 from fsharding.errors import CheckpointError, LayoutError, message
@@ -39,31 +38,27 @@ _CPU = torch.device("cpu")
 def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = None) -> TrainState:
     """Reads a checkpoint into a layout: the one that it was saved in, or any other of the same model. Collective.
 
-    Parameters in the compute dtype, and copies, are made from the main parameters, as a step makes them. A loss scale that
-    the layout's precision does not want is dropped; one that it wants and the checkpoint lacks starts afresh.
+    Parameters in the compute dtype, and copies, are made from the main parameters, as a step makes them. A loss scale
+    that the layout's precision does not want is dropped; one that it wants and the checkpoint lacks starts afresh.
 
     Args:
         path: the directory.
         layout: where everything goes. Its mesh may have another number of ranks than the one that saved.
-        opt: the optimizer, whose `init` says what the optimizer state should be; it runs on the meta device, so it must not
-            look at values. Without it the state is what the checkpoint has, as far as fsharding's own optimizers go.
+        opt: the optimizer, whose `init` says what the optimizer state should be; it runs on the meta device, so it must
+            not look at values. Without it the state is what the checkpoint has, if it is of fsharding's own optimizers.
 
     Returns:
         The state, bitwise what was saved.
 
     Raises:
-        CheckpointError: on every rank: no checkpoint, or one that is incomplete, damaged, of a newer version, of another
-            model, optimizer or main dtype. Every leaf that differs and every damaged file is listed.
+        CheckpointError: on every rank: no checkpoint, or one that is incomplete, damaged, of a newer version, of
+            another model, optimizer or main dtype. Every leaf that differs and every damaged file is listed.
         LayoutError: the layout is on an abstract mesh.
     """
     if isinstance(layout.mesh, AbstractMesh):
         mend = "Plan the layout on a mesh of fs.make_mesh."
         raise LayoutError(message(_FUNCTION, f"cannot load onto the abstract mesh {layout.mesh}.", mend=mend))
-    found = together(_FUNCTION, lambda: _look(path))
-    folder, manifest = found[0]
-    if any(other != found[0] for other in found):
-        rows = [f"rank {r}: {where}" for r, (where, _) in enumerate(found)]
-        raise CheckpointError(message(_FUNCTION, "found different checkpoints on different ranks.", rows))
+    folder, manifest = _look(path)
     wanted, opt_state = _wanted(layout, manifest, opt)
     _compare(folder, manifest, wanted, layout, with_opt=opt is not None)
     _verify(folder, manifest)
@@ -73,8 +68,23 @@ def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = 
 
 
 def _look(path: StrPath) -> tuple[Path, Manifest]:
-    folder = store.find(path)
-    return folder, store.read_manifest(_FUNCTION, folder)
+    """The directory and its manifest, which are the same on all ranks."""
+    seen: list[tuple[Path, Manifest]] = []
+
+    def read() -> tuple[str, str]:
+        folder = store.find(path)
+        manifest = store.read_manifest(_FUNCTION, folder)
+        seen.append((folder, manifest))
+        return str(folder), hashlib.sha256(text_of(manifest).encode()).hexdigest()
+
+    found = together(_FUNCTION, read)
+    if len({*found}) > 1:
+        rows = [
+            f"rank {r}: {folder}, its manifest has the sha256 {digest[:12]}..."
+            for r, (folder, digest) in enumerate(found)
+        ]
+        raise CheckpointError(message(_FUNCTION, "found different checkpoints on different ranks.", rows))
+    return seen[0]
 
 
 # ------------------------------------------------------------------------------------------------------ what should be
@@ -111,7 +121,7 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
 
 
 def _by_owner(path: str, saved: SavedLeaf, layout: Layout, device: torch.device) -> Want:
-    """A leaf of the optimizer state of which we know no more than the manifest says: cut as the parameter of its path."""
+    """A leaf of the optimizer state of which we know what the manifest says alone: cut as the parameter of its path."""
     dtype = getattr(torch, saved.dtype)
     if saved.spec is None:
         return Want(saved.shape, dtype, None, _CPU)
@@ -123,9 +133,7 @@ def _meta_main(layout: Layout) -> Tree:
     """Main parameters without memory; None for frozen leaves."""
     leaves = [
         leaf.main.to_dtensor(
-            torch.empty(
-                leaf.main.local_shape(leaf.shape), dtype=layout.precision.main_dtype(leaf.init), device="meta"
-            ),
+            torch.empty(leaf.main.local_shape(leaf.shape), dtype=layout.precision.main_dtype(leaf.init), device="meta"),
             leaf.shape,
         )
         if leaf.trainable
@@ -135,7 +143,7 @@ def _meta_main(layout: Layout) -> Tree:
     return tree.unflatten(layout.structure, leaves)
 
 
-# ---------------------------------------------------------------------------------------------------------- what there is
+# ------------------------------------------------------------------------------------------------------- what there is
 
 
 def _compare(folder: Path, manifest: Manifest, wanted: dict[str, Want], layout: Layout, *, with_opt: bool) -> None:

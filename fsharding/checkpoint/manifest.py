@@ -88,7 +88,7 @@ class Manifest:
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:
-    """ "float32" for `torch.float32`; None for None."""
+    """The name of a dtype, such as "float32"; None for None."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -133,7 +133,15 @@ def text_of(manifest: Manifest) -> str:
         mend = "Give it dicts, lists, strings, finite numbers, booleans and None only."
         text = message("fs.checkpoint.save", "cannot write `extra` as JSON.", [str(error)], mend)
         raise CheckpointError(text) from error
-    return json.dumps({**data, "sha256": _seal(data)}, indent=1, ensure_ascii=True) + "\n"
+    rows = [f" {json.dumps(key)}: {_value(value)}" for key, value in {**data, "sha256": _seal(data)}.items()]
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
+def _value(value: Any) -> str:
+    """JSON with one entry a line, so that a leaf or a file can be read at a glance."""
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(inner)}" for key, inner in value.items()) + "\n }"
 
 
 def _seal(data: dict[str, Any]) -> str:

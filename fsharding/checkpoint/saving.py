@@ -1,6 +1,6 @@
 """`save`: the state of all ranks becomes one directory, or nothing does.
 
-In: a `TrainState` in any layout. Out: a directory that holds every leaf once, and a manifest with the checksums of its files.
+In: a `TrainState` in any layout. Out: a directory that holds every leaf once, and a manifest with checksums.
 Every phase ends with all ranks telling each other how it went, so a failure on one raises on all and nobody waits.
 Law: `load(save(x, A), B) == reshard(x, B)`, bitwise; the directory exists under its name only when it is complete.
 """
@@ -31,21 +31,21 @@ _FUNCTION = "fs.checkpoint.save"
 
 
 def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
-    """Writes a checkpoint. Collective over all ranks, which have to see one file system; or one process without a group.
+    """Writes a checkpoint. Collective over all ranks, which have to see one file system, or of one process.
 
-    What is written are the main parameters, the optimizer state, step, key and loss scale, each element once, by torch DCP:
-    `torch.distributed.checkpoint.load` reads the leaves as well, by the paths in the manifest. A complete checkpoint at
+    Main parameters, optimizer state, step, key and loss scale are written by torch DCP, each element once, so that
+    `torch.distributed.checkpoint.load` reads the leaves as well, by the paths in the manifest. A checkpoint that is at
     `path` is replaced: until the new one is in its place, the old one is found by `load` and `latest`.
 
     Args:
         path: the directory to be; its parents are made.
         state: the state.
-        extra: anything that JSON has, such as the configuration or the position in the data; that of rank 0 is kept, and
-            comes back as JSON gives it (tuples as lists).
+        extra: anything that JSON has, such as the configuration or the position in the data; that of rank 0 is kept,
+            and comes back as JSON gives it (tuples as lists).
 
     Raises:
-        CheckpointError: on every rank: a leaf that cannot be saved, a leaf that should be the same on all ranks and is not,
-            a rank that cannot write, something at `path` that is no checkpoint. What was at `path` is still there.
+        CheckpointError: on every rank: a leaf that cannot be saved, one that should be the same on all ranks and is
+            not, a rank that cannot write, something at `path` that is no checkpoint. What was at `path` is still there.
         DonatedError: the state was donated.
     """
     named = content(state)
@@ -88,7 +88,7 @@ def _same_everywhere(checked: list[dict[str, str]]) -> None:
         if theirs.get(what) != first.get(what)
     ]
     if rows:
-        mend = "Give all ranks the same; what differs between ranks belongs into a sharded leaf, or into files of your own."
+        mend = "Give all ranks the same; what differs between them belongs into a sharded leaf, or files of your own."
         raise CheckpointError(message(_FUNCTION, "got different values on different ranks.", rows, mend))
 
 

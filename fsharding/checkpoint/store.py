@@ -1,8 +1,8 @@
 """Directories of checkpoints: a save shows up whole or not at all, and is found again whatever broke in between.
 
-In: a target path. Out: a fresh directory beside it to write to, then one rename; the newest complete checkpoint of many.
-An older checkpoint at the target is first renamed to `.<name>.replaced`, so that one of the two is there at every moment;
-whatever looks for the target finds it under that name. Law: only plain files that the manifest names are ever read.
+In: a target path. Out: a fresh directory beside it to write to, then one rename; the newest complete one of many.
+An older checkpoint at the target is first renamed to `.<name>.replaced`, so that one of the two is there at every
+moment, and who looks for the target finds it there. Law: only plain files that the manifest names are ever read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,19 @@ from typing import TypeAlias
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, parse
 from fsharding.errors import CheckpointError, message
 
-__all__ = ["StrPath", "commit", "damage", "digest_files", "discard", "find", "latest", "metadata", "partial_of", "prepare", "read_manifest"]
+__all__ = [
+    "StrPath",
+    "commit",
+    "damage",
+    "digest_files",
+    "discard",
+    "find",
+    "latest",
+    "metadata",
+    "partial_of",
+    "prepare",
+    "read_manifest",
+]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -99,7 +111,9 @@ def commit(partial: Path, target: Path, text: str, files: dict[str, SavedFile]) 
         CheckpointError: files that other ranks wrote are not there.
     """
     sizes = {name: os.stat(partial / name).st_size for name in os.listdir(partial)}
-    rows = [f"{name}: written, but not seen from rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
+    rows = [
+        f"{name}: written, but not seen from rank 0" for name, file in files.items() if sizes.get(name) != file.bytes
+    ]
     if rows:
         rule = f"needs a directory that all ranks share, and {target.parent} is none."
         raise CheckpointError(message("fs.checkpoint.save", rule, rows))
@@ -203,7 +217,7 @@ def metadata(path: StrPath) -> Manifest:
 def latest(directory: StrPath) -> Path | None:
     """The complete checkpoint of a directory with the highest step; None if there is none.
 
-    Complete means: its manifest can be read, and every file that it names is there in its size. Checksums are compared by
+    Complete means: its manifest can be read, and every file that it names is there in its size. Checksums are left to
     `load`. A checkpoint of a newer format counts, so that `load` refuses it by name instead of going back in silence.
     One that was set aside by an interrupted save counts as long as nothing complete is in its place.
 

@@ -11,6 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -62,14 +63,20 @@ class Pending:
     works: tuple[dist.Work, ...] = ()
     held: tuple[Tensor, ...] = ()
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         """Returns when the buffers are ready.
 
+        Args:
+            timeout: by default the group's.
+
         Raises:
-            RuntimeError: torch's own, when a peer is gone or the group's timeout is over.
+            RuntimeError: torch's own, when a peer is gone or the timeout is over.
         """
         for work in self.works:
-            work.wait()
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
 
 
 def _uses_p2p(group: Group) -> bool:

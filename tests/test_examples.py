@@ -1,0 +1,68 @@
+"""What the documentation shows runs: the python blocks of the tour, and every file in examples/."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOUR = ROOT / "docs" / "tour.md"
+SECONDS = 100
+
+# What each example prints at its end, and what has to be in its output besides.
+EXPECTED: dict[str, list[str]] = {
+    "mlp.py": [r"^zero0: +\d+ bytes of state a rank", r"^zero3: +\d+ bytes of state a rank", "equal in every bit$"],
+    "research_step.py": [
+        r"^zero\(0\) on 2 ranks$",
+        r"^  step 4  loss \d\.\d{6} .* gathers 0  reductions 6  units alive 0$",
+        r"^zero\(3\) on 2 ranks$",
+        r"^  step 4  loss \d\.\d{6} .* gathers 10  reductions 6  units alive 2$",
+        r"^  params\.blocks\.wq is float32\[4, 64, 64@dp\], here \[4, 64, 32\]$",
+        "equal in every bit$",
+    ],
+}
+
+
+def script_of(markdown: str) -> str:
+    """The python blocks of a page as one script, each line where it stands on the page."""
+    lines = [""] * (markdown.count("\n") + 1)
+    for block in re.finditer(r"^```python\n(.*?)^```$", markdown, re.MULTILINE | re.DOTALL):
+        code = block[1].splitlines()
+        first = markdown.count("\n", 0, block.start(1))
+        lines[first : first + len(code)] = code
+    return "\n".join(lines)
+
+
+def test_the_tour_runs():
+    script = script_of(TOUR.read_text(encoding="utf-8"))
+    assert script.count("assert") > 20
+    exec(compile(script, str(TOUR), "exec"), {"__name__": "__main__"})
+
+
+def test_blocks_keep_their_lines():
+    assert script_of("text\n```python\na = 1\n```\n```bash\nls\n```\n\n```python\nb = 2\n```\n").splitlines()[2::7] == [
+        "a = 1",
+        "b = 2",
+    ]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_example_runs(path: Path, tmp_path: Path):
+    run = subprocess.run(
+        [sys.executable, "-W", "error", str(path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+        timeout=SECONDS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+    missing = [text for text in EXPECTED[path.name] if not re.search(text, run.stdout, re.MULTILINE)]
+    assert not missing, f"not in the output: {missing}\n{run.stdout}"
