@@ -126,7 +126,7 @@ def abstract(mesh: Mesh) -> AbstractMesh:
 
 def unknown_axis(name: str) -> str:
     """Words the complaint about an axis that does not exist."""
-    close = difflib.get_close_matches(name, AXES, 1)
+    close = sorted(difflib.get_close_matches(name, AXES, 3), key=lambda axis: not name.startswith(axis[:1]))
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"knows no axis {name!r}. Axes are {', '.join(AXES)}.{hint}"
 

@@ -154,7 +154,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 @contextmanager
 def _reported(function: str) -> Generator[None]:
-    """Words what DCP raises: from a save on every rank, from a load on this one. Silences its warning about no group."""
+    """Words what DCP raises: from a save on every rank, from a load on this one; hides its warning of no group."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)

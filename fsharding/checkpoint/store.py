@@ -111,9 +111,7 @@ def commit(partial: Path, target: Path, text: str, files: dict[str, SavedFile]) 
         CheckpointError: files that other ranks wrote are not there.
     """
     sizes = {name: os.stat(partial / name).st_size for name in os.listdir(partial)}
-    rows = [
-        f"{name}: written, but not seen from rank 0" for name, file in files.items() if sizes.get(name) != file.bytes
-    ]
+    rows = [f"{name}: not seen whole by rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
     if rows:
         rule = f"needs a directory that all ranks share, and {target.parent} is none."
         raise CheckpointError(message("fs.checkpoint.save", rule, rows))

@@ -168,3 +168,14 @@ def test_interrupt_ends_all_ranks(tmp_path: Path):
     assert run.returncode == 130
     assert "complete checkpoints are intact" in err
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_host_overhead_beside_fsdp2_is_measured_and_shown(capsys: pytest.CaptureFixture[str]):
+    done = fsharding("bench", "overhead", "--units", "20", "--rounds", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["contender"]: row for row in json.loads(done.stdout)["rows"]}
+    assert set(rows) == {"fsharding-zero3", "fsdp2"}
+    assert rows["fsharding-zero3"]["loss"] == pytest.approx(rows["fsdp2"]["loss"], rel=1e-4)
+    with capsys.disabled():
+        ours, theirs = (rows[name]["median_ms"] for name in ("fsharding-zero3", "fsdp2"))
+        print(f"\nhost overhead, 20 units of 12 leaves, 2 ranks: {ours:.1f} ms a step, FSDP2 {theirs:.1f} ms")
