@@ -3,7 +3,7 @@
 `docs/tour.md` teaches all of it on one page. Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
 """
 
-from fsharding import data, models, ops, optim, policies, random, tree
+from fsharding import checkpoint, data, models, ops, optim, policies, random, tree
 from fsharding.autodiff import value_and_grad
 from fsharding.counts import recording
 from fsharding.layout import Layout, Memory, plan_layout
@@ -45,11 +45,11 @@ from fsharding.transforms import gather_unit, remat, scatter_grads, select_unit
 
 __all__ = [
     "BF16", "DEFAULT_RULES", "FP16", "FP32", "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS",
-    "OPTIM_GRADS_PARAMS", "AbstractMesh", "AxisRules", "GradientTransformation", "Layout", "Local", "LossScale",
-    "Memory", "Metrics", "Model", "NamedSharding", "P", "PartitionSpec", "Precision", "Strategy", "TrainState",
-    "adamw", "apply_updates", "chain", "clip_by_global_norm", "constant", "data", "gather_unit", "global_norm",
-    "hybrid", "init_state", "linear", "make_mesh", "make_train_step", "masked", "model_loss", "models", "ops",
-    "optim", "parse_strategy", "plan_layout", "policies", "random", "recording", "redistribute", "remat",
-    "run_ranks", "scan", "scan_units", "scatter_grads", "select_unit", "set_mesh", "sgd", "stack_units",
-    "state_bytes", "tree", "typeof", "unstack_units", "value_and_grad", "warmup_cosine", "zero",
+    "OPTIM_GRADS_PARAMS", "P", "AbstractMesh", "AxisRules", "GradientTransformation", "Layout", "Local",
+    "LossScale", "Memory", "Metrics", "Model", "NamedSharding", "PartitionSpec", "Precision", "Strategy",
+    "TrainState", "adamw", "apply_updates", "chain", "checkpoint", "clip_by_global_norm", "constant", "data",
+    "gather_unit", "global_norm", "hybrid", "init_state", "linear", "make_mesh", "make_train_step", "masked",
+    "model_loss", "models", "ops", "optim", "parse_strategy", "plan_layout", "policies", "random", "recording",
+    "redistribute", "remat", "run_ranks", "scan", "scan_units", "scatter_grads", "select_unit", "set_mesh", "sgd",
+    "stack_units", "state_bytes", "tree", "typeof", "unstack_units", "value_and_grad", "warmup_cosine", "zero",
 ]  # fmt: skip

@@ -45,8 +45,8 @@ def algorithm(name: str) -> Generator[None]:
     """Chooses how rows are gathered inside the `with` block.
 
     Args:
-        name: "auto" (by backend and size), "native" (all-gather), "p2p" (sends and receives) or "exchange" (all-to-all of
-            equal rows). All give the same bytes.
+        name: "auto" (by backend and size), "native" (all-gather), "p2p" (sends and receives) or "exchange" (all-to-all
+            of equal rows). All give the same bytes.
     """
     assert name in ("auto", "native", "p2p", "exchange"), name
     token = _algorithm.set(name)

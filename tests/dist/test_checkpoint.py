@@ -1,0 +1,422 @@
+"""Checkpoints on real ranks: any layout to any other bit by bit, training that goes on as if nothing was, and failures of one rank."""
+
+import math
+import os
+import resource
+import signal
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsharding as fs
+from fsharding import boxes, mesh as meshes, random
+from fsharding import checkpoint as ck
+from fsharding.checkpoint import dcp, store
+from fsharding.checkpoint.leaves import staged
+from fsharding.errors import CheckpointError, RankError
+from fsharding.precision import ScaleState
+from fsharding.sharding import Assigned, local_of, sharding_of
+from fsharding.step import main_params, spread_main
+from fsharding.testing import assert_bitwise_equal, run_ranks
+
+LAYOUTS = {
+    "zero0": (dict(dp=-1), fs.zero(0), fs.FP32),
+    "zero1_bf16": (dict(dp=-1), fs.zero(1), fs.BF16),
+    "zero2": (dict(dp=-1), fs.zero(2), fs.FP32),
+    "zero3": (dict(dp=-1), fs.zero(3), fs.FP32),
+    "zero3_bf16": (dict(dp=-1), fs.zero(3), fs.BF16),
+    "tp": (dict(tp=2, dp=-1), fs.zero(3), fs.FP32),
+    "pp_fp16": (dict(pp=2, dp=-1), fs.zero(2), fs.FP16),
+    "hsdp": (dict(replica=2, dp=-1), fs.HSDP, fs.FP32),
+    "hfsdp_bf16": (dict(replica=2, dp=-1), fs.HFSDP, fs.BF16),
+    "all_cut": (dict(replica=2, dp=-1), fs.hybrid(params=True, grads=True, opt_state=True), fs.FP32),
+}
+NAMES = {
+    "table": ("vocab", "embed"),
+    "blocks": {"w": ("layers", "heads", "embed"), "scale": ("layers",)},
+    "odd": [("mlp",), (None, None)],
+    "scalar": (),
+    "counts": (None,),
+    "frozen": ("embed",),
+}
+
+
+def draws(key):
+    """Dims that no number of ranks divides, some smaller than it; a scalar, a whole-number buffer, a frozen leaf."""
+    return {
+        "table": random.zeros((7, 13)),
+        "blocks": {"w": random.zeros((3, 5, 6)), "scale": random.zeros((3,))},
+        "odd": [random.zeros((9,)), random.zeros((1, 2))],
+        "scalar": random.zeros(()),
+        "counts": random.zeros((3,), dtype=torch.int64),
+        "frozen": random.zeros((5,)),
+    }
+
+
+def label(path, leaf):
+    return "plain" if leaf.ndim < 2 else "decayed"
+
+
+def optimizer():
+    groups = {"plain": fs.sgd(0.1, momentum=0.9), "decayed": fs.adamw(1e-2, weight_decay=0.1)}
+    return fs.chain(fs.clip_by_global_norm(1.0), fs.masked(groups, label))
+
+
+def planned(name, mesh=None):
+    axes, strategy, precision = LAYOUTS[name]
+    mesh = mesh or fs.make_mesh(**axes, device="cpu")
+    return fs.plan_layout(draws(None), mesh, strategy=strategy, precision=precision, names=NAMES, frozen=("frozen",))
+
+
+def filled(tree):
+    """Every leaf gets values that depend on its path and on where in the whole leaf they stand, and on nothing else."""
+    for path, x in fs.tree.named_leaves(tree).items():
+        local = local_of(x)
+        box = sharding_of(x).box(x.shape) if isinstance(x, torch.distributed.tensor.DTensor) else boxes.full(x.shape)
+        draw = random.normal(random.key(zlib.crc32(path.encode())), tuple(x.shape), std=100.0)
+        local.copy_(draw.slice(box))
+    return tree
+
+
+def some_state(layout):
+    state = fs.init_state(draws, optimizer(), fs.random.key(0), layout)
+    main = state.main if state.main is not None else main_params(state.params, layout)
+    filled({"main": main})
+    filled({"fixed": [state.params["counts"], state.params["frozen"]]})
+    filled({"opt_state": state.opt_state})
+    scale = ScaleState(torch.tensor(256.0), torch.tensor(31)) if state.loss_scale is not None else None
+    params = spread_main(main, state.params, layout)
+    return state.replace(step=torch.tensor(41), key=torch.tensor([5, 6]), params=params, loss_scale=scale)
+
+
+def portions(state):
+    """What this rank holds, by path: global shape, box, and the values."""
+    main = state.main if state.main is not None else main_params(state.params, state.layout)
+    tree = {"main": main, "params": state.params, "opt_state": state.opt_state, "step": state.step, "key": state.key}
+    result = {}
+    for path, x in fs.tree.named_leaves(tree).items():
+        whole = not isinstance(x, torch.distributed.tensor.DTensor)
+        box = boxes.full(x.shape) if whole else sharding_of(x).box(x.shape)
+        result[path] = (tuple(x.shape), box, local_of(x).clone())
+    return result
+
+
+def whole(ranks):
+    """Puts what all ranks hold together; copies have to be equal and nothing may be missing."""
+    result = {}
+    for path in ranks[0]:
+        shape, _, local = ranks[0][path]
+        filling, seen = torch.zeros(shape, dtype=local.dtype), torch.zeros(shape, dtype=torch.bool)
+        for held in ranks:
+            _, box, part = held[path]
+            at = tuple(slice(*ends) for ends in box)
+            both = seen[at]
+            assert torch.equal(filling[at][both], part[both]), path
+            filling[at], seen[at] = part, True
+        assert seen.all(), path
+        result[path] = filling
+    return result
+
+
+def save_some(name, path, replace=None):
+    state = some_state(planned(name))
+    ck.save(path, state.replace(**(replace or {})), extra={"layout": name})
+    return portions(state)
+
+
+def load_into(names, path, given):
+    result = {}
+    for name in names:
+        state = ck.load(path, planned(name), opt=optimizer() if given else None)
+        result[name] = portions(state), None if state.loss_scale is None else [x.item() for x in state.loss_scale]
+    return result
+
+
+def compare(saved, loaded, name, source):
+    """Main parameters and moments have the same bits; params are those bits in the dtype of the layout."""
+    axes = {axis: max(size, 2) for axis, size in LAYOUTS[name][0].items()}
+    layout = planned(name, fs.AbstractMesh(tuple(axes), tuple(axes.values())))
+    want = dict(saved)
+    for leaf in layout.leaves:
+        if leaf.trainable:
+            want[f"params.{leaf.path}"] = saved[f"main.{leaf.path}"].to(layout.param_dtype(leaf))
+    assert_bitwise_equal(loaded, want, f"{source} to {name}")
+
+
+# ------------------------------------------------------------------------------------------------- any layout to any other
+@pytest.mark.parametrize(
+    ("ranks", "source", "turn"),
+    [
+        (2, "zero0", 0),
+        (2, "zero1_bf16", 1),
+        (4, "zero2", 1),
+        (4, "zero3", 0),
+        (4, "tp", 0),
+        (4, "pp_fp16", 1),
+        (4, "hsdp", 0),
+        (4, "hfsdp_bf16", 1),
+    ],
+)
+def test_any_layout_to_any_other(tmp_path, ranks, source, turn):
+    saved = whole(run_ranks(save_some, ranks, source, tmp_path / "a"))
+    assert math.isclose(saved["main.table"].std().item(), 100.0, rel_tol=0.3)
+    by_ranks = {2: ["zero0", "zero3", "pp_fp16", "tp", "zero1_bf16", "zero2"], 4: [*LAYOUTS], 3: ["zero3", "zero1_bf16"]}
+    for n, names in ((n, names[turn::2]) for n, names in by_ranks.items()):
+        done = run_ranks(load_into, n, names, tmp_path / "a", given=n == 4)
+        for name in names:
+            loaded = whole([held[name][0] for held in done])
+            compare(saved, loaded, name, source)
+            scale = (([256.0, 31] if source == "pp_fp16" else [2.0**16, 0]) if name == "pp_fp16" else None)
+            assert all(held[name][1] == scale for held in done)
+    alone = load_into(["zero0", "zero3_bf16"], tmp_path / "a", given=False)
+    for name, (held, _) in alone.items():
+        loaded = whole([held])
+        assert_bitwise_equal({path: loaded[path] for path in saved if not path.startswith("params.")}, without_params(saved))
+        assert loaded["params.table"].dtype == (torch.float32 if name == "zero0" else torch.bfloat16)
+
+
+def without_params(saved):
+    return {path: x for path, x in saved.items() if not path.startswith("params.")}
+
+
+def test_every_element_is_written_once(tmp_path):
+    run_ranks(save_some, 4, "zero0", tmp_path / "a")
+    manifest = ck.metadata(tmp_path / "a")
+    found = dcp.inventory(tmp_path / "a", manifest)
+    for path, leaf in found.state_dict_metadata.items():
+        assert len(leaf.chunks) == 1, path
+    assert sorted(manifest.files) == [".metadata", *(f"__{r}_0.distcp" for r in range(4))]
+    assert all(file.bytes > 0 for file in manifest.files.values())
+    run_ranks(save_some, 4, "hfsdp_bf16", tmp_path / "a")
+    found = dcp.inventory(tmp_path / "a", ck.metadata(tmp_path / "a"))
+    cut = found.state_dict_metadata["opt_state.states.1.groups.decayed.mu.table"]
+    assert len(cut.chunks) == 4
+    assert sum(math.prod(chunk.sizes) for chunk in cut.chunks) == 7 * 13
+
+
+def layers_of(rank, path):
+    """Rows 0 and 3 live on the first stage, 1 and 2 on the second: two boxes on one rank."""
+    mesh = fs.make_mesh(pp=2, device="cpu")
+    sharding = fs.NamedSharding(mesh, assigned=Assigned("pp", 0, ((0, 3), (1, 2))))
+    full = torch.arange(8.0).reshape(4, 2)
+    mine = full[list(sharding.assigned.indices[meshes.coordinate(mesh)["pp"]])]
+    store.prepare(path) if dist.get_rank() == 0 else None
+    dist.barrier()
+    dcp.write(store.partial_of(path), {"x": staged((4, 2), sharding, mine)})
+    leaf = ck.SavedLeaf((4, 2), "float32", "")
+    files = store.digest_files(store.partial_of(path), ["__0_0.distcp", "__1_0.distcp"])
+    found = dcp.inventory(store.partial_of(path), ck.Manifest(0, {}, {"x": leaf}, None, files, None, "", ""))
+    again, plain = torch.zeros(2, 2), torch.zeros(4, 2)
+    dcp.read(store.partial_of(path), found, {"x": staged((4, 2), sharding, again)})
+    dcp.read(store.partial_of(path), found, {"x": staged((4, 2), None, plain)})
+    return torch.equal(again, mine), torch.equal(plain, full)
+
+
+def test_assigned_leaves(tmp_path):
+    assert run_ranks(layers_of, 2, None, tmp_path / "a") == [(True, True)] * 2
+
+
+# ---------------------------------------------------------------------------------------------------- training goes on
+CONFIG = fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20)
+
+
+def batch_of(step, mesh):
+    index, count = meshes.data_position(mesh)
+    tokens = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(step)).chunk(count)[index]
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def train_on(state, step, mesh, steps):
+    losses = []
+    for _ in range(steps):
+        state, metrics = step(state, batch_of(int(state.step), mesh))
+        losses.append((metrics.loss.item(), metrics.grad_norm.item()))
+    return state, losses
+
+
+def train_with_a_break(path, axes, pairs):
+    """For each pair of layouts: losses without a break, and with a save in one layout and a load into the other."""
+    result = []
+    mesh, model = fs.make_mesh(**axes, device="cpu"), fs.models.decoder(CONFIG)
+    opt = fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(1e-2, weight_decay=0.1))
+    for before, after, precision in pairs:
+        step = fs.make_train_step(model, opt, donate=True)
+        layout = fs.plan_layout(model, mesh, strategy=before, precision=precision)
+        state, _ = train_on(fs.init_state(model, opt, fs.random.key(1), layout), step, mesh, 2)
+        ck.save(path, state)
+        _, without = train_on(state, step, mesh, 3)
+        _, with_break = train_on(ck.load(path, layout.with_strategy(after)), step, mesh, 3)
+        result.append((without, with_break))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes", "pairs"),
+    [
+        (2, {"dp": 2}, [(fs.zero(i), fs.zero(i), p) for i in range(4) for p in (fs.FP32, fs.BF16)]),
+        (2, {"dp": 2}, [(fs.zero(3), fs.zero(0), fs.FP32), (fs.zero(1), fs.zero(3), fs.BF16)]),
+        (4, {"replica": 2, "dp": 2}, [(fs.HSDP, fs.HSDP, fs.FP32), (fs.HFSDP, fs.HFSDP, fs.BF16)]),
+        (2, {"dp": 2}, [(fs.zero(1), fs.zero(1), fs.FP16)]),
+    ],
+    ids=["same", "other", "replica", "fp16"],
+)
+def test_training_goes_on_bitwise(tmp_path, ranks, axes, pairs):
+    for result in run_ranks(train_with_a_break, ranks, tmp_path / "a", axes, pairs):
+        for without, with_break in result:
+            assert without == with_break
+            assert len({loss for loss, _ in without}) == 3
+
+
+# ----------------------------------------------------------------------------------------------------- one rank fails
+def answer(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except CheckpointError as error:
+        return str(error)
+    return "done"
+
+
+def save_with_a_full_disk(path, full):
+    """No file of the chosen rank may be larger than 2000 bytes, which the kernel sees to."""
+    state = some_state(planned("zero3"))
+    ck.save(path / "1", state)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        texts = [answer(ck.save, path / name, state.replace(step=torch.tensor(50))) for name in ("1", "2")]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    steps = [int(ck.load(path / "1", planned("zero3")).step)]
+    dist.barrier()
+    ck.save(path / "1", state.replace(step=torch.tensor(60)))
+    return texts, [*steps, int(ck.load(path / "1", planned("zero3")).step)]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_on_one_rank(tmp_path, full):
+    for texts, steps in run_ranks(save_with_a_full_disk, 2, tmp_path, full):
+        for text in texts:
+            assert text.startswith("fs.checkpoint.save failed on 1 of 2 ranks.\n" + f"  rank {full}: ")
+        assert steps == [41, 60]
+    assert os.listdir(tmp_path) == ["1"]
+
+
+def refuse(*args, **kwargs):
+    raise PermissionError(13, "Permission denied")
+
+
+def save_with_a_fault(path, where, rank):
+    state = some_state(planned("zero2"))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == rank:
+            patch.setattr(where, refuse)
+        return answer(ck.save, path / "a", state)
+
+
+@pytest.mark.parametrize(
+    ("where", "rank"),
+    [
+        ("fsharding.checkpoint.store.prepare", 0),
+        ("os.fsync", 1),
+        ("fsharding.checkpoint.dcp._SavePlanner.create_local_plan", 1),
+        ("fsharding.checkpoint.dcp._SavePlanner.lookup_object", 1),
+        ("fsharding.checkpoint.dcp._Writer.finish", 0),
+        ("fsharding.checkpoint.store.digest_files", 1),
+        ("fsharding.checkpoint.store.commit", 0),
+    ],
+)
+def test_a_fault_in_any_phase_raises_on_all_ranks(tmp_path, where, rank):
+    want = f"fs.checkpoint.save failed on 1 of 2 ranks.\n  rank {rank}: PermissionError: [Errno 13] Permission denied"
+    assert run_ranks(save_with_a_fault, 2, tmp_path, where, rank) == [want] * 2
+    assert os.listdir(tmp_path) == []
+
+
+def save_what_differs(path):
+    state = some_state(planned("zero3"))
+    rank = dist.get_rank()
+    texts = [answer(ck.save, path / "a", state.replace(key=torch.tensor([rank, 0])))]
+    texts.append(answer(ck.save, path / f"{rank}", state))
+    texts.append(answer(ck.save, path / "a", state.replace(opt_state={"x": torch.zeros(1 + rank // 2)})))
+    return texts
+
+
+def test_what_differs_between_ranks_is_not_saved(tmp_path):
+    head = "fs.checkpoint.save got different values on different ranks.\n"
+    mend = "\nGive all ranks the same; what differs between them belongs into a sharded leaf, or files of your own."
+    key = "".join(f"  the leaf key of rank {r} is not that of rank 0\n" for r in (1, 2, 3)).rstrip("\n")
+    path = "".join(f"  the path of rank {r} is not that of rank 0\n" for r in (1, 2, 3)).rstrip("\n")
+    for texts in run_ranks(save_what_differs, 4, tmp_path):
+        assert texts[:2] == [head + key + mend, head + path + mend]
+        assert "  the tree of leaves of rank 3 is not that of rank 0" in texts[2]
+        assert "of rank 1 is" not in texts[2]
+    assert os.listdir(tmp_path) == []
+
+
+def load_damaged(path):
+    return answer(ck.load, path, planned("zero3"))
+
+
+def test_damage_is_told_on_all_ranks(tmp_path):
+    run_ranks(save_some, 4, "zero3", tmp_path / "a")
+    for rank in (1, 3):
+        file = tmp_path / "a" / f"__{rank}_0.distcp"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+    for n in (2, 4):
+        texts = run_ranks(load_damaged, n, tmp_path / "a")
+        assert len(set(texts)) == 1
+        assert texts[0].startswith(f"fs.checkpoint.load refuses {tmp_path / 'a'}: 2 of its 5 files are damaged.\n  __1_0.distcp has")
+        assert "\n  __3_0.distcp has the sha256" in texts[0]
+    (tmp_path / "a" / "__3_0.distcp").unlink()
+    assert "__3_0.distcp is missing" in run_ranks(load_damaged, 2, tmp_path / "a")[0]
+    texts = run_ranks(load_damaged, 2, tmp_path / "absent")
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(f"fs.checkpoint.load finds no checkpoint at {tmp_path / 'absent'}: there is no such")
+
+
+def load_with_a_fault(path):
+    texts = []
+    for where in ("fsharding.checkpoint.store.read_manifest", "fsharding.checkpoint.dcp._Reader.read_data"):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(where, refuse)
+            texts.append(answer(ck.load, path, planned("zero3")))
+    return texts
+
+
+def test_a_rank_that_cannot_read(tmp_path):
+    run_ranks(save_some, 2, "zero3", tmp_path / "a")
+    head = "fs.checkpoint.load failed on 1 of 2 ranks.\n  rank 1: "
+    for first, second in run_ranks(load_with_a_fault, 2, tmp_path / "a"):
+        assert first == head + "PermissionError: [Errno 13] Permission denied"
+        assert second == head + "fs.checkpoint.load failed.\n      PermissionError: [Errno 13] Permission denied"
+
+
+def save_and_die(path, where):
+    state = some_state(planned("zero3"))
+    ck.save(path / "1", state)
+
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == 1:
+        pytest.MonkeyPatch().setattr(where, die)
+    ck.save(path / "2", state.replace(step=torch.tensor(50)))
+
+
+@pytest.mark.parametrize("where", ["dcp._SavePlanner.lookup_object", "store.digest_files"])
+def test_a_rank_that_dies(tmp_path, where):
+    with pytest.raises(RankError, match="rank 1 died of SIGKILL"):
+        run_ranks(save_and_die, 2, tmp_path, f"fsharding.checkpoint.{where}", timeout=30.0)
+    assert sorted(os.listdir(tmp_path)) == [".2.partial", "1"]
+    assert ck.latest(tmp_path) == tmp_path / "1"
+    loaded = run_ranks(load_into, 2, ["zero3"], tmp_path / "1", given=False)
+    saved = whole(run_ranks(save_some, 2, "zero3", tmp_path / "2"))
+    compare(saved, whole([held["zero3"][0] for held in loaded]), "zero3", "zero3")
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+    assert isinstance(ck.latest(tmp_path), Path)
