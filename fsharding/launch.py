@@ -7,6 +7,7 @@ A rank that dies ends all others, and its error comes up here. Law: no rank outl
 from __future__ import annotations
 
 import json
+import logging
 import os
 import uuid
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fsharding import errors
 from fsharding.errors import RankError, message
 
 __all__ = ["launch_ranks", "under_launcher"]
@@ -53,6 +55,9 @@ def launch_ranks(fn: Callable[..., None], ranks: int, *args: Any) -> None:
         monitor_interval=0.1,
         start_method="spawn",
     )
+    # The launcher logs a failure line by line; ours says it once.
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         elastic_launch(config, fn)(*args)
     except ChildFailedError as error:
@@ -64,13 +69,16 @@ def launch_ranks(fn: Callable[..., None], ranks: int, *args: Any) -> None:
 
 
 def _reason(recorded: Any) -> str:
-    """The error of a rank, in its own words."""
+    """The error of a rank in its own words, with the stack when it is none of ours."""
     if isinstance(recorded, str):
         try:
             recorded = json.loads(recorded)
         except json.JSONDecodeError:
             return str(recorded)
-    inner: Any = recorded
+    stack, inner = "", cast(Any, recorded)
     while isinstance(inner, dict) and "message" in inner:
-        inner = cast(dict[str, Any], inner)["message"]
-    return str(inner)
+        found = cast(dict[str, Any], inner)
+        stack = cast(dict[str, str], found.get("extraInfo", {})).get("py_callstack", stack)
+        inner = found["message"]
+    text = str(inner)
+    return text if text.partition(":")[0] in errors.__all__ else f"{text}\n{stack}".rstrip()
