@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding.mesh import data_position
-from fsharding.testing import run_ranks
 
 RANKS, STEPS, BATCH, WIDTH, DEPTH = 2, 60, 256, 33, 3  # 33 rows do not divide by 2 ranks, and need not
 
@@ -68,7 +67,7 @@ def train(strategy):
 if __name__ == "__main__":
     results = {}
     for name, strategy in {"zero0": fs.zero(0), "zero3": fs.zero(3)}.items():
-        losses, size = run_ranks(train, RANKS, strategy)[0]
+        losses, size = fs.run_ranks(train, RANKS, strategy)[0]
         results[name] = losses
         shown = " ".join(f"{loss:.6f}" for loss in losses[::12] + losses[-1:])
         print(f"{name}: {size:6d} bytes of state a rank, losses {shown}")

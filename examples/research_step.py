@@ -7,7 +7,6 @@ import torch
 
 import fsharding as fs
 from fsharding.mesh import data_position
-from fsharding.testing import run_ranks
 
 RANKS, STEPS, BATCH, LENGTH = 2, 5, 8, 32
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=4, heads=4, kv_heads=2, hidden=160)
@@ -56,10 +55,11 @@ def train(strategy):
         counts, size = calls[0], fs.state_bytes((params, opt_state))
         losses.append(float(loss))
         lines.append(
-            f"step {step}  loss {float(loss):.6f}  norm {float(norm):.4f}  tokens {int(tokens)}  state {size} bytes a rank"
+            f"step {step}  loss {float(loss):.6f}  norm {float(norm):.4f}  tokens {int(tokens)}  bytes {size}"
             f"  gathers {len(counts.gathers)}  reductions {len(counts.reductions)}  units alive {counts.peak_units}"
         )
     leaf = params["blocks"]["wq"]
+    lines.append("bytes: parameters and optimizer state of this rank; gathers and reductions: of one step, by unit")
     lines.append(f"params.blocks.wq is {fs.typeof(leaf)}, here {list(leaf.to_local().shape)}")
     return lines, losses
 
@@ -67,7 +67,7 @@ def train(strategy):
 if __name__ == "__main__":
     seen = []
     for level in (0, 1, 3):
-        lines, losses = run_ranks(train, RANKS, fs.zero(level))[0]
+        lines, losses = fs.run_ranks(train, RANKS, fs.zero(level))[0]
         print(f"zero({level}) on {RANKS} ranks", *lines, sep="\n  ")
         seen.append(losses)
     assert seen[0][-1] < seen[0][0]

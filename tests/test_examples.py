@@ -46,7 +46,8 @@ def test_the_tour_runs():
 
 def test_blocks_keep_their_lines():
     script = script_of("text\n```python\na = 1\n```\n```bash\nls\n```\n\n```python\nb = 2\n```\n")
-    assert {number: line for number, line in enumerate(script.splitlines(), start=1) if line} == {3: "a = 1", 10: "b = 2"}
+    found = {number: line for number, line in enumerate(script.splitlines(), start=1) if line}
+    assert found == {3: "a = 1", 10: "b = 2"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)

@@ -160,6 +160,9 @@ def _reported(function: str) -> Generator[None]:
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
             yield
     except CheckpointException as error:
+        for e, _ in error.failures.values():
+            if not isinstance(e, Exception):
+                raise e from error
         problems = {r: (False, f"{type(e).__name__}: {e}") for r, (e, _) in error.failures.items()}
         if function == "fs.checkpoint.save":
             raise failure(function, problems) from error

@@ -45,7 +45,8 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
 
     Raises:
         CheckpointError: on every rank: a leaf that cannot be saved, one that should be the same on all ranks and is
-            not, a rank that cannot write, something at `path` that is no checkpoint. What was at `path` is still there.
+            not, a rank that cannot write, something at `path` that is no checkpoint. What was at `path` is still there,
+            unless all that failed was the sync of the parent directory, after the new one had taken its place.
         DonatedError: the state was donated.
     """
     named = content(state)

@@ -60,11 +60,8 @@ def prepare(target: Path) -> Path:
     """
     partial, aside = partial_of(target), _aside(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if aside.is_dir():
-        if target.exists():
-            shutil.rmtree(aside)
-        else:
-            aside.rename(target)
+    if aside.is_dir() and not target.exists():
+        aside.rename(target)
     if os.path.lexists(target) and not _is_ours(target):
         mend = "Give another path; nothing but a checkpoint is ever overwritten."
         rule = f"cannot write {target}: something that is no checkpoint is there."
@@ -121,6 +118,8 @@ def commit(partial: Path, target: Path, text: str, files: dict[str, SavedFile]) 
         os.fsync(file.fileno())
     _sync(partial)
     aside = _aside(target)
+    if aside.is_dir():
+        shutil.rmtree(aside)
     replaced = target.exists()
     if replaced:
         target.rename(aside)

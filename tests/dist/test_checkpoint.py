@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import fsharding as fs
-from fsharding import boxes, mesh as meshes, random
+from fsharding import boxes, random
 from fsharding import checkpoint as ck
+from fsharding import mesh as meshes
 from fsharding.checkpoint import dcp, store
 from fsharding.checkpoint.leaves import staged
 from fsharding.errors import CheckpointError, RankError
@@ -23,16 +25,16 @@ from fsharding.step import main_params, spread_main
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 LAYOUTS = {
-    "zero0": (dict(dp=-1), fs.zero(0), fs.FP32),
-    "zero1_bf16": (dict(dp=-1), fs.zero(1), fs.BF16),
-    "zero2": (dict(dp=-1), fs.zero(2), fs.FP32),
-    "zero3": (dict(dp=-1), fs.zero(3), fs.FP32),
-    "zero3_bf16": (dict(dp=-1), fs.zero(3), fs.BF16),
-    "tp": (dict(tp=2, dp=-1), fs.zero(3), fs.FP32),
-    "pp_fp16": (dict(pp=2, dp=-1), fs.zero(2), fs.FP16),
-    "hsdp": (dict(replica=2, dp=-1), fs.HSDP, fs.FP32),
-    "hfsdp_bf16": (dict(replica=2, dp=-1), fs.HFSDP, fs.BF16),
-    "all_cut": (dict(replica=2, dp=-1), fs.hybrid(params=True, grads=True, opt_state=True), fs.FP32),
+    "zero0": ({"dp": -1}, fs.zero(0), fs.FP32),
+    "zero1_bf16": ({"dp": -1}, fs.zero(1), fs.BF16),
+    "zero2": ({"dp": -1}, fs.zero(2), fs.FP32),
+    "zero3": ({"dp": -1}, fs.zero(3), fs.FP32),
+    "zero3_bf16": ({"dp": -1}, fs.zero(3), fs.BF16),
+    "tp": ({"tp": 2, "dp": -1}, fs.zero(3), fs.FP32),
+    "pp_fp16": ({"pp": 2, "dp": -1}, fs.zero(2), fs.FP16),
+    "hsdp": ({"replica": 2, "dp": -1}, fs.HSDP, fs.FP32),
+    "hfsdp_bf16": ({"replica": 2, "dp": -1}, fs.HFSDP, fs.BF16),
+    "all_cut": ({"replica": 2, "dp": -1}, fs.hybrid(params=True, grads=True, opt_state=True), fs.FP32),
 }
 NAMES = {
     "table": ("vocab", "embed"),
@@ -75,7 +77,7 @@ def filled(tree):
     """Every leaf gets values that depend on its path and on where in the whole leaf they stand, and on nothing else."""
     for path, x in fs.tree.named_leaves(tree).items():
         local = local_of(x)
-        box = sharding_of(x).box(x.shape) if isinstance(x, torch.distributed.tensor.DTensor) else boxes.full(x.shape)
+        box = sharding_of(x).box(x.shape) if isinstance(x, DTensor) else boxes.full(x.shape)
         draw = random.normal(random.key(zlib.crc32(path.encode())), tuple(x.shape), std=100.0)
         local.copy_(draw.slice(box))
     return tree
@@ -98,7 +100,7 @@ def portions(state):
     tree = {"main": main, "params": state.params, "opt_state": state.opt_state, "step": state.step, "key": state.key}
     result = {}
     for path, x in fs.tree.named_leaves(tree).items():
-        whole = not isinstance(x, torch.distributed.tensor.DTensor)
+        whole = not isinstance(x, DTensor)
         box = boxes.full(x.shape) if whole else sharding_of(x).box(x.shape)
         result[path] = (tuple(x.shape), box, local_of(x).clone())
     return result
@@ -162,13 +164,17 @@ def compare(saved, loaded, name, ranks, source):
 def test_any_layout_to_any_other(tmp_path, ranks, source, turn):
     saved = whole(run_ranks(save_some, ranks, source, tmp_path / "a"))
     assert math.isclose(saved["main.table"].std().item(), 100.0, rel_tol=0.3)
-    by_ranks = {2: ["zero0", "zero3", "pp_fp16", "tp", "zero1_bf16", "zero2"], 4: [*LAYOUTS], 3: ["zero3", "zero1_bf16"]}
+    by_ranks = {
+        2: ["zero0", "zero3", "pp_fp16", "tp", "zero1_bf16", "zero2"],
+        4: [*LAYOUTS],
+        3: ["zero3", "zero1_bf16"],
+    }
     for n, names in ((n, names[turn::2]) for n, names in by_ranks.items()):
         done = run_ranks(load_into, n, names, tmp_path / "a", given=n == 4)
         for name in names:
             loaded = whole([held[name][0] for held in done])
             compare(saved, loaded, name, n, source)
-            scale = (([256.0, 31] if source == "pp_fp16" else [2.0**16, 0]) if name == "pp_fp16" else None)
+            scale = ([256.0, 31] if source == "pp_fp16" else [2.0**16, 0]) if name == "pp_fp16" else None
             assert all(held[name][1] == scale for held in done)
     alone = load_into(["zero0", "zero1_bf16"], tmp_path / "a", given=False)
     for name, (held, _) in alone.items():
@@ -244,7 +250,6 @@ def train_with_a_break(path, axes, pairs):
         _, without = train_on(state, step, mesh, 3)
         _, with_break = train_on(ck.load(path, layout.with_strategy(after)), step, mesh, 3)
         result.append((without, with_break))
-        dist.barrier()
     return result
 
 
@@ -351,6 +356,28 @@ def test_what_differs_between_ranks_is_not_saved(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def save_false_claims(path):
+    """16 rows as 9 + 7, which torch writes without row 8; and a sum that nobody has taken."""
+    state = some_state(planned("zero3"))
+    mesh, rank = state.layout.mesh, dist.get_rank()
+    rows = torch.zeros(9 - 2 * rank, 2)
+    uneven = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=torch.Size((16, 2)), stride=(2, 1))
+    partial = DTensor.from_local(torch.zeros(3), mesh, [Partial()], run_check=False)
+    return answer(ck.save, path / "a", state.replace(opt_state={"uneven": uneven, "partial": partial}))
+
+
+def test_a_dtensor_that_claims_what_it_has_not(tmp_path):
+    want = ["fs.checkpoint.save failed on 2 of 2 ranks."]
+    for rank, held in enumerate((9, 7)):
+        want += [
+            f"  rank {rank}: fs.checkpoint.save cannot save 2 leaves.",
+            "      opt_state.partial is P() unreduced over dp: reduce it",
+            f"      opt_state.uneven claims P('dp') of [16, 2], that is [8, 2] here, but holds [{held}, 2]",
+        ]
+    assert run_ranks(save_false_claims, 2, tmp_path) == ["\n".join(want)] * 2
+    assert os.listdir(tmp_path) == []
+
+
 def load_damaged(path):
     return answer(ck.load, path, planned("zero3"))
 
@@ -365,7 +392,9 @@ def test_damage_is_told_on_all_ranks(tmp_path):
     for n in (2, 4):
         texts = run_ranks(load_damaged, n, tmp_path / "a")
         assert len(set(texts)) == 1
-        assert texts[0].startswith(f"fs.checkpoint.load refuses {tmp_path / 'a'}: 2 of its 5 files are damaged.\n  __1_0.distcp has")
+        assert texts[0].startswith(
+            f"fs.checkpoint.load refuses {tmp_path / 'a'}: 2 of its 5 files are damaged.\n  __1_0.distcp has"
+        )
         assert "\n  __3_0.distcp has the sha256" in texts[0]
     (tmp_path / "a" / "__3_0.distcp").unlink()
     assert "__3_0.distcp is missing" in run_ranks(load_damaged, 2, tmp_path / "a")[0]

@@ -176,7 +176,11 @@ def test_manifest(saved):
     assert found.tree["opt_state.states.1.mu.blocks.scale"].shape == ()
     assert found.tree["key"] == ck.SavedLeaf((2,), "int64", None)
     assert found.structure["namedtuple"] == "ChainState"
-    assert sorted(os.listdir(saved)) == sorted([*found.files, "manifest.json"]) == [".metadata", "__0_0.distcp", "manifest.json"]
+    assert (
+        sorted(os.listdir(saved))
+        == sorted([*found.files, "manifest.json"])
+        == [".metadata", "__0_0.distcp", "manifest.json"]
+    )
     assert found.files["__0_0.distcp"].bytes == (saved / "__0_0.distcp").stat().st_size
     assert manifests.parse(manifests.text_of(found).encode(), "f", "here") == found
 
@@ -216,7 +220,11 @@ def test_extra_has_to_be_json(tmp_path):
 def test_structure_round_trip():
     tree = {"a": (1, [2, None]), "b": fs.optim.EmptyState(), "c": fs.optim.SgdState(3, {"x": 4})}
     again = rebuild(describe(tree), lambda path: path, "t")
-    assert again == {"a": ("t.a.0", ["t.a.1.0", None]), "b": (), "c": fs.optim.SgdState("t.c.count", {"x": "t.c.trace.x"})}
+    assert again == {
+        "a": ("t.a.0", ["t.a.1.0", None]),
+        "b": (),
+        "c": fs.optim.SgdState("t.c.count", {"x": "t.c.trace.x"}),
+    }
     assert type(again["b"]) is fs.optim.EmptyState
 
 
@@ -255,7 +263,9 @@ def test_no_checkpoint(tmp_path):
             f"fs.checkpoint.load finds no checkpoint at {tmp_path / name}: {reason}.\n"
             "fs.checkpoint.latest(directory) finds the newest complete checkpoint of a directory."
         )
-        assert f"fs.checkpoint.metadata finds no checkpoint at {tmp_path / name}" in refusal(ck.metadata, tmp_path / name)
+        assert f"fs.checkpoint.metadata finds no checkpoint at {tmp_path / name}" in refusal(
+            ck.metadata, tmp_path / name
+        )
     assert ck.latest(tmp_path) is None
 
 
@@ -391,7 +401,9 @@ def test_code_in_the_metadata_does_not_run(saved, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["torch.load", "builtins.eval", "builtins.getattr", "torch.serialization.load", "pathlib.Path"])
+@pytest.mark.parametrize(
+    "name", ["torch.load", "builtins.eval", "builtins.getattr", "torch.serialization.load", "pathlib.Path"]
+)
 def test_globals_that_are_refused(saved, name):
     module, _, function = name.rpartition(".")
     (saved / ".metadata").write_bytes(f"c{module}\n{function}\n.".encode())
@@ -533,7 +545,9 @@ def test_other_main_dtype(saved):
 
 
 def test_other_frozen_leaves(saved, tmp_path):
-    assert "params.pair.0 was trained, and is frozen in the layout" in refusal(ck.load, saved, planned(frozen=("pair.0",)))
+    assert "params.pair.0 was trained, and is frozen in the layout" in refusal(
+        ck.load, saved, planned(frozen=("pair.0",))
+    )
     ck.save(tmp_path / "sgd", state_of(planned(), fs.sgd(0.1)))
     assert ck.load(tmp_path / "sgd", planned(frozen=("pair.0",))).step == 12
 
