@@ -75,7 +75,7 @@ def _reason(recorded: Any) -> str:
             recorded = json.loads(recorded)
         except json.JSONDecodeError:
             return str(recorded)
-    stack, inner = "", cast(Any, recorded)
+    stack, inner = "", recorded
     while isinstance(inner, dict) and "message" in inner:
         found = cast(dict[str, Any], inner)
         stack = cast(dict[str, str], found.get("extraInfo", {})).get("py_callstack", stack)

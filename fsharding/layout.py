@@ -151,10 +151,11 @@ class Layout:
             return math.prod(sharding.local_shape(leaf.shape, where)) * dtype.itemsize
 
         params = sum(size(leaf.params, leaf, self.param_dtype(leaf)) for leaf in self.leaves)
-        grads = sum(size(leaf.grads, leaf, self.precision.grad_dtype(leaf.init)) for leaf in trained)
-        main = sum(size(leaf.main, leaf, self.precision.main_dtype(leaf.init)) for leaf in trained)
+        how = self.precision
+        grads = sum(size(leaf.grads, leaf, how.grad_dtype(how.main_dtype(leaf.init))) for leaf in trained)
+        main = sum(size(leaf.main, leaf, how.main_dtype(leaf.init)) for leaf in trained)
         if opt is None:
-            moments = sum(2 * size(leaf.main, leaf, self.precision.moment_dtype(leaf.init)) for leaf in trained)
+            moments = sum(2 * size(leaf.main, leaf, how.moment_dtype(how.main_dtype(leaf.init))) for leaf in trained)
         else:
             moments = sum(x.nbytes for x in tree.leaves(opt.init(self._meta_main(where))))
         return Memory(params, main if self.has_main else 0, grads, moments)

@@ -58,6 +58,7 @@ class Unit:
         self._rows: list[tuple[Tensor, wire.Pending]] | None = None
         self.flats: list[Tensor] | None = None
 
+    @torch.no_grad()
     def start(self) -> None:
         """Casts the shards into rows and starts to gather them."""
         if self._rows is not None or self.flats is not None:
@@ -74,6 +75,7 @@ class Unit:
                 self.ledger.counts.gathers.append(self.ledger.name_of(self.places))
             self._rows.append((rows, wire.gather_rows(rows, group)))
 
+    @torch.no_grad()
     def wait(self) -> list[list[Tensor]]:
         """Puts together what has come; the unit is alive from here. Returns the whole leaves of each gather."""
         self.start()
@@ -150,8 +152,8 @@ class Ledger:
         self._watched: dict[int, tuple[Unit, int]] = {}
         self._current: Unit | None = None
         self._returning: list[Callable[[], None]] = []
-        self._written: set[Place] = set()
-        self._taken: set[Place] = set()
+        self._written: dict[int, set[int | None]] = {}
+        self._taken: dict[int, set[int | None]] = {}
         self._begun = {i for i, out in enumerate(self.out) if out is not None}
         for i, leaf in enumerate(leaves):
             if leaf is not None:
@@ -207,8 +209,8 @@ class Ledger:
         self._current, unit.kept, unit.order = unit, policy.gathered, len(self._units)
         self._units.append(unit)
         wholes = [leaf.value for leaf in unit.leaves]
-        for i in unit.plan.aliases:
-            wholes[i] = wholes[i].detach()
+        for i, dtype in unit.plan.aliases:
+            wholes[i] = wholes[i].detach().to(dtype)
         for g, gathered in zip(unit.plan.gathers, unit.wait(), strict=True):
             for i, leaf in zip(g.leaves, gathered, strict=True):
                 wholes[i] = leaf
@@ -234,14 +236,17 @@ class Ledger:
         if not unit.returned:
             unit.returned = True
             for later in self._units[unit.order + 1 : self._back]:
-                later.abandon()
+                if not later.returned or not later.plan.reductions:
+                    later.abandon()
             self._back = unit.order + 1
             if unit.flats is None:
                 unit.wait()
             earlier = next((u for u in reversed(self._units[: unit.order]) if u.saved), None)
             if earlier is not None:
                 earlier.start()
-        assert unit.flats is not None, "a unit is used in backward after its own backward"
+        elif unit.flats is None:
+            unit.wait()
+        assert unit.flats is not None
         return unit.flats
 
     def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
@@ -279,14 +284,21 @@ class Ledger:
         return lambda: self._land(places, under_way.finish())
 
     def _add_to_held(self, places: Sequence[Place], terms: list[Tensor]) -> list[Tensor]:
-        """Adds terms to what is held for their places; a tied leaf, which comes more than once, takes it along once."""
+        """Adds terms to what is held for their places; a leaf that comes more than once takes it along once."""
         result = list(terms)
+        sums: list[int] = []
         for i, place in enumerate(places):
-            held = self.held[place.leaf]
-            if held is not None and place not in self._taken:
+            held, taken = self.held[place.leaf], self._taken.setdefault(place.leaf, set())
+            if held is None or None in taken or place.row in taken:
+                continue
+            if place.row is None and taken:
+                rest = [row for row in range(held.shape[0]) if row not in taken]
+                result[i] = terms[i].clone()
+                result[i][rest] += held[rest]
+            else:
                 result[i] = held if place.row is None else held[place.row]
-                self._taken.add(place)
-        sums = [i for i, term in enumerate(terms) if result[i] is not term]
+                sums.append(i)
+            taken.add(place.row)
         if sums:
             _compat.foreach_add_([result[i] for i in sums], [terms[i] for i in sums])
         return result
@@ -294,11 +306,17 @@ class Ledger:
     def _land(self, places: Sequence[Place], terms: Sequence[Tensor]) -> None:
         """Adds reduced gradients to what is at their place; a plain copy where nothing can be there."""
         targets = [self._target(place) for place in places]
-        if not any(place in self._written or place.leaf in self._begun for place in places):
-            _compat.foreach_copy_(targets, list(terms))
-        else:
+        if any(map(self._is_begun, places)):
             _compat.foreach_add_(targets, list(terms))
-        self._written.update(places)
+        else:
+            _compat.foreach_copy_(targets, list(terms))
+        for place in places:
+            self._written.setdefault(place.leaf, set()).add(place.row)
+
+    def _is_begun(self, place: Place) -> bool:
+        """Whether there is something at a place: what is held, or a gradient of the leaf whole or by this row."""
+        rows = self._written.get(place.leaf, set())
+        return place.leaf in self._begun or None in rows or place.row in rows or (place.row is None and bool(rows))
 
     def _target(self, place: Place) -> Tensor:
         out = self.out[place.leaf]
@@ -326,13 +344,10 @@ class Ledger:
         return result
 
     def _carry_over(self, i: int, leaf: Local, goal: Goal) -> None:
-        out, held = self._target(Place(i, None)), self.held[i]
-        if held is None or goal.held is None or goal.held == goal.target or Place(i, None) in self._written:
+        out, held, taken = self._target(Place(i, None)), self.held[i], self._taken.get(i, set())
+        if held is None or goal.held is None or goal.held == goal.target or None in taken:
             return
-        rows = range(out.shape[0]) if any(place.leaf == i for place in self._written) else (None,)
-        for row in rows:
-            if Place(i, row) in self._written:
-                continue
+        for row in (row for row in range(held.shape[0]) if row not in taken) if taken else (None,):
             source, target, shape = goal.held, goal.target, leaf.shape
             if row is not None:
                 source, target, shape = source.drop(0), target.drop(0), shape[1:]
@@ -350,8 +365,9 @@ class Ledger:
         steps = transition.plan_steps(source, goal.target)
         wholes = [transition.whole_sizes(source, steps, leaf.shape)]
         where = coordinate(source.mesh)
+        moved = transition.move([grad.to(goal.dtype)], [steps], source.mesh, wholes)[0]
         if all(where.get(axis, 0) == 0 for axis in goal.target.partial):
-            out.add_(transition.move([grad.to(goal.dtype)], [steps], source.mesh, wholes)[0])
+            out.add_(moved)
 
     def close(self, *, failed: bool = False) -> None:
         """Breaks the references between units and buffers, so that nothing is alive after the step."""

@@ -19,7 +19,7 @@ from fsharding.errors import TreeError, message
 from fsharding.ledger import current_ledger
 from fsharding.policies import Policy
 from fsharding.sharding import Local, to_local
-from fsharding.transforms import gather_unit, remat, rows_of
+from fsharding.transforms import gather_unit, refuse_cut_layers, remat, rows_of
 from fsharding.tree import Tree
 
 __all__ = ["scan", "scan_units", "stack_units", "unstack_units"]
@@ -118,6 +118,7 @@ def unstack_units(stack: Tree) -> list[Tree]:
 
     Raises:
         TreeError: the leaves have different first dims.
+        SpecError: the layers are cut over an axis, so that no rank has all units.
     """
     leaves, spec = tree.flatten(stack, is_leaf=lambda x: isinstance(x, Local))
     nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
@@ -126,6 +127,7 @@ def unstack_units(stack: Tree) -> list[Tree]:
         rows = [f"{path}: {'0-d' if n is None else n}" for path, n in lengths.items()]
         mend = "Pass unlike units as a list, and shared leaves apart from the stack."
         raise TreeError(message("fs.scan_units", "needs leaves [layers, ...] of one length.", rows, mend))
+    refuse_cut_layers("fs.scan_units", stack)
     ledger = current_ledger()
     columns: list[Sequence[Any]] = []
     for node in nodes:

@@ -170,7 +170,7 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
 def _slice(draw: Any, box: Box) -> Tensor:
     if isinstance(draw, Draw):
         return draw.slice(box)
-    return draw[tuple(slice(a, b) for a, b in box)].clone()
+    return draw[tuple(slice(a, b) for a, b in box)].clone(memory_format=torch.contiguous_format)
 
 
 def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:
@@ -260,7 +260,8 @@ def make_train_step(
             state = state.donate()
         if not finite:
             assert state.loss_scale is not None
-            return state.replace(loss_scale=how.next_scale(state.loss_scale, finite=False)), metrics
+            kept = state if donate else tree.map(torch.clone, state)
+            return kept.replace(loss_scale=how.next_scale(state.loss_scale, finite=False)), metrics
         return _update(state, grads, norm, opt, how, donate=donate), metrics
 
     return step

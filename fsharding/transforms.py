@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsharding import _compat, policies, tree
-from fsharding.errors import TransformError, message
+from fsharding.errors import SpecError, TransformError, message
 from fsharding.ledger import Ledger, Place, Unit, current_ledger
 from fsharding.mesh import AXES, data_axes
 from fsharding.ops import collectives, transition
 from fsharding.ops.unit import Goal, LeafPlan, plan_unit
 from fsharding.policies import Policy
 from fsharding.precision import wide
-from fsharding.sharding import Local, to_local
+from fsharding.sharding import Local, to_local, typeof
 from fsharding.tree import Tree
 
 __all__ = ["gather_unit", "remat", "scatter_grads", "select_unit"]
@@ -127,7 +127,7 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, ledger: Led
         tuple(LeafPlan(n.sharding, n.shape, v.dtype, v.dtype, None) for n, v in zip(nodes, values, strict=True))
     )
     everywhere = tuple(sorted(data_axes(plan.mesh), key=AXES.index))
-    for i in plan.aliases:
+    for i, _ in plan.aliases:
         result[i] = collectives.vary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
     for g in plan.gathers:
         widths = [slot.before * slot.after * slot.pieces[0][1] for slot in g.bucket.slots]
@@ -152,6 +152,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 def select_unit(stack: Tree, index: int) -> Tree:
     """One unit of a stack: index `index` along the first dim of every leaf, such as `then=select_unit(blocks, 0)`."""
+    refuse_cut_layers("fs.select_unit", stack)
     ledger = current_ledger()
 
     def select(leaf: Any) -> Any:
@@ -161,6 +162,22 @@ def select_unit(stack: Tree, index: int) -> Tree:
         return rows_of(node, [node.value[index]], ledger, first=index)[0]
 
     return tree.map(select, stack, is_leaf=_is_local)
+
+
+def refuse_cut_layers(function: str, stack: Tree) -> None:
+    """Checks that every rank has all the units of a stack.
+
+    Raises:
+        SpecError: dim 0 of a leaf is cut; all such leaves are listed.
+    """
+    rows: list[str] = []
+    for path, leaf in tree.named_leaves(stack, is_leaf=_is_local).items():
+        sharding = typeof(leaf).sharding
+        if sharding is not None and sharding.axes(0):
+            rows.append(f"{path} is {typeof(leaf)}")
+    if rows:
+        mend = 'Name dim 0 of stacked leaves "layers" in plan_layout(names=...), and keep pp at 1.'
+        raise SpecError(message(function, "needs stacks whose layers are on every rank.", rows, mend))
 
 
 def rows_of(node: Local, values: Sequence[Tensor], ledger: Ledger | None, *, first: int = 0) -> list[Local]:

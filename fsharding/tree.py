@@ -27,6 +27,7 @@ __all__ = [
     "match",
     "named_leaves",
     "paths",
+    "prune",
     "register_node",
     "unflatten",
 ]
@@ -123,6 +124,17 @@ def match(function: str, first: Tree, second: Tree) -> None:
     spec, other = (optree.tree_structure(t, namespace=NAMESPACE) for t in (first, second))
     if spec != other and _spec_paths(spec) != _spec_paths(other):
         flatten_up_to(spec, second, function)
+
+
+def prune(tree: Tree, like: Tree) -> Tree:
+    """A tree with None wherever `like` has None: parameters without those that have no gradient.
+
+    Raises:
+        TreeError: `like` does not begin with the structure of the tree.
+    """
+    flat, spec = flatten(tree)
+    kept = flatten_up_to(spec, like, "tree.prune")
+    return unflatten(spec, [leaf if other is not None else None for leaf, other in zip(flat, kept, strict=True)])
 
 
 def register_node(

@@ -97,13 +97,13 @@ class UnitPlan:
     Attributes:
         mesh: of its leaves.
         gathers: what is gathered or cast.
-        aliases: leaves that are whole already.
+        aliases: leaves that are whole already, with the dtype in which they are used.
         reductions: what is reduced.
     """
 
     mesh: Mesh
     gathers: tuple[Gathering, ...]
-    aliases: tuple[int, ...]
+    aliases: tuple[tuple[int, torch.dtype], ...]
     reductions: tuple[Reducing, ...]
 
 
@@ -126,9 +126,9 @@ def unreduced(sharding: NamedSharding) -> NamedSharding:
     return replace(whole(sharding), partial=axes)
 
 
-def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], tuple[int, ...]]:
+def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], tuple[tuple[int, torch.dtype], ...]]:
     found: dict[tuple[torch.dtype, tuple[str, ...]], list[tuple[int, tuple[int, ...], int]]] = {}
-    aliases: list[int] = []
+    aliases: list[tuple[int, torch.dtype]] = []
     for i, leaf in enumerate(leaves):
         cuts = [(dim, cut) for dim in range(len(leaf.shape)) if (cut := _data_cut(leaf.sharding, dim))]
         assert len(cuts) <= 1, "data axes cut one dim of a leaf"
@@ -138,7 +138,7 @@ def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], 
         elif leaf.compute != leaf.rest and shape:
             found.setdefault((leaf.compute, ()), []).append((i, shape, 0))
         else:
-            aliases.append(i)
+            aliases.append((i, leaf.compute))
     sizes = abstract(leaves[0].sharding.mesh)
     gathers = [
         Gathering(

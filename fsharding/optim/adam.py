@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat
-from fsharding.optim.base import GradientTransformation, like, local_leaves, shardings_of
+from fsharding import _compat, tree
+from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, new_zeros, shardings_of
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.precision import wide
 from fsharding.redistribute import redistribute
@@ -56,21 +56,19 @@ def adamw(
 
     def init(params: Tree) -> AdamState:
         def zeros() -> Tree:
-            return like(params, [torch.zeros_like(x, dtype=moments or wide(x.dtype)) for x in local_leaves(params)])
+            return like(params, [new_zeros(x, moments or wide(x.dtype)) for x in local_leaves(params)])
 
         return AdamState(torch.zeros((), dtype=torch.int64), zeros(), zeros())
 
     def update(updates: Tree, state: AdamState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, AdamState]:
         grads = local_leaves(redistribute(updates, shardings_of(state.mu)))
-        mu, nu = local_leaves(state.mu), local_leaves(state.nu)
-        if not donate:
-            mu, nu = [x.clone() for x in mu], [x.clone() for x in nu]
+        mu, nu = ([x.contiguous() if donate else clone(x) for x in local_leaves(m)] for m in (state.mu, state.nu))
         lr = rate(int(state.count))
-        deltas = [torch.zeros_like(x) for x in mu]
+        deltas = [new_zeros(x, x.dtype) for x in mu]
         grads = [g.to(m.dtype) for g, m in zip(grads, mu, strict=True)]
         _fused(deltas, grads, mu, nu, step=int(state.count) + 1, lr=lr, b1=b1, b2=b2, eps=eps)
         if weight_decay and params is not None:
-            main = local_leaves(redistribute(params, shardings_of(state.mu)))
+            main = local_leaves(redistribute(tree.prune(params, state.mu), shardings_of(state.mu)))
             decay = _compat.foreach_mul([p.to(d.dtype) for p, d in zip(main, deltas, strict=True)], -lr * weight_decay)
             _compat.foreach_add_(deltas, decay)
         new_state = AdamState(state.count + 1, like(state.mu, mu), like(state.nu, nu))

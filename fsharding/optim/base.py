@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -26,9 +27,11 @@ __all__ = [
     "GradientTransformation",
     "MaskedState",
     "chain",
+    "clone",
     "like",
     "local_leaves",
     "masked",
+    "new_zeros",
     "run_update",
     "shardings_of",
 ]
@@ -141,6 +144,7 @@ def masked(
     def update(
         updates: Tree, state: MaskedState, params: Tree = None, *, donate: bool = False
     ) -> tuple[Tree, MaskedState]:
+        params = tree.prune(params, updates) if params is not None else None
         labelled = label(params if params is not None else updates)
         parts, params_of = split(updates, labelled), split(params, labelled) if params is not None else {}
         done = {g: run_update(t, parts[g], state.groups[g], params_of.get(g), donate=donate) for g, t in groups.items()}
@@ -167,6 +171,16 @@ def like(values: Tree, local: Sequence[Tensor]) -> Tree:
         for x, new in zip(leaves, local, strict=True)
     ]
     return tree.unflatten(spec, wrapped)
+
+
+def new_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of the shape of a local tensor, contiguous whatever its strides are: kernels write through flat views."""
+    return torch.zeros(x.shape, dtype=dtype, device=x.device)
+
+
+def clone(x: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def shardings_of(values: Tree) -> Tree:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat
-from fsharding.optim.base import GradientTransformation, like, local_leaves, shardings_of
+from fsharding import _compat, tree
+from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, new_zeros, shardings_of
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.precision import wide
 from fsharding.redistribute import redistribute
@@ -42,19 +42,21 @@ def sgd(
     rate = as_schedule(learning_rate)
 
     def init(params: Tree) -> SgdState:
-        trace = like(params, [torch.zeros_like(x, dtype=wide(x.dtype)) for x in local_leaves(params)])
+        trace = like(params, [new_zeros(x, wide(x.dtype)) for x in local_leaves(params)])
         return SgdState(torch.zeros((), dtype=torch.int64), trace if momentum else None)
 
     def update(updates: Tree, state: SgdState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, SgdState]:
-        where = shardings_of(params if params is not None else updates)
+        params = tree.prune(params, updates) if params is not None else None
+        where = shardings_of(next(x for x in (state.trace, params, updates) if x is not None))
         moved = redistribute(updates, where)
         grads = local_leaves(moved)
         if weight_decay and params is not None:
-            decay = [p.to(g.dtype) for p, g in zip(local_leaves(params), grads, strict=True)]
+            main = local_leaves(redistribute(params, where))
+            decay = [p.to(g.dtype) for p, g in zip(main, grads, strict=True)]
             grads = _compat.foreach_add(grads, _compat.foreach_mul(decay, weight_decay))
         trace = state.trace
         if momentum:
-            kept = [x if donate else x.clone() for x in local_leaves(state.trace)]
+            kept = [x if donate else clone(x) for x in local_leaves(state.trace)]
             _compat.foreach_mul_(kept, momentum)
             _compat.foreach_add_(kept, list(grads))
             trace = like(state.trace, kept)

@@ -726,7 +726,7 @@ def train_strided(strategy, axes, opt):
     layout = fs.plan_layout(Strided.params(fs.random.key(0)), mesh, strategy=strategy)
     state = fs.init_state(Strided.params, optim, fs.random.key(0), layout)
     index, count = data_position(mesh)
-    x = torch.linspace(-1, 1, 40).view(8, 5)
+    x = torch.linspace(-1, 2, 40).view(8, 5)
     for _ in range(3):
         state, _ = fs.make_train_step(Strided.loss, optim)(state, x.chunk(count)[index])
     return whole(state.params)
@@ -742,7 +742,7 @@ def test_strides_of_the_initial_values_do_not_matter(opt):
         torchs = torch.optim.SGD(params.values(), lr=0.01, momentum=0.9)
     for _ in range(3):
         torchs.zero_grad()
-        loss, _ = Strided.loss(params, torch.linspace(-1, 1, 40).view(8, 5))
+        loss, _ = Strided.loss(params, torch.linspace(-1, 2, 40).view(8, 5))
         (loss / 2).backward()
         torchs.step()
     for strategy in ZEROS:
