@@ -266,14 +266,14 @@ def _check(leaves: Sequence[_Named], mesh: Mesh, rules: AxisRules, frozen: Seque
         raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
     missing: list[str] = []
     twice: list[str] = []
-    hint = ""
+    hints: dict[str, str] = {}
     for path, shape, dtype, names in leaves:
         for dim, name in enumerate(names or ()):
             if name is not None and name not in rules:
                 missing.append(
                     f"{path} is {_type(shape, dtype)}, dim {dim} ({name!r}, size {shape[dim]}): no rule {name!r}."
                 )
-                hint = hint or rules.hint(name)
+                hints.setdefault(name, rules.hint(name))
         spent: dict[str, list[str]] = {}
         for dim, name in enumerate(names or ()):
             for axis in rules.get(name, ()) if name else ():
@@ -285,7 +285,7 @@ def _check(leaves: Sequence[_Named], mesh: Mesh, rules: AxisRules, frozen: Seque
         ]
     if missing:
         text = f"has no rule for {len(missing)} dims on mesh {abstract(mesh)}."
-        raise SpecError(message("fs.plan_layout", text, missing, hint))
+        raise SpecError(message("fs.plan_layout", text, missing, "\n".join(hints.values())))
     if twice:
         text = f"cannot spend one axis on two dims of a leaf; {len(twice)} leaves on mesh {abstract(mesh)}."
         mend = "Give one of the dims another name, with a rule of its own."

@@ -124,7 +124,9 @@ class AxisRules(Mapping[str, tuple[str, ...]]):
     def hint(self, name: str) -> str:
         """The edit that mends an unknown dim name."""
         close = difflib.get_close_matches(name, self._dims, 1)
-        return f"Did you mean {close[0]!r}?" if close else f"Add {name}=None to the AxisRules, or the axes that cut it."
+        return f"Add {name}=None to the AxisRules, or the axes that cut it." + (
+            f" Did you mean {close[0]!r}?" if close else ""
+        )
 
 
 DEFAULT_RULES = AxisRules(

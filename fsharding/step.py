@@ -20,7 +20,7 @@ from fsharding.autodiff import value_and_grad
 from fsharding.boxes import Box
 from fsharding.errors import BatchError, ConfigError, DonatedError, NonFiniteError, message
 from fsharding.layout import Layout
-from fsharding.mesh import AXES, axis_group, data_axes
+from fsharding.mesh import AXES, abstract, axis_group, data_axes
 from fsharding.ops import wire
 from fsharding.optim.apply import apply_updates
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update
@@ -236,14 +236,18 @@ def make_train_step(
         `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
 
     Raises:
-        ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse.
+        ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
+            on a mesh with `pp`, `cp` or `tp`.
         BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling.
     """
-    loss_fn = model_loss(model, policy=policy) if hasattr(model, "block") else model
+    is_model = hasattr(model, "block")
+    loss_fn = model_loss(model, policy=policy) if is_model else model
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
+        if is_model:
+            _refuse_model_axes(layout)
         how = precision or layout.precision
         if (how.loss_scale is None) != (state.loss_scale is None):
             raise ConfigError(message("train step", *_scale_mismatch(state)))
@@ -285,6 +289,16 @@ def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
     ]
     mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
     return message("train step", "refused: loss or gradients are not finite.", rows, mend)
+
+
+def _refuse_model_axes(layout: Layout) -> None:
+    shape = abstract(layout.mesh)
+    used = [f"{axis}={shape.axis_size(axis)}" for axis in ("pp", "cp", "tp") if shape.axis_size(axis) > 1]
+    if used:
+        mend = "Use replica, dp and ep, or pass a loss function that computes on the other axes itself."
+        raise ConfigError(
+            message("train step", f"cannot cut the compute of a Model over {', '.join(used)}.", mend=mend)
+        )
 
 
 def _split(batch: Tree, microbatches: int) -> list[Tree]:

@@ -2,7 +2,16 @@
 
 from fsharding.optim.adam import AdamState, adamw
 from fsharding.optim.apply import apply_updates
-from fsharding.optim.base import ChainState, EmptyState, GradientTransformation, MaskedState, chain, masked
+from fsharding.optim.base import (
+    ChainState,
+    EmptyState,
+    GradientTransformation,
+    MaskedState,
+    chain,
+    like,
+    local_leaves,
+    masked,
+)
 from fsharding.optim.clip import clip_by_global_norm, global_norm
 from fsharding.optim.schedules import Schedule, constant, linear, warmup_cosine
 from fsharding.optim.sgd import SgdState, sgd
@@ -21,7 +30,9 @@ __all__ = [
     "clip_by_global_norm",
     "constant",
     "global_norm",
+    "like",
     "linear",
+    "local_leaves",
     "masked",
     "sgd",
     "warmup_cosine",
