@@ -194,7 +194,10 @@ def _group(function: str, axis: str | Sequence[str], mesh: Mesh | None) -> Group
     return axis_group(mesh if mesh is not None else current_mesh(function), axes)
 
 
-def _dim(x: Tensor, dim: int) -> int:
+def _dim(function: str, x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        text = f"got dim {dim} of a tensor of shape {tuple(x.shape)}."
+        raise SpecError(message(function, text, mend=f"Dims go from {-x.ndim} to {x.ndim - 1}." if x.ndim else ""))
     return dim % x.ndim
 
 
@@ -214,7 +217,7 @@ def gather(
         The whole tensor, the same on every rank of the group; dtype of `x`.
     """
     group = _group("ops.gather", axis, mesh)
-    dim = _dim(x, dim)
+    dim = _dim("ops.gather", x, dim)
     return _apply(x, _Gather(group, dim, x.shape[dim] * group.size if size is None else size))
 
 
@@ -230,7 +233,7 @@ def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None
     Returns:
         This rank's chunk of the sum; summed in float32 at least, dtype of `x`.
     """
-    dim = _dim(x, dim)
+    dim = _dim("ops.scatter", x, dim)
     return _apply(x, _Scatter(_group("ops.scatter", axis, mesh), dim, x.shape[dim]))
 
 
@@ -255,7 +258,7 @@ def all_to_all(
         SpecError: the size of `split_dim` is not a multiple of the axis.
     """
     group = _group("ops.all_to_all", axis, mesh)
-    split_dim, concat_dim = _dim(x, split_dim), _dim(x, concat_dim)
+    split_dim, concat_dim = (_dim("ops.all_to_all", x, d) for d in (split_dim, concat_dim))
     if x.shape[split_dim] % group.size:
         text = f"cannot cut dim {split_dim} of size {x.shape[split_dim]} over {axis} of size {group.size}."
         raise SpecError(message("ops.all_to_all", text, mend="Pad the dim to a multiple of the axis."))

@@ -6,6 +6,7 @@ The reference is the same library without a process group, and for some cases pl
 import functools
 import gc
 import itertools
+import logging
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from fsharding.ops.pool import Pool
 from fsharding.precision import LossScale, Precision
 from fsharding.sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
+
+# torch says at length that `full_tensor` gathers axis by axis.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 CONFIG = fs.models.DecoderConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, hidden=48)
 MODEL = fs.models.decoder(CONFIG)

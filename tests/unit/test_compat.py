@@ -1,0 +1,113 @@
+"""Canaries: one for each private or version-dependent torch API that we touch. A failure here means torch has changed."""
+
+import gc
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsharding import _compat
+from fsharding.testing import assert_bitwise_equal, run_ranks
+
+
+def test_views_share_a_storage_id_and_other_tensors_have_others():
+    x = torch.zeros(4, 4)
+    assert _compat.storage_id(x) == _compat.storage_id(x[1:].t()) == _compat.storage_id(x.detach())
+    assert _compat.storage_id(x) != _compat.storage_id(x.clone())
+    with FakeTensorMode():
+        a, b = torch.zeros(4), torch.zeros(4)
+        assert _compat.storage_id(a) == _compat.storage_id(a[1:]) != _compat.storage_id(b)
+
+
+def test_storage_users_counts_who_holds_it():
+    base = torch.empty(8)
+    identity = _compat.storage_id(base)
+    idle = _compat.storage_users(identity)
+    view = base[2:]
+    assert _compat.storage_users(identity) == idle + 1
+    other = view.view(2, 3)
+    assert _compat.storage_users(identity) == idle + 2
+    del view, other
+    gc.collect()
+    assert _compat.storage_users(identity) == idle
+
+
+def test_a_view_that_autograd_saved_counts_as_a_user():
+    base, x = torch.ones(4), torch.ones(4, requires_grad=True)
+    idle = _compat.storage_users(_compat.storage_id(base))
+    out = (x * base[:]).sum()
+    assert _compat.storage_users(_compat.storage_id(base)) == idle + 1
+    out.backward()
+    assert _compat.storage_users(_compat.storage_id(base)) == idle
+
+
+def test_functorch_is_noticed():
+    seen = []
+
+    def f(x):
+        seen.append(_compat.in_functorch())
+        return x.sum()
+
+    f(torch.ones(2))
+    torch.func.grad(f)(torch.ones(2))
+    torch.func.vmap(f)(torch.ones(2, 2))
+    torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
+    assert seen == [False, True, True, True] and not _compat.in_functorch()
+
+
+def test_a_mesh_needs_no_process_group():
+    mesh = _compat.meshless_device_mesh("cpu", ("dp",), (1,))
+    assert mesh.get_coordinate() in ([0], (0,)) and mesh.mesh_dim_names == ("dp",) and not dist.is_initialized()
+    x = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
+    assert_bitwise_equal(_compat.local_tensor(x), torch.ones(2))
+    assert _compat.local_tensor(x).data_ptr() == x.to_local().data_ptr()
+
+
+def test_the_fused_kernel_takes_what_we_give_it():
+    param, grad = torch.zeros(64), torch.linspace(-1, 1, 64)
+    mu, nu, step = torch.zeros(64), torch.zeros(64), torch.tensor(1.0)
+    _compat.fused_adamw_([param], [grad], [mu], [nu], [step], lr=0.1, b1=0.9, b2=0.99, eps=1e-8)
+    torch.testing.assert_close(mu, 0.1 * grad)
+    torch.testing.assert_close(nu, 0.01 * grad * grad)
+    torch.testing.assert_close(param, -0.1 * grad / (grad.abs() + 1e-8))
+    assert step == 1, "the kernel reads the step and leaves it"
+
+
+def test_foreach_functions_act_on_lists():
+    a, b = [torch.ones(2), torch.ones(3)], [torch.full((2,), 2.0), torch.full((3,), 3.0)]
+    assert_bitwise_equal(list(_compat.foreach_add(a, b)), [torch.full((2,), 3.0), torch.full((3,), 4.0)])
+    assert_bitwise_equal(list(_compat.foreach_mul(a, 2.0)), [torch.full((2,), 2.0), torch.full((3,), 2.0)])
+    _compat.foreach_mul_(a, 5.0)
+    _compat.foreach_add_(a, b)
+    assert_bitwise_equal(a, [torch.full((2,), 7.0), torch.full((3,), 8.0)])
+    halves = [torch.zeros(2, dtype=torch.bfloat16)]
+    _compat.foreach_copy_(halves, b[:1])
+    assert_bitwise_equal(halves, [torch.full((2,), 2.0, dtype=torch.bfloat16)])
+    _compat.foreach_zero_(b)
+    assert_bitwise_equal(b, [torch.zeros(2), torch.zeros(3)])
+
+
+def collectives():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    assert group is not None
+    gathered = torch.zeros(2 * size)
+    _compat.all_gather_flat(gathered, torch.full((2,), float(rank)), group).wait()
+    piece = torch.zeros(2)
+    _compat.reduce_scatter_flat(piece, torch.arange(2.0 * size) + rank, group).wait()
+    _compat.set_group_timeout(group, timedelta(seconds=17))
+    timeout = dist.distributed_c10d._get_default_timeout("gloo")
+    own = group._get_backend(torch.device("cpu")).options._timeout
+    _compat.set_group_timeout(group, timedelta(seconds=20))
+    return gathered, piece, own, timeout
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_collectives_by_either_name(ranks):
+    for rank, (gathered, piece, own, default) in enumerate(run_ranks(collectives, ranks)):
+        assert_bitwise_equal(gathered, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+        assert_bitwise_equal(piece, torch.arange(4.0).chunk(2)[rank] * 2 + 1)
+        assert own == timedelta(seconds=17) != default

@@ -1,0 +1,152 @@
+"""Meshes: sizes, coordinates, groups, and the texts for what cannot be one."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+
+import fsharding as fs
+from fsharding import mesh as meshes
+from fsharding.errors import MeshError
+from fsharding.mesh import AXES, AbstractMesh, make_shape
+from fsharding.testing import run_ranks
+
+KNOWN = "Axes are pp, replica, dp, ep, cp, tp."
+
+
+@given(st.lists(st.integers(1, 4), min_size=6, max_size=6), st.permutations(AXES))
+def test_sizes_are_kept_in_the_order_that_was_asked(sizes, order):
+    axes = dict(zip(AXES, sizes, strict=True))
+    world = torch.tensor(sizes).prod().item()
+    mesh = make_shape(axes, world=world, order=order)
+    assert mesh.size == world and list(mesh.names) == [a for a in order if a in mesh.names]
+    assert all(mesh.axis_size(axis) == size for axis, size in axes.items())
+    assert mesh.names == tuple(a for a in order if axes[a] > 1) or mesh == AbstractMesh(("dp",), (1,))
+    free = {**axes, "cp": -1}
+    assert make_shape(free, world=world, order=order) == mesh
+    for position, coord in enumerate(mesh.coordinates()):
+        assert mesh.coordinate(position) == coord
+        assert mesh.rank_at(coord) == position
+
+
+def test_ranks_of_an_abstract_mesh_may_be_in_any_order():
+    mesh = AbstractMesh(("dp", "tp"), (2, 2), (3, 1, 2, 0))
+    assert [mesh.rank_at(coord) for coord in mesh.coordinates()] == [3, 1, 2, 0]
+    assert mesh.rank_at({"dp": 1}) == 2
+    assert str(mesh) == "{dp: 2, tp: 2}"
+    assert mesh.axis_size("pp") == 1
+
+
+def test_one_process_without_a_launcher_has_a_mesh_without_a_group():
+    mesh = fs.make_mesh(device="cpu", dp=-1, tp=1)
+    assert isinstance(mesh, DeviceMesh) and not torch.distributed.is_initialized()
+    assert meshes.abstract(mesh) == AbstractMesh(("dp",), (1,))
+    assert meshes.coordinate(mesh) == {"dp": 0}
+    assert meshes.data_axes(mesh) == ()
+    assert meshes.data_position(mesh) == (0, 1)
+    group = meshes.axis_group(mesh, ("dp", "cp"))
+    assert (group.ranks, group.index, group.process_group, group.order) == ((0,), 0, None, (0,))
+
+
+def test_data_axes_and_positions():
+    mesh = AbstractMesh(("pp", "replica", "dp", "ep", "cp", "tp"), (2, 2, 3, 2, 2, 2))
+    assert meshes.data_axes(mesh) == ("dp", "ep", "cp", "replica")
+    assert meshes.data_position(mesh) == (0, 12)
+    assert meshes.coordinate(mesh) == dict.fromkeys(AXES, 0)
+
+
+def test_the_mesh_in_use_is_that_of_the_innermost_block():
+    outer, inner = AbstractMesh(("dp",), (2,)), AbstractMesh(("tp",), (2,))
+    with fs.set_mesh(outer):
+        with fs.set_mesh(inner):
+            assert meshes.current_mesh("f") is inner
+        assert meshes.current_mesh("f") is outer
+    with pytest.raises(MeshError), fs.set_mesh(outer):
+        raise MeshError("out")
+    assert refusal(lambda: meshes.current_mesh("ops.psum")) == (
+        "ops.psum was called without a mesh.\nPass mesh=, or call it inside fs.set_mesh(mesh)."
+    )
+
+
+def refusal(call):
+    with pytest.raises(MeshError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ({"dp": 3, "tp": 2}, "fs.make_mesh got dp=3, tp=2: 6 ranks, but there are 8.\nUse dp=-1 to let dp take what is left."),
+        ({"pp": 3, "tp": 2}, "fs.make_mesh got pp=3, tp=2: 6 ranks, but there are 8.\nStart 6 ranks, or choose sizes whose product divides 8."),
+        ({"dp": -1, "tp": 3}, "fs.make_mesh got dp=-1, tp=3: 3 ranks, but there are 8.\nStart 3 ranks, or choose sizes whose product divides 8."),
+        ({"dp": -1, "tp": -1}, "fs.make_mesh got dp=-1 and tp=-1.\nA size is at least 1; one axis may be -1."),
+        ({"dp": 0, "tp": -3}, "fs.make_mesh got dp=0, tp=-3.\nA size is at least 1; one axis may be -1."),
+        ({"dpp": 2}, f"fs.make_mesh knows no axis 'dpp'. {KNOWN} Did you mean 'dp'?"),
+        ({"model": 2}, f"fs.make_mesh knows no axis 'model'. {KNOWN}"),
+    ],
+)  # fmt: skip
+def test_sizes_that_make_no_mesh(axes, text):
+    assert refusal(lambda: make_shape(axes, world=8)) == text
+
+
+def test_the_order_names_all_six_axes():
+    assert refusal(lambda: make_shape({"dp": 8}, world=8, order=("dp", "tp"))) == (
+        "fs.make_mesh needs an order of all six axes, got ('dp', 'tp').\nUse ('pp', 'replica', 'dp', 'ep', 'cp', 'tp')."
+    )
+
+
+def test_a_device_mesh_needs_our_names():
+    plain = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
+    text = refusal(lambda: meshes.abstract(plain))
+    assert text.endswith("needs a mesh with named axes.\nName its dims with pp, replica, dp, ep, cp, tp.")
+    other = DeviceMesh("cpu", torch.arange(1), mesh_dim_names=("fsdp",), _init_backend=False, _rank=0)
+    assert refusal(lambda: meshes.abstract(other)).endswith(f"knows no axis 'fsdp'. {KNOWN} Did you mean 'dp'?")
+
+
+def test_an_abstract_mesh_sends_nothing():
+    mesh = AbstractMesh(("dp", "tp"), (4, 2))
+    text = refusal(lambda: meshes.axis_group(mesh, ("dp", "tp")))
+    assert text == "fs.axis_group cannot run a collective over dp, tp on the abstract mesh {dp: 4, tp: 2}.\nUse fs.make_mesh."
+    assert meshes.axis_group(mesh, ("cp",)).size == 1
+
+
+# ------------------------------------------------------------------------------------------------------- on real ranks
+def groups(order):
+    mesh = fs.make_mesh(replica=2, dp=2, order=order, device="cpu", timeout=timedelta(seconds=20))
+    found = {}
+    for axes in (("replica",), ("dp",), ("replica", "dp"), ("dp", "replica")):
+        group = meshes.axis_group(mesh, axes)
+        assert group.ranks[group.index] == torch.distributed.get_rank()
+        found[axes] = group.ranks, group.terms
+    return meshes.coordinate(mesh), meshes.data_position(mesh), found
+
+
+@pytest.mark.parametrize("order", [AXES, ("dp", "replica", "pp", "ep", "cp", "tp")])
+def test_groups_stand_in_the_order_of_their_axes(order):
+    results = run_ranks(groups, 4, order)
+    rank_of = {(coord["replica"], coord["dp"]): rank for rank, (coord, _, _) in enumerate(results)}
+    assert sorted(index for _, (index, count), _ in results) == list(range(4))
+    for coord, (index, count), found in results:
+        assert (index, count) == (2 * coord["replica"] + coord["dp"], 4)
+        assert found[("replica",)][0] == tuple(rank_of[(r, coord["dp"])] for r in (0, 1))
+        assert found[("dp",)][0] == tuple(rank_of[(coord["replica"], d)] for d in (0, 1))
+        assert found[("replica", "dp")][0] == tuple(rank_of[(r, d)] for r in (0, 1) for d in (0, 1))
+        assert found[("dp", "replica")][0] == tuple(rank_of[(r, d)] for d in (0, 1) for r in (0, 1))
+        # Sums are taken in one order of coordinates, however the members are listed.
+        in_turn = [[ranks[i] for i in terms] for ranks, terms in (found[("replica", "dp")], found[("dp", "replica")])]
+        assert in_turn[0] == in_turn[1] == [rank_of[(r, d)] for r in (0, 1) for d in (0, 1)]
+
+
+def wrong_size():
+    with pytest.raises(MeshError) as caught:
+        fs.make_mesh(dp=3, device="cpu")
+    return str(caught.value)
+
+
+def test_a_product_that_is_not_the_world():
+    for text in run_ranks(wrong_size, 2):
+        assert text == "fs.make_mesh got dp=3: 3 ranks, but there are 2.\nUse dp=-1 to let dp take what is left."

@@ -1,0 +1,71 @@
+"""Precision: the dtype of each role, and the next loss scale."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsharding as fs
+from fsharding.errors import ConfigError
+from fsharding.precision import LossScale, Precision, ScaleState, wide
+
+F16, BF16, F32, F64, I64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
+
+
+@pytest.mark.parametrize(
+    ("precision", "leaf", "main", "compute", "grad", "moment"),
+    [
+        (fs.FP32, F32, F32, F32, F32, F32),
+        (fs.FP32, BF16, BF16, BF16, F32, F32),
+        (fs.FP32, F64, F64, F64, F64, F64),
+        (fs.BF16, F32, F32, BF16, F32, F32),
+        (fs.BF16, BF16, F32, BF16, F32, F32),
+        (fs.FP16, F32, F32, F16, F32, F32),
+        (Precision(grads=BF16, moments=BF16), F32, F32, F32, BF16, BF16),
+    ],
+)
+def test_dtypes_by_role(precision, leaf, main, compute, grad, moment):
+    assert precision.main_dtype(leaf) == main
+    assert precision.compute_dtype(leaf) == compute
+    assert precision.grad_dtype(leaf) == grad
+    assert precision.moment_dtype(leaf) == moment
+
+
+def test_whole_numbers_stay_what_they_are():
+    for precision in (fs.FP32, fs.BF16, fs.FP16):
+        assert precision.main_dtype(I64) == precision.compute_dtype(I64) == I64
+    assert [wide(x) for x in (F16, BF16, F32, F64, I64)] == [F32, F32, F32, F64, I64]
+
+
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 5))
+def test_the_scale_halves_on_overflow_and_doubles_after_a_row_of_good_steps(finite, interval):
+    precision = Precision(loss_scale=LossScale(2.0**10, interval))
+    state, exponent, row = precision.init_scale(), 10, 0
+    assert state is not None and state.scale.dtype == F32 and state.good_steps.dtype == I64
+    for good in finite:
+        before = ScaleState(*(x.clone() for x in state))
+        after = precision.next_scale(state, finite=good)
+        assert state == before, "the state that went in is as it was"
+        row = row + 1 if good else 0
+        exponent += -1 if not good else 1 if row == interval else 0
+        row = 0 if row == interval else row
+        assert (float(after.scale), int(after.good_steps)) == (2.0**exponent, row)
+        state = after
+
+
+def test_scales():
+    assert fs.FP32.init_scale() is None and fs.BF16.init_scale() is None
+    scale = fs.FP16.init_scale()
+    assert scale is not None and float(scale.scale) == 2.0**16
+    assert fs.FP16.loss_scale == LossScale(interval=2000)
+
+
+def test_dtypes_that_kernels_lack():
+    with pytest.raises(ConfigError) as caught:
+        Precision(compute=torch.float8_e4m3fn, grads=torch.int8)
+    assert str(caught.value) == (
+        "Precision got dtypes that kernels lack.\n"
+        "  compute=torch.float8_e4m3fn\n"
+        "  grads=torch.int8\n"
+        "Use one of torch.float16, torch.bfloat16, torch.float32, torch.float64."
+    )

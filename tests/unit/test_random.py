@@ -1,0 +1,89 @@
+"""Random numbers: known vectors of Threefry, moments of the draws, refused keys. Laws: tests/property/test_values.py."""
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding import random
+from fsharding.errors import RandomKeyError
+from fsharding.testing import assert_bitwise_equal
+
+
+def words(text):
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("key", "count", "out"),
+    # Of the reference implementation, threefry2x32 with 20 rounds (Random123, kat_vectors).
+    [
+        ("00000000 00000000", "00000000 00000000", "6b200159 99ba4efe"),
+        ("ffffffff ffffffff", "ffffffff ffffffff", "1cb996fc bb002be7"),
+        ("13198a2e 03707344", "243f6a88 85a308d3", "c4923a9c 483df7a0"),
+    ],
+)
+def test_threefry_gives_the_known_vectors(key, count, out):
+    found = random._threefry(torch.tensor(words(key)), torch.tensor(words(count)))
+    assert found.tolist() == words(out)
+
+
+def test_keys_hold_the_seed():
+    assert random.key(0).tolist() == [0, 0]
+    assert random.key((5 << 32) + 7).tolist() == [5, 7]
+    assert random.key(2**64 - 1).tolist() == [2**32 - 1, 2**32 - 1]
+    assert random.split(random.key(0), 3).shape == (3, 2)
+    assert random.split(random.key(0))[0].tolist() == words("6b200159 99ba4efe")
+
+
+def test_one_key_gives_one_array():
+    key = random.key(3)
+    assert_bitwise_equal(random.normal(key, (4, 5)).tensor(), random.normal(key, (4, 5)).tensor())
+    assert not torch.equal(random.normal(key, (4, 5)).tensor(), random.normal(random.key(4), (4, 5)).tensor())
+    assert not torch.equal(random.normal(key, (4, 5)).tensor(), random.uniform(key, (4, 5)).tensor())
+    assert hash(random.normal(key, (4, 5))) == hash(random.normal(key, (4, 5)))
+
+
+def test_moments_and_ranges():
+    x = random.normal(random.key(0), (300, 1001), std=2.0, mean=5.0).tensor()
+    assert abs(x.mean() - 5) < 0.02 and abs(x.std() - 2) < 0.02
+    u = random.uniform(random.key(0), (300, 1001), low=-2.0, high=6.0).tensor()
+    assert u.min() >= -2 and u.max() < 6 and abs(u.mean() - 2) < 0.03
+    mask = random.bernoulli(random.key(0), 0.25, (300, 1001))
+    assert mask.dtype == torch.bool and abs(mask.float().mean() - 0.25) < 0.01
+    # Blocks of one array have streams of their own.
+    halves = random.normal(random.key(0), (2, random.BLOCK)).tensor()
+    assert abs(torch.corrcoef(halves)[0, 1]) < 0.01
+
+
+def test_constants():
+    assert_bitwise_equal(random.zeros((2,)).tensor(), torch.zeros(2))
+    assert_bitwise_equal(random.ones((2,), dtype=torch.float64).tensor(), torch.ones(2, dtype=torch.float64))
+    assert_bitwise_equal(random.full((2, 2), 0.5).slice(((0, 1), (1, 2))), torch.full((1, 1), 0.5))
+    assert random.full((3, 0), 1.0).tensor().shape == (3, 0)
+
+
+def refusal(call):
+    with pytest.raises(RandomKeyError) as caught:
+        call()
+    return str(caught.value)
+
+
+MEND = "Make keys with random.key, random.split or random.fold_in."
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: random.split(torch.zeros(3, dtype=torch.int64)), "random.split needs a key int64[2], got int64[3]."),
+        (lambda: random.fold_in(torch.zeros(2), 1), "random.fold_in needs a key int64[2], got float32[2]."),
+        (lambda: random.normal(random.split(random.key(0)), (2,)), "random.normal needs a key int64[2], got int64[2, 2]."),
+        (lambda: random.uniform(torch.zeros(()), (2,)), "random.uniform needs a key int64[2], got float32[]."),
+        (lambda: random.bernoulli(torch.zeros(1), 0.5, (2,)), "random.uniform needs a key int64[2], got float32[1]."),
+    ],
+)
+def test_keys_of_the_wrong_kind(call, text):
+    assert refusal(call) == f"{text}\n{MEND}"
+
+
+def test_a_seed_is_no_key():
+    assert refusal(lambda: fs.random.normal(7, (2,))) == f"random.normal needs a key int64[2], got int 7.\n{MEND}"

@@ -1,0 +1,124 @@
+"""`NamedSharding`, `Local` and `typeof` by example; the laws are in tests/property/test_values.py."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import fsharding as fs
+from fsharding.errors import SpecError
+from fsharding.mesh import AbstractMesh
+from fsharding.sharding import Assigned, local_of, sharding_of, to_local
+from fsharding.spec import P
+
+MESH = AbstractMesh(("dp", "tp"), (4, 2))
+
+
+def refusal(call):
+    with pytest.raises(SpecError) as caught:
+        call()
+    return str(caught.value)
+
+
+def placed(spec, shape, partial=()):
+    sharding = fs.NamedSharding(fs.make_mesh(device="cpu"), spec, partial)
+    return sharding.to_dtensor(torch.arange(float(torch.Size(shape).numel())).view(shape), shape)
+
+
+def test_boxes_of_one_rank():
+    sharding = fs.NamedSharding(MESH, P(("dp", "tp"), None))
+    assert sharding.box((10, 3), {"dp": 1, "tp": 1}) == ((5, 6), (0, 3))
+    assert sharding.local_shape((10, 3), {"dp": 3, "tp": 1}) == (0, 3)
+    assert sharding.box((10, 3)) == ((0, 2), (0, 3)), "on an abstract mesh, the first rank"
+    assert sharding.axes(0) == ("dp", "tp") and sharding.axes(1) == ()
+    assert sharding.drop(0) == fs.NamedSharding(MESH, P())
+
+
+def test_axes_of_size_one_mean_nothing():
+    sharding = fs.NamedSharding(MESH, P(("pp", "dp"), "cp"), ("ep",))
+    assert sharding.axes(0) == ("dp",) and sharding.axes(1) == ()
+    assert sharding.simplified() == fs.NamedSharding(MESH, P("dp"))
+
+
+def test_a_leaf_can_be_owned_index_by_index():
+    stages = Assigned("dp", 0, ((0, 7), (1, 6), (2, 5), (3, 4)))
+    sharding = fs.NamedSharding(MESH, P(None, "tp"), assigned=stages)
+    assert sharding.boxes((8, 4), {"dp": 0, "tp": 1}) == (((0, 1), (2, 4)), ((7, 8), (2, 4)))
+    assert sharding.boxes((8, 4), {"dp": 3, "tp": 0}) == (((3, 5), (0, 2)),) or sharding.boxes((8, 4), {"dp": 3}) == (((3, 5), (0, 2)),)
+    assert sharding.local_shape((8, 4), {"dp": 0, "tp": 0}) == (2, 2)
+    assert sharding.drop(0) == fs.NamedSharding(MESH, P("tp"))
+
+
+def test_a_leaf_can_be_owned_whole():
+    first = fs.NamedSharding(MESH, P("tp"), assigned=Assigned("dp", None, ((0,), (), (), ())))
+    assert first.boxes((4, 3), {"dp": 0, "tp": 1}) == (((2, 4), (0, 3)),)
+    assert first.boxes((4, 3), {"dp": 1, "tp": 1}) == ()
+    assert first.local_shape((4, 3), {"dp": 0}) == (2, 3) and first.local_shape((4, 3), {"dp": 2}) == (0, 3)
+    assert first.boxes((), {"dp": 0}) == ((),) and first.boxes((), {"dp": 1}) == ()
+    assert first.local_shape((), {"dp": 0}) == ()
+
+
+def test_placements():
+    mesh = DeviceMesh("cpu", torch.arange(8).view(4, 2), mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=5)
+    assert fs.NamedSharding(mesh, P("tp", "dp")).placements() == (Shard(1), Shard(0))
+    assert fs.NamedSharding(mesh, P(None, "dp"), ("tp",)).placements() == (Shard(1), Partial("sum"))
+    assert fs.NamedSharding(mesh, P()).placements() == (Replicate(), Replicate())
+    assert fs.NamedSharding(mesh, P("dp")).device_mesh() is mesh
+    x = fs.NamedSharding(mesh, P("dp", "tp")).to_dtensor(torch.zeros(2, 3), (8, 5 + 1))
+    assert isinstance(x, DTensor) and x.shape == (8, 6) and x.stride() == (6, 1)
+
+
+def test_a_dtensor_shares_the_memory_of_its_local_tensor():
+    local = torch.arange(6.0).view(2, 3)
+    x = fs.NamedSharding(fs.make_mesh(device="cpu"), P("dp")).to_dtensor(local, (2, 3))
+    node = to_local(x)
+    assert local_of(x).data_ptr() == node.value.data_ptr() == local.data_ptr()
+    assert not node.value.requires_grad and local_of(local) is local
+    assert node.shape == (2, 3) and node.sharding == fs.NamedSharding(fs.make_mesh(device="cpu"), P())
+
+
+def test_types_print_as_the_errors_show_them():
+    sharding = fs.NamedSharding(MESH, P(None, ("dp", "tp")))
+    assert str(fs.typeof(fs.Local(torch.zeros(8, 64), sharding, (8, 512)))) == "float32[8, 512@dp*tp]"
+    assert repr(fs.Local(torch.zeros(8, 64), sharding, (8, 512))) == "Local(float32[8, 512@dp*tp])"
+    unreduced = fs.NamedSharding(MESH, P("tp"), ("dp",))
+    assert str(fs.typeof(fs.Local(torch.zeros(2), unreduced, (4,)))) == "float32[4@tp] unreduced over dp"
+    assert str(fs.typeof(torch.zeros((), dtype=torch.int64))) == "int64[]"
+    assert str(fs.typeof(fs.random.ones((2, 3), dtype=torch.bfloat16))) == "bfloat16[2, 3]"
+    assert str(fs.typeof(placed(P("dp"), (2, 3)))) == "float32[2, 3]", "dp has size 1 here"
+
+
+def test_texts_of_shardings():
+    assert str(fs.NamedSharding(MESH, P("dp"))) == "P('dp')"
+    assert str(fs.NamedSharding(MESH, P(), ("dp", "tp"))) == "P() unreduced over dp, tp"
+    assert str(fs.NamedSharding(MESH, P("tp"), assigned=Assigned("dp", None, ((0,), (), (), ())))) == "P('tp') assigned over dp"
+
+
+def test_an_axis_has_one_role():
+    assert refusal(lambda: fs.NamedSharding(MESH, P("dp"), ("dp",))) == (
+        "NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role."
+    )
+    assert refusal(lambda: fs.NamedSharding(MESH, P("dp"), assigned=Assigned("dp", 0, ((0,), (), (), ())))) == (
+        "NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role."
+    )
+
+
+def test_a_local_tensor_of_another_shape_is_refused():
+    sharding = fs.NamedSharding(fs.make_mesh(device="cpu"), P("dp"))
+    assert refusal(lambda: sharding.to_dtensor(torch.zeros(3), (4,))) == (
+        "NamedSharding.to_dtensor P('dp') of a leaf of shape (4,) holds (4,) here, got (3,)."
+    )
+
+
+def test_an_abstract_mesh_holds_nothing():
+    assert refusal(lambda: fs.NamedSharding(MESH, P("dp")).device_mesh()) == (
+        "NamedSharding cannot place a tensor on the abstract mesh {dp: 4, tp: 2}.\nUse fs.make_mesh."
+    )
+
+
+def test_placements_that_no_spec_expresses():
+    mesh = fs.make_mesh(device="cpu")
+    x = DTensor.from_local(torch.zeros(2), mesh, [Partial("max")], run_check=False)
+    assert refusal(lambda: sharding_of(x)) == (
+        "fs.typeof cannot express the placement Partial(max) on axis dp.\nUse Shard(dim), Replicate() or Partial('sum')."
+    )

@@ -1,0 +1,62 @@
+"""Strategies: four levels, their names, and what hybrids cut."""
+
+import itertools
+
+import pytest
+
+import fsharding as fs
+from fsharding.errors import ConfigError
+from fsharding.strategy import STRATEGIES, Strategy
+
+KINDS = ("params", "grads", "opt_state")
+NAMES = "Strategies are zero0, zero1, zero2, zero3, hfsdp, no_shard, optim, optim_grads, optim_grads_params, hsdp."
+
+
+def refusal(call):
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_levels_cut_one_thing_more_each():
+    levels = [fs.zero(level) for level in range(4)]
+    assert levels == [fs.NO_SHARD, fs.OPTIM, fs.OPTIM_GRADS, fs.OPTIM_GRADS_PARAMS]
+    assert [sum(s.cut(kind, "dp") for kind in KINDS) for s in levels] == [0, 1, 2, 3]
+    assert not any(s.cut(kind, "replica") for s in levels for kind in KINDS)
+    assert fs.zero(1).opt_state and fs.zero(2).grads and fs.zero(3).params
+    assert hash(fs.zero(3)) == hash(fs.OPTIM_GRADS_PARAMS)
+
+
+@pytest.mark.parametrize("parts", list(itertools.product((False, True), repeat=3)))
+def test_hybrids_cut_over_replica_what_they_are_told(parts):
+    how = dict(zip(KINDS, parts, strict=True))
+    strategy = fs.hybrid(fs.zero(2), **how)
+    for kind in KINDS:
+        assert strategy.cut(kind, "replica") == how[kind]
+        for axis in ("dp", "ep", "cp"):
+            assert strategy.cut(kind, axis) == fs.zero(2).cut(kind, axis)
+
+
+def test_names_of_hybrids():
+    assert fs.HSDP == fs.hybrid() == fs.hybrid(fs.zero(3)) == fs.parse_strategy("hsdp")
+    assert fs.HFSDP == fs.hybrid(opt_state=True) == fs.parse_strategy("hfsdp")
+
+
+def test_every_name_is_a_strategy_and_prints_as_one():
+    assert list(STRATEGIES) == [
+        "zero0", "zero1", "zero2", "zero3", "hfsdp", "no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp",
+    ]  # fmt: skip
+    for name, strategy in STRATEGIES.items():
+        assert fs.parse_strategy(name) is strategy
+        assert fs.parse_strategy(str(strategy)) == strategy
+    assert str(fs.hybrid(fs.zero(1), params=True, grads=True)) == "hybrid(zero1, params=True, grads=True)"
+    assert str(Strategy(params=True, grads=False, opt_state=False)) != str(fs.zero(3))
+
+
+def test_unknown_strategies():
+    assert refusal(lambda: fs.parse_strategy("zero_3")) == (
+        f"fs.parse_strategy knows no strategy 'zero_3'.\n{NAMES} Did you mean 'zero3'?"
+    )
+    assert refusal(lambda: fs.parse_strategy("ddp")) == f"fs.parse_strategy knows no strategy 'ddp'.\n{NAMES}"
+    for level in (4, -1, "3", 1.5):
+        assert refusal(lambda level=level: fs.zero(level)) == f"fs.zero knows no level {level!r}.\nLevels are 0, 1, 2, 3."
