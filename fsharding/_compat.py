@@ -74,10 +74,9 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def meshless_device_mesh(device_type: str, names: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
-    """A DeviceMesh of one rank that needs no process group."""
-    grid = torch.zeros(shape, dtype=torch.int64)
-    return DeviceMesh(device_type, grid, mesh_dim_names=names, _init_backend=False, _rank=0)
+def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor, rank: int) -> DeviceMesh:
+    """A DeviceMesh without process groups, as seen by one of the ranks in its grid."""
+    return DeviceMesh(device_type, grid, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
 def all_gather_flat(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:

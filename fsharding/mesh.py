@@ -199,7 +199,8 @@ def make_mesh(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         if "RANK" not in os.environ:
-            return _compat.meshless_device_mesh(device, shape.names, shape.sizes)
+            grid = torch.zeros(shape.sizes, dtype=torch.int64)
+            return _compat.meshless_device_mesh(device, shape.names, grid, 0)
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
     mesh = DeviceMesh(device, torch.arange(world).reshape(shape.sizes), mesh_dim_names=shape.names)
@@ -300,7 +301,8 @@ def permuted(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     now = abstract(mesh).names
     grid = mesh.mesh.permute([now.index(name) for name in names]).contiguous()
     if not dist.is_initialized():
-        result = _compat.meshless_device_mesh(mesh.device_type, names, tuple(grid.shape))
+        rank = int(mesh.mesh[tuple(coordinate(mesh).values())])
+        result = _compat.meshless_device_mesh(mesh.device_type, names, grid, rank)
     else:
         groups = [mesh.get_group(name) for name in names]
         result = DeviceMesh.from_group(groups, mesh.device_type, mesh=grid, mesh_dim_names=names)

@@ -46,8 +46,12 @@ def fold_in(key: Tensor, data: int) -> Tensor:
 
 
 def _checked(key: Tensor, function: str) -> Tensor:
-    if key.dtype != torch.int64 or key.shape != (2,):
-        text = f"needs a key int64[2], got {str(key.dtype).removeprefix('torch.')}{list(key.shape)}."
+    if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.shape != (2,):
+        is_tensor = isinstance(key, Tensor)
+        what = (
+            f"{str(key.dtype).removeprefix('torch.')}{list(key.shape)}" if is_tensor else f"{type(key).__name__} {key}"
+        )
+        text = f"needs a key int64[2], got {what}."
         raise RandomKeyError(message(function, text, mend="Make keys with random.key, random.split or random.fold_in."))
     return key
 

@@ -116,10 +116,12 @@ class NamedSharding:
         held = self.boxes(shape, coord)
         if self.assigned is None:
             return boxes.shape_of(held[0])
+        sizes = boxes.shape_of(replace(self, assigned=None).box(shape, coord))
+        if not sizes:
+            return ()
         dim = self.assigned.dim or 0
-        sizes = list(boxes.shape_of(replace(self, assigned=None).box(shape, coord)))
-        sizes[dim] = sum(box[dim][1] - box[dim][0] for box in held) if sizes else 0
-        return tuple(sizes)
+        length = sum(box[dim][1] - box[dim][0] for box in held)
+        return (*sizes[:dim], length, *sizes[dim + 1 :])
 
     def device_mesh(self) -> DeviceMesh:
         """The DeviceMesh of this leaf at rest.
@@ -194,7 +196,7 @@ def _mesh_at_rest(mesh: DeviceMesh, spec: PartitionSpec, assigned: str | None) -
     if assigned is None:
         return meshes.permuted(mesh, order)
     if not order:
-        return _compat.meshless_device_mesh(mesh.device_type, ("dp",), (1,))
+        return _compat.meshless_device_mesh(mesh.device_type, ("dp",), torch.zeros(1, dtype=torch.int64), 0)
     return mesh[order]
 
 

@@ -54,9 +54,13 @@ class Strategy:
         for name, strategy in STRATEGIES.items():
             if strategy == self:
                 return name
-        outer = [kind for kind in ("params", "grads", "opt_state") if self.cut(kind, "replica")]
+        kinds = ("params", "grads", "opt_state")
         inner = Strategy(self.params, self.grads, self.opt_state)
-        return f"hybrid({inner}, {', '.join(f'{kind}=True' for kind in outer)})"
+        name = next((name for name, strategy in STRATEGIES.items() if strategy == inner), None)
+        cut = ", ".join(f"{kind}={self.cut(kind, 'dp')}" for kind in kinds)
+        name = name or f"Strategy({cut})"
+        outer = [f"{kind}=True" for kind in kinds if self.cut(kind, "replica")]
+        return f"hybrid({', '.join([name, *outer])})" if outer else name
 
 
 NO_SHARD = Strategy(params=False, grads=False, opt_state=False)

@@ -147,7 +147,8 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, ledger: Led
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    return x if x.numel() == width else torch.cat((x, x.new_zeros(width - x.numel())))
+    # Not torch.cat: it passes over empty tensors, and a rank with an empty shard would miss collectives of backward.
+    return x if x.numel() == width else torch.nn.functional.pad(x, (0, width - x.numel()))
 
 
 def select_unit(stack: Tree, index: int) -> Tree:
@@ -235,7 +236,15 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
 
 _DOTS = frozenset(
     getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu")
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+    )
 )
 
 
@@ -252,7 +261,8 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
     Args:
         fn: a pure function of trees of tensors.
         policy: what is kept: `nothing_saveable`, `dots_saveable` (under torch.func: inputs only); others change
-            nothing.
+            nothing. Under `dots_saveable` torch refuses a function that changes the result of a matrix product in
+            place, as `x @ w` does by itself for a 1-d `x`.
     """
     if policy.activations == "all":
         return fn
@@ -291,7 +301,7 @@ def _remat_functional(fn: Callable[..., Any], leaves: list[Any], spec: Any) -> A
 
 
 class _Again(Function):
-    """Saves inputs only; every derivative runs the function again."""
+    """Saves inputs only; every derivative runs the function again, with respect to what can have one."""
 
     generate_vmap_rule = True
 
@@ -307,11 +317,27 @@ class _Again(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *torch.func.vjp(ctx.fn, *ctx.saved_tensors)[1](grads)
+        fn, chosen = _floating(ctx.fn, ctx.saved_tensors)
+        found = iter(torch.func.vjp(fn, *(ctx.saved_tensors[i] for i in chosen))[1](grads))
+        return None, *(next(found) if i in chosen else None for i in range(len(ctx.saved_tensors)))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        given = tuple(
-            t if t is not None else torch.zeros_like(x) for x, t in zip(ctx.saved_tensors, tangents[1:], strict=True)
-        )
-        return torch.func.jvp(ctx.fn, tuple(ctx.saved_tensors), given)[1]
+        fn, chosen = _floating(ctx.fn, ctx.saved_tensors)
+        inputs = tuple(ctx.saved_tensors[i] for i in chosen)
+        given = (tangents[1 + i] for i in chosen)
+        filled = tuple(torch.zeros_like(x) if t is None else t for x, t in zip(inputs, given, strict=True))
+        return torch.func.jvp(fn, inputs, filled)[1]
+
+
+def _floating(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Callable[..., Any], list[int]]:
+    """The function of its floating point inputs alone, and which these are; the others, such as keys, are constants."""
+    chosen = [i for i, x in enumerate(inputs) if x.is_floating_point()]
+
+    def run(*values: Tensor) -> Any:
+        filled = list(inputs)
+        for i, value in zip(chosen, values, strict=True):
+            filled[i] = value
+        return fn(*filled)
+
+    return run, chosen

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import optree
 
@@ -166,8 +166,11 @@ def at(tree: Tree, path: str) -> Any:
     node = tree
     for part in path.split(".") if path else ():
         try:
-            node = node[part] if isinstance(node, dict) else getattr(node, part, None) or node[int(part)]
-        except (KeyError, IndexError, ValueError, TypeError) as error:
+            if isinstance(node, dict):
+                node = cast(dict[str, Any], node)[part]
+            else:
+                node = node[int(part)] if part.isdigit() else getattr(node, part)
+        except (KeyError, IndexError, AttributeError, TypeError) as error:
             known = ", ".join(paths(tree)) or "none"
             raise TreeError(message("tree.at", f"finds no {path!r}.", mend=f"The paths are {known}.")) from error
     return node

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding import boxes
-from fsharding.errors import SpecError, message
-from fsharding.mesh import Group, Mesh, axis_group, current_mesh
+from fsharding.errors import MeshError, SpecError, message
+from fsharding.mesh import AXES, Group, Mesh, axis_group, current_mesh, unknown_axis
 from fsharding.ops import wire
 from fsharding.precision import wide
 
@@ -191,6 +191,9 @@ class _Ppermute:
 
 def _group(function: str, axis: str | Sequence[str], mesh: Mesh | None) -> Group:
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in axes:
+        if name not in AXES:
+            raise MeshError(message(function, unknown_axis(name)))
     return axis_group(mesh if mesh is not None else current_mesh(function), axes)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import fsharding as fs
 from fsharding import ops
 from fsharding.boxes import chunk
-from fsharding.errors import SpecError, TransformError
+from fsharding.errors import MeshError, SpecError, TransformError
 from fsharding.mesh import AbstractMesh
 from fsharding.sharding import local_of, to_local
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
@@ -114,7 +114,11 @@ def cases():
             yield op, {"axes": axes}, [[3, 2]] * RANKS
             yield op, {"axes": axes}, [[]] * RANKS
         for split_dim, concat_dim in ((0, 1), (1, 0), (0, 0), (-1, 0), (2, 1)):
-            yield "all_to_all", {"axes": axes, "split_dim": split_dim, "concat_dim": concat_dim}, [[n, 2 * n, n]] * RANKS
+            yield (
+                "all_to_all",
+                {"axes": axes, "split_dim": split_dim, "concat_dim": concat_dim},
+                [[n, 2 * n, n]] * RANKS,
+            )
         if isinstance(axes, str):
             for pairs in ([(0, 1)], [(0, 1), (1, 0)], [(1, 1)], []):
                 yield "ppermute", {"axes": axes, "pairs": pairs}, [[2, 3]] * RANKS
@@ -163,7 +167,13 @@ def run_all(dtype):
         back = apply(*(lambda o, h: (o, y, h))(*dual(op, how)), mesh)
         # A value that is one for all ranks of a family counts once for them, not once for each.
         outer, inner = (size_of(how["axes"]) if op == name else 1 for name in ("psum", "vary"))
-        found.append((out, float((out.double() * y.double()).sum()) / outer, float((xs[rank].double() * back.double()).sum()) / inner))
+        found.append(
+            (
+                out,
+                float((out.double() * y.double()).sum()) / outer,
+                float((xs[rank].double() * back.double()).sum()) / inner,
+            )
+        )
     return found
 
 
@@ -259,7 +269,9 @@ def test_every_transform_gives_the_dense_derivative():
     for (op, how, shapes), *rows in zip(SMALL, *results, strict=True):
         grads, hvps = dense_derivatives(op, how, shapes)
         xs, weights, ts = problem(op, how, shapes)
-        tangents = torch.func.jvp(lambda *xs, o=op, h=how, w=weights: tuple(dense_smooth(o, h, xs, w)), tuple(xs), tuple(ts))[1]
+        tangents = torch.func.jvp(
+            lambda *xs, o=op, h=how, w=weights: tuple(dense_smooth(o, h, xs, w)), tuple(xs), tuple(ts)
+        )[1]
         for rank, row in enumerate(rows):
             what = f"{op} {how} on rank {rank}: "
             for name in ("autograd", "grad", "vjp", "jacrev"):
@@ -360,6 +372,32 @@ def test_refused_collectives_say_why():
         ]
 
 
+def bad_axes():
+    mesh, x = square(), torch.ones(2, 2)
+    texts = []
+    for call in (
+        lambda: ops.psum(x, "dpp", mesh=mesh),
+        lambda: ops.vary(x, ("dp", "model"), mesh=mesh),
+        lambda: ops.gather(x, "cpp", dim=0, mesh=mesh),
+        lambda: ops.scatter(x, "dqp", dim=0, mesh=mesh),
+    ):
+        with pytest.raises(MeshError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_an_axis_that_does_not_exist_is_refused():
+    known = "Axes are pp, replica, dp, ep, cp, tp."
+    for texts in run_ranks(bad_axes, RANKS):
+        assert texts == [
+            f"ops.psum knows no axis 'dpp'. {known} Did you mean 'dp'?",
+            f"ops.vary knows no axis 'model'. {known}",
+            f"ops.gather knows no axis 'cpp'. {known} Did you mean 'cp'?",
+            f"ops.scatter knows no axis 'dqp'. {known} Did you mean 'dp'?",
+        ]
+
+
 def bad_dims():
     mesh, texts = square(), []
     for x, dim in ((torch.zeros(()), 0), (torch.zeros(3, 3), 2), (torch.zeros(3, 3), -3)):
@@ -392,7 +430,10 @@ def whole_unit(seed=0):
     """Parameters as they are when nothing is cut; one leaf is float64."""
     generator = torch.Generator().manual_seed(seed)
     dtypes = {"d": torch.float64}
-    return {name: torch.randn(shape, generator=generator).to(dtypes.get(name, torch.float32)) for name, shape in UNIT.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtypes.get(name, torch.float32))
+        for name, shape in UNIT.items()
+    }
 
 
 def sharded_unit(strategy, axes, seed=0):
@@ -463,7 +504,9 @@ def through_gather_unit(strategy, axes):
     value, pull = torch.func.vjp(f, nodes)
     close(value, head(full, x), "value")
     close(plain(pull(torch.ones(()))[0]), grads, "vjp")
-    close(torch.func.jvp(f, (nodes,), (tangents,))[1], torch.func.jvp(lambda u: head(u, x), (full,), (tangent,))[1], "jvp")
+    close(
+        torch.func.jvp(f, (nodes,), (tangents,))[1], torch.func.jvp(lambda u: head(u, x), (full,), (tangent,))[1], "jvp"
+    )
     _, hvp = torch.func.jvp(torch.func.grad(total), (full,), (tangent,))
     close(plain(torch.func.jvp(torch.func.grad(f), (nodes,), (tangents,))[1]), local_part(hvp, nodes), "hvp")
 
@@ -505,11 +548,16 @@ def penalty(axes):
         return (torch.tanh(x @ unit["w"]).sum() * unit["v"].sin()).square().sum()
 
     leaves = with_values(nodes, {name: value.clone().requires_grad_() for name, value in plain(nodes).items()})
-    first = torch.autograd.grad(loss(fs.gather_unit(leaves), x[dist.get_rank()]), list(plain(leaves).values()), create_graph=True)
+    first = torch.autograd.grad(
+        loss(fs.gather_unit(leaves), x[dist.get_rank()]), list(plain(leaves).values()), create_graph=True
+    )
     norm = sum(g.square().sum() for g in first)
     second = torch.autograd.grad(norm, list(plain(leaves).values()))
     functional = torch.func.grad(
-        lambda n: sum(g.square().sum() for g in plain(torch.func.grad(lambda m: loss(fs.gather_unit(m), x[dist.get_rank()]))(n)).values())
+        lambda n: sum(
+            g.square().sum()
+            for g in plain(torch.func.grad(lambda m: loss(fs.gather_unit(m), x[dist.get_rank()]))(n)).values()
+        )
     )(nodes)
 
     def dense_norm(unit):
@@ -535,13 +583,17 @@ def transposes(strategy, axes):
     full = fs.gather_unit(params)
     back = fs.scatter_grads(y, like=params)
     assert all(isinstance(x, DTensor) for x in back.values())
-    assert {name: str(x.placements) for name, x in back.items()} == {name: str(x.placements) for name, x in params.items()}
+    assert {name: str(x.placements) for name, x in back.items()} == {
+        name: str(x.placements) for name, x in params.items()
+    }
     assert_bitwise_equal(plain(fs.scatter_grads(y, like=nodes)), plain(back), "nodes and DTensors")
     left = {name: float((full[name].double() * y[name].double()).sum()) for name in UNIT}
     right = {}
     for name, node in nodes.items():
         held = 1
-        for axis, size in zip(fs.mesh.abstract(node.sharding.mesh).names, fs.mesh.abstract(node.sharding.mesh).sizes, strict=True):
+        for axis, size in zip(
+            fs.mesh.abstract(node.sharding.mesh).names, fs.mesh.abstract(node.sharding.mesh).sizes, strict=True
+        ):
             held *= 1 if axis in node.sharding.spec.all_axes else size
         right[name] = float((node.value.double() * local_of(back[name]).double()).sum()) / held
     x = row_of_rank(rank)
@@ -612,7 +664,11 @@ def scanned(policy, strategy, axes):
     grads = local_part(torch.func.grad(everyone)(full), nodes)
     close(plain(torch.func.grad(f)(nodes)), grads, "grad")
     close(plain(torch.func.vjp(f, nodes)[1](torch.ones(()))[0]), grads, "vjp")
-    close(torch.func.jvp(f, (nodes,), (tangents,))[1], torch.func.jvp(lambda u: loop(u, x[rank]), (full,), (tangent,))[1], "jvp")
+    close(
+        torch.func.jvp(f, (nodes,), (tangents,))[1],
+        torch.func.jvp(lambda u: loop(u, x[rank]), (full,), (tangent,))[1],
+        "jvp",
+    )
     inside = fs.value_and_grad(f, mean=False)(params)[1]
     close(plain(inside), grads, "value_and_grad")
     many = with_values(nodes, {name: torch.stack([value, -value]) for name, value in plain(nodes).items()})
@@ -622,7 +678,11 @@ def scanned(policy, strategy, axes):
 
 @pytest.mark.parametrize("policy", fs.policies.POLICIES.values(), ids=lambda policy: policy.name)
 def test_torch_func_through_scan_units(policy):
-    for strategy, axes in ((fs.zero(3), {"dp": 4}), (fs.zero(0), {"dp": 2, "cp": 2}), (fs.HSDP, {"replica": 2, "dp": 2})):
+    for strategy, axes in (
+        (fs.zero(3), {"dp": 4}),
+        (fs.zero(0), {"dp": 2, "cp": 2}),
+        (fs.HSDP, {"replica": 2, "dp": 2}),
+    ):
         run_ranks(scanned, RANKS, policy, strategy, axes)
 
 

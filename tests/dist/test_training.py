@@ -218,13 +218,17 @@ def test_hybrids_agree_bitwise_with_zero3(strategy):
     assert_bitwise_equal(run, on_ranks(4, fs.zero(3), steps=20, axes=DP), f"{strategy} and zero3")
 
 
-@pytest.mark.parametrize("strategy", [fs.hybrid(fs.zero(i), opt_state=o) for i in range(3) for o in (0, 1)], ids=name_of)
+@pytest.mark.parametrize(
+    "strategy", [fs.hybrid(fs.zero(i), opt_state=o) for i in range(3) for o in (0, 1)], ids=name_of
+)
 def test_hybrids_of_other_levels_agree_bitwise_with_zero3(strategy):
     run = on_ranks(4, strategy, steps=5, axes=OUTER)
     assert_bitwise_equal(run, on_ranks(4, fs.zero(3), steps=5, axes=DP), f"{strategy} and zero3")
 
 
-@pytest.mark.parametrize("config", [CONFIG, fs.models.DecoderConfig(**{**vars(CONFIG), "tied": True})], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, fs.models.DecoderConfig(**{**vars(CONFIG), "tied": True})], ids=["untied", "tied"]
+)
 def test_policies_agree_bitwise(config):
     runs = {
         policy.name: on_ranks(2, fs.zero(3), policy=policy, config=config, microbatches=2, axes=DP)
@@ -296,10 +300,18 @@ def count_with(strategy, mesh, microbatches):
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("ranks", "axes"), [(1, DP), (2, DP), (4, DP), (2, {"replica": 2}), (4, OUTER), (4, {"dp": 2, "cp": 2})], ids=name_of
+    ("ranks", "axes"),
+    [(1, DP), (2, DP), (4, DP), (2, {"replica": 2}), (4, OUTER), (4, {"dp": 2, "cp": 2})],
+    ids=name_of,
 )
 def test_means_and_accumulation_are_exact(ranks, axes, microbatches):
-    strategies = [*ZEROS, *HYBRIDS, fs.hybrid(fs.zero(1)), fs.hybrid(fs.zero(1), grads=True), fs.hybrid(fs.zero(2), params=True)]
+    strategies = [
+        *ZEROS,
+        *HYBRIDS,
+        fs.hybrid(fs.zero(1)),
+        fs.hybrid(fs.zero(1), grads=True),
+        fs.hybrid(fs.zero(2), params=True),
+    ]
     for results in run_ranks(counted, ranks, strategies, axes, microbatches):
         for strategy, (count, loss, weight, params, held) in zip(strategies, results, strict=True):
             # Over cp the two ranks of a pair read the same rows here, so everything counts twice.
@@ -310,7 +322,9 @@ def test_means_and_accumulation_are_exact(ranks, axes, microbatches):
             assert loss == (30 + 1) * total / weights, strategy
             assert_bitwise_equal(held, {"w": torch.full((5, 3), total), "b": torch.tensor(total)}, str(strategy))
             step = 0.5 * total / weights
-            assert_bitwise_equal(params, {"w": torch.full((5, 3), 2 - step), "b": torch.tensor(1 - step)}, str(strategy))
+            assert_bitwise_equal(
+                params, {"w": torch.full((5, 3), 2 - step), "b": torch.tensor(1 - step)}, str(strategy)
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------- precision
@@ -394,7 +408,9 @@ def test_donating_the_state_after_a_skipped_step_leaves_the_one_before_alone():
 def initial(strategy, axes, precision):
     mesh = mesh_of(axes)
     opt = optimizer("adamw")
-    state = fs.init_state(MODEL, opt, fs.random.key(7), fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision))
+    state = fs.init_state(
+        MODEL, opt, fs.random.key(7), fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
+    )
     return whole(state.main if state.main is not None else state.params), whole(state.params), state.key
 
 
@@ -761,7 +777,9 @@ def measured(name, strategies, axes, precision, opt):
 
 def measure(name, strategy, mesh, precision, opt):
     """Bytes that the layout foretells, and those that are there before and after a step."""
-    optim = {"adamw": lambda: fs.adamw(0.1), "sgd": lambda: fs.sgd(0.1), "momentum": lambda: fs.sgd(0.1, momentum=0.9)}[opt]()
+    optim = {"adamw": lambda: fs.adamw(0.1), "sgd": lambda: fs.sgd(0.1), "momentum": lambda: fs.sgd(0.1, momentum=0.9)}[
+        opt
+    ]()
     if name == "decoder":
         model, loss, batch = MODEL, fs.model_loss(MODEL), next(batches(1, mesh))
         layout = fs.plan_layout(model, mesh, strategy=strategy, precision=precision)
@@ -951,7 +969,9 @@ def bits(values):
 def pure(strategy, axes, precision, opt, microbatches):
     mesh = mesh_of(axes)
     optim = optimizer(opt)
-    state = fs.init_state(MODEL, optim, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision))
+    state = fs.init_state(
+        MODEL, optim, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
+    )
     step = fs.make_train_step(MODEL, optim, microbatches=microbatches)
     for batch in batches(2, mesh):
         before, given = bits(state), bits(batch)
@@ -999,7 +1019,9 @@ def test_a_donated_state_says_so():
             )
 
 
-@pytest.mark.parametrize("how", [{"opt": "adamw", "microbatches": 3}, {"opt": "momentum", "precision": fs.BF16}], ids=name_of)
+@pytest.mark.parametrize(
+    "how", [{"opt": "adamw", "microbatches": 3}, {"opt": "momentum", "precision": fs.BF16}], ids=name_of
+)
 @pytest.mark.parametrize("strategy", [*ZEROS, fs.HSDP, fs.HFSDP], ids=name_of)
 def test_donation_changes_no_bit(strategy, how):
     assert_bitwise_equal(on_ranks(4, strategy, **how), on_ranks(4, strategy, donate=True, **how))
@@ -1057,7 +1079,7 @@ def test_infinite_gradients_of_a_finite_loss_are_refused():
     draws = {"w": fs.random.zeros((4,))}
     layout = fs.plan_layout(draws, mesh_of(ALONE))
     state = fs.init_state(lambda key: draws, fs.sgd(0.1), fs.random.key(0), layout)
-    with pytest.raises(NonFiniteError, match="loss 0.0, gradient norm inf"):
+    with pytest.raises(NonFiniteError, match=r"loss 0\.0, gradient norm inf"):
         fs.make_train_step(loss_fn, fs.sgd(0.1))(state, torch.zeros(1))
 
 

@@ -27,7 +27,7 @@ def test_a_message_has_rule_rows_and_mend():
 def test_what_a_user_can_mend_is_a_value_error(name, family):
     kind = getattr(errors, name)
     assert issubclass(kind, FshardingError) and issubclass(kind, family)
-    with pytest.raises(family, match="^text$"):
+    with pytest.raises(family, match=r"^text$"):
         raise kind("text")
 
 

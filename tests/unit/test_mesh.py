@@ -110,7 +110,10 @@ def test_a_device_mesh_needs_our_names():
 def test_an_abstract_mesh_sends_nothing():
     mesh = AbstractMesh(("dp", "tp"), (4, 2))
     text = refusal(lambda: meshes.axis_group(mesh, ("dp", "tp")))
-    assert text == "fs.axis_group cannot run a collective over dp, tp on the abstract mesh {dp: 4, tp: 2}.\nUse fs.make_mesh."
+    assert (
+        text
+        == "fs.axis_group cannot run a collective over dp, tp on the abstract mesh {dp: 4, tp: 2}.\nUse fs.make_mesh."
+    )
     assert meshes.axis_group(mesh, ("cp",)).size == 1
 
 

@@ -76,7 +76,10 @@ MEND = "Make keys with random.key, random.split or random.fold_in."
     [
         (lambda: random.split(torch.zeros(3, dtype=torch.int64)), "random.split needs a key int64[2], got int64[3]."),
         (lambda: random.fold_in(torch.zeros(2), 1), "random.fold_in needs a key int64[2], got float32[2]."),
-        (lambda: random.normal(random.split(random.key(0)), (2,)), "random.normal needs a key int64[2], got int64[2, 2]."),
+        (
+            lambda: random.normal(random.split(random.key(0)), (2,)),
+            "random.normal needs a key int64[2], got int64[2, 2].",
+        ),
         (lambda: random.uniform(torch.zeros(()), (2,)), "random.uniform needs a key int64[2], got float32[]."),
         (lambda: random.bernoulli(torch.zeros(1), 0.5, (2,)), "random.uniform needs a key int64[2], got float32[1]."),
     ],

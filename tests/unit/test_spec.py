@@ -51,12 +51,17 @@ def refusal(call):
 
 
 def test_specs_that_cannot_be():
-    assert refusal(lambda: P("dp", ("tp", "dp"))) == "P('dp', ('tp', 'dp')) uses dp twice.\nAn axis cuts one dim at most."
+    assert (
+        refusal(lambda: P("dp", ("tp", "dp"))) == "P('dp', ('tp', 'dp')) uses dp twice.\nAn axis cuts one dim at most."
+    )
     assert refusal(lambda: P(("cp", "cp"), "tp", "tp")) == (
         "P(('cp', 'cp'), 'tp', 'tp') uses cp, tp twice.\nAn axis cuts one dim at most."
     )
     assert refusal(lambda: P("dp", "tpp")) == f"P knows no axis 'tpp'. {KNOWN} Did you mean 'tp'?"
-    assert refusal(lambda: P("dp").replace(1, ("dp",))) == "P(('dp',), ('dp',)) uses dp twice.\nAn axis cuts one dim at most."
+    assert (
+        refusal(lambda: P("dp").replace(1, ("dp",)))
+        == "P(('dp',), ('dp',)) uses dp twice.\nAn axis cuts one dim at most."
+    )
 
 
 def test_rules_are_a_hashable_mapping():
@@ -86,5 +91,7 @@ def test_rules_that_cannot_be():
 
 
 def test_hints_for_dim_names():
-    assert DEFAULT_RULES.hint("emebd") == "Did you mean 'embed'?"
+    assert DEFAULT_RULES.hint("emebd") == (
+        "Add emebd=None to the AxisRules, or the axes that cut it. Did you mean 'embed'?"
+    )
     assert DEFAULT_RULES.hint("zzz") == "Add zzz=None to the AxisRules, or the axes that cut it."

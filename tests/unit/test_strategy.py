@@ -59,4 +59,6 @@ def test_unknown_strategies():
     )
     assert refusal(lambda: fs.parse_strategy("ddp")) == f"fs.parse_strategy knows no strategy 'ddp'.\n{NAMES}"
     for level in (4, -1, "3", 1.5):
-        assert refusal(lambda level=level: fs.zero(level)) == f"fs.zero knows no level {level!r}.\nLevels are 0, 1, 2, 3."
+        assert (
+            refusal(lambda level=level: fs.zero(level)) == f"fs.zero knows no level {level!r}.\nLevels are 0, 1, 2, 3."
+        )

@@ -1,0 +1,230 @@
+"""`plan_layout` by example: where data axes go, what is frozen, bytes, and the texts for what cannot be planned."""
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding.errors import LayoutError, SpecError, TreeError
+from fsharding.mesh import AbstractMesh
+from fsharding.spec import P
+
+MESH = AbstractMesh(("dp", "tp"), (4, 2))
+GRID = AbstractMesh(("replica", "dp", "cp", "tp"), (2, 2, 2, 2))
+
+
+def leaf(*shape, dtype=torch.float32):
+    return fs.random.zeros(shape, dtype=dtype)
+
+
+def plan(model, mesh=MESH, **how):
+    return fs.plan_layout(model, mesh, **how)
+
+
+def specs(layout, kind="params"):
+    return fs.tree.map(lambda s: s.spec, getattr(layout, kind))
+
+
+# ------------------------------------------------------------------------------------------------------ where things go
+def test_data_axes_go_where_a_rule_puts_them():
+    names = {"wq": ("layers", "heads", "embed"), "wo": ("layers", "embed", "heads"), "norm": ("layers", "embed")}
+    layout = plan({"wq": leaf(3, 8, 16), "wo": leaf(3, 16, 8), "norm": leaf(3, 16)}, names=names)
+    assert specs(layout) == {"wq": P(None, "tp", "dp"), "wo": P(None, "dp", "tp"), "norm": P(None, "dp")}
+    assert layout.params["wq"] == fs.NamedSharding(MESH, P(None, "tp", "dp"))
+
+
+def test_without_a_rule_the_first_free_dim_is_cut_and_never_the_layers():
+    rules = fs.AxisRules(layers="pp", mlp="tp", other=None)
+    names = {
+        "a": ("mlp", "other"),
+        "b": ("layers", "mlp", "other"),
+        "c": ("layers",),
+        "d": (None, "other"),
+        "e": ("mlp",),
+        "f": (),
+    }
+    shapes = {"a": leaf(8, 3), "b": leaf(2, 8, 3), "c": leaf(2), "d": leaf(5, 5), "e": leaf(8), "f": leaf()}
+    layout = plan(shapes, rules=rules, names=names)
+    assert specs(layout) == {
+        "a": P("tp", "dp"), "b": P(None, "tp", "dp"), "c": P(), "d": P("dp"), "e": P(("tp", "dp")), "f": P(),
+    }  # fmt: skip
+
+
+def test_leaves_without_names_are_cut_along_their_first_dim():
+    assert specs(plan([leaf(5, 3), leaf(), {"b": leaf(7)}])) == [P("dp"), P(), {"b": P("dp")}]
+
+
+def test_what_each_strategy_cuts():
+    def of(strategy):
+        layout = plan({"w": leaf(16, 4)}, GRID, strategy=strategy)
+        return [str(getattr(layout, kind)["w"]) for kind in ("params", "grads", "main")]
+
+    both = "P(('dp', 'cp'))"
+    assert of(fs.zero(0)) == ["P()", "P() unreduced over replica, dp, cp", "P()"]
+    assert of(fs.zero(1)) == ["P()", "P() unreduced over replica, dp, cp", both]
+    assert of(fs.zero(2)) == ["P()", f"{both} unreduced over replica", both]
+    assert of(fs.zero(3)) == [both, f"{both} unreduced over replica", both]
+    assert of(fs.HSDP) == of(fs.zero(3))
+    assert of(fs.HFSDP) == [both, f"{both} unreduced over replica", "P(('dp', 'cp', 'replica'))"]
+    assert of(fs.hybrid(params=True, grads=True, opt_state=True)) == ["P(('dp', 'cp', 'replica'))"] * 3
+
+
+def test_frozen_leaves_have_neither_gradients_nor_moments():
+    shapes = {
+        "embed": {"table": leaf(8, 4)},
+        "embedding": leaf(8),
+        "head": {"w": leaf(4, 4), "steps": leaf(3, dtype=torch.int64)},
+    }
+    layout = plan(shapes, frozen=("embed", "head.w"))
+    assert [(x.path, x.trainable) for x in layout.leaves] == [
+        ("embed.table", False), ("embedding", True), ("head.steps", False), ("head.w", False),
+    ]  # fmt: skip
+    assert layout.grads["embed"]["table"] is None and layout.main["head"] == {"w": None, "steps": None}
+    memory = layout.memory()
+    assert memory.params == 4 * (2 * 4 + 2 + 4) + 8 and memory.grads == 4 * 2 and memory.opt_state == 8 * 2
+
+
+def test_a_model_brings_its_names():
+    config = fs.models.DecoderConfig(layers=2, dim=32, hidden=64, vocab=48)
+    layout = plan(fs.models.decoder(config))
+    assert layout == plan(fs.models.decoder(config).init(fs.random.key(0)), names=fs.models.decoder(config).names)
+    assert layout.params["blocks"]["wq"].spec == P(None, "tp", "dp")
+    assert layout.params["embed"]["table"].spec == P("tp", "dp")
+
+
+def test_layouts_print():
+    layout = plan(
+        {"w": leaf(8, 3), "s": leaf(dtype=torch.bfloat16)}, frozen=("s",), precision=fs.BF16, strategy=fs.zero(1)
+    )
+    assert str(layout) == (
+        "Layout of 2 leaves on mesh {dp: 4, tp: 2}, strategy zero1\n"
+        "  s: float32[] params P(), frozen\n"
+        "  w: bfloat16[8, 3] params P(), grads P() unreduced over dp, opt_state P('dp')"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- bytes
+@pytest.mark.parametrize("d", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("precision", "level", "bytes_of"),
+    [
+        (fs.FP32, 0, lambda d: 16), (fs.FP32, 1, lambda d: 8 + 8 / d), (fs.FP32, 2, lambda d: 4 + 12 / d), (fs.FP32, 3, lambda d: 16 / d),
+        (fs.BF16, 0, lambda d: 18), (fs.BF16, 1, lambda d: 6 + 12 / d), (fs.BF16, 2, lambda d: 2 + 16 / d), (fs.BF16, 3, lambda d: 16 / d),
+    ],
+)  # fmt: skip
+def test_bytes_a_parameter(precision, level, bytes_of, d):
+    mesh = AbstractMesh(("dp",), (d,))
+    layout = plan({"w": leaf(16, 3), "b": leaf(8)}, mesh, strategy=fs.zero(level), precision=precision)
+    assert layout.memory().total == 56 * bytes_of(d)
+    assert layout.memory(fs.adamw(0.1)).total == 56 * bytes_of(d) + 8, "and a count"
+
+
+def test_memory_of_other_optimizers_and_parts():
+    layout = plan({"w": leaf(16, 3)}, AbstractMesh(("dp",), (4,)), strategy=fs.zero(1), precision=fs.BF16)
+    assert layout.memory(fs.sgd(0.1)) == (96, 48, 192, 8)
+    assert layout.memory(fs.sgd(0.1, momentum=0.9)) == (96, 48, 192, 56)
+    memory = layout.memory()
+    assert (memory.params, memory.main, memory.grads, memory.opt_state) == (96, 48, 192, 96)
+    assert memory.state == 240 and memory.total == 432
+    assert str(memory) == "432 bytes a rank (params 96, main 48, grads 192, opt_state 96)"
+
+
+def test_the_last_rank_of_an_uneven_cut_holds_less():
+    layout = plan({"w": leaf(5, 3)}, AbstractMesh(("dp",), (4,)))
+    assert [layout.memory(coord={"dp": i}).params for i in range(4)] == [24, 24, 12, 0]
+    assert layout.memory().params == 24
+
+
+def test_gradients_and_moments_follow_the_main_dtype():
+    layout = plan(
+        {"w": leaf(4, dtype=torch.float64)}, AbstractMesh(("dp",), (1,)), precision=fs.BF16, strategy=fs.zero(0)
+    )
+    state = fs.init_state(
+        lambda key: {"w": leaf(4, dtype=torch.float64)},
+        fs.adamw(0.1),
+        fs.random.key(0),
+        layout.with_mesh(fs.make_mesh(device="cpu")),
+    )
+    assert state.main["w"].dtype == torch.float32
+    assert layout.memory() == (8, 16, 16, 32)
+
+
+# ------------------------------------------------------------------------------------------------------------- changes
+def test_a_layout_can_be_changed():
+    layout = plan({"w": leaf(16, 3)}, frozen=("w",))
+    assert layout.with_strategy(fs.zero(1)).strategy == fs.zero(1)
+    assert layout.with_precision(fs.BF16).precision == fs.BF16
+    moved = layout.with_mesh(AbstractMesh(("dp",), (2,)))
+    assert moved.params["w"] == fs.NamedSharding(AbstractMesh(("dp",), (2,)), P("dp")) and not moved.leaves[0].trainable
+    assert layout.with_strategy(fs.zero(1)).with_strategy(fs.zero(3)) == layout
+    assert {layout: 1}[layout.with_mesh(MESH)] == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+def refusal(kind, call):
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_dim_names_without_a_rule():
+    shapes, names = {"a": {"w": leaf(8, 6)}, "b": leaf(3, 3)}, {"a": {"w": ("mlp", "emebd")}, "b": ("embed", "foo")}
+    assert refusal(SpecError, lambda: plan(shapes, names=names)) == (
+        "fs.plan_layout has no rule for 2 dims on mesh {dp: 4, tp: 2}.\n"
+        "  a.w is float32[8, 6], dim 1 ('emebd', size 6): no rule 'emebd'.\n"
+        "  b is float32[3, 3], dim 1 ('foo', size 3): no rule 'foo'.\n"
+        "Add emebd=None to the AxisRules, or the axes that cut it. Did you mean 'embed'?\n"
+        "Add foo=None to the AxisRules, or the axes that cut it."
+    )
+
+
+def test_one_axis_for_two_dims_of_a_leaf():
+    shapes, names = {"a": leaf(8, 6), "b": leaf(4)}, {"a": ("mlp", "heads"), "b": ("mlp",)}
+    assert refusal(SpecError, lambda: plan(shapes, names=names)) == (
+        "fs.plan_layout cannot spend one axis on two dims of a leaf; 1 leaves on mesh {dp: 4, tp: 2}.\n"
+        "  a is float32[8, 6]: axis 'tp' would cut dim 0 ('mlp', size 8) and dim 1 ('heads', size 6).\n"
+        "Give one of the dims another name, with a rule of its own."
+    )
+
+
+def test_an_axis_that_the_mesh_lacks_cuts_nothing_twice():
+    shapes, names = {"a": leaf(8, 6)}, {"a": ("embed", "embed")}
+    text = refusal(SpecError, lambda: plan(shapes, names=names))
+    assert "axis 'dp'" in text and "axis 'cp'" not in text and "1 leaves" in text
+
+
+def test_names_that_do_not_fit_a_shape():
+    shapes, names = {"a": leaf(8, 6), "b": leaf(3)}, {"a": ("mlp",), "b": ("embed",)}
+    assert refusal(LayoutError, lambda: plan(shapes, names=names)) == (
+        "fs.plan_layout cannot plan 1 leaves.\n  a is float32[8, 6] but has names ('mlp',)"
+    )
+
+
+def test_names_for_another_tree():
+    text = refusal(TreeError, lambda: plan({"a": leaf(8, 6), "b": leaf(3)}, names={"a": ("mlp", "embed")}))
+    lines = text.split("\n")
+    assert lines[0] == "fs.plan_layout got two trees that do not match."
+    assert "  b: only in the first tree" in lines and lines[-1] == "Give both trees the same keys."
+
+
+def test_frozen_paths_that_no_leaf_has():
+    assert refusal(LayoutError, lambda: plan({"a": leaf(8, 6), "b": leaf(3)}, frozen=("b", "c"))) == (
+        "fs.plan_layout cannot plan 1 leaves.\n  frozen path 'c' is no leaf; leaves are a, b"
+    )
+
+
+def test_one_frozen_path_may_be_text():
+    shapes = {"embed": leaf(3), "m": leaf(2)}
+    assert plan(shapes, frozen="embed") == plan(shapes, frozen=("embed",))
+
+
+def test_dtypes_that_kernels_lack():
+    shapes = {
+        "a": leaf(8, dtype=torch.float8_e4m3fn),
+        "c": torch.empty(2, dtype=torch.complex64),
+        "n": leaf(2, dtype=torch.int32),
+    }
+    assert refusal(LayoutError, lambda: plan(shapes)) == (
+        "fs.plan_layout cannot plan 2 leaves.\n"
+        "  a is float8_e4m3fn[8]: kernels take float16, bfloat16, float32, float64, or whole numbers\n"
+        "  c is complex64[2]: kernels take float16, bfloat16, float32, float64, or whole numbers"
+    )

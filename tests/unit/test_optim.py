@@ -1,0 +1,293 @@
+"""Optimizers on plain tensors and on one process: against torch.optim, and what does not depend on where it stands."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsharding as fs
+from fsharding.errors import LayoutError, TreeError
+from fsharding.optim import AdamState, ChainState, EmptyState, MaskedState
+from fsharding.testing import assert_bitwise_equal, assert_trees_close
+
+SHAPES = {"w": (5, 7), "b": (7,), "s": (), "long": (200,), "none": (0, 3)}
+
+
+def values(seed, shapes=SHAPES, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def ours(opt, steps=5):
+    params, states = values(0), None
+    states = opt.init(params)
+    for step in range(1, steps + 1):
+        updates, states = opt.update(values(step), states, params)
+        params = fs.apply_updates(params, updates)
+    return params
+
+
+def theirs(make, steps=5, clip=None):
+    params = {name: x.requires_grad_() for name, x in values(0).items()}
+    opt = make(list(params.values()))
+    for step in range(1, steps + 1):
+        for name, grad in values(step).items():
+            params[name].grad = grad.clone()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(params.values(), clip)
+        opt.step()
+    return {name: x.detach() for name, x in params.items()}
+
+
+SGDS: list[dict[str, Any]] = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True},
+    {"weight_decay": 0.1},
+    {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+]
+
+
+@pytest.mark.parametrize("how", SGDS, ids=str)
+def test_sgd_is_that_of_torch(how):
+    assert_trees_close(
+        ours(fs.sgd(0.1, **how)), theirs(lambda p: torch.optim.SGD(p, lr=0.1, **how)), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("how", [{}, {"b1": 0.8, "b2": 0.99}, {"weight_decay": 0.1}, {"eps": 1e-3}], ids=str)
+def test_adamw_is_that_of_torch(how):
+    betas = (how.get("b1", 0.9), how.get("b2", 0.95))
+    reference = theirs(
+        lambda p: torch.optim.AdamW(
+            p, 0.1, betas=betas, eps=how.get("eps", 1e-8), weight_decay=how.get("weight_decay", 0.0)
+        )
+    )
+    assert_trees_close(ours(fs.adamw(0.1, **how)), reference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [0.1, 3.0, 1e6])
+def test_clipping_is_that_of_torch(clip):
+    chained = fs.chain(fs.clip_by_global_norm(clip), fs.sgd(0.1))
+    assert_trees_close(ours(chained), theirs(lambda p: torch.optim.SGD(p, lr=0.1), clip=clip), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e15])
+def test_the_global_norm_is_that_of_torch(scale):
+    grads = values(3, scale=scale)
+    for x in grads.values():
+        x.grad = x.clone()
+    norm = fs.global_norm(grads)
+    assert norm.dtype == torch.float32 and norm.ndim == 0
+    reference = math.sqrt(math.fsum(float(x) ** 2 for grad in grads.values() for x in grad.reshape(-1)))
+    assert float(norm) == pytest.approx(reference, rel=1e-7)
+    assert float(norm) == pytest.approx(float(torch.nn.utils.clip_grad_norm_(grads.values(), 1e30)), rel=1e-5)
+    assert float(fs.global_norm({})) == 0.0
+    assert float(fs.global_norm({"w": torch.tensor([3.0, 4.0]).t(), "n": None})) == 5.0
+
+
+def test_the_norm_of_unreduced_gradients_is_refused():
+    mesh = fs.make_mesh(device="cpu")
+    grads = {
+        name: fs.NamedSharding(mesh, fs.P(), partial).to_dtensor(torch.ones(3), (3,))
+        for name, partial in (("a", ("dp",)), ("b", ()), ("c", ("dp",)))
+    }
+    with pytest.raises(LayoutError) as caught:
+        fs.global_norm(grads)
+    assert str(caught.value) == (
+        "fs.global_norm needs reduced gradients.\n"
+        "  a: P() unreduced over dp\n"
+        "  c: P() unreduced over dp\n"
+        "Ask value_and_grad for reduced gradients, such as grads=layout.main."
+    )
+
+
+# ------------------------------------------------------------------------------------------- Adam, element by element
+@given(
+    st.integers(1, 300),
+    st.lists(st.integers(0, 300), max_size=4),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 9),
+)
+def test_an_element_of_adam_does_not_know_where_it_stands(size, cuts, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    param, *grads = (torch.randn(size, generator=generator).to(dtype) for _ in range(4))
+    opt = fs.adamw(0.1, weight_decay=0.1)
+    points = sorted({0, size, *(cut for cut in cuts if cut < size)})
+
+    def run(pieces):
+        params = [param[a:b].clone() for a, b in pieces]
+        state = opt.init(params)
+        for grad in grads:
+            updates, state = opt.update([grad[a:b] for a, b in pieces], state, params)
+            params = fs.apply_updates(params, updates)
+        return [torch.cat(x) for x in (params, state.mu, state.nu)]
+
+    whole, cut = run([(0, size)]), run(list(itertools.pairwise(points)))
+    assert_bitwise_equal(cut, whole)
+
+
+@pytest.mark.parametrize("how", [{"donate": False}, {"donate": True}], ids=["pure", "donated"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: fs.adamw(0.1, weight_decay=0.1), lambda: fs.sgd(0.1, momentum=0.9, weight_decay=0.1)],
+    ids=["adamw", "sgd"],
+)
+def test_strides_do_not_matter(make, how):
+    def run(strided):
+        lay = (lambda x: x.mT.contiguous().mT) if strided else (lambda x: x.contiguous())
+        params = {"w": lay(torch.linspace(-1, 1, 35).view(5, 7)), "v": lay(torch.linspace(2, 3, 90 * 3).view(3, 90))}
+        opt = make()
+        state = opt.init(params)
+        for step in range(1, 4):
+            grads = {name: lay((x * step).sin().contiguous()) for name, x in params.items()}
+            updates, state = opt.update(grads, state, params, **how)
+            params = fs.apply_updates(params, updates, **how)
+        return {name: x.contiguous() for name, x in params.items()}
+
+    assert_bitwise_equal(run(True), run(False))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: fs.adamw(0.1), lambda: fs.sgd(0.1, momentum=0.9, weight_decay=0.1), lambda: fs.clip_by_global_norm(0.1)],
+)
+def test_an_update_changes_nothing_that_went_in(make):
+    opt, params, grads = make(), values(0), values(1)
+    _, state = opt.update(values(2), opt.init(params), params)
+    before = fs.tree.map(torch.clone, (params, grads, state))
+    updates, after = opt.update(grads, state, params)
+    fs.apply_updates(params, updates)
+    assert_bitwise_equal((params, grads, state), before)
+    donated, state_of = opt.update(*fs.tree.map(torch.clone, (grads, state, params)), donate=True)
+    assert_bitwise_equal((donated, state_of), (updates, after))
+
+
+# ----------------------------------------------------------------------------------------------------------- composing
+def test_masked_gives_each_group_its_own():
+    labels = {"w": "decay", "b": "plain", "s": "plain", "long": "decay", "none": "plain"}
+    groups = {"decay": fs.adamw(0.1, weight_decay=0.5), "plain": fs.sgd(0.2, momentum=0.9)}
+    for how in (labels, lambda path, leaf: labels[path]):
+        params = ours(fs.masked(groups, how))
+        assert_trees_close(
+            {n: params[n] for n in ("w", "long")}, {n: ours(groups["decay"])[n] for n in ("w", "long")}, rtol=0
+        )
+        assert_trees_close({n: params[n] for n in "bs"}, {n: ours(groups["plain"])[n] for n in "bs"}, rtol=0)
+
+
+def test_masked_as_torch_groups():
+    labels = {name: "decay" if len(shape) > 1 else "plain" for name, shape in SHAPES.items()}
+    opt = fs.masked({"decay": fs.adamw(0.1, weight_decay=0.5), "plain": fs.adamw(0.1)}, labels)
+
+    def make(params):
+        many = [p for p in params if p.ndim > 1]
+        few = [p for p in params if p.ndim <= 1]
+        groups = [{"params": many, "weight_decay": 0.5}, {"params": few, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95))
+
+    assert_trees_close(ours(opt), theirs(make), rtol=1e-6, atol=1e-6)
+
+
+def test_masked_skips_frozen_leaves():
+    params, grads = {"w": torch.ones(2), "frozen": None}, {"w": torch.ones(2), "frozen": None}
+    for labels in ({"w": "a", "frozen": "b"}, lambda path, leaf: "a"):
+        opt = fs.masked({"a": fs.sgd(0.5), "b": fs.sgd(0.1)}, labels)
+        updates, _ = opt.update(grads, opt.init(params), params)
+        assert updates["frozen"] is None
+        assert_bitwise_equal(updates["w"], torch.full((2,), -0.5))
+
+
+def test_labels_without_a_transformation():
+    opt = fs.masked({"decay": fs.sgd(0.1), "rest": fs.sgd(0.1)}, {"a": "decay", "b": {"c": "norms", "d": "nrms"}})
+    with pytest.raises(TreeError) as caught:
+        opt.init({"a": torch.ones(2), "b": {"c": torch.ones(2), "d": torch.ones(1)}})
+    assert str(caught.value) == (
+        "fs.masked has labels without a transformation.\n  b.c: 'norms'\n  b.d: 'nrms'\nLabels are 'decay', 'rest'."
+    )
+
+
+def spy(seen, name, keywords):
+    """A transformation of a user's own, that may or may not know our keywords."""
+
+    def init(params):
+        return EmptyState()
+
+    def plain(updates, state, params=None):
+        seen.append((name, {}))
+        return updates, state
+
+    def knowing(updates, state, params=None, *, donate=False, norm=None):
+        seen.append((name, {"donate": donate, "norm": None if norm is None else float(norm)}))
+        return updates, state
+
+    def anything(updates, state, params=None, **kwargs):
+        seen.append((name, {key: kwargs[key] is not None for key in sorted(kwargs)}))
+        return updates, state
+
+    return fs.GradientTransformation(init, {"none": plain, "both": knowing, "any": anything}[keywords])
+
+
+def test_a_chain_hands_on_what_each_part_knows():
+    seen: list[Any] = []
+    opt = fs.chain(spy(seen, "a", "both"), spy(seen, "b", "none"), spy(seen, "c", "both"), spy(seen, "d", "any"))
+    params = {"w": torch.ones(2)}
+    opt.update(params, opt.init(params), params, donate=True, norm=torch.tensor(3.0))
+    # The norm is that of the gradients, so only the first part may use it.
+    assert seen == [
+        ("a", {"donate": True, "norm": 3.0}), ("b", {}), ("c", {"donate": True, "norm": None}), ("d", {"donate": True, "norm": False}),
+    ]  # fmt: skip
+
+
+def test_states_are_named_tuples():
+    params = values(0)
+    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(0.1), fs.masked({"a": fs.sgd(0.1)}, lambda path, leaf: "a"))
+    state = opt.init(params)
+    assert isinstance(state, ChainState) and isinstance(state.states[0], EmptyState)
+    assert isinstance(state.states[1], AdamState) and isinstance(state.states[2], MaskedState)
+    assert state.states[1].count.dtype == torch.int64 and state.states[2].groups["a"].trace is None
+    assert state.states[1].mu["w"].dtype == torch.float32
+    halves = {name: x.bfloat16() for name, x in params.items()}
+    assert fs.adamw(0.1).init(halves).nu["w"].dtype == torch.float32
+    assert fs.adamw(0.1, moments=torch.bfloat16).init(params).mu["w"].dtype == torch.bfloat16
+
+
+def test_updates_of_none_leave_a_parameter_alone():
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    after = fs.apply_updates(params, {"a": torch.ones(2), "b": None})
+    assert after["b"] is params["b"] and after["a"].tolist() == [2, 2] and params["a"].tolist() == [1, 1]
+    halves = fs.apply_updates({"a": torch.ones(2, dtype=torch.bfloat16)}, {"a": torch.full((2,), 2.0**-9)})
+    assert halves["a"].dtype == torch.bfloat16
+
+
+# ----------------------------------------------------------------------------------------------------------- schedules
+def test_schedules():
+    assert [fs.constant(0.3)(i) for i in (0, 9)] == [0.3, 0.3]
+    assert [fs.linear(1.0, 0.0, 4)(i) for i in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    rate = fs.warmup_cosine(1.0, 4, 12, end=0.1)
+    assert [rate(i) for i in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert rate(4) == 1.0 and rate(8) == pytest.approx(0.55) and rate(12) == pytest.approx(0.1) == rate(99)
+    assert fs.warmup_cosine(1.0, 0, 10)(0) == 1.0
+    assert fs.warmup_cosine(1.0, 5, 5)(4) == 1.0 and fs.warmup_cosine(1.0, 5, 5)(6) == 0.0
+
+
+@given(st.floats(1e-6, 1.0), st.integers(0, 50), st.integers(1, 100), st.floats(0.0, 1e-6))
+def test_a_warmed_up_cosine_rises_and_then_falls(peak, warmup, more, end):
+    rate = fs.warmup_cosine(peak, warmup, warmup + more, end=end)
+    rates = [rate(i) for i in range(warmup + more + 5)]
+    assert rates[:warmup] == sorted(rates[:warmup]) and max(rates) == pytest.approx(peak)
+    after = rates[warmup:]
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(after)) and after[-1] == pytest.approx(end)
+
+
+def test_rates_follow_the_number_of_updates():
+    opt = fs.sgd(lambda count: 10.0**-count)
+    params = {"w": torch.zeros(1)}
+    state, seen = opt.init(params), []
+    for _ in range(3):
+        updates, state = opt.update({"w": torch.ones(1)}, state, params)
+        seen.append(float(updates["w"]))
+    assert seen == pytest.approx([-1.0, -0.1, -0.01]) and int(state.count) == 3
