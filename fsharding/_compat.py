@@ -7,6 +7,7 @@ Nothing here knows about shardings.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,18 +36,38 @@ __all__ = [
 ]
 
 
-foreach_add = torch._foreach_add
-"""Adds the tensors of two lists pairwise."""
-foreach_add_ = torch._foreach_add_
-"""The same in place."""
-foreach_copy_ = torch._foreach_copy_
-"""Copies the second list into the first, casting as needed."""
-foreach_mul = torch._foreach_mul
-"""Multiplies the tensors of a list by a number."""
-foreach_mul_ = torch._foreach_mul_
-"""The same in place."""
-foreach_zero_ = torch._foreach_zero_
-"""Sets the tensors of a list to zero."""
+def foreach_add(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+    """Adds the tensors of two lists pairwise; unlike torch's, takes empty lists, as do the others here."""
+    return list(torch._foreach_add(list(xs), list(ys))) if xs else []
+
+
+def foreach_add_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    """Adds the second list to the first in place."""
+    if xs:
+        torch._foreach_add_(list(xs), list(ys))
+
+
+def foreach_copy_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    """Copies the second list into the first, casting as needed."""
+    if xs:
+        torch._foreach_copy_(list(xs), list(ys))
+
+
+def foreach_mul(xs: Sequence[Tensor], scalar: float) -> list[Tensor]:
+    """Multiplies the tensors of a list by a number."""
+    return list(torch._foreach_mul(list(xs), scalar)) if xs else []
+
+
+def foreach_mul_(xs: Sequence[Tensor], scalar: float) -> None:
+    """Multiplies the tensors of a list by a number in place."""
+    if xs:
+        torch._foreach_mul_(list(xs), scalar)
+
+
+def foreach_zero_(xs: Sequence[Tensor]) -> None:
+    """Sets the tensors of a list to zero."""
+    if xs:
+        torch._foreach_zero_(list(xs))
 
 
 def local_tensor(x: DTensor) -> Tensor:

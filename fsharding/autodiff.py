@@ -8,7 +8,7 @@ nodes only. Laws: inputs are never changed; the mean is over all weights, whatev
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -145,19 +145,29 @@ def _on(mesh: Mesh | None) -> Any:
 
 
 def _take_apart(result: Any, has_aux: bool) -> _Loss:
+    if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
+        mend = "Return (loss, aux), or leave has_aux out."
+        raise TransformError(message("fs.value_and_grad", f"needs (loss, aux); got {_kind(result)}.", mend=mend))
     loss, aux = result if has_aux else (result, None)
-    total, weight = loss if isinstance(loss, tuple) else (loss, None)
-    if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point():
-        what = f"{total.dtype}{list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+    total, weight = loss if isinstance(loss, tuple) and len(cast(tuple[Any, ...], loss)) == 2 else (loss, None)
+    is_number = weight is None or isinstance(weight, int | float) or (isinstance(weight, Tensor) and not weight.ndim)
+    if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point() or not is_number:
         text = message(
             "fs.value_and_grad",
-            f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {what}.",
+            f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {_kind(loss)}.",
             mend="Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True.",
         )
         raise TransformError(text)
     if weight is not None:
         weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
     return _Loss(total, weight, aux)
+
+
+def _kind(x: Any) -> str:
+    """What something is, for an error."""
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_kind, cast(tuple[Any, ...], x)))})"
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _backward(total: Tensor, anchor: Tensor, inputs: list[Any]) -> list[Tensor | None]:

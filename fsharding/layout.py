@@ -209,7 +209,7 @@ def plan_layout(
     *,
     precision: Precision = FP32,
     names: Tree = None,
-    frozen: Sequence[str] = (),
+    frozen: str | Sequence[str] = (),
 ) -> Layout:
     """Plans where every leaf lives. Pure: allocates nothing, and runs on an `AbstractMesh` of any size.
 
@@ -231,6 +231,7 @@ def plan_layout(
         names = model.names if names is None else names
     else:
         shapes = model
+    frozen = (frozen,) if isinstance(frozen, str) else frozen
     flat, structure = tree.flatten(shapes)
     paths = tree.paths(shapes)
     dims = [None] * len(flat) if names is None else tree.flatten_up_to(structure, names, "fs.plan_layout")
@@ -276,7 +277,7 @@ def _check(leaves: Sequence[_Named], mesh: Mesh, rules: AxisRules, frozen: Seque
                 hints.setdefault(name, rules.hint(name))
         spent: dict[str, list[str]] = {}
         for dim, name in enumerate(names or ()):
-            for axis in rules.get(name, ()) if name else ():
+            for axis in _present(rules.get(name, ()) if name else (), mesh):
                 spent.setdefault(axis, []).append(f"dim {dim} ({name!r}, size {shape[dim]})")
         twice += [
             f"{path} is {_type(shape, dtype)}: axis {axis!r} would cut {' and '.join(where)}."
@@ -318,7 +319,7 @@ def _plan_leaf(
     rules: AxisRules,
     strategy: Strategy,
 ) -> LeafLayout:
-    by_rule = [rules.get(name, ()) if name else () for name in names or (None,) * len(shape)]
+    by_rule = [_present(rules.get(name, ()) if name else (), mesh) for name in names or (None,) * len(shape)]
     fixed = [tuple(a for a in axes if a not in DATA_AXES) for axes in by_rule]
     data = [tuple(a for a in DATA_AXES if a in axes and a != "replica") for axes in by_rule]
     dim = next((d for d, axes in enumerate(data) if axes), None)
@@ -341,6 +342,12 @@ def _plan_leaf(
     main = sharding("opt_state")
     params = sharding("params") if trainable else replace(sharding("params"))
     return LeafLayout(path, shape, init, names, trainable, params, sharding("grads", unreduced=True), main)
+
+
+def _present(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """The axes that the mesh has."""
+    shape = abstract(mesh)
+    return tuple(axis for axis in axes if shape.axis_size(axis) > 1)
 
 
 def _leaves_open(axis: str, strategy: Strategy) -> bool:

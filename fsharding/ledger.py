@@ -23,18 +23,15 @@ from fsharding.mesh import axis_group, coordinate
 from fsharding.ops import bucket as buckets
 from fsharding.ops import transition, wire
 from fsharding.ops.pool import Pool
-from fsharding.ops.unit import Goal, LeafPlan, Reducing, UnitPlan, plan_unit
+from fsharding.ops.unit import Goal, LeafPlan, Place, Reducing, UnitPlan, plan_unit
 from fsharding.policies import Policy
 from fsharding.sharding import Local
 
-__all__ = ["Ledger", "Place", "Unit", "current_ledger", "opened"]
+__all__ = ["Ledger", "Unit", "current_ledger", "opened"]
 
 
-class Place(NamedTuple):
-    """A leaf of a unit inside the state: its number, and its row when it is one block of a stack."""
-
-    leaf: int
-    row: int | None
+_ALIGN = 64
+"""Bytes at whose multiples fresh tensors begin."""
 
 
 class _Saved(NamedTuple):
@@ -194,7 +191,8 @@ class Ledger:
             rest = leaf.value.dtype
             compute = dtype if dtype and rest.is_floating_point else self.compute(rest)
             goals = self.goals if place.row is None else self._row_goals
-            plans.append(LeafPlan(leaf.sharding, leaf.shape, rest, compute, goals[place.leaf]))
+            misaligned = place.row is not None and leaf.value.nbytes % _ALIGN != 0
+            plans.append(LeafPlan(leaf.sharding, leaf.shape, rest, compute, goals[place.leaf], misaligned))
         return Unit(self, plan_unit(tuple(plans)), leaves, places)
 
     def start_ahead(self, unit: Unit) -> None:

@@ -99,6 +99,8 @@ def stack_units(units: Sequence[Tree]) -> Tree:
     Raises:
         TreeError: the units differ in structure, shape or dtype; every leaf that does is listed.
     """
+    if not units:
+        raise TreeError(message("fs.stack_units", "got no units.", mend="Stack at least one."))
     first = tree.named_leaves(units[0])
     rows: list[str] = []
     for i, unit in enumerate(units[1:], 1):
@@ -149,6 +151,9 @@ def _length(node: Any) -> int | None:
 
 def _rows(xs: Tree, length: int | None, function: str) -> Iterator[Tree]:
     leaves, spec = tree.flatten(xs)
+    scalars = [f"{path}: 0-d" for path, x in zip(tree.paths(xs), leaves, strict=True) if x.ndim == 0]
+    if scalars:
+        raise TreeError(message(function, "needs xs with a first dim.", scalars, "Close over what all layers share."))
     lengths = {path: int(x.shape[0]) for path, x in zip(tree.paths(xs), leaves, strict=True)}
     if length is None and not lengths:
         raise TreeError(message(function, "got neither xs nor length.", mend="Pass length= to scan without xs."))

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsharding import _compat, policies, tree
 from fsharding.errors import SpecError, TransformError, message
-from fsharding.ledger import Ledger, Place, Unit, current_ledger
+from fsharding.ledger import Ledger, Unit, current_ledger
 from fsharding.mesh import AXES, data_axes
 from fsharding.ops import collectives, transition
-from fsharding.ops.unit import Goal, LeafPlan, plan_unit
+from fsharding.ops.unit import Goal, LeafPlan, Place, plan_unit
 from fsharding.policies import Policy
 from fsharding.precision import wide
 from fsharding.sharding import Local, to_local, typeof

@@ -167,7 +167,8 @@ def at(tree: Tree, path: str) -> Any:
     for part in path.split(".") if path else ():
         try:
             if isinstance(node, dict):
-                node = cast(dict[str, Any], node)[part]
+                known = cast(dict[Any, Any], node)
+                node = known[part] if part in known or not part.isdigit() else known[int(part)]
             else:
                 node = node[int(part)] if part.isdigit() else getattr(node, part)
         except (KeyError, IndexError, AttributeError, TypeError) as error:

@@ -19,7 +19,7 @@ from fsharding.ops.transition import Step
 from fsharding.sharding import NamedSharding
 from fsharding.spec import P
 
-__all__ = ["Gathering", "Goal", "LeafPlan", "Reducing", "UnitPlan", "plan_unit", "unreduced", "whole"]
+__all__ = ["Gathering", "Goal", "LeafPlan", "Place", "Reducing", "UnitPlan", "plan_unit", "unreduced", "whole"]
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,26 @@ class Goal:
         return replace(self, target=self.target.drop(0), held=self.held.drop(0) if self.held else None)
 
 
+class Place(NamedTuple):
+    """A leaf of a unit inside the state: its number, and its row when it is one block of a stack."""
+
+    leaf: int
+    row: int | None
+
+
 class LeafPlan(NamedTuple):
-    """One leaf of a unit: sharding, global shape, dtype at rest, dtype in the loss, goal (None when frozen)."""
+    """One leaf of a unit: sharding, global shape, dtype at rest, dtype in the loss, goal (None when frozen).
+
+    A row of a stack that does not begin where a fresh tensor would is `misaligned`: kernels may round differently on
+    it, so it is copied to a buffer like the leaves that are gathered.
+    """
 
     sharding: NamedSharding
     shape: tuple[int, ...]
     rest: torch.dtype
     compute: torch.dtype
     goal: Goal | None
+    misaligned: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +147,7 @@ def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], 
         shape = whole(leaf.sharding).local_shape(leaf.shape)
         if cuts:
             found.setdefault((leaf.compute, cuts[0][1]), []).append((i, shape, cuts[0][0]))
-        elif leaf.compute != leaf.rest and shape:
+        elif (leaf.compute != leaf.rest or leaf.misaligned) and shape:
             found.setdefault((leaf.compute, ()), []).append((i, shape, 0))
         else:
             aliases.append((i, leaf.compute))

@@ -129,7 +129,7 @@ def masked(
         return {g: tree.map(lambda x, label: x if label == g else None, values, labelled) for g in groups}  # noqa: B023
 
     def label(params: Tree) -> Tree:
-        return tree.map_with_path(labels, params) if callable(labels) else labels
+        return tree.map_with_path(labels, params) if callable(labels) else tree.prune(labels, params)
 
     def init(params: Tree) -> MaskedState:
         labelled = label(params)

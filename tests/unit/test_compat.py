@@ -59,7 +59,7 @@ def test_functorch_is_noticed():
 
 
 def test_a_mesh_needs_no_process_group():
-    mesh = _compat.meshless_device_mesh("cpu", ("dp",), (1,))
+    mesh = _compat.meshless_device_mesh("cpu", ("dp",), torch.zeros(1, dtype=torch.int64), 0)
     assert mesh.get_coordinate() in ([0], (0,)) and mesh.mesh_dim_names == ("dp",) and not dist.is_initialized()
     x = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
     assert_bitwise_equal(_compat.local_tensor(x), torch.ones(2))

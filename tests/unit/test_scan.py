@@ -170,7 +170,7 @@ def loss_refusal(result):
     ("result", "kind"),
     [
         (torch.zeros(3), "torch.float32[3]"), (torch.zeros((), dtype=torch.int64), "torch.int64[]"), (1.0, "float"), (None, "NoneType"),
-        ((torch.zeros(2, 1), 3), "torch.float32[2, 1]"),
+        ((torch.zeros(2, 1), 3), "(torch.float32[2, 1], int)"),
     ],
 )  # fmt: skip
 def test_losses_that_are_none(result, kind):
