@@ -651,7 +651,7 @@ def scanned(policy, strategy, axes):
     x = torch.linspace(-1, 1, 4 * RANKS).view(RANKS, 4)
 
     def f(nodes):
-        return fs.scan_units(block, nodes, x[rank], policy=policy).square().sum()
+        return fs.scan_units(block, nodes, x[rank : rank + 1], policy=policy).square().sum()
 
     def loop(unit, x):
         for layer in range(3):
@@ -691,7 +691,7 @@ def scanned_inputs(policy):
     layout = fs.plan_layout(stack(), mesh_of(("dp", 2)), names=NAMES)
     params = fs.init_state(lambda key: stack(), fs.sgd(0.1), fs.random.key(0), layout).params
     nodes, full = in_flight(params), stack()
-    x = torch.linspace(-1, 1, 4)
+    x = torch.linspace(-1, 1, 4).view(1, 4)
     xs = {"mask": torch.tensor([[True, True, False, True]] * 3), "key": fs.random.split(fs.random.key(0), 3)}
 
     def f(nodes):

@@ -298,7 +298,7 @@ def count_with(strategy, mesh, microbatches):
     return count, metrics.loss.item(), metrics.weight.item(), whole(after.params), whole(held)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(
     ("ranks", "axes"),
     [(1, DP), (2, DP), (4, DP), (2, {"replica": 2}), (4, OUTER), (4, {"dp": 2, "cp": 2})],
@@ -596,7 +596,7 @@ def toy_batches(toy, mesh, steps):
         yield {"x": x.chunk(count)[index], "y": y.chunk(count)[index]}
 
 
-def train_toy(name, strategies, axes, microbatches, steps=3):
+def train_toy(name, strategies, axes, microbatches, steps=2):
     toy, mesh = TOYS[name], mesh_of(axes)
     results = {}
     for strategy in strategies:
@@ -614,7 +614,7 @@ def train_toy(name, strategies, axes, microbatches, steps=3):
     return results
 
 
-def toy_in_plain_torch(name, steps=3):
+def toy_in_plain_torch(name, steps=2):
     toy = TOYS[name]
     params = fs.tree.map(lambda draw: draw.tensor().requires_grad_(), toy_draws(toy))
     named = fs.tree.named_leaves(params)
@@ -647,7 +647,7 @@ def toys_on_ranks(name, ranks, outer, microbatches):
 def test_unlike_parameters_train_as_in_plain_torch(name, microbatches):
     rtol = TOYS[name].rtol
     losses, params = toy_in_plain_torch(name)
-    for ranks, outer in ((2, False), (4, False), (4, True)):
+    for ranks, outer in ((2, False), (4, False), (4, True))[microbatches > 1 :]:
         for strategy, (found, final) in toys_on_ranks(name, ranks, outer, microbatches).items():
             what = f"{strategy} on {ranks} ranks"
             assert_trees_close(found, losses, rtol=rtol, atol=1e-6, what=f"losses of {what}")
@@ -800,8 +800,9 @@ def measure(name, strategy, mesh, precision, opt):
 @pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["decoder", "16-17-8", "smaller than the ranks", "scalars", "frozen leaf", "dtypes"])
 def test_bytes_are_those_that_the_layout_says(name, precision):
-    strategies = [*ZEROS, *HYBRIDS, fs.hybrid(fs.zero(1)), fs.hybrid(fs.zero(2), opt_state=True)]
-    for opt in ("adamw", "sgd", "momentum") if name == "decoder" else ("adamw",):
+    strategies = [*ZEROS, fs.HFSDP, fs.hybrid(params=True), fs.hybrid(fs.zero(1), grads=True)]
+    strategies += HYBRIDS if name == "decoder" else []
+    for opt in ("adamw", "sgd", "momentum") if name == "decoder" and precision == fs.FP32 else ("adamw",):
         for results in run_ranks(measured, 4, name, strategies, OUTER, precision, opt):
             for strategy, (said, first, stepped) in zip(strategies, results, strict=True):
                 assert said == first == stepped, (strategy, opt)
