@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -165,38 +167,46 @@ def test_resume_of_another_run_is_refused_by_name(whole: Path, capsys: pytest.Ca
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-def start(out: Path, *args: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(out: Path, *args: str) -> Generator[subprocess.Popen[str]]:
+    """A run of two ranks that has saved twice; killed at the end, whatever happened to it."""
     command = [sys.executable, "-m", "fsharding", "train", "--out", str(out), "--ranks", "2", "--save-every", "2"]
     command += ["--seq", "32", "--steps", "100000", "--timeout", "20", *args]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean())
-    limit = time.monotonic() + 60
-    while not (out / "ckpt" / "4").exists():
-        assert run.poll() is None and time.monotonic() < limit, run.communicate()
-        time.sleep(0.1)
-    return run
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean()) as run:
+        try:
+            limit = time.monotonic() + 90
+            while not (out / "ckpt" / "4").exists():
+                assert run.poll() is None and time.monotonic() < limit
+                time.sleep(0.1)
+            yield run
+        finally:
+            for rank in ranks_of(run):
+                os.kill(rank, signal.SIGKILL)
+            run.kill()
 
 
 def ranks_of(run: subprocess.Popen[str]) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(run.pid)], capture_output=True, text=True).stdout
+    found = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(run.pid)], capture_output=True, text=True
+    ).stdout
     return [int(line.split()[0]) for line in found.splitlines() if "spawn_main" in line]
 
 
 def test_a_dead_rank_ends_the_run_with_its_error(tmp_path: Path):
-    run = start(tmp_path / "run")
-    victim = ranks_of(run)[-1]
-    os.kill(victim, signal.SIGKILL)
-    out, err = run.communicate(timeout=60)
+    with started(tmp_path / "run") as run:
+        os.kill(ranks_of(run)[-1], signal.SIGKILL)
+        out, err = run.communicate(timeout=60)
     assert run.returncode == 1, out + err
     assert "lost rank" in err
     assert fsharding("train", "--out", tmp_path / "run", "--seq", "32", "--steps", "1", "--resume").returncode == 0
 
 
 def test_interrupt_ends_all_ranks(tmp_path: Path):
-    run = start(tmp_path / "run")
-    ranks = ranks_of(run)
-    assert len(ranks) == 2
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
+    with started(tmp_path / "run") as run:
+        ranks = ranks_of(run)
+        assert len(ranks) == 2
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=60)
     assert run.returncode == 130
     assert "complete checkpoints are intact" in err
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
