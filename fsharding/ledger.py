@@ -240,7 +240,8 @@ class Ledger:
             if unit.flats is None:
                 unit.wait()
             earlier = next((u for u in reversed(self._units[: unit.order]) if u.saved), None)
-            if earlier is not None:
+            # Backward goes no further than the first unit that has gradients.
+            if earlier is not None and any(u.plan.reductions for u in self._units[: earlier.order + 1]):
                 earlier.start()
         elif unit.flats is None:
             unit.wait()

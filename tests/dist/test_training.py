@@ -357,6 +357,10 @@ def scaled(strategy, axes, donate):
     for batch in batches(14, mesh):
         before = fs.tree.map(lambda x: local_of(x).clone(), state)
         old_step = int(state.step)
+        if strategy.params:
+            # Its parameters are the float32 main copies, so the same numbers come without scaling and rounding.
+            (loss, _), grads = fs.value_and_grad(fs.model_loss(MODEL))(state.params, batch)
+            unscaled = loss.item(), fs.global_norm(grads).item()
         state, metrics = step(state, batch)
         after = fs.tree.map(lambda x: local_of(x).clone(), state)
         if metrics.skipped:
@@ -368,6 +372,8 @@ def scaled(strategy, axes, donate):
             assert after.loss_scale.scale == before.loss_scale.scale * (2 if grown else 1)
             assert after.loss_scale.good_steps == (0 if grown else 1)
             assert metrics.loss.isfinite() and metrics.grad_norm.isfinite()
+            if strategy.params:
+                assert (metrics.loss.item(), metrics.grad_norm.item()) == pytest.approx(unscaled, rel=2e-2)
         assert int(state.step) == old_step + (not metrics.skipped)
         seen.append((metrics.skipped, float(after.loss_scale.scale), metrics.loss.item()))
     return seen
