@@ -14,9 +14,10 @@ from typing import Annotated, NoReturn
 import tyro
 
 from fsharding.bench import OverheadConfig, overhead
+from fsharding.config import TrainConfig, check
 from fsharding.errors import ConfigError, FshardingError, message
 from fsharding.launch import launch_ranks, under_launcher
-from fsharding.train import TrainConfig, check, train
+from fsharding.train import train
 
 __all__ = ["main"]
 

@@ -9,211 +9,33 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsharding import checkpoint, optim, policies, random
+from fsharding.config import PRECISIONS, TrainConfig, open_tokens
 from fsharding.counts import Counts, recording
-from fsharding.data import Shard, Tokens, open_data
-from fsharding.errors import BatchError, CheckpointError, ConfigError, message
+from fsharding.data import Shard, Tokens
 from fsharding.layout import Layout, plan_layout
-from fsharding.mesh import AXES, AbstractMesh, data_position, make_mesh, make_shape
+from fsharding.mesh import data_position, make_mesh
 from fsharding.models.decoder import decoder
-from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import Recipe, recipe
-from fsharding.show import plot_loss, read_metrics, require_matplotlib
+from fsharding.reshard import reshard
+from fsharding.show import plot_loss, read_metrics
 from fsharding.state import TrainState, init_state, state_bytes
 from fsharding.step import Metrics, make_train_step
 from fsharding.strategy import parse_strategy
+from fsharding.swaps import Swap, parse_axes, parse_swaps
 
-__all__ = ["PRECISIONS", "TrainConfig", "check", "train"]
-
-PRECISIONS = {"float32": FP32, "bfloat16": BF16, "float16": FP16}
-"""Precisions by the dtype of compute."""
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """What to train, where, and for how long.
-
-    Attributes:
-        out: directory of metrics, plot and checkpoints.
-        preset: model and settings: tiny, bench-34m.
-        ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
-        mesh: sizes of axes, such as `replica=2,dp=2`; dp takes what is left.
-        strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
-        dtype: of compute: float32, bfloat16 or float16.
-        steps: total number of steps, also with `resume`.
-        microbatches: pieces of a rank's batch whose gradients are accumulated.
-        batch: sequences of the global batch.
-        seq: tokens of a sequence.
-        seed: of parameters and data.
-        data: `default` (the Python standard library's own source), a file, a directory, or a `.bin` of tokens.
-        save_every: steps between checkpoints; 0 for one at the end only.
-        resume: go on from the newest complete checkpoint in `out`.
-        policy: what blocks keep for backward: save_except_gathered, nothing_saveable, dots_saveable,
-            everything_saveable.
-        lr: peak learning rate; left out, the preset's.
-        decay_steps: step at which a cosine decay to a tenth ends; 0 for a constant rate after the warm-up.
-        clip: largest global gradient norm.
-        timeout: seconds that a collective waits for its peers.
-        plot: draw `loss.png`.
-    """
-
-    out: Path
-    preset: str = "tiny"
-    ranks: int | None = None
-    mesh: str = ""
-    strategy: str = "zero3"
-    dtype: str = "float32"
-    steps: int = 60
-    microbatches: int = 1
-    batch: int = 8
-    seq: int = 128
-    seed: int = 0
-    data: str = "default"
-    save_every: int = 0
-    resume: bool = False
-    policy: str = "save_except_gathered"
-    lr: float | None = None
-    decay_steps: int = 0
-    clip: float = 1.0
-    timeout: float = 120.0
-    plot: bool = True
-
-    @property
-    def checkpoints(self) -> Path:
-        """The directory of checkpoints."""
-        return self.out / "ckpt"
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics file."""
-        return self.out / "metrics.jsonl"
-
-
-def check(config: TrainConfig, world: int) -> None:
-    """Refuses whatever could go wrong later, before anything has changed.
-
-    Args:
-        config: the configuration.
-        world: number of ranks that will run.
-
-    Raises:
-        ConfigError: an unknown name, a number out of range, an `out` that cannot be written.
-        MeshError: the mesh does not fit the number of ranks.
-        BatchError: the batch does not divide.
-        DataError: the data is missing, empty or too short.
-        CheckpointError: `resume` without a checkpoint, or on other data.
-    """
-    recipe(config.preset)
-    parse_strategy(config.strategy)
-    for option, value, known in (("dtype", config.dtype, PRECISIONS), ("policy", config.policy, policies.POLICIES)):
-        if value not in known:
-            mend = f"Use one of {', '.join(known)}."
-            raise ConfigError(message("fsharding train", f"knows no --{option} {value!r}.", mend=mend))
-    least = {"steps": 1, "microbatches": 1, "batch": 1, "seq": 1, "save_every": 0, "decay_steps": 0}
-    wrong = [
-        f"--{k.replace('_', '-')} {getattr(config, k)}: at least {n}"
-        for k, n in least.items()
-        if getattr(config, k) < n
-    ]
-    wrong += [
-        f"--{k} {v}: above 0" for k in ("lr", "clip", "timeout") if (v := getattr(config, k)) is not None and not v > 0
-    ]
-    if wrong:
-        raise ConfigError(message("fsharding train", "got numbers out of range.", wrong))
-    if config.plot:
-        require_matplotlib("fsharding train")
-    _check_batch(config, _mesh_shape(config, world))
-    data = _open_data(config)
-    _check_model(config, data)
-    if config.resume:
-        _check_resume(config, data)
-    _check_out(config)
-
-
-def _axes(config: TrainConfig) -> dict[str, int]:
-    axes: dict[str, int] = {}
-    for part in filter(None, config.mesh.split(",")):
-        name, equals, size = part.partition("=")
-        if not equals or not size.lstrip("-").isdigit() or name.strip() in axes:
-            mend = "Write axes as --mesh replica=2,dp=2, each once."
-            raise ConfigError(message("fsharding train", f"cannot read {part!r} in --mesh {config.mesh}.", mend=mend))
-        axes[name.strip()] = int(size)
-    return {"dp": -1, **axes}
-
-
-def _mesh_shape(config: TrainConfig, world: int) -> AbstractMesh:
-    shape = make_shape(_axes(config), world=world, function=f"fsharding train --mesh {config.mesh or 'dp=-1'}")
-    model_axes = [axis for axis in AXES if axis not in ("replica", "dp") and shape.axis_size(axis) > 1]
-    if model_axes:
-        text = f"cannot cut the decoder over {', '.join(model_axes)} on mesh {shape}."
-        raise ConfigError(message("fsharding train", text, mend="It runs on the axes replica and dp."))
-    return shape
-
-
-def _check_batch(config: TrainConfig, shape: AbstractMesh) -> None:
-    parts = shape.axis_size("replica") * shape.axis_size("dp")
-    if config.batch % (parts * config.microbatches):
-        text = f"cannot divide --batch {config.batch} by {parts} data ranks times {config.microbatches} microbatches."
-        near = max(1, round(config.batch / (parts * config.microbatches))) * parts * config.microbatches
-        raise BatchError(
-            message(
-                "fsharding train",
-                text,
-                mend=f"Use a multiple of {parts * config.microbatches}, such as --batch {near}.",
-            )
-        )
-
-
-def _open_data(config: TrainConfig) -> Tokens:
-    return open_data(config.data, batch_size=config.batch, seq_len=config.seq, seed=config.seed)
-
-
-def _check_model(config: TrainConfig, data: Tokens) -> None:
-    vocab = recipe(config.preset).config.vocab
-    if data.vocab_size > vocab:
-        text = f"cannot embed {data.vocab_size} tokens of {config.data} in the {vocab} of --preset {config.preset}."
-        raise ConfigError(
-            message("fsharding train", text, mend="Choose a preset with a larger vocabulary, or other data.")
-        )
-
-
-def _check_out(config: TrainConfig) -> None:
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-        probe = config.out / f".write-probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        text = f"cannot write to --out {config.out}: {error.strerror}."
-        raise ConfigError(message("fsharding train", text, mend="Choose a directory that can be written.")) from error
-
-
-def _check_resume(config: TrainConfig, data: Tokens) -> None:
-    newest = checkpoint.latest(config.checkpoints)
-    if newest is None:
-        text = f"finds no complete checkpoint in {config.checkpoints}."
-        raise CheckpointError(message("fsharding train --resume", text, mend="Leave --resume out to start a new run."))
-    extra = checkpoint.metadata(newest).extra
-    now = {"preset": config.preset, "data": data.fingerprint()}
-    rows = [f"{k}: {extra.get(k)} in the checkpoint, {v} now" for k, v in now.items() if extra.get(k) != v]
-    if rows:
-        mend = "Give the --preset, --data, --batch, --seq and --seed of the run, or start a new one in another --out."
-        raise CheckpointError(
-            message("fsharding train --resume", f"cannot go on from {newest}: it is another run.", rows, mend)
-        )
+__all__ = ["train"]
 
 
 def train(config: TrainConfig) -> None:
@@ -226,46 +48,74 @@ def train(config: TrainConfig) -> None:
         NonFiniteError: loss or gradients are not finite; the last checkpoint is intact.
         CheckpointError: saving or loading failed.
     """
-    mesh = make_mesh(timeout=timedelta(seconds=config.timeout), **cast(Any, _axes(config)))
     try:
-        _train_on(config, mesh)
+        _train(config)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _train_on(config: TrainConfig, mesh: Any) -> None:
+def _train(config: TrainConfig) -> None:
     chosen = recipe(config.preset)
-    model = decoder(chosen.config)
-    layout = plan_layout(model, mesh, strategy=parse_strategy(config.strategy), precision=PRECISIONS[config.dtype])
-    schedule = _schedule(config, chosen)
+    model, schedule = decoder(chosen.config), _schedule(config, chosen)
     opt = optim.chain(optim.clip_by_global_norm(config.clip), _adamw(chosen, schedule))
-    data, shard = _open_data(config), Shard(*data_position(mesh))
-    state = _first_state(config, model, opt, layout)
+    swaps = {swap.step: swap for swap in parse_swaps(config.swap_at)}
+    newest = checkpoint.latest(config.checkpoints) if config.resume else None
+    first = checkpoint.metadata(newest).step if newest is not None else 0
+    layout = _first_layout(config, model, [swap for step, swap in swaps.items() if step <= first])
+    if newest is None:
+        state = init_state(model, opt, random.key(config.seed), layout)
+    else:
+        state = checkpoint.load(newest, layout, opt=opt)
     step = make_train_step(
         model, opt, microbatches=config.microbatches, donate=True, policy=policies.POLICIES[config.policy]
     )
-    leader = not dist.is_initialized() or dist.get_rank() == 0
-    extra = {
-        "preset": config.preset,
-        "data": data.fingerprint(),
-        "config": {k: str(v) for k, v in asdict(config).items()},
-    }
-    first, size = int(state.step), state_bytes(state)
+    data, leader = open_tokens(config), not dist.is_initialized() or dist.get_rank() == 0
     saved = first if config.resume else -1
     with _log(config, first, active=leader) as log:
         for number in range(first, config.steps):
-            began = time.perf_counter()
+            if number in swaps and number > first:
+                state = _swap(config, state, swaps[number])
+            began, mesh = time.perf_counter(), state.layout.mesh
             with recording() as counts:
-                batch = {k: v.to(mesh.device_type) for k, v in data.batch(number, shard).items()}
-                state, metrics = step(state, batch)
-            log.write(number + 1, metrics, counts, schedule(number), size, time.perf_counter() - began)
+                batch = data.batch(number, Shard(*data_position(mesh)))
+                state, metrics = step(state, {k: v.to(_device(mesh)) for k, v in batch.items()})
+            log.write(number + 1, metrics, counts, schedule(number), state_bytes(state), time.perf_counter() - began)
             if config.save_every and (number + 1) % config.save_every == 0:
-                checkpoint.save(config.checkpoints / str(number + 1), state, extra=extra)
+                _save(config, state, data)
                 saved = number + 1
         if saved != int(state.step):
-            checkpoint.save(config.checkpoints / str(int(state.step)), state, extra=extra)
+            _save(config, state, data)
         log.finish()
+
+
+def _device(mesh: Any) -> str:
+    return mesh.device_type
+
+
+def _mesh(config: TrainConfig, text: str) -> Any:
+    axes: dict[str, Any] = {**parse_axes(text, "fsharding train")}
+    return make_mesh(timeout=timedelta(seconds=config.timeout), **axes)
+
+
+def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> Layout:
+    """The layout that a run begins or goes on with: that of the option, or of the swaps that it has seen."""
+    strategy = swaps[-1].strategy if swaps else config.strategy
+    text = next((swap.mesh for swap in reversed(swaps) if swap.mesh), config.mesh)
+    precision = PRECISIONS[config.dtype]
+    return plan_layout(model, _mesh(config, text), strategy=parse_strategy(strategy), precision=precision)
+
+
+def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
+    """Moves the state, which is let go as it leaves, to another strategy or mesh."""
+    layout = state.layout.with_mesh(_mesh(config, swap.mesh)) if swap.mesh else state.layout
+    return reshard(state, layout.with_strategy(parse_strategy(swap.strategy)), donate=True)
+
+
+def _save(config: TrainConfig, state: TrainState, data: Tokens) -> None:
+    told = {k: str(v) for k, v in asdict(config).items()}
+    extra = {"preset": config.preset, "data": data.fingerprint(), "config": told}
+    checkpoint.save(config.checkpoints / str(int(state.step)), state, extra=extra)
 
 
 def _schedule(config: TrainConfig, chosen: Recipe) -> optim.Schedule:
@@ -282,14 +132,6 @@ def _adamw(chosen: Recipe, schedule: optim.Schedule) -> optim.GradientTransforma
         "vector": optim.adamw(schedule),
     }
     return optim.masked(groups, lambda path, leaf: "vector" if "norm" in path.rpartition(".")[2] else "matrix")
-
-
-def _first_state(config: TrainConfig, model: Any, opt: optim.GradientTransformation, layout: Layout) -> TrainState:
-    if not config.resume:
-        return init_state(model, opt, random.key(config.seed), layout)
-    newest = checkpoint.latest(config.checkpoints)
-    assert newest is not None, "checked before"
-    return checkpoint.load(newest, layout, opt=opt)
 
 
 class _Log:

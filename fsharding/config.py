@@ -1,0 +1,194 @@
+"""What `fsharding train` is asked to do, and the checks that refuse it before anything has changed.
+
+In: the options of the command line. Out: a `TrainConfig`, or one error that says what to change.
+Law: what passes `check` fails later only for reasons that could not be seen: a full disk, a lost rank, a loss of NaN.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsharding import checkpoint, policies
+from fsharding.data import Tokens, open_data
+from fsharding.errors import BatchError, CheckpointError, ConfigError, message
+from fsharding.mesh import AXES, AbstractMesh, make_shape
+from fsharding.precision import BF16, FP16, FP32
+from fsharding.recipes import recipe
+from fsharding.show import require_matplotlib
+from fsharding.strategy import parse_strategy
+from fsharding.swaps import parse_axes, parse_swaps
+
+__all__ = ["PRECISIONS", "TrainConfig", "check", "open_tokens"]
+
+PRECISIONS = {"float32": FP32, "bfloat16": BF16, "float16": FP16}
+"""Precisions by the dtype of compute."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train, where, and for how long.
+
+    Attributes:
+        out: directory of metrics, plot and checkpoints.
+        preset: model and settings: tiny, bench-34m.
+        ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
+        mesh: sizes of axes, such as `replica=2,dp=2`; dp takes what is left.
+        strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
+        dtype: of compute: float32, bfloat16 or float16.
+        steps: total number of steps, also with `resume`.
+        microbatches: pieces of a rank's batch whose gradients are accumulated.
+        batch: sequences of the global batch.
+        seq: tokens of a sequence.
+        seed: of parameters and data.
+        data: `default` (the Python standard library's own source), a file, a directory, or a `.bin` of tokens.
+        save_every: steps between checkpoints; 0 for one at the end only.
+        swap_at: steps at which the state moves to another strategy, or mesh: `50=zero1,100=zero3:replica=2,dp=2`.
+        resume: go on from the newest complete checkpoint in `out`.
+        policy: what blocks keep for backward: save_except_gathered, nothing_saveable, dots_saveable,
+            everything_saveable.
+        lr: peak learning rate; left out, the preset's.
+        decay_steps: step at which a cosine decay to a tenth ends; 0 for a constant rate after the warm-up.
+        clip: largest global gradient norm.
+        timeout: seconds that a collective waits for its peers.
+        plot: draw `loss.png`.
+    """
+
+    out: Path
+    preset: str = "tiny"
+    ranks: int | None = None
+    mesh: str = ""
+    strategy: str = "zero3"
+    dtype: str = "float32"
+    steps: int = 60
+    microbatches: int = 1
+    batch: int = 8
+    seq: int = 128
+    seed: int = 0
+    data: str = "default"
+    save_every: int = 0
+    swap_at: str = ""
+    resume: bool = False
+    policy: str = "save_except_gathered"
+    lr: float | None = None
+    decay_steps: int = 0
+    clip: float = 1.0
+    timeout: float = 120.0
+    plot: bool = True
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of checkpoints."""
+        return self.out / "ckpt"
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics file."""
+        return self.out / "metrics.jsonl"
+
+
+def check(config: TrainConfig, world: int) -> None:
+    """Refuses whatever could go wrong later, before anything has changed.
+
+    Args:
+        config: the configuration.
+        world: number of ranks that will run.
+
+    Raises:
+        ConfigError: an unknown name, a number out of range, an `out` that cannot be written.
+        MeshError: the mesh does not fit the number of ranks.
+        BatchError: the batch does not divide.
+        DataError: the data is missing, empty or too short.
+        CheckpointError: `resume` without a checkpoint, or on other data.
+    """
+    recipe(config.preset)
+    parse_strategy(config.strategy)
+    for option, value, known in (("dtype", config.dtype, PRECISIONS), ("policy", config.policy, policies.POLICIES)):
+        if value not in known:
+            mend = f"Use one of {', '.join(known)}."
+            raise ConfigError(message("fsharding train", f"knows no --{option} {value!r}.", mend=mend))
+    least = {"steps": 1, "microbatches": 1, "batch": 1, "seq": 1, "save_every": 0, "decay_steps": 0}
+    wrong = [
+        f"--{k.replace('_', '-')} {getattr(config, k)}: at least {n}"
+        for k, n in least.items()
+        if getattr(config, k) < n
+    ]
+    wrong += [
+        f"--{k} {v}: above 0" for k in ("lr", "clip", "timeout") if (v := getattr(config, k)) is not None and not v > 0
+    ]
+    if wrong:
+        raise ConfigError(message("fsharding train", "got numbers out of range.", wrong))
+    if config.plot:
+        require_matplotlib("fsharding train")
+    for text in (config.mesh, *(swap.mesh for swap in parse_swaps(config.swap_at) if swap.mesh)):
+        _check_batch(config, _mesh_shape(text, world))
+    data = open_tokens(config)
+    _check_model(config, data)
+    if config.resume:
+        _check_resume(config, data)
+    _check_out(config)
+
+
+def _mesh_shape(text: str, world: int) -> AbstractMesh:
+    axes = parse_axes(text, "fsharding train")
+    shape = make_shape(axes, world=world, function=f"fsharding train --mesh {text or 'dp=-1'}")
+    model_axes = [axis for axis in AXES if axis not in ("replica", "dp") and shape.axis_size(axis) > 1]
+    if model_axes:
+        text = f"cannot cut the decoder over {', '.join(model_axes)} on mesh {shape}."
+        raise ConfigError(message("fsharding train", text, mend="It runs on the axes replica and dp."))
+    return shape
+
+
+def _check_batch(config: TrainConfig, shape: AbstractMesh) -> None:
+    parts = shape.axis_size("replica") * shape.axis_size("dp")
+    if config.batch % (parts * config.microbatches):
+        text = f"cannot divide --batch {config.batch} by {parts} data ranks times {config.microbatches} microbatches."
+        near = max(1, round(config.batch / (parts * config.microbatches))) * parts * config.microbatches
+        raise BatchError(
+            message(
+                "fsharding train",
+                text,
+                mend=f"Use a multiple of {parts * config.microbatches}, such as --batch {near}.",
+            )
+        )
+
+
+def open_tokens(config: TrainConfig) -> Tokens:
+    """The data of a run."""
+    return open_data(config.data, batch_size=config.batch, seq_len=config.seq, seed=config.seed)
+
+
+def _check_model(config: TrainConfig, data: Tokens) -> None:
+    vocab = recipe(config.preset).config.vocab
+    if data.vocab_size > vocab:
+        text = f"cannot embed {data.vocab_size} tokens of {config.data} in the {vocab} of --preset {config.preset}."
+        raise ConfigError(
+            message("fsharding train", text, mend="Choose a preset with a larger vocabulary, or other data.")
+        )
+
+
+def _check_out(config: TrainConfig) -> None:
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        probe = config.out / f".write-probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        text = f"cannot write to --out {config.out}: {error.strerror}."
+        raise ConfigError(message("fsharding train", text, mend="Choose a directory that can be written.")) from error
+
+
+def _check_resume(config: TrainConfig, data: Tokens) -> None:
+    newest = checkpoint.latest(config.checkpoints)
+    if newest is None:
+        text = f"finds no complete checkpoint in {config.checkpoints}."
+        raise CheckpointError(message("fsharding train --resume", text, mend="Leave --resume out to start a new run."))
+    extra = checkpoint.metadata(newest).extra
+    now = {"preset": config.preset, "data": data.fingerprint()}
+    rows = [f"{k}: {extra.get(k)} in the checkpoint, {v} now" for k, v in now.items() if extra.get(k) != v]
+    if rows:
+        mend = "Give the --preset, --data, --batch, --seq and --seed of the run, or start a new one in another --out."
+        raise CheckpointError(
+            message("fsharding train --resume", f"cannot go on from {newest}: it is another run.", rows, mend)
+        )
