@@ -83,7 +83,7 @@ class _HashedStream:
         self._block = hashlib.sha256()
         self._put = 0
         self._hasher = ThreadPoolExecutor(1, "fsharding-hash")
-        self._last: Future[None] | None = None
+        self._hashing: list[Future[None]] = []
 
     @property
     def size(self) -> int:
@@ -112,7 +112,7 @@ class _HashedStream:
             piece = data[: min(BLOCK - self._put % BLOCK, _PIECE)]
             data = data[len(piece) :]
             self._put += len(piece)
-            self._last = self._hasher.submit(self._hash, piece, self._put % BLOCK == 0)
+            self._hashing.append(self._hasher.submit(self._hash, piece, self._put % BLOCK == 0))
             while piece:
                 piece = piece[os.write(self._fd, piece) :]
 
@@ -123,9 +123,10 @@ class _HashedStream:
             self._block = hashlib.sha256()
 
     def hashed(self) -> None:
-        """Returns when everything so far is hashed."""
-        if self._last is not None:
-            self._last.result()
+        """Returns when everything so far is hashed, or raises what went wrong."""
+        for piece in self._hashing:
+            piece.result()
+        self._hashing.clear()
 
     def finish(self) -> SavedFile:
         """Syncs; what there is to say of the file."""
