@@ -23,10 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import checkpoint, optim, random, tree
@@ -118,15 +120,15 @@ def _measured(state: TrainState, folder: Path, rounds: int) -> dict[str, list[fl
     def ours_load() -> None:
         loaded["ours"] = content(checkpoint.load(folder / "ours", state.layout))
 
-    def dcp_load() -> None:
+    def their_load() -> None:
         loaded["dcp"] = _empty(leaves)
-        dcp.load(loaded["dcp"], checkpoint_id=folder / "dcp")
+        dcp_load(loaded["dcp"], checkpoint_id=folder / "dcp")
 
     contenders: dict[str, Callable[[], object]] = {
         "fs.checkpoint.save": lambda: checkpoint.save(folder / "ours", state),
-        "dcp.save": lambda: dcp.save(dict(leaves), storage_writer=dcp.FileSystemWriter(folder / "dcp")),
+        "dcp.save": lambda: dcp_save(dict(leaves), storage_writer=FileSystemWriter(folder / "dcp")),
         "fs.checkpoint.load": ours_load,
-        "dcp.load": dcp_load,
+        "dcp.load": their_load,
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
