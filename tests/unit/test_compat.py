@@ -125,6 +125,7 @@ def collectives():
     _compat.set_group_timeout(group, timedelta(seconds=17))
     timeout = dist.distributed_c10d._get_default_timeout("gloo")
     own = group._get_backend(torch.device("cpu")).options._timeout
+    assert _compat.group_timeout(group) == own
     _compat.set_group_timeout(group, timedelta(seconds=20))
     return gathered, piece, own, timeout
 
