@@ -36,6 +36,7 @@ from fsharding.step import (
     model_loss,
     spread_main,
     state_bytes,
+    state_from,
 )
 from fsharding.strategy import (
     HFSDP,
@@ -60,6 +61,6 @@ __all__ = [
     "data_position", "gather_unit", "global_norm", "hybrid", "init_state", "linear", "main_params", "make_mesh",
     "make_train_step", "masked", "model_loss", "models", "ops", "optim", "parse_strategy", "plan_layout",
     "policies", "random", "recording", "redistribute", "remat", "run_ranks", "scan", "scan_units", "scatter_grads",
-    "select_unit", "set_mesh", "sgd", "spread_main", "stack_units", "state_bytes", "tree", "typeof",
+    "select_unit", "set_mesh", "sgd", "spread_main", "stack_units", "state_bytes", "state_from", "tree", "typeof",
     "unstack_units", "value_and_grad", "warmup_cosine", "zero",
 ]  # fmt: skip

@@ -8,17 +8,20 @@ Nothing here knows about shardings.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 __all__ = [
     "all_gather_flat",
+    "file_offset",
     "foreach_add",
     "foreach_add_",
     "foreach_copy_",
@@ -31,6 +34,7 @@ __all__ = [
     "meshless_device_mesh",
     "reduce_scatter_flat",
     "set_group_timeout",
+    "shapes_only",
     "storage_id",
     "storage_users",
 ]
@@ -88,6 +92,16 @@ def storage_users(storage_cdata: int) -> int:
 def in_functorch() -> bool:
     """Whether we run under a torch.func transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def shapes_only() -> AbstractContextManager[Any]:
+    """Under it tensors are made, and `torch.load` loads them, without their data."""
+    return FakeTensorMode()
+
+
+def file_offset(x: Tensor) -> int:
+    """Where in its file the storage of a tensor begins, which was loaded under `shapes_only`."""
+    return x.untyped_storage()._checkpoint_offset
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
