@@ -33,6 +33,7 @@ __all__ = [
     "local_tensor",
     "meshless_device_mesh",
     "reduce_scatter_flat",
+    "save_without_data",
     "set_group_timeout",
     "shapes_only",
     "storage_id",
@@ -102,6 +103,12 @@ def shapes_only() -> AbstractContextManager[Any]:
 def file_offset(x: Tensor) -> int:
     """Where in its file the storage of a tensor begins, which was loaded under `shapes_only`."""
     return x.untyped_storage()._checkpoint_offset
+
+
+def save_without_data(state: Any, file: Any) -> None:
+    """`torch.save` of tensors made under `shapes_only`: leaves room in the file for their data, which is a hole."""
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(state, file)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -27,7 +27,7 @@ from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens, open_data
 from fsharding.errors import BatchError, CheckpointError, ConfigError, message
 from fsharding.layout import Layout, plan_layout
-from fsharding.mesh import AXES, AbstractMesh, data_position, make_mesh, make_shape
+from fsharding.mesh import AXES, AbstractMesh, data_position, make_mesh, make_shape, parse_axes
 from fsharding.models.decoder import decoder
 from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import Recipe, recipe
@@ -143,14 +143,7 @@ def check(config: TrainConfig, world: int) -> None:
 
 
 def _axes(config: TrainConfig) -> dict[str, int]:
-    axes: dict[str, int] = {}
-    for part in filter(None, config.mesh.split(",")):
-        name, equals, size = part.partition("=")
-        if not equals or not size.lstrip("-").isdigit() or name.strip() in axes:
-            mend = "Write axes as --mesh replica=2,dp=2, each once."
-            raise ConfigError(message("fsharding train", f"cannot read {part!r} in --mesh {config.mesh}.", mend=mend))
-        axes[name.strip()] = int(size)
-    return {"dp": -1, **axes}
+    return {"dp": -1, **parse_axes(config.mesh, "fsharding train")}
 
 
 def _mesh_shape(config: TrainConfig, world: int) -> AbstractMesh:

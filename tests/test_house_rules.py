@@ -46,7 +46,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (10, "checkpoint.*"),
     (11, "models.* data"),
     (11.5, "recipes launch testing.* show plan plan.*"),
-    (12, "train bench.*"),
+    (12, "train tools bench.*"),
     (13, "cli"),
     (14, "__main__"),
 ]

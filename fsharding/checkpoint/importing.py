@@ -104,9 +104,7 @@ def _of_tree(like: Tree) -> dict[str, Want]:
     return {path: want(x) for path, x in tree.named_leaves(like).items()}
 
 
-def _compare(
-    weights: Weights, wants: dict[str, Want], names: Names, prefix: str, *, cast: bool, strict: bool
-) -> None:
+def _compare(weights: Weights, wants: dict[str, Want], names: Names, prefix: str, *, cast: bool, strict: bool) -> None:
     """Refuses weights that are not those that are wanted; everything is listed."""
     named, used = naming(names), set[str]()
     rows = unknown(names, wants)

@@ -1,13 +1,13 @@
 """Tensors as they lie in files: where their bytes begin, and any slice of them without the rest.
 
 In: a file, an offset, shape, strides and dtype. Out: a part of the tensor, copied into memory that is there already.
-A file is mapped a window at a time, and a window has at most `WINDOW_BYTES` unless one element row needs more.
+A file is read a window at a time. Nothing is mapped: a file that shrinks is an error, not a signal.
 Law: reading box by box gives the bits that reading at once gives.
 """
 
 from __future__ import annotations
 
-import mmap
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +20,8 @@ from fsharding.boxes import Box
 
 __all__ = ["WINDOW_BYTES", "Range", "contiguous", "pieces", "read_range"]
 
-WINDOW_BYTES = 64 << 20
-"""How much of a file is mapped at once, and how much of a tensor is in memory at once while it is copied."""
+WINDOW_BYTES = 32 << 20
+"""How much of a file, and how much of a tensor, is in memory at once while it is copied."""
 
 
 class Range(NamedTuple):
@@ -71,7 +71,7 @@ def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Ite
     steps = contiguous(sizes) if strides is None else strides
     if 0 in sizes:
         return
-    if _span(sizes, steps) * itemsize <= WINDOW_BYTES or max(sizes, default=1) == 1:
+    if _span(sizes, steps) * itemsize <= max(WINDOW_BYTES, itemsize):
         yield box
         return
     dim = max(range(len(box)), key=lambda d: (sizes[d] - 1) * steps[d])
@@ -87,24 +87,26 @@ def read_range(source: Range, box: Box, out: Tensor) -> None:
         source: the tensor.
         box: which part.
         out: of the box's shape, strided in any way, on any device.
+
+    Raises:
+        EOFError: the file has become shorter.
     """
-    with source.file.open("rb") as file:
-        for piece in pieces(box, source.dtype.itemsize, source.strides):
-            out[boxes.relative(piece, box)].copy_(_window(file.fileno(), source, piece))
+    itemsize = source.dtype.itemsize
+    with source.file.open("rb", buffering=0) as file:
+        for piece in pieces(box, itemsize, source.strides):
+            sizes = boxes.shape_of(piece)
+            first = sum(start * step for (start, _), step in zip(piece, source.strides, strict=True))
+            flat = torch.empty(_span(sizes, source.strides) * itemsize, dtype=torch.uint8)
+            _fill(file.fileno(), source.offset + first * itemsize, memoryview(flat.numpy()))
+            out[boxes.relative(piece, box)].copy_(flat.view(source.dtype).as_strided(sizes, source.strides))
 
 
-def _window(handle: int, source: Range, box: Box) -> Tensor:
-    """A box as a view of mapped memory, which is given back with it."""
-    itemsize, sizes = source.dtype.itemsize, boxes.shape_of(box)
-    first = source.offset + itemsize * sum(start * step for (start, _), step in zip(box, source.strides, strict=True))
-    count = _span(sizes, source.strides) * itemsize
-    shift = first % mmap.ALLOCATIONGRANULARITY
-    # A private writable mapping: torch warns of memory that cannot be written.
-    mapped = mmap.mmap(handle, shift + count, access=mmap.ACCESS_COPY, offset=first - shift)
-    flat = torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=shift)
-    if flat.data_ptr() % itemsize:
-        flat = flat.clone()
-    return flat.view(source.dtype).as_strided(sizes, source.strides)
+def _fill(handle: int, start: int, target: memoryview) -> None:
+    while target:
+        got = os.preadv(handle, [target], start)
+        if not got:
+            raise EOFError(f"the file ends at byte {start:,}, before the tensor does")
+        start, target = start + got, target[got:]
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:

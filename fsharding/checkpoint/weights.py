@@ -1,7 +1,7 @@
 """Weights that another program wrote: a `torch.save` file, a DCP directory, safetensors; any slice of any tensor.
 
 In: a path; what it is shows in the bytes, not in the name. Out: names, shapes and dtypes, and slices on demand.
-Nothing but tensors is loaded, and nothing is unpickled without a list of what may be; other entries are only listed.
+Nothing is unpickled without a list of what may be; entries that are no tensors are left alone.
 Law: `read` gives the bits of the file, and never holds more than a window of it.
 """
 
@@ -12,19 +12,20 @@ import math
 import os
 import pickle
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsharding import _compat, boxes
+from fsharding import _compat
 from fsharding.boxes import Box
-from fsharding.checkpoint import foreign
+from fsharding.checkpoint.files import METADATA
 from fsharding.checkpoint.manifest import dtype_name, is_plain_name
 from fsharding.checkpoint.ranges import Range, contiguous, read_range
+from fsharding.checkpoint.source import open_source
 from fsharding.checkpoint.store import StrPath
 from fsharding.errors import CheckpointError, message
 
@@ -64,16 +65,6 @@ class WeightLeaf(NamedTuple):
         return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
-class _Chunk(NamedTuple):
-    """A box of a tensor, and where it lies; found out when it is read."""
-
-    box: Box
-    where: Callable[[], Range]
-
-
-_Found = dict[str, tuple[WeightLeaf, tuple[_Chunk, ...]]]
-
-
 @dataclass(frozen=True)
 class Weights:
     """Tensors by name in files of another program.
@@ -82,15 +73,15 @@ class Weights:
         path: where they are.
         format: "torch", "dcp" or "safetensors".
         leaves: shape and dtype by name.
-        others: names of entries that are no tensors, which are never loaded.
-        chunks: where each tensor lies.
+        others: names of entries of a `torch.save` file that are no tensors.
+        reader: reads a slice; see `read`.
     """
 
     path: Path
     format: str
     leaves: Mapping[str, WeightLeaf]
     others: tuple[str, ...]
-    chunks: Mapping[str, tuple[_Chunk, ...]]
+    reader: Callable[[str, Box, Tensor], None]
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
         """Reads a slice of a tensor.
@@ -101,13 +92,12 @@ class Weights:
             out: of the box's shape; the elements are cast to its dtype.
 
         Raises:
-            CheckpointError: the file says something else than its index.
+            CheckpointError: the file does not hold what its index says, or has become shorter.
         """
-        for chunk in self.chunks[name]:
-            both = boxes.intersect(chunk.box, box)
-            if both is not None and boxes.volume(both):
-                inside = tuple((a - o, b - o) for (a, b), (o, _) in zip(both, chunk.box, strict=True))
-                read_range(chunk.where(), inside, out[boxes.relative(both, box)])
+        try:
+            self.reader(name, box, out)
+        except EOFError as error:
+            raise _refusal(self.path, f"{name}: {error}") from error
 
 
 def open_weights(path: StrPath, prefix: str = "") -> Weights:
@@ -128,15 +118,14 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
     if not where.exists():
         raise _refusal(where, "there is no such file or directory")
     try:
-        kind, found, others = _directory(where) if where.is_dir() else _file(where)
+        found = _directory(where) if where.is_dir() else _file(where)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, pickle.UnpicklingError) as error:
         if isinstance(error, CheckpointError):
             raise
         text = str(error).strip().split("\n")[0]
         raise _refusal(where, f"{type(error).__name__}: {text}") from error
-    kept = {name.removeprefix(prefix): entry for name, entry in found.items() if name.startswith(prefix)}
-    leaves = {name: leaf for name, (leaf, _) in kept.items()}
-    return Weights(where, kind, leaves, others, {name: chunks for name, (_, chunks) in kept.items()})
+    leaves = {name.removeprefix(prefix): leaf for name, leaf in found.leaves.items() if name.startswith(prefix)}
+    return replace(found, path=where, leaves=leaves, reader=lambda name, *part: found.reader(prefix + name, *part))
 
 
 def _refusal(where: Path, *rows: str, mend: str = "") -> CheckpointError:
@@ -144,12 +133,14 @@ def _refusal(where: Path, *rows: str, mend: str = "") -> CheckpointError:
     return CheckpointError(message(_FUNCTION, f"cannot read {where}.", rows, mend))
 
 
-# ------------------------------------------------------------------------------------------------------------ by content
+# ----------------------------------------------------------------------------------------------------------- by content
 
 
-def _directory(folder: Path) -> tuple[str, _Found, tuple[str, ...]]:
-    if (folder / foreign.METADATA).exists():
-        return "dcp", *_dcp(folder)
+def _directory(folder: Path) -> Weights:
+    if (folder / METADATA).exists():
+        source = open_source(folder, None)
+        leaves = {name: WeightLeaf(*leaf) for name, leaf in source.leaves.items()}
+        return Weights(folder, "dcp", leaves, (), source.read)
     names = sorted(os.listdir(folder))
     indices = [name for name in names if name.endswith(".index.json")]
     files = [name for name in names if name.endswith(".safetensors")]
@@ -158,39 +149,36 @@ def _directory(folder: Path) -> tuple[str, _Found, tuple[str, ...]]:
     if not indices and len(files) == 1:
         return _file(folder / files[0])
     what = f"the indices {', '.join(indices)}" if indices else f"{len(files)} .safetensors files and no index"
-    raise _refusal(folder, f"it has no {foreign.METADATA}, and {what}")
+    raise _refusal(folder, f"it has no {METADATA}, and {what}")
 
 
-def _file(file: Path) -> tuple[str, _Found, tuple[str, ...]]:
+def _file(file: Path) -> Weights:
     with file.open("rb") as stream:
         head = stream.read(9)
     if head.startswith(b"PK\x03\x04"):
-        return "torch", *_torch(file)
+        return _torch(file)
     if head.startswith(b"\x80\x02"):
         mend = "Load it with torch.load(weights_only=True) and torch.save it again."
         raise _refusal(file, "it is in torch's format of before 1.6, or a plain pickle", mend=mend)
     if head[8:] == b"{":
-        return "safetensors", _safetensors(file), ()
+        return _safetensors(file)
     if head.startswith(b"{"):
         return _indexed(file)
     raise _refusal(file, "its first bytes are of no format that is known here")
 
 
-def _indexed(index: Path) -> tuple[str, _Found, tuple[str, ...]]:
+def _indexed(index: Path) -> Weights:
     """Several files, and a JSON table that says which tensor is in which."""
     table: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-    rows = [f"{name}: {why}" for name in sorted({*table.values()}, key=str) if (why := _leads_out(index.parent, name))]
-    if rows:
+    names = sorted({*table.values()}, key=str)
+    if rows := [f"{name}: {why}" for name in names if (why := _leads_out(index.parent, name))]:
         raise _refusal(index, *rows, mend="Every file has to lie beside the index; copy links as files.")
-    kinds: set[str] = set()
-    every: _Found = {}
-    for name in sorted({*table.values()}):
-        kind, found, _ = _file(index.parent / name)
-        kinds.add(kind)
-        every |= {leaf: entry for leaf, entry in found.items() if table.get(leaf) == name}
-    if lost := [f"{leaf} is not in {name}" for leaf, name in table.items() if leaf not in every]:
+    parts = {name: _file(index.parent / name) for name in names}
+    if lost := [f"{leaf} is not in {name}" for leaf, name in table.items() if leaf not in parts[name].leaves]:
         raise _refusal(index, *lost, mend="Get the files again: they do not belong to this index.")
-    return "+".join(sorted(kinds)), {leaf: every[leaf] for leaf in table}, ()
+    leaves = {leaf: parts[name].leaves[leaf] for leaf, name in table.items()}
+    kinds = "+".join(sorted({part.format for part in parts.values()}))
+    return Weights(index.parent, kinds, leaves, (), lambda leaf, *part: parts[table[leaf]].reader(leaf, *part))
 
 
 def _leads_out(folder: Path, name: object) -> str | None:
@@ -202,17 +190,19 @@ def _leads_out(folder: Path, name: object) -> str | None:
     return None if stat.S_ISREG(os.lstat(folder / name).st_mode) else "is no plain file"
 
 
-def _chunk(where: Range, size: int) -> tuple[WeightLeaf, tuple[_Chunk, ...]]:
-    """A tensor that lies in one piece."""
-    if where.end > size:
-        raise ValueError(f"it is cut off: {where.end:,} bytes are needed, {size:,} are there")
-    return WeightLeaf(where.shape, where.dtype), (_Chunk(boxes.full(where.shape), lambda: where),)
+def _of_ranges(file: Path, kind: str, ranges: Mapping[str, Range], others: Sequence[str] = ()) -> Weights:
+    """Tensors that each lie in one piece."""
+    size = file.stat().st_size
+    if rows := [f"{name} ends at byte {r.end:,} of {size:,}" for name, r in ranges.items() if r.end > size]:
+        raise _refusal(file, *rows, mend="It is cut off: get it again.")
+    leaves = {name: WeightLeaf(where.shape, where.dtype) for name, where in ranges.items()}
+    return Weights(file, kind, leaves, tuple(others), lambda name, *part: read_range(ranges[name], *part))
 
 
-# ----------------------------------------------------------------------------------------------------------- the formats
+# ---------------------------------------------------------------------------------------------------------- the formats
 
 
-def _safetensors(file: Path) -> _Found:
+def _safetensors(file: Path) -> Weights:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -222,32 +212,34 @@ def _safetensors(file: Path) -> _Found:
     header.pop("__metadata__", None)
     if unknown := sorted({entry["dtype"] for entry in header.values()} - {*SAFETENSORS}):
         raise ValueError(f"unknown dtypes: {', '.join(unknown)}")
-    found: _Found = {}
+    ranges: dict[str, Range] = {}
     for name, entry in header.items():
         dtype, shape = SAFETENSORS[entry["dtype"]], tuple(map(int, entry["shape"]))
         start, stop = entry["data_offsets"]
-        if min(0, start, *shape) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
+        if min(start, *shape, 0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: {entry} contradicts itself")
-        found[name] = _chunk(Range(file, 8 + length + start, shape, contiguous(shape), dtype), size)
-    return found
+        ranges[name] = Range(file, 8 + length + start, shape, contiguous(shape), dtype)
+    return _of_ranges(file, "safetensors", ranges)
 
 
-def _torch(file: Path) -> tuple[_Found, tuple[str, ...]]:
+def _torch(file: Path) -> Weights:
     with _compat.shapes_only():
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(loaded, dict):
         raise ValueError(f"it holds a {type(loaded).__name__}, not a state dict")
-    size = file.stat().st_size
-    found: _Found = {}
+    ranges: dict[str, Range] = {}
     others: list[str] = []
     for name, value in _flat(loaded):
         if not isinstance(value, Tensor):
             others.append(name)
-        elif name in found:
+        elif name in ranges:
             raise ValueError(f"two tensors have the name {name}")
+        elif value.layout != torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+            raise ValueError(f"{name}: only dense tensors can be read by slices")
         else:
-            found[name] = _chunk(foreign.range_of(file, value), size)
-    return found, tuple(others)
+            offset = _compat.file_offset(value) + value.storage_offset() * value.itemsize
+            ranges[name] = Range(file, offset, tuple(value.shape), tuple(value.stride()), value.dtype)
+    return _of_ranges(file, "torch", ranges, others)
 
 
 def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -264,33 +256,3 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in items.items():
         yield from _flat(value, f"{path}.{key}" if path else key)
-
-
-def _dcp(folder: Path) -> tuple[_Found, tuple[str, ...]]:
-    tensors, others = foreign.read_metadata(folder / foreign.METADATA)
-    files = {entry.file for _, _, entries in tensors.values() for entry in entries}
-    sizes = {name: (folder / name).stat().st_size for name in files if not _leads_out(folder, name)}
-    rows = [f"{name!r}: {_leads_out(folder, name)}" for name in sorted(files - {*sizes}, key=str)]
-    found: _Found = {}
-    for name, (shape, dtype, entries) in tensors.items():
-        rows += [f"{name}: {why}" for why in foreign.contradictions(shape, entries, sizes)]
-        chunks = tuple(_Chunk(entry.box, _Packed(folder / entry.file, entry, dtype)) for entry in entries)
-        found[name] = WeightLeaf(shape, dtype), chunks
-    if rows:
-        raise _refusal(folder, *rows, mend="Use another checkpoint, or a copy of this one.")
-    return found, others
-
-
-class _Packed:
-    """Where a chunk of DCP lies: inside an archive of its own, which is opened when it is read."""
-
-    def __init__(self, file: Path, entry: foreign.Entry, dtype: torch.dtype) -> None:
-        self._file, self._entry, self._dtype = file, entry, dtype
-
-    def __call__(self) -> Range:
-        found = foreign.unpacked(self._file, self._entry)
-        want = boxes.shape_of(self._entry.box), self._dtype
-        if (found.shape, found.dtype) != want:
-            text = f"{self._file.name} has {found.dtype}{list(found.shape)} where {want[1]}{list(want[0])} should be"
-            raise _refusal(self._file.parent, text, mend="Use another checkpoint, or a copy of this one.")
-        return found

@@ -1,6 +1,6 @@
 """`export`: a checkpoint as another program reads it: a `torch.save` state dict, safetensors, or a DCP directory.
 
-In: a checkpoint directory. Out: files under names that the other program knows, in one process, without a process group.
+In: a checkpoint directory. Out: files under names that the other program knows. One process, no process group.
 Tensors pass through memory a window at a time, so that a checkpoint larger than the memory can be exported.
 Law: what was exported loads bitwise; under the final name is everything or nothing.
 """
@@ -24,10 +24,9 @@ from fsharding import _compat, boxes
 from fsharding.boxes import Box
 from fsharding.checkpoint import store
 from fsharding.checkpoint.files import Writer, write_metadata
-from fsharding.checkpoint.manifest import Manifest
 from fsharding.checkpoint.names import Names, Part, naming, our_box, parts, unknown
 from fsharding.checkpoint.ranges import pieces
-from fsharding.checkpoint.source import Source
+from fsharding.checkpoint.source import Source, open_source
 from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.weights import SAFETENSORS
 from fsharding.errors import CheckpointError, message
@@ -82,10 +81,10 @@ def export(
     what: Literal["params", "all"] = "params",
     max_file_bytes: int = 5 << 30,
 ) -> Exported:
-    """Writes the leaves of a checkpoint for another program. On one process; the checksums are verified first.
+    """Writes the leaves of a checkpoint for another program. On one process; checksums are compared.
 
-    "torch" makes one file with a flat state dict, which `torch.load(weights_only=True)` reads; "safetensors" a directory
-    with `model.safetensors`, or several files and `model.safetensors.index.json`; "dcp" a directory which
+    "torch" makes one file with a flat state dict, which `torch.load(weights_only=True)` reads; "safetensors" makes a
+    directory with `model.safetensors`, or several files and `model.safetensors.index.json`; "dcp" one which
     `torch.distributed.checkpoint.load` reads into the state dict of an FSDP2 model.
 
     Args:
@@ -106,7 +105,8 @@ def export(
     rows += [f"{where}: something is there, and nothing is ever overwritten"] if os.path.lexists(where) else []
     if rows:
         raise CheckpointError(message(_FUNCTION, "cannot write.", rows))
-    leaves = _open(source)
+    folder = store.find(source)
+    leaves = open_source(folder, store.read_manifest(_FUNCTION, folder))
     items = _plan(leaves, names, what, format)
     where.parent.mkdir(parents=True, exist_ok=True)
     with _whole(where) as partial:
@@ -171,7 +171,7 @@ def _raw(x: Tensor) -> Any:
     return memoryview(x.reshape(-1).view(torch.uint8).numpy())
 
 
-# --------------------------------------------------------------------------------------------------------------- formats
+# -------------------------------------------------------------------------------------------------------------- formats
 
 
 def _write_torch(leaves: Source, items: Sequence[_Item], file: Path) -> None:
@@ -235,7 +235,7 @@ def _copy(leaves: Source, item: _Item, stream: BinaryIO) -> None:
         stream.write(_raw(x))
 
 
-# ------------------------------------------------------------------------------------------------------- whole or nothing
+# ----------------------------------------------------------------------------------------------------- whole or nothing
 
 
 @contextmanager
