@@ -7,6 +7,7 @@ Nothing here knows about shardings.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -29,10 +30,12 @@ __all__ = [
     "foreach_mul_",
     "foreach_zero_",
     "fused_adamw_",
+    "group_timeout",
     "in_functorch",
     "local_tensor",
     "meshless_device_mesh",
     "reduce_scatter_flat",
+    "save_record",
     "save_without_data",
     "set_group_timeout",
     "shapes_only",
@@ -114,6 +117,21 @@ def save_without_data(state: Any, file: Any) -> None:
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Gives a group that torch made with its 30 minute default another timeout."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout of a group's collectives."""
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def save_record(x: Tensor, file: Any) -> None:
+    """`torch.save(x, file)` without the CRC32, which costs as much as a sha256 and which torch never looks at.
+
+    torch's own switch for it is one for the whole process, other threads included.
+    """
+    writer = torch._C.PyTorchFileWriter(file, False, 64)
+    torch.serialization._save(x, writer, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    writer.write_end_of_file()
 
 
 def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor, rank: int) -> DeviceMesh:

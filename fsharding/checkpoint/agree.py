@@ -29,12 +29,13 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def together(function: str, work: Callable[[], T]) -> list[T]:
+def together(function: str, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Runs `work` on every rank, without collectives in it, and gathers what it returned. Collective.
 
     Args:
         function: the public function, for the error.
         work: what this rank does; returns something small that can be pickled.
+        group: of all ranks, for a thread that must not get between the collectives of another; by default the default.
 
     Raises:
         CheckpointError: on every rank, if `work` raised on one.
@@ -51,7 +52,7 @@ def together(function: str, work: Callable[[], T]) -> list[T]:
     answers: list[Any] = [(value, problem)]
     if dist.is_initialized():
         answers = [None] * ranks()
-        dist.all_gather_object(answers, (value, problem))
+        dist.all_gather_object(answers, (value, problem), group=group)
     problems = {r: problem for r, (_, problem) in enumerate(answers) if problem is not None}
     if problems:
         raise failure(function, problems) from cause

@@ -1,23 +1,27 @@
 """`load`: a checkpoint in any layout of the same model, or an error that says what is wrong with it.
 
 In: a directory, and where the state should live. Out: a new `TrainState`; nothing that exists is touched.
-First the manifest and the leaves are compared, then every file's checksum, then the chunks; only then a tensor is read.
+First the manifest, the leaves and the files that are there are compared; then each rank reads the boxes that it needs,
+every byte checked on the way. `load_leaves` does the same for some leaves.
 Law: `load(save(x, A), B) == reshard(x, B)`, bitwise, for every strategy, mesh and precision.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fsharding import tree
-from fsharding.checkpoint import dcp, store
+from fsharding.checkpoint import store
 from fsharding.checkpoint.agree import rank, ranks, together
 from fsharding.checkpoint.leaves import Want, owner, param_path, placement, staged
-from fsharding.checkpoint.manifest import Manifest, SavedLeaf, text_of
+from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf, text_of
+from fsharding.checkpoint.source import DamagedError, Source, damage, open_source
 from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.structure import rebuild
 from fsharding.errors import CheckpointError, LayoutError, message
@@ -29,13 +33,14 @@ from fsharding.sharding import NamedSharding
 from fsharding.step import TrainState, spread_main
 from fsharding.tree import Tree
 
-__all__ = ["load"]
+__all__ = ["load", "load_leaves"]
 
 _FUNCTION = "fs.checkpoint.load"
+_LEAVES = "fs.checkpoint.load_leaves"
 _CPU = torch.device("cpu")
 
 
-def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = None) -> TrainState:
+def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = None, cast: bool = False) -> TrainState:
     """Reads a checkpoint into a layout: the one that it was saved in, or any other of the same model. Collective.
 
     Parameters in the compute dtype, and copies, are made from the main parameters, as a step makes them. A loss scale
@@ -46,53 +51,123 @@ def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = 
         layout: where everything goes. Its mesh may have another number of ranks than the one that saved.
         opt: the optimizer, whose `init` says what the optimizer state should be; it runs on the meta device, so it must
             not look at values. Without it the state is what the checkpoint has, if it is of fsharding's own optimizers.
+        cast: allow dtypes that differ, and cast to those that are wanted.
 
     Returns:
-        The state, bitwise what was saved.
+        The state, bitwise what was saved, but for what was cast.
 
     Raises:
         CheckpointError: on every rank: no checkpoint, or one that is incomplete, damaged, of a newer version, of
             another model, optimizer or main dtype. Every leaf that differs and every damaged file is listed.
         LayoutError: the layout is on an abstract mesh.
     """
+    _refuse_abstract(layout)
+    folder, manifest, damaged = _look(path)
+    wanted, opt_state = _wanted(layout, manifest, opt)
+    _compare(folder, manifest, wanted, layout, with_opt=opt is not None, cast=cast)
+    if damaged:
+        raise _refusal(folder, manifest, damaged)
+    return _assemble(_read(folder, manifest, wanted), opt_state, layout)
+
+
+def load_leaves(
+    path: StrPath, paths: str | Sequence[str], layout: Layout | None = None, *, cast: bool = False
+) -> dict[str, Tensor]:
+    """Reads some leaves of a checkpoint, and of its files no more than they need.
+
+    Args:
+        path: the directory.
+        paths: dotted paths as in the manifest, or beginnings of them: `params.blocks` is every leaf under it.
+        layout: where the leaves go: parameters and what belongs to them become DTensors, as in `load`; collective.
+            Without it every leaf is a whole tensor on the CPU, of the dtype that was saved, in this process alone.
+        cast: with a layout, allow dtypes that differ from what it wants, and cast to those.
+
+    Returns:
+        The leaves by path.
+
+    Raises:
+        CheckpointError: as `load`; a path that no leaf has, with those that look like it.
+        LayoutError: the layout is on an abstract mesh.
+    """
+    chosen = [paths] if isinstance(paths, str) else [*paths]
+    if layout is None:
+        folder = store.find(path)
+        manifest = store.read_manifest(_LEAVES, folder)
+        if damaged := damage(folder, manifest.files, hashed=False):
+            raise _refusal(folder, manifest, damaged)
+        tree_of = {leaf: manifest.tree[leaf] for leaf in _chosen(folder, manifest, chosen)}
+        whole = {leaf: Want(saved.shape, getattr(torch, saved.dtype), None, _CPU) for leaf, saved in tree_of.items()}
+        return _fetch(open_source(folder, manifest), whole)
+    _refuse_abstract(layout)
+    folder, manifest, damaged = _look(path)
+    found = _chosen(folder, manifest, chosen)
+    wanted = {path: want for path, want in _wanted_leaves(layout, manifest, found).items() if path in found}
+    _compare(folder, manifest, wanted, layout, with_opt=True, cast=cast, some=True)
+    if damaged:
+        raise _refusal(folder, manifest, damaged)
+    return _read(folder, manifest, wanted)
+
+
+def _refuse_abstract(layout: Layout) -> None:
     if isinstance(layout.mesh, AbstractMesh):
         mend = "Plan the layout on a mesh of fs.make_mesh."
         raise LayoutError(message(_FUNCTION, f"cannot load onto the abstract mesh {layout.mesh}.", mend=mend))
-    folder, manifest = _look(path)
-    wanted, opt_state = _wanted(layout, manifest, opt)
-    _compare(folder, manifest, wanted, layout, with_opt=opt is not None)
-    _verify(folder, manifest)
-    read: dict[str, Tensor] = {}
-    together(_FUNCTION, lambda: read.update(_read(folder, manifest, wanted)))
-    return _assemble(read, opt_state, layout)
 
 
-def _look(path: StrPath) -> tuple[Path, Manifest]:
-    """The directory and its manifest, which are the same on all ranks."""
+def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]:
+    """The leaves that some paths, or beginnings of them, mean."""
+    unknown: list[str] = []
+    found: dict[str, None] = {}
+    for path in paths:
+        mine = [leaf for leaf in manifest.tree if leaf == path or leaf.startswith(f"{path}.")]
+        if not mine:
+            close = difflib.get_close_matches(path, manifest.tree, 3)
+            unknown.append(f"{path}" + (f": did you mean {', '.join(close)}?" if close else ""))
+        found.update(dict.fromkeys(mine))
+    if unknown:
+        rule = f"finds no such leaves in {folder}."
+        raise CheckpointError(message(_LEAVES, rule, unknown, "fs.checkpoint.metadata(path).tree has all paths."))
+    return [*found]
+
+
+def _look(path: StrPath) -> tuple[Path, Manifest, list[str]]:
+    """The directory and its manifest, which are the same on all ranks; and files that are missing or cut, of which
+    rank r looks at every one whose number is r modulo the number of ranks.
+    """
     seen: list[tuple[Path, Manifest]] = []
 
-    def read() -> tuple[str, str]:
+    def read() -> tuple[str, str, list[str]]:
         folder = store.find(path)
         manifest = store.read_manifest(_FUNCTION, folder)
         seen.append((folder, manifest))
-        return str(folder), hashlib.sha256(text_of(manifest).encode()).hexdigest()
+        rows = damage(folder, _share(manifest), hashed=False)
+        return str(folder), hashlib.sha256(text_of(manifest).encode()).hexdigest(), rows
 
     found = together(_FUNCTION, read)
-    if len({*found}) > 1:
+    if len({(folder, digest) for folder, digest, _ in found}) > 1:
         rows = [
             f"rank {r}: {folder}, its manifest has the sha256 {digest[:12]}..."
-            for r, (folder, digest) in enumerate(found)
+            for r, (folder, digest, _) in enumerate(found)
         ]
         raise CheckpointError(message(_FUNCTION, "found different checkpoints on different ranks.", rows))
-    return seen[0]
+    return *seen[0], [row for _, _, rows in found for row in rows]
+
+
+def _share(manifest: Manifest) -> dict[str, SavedFile]:
+    """The files that this rank looks after."""
+    return dict(list(manifest.files.items())[rank() :: ranks()])
 
 
 # ------------------------------------------------------------------------------------------------------ what should be
 
 
-def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | None) -> tuple[dict[str, Want], Tree]:
-    """The leaves of a state in this layout, and the tree of the optimizer state with its paths as leaves."""
-    device = torch.device(layout.mesh.device_type) if not isinstance(layout.mesh, AbstractMesh) else _CPU
+def _device(layout: Layout) -> torch.device:
+    return _CPU if isinstance(layout.mesh, AbstractMesh) else torch.device(layout.mesh.device_type)
+
+
+def _wanted_leaves(layout: Layout, manifest: Manifest, moments: Sequence[str]) -> dict[str, Want]:
+    """The leaves of a state in this layout: all but those of the optimizer state, and of that the ones of some paths."""
+    device = _device(layout)
     wanted = {
         param_path(leaf): Want(
             leaf.shape, layout.precision.main_dtype(leaf.init), leaf.main if leaf.trainable else leaf.params, device
@@ -104,20 +179,21 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
     if layout.precision.loss_scale is not None and "loss_scale.scale" in manifest.tree:
         wanted["loss_scale.scale"] = Want((), torch.float32, None, _CPU)
         wanted["loss_scale.good_steps"] = Want((), torch.int64, None, _CPU)
-    moments: dict[str, Want] = {}
+    of_opt = {path: manifest.tree[path] for path in moments if path.startswith("opt_state") and path in manifest.tree}
+    return {**wanted, **{path: _by_owner(path, saved, layout, device) for path, saved in of_opt.items()}}
+
+
+def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | None) -> tuple[dict[str, Want], Tree]:
+    """The leaves of a state in this layout, and the tree of the optimizer state with its paths as leaves."""
     if opt is None:
         opt_state = rebuild(manifest.structure, lambda path: path)
-        for path in tree.leaves(opt_state):
-            saved = manifest.tree.get(path)
-            if saved is not None:
-                moments[path] = _by_owner(path, saved, layout, device)
-    else:
-        state = {"opt_state": opt.init(_meta_main(layout))}
-        for path, x in tree.named_leaves(state).items():
-            sharding, shape = placement(path, x, layout)
-            moments[path] = Want(shape, x.dtype, sharding, device if x.is_meta else x.device)
-        opt_state = tree.map_with_path(lambda path, _: path, state)["opt_state"]
-    return {**wanted, **moments}, opt_state
+        return _wanted_leaves(layout, manifest, tree.leaves(opt_state)), opt_state
+    wanted = _wanted_leaves(layout, manifest, ())
+    state = {"opt_state": opt.init(_meta_main(layout))}
+    for path, x in tree.named_leaves(state).items():
+        sharding, shape = placement(path, x, layout)
+        wanted[path] = Want(shape, x.dtype, sharding, _device(layout) if x.is_meta else x.device)
+    return wanted, tree.map_with_path(lambda path, _: path, state)["opt_state"]
 
 
 def _by_owner(path: str, saved: SavedLeaf, layout: Layout, device: torch.device) -> Want:
@@ -146,7 +222,16 @@ def _meta_main(layout: Layout) -> Tree:
 # ------------------------------------------------------------------------------------------------------- what there is
 
 
-def _compare(folder: Path, manifest: Manifest, wanted: dict[str, Want], layout: Layout, *, with_opt: bool) -> None:
+def _compare(
+    folder: Path,
+    manifest: Manifest,
+    wanted: dict[str, Want],
+    layout: Layout,
+    *,
+    with_opt: bool,
+    cast: bool,
+    some: bool = False,
+) -> None:
     """Refuses a checkpoint whose leaves are not those that are wanted; all of them are listed."""
     other: list[str] = []
     dtypes: list[str] = []
@@ -156,10 +241,11 @@ def _compare(folder: Path, manifest: Manifest, wanted: dict[str, Want], layout: 
             other.append(f"{path} is missing; wanted is {want}")
         elif saved.shape != want.shape:
             other.append(f"{path} is {saved}; wanted is {want}")
-        elif str(saved) != str(want):
+        elif str(saved) != str(want) and not cast:
             dtypes.append(f"{path} is {saved}; wanted is {want}")
     # A loss scale that is not wanted is dropped.
     extra = [path for path in manifest.tree if path not in wanted and not path.startswith("loss_scale")]
+    extra = [] if some else extra
     other += [f"{path} is extra: {manifest.tree[path]}" for path in extra]
     if not with_opt:
         other += _changed_frozen(manifest, wanted, layout)
@@ -171,7 +257,7 @@ def _compare(folder: Path, manifest: Manifest, wanted: dict[str, Want], layout: 
     elif other:
         what, mend = "another optimizer", "Give the optimizer that was saved: opt=..."
     else:
-        what, mend = "another precision", "Load it with the dtypes that were saved, and cast afterwards."
+        what, mend = "another precision", "Load it with the dtypes that were saved, or with cast=True."
     rule = f"cannot use {folder}: it is a checkpoint of {what}; {len(rows)} leaves differ."
     raise CheckpointError(message(_FUNCTION, rule, rows, mend))
 
@@ -189,22 +275,38 @@ def _changed_frozen(manifest: Manifest, wanted: dict[str, Want], layout: Layout)
     ]
 
 
-def _verify(folder: Path, manifest: Manifest) -> None:
-    """Compares sizes and checksums; rank r takes every file whose number is r modulo the number of ranks."""
-    mine = dict(list(manifest.files.items())[rank() :: ranks()])
-    rows = [row for part in together(_FUNCTION, lambda: store.damage(folder, mine)) for row in part]
-    if rows or dcp.METADATA not in manifest.files:
-        rule = f"refuses {folder}: {len(rows)} of its {len(manifest.files)} files are damaged."
-        mend = "Use another checkpoint, or a copy of this one."
-        raise CheckpointError(message(_FUNCTION, rule, sorted(rows) or [f"{dcp.METADATA} is not named"], mend))
+def _refusal(folder: Path, manifest: Manifest, rows: list[str]) -> CheckpointError:
+    rule = f"refuses {folder}: {len(rows)} of its {len(manifest.files)} files are damaged."
+    mend = "Use another checkpoint, or a copy of this one."
+    return CheckpointError(message(_FUNCTION, rule, sorted(rows), mend))
 
 
 # ----------------------------------------------------------------------------------------------------------- the state
 
 
-def _read(folder: Path, manifest: Manifest, wanted: dict[str, Want]) -> dict[str, Tensor]:
-    """All leaves in new memory."""
-    inventory = dcp.inventory(folder, manifest)
+def _read(folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
+    """All that is wanted, in new memory, on all ranks. Damage that one rank meets makes all look for the rest of it."""
+    read: dict[str, Tensor] = {}
+
+    def attempt() -> str:
+        try:
+            read.update(_fetch(open_source(folder, manifest), wanted))
+        except DamagedError as error:
+            return str(error)
+        return ""
+
+    met = [text for text in together(_FUNCTION, attempt) if text]
+    if met:
+        rows = [row for part in together(_FUNCTION, lambda: damage(folder, _share(manifest))) for row in part]
+        raise _refusal(folder, manifest, rows) if rows else CheckpointError(met[0])
+    if "step" in read and (step := int(read["step"])) != manifest.step:
+        rule = f"refuses {folder}: its manifest says step {manifest.step}, its files step {step}."
+        raise CheckpointError(message(_FUNCTION, rule, mend="Use another checkpoint, or a copy of this one."))
+    return read
+
+
+def _fetch(source: Source, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
+    """What this rank holds of each leaf. Boxes are read in the order of the files, so that each block is read once."""
     shards = {
         path: staged(
             want.shape,
@@ -217,11 +319,9 @@ def _read(folder: Path, manifest: Manifest, wanted: dict[str, Want]) -> dict[str
         )
         for path, want in wanted.items()
     }
-    dcp.read(folder, inventory, shards)
-    step = int(shards["step"].local)
-    if step != manifest.step:
-        rule = f"refuses {folder}: its manifest says step {manifest.step}, its files step {step}."
-        raise CheckpointError(message(_FUNCTION, rule, mend="Use another checkpoint, or a copy of this one."))
+    parts = [(path, box, out) for path, x in shards.items() for box, out in x.kept().values()]
+    for path, box, out in sorted(parts, key=lambda part: source.position(part[0], part[1])):
+        source.read(path, box, out)
     return {
         path: x.local if x.sharding is None else x.sharding.to_dtensor(x.local, x.shape) for path, x in shards.items()
     }

@@ -14,17 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharding.errors import CheckpointError, message
-from fsharding.layout import Layout
-from fsharding.mesh import abstract
 
 __all__ = [
+    "BLOCK",
     "FORMAT",
     "MANIFEST",
     "VERSION",
     "Manifest",
     "SavedFile",
     "SavedLeaf",
-    "describe_layout",
     "dtype_name",
     "is_plain_name",
     "parse",
@@ -33,6 +31,8 @@ __all__ = [
 
 FORMAT = "fsharding.checkpoint"
 VERSION = 1
+BLOCK = 16 << 20
+_LARGEST_BLOCK = 1 << 30
 MANIFEST = "manifest.json"
 
 
@@ -54,10 +54,17 @@ class SavedLeaf(NamedTuple):
 
 
 class SavedFile(NamedTuple):
-    """One file of a checkpoint: its size in bytes and its sha256 in hexadecimal."""
+    """One file of a checkpoint.
+
+    Attributes:
+        bytes: its size.
+        sha256: of each block, in hexadecimal, so that any part can be checked without the rest.
+        block: bytes of a block; the last one may be shorter.
+    """
 
     bytes: int
-    sha256: str
+    sha256: tuple[str, ...]
+    block: int = BLOCK
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Manifest:
 
     Attributes:
         step: number of updates that the state had seen.
-        layout: as plain data: mesh, ranks, strategy, precision, rules, frozen leaves.
+        layout: as plain data; see `layouts.describe_layout`.
         tree: the leaves by path.
         structure: of the optimizer state, as `structure.describe` gives it.
         files: every other file of the directory, by name.
@@ -90,23 +97,6 @@ class Manifest:
 def dtype_name(dtype: torch.dtype | None) -> str | None:
     """The name of a dtype, such as "float32"; None for None."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def describe_layout(layout: Layout) -> dict[str, Any]:
-    """A layout as plain data, for people and for comparisons; loading needs none of it but the frozen leaves."""
-    shape, how = abstract(layout.mesh), layout.precision
-    scale = how.loss_scale
-    return {
-        "mesh": dict(zip(shape.names, shape.sizes, strict=True)),
-        "ranks": shape.size,
-        "strategy": str(layout.strategy),
-        "precision": {
-            **{role: dtype_name(getattr(how, role)) for role in ("params", "compute", "reduce", "grads", "moments")},
-            "loss_scale": None if scale is None else {"initial": scale.initial, "interval": scale.interval},
-        },
-        "rules": {name: list(axes) for name, axes in layout.rules.items()},
-        "frozen": [leaf.path for leaf in layout.leaves if not leaf.trainable],
-    }
 
 
 def text_of(manifest: Manifest) -> str:
@@ -195,7 +185,13 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         path: SavedLeaf(tuple(int(size) for size in leaf["shape"]), str(leaf["dtype"]), leaf["spec"])
         for path, leaf in data["tree"].items()
     }
-    files = {name: SavedFile(int(file["bytes"]), str(file["sha256"])) for name, file in data["files"].items()}
+    files = {
+        name: SavedFile(int(file["bytes"]), tuple(map(str, file["sha256"])), int(file["block"]))
+        for name, file in data["files"].items()
+    }
+    for name, file in files.items():
+        if not 0 < file.block <= _LARGEST_BLOCK or len(file.sha256) != -(-file.bytes // file.block):
+            raise ValueError(f"{name}: {len(file.sha256)} checksums of {file.block} bytes for {file.bytes} bytes")
     bad = [name for name in files if not is_plain_name(name)]
     bad += [f"{path}: {leaf.dtype}" for path, leaf in tree.items() if not _is_dtype(leaf.dtype)]
     if bad:

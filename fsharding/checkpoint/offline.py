@@ -23,6 +23,7 @@ from fsharding.checkpoint.layouts import describe_layout, layout_of
 from fsharding.checkpoint.leaves import Shards, owner, param_path
 from fsharding.checkpoint.manifest import Manifest, SavedLeaf, text_of
 from fsharding.checkpoint.ranges import pieces
+from fsharding.checkpoint.saving import own_version
 from fsharding.checkpoint.shares import shares
 from fsharding.checkpoint.source import Source, open_source
 from fsharding.checkpoint.store import Partial, StrPath
@@ -73,7 +74,8 @@ def reshard_checkpoint(
     try:
         written = _write(partial.folder, leaves, manifest, homes, mesh)
         files = {METADATA: write_metadata(partial.folder, written), **{part.name: part.file for part in written}}
-        result = replace(manifest, layout=describe_layout(layout), tree=tree, files=files, torch=str(torch.__version__))
+        described, versions = describe_layout(layout), {"torch": str(torch.__version__), "fsharding": own_version()}
+        result = replace(manifest, layout=described, tree=tree, files=files, **versions)
         partial.commit(text_of(result), files)
     except BaseException:
         partial.discard()

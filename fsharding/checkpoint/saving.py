@@ -1,31 +1,41 @@
-"""`save`: the state of all ranks becomes one directory, or nothing does.
+"""`save` and `save_async`: the state of all ranks becomes one directory, or nothing does.
 
 In: a `TrainState` in any layout. Out: a directory that holds every leaf once, and a manifest with checksums.
-Every phase ends with all ranks telling each other how it went, so a failure on one raises on all and nobody waits.
+Every phase ends with all ranks telling each other how it went, so a failure on one raises on all and nobody waits; the
+last of them, when all data are written, also tells what was written. Who writes what is known to all from the layout.
 Law: `load(save(x, A), B) == reshard(x, B)`, bitwise; the directory exists under its name only when it is complete.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from fsharding.checkpoint import dcp, store
-from fsharding.checkpoint.agree import rank, together
+from fsharding.boxes import Box
+from fsharding.checkpoint.agree import rank, ranks, together
+from fsharding.checkpoint.background import PendingSave, own_group, settle, start
+from fsharding.checkpoint.files import METADATA, Writer, Written, write_metadata
+from fsharding.checkpoint.layouts import describe_layout
 from fsharding.checkpoint.leaves import Shards, content, digest, objections, placement, staged
-from fsharding.checkpoint.manifest import Manifest, SavedFile, describe_layout, text_of
-from fsharding.checkpoint.store import StrPath
+from fsharding.checkpoint.manifest import Manifest, text_of
+from fsharding.checkpoint.shares import shares
+from fsharding.checkpoint.store import Partial, StrPath, partial_of
 from fsharding.checkpoint.structure import describe
 from fsharding.errors import CheckpointError, message
 from fsharding.sharding import local_of
 from fsharding.step import TrainState
 
-__all__ = ["save"]
+__all__ = ["Job", "own_version", "plan_save", "save", "save_async"]
 
 _FUNCTION = "fs.checkpoint.save"
 
@@ -33,7 +43,7 @@ _FUNCTION = "fs.checkpoint.save"
 def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
     """Writes a checkpoint. Collective over all ranks, which have to see one file system, or of one process.
 
-    Main parameters, optimizer state, step, key and loss scale are written by torch DCP, each element once, so that
+    Main parameters, optimizer state, step, key and loss scale are written as torch DCP does, each element once, so that
     `torch.distributed.checkpoint.load` reads the leaves as well, by the paths in the manifest. A checkpoint that is at
     `path` is replaced: until the new one is in its place, the old one is found by `load` and `latest`.
 
@@ -45,39 +55,151 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
 
     Raises:
         CheckpointError: on every rank: a leaf that cannot be saved, one that should be the same on all ranks and is
-            not, a rank that cannot write, something at `path` that is no checkpoint. What was at `path` is still there,
+            not, a rank that cannot write, another save to the same path, something at `path` that is no checkpoint; or
+            a save in the background that failed before, and this one was not begun. What was at `path` is still there,
             unless all that failed was the sync of the parent directory, after the new one had taken its place.
+        DonatedError: the state was donated.
+    """
+    settle()
+    plan_save(path, state, extra).run()
+
+
+def save_async(path: StrPath, state: TrainState, *, extra: Any = None) -> PendingSave:
+    """Begins to write a checkpoint, and returns when it needs the state no more. Collective, as `save`.
+
+    What this rank writes is copied to the CPU, so the state may be donated or changed at once; the rest happens on a
+    thread, which talks to the other ranks through a group of its own. Wait for it before the process group is destroyed.
+
+    Args:
+        path: as in `save`.
+        state: as in `save`.
+        extra: as in `save`.
+
+    Returns:
+        `.wait()` returns when the checkpoint is in its place, and raises what `save` would; `.done` only looks. Whoever
+        does not ask is told by the next save, or by a message and exit status 1 at the end of the process.
+
+    Raises:
+        CheckpointError: what can be known at once: leaves that cannot be saved; a save before this one that failed.
+        DonatedError: the state was donated.
+    """
+    settle()
+    job, group = plan_save(path, state, extra).copied(), own_group()
+    return start(lambda: job.run(group))
+
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is left to do when all ranks have agreed that a state can be saved.
+
+    Attributes:
+        target: where the checkpoint is to be.
+        mine: what this rank writes: path, global shape, box, and the tensor of that box.
+        manifest: without the files.
+        after: what rank 0 does when the checkpoint is in its place.
+    """
+
+    target: Path
+    mine: tuple[tuple[str, tuple[int, ...], Box, Tensor], ...]
+    manifest: Manifest
+    after: Callable[[], None] | None = None
+
+    def copied(self) -> Job:
+        """The same with memory of its own, on the CPU."""
+        mine = tuple((path, shape, box, x.detach().to("cpu", copy=True)) for path, shape, box, x in self.mine)
+        return dataclasses.replace(self, mine=mine)
+
+    def run(self, group: dist.ProcessGroup | None = None) -> None:
+        """Everything that touches the disk. Collective.
+
+        Args:
+            group: for the calls in which ranks tell each other how it went.
+
+        Raises:
+            CheckpointError: on every rank; see `save`.
+        """
+        held: list[Partial] = []
+        try:
+            together(_FUNCTION, lambda: held.append(Partial(self.target)) if rank() == 0 else None, group)
+            written = [part for part in together(_FUNCTION, self._write, group) if part is not None]
+            together(_FUNCTION, lambda: [self._finish(partial, written) for partial in held] and None, group)
+        except CheckpointError:
+            for partial in held:
+                partial.discard()
+            raise
+        finally:
+            for partial in held:
+                partial.close()
+
+    def _write(self) -> Written | None:
+        """This rank's file; none where it has nothing to write."""
+        if not self.mine:
+            return None
+        with Writer(partial_of(self.target), rank()) as writer:
+            for path, shape, box, tensor in self.mine:
+                writer.add(path, shape, box, tensor)
+            return writer.close()
+
+    def _finish(self, partial: Partial, written: list[Written]) -> None:
+        files = {METADATA: write_metadata(partial.folder, written), **{part.name: part.file for part in written}}
+        partial.commit(text_of(dataclasses.replace(self.manifest, files=files)), files)
+        if self.after is not None:
+            self.after()
+
+
+def plan_save(path: StrPath, state: TrainState, extra: Any = None, after: Callable[[], None] | None = None) -> Job:
+    """Checks on all ranks that a state can be saved, and says what this one writes. Collective.
+
+    Args:
+        path: as in `save`.
+        state: as in `save`.
+        extra: as in `save`.
+        after: what rank 0 does when the checkpoint is in its place.
+
+    Raises:
+        CheckpointError: it cannot; nothing has been touched.
         DonatedError: the state was donated.
     """
     named = content(state)
     target = Path(os.path.realpath(path))
-    checked = together(_FUNCTION, lambda: _check(target, named, state, extra))
-    _same_everywhere(checked)
+    planned: list[Job] = []
+
+    def check() -> dict[str, str]:
+        job, facts = _check(target, named, state, extra)
+        planned.append(dataclasses.replace(job, after=after))
+        return facts
+
+    _same_everywhere(together(_FUNCTION, check))
+    return planned[0]
+
+
+def _check(target: Path, named: dict[str, Any], state: TrainState, extra: Any) -> tuple[Job, dict[str, str]]:
+    """What is to be done, and what has to be the same on all ranks."""
+    if rows := objections(named, state.layout):
+        rule = f"cannot save {len(rows)} leaves."
+        raise CheckpointError(message(_FUNCTION, rule, rows))
     leaves = {path: _shards(path, x, state) for path, x in named.items()}
-    together(_FUNCTION, lambda: store.prepare(target) if rank() == 0 else None)
-    try:
-        _write(target, leaves, state, extra)
-    except CheckpointError:
-        if rank() == 0:
-            store.discard(target)
-        raise
+    manifest = _manifest(state, leaves, extra)
+    text_of(manifest)
+    kinds = "\n".join(f"{path} {x.saved}" for path, x in sorted(leaves.items()))
+    plain = {f"leaf {path}": digest(x.local) for path, x in leaves.items() if x.sharding is None}
+    facts = {"path": str(target), "tree of leaves": hashlib.sha256(kinds.encode()).hexdigest(), **plain}
+    writers = shares(leaves, ranks())
+    mine = tuple(
+        (path, x.shape, box, tensor)
+        for path, x in sorted(leaves.items())
+        for corner, (box, tensor) in x.kept().items()
+        if writers[path][corner] == rank()
+    )
+    return Job(target, mine, manifest), facts
 
 
 def _shards(path: str, x: Any, state: TrainState) -> Shards:
     sharding, shape = placement(path, x, state.layout)
     return staged(shape, sharding, local_of(x).detach())
-
-
-def _check(target: Path, named: dict[str, Any], state: TrainState, extra: Any) -> dict[str, str]:
-    """What has to be the same on all ranks."""
-    if rows := objections(named, state.layout):
-        rule = f"cannot save {len(rows)} leaves."
-        raise CheckpointError(message(_FUNCTION, rule, rows))
-    leaves = {path: _shards(path, x, state) for path, x in named.items()}
-    text_of(_manifest(state, leaves, {}, extra))
-    kinds = "\n".join(f"{path} {x.saved}" for path, x in sorted(leaves.items()))
-    plain = {f"leaf {path}": digest(x.local) for path, x in leaves.items() if x.sharding is None}
-    return {"path": str(target), "tree of leaves": hashlib.sha256(kinds.encode()).hexdigest(), **plain}
 
 
 def _same_everywhere(checked: list[dict[str, str]]) -> None:
@@ -93,38 +215,21 @@ def _same_everywhere(checked: list[dict[str, str]]) -> None:
         raise CheckpointError(message(_FUNCTION, "got different values on different ranks.", rows, mend))
 
 
-def _write(target: Path, leaves: dict[str, Shards], state: TrainState, extra: Any) -> None:
-    """Everything between an empty directory and the complete checkpoint in its place."""
-    partial = store.partial_of(target)
-    dcp.write(partial, leaves)
-
-    def mine() -> dict[str, SavedFile]:
-        names = [file.name for file in partial.glob(f"__{rank()}_*.distcp")]
-        return store.digest_files(partial, [*names, *([dcp.METADATA] if rank() == 0 else [])])
-
-    files = {name: file for part in together(_FUNCTION, mine) for name, file in sorted(part.items())}
-
-    def finish() -> None:
-        if rank() == 0:
-            store.commit(partial, target, text_of(_manifest(state, leaves, files, extra)), files)
-
-    together(_FUNCTION, finish)
-
-
-def _manifest(state: TrainState, leaves: dict[str, Shards], files: dict[str, SavedFile], extra: Any) -> Manifest:
+def _manifest(state: TrainState, leaves: dict[str, Shards], extra: Any) -> Manifest:
     return Manifest(
         step=int(state.step),
         layout=describe_layout(state.layout),
         tree={path: leaves[path].saved for path in sorted(leaves)},
         structure=describe(state.opt_state),
-        files=files,
+        files={},
         extra=extra,
         torch=str(torch.__version__),
-        fsharding=_own_version(),
+        fsharding=own_version(),
     )
 
 
-def _own_version() -> str:
+def own_version() -> str:
+    """The version of fsharding that writes."""
     try:
         return importlib.metadata.version("fsharding")
     except importlib.metadata.PackageNotFoundError:

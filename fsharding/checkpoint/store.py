@@ -8,41 +8,36 @@ moment, and who looks for the target finds it there. Law: only plain files that 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import fcntl
+import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, parse
+from fsharding.checkpoint.source import damage
 from fsharding.errors import CheckpointError, message
 
 __all__ = [
+    "Partial",
     "StrPath",
-    "commit",
-    "damage",
-    "digest_files",
-    "discard",
     "find",
     "latest",
     "metadata",
     "partial_of",
-    "prepare",
     "read_manifest",
+    "retire",
 ]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
+_SAVE = "fs.checkpoint.save"
 _ASIDE = re.compile(r"\.(.+)\.replaced")
+_RETIRED = re.compile(r"\.\d+\.retired")
 _OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
-
-
-def partial_of(target: Path) -> Path:
-    """The directory that a save writes to, beside its target."""
-    return target.with_name(f".{target.name}.partial")
 
 
 def _aside(target: Path) -> Path:
@@ -52,24 +47,128 @@ def _aside(target: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-def prepare(target: Path) -> Path:
-    """Makes the directory to write to, and clears away what an interrupted save left. On one rank.
+class Partial:
+    """The directory beside a target that one save writes to, locked against every other save to the same target.
+
+    On one rank: make it, `commit` or `discard` it, and `close` it in any case.
+
+    Args:
+        target: where the checkpoint is to be; its parents are made. What an interrupted save left is cleared away.
 
     Raises:
-        CheckpointError: there is something at the target that is no checkpoint.
+        CheckpointError: another save holds it, or there is something at the target that is no checkpoint.
     """
-    partial, aside = partial_of(target), _aside(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if aside.is_dir() and not target.exists():
-        aside.rename(target)
-    if os.path.lexists(target) and not _is_ours(target):
-        mend = "Give another path; nothing but a checkpoint is ever overwritten."
-        rule = f"cannot write {target}: something that is no checkpoint is there."
-        raise CheckpointError(message("fs.checkpoint.save", rule, mend=mend))
-    if partial.is_dir():
-        shutil.rmtree(partial)
-    partial.mkdir()
-    return partial
+
+    def __init__(self, target: Path) -> None:
+        self.target, self.folder = target, partial_of(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self.folder, target)
+        try:
+            aside = _aside(target)
+            if aside.is_dir() and not target.exists():
+                aside.rename(target)
+            if os.path.lexists(target) and not _is_ours(target):
+                mend = "Give another path; nothing but a checkpoint is ever overwritten."
+                rule = f"cannot write {target}: something that is no checkpoint is there."
+                raise CheckpointError(message(_SAVE, rule, mend=mend))
+            _clear(self.folder)
+        except BaseException:
+            try:
+                self.discard()
+            finally:
+                self.close()
+            raise
+
+    def commit(self, text: str, files: dict[str, SavedFile]) -> None:
+        """Adds the manifest and puts the directory in its place.
+
+        Args:
+            text: of the manifest.
+            files: that the manifest names; all have to be there.
+
+        Raises:
+            CheckpointError: files that other ranks wrote are not there.
+        """
+        sizes = {name: os.stat(self.folder / name).st_size for name in os.listdir(self.folder)}
+        rows = [f"{name}: not seen whole by rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
+        if rows:
+            rule = f"needs a directory that all ranks share, and {self.target.parent} is none."
+            raise CheckpointError(message(_SAVE, rule, rows))
+        with (self.folder / MANIFEST).open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        sync(self.folder)
+        aside = _aside(self.target)
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        replaced = self.target.exists()
+        if replaced:
+            self.target.rename(aside)
+        try:
+            self.folder.rename(self.target)
+        except OSError:
+            if replaced:
+                aside.rename(self.target)
+            raise
+        sync(self.target.parent)
+        if replaced:
+            # The new checkpoint is in its place: what is left of the old one is cleared by the next save.
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Removes what a failed save left; the next save removes what cannot be removed now."""
+        if _is_at(self._lock, self.folder):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Lets the next save in."""
+        os.close(self._lock)
+
+
+def partial_of(target: Path) -> Path:
+    """The directory that a save writes to, beside its target."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def _locked(folder: Path, target: Path) -> int:
+    """Makes a directory and locks it. The lock is the kernel's and goes with the process, however that ends."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another save was just done with it
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(fd, folder):
+                return fd
+        except BlockingIOError as error:
+            os.close(fd)
+            mend = "Wait for it, or give another path."
+            raise CheckpointError(
+                message(_SAVE, f"cannot write {target}: another save is writing it.", mend=mend)
+            ) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _is_at(fd: int, folder: Path) -> bool:
+    """Whether an open directory is the one at a path; not when it was renamed or removed since it was opened."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(folder))
+    except FileNotFoundError:
+        return False
+
+
+def _clear(folder: Path) -> None:
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
 
 
 def _is_ours(target: Path) -> bool:
@@ -79,68 +178,14 @@ def _is_ours(target: Path) -> bool:
     if all(_OURS.fullmatch(name) for name in os.listdir(target)):
         return True
     try:
-        read_manifest("fs.checkpoint.save", target, newer=True)
+        read_manifest(_SAVE, target, newer=True)
     except (CheckpointError, OSError):
         return False
     return True
 
 
-def digest_files(folder: Path, names: Iterable[str]) -> dict[str, SavedFile]:
-    """Size and sha256 of files of a directory."""
-    return {name: _digest(folder / name) for name in names}
-
-
-def _digest(path: Path) -> SavedFile:
-    with path.open("rb") as file:
-        return SavedFile(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def commit(partial: Path, target: Path, text: str, files: dict[str, SavedFile]) -> None:
-    """Adds the manifest and puts the directory in its place. On one rank.
-
-    Args:
-        partial: what `prepare` gave, with all files in it.
-        target: where it goes.
-        text: of the manifest.
-        files: that the manifest names.
-
-    Raises:
-        CheckpointError: files that other ranks wrote are not there.
-    """
-    sizes = {name: os.stat(partial / name).st_size for name in os.listdir(partial)}
-    rows = [f"{name}: not seen whole by rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
-    if rows:
-        rule = f"needs a directory that all ranks share, and {target.parent} is none."
-        raise CheckpointError(message("fs.checkpoint.save", rule, rows))
-    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(partial)
-    aside = _aside(target)
-    if aside.is_dir():
-        shutil.rmtree(aside)
-    replaced = target.exists()
-    if replaced:
-        target.rename(aside)
-    try:
-        partial.rename(target)
-    except OSError:
-        if replaced:
-            aside.rename(target)
-        raise
-    _sync(target.parent)
-    if replaced:
-        # The new checkpoint is in its place: what is left of the old one is cleared by the next save.
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def discard(target: Path) -> None:
-    """Removes what a failed save left beside the target; the next save removes what cannot be removed now."""
-    shutil.rmtree(partial_of(target), ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Makes the entries of a directory last."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -168,6 +213,9 @@ def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manife
         what = "it is no directory" if os.path.lexists(folder) else "there is no such directory"
     elif not os.listdir(folder):
         what = "the directory is empty"
+    elif not os.path.lexists(folder / MANIFEST) and (backend := _megatron(folder)):
+        rule = f"finds a checkpoint in Megatron's {backend} format at {folder}, which is not one of fsharding's."
+        raise CheckpointError(message(function, rule, mend="Give a directory that fs.checkpoint.save has written."))
     elif not os.path.lexists(folder / MANIFEST):
         what = f"there is no {MANIFEST} in it, so its save was never finished"
     elif not stat.S_ISREG(os.lstat(folder / MANIFEST).st_mode):
@@ -178,28 +226,15 @@ def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manife
     raise CheckpointError(message(function, f"finds no checkpoint at {folder}: {what}.", mend=mend))
 
 
-def damage(folder: Path, files: dict[str, SavedFile], *, hashed: bool = True) -> list[str]:
-    """What is wrong with files of a checkpoint, one row each.
-
-    Args:
-        folder: the checkpoint.
-        files: which files, and what the manifest says of them.
-        hashed: compare checksums too, not sizes alone.
-    """
-    rows: list[str] = []
-    for name, want in files.items():
-        try:
-            found = os.lstat(folder / name)
-        except FileNotFoundError:
-            rows.append(f"{name} is missing")
-            continue
-        if not stat.S_ISREG(found.st_mode):
-            rows.append(f"{name} is no plain file")
-        elif found.st_size != want.bytes:
-            rows.append(f"{name} has {found.st_size:,} bytes, the manifest says {want.bytes:,}")
-        elif hashed and (got := _digest(folder / name).sha256) != want.sha256:
-            rows.append(f"{name} has the sha256 {got[:12]}..., the manifest says {want.sha256[:12]}...")
-    return rows
+def _megatron(folder: Path) -> str:
+    """The name of Megatron's format that a directory is in, else ""."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        with (folder / "metadata.json").open("rb") as file:
+            said = json.loads(file.read(1 << 16))
+        backend = said.get("sharded_backend") if isinstance(said, dict) else None
+        if backend in ("torch_dist", "zarr"):
+            return backend
+    return "zarr" if any((folder / name / ".zarray").is_file() for name in ("", *os.listdir(folder))) else ""
 
 
 def metadata(path: StrPath) -> Manifest:
@@ -222,6 +257,13 @@ def latest(directory: StrPath) -> Path | None:
         directory: which holds checkpoints, under any names.
     """
     root = Path(os.path.realpath(directory))
+    steps = _steps(root)
+    best = max(steps, key=lambda name: (steps[name], name), default=None)
+    return None if best is None else root / best
+
+
+def _steps(root: Path) -> dict[str, int]:
+    """The complete checkpoints of a directory: step by name."""
     steps: dict[str, int] = {}
     for name in sorted(os.listdir(root)) if root.is_dir() else ():
         step = None if name.startswith(".") and not _ASIDE.fullmatch(name) else _complete(root / name)
@@ -230,8 +272,27 @@ def latest(directory: StrPath) -> Path | None:
     for name in list(steps):
         if (aside := _ASIDE.fullmatch(name)) and aside[1] in steps:
             del steps[name]
-    best = max(steps, key=lambda name: (steps[name], name), default=None)
-    return None if best is None else root / best
+    return steps
+
+
+def retire(root: Path, keep: int, newest: Path) -> None:
+    """Removes all but the newest checkpoints that are named after their step. On one rank.
+
+    Each is renamed to a hidden name first: whatever interrupts this, nothing half is left under the name of a whole.
+
+    Args:
+        root: directory of checkpoints.
+        keep: how many to keep, at least one.
+        newest: the one that was just saved, which stays whatever its step is.
+    """
+    for name in os.listdir(root):
+        if _RETIRED.fullmatch(name):
+            shutil.rmtree(root / name, ignore_errors=True)
+    steps = {name: step for name, step in _steps(root).items() if name == str(step) and root / name != newest}
+    for name in sorted(steps, key=lambda name: steps[name], reverse=True)[keep - 1 :]:
+        hidden = root / f".{name}.retired"
+        (root / name).rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _complete(folder: Path) -> int | None:

@@ -51,38 +51,48 @@ def _name(kind: type) -> str:
     return kind.__name__ if KNOWN.get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def rebuild(plain: Any, leaf: Callable[[str], Any], path: str = "opt_state") -> Tree:
+def rebuild(
+    plain: Any,
+    leaf: Callable[[str], Any],
+    path: str = "opt_state",
+    *,
+    owner: str = "the optimizer state",
+    function: str = "fs.checkpoint.load",
+) -> Tree:
     """A tree from plain data.
 
     Args:
         plain: what `describe` gave.
         leaf: makes the leaf at a path.
         path: of the root.
+        owner: what the tree is, for the error.
+        function: the public function, for the error.
 
     Raises:
         CheckpointError: a class that is not in `KNOWN`, or data that describes nothing.
     """
-    if plain is None:
-        return None
-    if plain == LEAF:
-        return leaf(path)
-    match plain:
-        case {"dict": dict(items)} if len(plain) == 1:
-            return {key: rebuild(value, leaf, f"{path}.{key}") for key, value in items.items()}
-        case {"tuple": list(items)} if len(plain) == 1:
-            return tuple(rebuild(value, leaf, f"{path}.{i}") for i, value in enumerate(items))
-        case {"list": list(items)} if len(plain) == 1:
-            return [rebuild(value, leaf, f"{path}.{i}") for i, value in enumerate(items)]
-        case {"namedtuple": str(name), "fields": dict(fields)} if len(plain) == 2:
-            kind = KNOWN.get(name)
-            if kind is None or tuple(fields) != kind._fields:
-                raise _unknown(path, f"{name}({', '.join(fields)})")
-            return kind(**{key: rebuild(value, leaf, f"{path}.{key}") for key, value in fields.items()})
-        case _:
-            raise _unknown(path, str(plain.get("other", plain)) if isinstance(plain, dict) else repr(plain))
 
+    def build(plain: Any, path: str) -> Tree:
+        if plain is None:
+            return None
+        if plain == LEAF:
+            return leaf(path)
+        match plain:
+            case {"dict": dict(items)} if len(plain) == 1:
+                return {key: build(value, f"{path}.{key}") for key, value in items.items()}
+            case {"tuple": list(items)} if len(plain) == 1:
+                return tuple(build(value, f"{path}.{i}") for i, value in enumerate(items))
+            case {"list": list(items)} if len(plain) == 1:
+                return [build(value, f"{path}.{i}") for i, value in enumerate(items)]
+            case {"namedtuple": str(name), "fields": dict(fields)} if len(plain) == 2:
+                kind = KNOWN.get(name)
+                if kind is not None and tuple(fields) == kind._fields:
+                    return kind(**{key: build(value, f"{path}.{key}") for key, value in fields.items()})
+                what = f"{name}({', '.join(fields)})"
+            case _:
+                what = str(plain.get("other", plain)) if isinstance(plain, dict) else repr(plain)
+        rows = [f"{path} is a {what}; known are {', '.join(KNOWN)}"]
+        mend = "Pass the optimizer that made it: opt=..." if function == "fs.checkpoint.load" else ""
+        raise CheckpointError(message(function, f"cannot rebuild {owner} from the manifest alone.", rows, mend))
 
-def _unknown(path: str, what: str) -> CheckpointError:
-    rule = "cannot rebuild the optimizer state from the manifest alone."
-    rows = [f"{path} is a {what}; known are {', '.join(KNOWN)}"]
-    return CheckpointError(message("fs.checkpoint.load", rule, rows, "Pass the optimizer that made it: opt=..."))
+    return build(plain, path)

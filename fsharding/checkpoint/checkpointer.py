@@ -1,0 +1,125 @@
+"""`Checkpointer`: the checkpoints of a run in one directory, each under its step, and no more of them than are wanted.
+
+In: states, step by step. Out: `directory/<step>`, written in the background, and the newest one again.
+Law: an old checkpoint goes only when a newer one is complete, and nothing but complete checkpoints of ours goes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fsharding.checkpoint import store
+from fsharding.checkpoint.background import own_group, settle, start
+from fsharding.checkpoint.loading import load
+from fsharding.checkpoint.saving import plan_save
+from fsharding.checkpoint.store import StrPath
+from fsharding.errors import CheckpointError, ConfigError, message
+from fsharding.layout import Layout
+from fsharding.optim.base import GradientTransformation
+from fsharding.step import TrainState
+
+__all__ = ["Checkpointer"]
+
+
+class Checkpointer:
+    """Keeps the newest checkpoints of a run. Its calls are collective.
+
+        with fs.checkpoint.Checkpointer("run/ckpt", keep=3, every=100) as checkpointer:
+            for batch in data:
+                state, metrics = step(state, batch)
+                checkpointer.after_step(state)
+
+    Args:
+        directory: which holds them; made with the first.
+        keep: how many stay; None for all.
+        every: `after_step` saves when this divides the step.
+        background: return from a save when the state is copied, and write it beside the training.
+
+    Raises:
+        ConfigError: a number below 1.
+    """
+
+    def __init__(self, directory: StrPath, *, keep: int | None = 3, every: int = 1, background: bool = True) -> None:
+        rows = [
+            f"{name}={value}" for name, value in (("keep", keep), ("every", every)) if value is not None and value < 1
+        ]
+        if rows:
+            mend = "Give numbers of at least 1; keep=None keeps all."
+            raise ConfigError(message("fs.checkpoint.Checkpointer", "cannot keep fewer than one.", rows, mend))
+        self.directory = Path(os.path.realpath(directory))
+        self.keep, self.every, self.background = keep, every, background
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.close()
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))
+
+    def save(self, state: TrainState, extra: Any = None) -> None:
+        """Saves to `directory/<step>`, and then removes what is too old; see `save_async`.
+
+        Raises:
+            CheckpointError: this one cannot be saved, or the one before it failed.
+            DonatedError: the state was donated.
+        """
+        settle()
+        target, keep = self.directory / str(int(state.step)), self.keep
+        after = None if keep is None else lambda: store.retire(self.directory, keep, target)
+        job = plan_save(target, state, extra, after)
+        if not self.background:
+            return job.run()
+        copied, group = job.copied(), own_group()
+        start(lambda: copied.run(group))
+
+    def after_step(self, state: TrainState, extra: Any = None) -> bool:
+        """Saves when it is time; whether it did.
+
+        Raises:
+            CheckpointError: as `save`.
+            DonatedError: the state was donated.
+        """
+        due = int(state.step) % self.every == 0
+        if due:
+            self.save(state, extra)
+        return due
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, once nothing is being written any more.
+
+        Raises:
+            CheckpointError: a save in the background failed.
+        """
+        settle()
+        return store.latest(self.directory)
+
+    def load(self, layout: Layout, *, opt: GradientTransformation | None = None) -> TrainState:
+        """The newest complete checkpoint in a layout; see `load`.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be loaded.
+        """
+        newest = self.latest()
+        if newest is None:
+            rule = f"finds no complete checkpoint in {self.directory}."
+            raise CheckpointError(message("fs.checkpoint.Checkpointer.load", rule))
+        return load(newest, layout, opt=opt)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more.
+
+        Raises:
+            CheckpointError: a save in the background failed.
+        """
+        settle()
+
+    def close(self) -> None:
+        """The same as `wait`."""
+        settle()

@@ -1,0 +1,62 @@
+"""Which rank writes which box, so that every element is written once and all ranks write about as much.
+
+In: the leaves of a state. Out: for each leaf, the rank that writes each box. Pure: no collective, since a sharding says
+what all ranks hold. Law: all ranks of one state compute the same, and a box is written by a rank that holds it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+from fsharding import boxes
+from fsharding.checkpoint.leaves import Shards
+from fsharding.mesh import abstract
+from fsharding.sharding import NamedSharding
+
+__all__ = ["shares"]
+
+Corner = tuple[int, ...]
+
+
+def shares(leaves: Mapping[str, Shards], ranks: int) -> dict[str, dict[Corner, int]]:
+    """The rank that writes each box, by path and corner of the box; the largest boxes are dealt out first.
+
+    Args:
+        leaves: as any of the ranks has them.
+        ranks: how many there are.
+    """
+    every = tuple(range(ranks))
+    open_boxes = [
+        (volume * x.local.dtype.itemsize, path, corner, holders)
+        for path, x in leaves.items()
+        for corner, (volume, holders) in (
+            _holders(x.sharding, x.shape) if x.sharding is not None else _whole(x.shape, every)
+        ).items()
+    ]
+    load = [0] * ranks
+    result: dict[str, dict[Corner, int]] = {path: {} for path in leaves}
+    for size, path, corner, holders in sorted(open_boxes, key=lambda b: (-b[0], b[1], b[2])):
+        writer = min(holders, key=lambda rank: (load[rank], rank))
+        load[writer] += size
+        result[path][corner] = writer
+    return result
+
+
+def _whole(shape: tuple[int, ...], ranks: tuple[int, ...]) -> dict[Corner, tuple[int, tuple[int, ...]]]:
+    return {(0,) * len(shape): (math.prod(shape), ranks)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Corner, tuple[int, tuple[int, ...]]]:
+    """For each box of a leaf by its corner: how many elements it has, and which ranks hold it."""
+    mesh, empty = abstract(sharding.mesh), not math.prod(shape)
+    held: dict[Corner, tuple[int, tuple[int, ...]]] = {}
+    for coord in mesh.coordinates():
+        for box in sharding.boxes(shape, coord):
+            volume = boxes.volume(box)
+            if volume or empty:
+                corner = tuple(start for start, _ in box)
+                held[corner] = volume, (*held.get(corner, (0, ()))[1], mesh.rank_at(coord))
+    return held
