@@ -105,7 +105,9 @@ def shapes_only() -> AbstractContextManager[Any]:
 
 def file_offset(x: Tensor) -> int:
     """Where in its file the storage of a tensor begins, which was loaded under `shapes_only`."""
-    return x.untyped_storage()._checkpoint_offset
+    offset = x.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return offset
 
 
 def save_without_data(state: Any, file: Any) -> None:

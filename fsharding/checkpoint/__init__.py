@@ -1,7 +1,7 @@
 """Checkpoints: a directory that loads into any layout, or is refused by name; see `save` and `load`.
 
-`open_weights`, `load_weights` and `export` exchange weights with other programs. `inspect` and `reshard_checkpoint` work
-on a checkpoint without ranks.
+`open_weights`, `load_weights` and `export` exchange weights with other programs.
+`inspect` and `reshard_checkpoint` work on a checkpoint without ranks.
 """
 
 from fsharding.checkpoint.background import PendingSave

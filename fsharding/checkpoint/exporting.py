@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +103,8 @@ def export(
     where = Path(os.path.abspath(target))
     rows = [f"format is {format!r}: formats are {', '.join(FORMATS)}"] if format not in FORMATS else []
     rows += [f"{where}: something is there, and nothing is ever overwritten"] if os.path.lexists(where) else []
+    if format == "torch" and where.name.endswith(".safetensors"):
+        rows.append(f"{where}: torch.load takes a name that ends in .safetensors for a file of that format")
     if rows:
         raise CheckpointError(message(_FUNCTION, "cannot write.", rows))
     folder = store.find(source)
@@ -164,11 +166,12 @@ def _windows(leaves: Source, item: _Item) -> Iterator[tuple[Box, Tensor]]:
         ours = x.mT if item.part.transposed else x
         leaves.read(item.path, our_box(item.part, box), ours[(None,) * len(item.part.lead)])
         yield box, x
+        del x, ours  # before the next one is made
 
 
-def _raw(x: Tensor) -> Any:
+def _raw(x: Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy())
+    return x.reshape(-1).view(torch.uint8).numpy().data
 
 
 # -------------------------------------------------------------------------------------------------------------- formats
@@ -179,9 +182,9 @@ def _write_torch(leaves: Source, items: Sequence[_Item], file: Path) -> None:
     with _compat.shapes_only():
         state = {item.part.name: torch.empty(item.part.shape, dtype=item.dtype) for item in items}
     _compat.save_without_data(state, file)
-    with _compat.shapes_only():
-        room = torch.load(file, map_location="cpu", weights_only=True)
     with file.open("r+b") as stream:
+        with _compat.shapes_only():
+            room = torch.load(stream, map_location="cpu", weights_only=True)
         for item in items:
             if item.bytes:
                 stream.seek(_compat.file_offset(room[item.part.name]))
@@ -226,6 +229,7 @@ def _write_dcp(leaves: Source, files: Sequence[Sequence[_Item]], folder: Path) -
             for item in items:
                 for box, x in _windows(leaves, item):
                     writer.add(item.part.name, item.part.shape, box, x)
+                    del x
             written.append(writer.close())
     write_metadata(folder, written)
 
@@ -233,13 +237,14 @@ def _write_dcp(leaves: Source, files: Sequence[Sequence[_Item]], folder: Path) -
 def _copy(leaves: Source, item: _Item, stream: BinaryIO) -> None:
     for _, x in _windows(leaves, item):
         stream.write(_raw(x))
+        del x
 
 
 # ----------------------------------------------------------------------------------------------------- whole or nothing
 
 
 @contextmanager
-def _whole(target: Path) -> Iterator[Path]:
+def _whole(target: Path) -> Generator[Path]:
     """A path beside the target to write to, which becomes the target if all goes well, and is removed if not."""
     partial = store.partial_of(target)
     _remove(partial)

@@ -59,7 +59,9 @@ def reshard_checkpoint(
         MeshError: an unknown axis, or a size below 1.
     """
     if any(size == -1 for size in axes.values()):
-        raise MeshError(message(_FUNCTION, "got an axis of size -1.", mend="Give every size: there are no ranks to fill."))
+        raise MeshError(
+            message(_FUNCTION, "got an axis of size -1.", mend="Give every size: their product is the number of ranks.")
+        )
     mesh = make_shape(dict(axes), world=max(1, math.prod(axes.values())), function=_FUNCTION)
     folder, where = store.find(source), Path(os.path.realpath(target))
     if folder == where:
@@ -113,6 +115,7 @@ def _write(
                     x = torch.empty(boxes.shape_of(piece), dtype=dtype)
                     leaves.read(path, piece, x)
                     writer.add(path, shape, piece, x)
+                    del x  # before the next one is made
             written.append(writer.close())
     return written
 

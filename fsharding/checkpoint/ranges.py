@@ -20,7 +20,7 @@ from fsharding.boxes import Box
 
 __all__ = ["WINDOW_BYTES", "Range", "contiguous", "pieces", "read_range"]
 
-WINDOW_BYTES = 32 << 20
+WINDOW_BYTES = 16 << 20
 """How much of a file, and how much of a tensor, is in memory at once while it is copied."""
 
 
@@ -97,7 +97,7 @@ def read_range(source: Range, box: Box, out: Tensor) -> None:
             sizes = boxes.shape_of(piece)
             first = sum(start * step for (start, _), step in zip(piece, source.strides, strict=True))
             flat = torch.empty(_span(sizes, source.strides) * itemsize, dtype=torch.uint8)
-            _fill(file.fileno(), source.offset + first * itemsize, memoryview(flat.numpy()))
+            _fill(file.fileno(), source.offset + first * itemsize, flat.numpy().data)
             out[boxes.relative(piece, box)].copy_(flat.view(source.dtype).as_strided(sizes, source.strides))
 
 

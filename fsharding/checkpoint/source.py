@@ -230,13 +230,13 @@ class Source:
         start = chunk.offset + first
         same = record.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous()
         if same and _is_dense(tuple(out.shape), record.stride):
-            self._blocks.fill(chunk.file, start, memoryview(out.reshape(-1).view(torch.uint8).numpy()))
+            self._blocks.fill(chunk.file, start, out.reshape(-1).view(torch.uint8).numpy().data)
             return
         for corner, shape in _slabs(tuple(out.shape), record.stride, _SLAB // size):
             skip = sum(a * n for a, n in zip(corner, record.stride, strict=True)) * size
             need = _span(shape, record.stride)
             staged = self._stage(need * size)
-            self._blocks.fill(chunk.file, start + skip, memoryview(staged.numpy()))
+            self._blocks.fill(chunk.file, start + skip, staged.numpy().data)
             values = staged.view(record.dtype).as_strided(shape, record.stride)
             out[tuple(slice(a, a + n) for a, n in zip(corner, shape, strict=True))].copy_(values)
 

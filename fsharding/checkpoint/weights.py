@@ -223,8 +223,8 @@ def _safetensors(file: Path) -> Weights:
 
 
 def _torch(file: Path) -> Weights:
-    with _compat.shapes_only():
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    with file.open("rb") as stream, _compat.shapes_only():  # torch would judge a path by its ending
+        loaded = torch.load(stream, map_location="cpu", weights_only=True)
     if not isinstance(loaded, dict):
         raise ValueError(f"it holds a {type(loaded).__name__}, not a state dict")
     ranges: dict[str, Range] = {}
@@ -237,7 +237,7 @@ def _torch(file: Path) -> Weights:
         elif value.layout != torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
             raise ValueError(f"{name}: only dense tensors can be read by slices")
         else:
-            offset = _compat.file_offset(value) + value.storage_offset() * value.itemsize
+            offset = _compat.file_offset(value) + int(value.storage_offset()) * value.itemsize
             ranges[name] = Range(file, offset, tuple(value.shape), tuple(value.stride()), value.dtype)
     return _of_ranges(file, "torch", ranges, others)
 

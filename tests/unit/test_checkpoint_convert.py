@@ -1,15 +1,9 @@
 """Weights of other programs in one process: every format and dtype bit by bit, names, refusals by name, bounded memory."""
 
 import json
-import math
 import os
 import pickle
-import re
-import resource
-import subprocess
-import sys
 import warnings
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,7 +13,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 
 import fsharding as fs
-from fsharding import boxes, cli
+from fsharding import boxes
 from fsharding import checkpoint as ck
 from fsharding.checkpoint import ranges
 from fsharding.checkpoint.names import naming, our_box, parts
