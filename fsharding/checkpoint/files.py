@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -69,7 +70,11 @@ class Written(NamedTuple):
 
 
 class _HashedStream:
-    """A new file that is written front to back; gathers small pieces, and hashes each block as it passes."""
+    """A new file that is written front to back; gathers small pieces, and hashes each block as it passes.
+
+    The hashing has a thread of its own, so that it goes on while the disk is waited for. What is written must stay as
+    it is until `hashed` returns.
+    """
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -77,6 +82,8 @@ class _HashedStream:
         self._digests: list[str] = []
         self._block = hashlib.sha256()
         self._put = 0
+        self._hasher = ThreadPoolExecutor(1, "fsharding-hash")
+        self._hashing: list[Future[None]] = []
 
     @property
     def size(self) -> int:
@@ -100,29 +107,39 @@ class _HashedStream:
             self._through(memoryview(small))
 
     def _through(self, data: memoryview) -> None:
-        """Hashes and writes piece by piece, so that a piece is in the cache of the core for the second of the two."""
+        """Hands each piece to the thread that hashes, then to the kernel."""
         while data:
-            room = BLOCK - self._put % BLOCK
-            piece = data[: min(room, _PIECE)]
-            self._block.update(piece)
+            piece = data[: min(BLOCK - self._put % BLOCK, _PIECE)]
             data = data[len(piece) :]
             self._put += len(piece)
+            self._hashing.append(self._hasher.submit(self._hash, piece, self._put % BLOCK == 0))
             while piece:
                 piece = piece[os.write(self._fd, piece) :]
-            if self._put % BLOCK == 0:
-                self._digests.append(self._block.hexdigest())
-                self._block = hashlib.sha256()
+
+    def _hash(self, piece: memoryview, ends: bool) -> None:
+        self._block.update(piece)
+        if ends:
+            self._digests.append(self._block.hexdigest())
+            self._block = hashlib.sha256()
+
+    def hashed(self) -> None:
+        """Returns when everything so far is hashed, or raises what went wrong."""
+        for piece in self._hashing:
+            piece.result()
+        self._hashing.clear()
 
     def finish(self) -> SavedFile:
         """Syncs; what there is to say of the file."""
         self.flush()
         os.fsync(self._fd)
+        self.hashed()
         if self._put % BLOCK:
             self._digests.append(self._block.hexdigest())
         return SavedFile(self._put, tuple(self._digests))
 
     def close(self) -> None:
         """Closes the file, finished or not."""
+        self._hasher.shutdown(cancel_futures=True)
         os.close(self._fd)
 
 
@@ -155,11 +172,15 @@ class Writer:
             path: of the leaf.
             shape: global shape of the leaf.
             box: which part of it.
-            tensor: that part; any strides, any device.
+            tensor: that part; any strides, any device. It must stay as it is until the writer is closed.
         """
         assert tuple(tensor.shape) == boxes.shape_of(box), f"{path}: {tuple(tensor.shape)} is not {box}"
         offset = self._stream.size
-        _compat.save_record(_alone(tensor), self._stream)
+        alone = _alone(tensor)
+        _compat.save_record(alone, self._stream)
+        if alone.data_ptr() != tensor.data_ptr():  # a copy, which goes when this returns
+            self._stream.flush()
+            self._stream.hashed()
         dtype = dtype_name(tensor.dtype) or ""
         self._entries.append(Entry(path, shape, dtype, box, self.name, offset, self._stream.size - offset))
 

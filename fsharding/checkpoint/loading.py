@@ -131,9 +131,7 @@ def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]
 
 
 def _look(path: StrPath) -> tuple[Path, Manifest, list[str]]:
-    """The directory and its manifest, which are the same on all ranks; and files that are missing or cut, of which
-    rank r looks at every one whose number is r modulo the number of ranks.
-    """
+    """The directory and its manifest, the same on all ranks; and which files are missing or cut."""
     seen: list[tuple[Path, Manifest]] = []
 
     def read() -> tuple[str, str, list[str]]:
@@ -166,7 +164,7 @@ def _device(layout: Layout) -> torch.device:
 
 
 def _wanted_leaves(layout: Layout, manifest: Manifest, moments: Sequence[str]) -> dict[str, Want]:
-    """The leaves of a state in this layout: all but those of the optimizer state, and of that the ones of some paths."""
+    """The leaves of a state in this layout; of the optimizer state, those of some paths."""
     device = _device(layout)
     wanted = {
         param_path(leaf): Want(

@@ -31,7 +31,7 @@ __all__ = [
 
 FORMAT = "fsharding.checkpoint"
 VERSION = 1
-BLOCK = 16 << 20
+BLOCK = 4 << 20
 _LARGEST_BLOCK = 1 << 30
 MANIFEST = "manifest.json"
 
@@ -189,13 +189,13 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         name: SavedFile(int(file["bytes"]), tuple(map(str, file["sha256"])), int(file["block"]))
         for name, file in data["files"].items()
     }
-    for name, file in files.items():
-        if not 0 < file.block <= _LARGEST_BLOCK or len(file.sha256) != -(-file.bytes // file.block):
-            raise ValueError(f"{name}: {len(file.sha256)} checksums of {file.block} bytes for {file.bytes} bytes")
     bad = [name for name in files if not is_plain_name(name)]
     bad += [f"{path}: {leaf.dtype}" for path, leaf in tree.items() if not _is_dtype(leaf.dtype)]
     if bad:
         raise ValueError(f"no name of a file, or dtype: {', '.join(map(repr, bad))}")
+    for name, file in files.items():
+        if not 0 < file.block <= _LARGEST_BLOCK or len(file.sha256) != -(-file.bytes // file.block):
+            raise ValueError(f"{name}: {len(file.sha256)} checksums of {file.block} bytes for {file.bytes} bytes")
     return Manifest(
         step=int(data["step"]),
         layout=dict(data["layout"]),

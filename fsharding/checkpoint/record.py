@@ -1,7 +1,7 @@
 """One `torch.save` record of one tensor, looked at without torch: where its values are, and how they are strided.
 
-In: a window on bytes. Out: a `Record`. The zip's directory is read by Python's zipfile, its pickle with stand-ins for the
-three functions that a tensor needs, so that nothing which a file names is ever called.
+In: a window on bytes. Out: a `Record`. The zip's directory is read by Python's zipfile, its pickle with stand-ins for
+the three functions that a tensor needs, so that nothing which a file names is ever called.
 Law: whatever is no plain tensor, or reaches outside of its record, is refused.
 """
 

@@ -68,7 +68,7 @@ def save_async(path: StrPath, state: TrainState, *, extra: Any = None) -> Pendin
     """Begins to write a checkpoint, and returns when it needs the state no more. Collective, as `save`.
 
     What this rank writes is copied to the CPU, so the state may be donated or changed at once; the rest happens on a
-    thread, which talks to the other ranks through a group of its own. Wait for it before the process group is destroyed.
+    thread, which talks to the other ranks through a group of its own. Wait for it before process groups are destroyed.
 
     Args:
         path: as in `save`.

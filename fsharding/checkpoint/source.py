@@ -1,8 +1,9 @@
 """Reads a checkpoint, ours or plain torch DCP's: any box of any leaf, and every byte is checked before it is used.
 
-In: a directory, what is in it, and the checksums of its files. Out: values, copied into tensors that are there already.
-Files are read in blocks; each is hashed in the memory that the values are then taken from, so what is checked is what is
-used. Nothing is mapped: a file that shrinks is an error, not a signal. Law: what is read is what was written, or nothing.
+In: a directory, what is in it, and the checksums of its files. Out: values, copied into tensors that are there.
+Files are read in blocks; each is hashed in the memory that the values are then taken from, so what is checked is what
+is used. Nothing is mapped: a file that shrinks is an error, not a signal.
+Law: what is read is what was written, or nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -230,13 +231,13 @@ class Source:
         start = chunk.offset + first
         same = record.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous()
         if same and _is_dense(tuple(out.shape), record.stride):
-            self._blocks.fill(chunk.file, start, out.reshape(-1).view(torch.uint8).numpy().data)
+            self._blocks.fill(chunk.file, start, _memory(out))
             return
         for corner, shape in _slabs(tuple(out.shape), record.stride, _SLAB // size):
             skip = sum(a * n for a, n in zip(corner, record.stride, strict=True)) * size
             need = _span(shape, record.stride)
             staged = self._stage(need * size)
-            self._blocks.fill(chunk.file, start + skip, staged.numpy().data)
+            self._blocks.fill(chunk.file, start + skip, _memory(staged))
             values = staged.view(record.dtype).as_strided(shape, record.stride)
             out[tuple(slice(a, a + n) for a, n in zip(corner, shape, strict=True))].copy_(values)
 
@@ -273,6 +274,12 @@ class Source:
 def out_size(record: Record) -> int:
     """Bytes of an element."""
     return record.dtype.itemsize
+
+
+def _memory(x: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    raw: Any = x.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(raw)
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

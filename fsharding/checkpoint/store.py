@@ -146,9 +146,8 @@ def _locked(folder: Path, target: Path) -> int:
         except BlockingIOError as error:
             os.close(fd)
             mend = "Wait for it, or give another path."
-            raise CheckpointError(
-                message(_SAVE, f"cannot write {target}: another save is writing it.", mend=mend)
-            ) from error
+            text = message(_SAVE, f"cannot write {target}: another save is writing it.", mend=mend)
+            raise CheckpointError(text) from error
         except BaseException:
             os.close(fd)
             raise

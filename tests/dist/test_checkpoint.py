@@ -16,8 +16,11 @@ import fsharding as fs
 from fsharding import boxes, random
 from fsharding import checkpoint as ck
 from fsharding import mesh as meshes
-from fsharding.checkpoint import dcp, store
+from fsharding.checkpoint.files import Writer, write_metadata
+from fsharding.checkpoint.inventory import inventory
 from fsharding.checkpoint.leaves import staged
+from fsharding.checkpoint.shares import shares
+from fsharding.checkpoint.source import open_source
 from fsharding.errors import CheckpointError, RankError
 from fsharding.precision import ScaleState
 from fsharding.sharding import Assigned, local_of, sharding_of
@@ -181,19 +184,21 @@ def test_any_layout_to_any_other(tmp_path, ranks, source, turn):
         compare(saved, whole([held]), name, 1, source)
 
 
+def stored(path):
+    return inventory(path, (path / ".metadata").read_bytes(), ck.metadata(path))
+
+
 def test_every_element_is_written_once(tmp_path):
     run_ranks(save_some, 4, "zero0", tmp_path / "a")
     manifest = ck.metadata(tmp_path / "a")
-    found = dcp.inventory(tmp_path / "a", manifest)
-    for path, leaf in found.state_dict_metadata.items():
+    for path, leaf in stored(tmp_path / "a").items():
         assert len(leaf.chunks) == 1, path
     assert sorted(manifest.files) == [".metadata", *(f"__{r}_0.distcp" for r in range(4))]
     assert all(file.bytes > 0 for file in manifest.files.values())
     run_ranks(save_some, 4, "hfsdp_bf16", tmp_path / "a")
-    found = dcp.inventory(tmp_path / "a", ck.metadata(tmp_path / "a"))
-    cut = found.state_dict_metadata["opt_state.states.1.groups.decayed.mu.table"]
+    cut = stored(tmp_path / "a")["opt_state.states.1.groups.decayed.mu.table"]
     assert len(cut.chunks) == 4
-    assert sum(math.prod(chunk.sizes) for chunk in cut.chunks) == 7 * 13
+    assert sum(boxes.volume(chunk.box) for chunk in cut.chunks) == 7 * 13
 
 
 def layers_of(rank, path):
@@ -202,20 +207,26 @@ def layers_of(rank, path):
     sharding = fs.NamedSharding(mesh, assigned=Assigned("pp", 0, ((0, 3), (1, 2))))
     full = torch.arange(8.0).reshape(4, 2)
     mine = full[list(sharding.assigned.indices[meshes.coordinate(mesh)["pp"]])]
-    store.prepare(path) if dist.get_rank() == 0 else None
+    mine = staged((4, 2), sharding, mine)
+    writers = shares({"x": mine}, 2)["x"]
+    with Writer(path, dist.get_rank()) as writer:
+        for corner, (box, part) in mine.kept().items():
+            assert writers[corner] == dist.get_rank()
+            writer.add("x", (4, 2), box, part)
+        written = [None, None]
+        dist.all_gather_object(written, writer.close())
+    if dist.get_rank() == 0:
+        write_metadata(path, written)
     dist.barrier()
-    dcp.write(store.partial_of(path), {"x": staged((4, 2), sharding, mine)})
-    leaf = ck.SavedLeaf((4, 2), "float32", "")
-    files = store.digest_files(store.partial_of(path), ["__0_0.distcp", "__1_0.distcp"])
-    found = dcp.inventory(store.partial_of(path), ck.Manifest(0, {}, {"x": leaf}, None, files, None, "", ""))
     again, plain = torch.zeros(2, 2), torch.zeros(4, 2)
-    dcp.read(store.partial_of(path), found, {"x": staged((4, 2), sharding, again)})
-    dcp.read(store.partial_of(path), found, {"x": staged((4, 2), None, plain)})
-    return torch.equal(again, mine), torch.equal(plain, full)
+    for shards in (staged((4, 2), sharding, again), staged((4, 2), None, plain)):
+        for box, part in shards.kept().values():
+            open_source(path, None).read("x", box, part)
+    return torch.equal(again, mine.local), torch.equal(plain, full)
 
 
 def test_assigned_leaves(tmp_path):
-    assert run_ranks(layers_of, 2, None, tmp_path / "a") == [(True, True)] * 2
+    assert run_ranks(layers_of, 2, None, tmp_path) == [(True, True)] * 2
 
 
 # ---------------------------------------------------------------------------------------------------- training goes on
@@ -320,13 +331,13 @@ def save_with_a_fault(path, where, rank):
 @pytest.mark.parametrize(
     ("where", "rank"),
     [
-        ("fsharding.checkpoint.store.prepare", 0),
+        ("fsharding.checkpoint.store._locked", 0),
         ("os.fsync", 1),
-        ("fsharding.checkpoint.dcp._SavePlanner.create_local_plan", 1),
-        ("fsharding.checkpoint.dcp._SavePlanner.lookup_object", 1),
-        ("fsharding.checkpoint.dcp._Writer.finish", 0),
-        ("fsharding.checkpoint.store.digest_files", 1),
-        ("fsharding.checkpoint.store.commit", 0),
+        ("fsharding.checkpoint.saving.shares", 1),
+        ("fsharding.checkpoint.files.Writer.add", 1),
+        ("fsharding.checkpoint.files._HashedStream._hash", 1),
+        ("fsharding.checkpoint.saving.write_metadata", 0),
+        ("fsharding.checkpoint.store.Partial.commit", 0),
     ],
 )
 def test_a_fault_in_any_phase_raises_on_all_ranks(tmp_path, where, rank):
@@ -405,7 +416,7 @@ def test_damage_is_told_on_all_ranks(tmp_path):
 
 def load_with_a_fault(path):
     texts = []
-    for where in ("fsharding.checkpoint.store.read_manifest", "fsharding.checkpoint.dcp._Reader.read_data"):
+    for where in ("fsharding.checkpoint.store.read_manifest", "fsharding.checkpoint.source.parse_record"):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(where, refuse)
@@ -418,7 +429,7 @@ def test_a_rank_that_cannot_read(tmp_path):
     head = "fs.checkpoint.load failed on 1 of 2 ranks.\n  rank 1: "
     for first, second in run_ranks(load_with_a_fault, 2, tmp_path / "a"):
         assert first == head + "PermissionError: [Errno 13] Permission denied"
-        assert second == head + "fs.checkpoint.load failed.\n      PermissionError: [Errno 13] Permission denied"
+        assert second == head + "PermissionError: [Errno 13] Permission denied"
 
 
 def save_and_die(path, where):
@@ -433,7 +444,7 @@ def save_and_die(path, where):
     ck.save(path / "2", state.replace(step=torch.tensor(50)))
 
 
-@pytest.mark.parametrize("where", ["dcp._SavePlanner.lookup_object", "store.digest_files"])
+@pytest.mark.parametrize("where", ["files.Writer.add", "files.Writer.close"])
 def test_a_rank_that_dies(tmp_path, where):
     with pytest.raises(RankError, match="rank 1 died of SIGKILL"):
         run_ranks(save_and_die, 2, tmp_path, f"fsharding.checkpoint.{where}", timeout=30.0)

@@ -1,0 +1,183 @@
+"""Saving and loading a state, beside plain `torch.distributed.checkpoint` on the same leaves in the same processes.
+
+In: a `CheckpointConfig`. Out: one object of rows, printed as a table or as JSON by rank 0. All files are synced, and
+each contender loads into memory that is fresh from the system; they take turns, so that a noisy disk hits both alike.
+Law: what both load is what both saved, bit by bit, before a time counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsharding import checkpoint, optim, random, tree
+from fsharding.checkpoint.leaves import content
+from fsharding.errors import ConfigError, message
+from fsharding.layout import plan_layout
+from fsharding.mesh import make_mesh
+from fsharding.sharding import local_of, sharding_of
+from fsharding.step import TrainState, init_state
+from fsharding.strategy import zero
+
+__all__ = ["CheckpointConfig", "bench_checkpoint"]
+
+_LEAVES = 12
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and loading a state, beside torch.distributed.checkpoint.
+
+    Attributes:
+        ranks: local ranks to start; left out, 2, or those that torchrun started.
+        mb: size of the state over all ranks, in millions of bytes.
+        rounds: counted rounds of each contender.
+        dir: where to write; by default a temporary directory.
+        json: print one JSON object instead of a table.
+    """
+
+    ranks: int | None = None
+    mb: int = 368
+    rounds: int = 5
+    dir: Path | None = None
+    json: bool = False
+
+
+def bench_checkpoint(config: CheckpointConfig) -> None:
+    """Measures on the ranks that are there, and prints on rank 0.
+
+    Raises:
+        ConfigError: a number below 1.
+    """
+    if min(config.mb, config.rounds) < 1:
+        raise ConfigError(message("fsharding bench checkpoint", "needs mb and rounds of at least 1."))
+    mesh = make_mesh(dp=-1, timeout=timedelta(seconds=120))
+    folder = [tempfile.mkdtemp(prefix="fsharding-bench-", dir=config.dir)]
+    try:
+        if dist.is_initialized():
+            mine = folder[0]
+            dist.broadcast_object_list(folder)
+            if mine != folder[0]:
+                Path(mine).rmdir()
+        times = _measured(_state(config, mesh), Path(folder[0]), config.rounds)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _show(config, times, mesh.size())
+    finally:
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        shutil.rmtree(folder[0], ignore_errors=True)
+
+
+def _state(config: CheckpointConfig, mesh: DeviceMesh) -> TrainState:
+    """Parameters and two moments in float32, cut over all ranks."""
+    rows = max(1, round(config.mb * 1e6 / (3 * 4 * _LEAVES * 1024)))
+
+    def init(key: Tensor) -> tree.Tree:
+        keys = random.split(key, _LEAVES)
+        return {f"w{i:02d}": random.normal(keys[i], (rows, 1024)) for i in range(_LEAVES)}
+
+    layout = plan_layout(init(random.key(0)), mesh, strategy=zero(3))
+    return init_state(init, optim.adamw(1e-3), random.key(0), layout)
+
+
+def _empty(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fresh memory for every leaf."""
+    return {
+        path: torch.empty_like(x)
+        if (local := local_of(x)) is x
+        else sharding_of(x).to_dtensor(torch.empty_like(local), x.shape)  # pyright: ignore[reportArgumentType]
+        for path, x in leaves.items()
+    }
+
+
+def _measured(state: TrainState, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, one of each contender in turn; one round of warm-up."""
+    leaves = content(state)
+    loaded: dict[str, dict[str, Tensor]] = {}
+
+    def ours_load() -> None:
+        loaded["ours"] = content(checkpoint.load(folder / "ours", state.layout))
+
+    def dcp_load() -> None:
+        loaded["dcp"] = _empty(leaves)
+        dcp.load(loaded["dcp"], checkpoint_id=folder / "dcp")
+
+    contenders: dict[str, Callable[[], object]] = {
+        "fs.checkpoint.save": lambda: checkpoint.save(folder / "ours", state),
+        "dcp.save": lambda: dcp.save(dict(leaves), storage_writer=dcp.FileSystemWriter(folder / "dcp")),
+        "fs.checkpoint.load": ours_load,
+        "dcp.load": dcp_load,
+    }
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, run in contenders.items():
+            times[name].append(_timed(run))
+        for path, x in leaves.items():
+            for who, found in loaded.items():
+                assert torch.equal(local_of(found[path]), local_of(x)), f"{who} has another {path}"
+        loaded.clear()
+        if number == 0:
+            times = {name: [] for name in contenders}
+    return times
+
+
+def _timed(run: Callable[[], object]) -> float:
+    _give_back()
+    if dist.is_initialized():
+        dist.barrier()
+    began = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run()
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter() - began
+
+
+def _give_back() -> None:
+    """Returns freed memory to the system: otherwise who comes second gets pages that the first has paid for."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _show(config: CheckpointConfig, times: dict[str, list[float]], ranks: int) -> None:
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    rows: list[dict[str, Any]] = []
+    for name, found in times.items():
+        verb = name.rpartition(".")[2]
+        rows.append({
+            "call": name, "ranks": ranks, "mb": config.mb, "median_s": medians[name],
+            "min_s": min(found), "max_s": max(found), "speed_to_dcp": medians[f"dcp.{verb}"] / medians[name],
+        })  # fmt: skip
+    machine = {"processor": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
+    if config.json:
+        print(json.dumps({"machine": machine, "rows": rows}), flush=True)
+        return
+    table = Table(title=f"a state of {config.mb} MB on {ranks} ranks, {config.rounds} rounds")
+    for column in ("call", "median s", "min s", "max s", "speed to dcp"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        numbers = (f"{row[key]:.3f}" for key in ("median_s", "min_s", "max_s"))
+        table.add_row(row["call"], *numbers, f"{row['speed_to_dcp']:.2f}")
+    Console().print(table)
