@@ -32,7 +32,8 @@ class PendingSave:
         self._work = work
         self._error: BaseException | None = None
         self._told = False
-        self._thread = threading.Thread(target=self._run, name="fsharding-save", daemon=True)
+        # Python waits for threads that are no daemons before it ends.
+        self._thread = threading.Thread(target=self._run, name="fsharding-save", daemon=False)
         self._thread.start()
 
     def _run(self) -> None:

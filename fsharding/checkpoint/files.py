@@ -11,9 +11,10 @@ import hashlib
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -82,8 +83,11 @@ class _HashedStream:
         self._digests: list[str] = []
         self._block = hashlib.sha256()
         self._put = 0
-        self._hasher = ThreadPoolExecutor(1, "fsharding-hash")
-        self._hashing: list[Future[None]] = []
+        # No pool of concurrent.futures: those take no work when the process ends, and saves may go on until then.
+        self._passed: SimpleQueue[tuple[memoryview, bool] | threading.Event | None] = SimpleQueue()
+        self._failed: Exception | None = None
+        self._hasher = threading.Thread(target=self._hash_all, name="fsharding-hash", daemon=True)
+        self._hasher.start()
 
     @property
     def size(self) -> int:
@@ -112,9 +116,19 @@ class _HashedStream:
             piece = data[: min(BLOCK - self._put % BLOCK, _PIECE)]
             data = data[len(piece) :]
             self._put += len(piece)
-            self._hashing.append(self._hasher.submit(self._hash, piece, self._put % BLOCK == 0))
+            self._passed.put((piece, self._put % BLOCK == 0))
             while piece:
                 piece = piece[os.write(self._fd, piece) :]
+
+    def _hash_all(self) -> None:
+        for item in iter(self._passed.get, None):
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                self._hash(*item)
+            except Exception as error:
+                self._failed = error
 
     def _hash(self, piece: memoryview, ends: bool) -> None:
         self._block.update(piece)
@@ -124,9 +138,11 @@ class _HashedStream:
 
     def hashed(self) -> None:
         """Returns when everything so far is hashed, or raises what went wrong."""
-        for piece in self._hashing:
-            piece.result()
-        self._hashing.clear()
+        done = threading.Event()
+        self._passed.put(done)
+        done.wait()
+        if self._failed is not None:
+            raise self._failed
 
     def finish(self) -> SavedFile:
         """Syncs; what there is to say of the file."""
@@ -139,7 +155,8 @@ class _HashedStream:
 
     def close(self) -> None:
         """Closes the file, finished or not."""
-        self._hasher.shutdown(cancel_futures=True)
+        self._passed.put(None)
+        self._hasher.join()
         os.close(self._fd)
 
 
