@@ -229,6 +229,7 @@ def _write_dcp(leaves: Source, files: Sequence[Sequence[_Item]], folder: Path) -
             for item in items:
                 for box, x in _windows(leaves, item):
                     writer.add(item.part.name, item.part.shape, box, x)
+                    writer.settle()
                     del x
             written.append(writer.close())
     write_metadata(folder, written)

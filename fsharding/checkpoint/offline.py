@@ -115,6 +115,7 @@ def _write(
                     x = torch.empty(boxes.shape_of(piece), dtype=dtype)
                     leaves.read(path, piece, x)
                     writer.add(path, shape, piece, x)
+                    writer.settle()
                     del x  # before the next one is made
             written.append(writer.close())
     return written
