@@ -91,14 +91,18 @@ def read_range(source: Range, box: Box, out: Tensor) -> None:
     Raises:
         EOFError: the file has become shorter.
     """
-    itemsize = source.dtype.itemsize
     with source.file.open("rb", buffering=0) as file:
-        for piece in pieces(box, itemsize, source.strides):
-            sizes = boxes.shape_of(piece)
-            first = sum(start * step for (start, _), step in zip(piece, source.strides, strict=True))
-            flat = torch.empty(_span(sizes, source.strides) * itemsize, dtype=torch.uint8)
-            _fill(file.fileno(), source.offset + first * itemsize, flat.numpy().data)
-            out[boxes.relative(piece, box)].copy_(flat.view(source.dtype).as_strided(sizes, source.strides))
+        for piece in pieces(box, source.dtype.itemsize, source.strides):
+            out[boxes.relative(piece, box)].copy_(_window(file.fileno(), source, piece))
+
+
+def _window(handle: int, source: Range, box: Box) -> Tensor:
+    """A box, and what of the file lies between its elements, in new memory."""
+    sizes, itemsize = boxes.shape_of(box), source.dtype.itemsize
+    first = sum(start * step for (start, _), step in zip(box, source.strides, strict=True))
+    flat = torch.empty(_span(sizes, source.strides) * itemsize, dtype=torch.uint8)
+    _fill(handle, source.offset + first * itemsize, flat.numpy().data)
+    return flat.view(source.dtype).as_strided(sizes, source.strides)
 
 
 def _fill(handle: int, start: int, target: memoryview) -> None:

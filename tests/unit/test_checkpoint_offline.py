@@ -14,7 +14,7 @@ import torch
 import fsharding as fs
 from fsharding import boxes, cli
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import exporting, ranges
+from fsharding.checkpoint import ranges
 from fsharding.checkpoint.files import Writer
 from fsharding.checkpoint.inventory import inventory
 from fsharding.errors import CheckpointError, MeshError
@@ -315,31 +315,32 @@ import resource, sys
 import torch
 from fsharding import checkpoint as ck
 folder, allowed = sys.argv[1], int(sys.argv[2])
-for kind in ("torch", "safetensors", "dcp"):  # what is imported and compiled once is not counted
+for kind in ("torch", "safetensors"):  # what is imported and compiled once is not counted
     ck.export(f"{folder}/small", f"{folder}/small.{kind}", kind)
     ck.open_weights(f"{folder}/small.{kind}").read("w", ((0, 1), (0, 1), (0, 1)), torch.empty(1, 1, 1))
 ck.reshard_checkpoint(f"{folder}/small", f"{folder}/small.dp", {"dp": 2, "tp": 2})
 held = {line.split(":")[0]: int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("Vm")}
 resource.setrlimit(resource.RLIMIT_DATA, (held["VmData"] + allowed, -1))
 try:
-    torch.empty(allowed + 1, dtype=torch.uint8)
+    torch.empty(allowed + (16 << 20), dtype=torch.uint8)
 except RuntimeError:
     print("the limit holds")
 ck.reshard_checkpoint(f"{folder}/large", f"{folder}/large.dp", {"dp": 2, "tp": 2})
-for kind in ("torch", "safetensors", "dcp"):
+for kind in ("torch", "safetensors"):  # dcp is written as a reshard is
     ck.export(f"{folder}/large", f"{folder}/large.{kind}", kind)
     weights = ck.open_weights(f"{folder}/large.{kind}")
     shape = weights.leaves["w"].shape
-    out = torch.empty(1, shape[1], 64)
-    weights.read("w", ((1, 2), (0, shape[1]), (64, 128)), out)
+    out = torch.empty(1, shape[1], 8)
+    weights.read("w", ((1, 2), (0, shape[1]), (64, 72)), out)
     assert float(out.sum()) == out.numel()
 print("done")
 """
 
 
-@pytest.mark.parametrize("rows", [32 * MEBI // 1024, pytest.param(128 * MEBI // 1024, marks=pytest.mark.full)])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rows", [25 * MEBI // 1024, pytest.param(128 * MEBI // 1024, marks=pytest.mark.full)])
 def test_a_checkpoint_larger_than_the_memory_passes(rows, tmp_path):
-    """One leaf, one box, of 256 MiB (1 GiB with -m full), through 160 MiB."""
+    """One leaf, one box, of 200 MiB (1 GiB with -m full), through 96 MiB."""
     for name, size in (("small", 4), ("large", rows)):
         shape = (2, size, 1024)
         layout = fs.plan_layout(
@@ -350,11 +351,11 @@ def test_a_checkpoint_larger_than_the_memory_passes(rows, tmp_path):
         )
         ck.save(tmp_path / name, state)
         del state
-    allowed = 160 * MEBI
-    assert sum(file.bytes for file in ck.metadata(tmp_path / "large").files.values()) > 1.5 * allowed
+    allowed = 96 * MEBI
+    assert sum(file.bytes for file in ck.metadata(tmp_path / "large").files.values()) > 2 * allowed
     command = [sys.executable, "-c", LITTLE, str(tmp_path), str(allowed)]
     where = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": where, "OMP_NUM_THREADS": "1"}  # the stacks of threads would count
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=110, check=False)
+    # What is freed goes back to the system; the stacks of threads would count.
+    env = {**os.environ, "PYTHONPATH": where, "MALLOC_MMAP_THRESHOLD_": str(MEBI), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280, check=False)
     assert done.returncode == 0 and done.stdout.split("\n")[:2] == ["the limit holds", "done"], done.stderr
-    assert exporting.FORMATS == ("torch", "safetensors", "dcp")
