@@ -217,7 +217,7 @@ def _alone(tensor: Tensor) -> Tensor:
         return x
     if not x.numel():
         return torch.empty(x.shape, dtype=x.dtype)
-    raw = x.reshape(-1).view(torch.uint8).numpy()
+    raw = x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
     return torch.from_numpy(raw).view(x.dtype).reshape(x.shape)
 
 

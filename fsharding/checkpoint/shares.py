@@ -21,7 +21,7 @@ Corner = tuple[int, ...]
 
 
 def shares(leaves: Mapping[str, Shards], ranks: int) -> dict[str, dict[Corner, int]]:
-    """The rank that writes each box, by path and corner of the box; the largest boxes are dealt out first.
+    """The rank that writes each box, by path and corner; those with few holders come first, then large ones.
 
     Args:
         leaves: as any of the ranks has them.
@@ -37,7 +37,7 @@ def shares(leaves: Mapping[str, Shards], ranks: int) -> dict[str, dict[Corner, i
     ]
     load = [0] * ranks
     result: dict[str, dict[Corner, int]] = {path: {} for path in leaves}
-    for size, path, corner, holders in sorted(open_boxes, key=lambda b: (-b[0], b[1], b[2])):
+    for size, path, corner, holders in sorted(open_boxes, key=lambda b: (len(b[3]), -b[0], b[1], b[2])):
         writer = min(holders, key=lambda rank: (load[rank], rank))
         load[writer] += size
         result[path][corner] = writer

@@ -277,8 +277,8 @@ def out_size(record: Record) -> int:
 
 
 def _memory(x: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
-    raw: Any = x.reshape(-1).view(torch.uint8).numpy()
+    """The bytes of a contiguous tensor on the CPU, whatever the strides of its dims of size 1."""
+    raw: Any = x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(raw)
 
 

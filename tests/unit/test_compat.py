@@ -1,6 +1,8 @@
 """Canaries: one for each private or version-dependent torch API that we touch. A failure here means torch has changed."""
 
 import gc
+import io
+import zipfile
 from datetime import timedelta
 
 import pytest
@@ -42,6 +44,28 @@ def test_a_view_that_autograd_saved_counts_as_a_user():
     assert _compat.storage_users(_compat.storage_id(base)) == idle + 1
     out.backward()
     assert _compat.storage_users(_compat.storage_id(base)) == idle
+
+
+class Pieces:
+    """A file that only takes what is written."""
+
+    def __init__(self):
+        self.data = bytearray()
+
+    def write(self, data):
+        self.data += data
+        return len(data)
+
+
+def test_a_record_is_what_torch_saves_but_for_the_sums():
+    x = torch.arange(6.0).reshape(2, 3)
+    ours, theirs = Pieces(), io.BytesIO()
+    _compat.save_record(x, ours)
+    torch.save(x, theirs)
+    assert len(ours.data) == len(theirs.getvalue())
+    assert torch.equal(torch.load(io.BytesIO(ours.data)), x)
+    with zipfile.ZipFile(io.BytesIO(ours.data)) as archive:
+        assert [info.CRC for info in archive.infolist()] == [0] * len(archive.infolist())
 
 
 def test_functorch_is_noticed():
@@ -101,6 +125,7 @@ def collectives():
     _compat.set_group_timeout(group, timedelta(seconds=17))
     timeout = dist.distributed_c10d._get_default_timeout("gloo")
     own = group._get_backend(torch.device("cpu")).options._timeout
+    assert _compat.group_timeout(group) == own
     _compat.set_group_timeout(group, timedelta(seconds=20))
     return gathered, piece, own, timeout
 
