@@ -28,7 +28,7 @@ from fsharding.reshard import explain_reshard, reshard, shard, unshard
 from fsharding.scan import scan, scan_units, stack_units, unstack_units
 from fsharding.sharding import Assigned, Local, NamedSharding, typeof
 from fsharding.spec import DEFAULT_RULES, AxisRules, Fused, P, PartitionSpec
-from fsharding.state import TrainState, init_state, main_params, spread_main, state_bytes
+from fsharding.state import TrainState, init_state, main_params, spread_main, state_bytes, state_from
 from fsharding.step import Metrics, make_train_step, model_loss
 from fsharding.strategy import (
     HFSDP,
@@ -54,6 +54,6 @@ __all__ = [
     "init_state", "is_member", "linear", "main_params", "make_mesh", "make_train_step", "masked", "model_loss",
     "models", "ops", "optim", "parse_strategy", "plan_layout", "policies", "random", "recording", "redistribute",
     "remat", "reshard", "run_ranks", "scan", "scan_units", "scatter_grads", "select_unit", "set_mesh", "sgd",
-    "shard", "spread_main", "stack_units", "state_bytes", "tree", "typeof", "unshard", "unstack_units",
+    "shard", "spread_main", "stack_units", "state_bytes", "state_from", "tree", "typeof", "unshard", "unstack_units",
     "value_and_grad", "warmup_cosine", "zero",
 ]  # fmt: skip

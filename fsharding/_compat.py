@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -23,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 __all__ = [
     "all_gather_flat",
     "drop_local",
+    "file_offset",
     "foreach_add",
     "foreach_add_",
     "foreach_copy_",
@@ -37,7 +40,9 @@ __all__ = [
     "meshless_device_mesh",
     "reduce_scatter_flat",
     "save_record",
+    "save_without_data",
     "set_group_timeout",
+    "shapes_only",
     "storage_id",
     "storage_users",
 ]
@@ -111,6 +116,24 @@ def storage_users(storage_cdata: int) -> int:
 def in_functorch() -> bool:
     """Whether we run under a torch.func transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def shapes_only() -> AbstractContextManager[Any]:
+    """Under it tensors are made, and `torch.load` loads them, without their data."""
+    return FakeTensorMode()
+
+
+def file_offset(x: Tensor) -> int:
+    """Where in its file the storage of a tensor begins, which was loaded under `shapes_only`."""
+    offset = x.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return offset
+
+
+def save_without_data(state: Any, file: Any) -> None:
+    """`torch.save` of tensors made under `shapes_only`: leaves room in the file for their data, which is a hole."""
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(state, file)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

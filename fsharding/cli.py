@@ -17,6 +17,7 @@ from fsharding.bench import OverheadConfig, overhead
 from fsharding.config import TrainConfig, check
 from fsharding.errors import ConfigError, FshardingError, message
 from fsharding.launch import launch_ranks, under_launcher
+from fsharding.tools import ExportConfig, InspectConfig, ReshardConfig, ToolConfig, run_tool
 from fsharding.train import train
 
 __all__ = ["main"]
@@ -38,10 +39,15 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         args: by default those of the process.
     """
     given = list(args) if args is not None else None
-    config = tyro.cli(_Train | _Bench, args=given, prog="fsharding", description="Functional sharding for PyTorch.")
+    config = tyro.cli(
+        _Train | _Bench | ToolConfig, args=given, prog="fsharding", description="Functional sharding for PyTorch."
+    )
+    status = 0
     try:
         if isinstance(config, TrainConfig):
             _train(config)
+        elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
+            status = run_tool(config)
         elif isinstance(config, OverheadConfig):
             _bench(config)
         else:
@@ -52,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         print("Interrupted; complete checkpoints are intact.", file=sys.stderr, flush=True)
         sys.exit(130)
-    sys.exit(0)
+    sys.exit(status)
 
 
 def _train(config: TrainConfig) -> None:

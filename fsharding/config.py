@@ -13,12 +13,12 @@ from pathlib import Path
 from fsharding import checkpoint, policies
 from fsharding.data import Tokens, open_data
 from fsharding.errors import BatchError, CheckpointError, ConfigError, message
-from fsharding.mesh import AXES, AbstractMesh, make_shape
+from fsharding.mesh import AXES, AbstractMesh, make_shape, parse_axes
 from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import recipe
 from fsharding.show import require_matplotlib
 from fsharding.strategy import parse_strategy
-from fsharding.swaps import parse_axes, parse_swaps
+from fsharding.swaps import parse_swaps
 
 __all__ = ["PRECISIONS", "TrainConfig", "check", "open_tokens"]
 
@@ -131,7 +131,7 @@ def check(config: TrainConfig, world: int) -> None:
 
 
 def _mesh_shape(text: str, world: int) -> AbstractMesh:
-    axes = parse_axes(text, "fsharding train")
+    axes = {"dp": -1, **parse_axes(text, "fsharding train")}
     shape = make_shape(axes, world=world, function=f"fsharding train --mesh {text or 'dp=-1'}")
     model_axes = [axis for axis in AXES if axis not in ("replica", "dp") and shape.axis_size(axis) > 1]
     if model_axes:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
-from fsharding.errors import MeshError, message
+from fsharding.errors import ConfigError, MeshError, message
 
 __all__ = [
     "AXES",
@@ -42,6 +42,7 @@ __all__ = [
     "own_rank",
     "make_mesh",
     "make_shape",
+    "parse_axes",
     "permuted",
     "set_mesh",
     "unknown_axis",
@@ -131,6 +132,26 @@ def unknown_axis(name: str) -> str:
     close = sorted(difflib.get_close_matches(name, AXES, 3), key=lambda axis: not name.startswith(axis[:1]))
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"knows no axis {name!r}. Axes are {', '.join(AXES)}.{hint}"
+
+
+def parse_axes(text: str, function: str) -> dict[str, int]:
+    """Sizes by axis from what a user writes: `replica=2,dp=-1`.
+
+    Args:
+        text: axes separated by commas.
+        function: whose name the error carries.
+
+    Raises:
+        ConfigError: something that is no axis with its size, or one axis twice.
+    """
+    axes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, size = part.partition("=")
+        if not equals or not size.strip().removeprefix("-").isdecimal() or name.strip() in axes:
+            mend = "Write axes as --mesh replica=2,dp=2, each once."
+            raise ConfigError(message(function, f"cannot read {part!r} in --mesh {text}.", mend=mend))
+        axes[name.strip()] = int(size)
+    return axes
 
 
 def make_shape(
@@ -245,9 +266,7 @@ def coordinate(mesh: Mesh) -> dict[str, int]:
         MeshError: this process is not one of the mesh's ranks.
     """
     shape = abstract(mesh)
-    if isinstance(mesh, AbstractMesh):
-        return dict.fromkeys(shape.names, 0)
-    coord = mesh.get_coordinate()
+    coord = [0] * len(shape.names) if isinstance(mesh, AbstractMesh) else mesh.get_coordinate()
     if coord is None:
         mend = "Guard what only its ranks do with fs.is_member(mesh)."
         raise MeshError(message("fs.coordinate", f"is called on a rank that is not in the mesh {shape}.", mend=mend))

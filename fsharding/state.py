@@ -26,7 +26,16 @@ from fsharding.redistribute import redistribute
 from fsharding.sharding import NamedSharding, local_of
 from fsharding.tree import Tree
 
-__all__ = ["TrainState", "init_params", "init_state", "main_params", "owner_of", "spread_main", "state_bytes"]
+__all__ = [
+    "TrainState",
+    "init_params",
+    "init_state",
+    "main_params",
+    "owner_of",
+    "spread_main",
+    "state_bytes",
+    "state_from",
+]
 
 
 @dataclass
@@ -131,6 +140,26 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     opt_state = opt.init(main if main is not None else main_params(params, layout))
     scale = layout.precision.init_scale()
     return TrainState(torch.zeros((), dtype=torch.int64), params, main, opt_state, scale, run_key.clone(), layout)
+
+
+def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:
+    """The first state of a run that starts from given parameters, such as `checkpoint.load_weights` reads. Collective.
+
+    Args:
+        params: tree of DTensors, which the state takes over: main parameters in `layout.main` and their dtype, frozen
+            ones in `layout.params`.
+        opt: the optimizer.
+        key: random key; the steps of the run draw what those of `init_state` with this key would draw.
+        layout: where everything goes.
+    """
+    given = tree.flatten_up_to(layout.structure, params, "fs.state_from")
+    trained = [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
+    main = tree.unflatten(layout.structure, trained)
+    spread = spread_main(main, params, layout)
+    opt_state = opt.init(main if layout.has_main else main_params(spread, layout))
+    step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
+    kept = main if layout.has_main else None
+    return TrainState(step, spread, kept, opt_state, layout.precision.init_scale(), run_key, layout)
 
 
 def main_params(params: Tree, layout: Layout) -> Tree:

@@ -1,6 +1,6 @@
 """Swaps of strategy and mesh in mid-run: `--swap-at 50=zero1,100=zero3:replica=2,dp=2`.
 
-In: the text of the option, and that of `--mesh`. Out: plain values; a swap at step N comes before step N + 1 is taken.
+In: the text of the option. Out: plain values; a swap at step N comes before step N + 1 is taken.
 What a swap leaves out stays as it was. Law: a run that swaps has the losses of one that does not.
 """
 
@@ -12,7 +12,7 @@ from fsharding.errors import ConfigError, message
 from fsharding.mesh import AXES
 from fsharding.strategy import STRATEGIES
 
-__all__ = ["Swap", "parse_axes", "parse_swaps"]
+__all__ = ["Swap", "parse_swaps"]
 
 
 class Swap(NamedTuple):
@@ -27,22 +27,6 @@ class Swap(NamedTuple):
     step: int
     strategy: str
     mesh: str
-
-
-def parse_axes(text: str, function: str) -> dict[str, int]:
-    """Sizes by axis from `replica=2,dp=2`; `dp` takes what is left if it is not named.
-
-    Raises:
-        ConfigError: text that is no list of axes and sizes.
-    """
-    axes: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
-        name, equals, size = part.partition("=")
-        if not equals or not size.lstrip("-").isdigit() or name.strip() in axes:
-            mend = "Write axes as --mesh replica=2,dp=2, each once."
-            raise ConfigError(message(function, f"cannot read {part!r} in --mesh {text}.", mend=mend))
-        axes[name.strip()] = int(size)
-    return {"dp": -1, **axes}
 
 
 def parse_swaps(text: str) -> tuple[Swap, ...]:

@@ -25,7 +25,7 @@ from fsharding.config import PRECISIONS, TrainConfig, open_tokens
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
 from fsharding.layout import Layout, plan_layout
-from fsharding.mesh import data_position, make_mesh
+from fsharding.mesh import data_position, make_mesh, parse_axes
 from fsharding.models.decoder import decoder
 from fsharding.recipes import Recipe, recipe
 from fsharding.reshard import reshard
@@ -33,7 +33,7 @@ from fsharding.show import plot_loss, read_metrics
 from fsharding.state import TrainState, init_state, state_bytes
 from fsharding.step import Metrics, make_train_step
 from fsharding.strategy import parse_strategy
-from fsharding.swaps import Swap, parse_axes, parse_swaps
+from fsharding.swaps import Swap, parse_swaps
 
 __all__ = ["train"]
 
@@ -94,7 +94,7 @@ def _device(mesh: Any) -> str:
 
 
 def _mesh(config: TrainConfig, text: str) -> Any:
-    axes: dict[str, Any] = {**parse_axes(text, "fsharding train")}
+    axes: dict[str, Any] = {"dp": -1, **parse_axes(text, "fsharding train")}
     return make_mesh(timeout=timedelta(seconds=config.timeout), **axes)
 
 

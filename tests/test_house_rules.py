@@ -50,7 +50,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (11, "models.* data"),
     (11.5, "recipes swaps launch testing.* show plan plan.*"),
     (11.8, "config"),
-    (12, "train bench.*"),
+    (12, "train tools bench.*"),
     (13, "cli"),
     (14, "__main__"),
 ]
@@ -423,7 +423,7 @@ PAIRS: list[tuple[str, str, str, str]] = [
     ("levels", "sharding.py", "from fsharding.spec import P", "from fsharding.ops.collectives import psum"),
     ("levels", "sharding.py", "from . import boxes", "from fsharding import strategy"),
     ("levels", "ops/linear.py", "from .norm import f", "from ..layout import f"),
-    ("levels", "optim/muon.py", "from fsharding import reshard", "import fsharding.optim"),
+    ("levels", "optim/muon.py", "from fsharding import redistribute", "import fsharding.optim"),
     ("levels", "cli.py", "import fsharding as fs", "from fsharding.__main__ import main"),
     ("levels", "scan.py", "import torch", "import fsharding as fs"),
     ("levels", "scan.py", "", "from fsharding.unheard import f"),

@@ -1,24 +1,44 @@
-"""Checkpoints: a directory that loads into any layout, or is refused by name; see `save` and `load`."""
+"""Checkpoints: a directory that loads into any layout, or is refused by name; see `save` and `load`.
+
+`open_weights`, `load_weights` and `export` exchange weights with other programs.
+`inspect` and `reshard_checkpoint` work on a checkpoint without ranks.
+"""
 
 from fsharding.checkpoint.background import PendingSave
 from fsharding.checkpoint.checkpointer import Checkpointer
+from fsharding.checkpoint.exporting import Exported, export
+from fsharding.checkpoint.importing import load_weights
+from fsharding.checkpoint.inspecting import Inspection, inspect
 from fsharding.checkpoint.layouts import layout_of
 from fsharding.checkpoint.loading import load, load_leaves
 from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
+from fsharding.checkpoint.names import Names, Transposed
+from fsharding.checkpoint.offline import reshard_checkpoint
 from fsharding.checkpoint.saving import save, save_async
 from fsharding.checkpoint.store import latest, metadata
+from fsharding.checkpoint.weights import Weights, open_weights
 
 __all__ = [
     "Checkpointer",
+    "Exported",
+    "Inspection",
     "Manifest",
+    "Names",
     "PendingSave",
     "SavedFile",
     "SavedLeaf",
+    "Transposed",
+    "Weights",
+    "export",
+    "inspect",
     "latest",
     "layout_of",
     "load",
     "load_leaves",
+    "load_weights",
     "metadata",
+    "open_weights",
+    "reshard_checkpoint",
     "save",
     "save_async",
 ]

@@ -189,17 +189,21 @@ class Writer:
             path: of the leaf.
             shape: global shape of the leaf.
             box: which part of it.
-            tensor: that part; any strides, any device. It must stay as it is until the writer is closed.
+            tensor: that part; any strides, any device. It must stay as it is until `settle` or `close`.
         """
         assert tuple(tensor.shape) == boxes.shape_of(box), f"{path}: {tuple(tensor.shape)} is not {box}"
         offset = self._stream.size
         alone = _alone(tensor)
         _compat.save_record(alone, self._stream)
         if alone.data_ptr() != tensor.data_ptr():  # a copy, which goes when this returns
-            self._stream.flush()
-            self._stream.hashed()
+            self.settle()
         dtype = dtype_name(tensor.dtype) or ""
         self._entries.append(Entry(path, shape, dtype, box, self.name, offset, self._stream.size - offset))
+
+    def settle(self) -> None:
+        """Returns when all that was added is hashed and handed over: the tensors may change, or go."""
+        self._stream.flush()
+        self._stream.hashed()
 
     def close(self) -> Written:
         """Syncs the file and says what is in it."""

@@ -36,7 +36,7 @@ from fsharding.mesh import abstract, is_member
 from fsharding.sharding import local_of
 from fsharding.state import TrainState
 
-__all__ = ["Job", "plan_save", "save", "save_async"]
+__all__ = ["Job", "own_version", "plan_save", "save", "save_async"]
 
 _FUNCTION = "fs.checkpoint.save"
 
@@ -234,11 +234,12 @@ def _manifest(state: TrainState, leaves: dict[str, Shards], extra: Any) -> Manif
         files={},
         extra=extra,
         torch=str(torch.__version__),
-        fsharding=_own_version(),
+        fsharding=own_version(),
     )
 
 
-def _own_version() -> str:
+def own_version() -> str:
+    """The version of fsharding that writes."""
     try:
         return importlib.metadata.version("fsharding")
     except importlib.metadata.PackageNotFoundError:

@@ -98,7 +98,7 @@ class Partial:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        _sync(self.folder)
+        sync(self.folder)
         aside = _aside(self.target)
         if aside.is_dir():
             shutil.rmtree(aside)
@@ -111,7 +111,7 @@ class Partial:
             if replaced:
                 aside.rename(self.target)
             raise
-        _sync(self.target.parent)
+        sync(self.target.parent)
         if replaced:
             # The new checkpoint is in its place: what is left of the old one is cleared by the next save.
             shutil.rmtree(aside, ignore_errors=True)
@@ -183,7 +183,8 @@ def _is_ours(target: Path) -> bool:
     return True
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Makes the entries of a directory last."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,0 +1,272 @@
+"""`export`: a checkpoint as another program reads it: a `torch.save` state dict, safetensors, or a DCP directory.
+
+In: a checkpoint directory. Out: files under names that the other program knows. One process, no process group.
+Tensors pass through memory a window at a time, so that a checkpoint larger than the memory can be exported.
+Law: what was exported loads bitwise; under the final name is everything or nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat, boxes
+from fsharding.boxes import Box
+from fsharding.checkpoint import store
+from fsharding.checkpoint.files import Writer, write_metadata
+from fsharding.checkpoint.names import Names, Part, naming, our_box, parts, unknown
+from fsharding.checkpoint.ranges import pieces
+from fsharding.checkpoint.source import Source, open_source
+from fsharding.checkpoint.store import StrPath
+from fsharding.checkpoint.weights import SAFETENSORS
+from fsharding.errors import CheckpointError, message
+
+__all__ = ["FORMATS", "Exported", "export"]
+
+_FUNCTION = "fs.checkpoint.export"
+
+FORMATS = ("torch", "safetensors", "dcp")
+"""What `export` writes."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written.
+
+    Attributes:
+        path: where it is.
+        format: one of `FORMATS`.
+        tensors: how many tensors there are.
+        files: bytes of each file by name.
+    """
+
+    path: Path
+    format: str
+    tensors: int
+    files: dict[str, int]
+
+    def __str__(self) -> str:
+        size = sum(self.files.values())
+        return f"{self.path}: {self.tensors} tensors, {len(self.files)} files, {size:,} bytes, {self.format}"
+
+
+class _Item(NamedTuple):
+    """A tensor to be written: of which leaf it is what part."""
+
+    path: str
+    part: Part
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.part.shape) * self.dtype.itemsize
+
+
+def export(
+    source: StrPath,
+    target: StrPath,
+    format: Literal["torch", "safetensors", "dcp"],
+    names: Names = None,
+    *,
+    what: Literal["params", "all"] = "params",
+    max_file_bytes: int = 5 << 30,
+) -> Exported:
+    """Writes the leaves of a checkpoint for another program. On one process; checksums are compared.
+
+    "torch" makes one file with a flat state dict, which `torch.load(weights_only=True)` reads; "safetensors" makes a
+    directory with `model.safetensors`, or several files and `model.safetensors.index.json`; "dcp" one which
+    `torch.distributed.checkpoint.load` reads into the state dict of an FSDP2 model.
+
+    Args:
+        source: a checkpoint that `save` has written.
+        target: what to make; nothing may be there yet.
+        format: which of the three.
+        names: what our leaves are called there; as in `load_weights`, so that one table serves both.
+        what: "params" for the main parameters, under the paths of the layout; "all" for every leaf, under the paths of
+            the manifest, such as `params.blocks.wq`, `opt_state.mu.blocks.wq` and `step`.
+        max_file_bytes: files of more than one tensor are at most this large; "torch" always makes one file.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one; names that do not fit; something is at the target.
+        OSError: as the system says; nothing is left at the target.
+    """
+    where = Path(os.path.abspath(target))
+    rows = [f"format is {format!r}: formats are {', '.join(FORMATS)}"] if format not in FORMATS else []
+    rows += [f"{where}: something is there, and nothing is ever overwritten"] if os.path.lexists(where) else []
+    if format == "torch" and where.name.endswith(".safetensors"):
+        rows.append(f"{where}: torch.load takes a name that ends in .safetensors for a file of that format")
+    if rows:
+        raise CheckpointError(message(_FUNCTION, "cannot write.", rows))
+    folder = store.find(source)
+    leaves = open_source(folder, store.read_manifest(_FUNCTION, folder))
+    items = _plan(leaves, names, what, format)
+    where.parent.mkdir(parents=True, exist_ok=True)
+    with _whole(where) as partial:
+        if format == "torch":
+            _write_torch(leaves, items, partial)
+        else:
+            partial.mkdir()
+            write = _write_safetensors if format == "safetensors" else _write_dcp
+            write(leaves, _in_files(items, max_file_bytes), partial)
+    files = sorted(where.iterdir()) if where.is_dir() else [where]
+    return Exported(where, format, len(items), {file.name: file.stat().st_size for file in files})
+
+
+def _plan(leaves: Source, names: Names, what: str, format: str) -> list[_Item]:
+    """What to write, in the order of the leaves."""
+    wanted = {
+        path if what == "all" else path.removeprefix("params").removeprefix("."): path
+        for path in leaves.leaves
+        if what == "all" or path == "params" or path.startswith("params.")
+    }
+    named, rows = naming(names), unknown(names, wanted)
+    items: dict[str, _Item] = {}
+    for path, saved in wanted.items():
+        shape, dtype = leaves.leaves[saved]
+        if format == "safetensors" and dtype not in SAFETENSORS.values():
+            rows.append(f"{path}: safetensors has no {dtype}")
+        try:
+            for part in parts(named(path), shape):
+                if part.name in items:
+                    rows.append(f"{path}: {part.name} is also the name of {items[part.name].path}")
+                items[part.name] = _Item(saved, part, dtype)
+        except ValueError as error:
+            rows.append(f"{path}: {error}")
+    if rows:
+        mend = "names={ours: theirs} gives every leaf a name of its own, blocks with {i}."
+        raise CheckpointError(message(_FUNCTION, f"cannot name {len(rows)} tensors.", rows, mend))
+    return list(items.values())
+
+
+def _in_files(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
+    """Fills files in order, each up to the limit; there is at least one."""
+    files: list[list[_Item]] = [[]]
+    for item in items:
+        if files[-1] and sum(other.bytes for other in files[-1]) + item.bytes > limit:
+            files.append([])
+        files[-1].append(item)
+    return files
+
+
+def _windows(leaves: Source, item: _Item) -> Iterator[tuple[Box, Tensor]]:
+    """A tensor piece by piece, in the order of its memory; each piece follows the one before without a gap."""
+    whole = boxes.full(item.part.shape)
+    for box in pieces(whole, item.dtype.itemsize) if item.bytes else [whole]:
+        x = torch.empty(boxes.shape_of(box), dtype=item.dtype)
+        ours = x.mT if item.part.transposed else x
+        leaves.read(item.path, our_box(item.part, box), ours[(None,) * len(item.part.lead)])
+        yield box, x
+        del x, ours  # before the next one is made
+
+
+def _raw(x: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor."""
+    return x.reshape(-1).view(torch.uint8).numpy().data
+
+
+# -------------------------------------------------------------------------------------------------------------- formats
+
+
+def _write_torch(leaves: Source, items: Sequence[_Item], file: Path) -> None:
+    """torch leaves room for every tensor, which is then filled."""
+    with _compat.shapes_only():
+        state = {item.part.name: torch.empty(item.part.shape, dtype=item.dtype) for item in items}
+    _compat.save_without_data(state, file)
+    with file.open("r+b") as stream:
+        with _compat.shapes_only():
+            room = torch.load(stream, map_location="cpu", weights_only=True)
+        for item in items:
+            if item.bytes:
+                stream.seek(_compat.file_offset(room[item.part.name]))
+                _copy(leaves, item, stream)
+        _sync(stream)
+
+
+def _write_safetensors(leaves: Source, files: Sequence[Sequence[_Item]], folder: Path) -> None:
+    codes = {dtype: code for code, dtype in SAFETENSORS.items()}
+    count = len(files)
+    table: dict[str, str] = {}
+    for number, items in enumerate(files, start=1):
+        # Wide elements first, so that all are aligned.
+        ordered = sorted(items, key=lambda item: -item.dtype.itemsize)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for item in ordered:
+            offsets = [at, at + item.bytes]
+            header[item.part.name] = {"dtype": codes[item.dtype], "shape": item.part.shape, "data_offsets": offsets}
+            at += item.bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        name = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        with (folder / name).open("xb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for item in ordered:
+                _copy(leaves, item, stream)
+            _sync(stream)
+        table |= {item.part.name: name for item in items}
+    if count > 1:
+        total = sum(item.bytes for items in files for item in items)
+        index = {"metadata": {"total_size": total}, "weight_map": table}
+        with (folder / "model.safetensors.index.json").open("xb") as stream:
+            stream.write(json.dumps(index, indent=2).encode() + b"\n")
+            _sync(stream)
+
+
+def _write_dcp(leaves: Source, files: Sequence[Sequence[_Item]], folder: Path) -> None:
+    written = []
+    for number, items in enumerate(files):
+        with Writer(folder, number) as writer:
+            for item in items:
+                for box, x in _windows(leaves, item):
+                    writer.add(item.part.name, item.part.shape, box, x)
+                    writer.settle()
+                    del x
+            written.append(writer.close())
+    write_metadata(folder, written)
+
+
+def _copy(leaves: Source, item: _Item, stream: BinaryIO) -> None:
+    for _, x in _windows(leaves, item):
+        stream.write(_raw(x))
+        del x
+
+
+# ----------------------------------------------------------------------------------------------------- whole or nothing
+
+
+@contextmanager
+def _whole(target: Path) -> Generator[Path]:
+    """A path beside the target to write to, which becomes the target if all goes well, and is removed if not."""
+    partial = store.partial_of(target)
+    _remove(partial)
+    try:
+        yield partial
+        if partial.is_dir():
+            store.sync(partial)
+        partial.rename(target)
+    except BaseException:
+        _remove(partial)
+        raise
+    store.sync(target.parent)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())

@@ -1,0 +1,172 @@
+"""`load_weights`: tensors of another program become DTensors in a layout, each rank reading its own boxes alone.
+
+In: weights of any format that `open_weights` knows, a layout or tensors to be like, and what things are called there.
+Out: a tree of new DTensors. Names, shapes and dtypes of all leaves are compared before the first one is read.
+Law: exporting a state and loading the result gives its main parameters, bitwise, in any layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.boxes import Box
+from fsharding.checkpoint.agree import together
+from fsharding.checkpoint.leaves import Want, staged
+from fsharding.checkpoint.names import Name, Names, Part, naming, parts, unknown
+from fsharding.checkpoint.store import StrPath
+from fsharding.checkpoint.weights import WeightLeaf, Weights, open_weights
+from fsharding.errors import CheckpointError, LayoutError, message
+from fsharding.layout import Layout
+from fsharding.mesh import AbstractMesh
+from fsharding.sharding import local_of, sharding_of
+from fsharding.tree import Tree
+
+__all__ = ["load_weights"]
+
+_FUNCTION = "fs.checkpoint.load_weights"
+
+
+def load_weights(
+    path: StrPath,
+    like: Layout | Tree,
+    names: Names = None,
+    *,
+    prefix: str = "",
+    cast: bool = False,
+    extra: Literal["refuse", "ignore"] = "refuse",
+) -> Tree:
+    """Reads weights that another program wrote. Collective over all ranks, which have to see one file system.
+
+    Args:
+        path: a `torch.save` file, a directory of torch DCP, or safetensors; see `open_weights`.
+        like: a layout, for main parameters as `fs.state_from` takes them; or a tree of tensors, such as an optimizer
+            state, whose shapes, dtypes and shardings the result has.
+        names: what our leaves are called there: a table by dotted path, or a function. Blocks are stacked here, so
+            `{"blocks.wq": "layers.{i}.attn.wq.weight"}`; `Transposed(name)` swaps the last two dims.
+        prefix: take the names that begin with it, without it.
+        cast: accept other dtypes, and cast.
+        extra: "ignore" lets tensors be that nothing asks for.
+
+    Returns:
+        A tree of new tensors. For a layout: main parameters in `layout.main`, frozen ones in `layout.params`.
+
+    Raises:
+        CheckpointError: on every rank, with all tensors that are missing, extra, or of another shape or dtype; or
+            weights that cannot be read.
+        LayoutError: the layout is on an abstract mesh.
+    """
+    wants = _of_layout(like) if isinstance(like, Layout) else _of_tree(like)
+    structure = like.structure if isinstance(like, Layout) else tree.flatten(like)[1]
+    opened: list[Weights] = []
+
+    def look() -> str:
+        opened.append(open_weights(path, prefix))
+        return hashlib.sha256(repr(sorted(opened[0].leaves.items())).encode()).hexdigest()
+
+    seen = together(_FUNCTION, look)
+    rows = [f"rank {r} sees other tensors than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]
+    if rows:
+        raise CheckpointError(message(_FUNCTION, f"finds {path} different on different ranks.", rows))
+    weights, named = opened[0], naming(names)
+    _compare(weights, wants, names, prefix, cast=cast, strict=extra == "refuse")
+    read: list[Tensor] = []
+    together(_FUNCTION, lambda: read.extend(_read(weights, named(leaf), want) for leaf, want in wants.items()))
+    return tree.unflatten(structure, read)
+
+
+# ------------------------------------------------------------------------------------------------------- what is wanted
+
+
+def _of_layout(layout: Layout) -> dict[str, Want]:
+    if isinstance(layout.mesh, AbstractMesh):
+        mend = "Plan the layout on a mesh of fs.make_mesh."
+        raise LayoutError(message(_FUNCTION, f"cannot load onto the abstract mesh {layout.mesh}.", mend=mend))
+    device = torch.device(layout.mesh.device_type)
+    return {
+        leaf.path: Want(
+            leaf.shape, layout.precision.main_dtype(leaf.init), leaf.main if leaf.trainable else leaf.params, device
+        )
+        for leaf in layout.leaves
+    }
+
+
+def _of_tree(like: Tree) -> dict[str, Want]:
+    def want(x: Any) -> Want:
+        sharding = sharding_of(x) if isinstance(x, DTensor) else None
+        return Want(tuple(x.shape), x.dtype, sharding, local_of(x).device)
+
+    return {path: want(x) for path, x in tree.named_leaves(like).items()}
+
+
+def _compare(weights: Weights, wants: dict[str, Want], names: Names, prefix: str, *, cast: bool, strict: bool) -> None:
+    """Refuses weights that are not those that are wanted; everything is listed."""
+    named, used = naming(names), set[str]()
+    rows = unknown(names, wants)
+    for path, want in wants.items():
+        try:
+            for part in parts(named(path), want.shape):
+                used.add(part.name)
+                if why := _objection(part, want, weights.leaves.get(part.name), cast=cast):
+                    rows.append(f"{path}: {part.name} {why}")
+        except ValueError as error:
+            rows.append(f"{path}: {error}")
+    if strict:
+        rows += [f"{name} is extra: {leaf}" for name, leaf in weights.leaves.items() if name not in used]
+    if not rows:
+        return
+    mend = "Say what they are called there: names={ours: theirs}"
+    if not cast and any(", wanted is " in row for row in rows):
+        mend += "; cast=True casts"
+    if strict and any(" is extra: " in row for row in rows):
+        mend += "; extra='ignore' leaves the rest"
+    if not prefix and (common := _common_prefix(weights, used)):
+        mend += f"; prefix={common!r} looks below it"
+    rule = f"cannot use {weights.path}: {len(rows)} tensors are not as they should be."
+    raise CheckpointError(message(_FUNCTION, rule, rows, f"{mend}."))
+
+
+def _objection(part: Part, want: Want, found: WeightLeaf | None, *, cast: bool) -> str | None:
+    wanted = WeightLeaf(part.shape, want.dtype)
+    if found is None:
+        return f"is missing; wanted is {wanted}"
+    if found.shape != wanted.shape or (found.dtype != wanted.dtype and not cast):
+        return f"is {found}, wanted is {wanted}"
+    return None
+
+
+def _common_prefix(weights: Weights, used: set[str]) -> str | None:
+    """A prefix below which everything is that was not found without it."""
+    first = next(iter(used), "")
+    prefixes = [name.removesuffix(first) for name in weights.leaves if name.endswith(f".{first}")]
+    return next((p for p in prefixes if all(f"{p}{name}" in weights.leaves for name in used)), None)
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def _read(weights: Weights, name: Name, want: Want) -> Tensor:
+    """One leaf in new memory."""
+    size = want.shape if want.sharding is None else want.sharding.local_shape(want.shape)
+    local = torch.empty(size, dtype=want.dtype, device=want.device)
+    for box, x in staged(want.shape, want.sharding, local).kept().values():
+        for part in parts(name, want.shape):
+            _read_part(weights, part, box, x)
+    return local if want.sharding is None else want.sharding.to_dtensor(local, want.shape)
+
+
+def _read_part(weights: Weights, part: Part, box: Box, x: Tensor) -> None:
+    """What of a foreign tensor is in a box of our leaf."""
+    depth = len(part.lead)
+    if not all(start <= index < stop for index, (start, stop) in zip(part.lead, box, strict=False)):
+        return
+    out = x[tuple(index - start for index, (start, _) in zip(part.lead, box, strict=False))]
+    inner = box[depth:]
+    if part.transposed:
+        out, inner = out.mT, (*inner[:-2], inner[-1], inner[-2])
+    weights.read(part.name, inner, out)
