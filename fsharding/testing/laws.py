@@ -23,7 +23,31 @@ from fsharding.testing.cases import local_part
 from fsharding.testing.compare import assert_bitwise_equal, assert_trees_close
 from fsharding.tree import Tree
 
-__all__ = ["assert_adjoint", "assert_matches_reference"]
+__all__ = ["assert_adjoint", "assert_matches_reference", "rank_values"]
+
+
+def rank_values(
+    shape: Sequence[int],
+    mesh: Mesh,
+    *,
+    same: Sequence[str] = (),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Normal values that are other ones on every rank of a mesh: what `assert_adjoint` is fed with.
+
+    Args:
+        shape: of this rank's tensor.
+        mesh: whose ranks differ.
+        same: axes along which ranks get the same values.
+        seed: other values for another seed.
+        dtype: element type.
+    """
+    place = 0
+    for name, size in zip(abstract(mesh).names, abstract(mesh).sizes, strict=True):
+        place = place * size + (0 if name in same else coordinate(mesh)[name])
+    generator = torch.Generator().manual_seed(seed * 4096 + place)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
 def assert_adjoint(
@@ -54,9 +78,7 @@ def assert_adjoint(
             `dual` gives on some rank has other shapes than x.
     """
     out = op(x)
-    place = _position({a: 0 if a in same_out else c for a, c in coordinate(mesh).items()}, mesh)
-    generator = torch.Generator().manual_seed(seed * 4096 + place)
-    y = tree.map(lambda t: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype), out)
+    y = tree.map(lambda t: rank_values(t.shape, mesh, same=same_out, seed=seed, dtype=t.dtype), out)
     back = dual(y)
     shapes = [[tuple(t.shape) for t in tree.leaves(side)] for side in (x, back)]
     fits = shapes[0] == shapes[1]
@@ -114,13 +136,6 @@ def assert_matches_reference(
 
 def _axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in abstract(mesh).names)
-
-
-def _position(coord: dict[str, int], mesh: Mesh) -> int:
-    position = 0
-    for name, size in zip(abstract(mesh).names, abstract(mesh).sizes, strict=True):
-        position = position * size + coord[name]
-    return position
 
 
 def _inner(a: Tree, b: Tree, mesh: Mesh, same: Sequence[str]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ Law: everything shrinks to one rank and one replicated leaf.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,6 +54,12 @@ _KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16,
 _DATA_NAMES = ("embed", "expert")
 _MODEL_NAMES = ("heads", "mlp", "vocab")
 
+# Hypothesis looks at each new strategy object, which takes longer than to draw from it: those of cases are kept.
+_pick = functools.cache(st.sampled_from)
+_shuffled = functools.cache(st.permutations)
+_upto = functools.cache(functools.partial(st.integers, 0))
+_flag = st.booleans()
+
 
 @st.composite
 def meshes(
@@ -65,28 +72,27 @@ def meshes(
         max_ranks: most ranks of a mesh.
         axes: which axes it may have.
         orders: whether the axes may stand in any order, and not just in that of `AXES`.
-        subset_of: a number of ranks of which the mesh has some, in any case the lowest of `range`; by default it has
-            all of its own.
+        subset_of: a number of ranks, any of which the mesh may have; by default it has the first ones.
     """
     most = max_ranks if subset_of is None else min(max_ranks, subset_of)
-    sizes = draw(st.sampled_from([s for s in _factorizations(most) if len(s) <= len(axes)]))
-    names = draw(st.permutations(axes))[: len(sizes)] if sizes else ["dp" if "dp" in axes else axes[0]]
+    sizes = draw(_pick(_factorizations(most, len(axes))))
+    names = list(draw(_shuffled(tuple(axes)))[: len(sizes)])
+    if not sizes:
+        sizes, names = (1,), ["dp" if "dp" in axes else axes[0]]
     if not orders:
         names.sort(key=AXES.index)
-    mesh = AbstractMesh(tuple(names), sizes or (1,))
-    if subset_of is None or mesh.size == subset_of:
-        return mesh
-    ranks = draw(st.lists(st.sampled_from(range(subset_of)), min_size=mesh.size, max_size=mesh.size, unique=True))
-    first = set(ranks) == set(range(mesh.size))
-    return mesh if first else AbstractMesh(mesh.names, mesh.sizes, tuple(sorted(ranks)))
+    mesh = AbstractMesh(tuple(names), sizes)
+    ranks = sorted(draw(_shuffled(tuple(range(subset_of))))[: mesh.size]) if subset_of else []
+    return mesh if ranks == [*range(len(ranks))] else AbstractMesh(mesh.names, mesh.sizes, tuple(ranks))
 
 
-def _factorizations(most: int) -> list[tuple[int, ...]]:
+@functools.cache
+def _factorizations(most: int, longest: int) -> tuple[tuple[int, ...], ...]:
     """Every way to write a number up to `most` as an ordered product of sizes above 1, fewest ranks first."""
     found: list[tuple[int, ...]] = [()]
     for sizes in found:
-        found += [(*sizes, n) for n in range(2, most // math.prod(sizes) + 1)]
-    return sorted(found, key=lambda sizes: (math.prod(sizes), len(sizes), sizes))
+        found += [(*sizes, n) for n in range(2, most // math.prod(sizes) + 1) if len(sizes) < longest]
+    return tuple(sorted(found, key=lambda sizes: (math.prod(sizes), len(sizes), sizes)))
 
 
 @st.composite
@@ -100,8 +106,8 @@ def specs(draw: Draw, shape: Sequence[int] | int, mesh: AbstractMesh) -> Partiti
     """
     ndim = shape if isinstance(shape, int) else len(shape)
     cuts: list[list[str]] = [[] for _ in range(ndim + 1)]
-    for axis in draw(st.permutations(mesh.names)):
-        cuts[draw(st.integers(0, ndim))].append(axis)
+    for axis in draw(_shuffled(mesh.names)):
+        cuts[draw(_upto(ndim))].append(axis)
     return P(*(tuple(cut) for cut in cuts[1:]))
 
 
@@ -127,9 +133,7 @@ def shapes(max_dims: int = 3) -> SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def leaves(
-    draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS, max_dims: int = 3, layers: int | None = None
-) -> Leaf:
+def leaves(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS, max_dims: int = 3, layers: int | None = None) -> Leaf:
     """Leaves with or without dim names, which fit the rules of `rules()`; shrinks to a 0-d leaf of the first dtype.
 
     Args:
@@ -138,20 +142,23 @@ def leaves(
         max_dims: most dims.
         layers: size of a first dim that is named "layers"; None for a leaf that is no stack.
     """
-    shape = draw(shapes(max_dims))
-    named = layers is not None or draw(st.booleans())
-    # One name for the data axes and one for tp: an axis cuts one dim of a leaf.
-    free = [draw(st.sampled_from(_MODEL_NAMES)), draw(st.sampled_from(_DATA_NAMES))]
-    places = draw(st.permutations(range(-1, max_dims)))[: len(shape)] if named else []
-    names = [free[place] if 0 <= place < 2 else None for place in places]
-    dtype = draw(st.sampled_from(list(dtypes)))
+    shape = [draw(_pick(_SIZES)) for _ in range(draw(_upto(max_dims)))]
+    dtype = draw(_pick(tuple(dtypes)))
+    names: list[str | None] = []
+    if layers is not None or draw(_flag):
+        # At most one name for the data axes and one for tp: an axis cuts one dim of a leaf.
+        known = (draw(_pick(_MODEL_NAMES)), draw(_pick(_DATA_NAMES)), *[None] * max_dims)
+        names = [known[place] for place in draw(_shuffled(tuple(range(max_dims + 1))))[: len(shape)]]
     if layers is not None:
-        shape, names = (layers, *shape), [LAYERS, *names]
-    return Leaf(shape, dtype, tuple(names), frozen=draw(st.booleans()) and draw(st.booleans()))
+        shape, names = [layers, *shape], [LAYERS, *names]
+    return Leaf(tuple(shape), dtype, tuple(names), frozen=draw(_flag) and draw(_flag))
+
+
+_leaves = functools.cache(leaves)
 
 
 @st.composite
-def trees(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS, *, max_leaves: int = 4) -> Tree:
+def trees(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS) -> Tree:
     """Dicts of leaves, lists, dicts and NamedTuples, some with a subtree `blocks` of stacked leaves.
 
     Shrinks to `{"a": Leaf()}`.
@@ -159,40 +166,44 @@ def trees(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS, *, max_leaves: int
     Args:
         draw: given by Hypothesis.
         dtypes: element types.
-        max_leaves: about how many leaves there are beside the blocks.
     """
+    kinds = tuple(dtypes)
 
-    def nodes(inner: SearchStrategy[Tree]) -> SearchStrategy[Tree]:
-        lists = st.lists(inner, min_size=1, max_size=2)
-        dicts = st.dictionaries(st.sampled_from("xyz"), inner, min_size=1, max_size=2)
-        return lists | dicts | st.builds(Pair, inner, inner)
+    def node(depth: int) -> Tree:
+        kind = draw(_pick(("leaf", "list", "dict", "pair"))) if depth else "leaf"
+        if kind == "leaf":
+            return draw(_leaves(kinds))
+        inner = [node(depth - 1) for _ in range(2 if kind == "pair" else draw(_pick((1, 2))))]
+        return Pair(*inner) if kind == "pair" else inner if kind == "list" else dict(zip("xy", inner, strict=False))
 
-    inner = st.recursive(leaves(dtypes), nodes, max_leaves=max_leaves)
-    result = {"a": draw(inner)}
-    if draw(st.booleans()):
-        result["b"] = draw(inner)
-    if draw(st.booleans()):
-        layers = draw(st.integers(1, 5))
-        result["blocks"] = {name: draw(leaves(dtypes, 2, layers)) for name in "wv"[: draw(st.integers(1, 2))]}
+    result = {"a": node(2)}
+    if draw(_flag):
+        result["b"] = node(1)
+    if draw(_flag):
+        layers = draw(_upto(4)) + 1
+        result["blocks"] = {name: draw(_leaves(kinds, 2, layers)) for name in draw(_pick(("w", "wv")))}
     return result
+
+
+_trees = functools.cache(trees)
 
 
 @st.composite
 def rules(draw: Draw) -> AxisRules:
     """Rules for every name of the drawn leaves; shrinks to the default ones."""
-    if not draw(st.booleans()):
+    if not draw(_flag):
         return DEFAULT_RULES
-    data = ("dp", "ep", "cp")
-    changed: dict[str, Any] = {
-        "layers": draw(st.sampled_from(["pp", None])),
-        "embed": tuple(draw(st.permutations(data))[: draw(st.integers(0, 3))]),
-        "expert": draw(st.sampled_from([("ep",), None, ("cp", "dp")])),
-    }
-    model_axes = ("tp",) if changed["layers"] else ("pp", "tp")
-    wide = draw(st.permutations(model_axes))
-    for name in _MODEL_NAMES:
-        changed[name] = tuple(wide) if draw(st.booleans()) else None
-    return DEFAULT_RULES.replace(**changed)
+    stages = draw(_pick(("pp", None)))
+    wide = draw(_shuffled(("tp",) if stages else ("tp", "pp")))
+    return DEFAULT_RULES.replace(
+        layers=stages,
+        embed=tuple(draw(_shuffled(("dp", "ep", "cp")))[: draw(_upto(3))]),
+        expert=draw(_pick((("ep",), None, ("cp", "dp")))),
+        **{name: tuple(wide) if draw(_flag) else None for name in _MODEL_NAMES},
+    )
+
+
+_RULES, _STRATEGIES, _meshes = rules(), strategies(), functools.cache(meshes)
 
 
 @st.composite
@@ -207,8 +218,11 @@ def homes(
         mesh: by default any of up to 8 ranks.
         precisions: which to choose from.
     """
-    where = draw(meshes()) if mesh is None else mesh
-    return Home(where, draw(strategies()), draw(rules()), draw(st.sampled_from(list(precisions))))
+    return _home(draw, tree, draw(_meshes()) if mesh is None else mesh, tuple(precisions))
+
+
+def _home(draw: Draw, tree: Tree, mesh: AbstractMesh, precisions: tuple[Precision, ...]) -> Home:
+    return Home(mesh, draw(_STRATEGIES), draw(_RULES), draw(_pick(precisions)))
 
 
 @st.composite
@@ -222,7 +236,8 @@ def layouts(draw: Draw, tree: Tree, mesh: AbstractMesh | None = None) -> Layout:
         tree: of `Leaf`s.
         mesh: by default any of up to 8 ranks.
     """
-    return draw(homes(tree, mesh)).layout(tree)
+    where = draw(_meshes()) if mesh is None else mesh
+    return _home(draw, tree, where, (FP32, BF16)).layout(tree)
 
 
 @st.composite
@@ -235,11 +250,11 @@ def reshard_cases(draw: Draw, max_ranks: int = 8, *, subsets: bool = True, exact
         subsets: whether the meshes may have some of the ranks only, each others.
         exact: float32 alone, so that training is exact too.
     """
-    tree = draw(trees([torch.float32] if exact else _KINDS))
-    precisions = [FP32] if exact else [draw(st.sampled_from([FP32, BF16]))]
-    world = draw(st.integers(1, max_ranks)) if subsets else None
-    where = [draw(meshes(max_ranks, subset_of=world)) for _ in range(2)]
-    return ReshardCase(tree, *(draw(homes(tree, mesh, precisions)) for mesh in where))
+    tree = draw(_trees((torch.float32,) if exact else _KINDS))
+    precision = FP32 if exact else draw(_pick((FP32, BF16)))
+    world = draw(_upto(max_ranks - 1)) + 1 if subsets else None
+    where = [draw(_meshes(max_ranks, subset_of=world)) for _ in range(2)]
+    return ReshardCase(tree, *(_home(draw, tree, mesh, (precision,)) for mesh in where))
 
 
 @st.composite
@@ -250,12 +265,12 @@ def train_cases(draw: Draw, max_ranks: int = 8) -> TrainCase:
         draw: given by Hypothesis.
         max_ranks: most ranks.
     """
-    tree = draw(trees([torch.float32, torch.int64]))
+    tree = draw(_trees((torch.float32, torch.int64)))
     return TrainCase(
         tree,
-        draw(homes(tree, draw(meshes(max_ranks)), [FP32])),
-        rows=draw(st.sampled_from([1, 2, 4, 8])),
-        microbatches=draw(st.integers(1, 3)),
-        steps=draw(st.integers(1, 3)),
-        donate=draw(st.booleans()),
+        _home(draw, tree, draw(_meshes(max_ranks)), (FP32,)),
+        rows=draw(_pick((1, 2, 4, 8))),
+        microbatches=draw(_upto(2)) + 1,
+        steps=draw(_upto(2)) + 1,
+        donate=draw(_flag),
     )
