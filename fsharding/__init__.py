@@ -7,7 +7,7 @@ from fsharding import checkpoint, data, models, ops, optim, policies, random, tr
 from fsharding.autodiff import value_and_grad
 from fsharding.counts import recording
 from fsharding.layout import Layout, Memory, plan_layout
-from fsharding.mesh import AbstractMesh, data_position, make_mesh, set_mesh
+from fsharding.mesh import AbstractMesh, data_position, is_member, make_mesh, set_mesh
 from fsharding.models.base import Model
 from fsharding.optim import (
     GradientTransformation,
@@ -25,8 +25,8 @@ from fsharding.optim import (
 from fsharding.precision import BF16, FP16, FP32, LossScale, Precision
 from fsharding.redistribute import redistribute
 from fsharding.scan import scan, scan_units, stack_units, unstack_units
-from fsharding.sharding import Local, NamedSharding, typeof
-from fsharding.spec import DEFAULT_RULES, AxisRules, P, PartitionSpec
+from fsharding.sharding import Assigned, Local, NamedSharding, typeof
+from fsharding.spec import DEFAULT_RULES, AxisRules, Fused, P, PartitionSpec
 from fsharding.step import (
     Metrics,
     TrainState,
@@ -54,12 +54,12 @@ from fsharding.transforms import gather_unit, remat, scatter_grads, select_unit
 
 __all__ = [
     "BF16", "DEFAULT_RULES", "FP16", "FP32", "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS",
-    "OPTIM_GRADS_PARAMS", "P", "AbstractMesh", "AxisRules", "GradientTransformation", "Layout", "Local",
-    "LossScale", "Memory", "Metrics", "Model", "NamedSharding", "PartitionSpec", "Precision", "Strategy",
+    "OPTIM_GRADS_PARAMS", "P", "AbstractMesh", "Assigned", "AxisRules", "Fused", "GradientTransformation", "Layout",
+    "Local", "LossScale", "Memory", "Metrics", "Model", "NamedSharding", "PartitionSpec", "Precision", "Strategy",
     "TrainState", "adamw", "apply_updates", "chain", "checkpoint", "clip_by_global_norm", "constant", "data",
-    "data_position", "gather_unit", "global_norm", "hybrid", "init_state", "linear", "main_params", "make_mesh",
-    "make_train_step", "masked", "model_loss", "models", "ops", "optim", "parse_strategy", "plan_layout",
-    "policies", "random", "recording", "redistribute", "remat", "run_ranks", "scan", "scan_units", "scatter_grads",
-    "select_unit", "set_mesh", "sgd", "spread_main", "stack_units", "state_bytes", "tree", "typeof",
-    "unstack_units", "value_and_grad", "warmup_cosine", "zero",
+    "data_position", "gather_unit", "global_norm", "hybrid", "init_state", "is_member", "linear", "main_params",
+    "make_mesh", "make_train_step", "masked", "model_loss", "models", "ops", "optim", "parse_strategy",
+    "plan_layout", "policies", "random", "recording", "redistribute", "remat", "run_ranks", "scan", "scan_units",
+    "scatter_grads", "select_unit", "set_mesh", "sgd", "spread_main", "stack_units", "state_bytes", "tree",
+    "typeof", "unstack_units", "value_and_grad", "warmup_cosine", "zero",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
-"""Index boxes: which part of a global tensor a rank holds, in pure Python.
+"""Index boxes and grids: which part of a global tensor a rank holds, in pure Python.
 
-In: shapes, numbers of pieces, coordinates. Out: half-open boxes `((start, stop), ...)`, one pair a dim.
+In: shapes, numbers of pieces, coordinates. Out: half-open boxes `((start, stop), ...)`, one pair a dim, and grids: for
+each dim the ranges that a rank holds, in the order in which its local tensor has them.
 The rule is DTensor's: a dim of n cut in k pieces gives pieces of ceil(n / k), the last ones shorter or empty.
 Law: the boxes of all pieces tile the tensor, and nested cuts give nested boxes.
 """
@@ -9,12 +10,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import TypeAlias
 
-__all__ = ["Box", "chunk", "full", "intersect", "is_tiling", "nested_chunk", "relative", "runs", "shape_of", "volume"]
+__all__ = [
+    "Box",
+    "Grid",
+    "Overlap",
+    "Runs",
+    "chunk",
+    "cut_runs",
+    "full",
+    "grid_boxes",
+    "grid_of",
+    "grid_shape",
+    "intersect",
+    "is_tiling",
+    "length",
+    "meet",
+    "nested_chunk",
+    "overlap",
+    "parts",
+    "relative",
+    "runs",
+    "shape_of",
+    "volume",
+]
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """Half-open index ranges, one for each dim; `()` is the box of a scalar."""
+
+Runs: TypeAlias = tuple[tuple[int, int], ...]
+"""Half-open ranges of one dim, in the order in which a local tensor has them; none may be empty but the only one."""
+
+Grid: TypeAlias = tuple[Runs, ...]
+"""`Runs` for each dim: a rank holds their product. `()` is the grid of a scalar."""
+
+Overlap: TypeAlias = tuple[tuple[tuple[int, int, int], ...], ...]
+"""For each dim, (place in one local tensor, place in another, length) of what both hold."""
 
 
 def chunk(size: int, pieces: int, index: int) -> tuple[int, int]:
@@ -68,6 +101,91 @@ def runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
         else:
             result.append((index, index + 1))
     return tuple(result)
+
+
+def parts(size: int, sizes: Sequence[int], pieces: int, index: int) -> Runs:
+    """What the `index`-th of `pieces` holds of a dim that is made of parts, each cut by itself: q, k and v, say.
+
+    Args:
+        size: of the dim, the sum of `sizes`.
+        sizes: of the parts.
+        pieces: in how many ceil-chunks each part is cut.
+        index: which of them.
+    """
+    assert sum(sizes) == size, (size, sizes)
+    held: list[tuple[int, int]] = []
+    start = 0
+    for part in sizes:
+        low, high = chunk(part, pieces, index)
+        held += [(start + low, start + high)] if high > low else []
+        start += part
+    return _joined(held)
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Runs:
+    result: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return tuple(result)
+
+
+def length(held: Runs) -> int:
+    """How many indices some runs have."""
+    return sum(stop - start for start, stop in held)
+
+
+def cut_runs(held: Runs, start: int, stop: int) -> Runs:
+    """The part `[start, stop)` of runs laid end to end."""
+    result: list[tuple[int, int]] = []
+    place = 0
+    for low, high in held:
+        first, last = max(start - place, 0), min(stop - place, high - low)
+        result += [(low + first, low + last)] if first < last else []
+        place += high - low
+    return tuple(result)
+
+
+def grid_of(shape: Sequence[int]) -> Grid:
+    """The grid of the whole tensor."""
+    return tuple(((0, size),) for size in shape)
+
+
+def grid_shape(grid: Grid) -> tuple[int, ...]:
+    """The shape of the local tensor of a grid."""
+    return tuple(length(held) for held in grid)
+
+
+def grid_boxes(grid: Grid) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
+    """The boxes of a grid, each with the slices of the local tensor that hold it; a scalar has one."""
+    places: list[list[tuple[tuple[int, int], slice]]] = []
+    for held in grid:
+        stops = [length(held[: i + 1]) for i in range(len(held))]
+        places.append([(r, slice(stop - (r[1] - r[0]), stop)) for r, stop in zip(held, stops, strict=True)])
+    return tuple((tuple(r for r, _ in both), tuple(s for _, s in both)) for both in product(*places))
+
+
+def meet(a: Runs, b: Runs) -> tuple[tuple[int, int, int], ...]:
+    """What two runs share: (place in `a` laid end to end, place in `b`, length), in the order of `b`."""
+    found: list[tuple[int, int, int]] = []
+    at_b = 0
+    for low_b, high_b in b:
+        at_a = 0
+        for low_a, high_a in a:
+            start, stop = max(low_a, low_b), min(high_a, high_b)
+            if start < stop:
+                found.append((at_a + start - low_a, at_b + start - low_b, stop - start))
+            at_a += high_a - low_a
+        at_b += high_b - low_b
+    return tuple(sorted(found, key=lambda shared: shared[1]))
+
+
+def overlap(a: Grid, b: Grid) -> Overlap | None:
+    """What two grids share, dim by dim; None when that is empty."""
+    shared = tuple(meet(x, y) for x, y in zip(a, b, strict=True))
+    return shared if all(shared) else None
 
 
 def is_tiling(boxes: Iterable[Box], shape: Sequence[int]) -> bool:

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import product
-from typing import TypeAlias
+from itertools import combinations, product
+from typing import TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ __all__ = [
     "current_mesh",
     "data_axes",
     "data_position",
+    "is_member",
+    "own_rank",
     "make_mesh",
     "make_shape",
     "permuted",
@@ -176,9 +178,10 @@ def make_mesh(
     order: Sequence[str] = AXES,
     device: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
+    ranks: Sequence[int] | None = None,
     **axes: int,
 ) -> DeviceMesh:
-    """Makes a torch `DeviceMesh` over all ranks; axes that are not named have size 1, `dp=-1` takes what is left.
+    """Makes a torch `DeviceMesh`; axes that are not named have size 1, `dp=-1` takes what is left. Collective.
 
     Starts the default process group if a launcher's environment (`RANK`, `WORLD_SIZE`) is there and none runs yet.
     On one process without a launcher the mesh has one rank and no process group at all.
@@ -187,14 +190,21 @@ def make_mesh(
         order: all six axes, major first: which ranks are neighbours.
         device: "cpu" or "cuda"; by default "cuda" if there is one.
         timeout: how long a collective of any group of this mesh waits for its peers.
+        ranks: the ranks of the mesh, row-major; by default all of them. Every rank makes the mesh, also those that
+            are not in it: they hold nothing of what lives on it, and meet it in `reshard` only.
         **axes: sizes of `pp`, `replica`, `dp`, `ep`, `cp`, `tp`.
 
     Raises:
-        MeshError: unknown axis, or the product of the sizes differs from the number of ranks.
+        MeshError: unknown axis, a rank that does not exist or stands twice, or the product of the sizes differs from
+            the number of ranks.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    shape = make_shape(axes, world=world, order=order)
+    members = list(range(world)) if ranks is None else list(ranks)
+    if sorted({*members} & {*range(world)}) != sorted(members):
+        text = f"got ranks={tuple(members)}, but the ranks are 0 to {world - 1}, each at most once."
+        raise MeshError(message("fs.make_mesh", text))
+    shape = make_shape(axes, world=len(members), order=order)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
@@ -203,23 +213,44 @@ def make_mesh(
             return _compat.meshless_device_mesh(device, shape.names, grid, 0)
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
-    mesh = DeviceMesh(device, torch.arange(world).reshape(shape.sizes), mesh_dim_names=shape.names)
-    for group in mesh.get_all_groups():
+    mesh = DeviceMesh(device, torch.tensor(members).reshape(shape.sizes), mesh_dim_names=shape.names)
+    for group in mesh.get_all_groups() if is_member(mesh) else ():
         _compat.set_group_timeout(group, timeout)
     _timeouts[mesh] = timeout
+    if len(members) < world:
+        # The ranks outside have to take part in making groups, and they are here now and perhaps never again.
+        for count in range(2, len(shape.names) + 1):
+            for several in combinations(shape.names, count):
+                _process_group(mesh, frozenset(several))
     return mesh
 
 
 _timeouts: dict[DeviceMesh, timedelta] = {}
 
 
+def own_rank() -> int:
+    """The global rank of this process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_member(mesh: Mesh) -> bool:
+    """Whether this process is one of the mesh's ranks."""
+    return isinstance(mesh, AbstractMesh) or mesh.get_coordinate() is not None
+
+
 def coordinate(mesh: Mesh) -> dict[str, int]:
-    """This process's coordinate along each axis; all zeros on an `AbstractMesh`."""
+    """This process's coordinate along each axis; all zeros on an `AbstractMesh`.
+
+    Raises:
+        MeshError: this process is not one of the mesh's ranks.
+    """
     shape = abstract(mesh)
     if isinstance(mesh, AbstractMesh):
         return dict.fromkeys(shape.names, 0)
     coord = mesh.get_coordinate()
-    assert coord is not None, "this rank is not part of the mesh"
+    if coord is None:
+        mend = "Guard what only its ranks do with fs.is_member(mesh)."
+        raise MeshError(message("fs.coordinate", f"is called on a rank that is not in the mesh {shape}.", mend=mend))
     return dict(zip(shape.names, coord, strict=True))
 
 
@@ -285,14 +316,20 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
         text = f"cannot run a collective over {', '.join(axes)} on the abstract mesh {shape}."
         raise MeshError(message("fs.axis_group", text, mend="Use fs.make_mesh."))
     terms = tuple(sorted(range(len(ranks)), key=lambda i: [steps[i].get(axis, 0) for axis in AXES]))
-    if len(axes) == 1:
-        return Group(ranks, index, mesh.get_group(axes[0]), terms)
-    others = {tuple((n, c) for n, c in coord.items() if n not in axes) for coord in shape.coordinates()}
-    families = [sorted(shape.rank_at({**dict(other), **step}) for step in steps) for other in sorted(others)]
-    timeout = _timeouts.get(mesh, timedelta(minutes=10))
-    group, _ = dist.new_subgroups_by_enumeration(families, timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup), "every rank is in one family"
+    group = mesh.get_group(axes[0]) if len(axes) == 1 else _process_group(mesh, frozenset(axes))
     return Group(ranks, index, group, terms)
+
+
+@functools.lru_cache(maxsize=256)
+def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup | None:
+    """The process group of this rank over several axes; None on a rank outside the mesh. All ranks make all of them."""
+    families: dict[tuple[int, ...], list[int]] = {}
+    shape = abstract(mesh)
+    for coord in shape.coordinates():
+        families.setdefault(tuple(c for n, c in coord.items() if n not in axes), []).append(shape.rank_at(coord))
+    timeout = _timeouts.get(mesh, timedelta(minutes=10))
+    group, _ = dist.new_subgroups_by_enumeration([sorted(family) for family in families.values()], timeout=timeout)
+    return cast("dist.ProcessGroup | None", group)
 
 
 @functools.lru_cache(maxsize=64)
@@ -300,9 +337,8 @@ def permuted(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The same ranks and groups with the mesh dims in another order, for a leaf whose axes are cut in that order."""
     now = abstract(mesh).names
     grid = mesh.mesh.permute([now.index(name) for name in names]).contiguous()
-    if not dist.is_initialized():
-        rank = int(mesh.mesh[tuple(coordinate(mesh).values())])
-        result = _compat.meshless_device_mesh(mesh.device_type, names, grid, rank)
+    if not dist.is_initialized() or not is_member(mesh):
+        result = _compat.meshless_device_mesh(mesh.device_type, names, grid, own_rank())
     else:
         groups = [mesh.get_group(name) for name in names]
         result = DeviceMesh.from_group(groups, mesh.device_type, mesh=grid, mesh_dim_names=names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import tree
 from fsharding.errors import LayoutError, message
-from fsharding.mesh import DATA_AXES
+from fsharding.mesh import DATA_AXES, is_member
 from fsharding.ops import transition
 from fsharding.ops.transition import Step
 from fsharding.sharding import local_of, sharding_of
@@ -63,6 +64,12 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None) -> Tree:
             result[i] = leaf if kinds[i] is None else leaf.to(kinds[i])
             continue
         source, target = sharding_of(leaf), targets[i].simplified()
+        if not is_member(target.mesh):
+            result[i] = target.at_rest(local_of(leaf).to(kinds[i] or leaf.dtype), tuple(leaf.shape))
+            continue
+        if target.assigned:
+            # On the slices of the mesh that own the leaf, it is cut as any other.
+            source, target = replace(source, mesh=target.mesh), target.slice_of_mesh()
         steps = transition.plan_steps(source, target)
         if source.mesh != target.mesh or source.partial or any(a not in DATA_AXES for s in steps for a in s.axes):
             wrong.append(f"{path}: from {source} to {target}")
@@ -79,7 +86,7 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None) -> Tree:
         for batch in _batches(moves) if route else [moves]:
             moved = transition.move([m.local for m in batch], [m.steps for m in batch], mesh, [m.wholes for m in batch])
             for m, local in zip(batch, moved, strict=True):
-                result[m.index] = targets[m.index].simplified().to_dtensor(local, leaves[m.index].shape)
+                result[m.index] = targets[m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
     return tree.unflatten(spec, result)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharding import _compat, boxes, tree
 from fsharding import mesh as meshes
-from fsharding.boxes import Box
+from fsharding.boxes import Box, Grid, Runs
 from fsharding.errors import SpecError, message
 from fsharding.mesh import AbstractMesh, Mesh, abstract, coordinate
 from fsharding.spec import P, PartitionSpec
@@ -37,13 +36,28 @@ class Assigned:
     Attributes:
         axis: the mesh axis whose coordinates own things.
         dim: the tensor dim whose indices are owned, or None when the leaf is owned whole.
-        indices: for each coordinate, the indices that it holds, in the order in which it holds them; with `dim=None`,
-            `(0,)` where the leaf is and `()` where it is not.
+        ranges: for each coordinate, the index ranges that it holds, in the order in which it holds them; with
+            `dim=None`, `((0, 1),)` where the leaf is and `()` where it is not.
     """
 
     axis: str
     dim: int | None
-    indices: tuple[tuple[int, ...], ...]
+    ranges: tuple[Runs, ...]
+
+    @classmethod
+    def indices(cls, axis: str, dim: int, owned: Sequence[Sequence[int]]) -> Assigned:
+        """Ownership by index, in `owned` by coordinate: layers `((0, 2), (1, 3))` on two stages, say."""
+        return cls(axis, dim, tuple(boxes.runs(indices) for indices in owned))
+
+    @classmethod
+    def whole(cls, axis: str, owners: Sequence[int], size: int) -> Assigned:
+        """A leaf that some coordinates of an axis of a given size have whole, and the others not at all."""
+        return cls(axis, None, tuple(((0, 1),) if c in owners else () for c in range(size)))
+
+    @classmethod
+    def parts(cls, axis: str, dim: int, sizes: Sequence[int], pieces: int) -> Assigned:
+        """A fused dim: each of its parts, such as q, k and v, is cut in ceil-chunks over the axis."""
+        return cls(axis, dim, tuple(boxes.parts(sum(sizes), sizes, pieces, c) for c in range(pieces)))
 
 
 @dataclass(frozen=True)
@@ -52,24 +66,25 @@ class NamedSharding:
 
     Attributes:
         mesh: with devices, or abstract.
-        spec: axes by dim.
+        spec: axes by dim. On a dim that is assigned, they cut what a coordinate owns.
         partial: axes whose ranks hold different terms of a sum that has not been taken.
-        assigned: explicit ownership along an axis that the spec does not use.
+        assigned: explicit ownership along axes that the spec does not use, one dim each.
     """
 
     mesh: Mesh
     spec: PartitionSpec = P()
     partial: tuple[str, ...] = ()
-    assigned: Assigned | None = None
+    assigned: tuple[Assigned, ...] = ()
 
     def __post_init__(self) -> None:
-        used = self.spec.all_axes
-        both = [axis for axis in self.partial if axis in used]
-        if self.assigned and self.assigned.axis in used:
-            both.append(self.assigned.axis)
+        used = [*self.spec.all_axes, *self.partial, *(a.axis for a in self.assigned)]
+        both = sorted({axis for axis in used if used.count(axis) > 1})
+        dims = [a.dim for a in self.assigned]
         if both:
             text = f"uses {', '.join(both)} in the spec {self.spec} and again as partial or assigned."
             raise SpecError(message("NamedSharding", text, mend="Give an axis one role."))
+        if len({*dims}) < len(dims):
+            raise SpecError(message("NamedSharding", f"got two assignments of one dim: {dims}.", mend="Give one."))
 
     def axes(self, dim: int) -> tuple[str, ...]:
         """The axes of size above 1 that cut a dim, major first."""
@@ -84,7 +99,38 @@ class NamedSharding:
 
     def drop(self, dim: int = 0) -> NamedSharding:
         """The sharding of one index along a dim, such as one block of a stacked leaf."""
-        return replace(self, spec=self.spec.drop(dim), assigned=None)
+        left = tuple(
+            a if a.dim is None or a.dim < dim else replace(a, dim=a.dim - 1) for a in self.assigned if a.dim != dim
+        )
+        return replace(self, spec=self.spec.drop(dim), assigned=left)
+
+    def slice_of_mesh(self) -> NamedSharding:
+        """Without its assignments: how a leaf is cut on the slice of the mesh that holds it."""
+        return replace(self, assigned=())
+
+    def grid(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> Grid | None:
+        """The index ranges that a rank holds along each dim; None if it holds nothing of the leaf at all.
+
+        Args:
+            shape: global shape.
+            coord: the rank's coordinate by axis; by default this process's, which may be outside the mesh.
+        """
+        if coord is None and not meshes.is_member(self.mesh):
+            return None
+        where = coordinate(self.mesh) if coord is None else coord
+        owned = {a.dim: a.ranges[where.get(a.axis, 0)] for a in self.assigned}
+        if owned.get(None) == ():
+            return None
+        sizes = abstract(self.mesh)
+        grid: list[Runs] = []
+        for dim, size in enumerate(shape):
+            held = owned.get(dim, ((0, size),))
+            pieces = [(sizes.axis_size(axis), where.get(axis, 0)) for axis in self.axes(dim)]
+            if pieces:
+                start, stop = boxes.nested_chunk(boxes.length(held), pieces)
+                held = ((start, stop),) if dim not in owned else boxes.cut_runs(held, start, stop)
+            grid.append(held)
+        return tuple(grid)
 
     def boxes(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> tuple[Box, ...]:
         """The boxes of the global tensor that a rank holds, in the order in which its local tensor has them.
@@ -93,35 +139,23 @@ class NamedSharding:
             shape: global shape.
             coord: the rank's coordinate by axis; by default this process's.
         """
-        where = coordinate(self.mesh) if coord is None else coord
-        sizes = abstract(self.mesh)
-        cuts: list[tuple[tuple[int, int], ...]] = []
-        for dim, size in enumerate(shape):
-            pieces = [(sizes.axis_size(axis), where.get(axis, 0)) for axis in self.axes(dim)]
-            cuts.append((boxes.nested_chunk(size, pieces),))
-        if self.assigned is not None:
-            mine = self.assigned.indices[where.get(self.assigned.axis, 0)]
-            if self.assigned.dim is None:
-                return tuple(product(*cuts)) if mine else ()
-            cuts[self.assigned.dim] = boxes.runs(mine)
-        return tuple(product(*cuts))
+        grid = self.grid(shape, coord)
+        return () if grid is None else tuple(box for box, _ in boxes.grid_boxes(grid))
 
     def box(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> Box:
         """The one box of a sharding without an assignment."""
-        assert self.assigned is None
+        assert not self.assigned
         return self.boxes(shape, coord)[0]
 
     def local_shape(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> tuple[int, ...]:
-        """The shape of a rank's local tensor."""
-        held = self.boxes(shape, coord)
-        if self.assigned is None:
-            return boxes.shape_of(held[0])
-        sizes = boxes.shape_of(replace(self, assigned=None).box(shape, coord))
-        if not sizes:
-            return ()
-        dim = self.assigned.dim or 0
-        length = sum(box[dim][1] - box[dim][0] for box in held)
-        return (*sizes[:dim], length, *sizes[dim + 1 :])
+        """The shape of a rank's local tensor: on a rank that holds nothing, `(0,)` or `(0, ...)`."""
+        grid = self.grid(shape, coord)
+        if grid is not None:
+            return boxes.grid_shape(grid)
+        if coord is None and not meshes.is_member(self.mesh):
+            return (0,)
+        rest = tuple(a for a in self.assigned if a.dim is not None)
+        return (0, *replace(self, assigned=rest).local_shape(shape, coord)[1:])
 
     def device_mesh(self) -> DeviceMesh:
         """The DeviceMesh of this leaf at rest.
@@ -134,15 +168,15 @@ class NamedSharding:
         if isinstance(self.mesh, AbstractMesh):
             text = f"cannot place a tensor on the abstract mesh {self.mesh}."
             raise SpecError(message("NamedSharding", text, mend="Use fs.make_mesh."))
-        return _mesh_at_rest(self.mesh, self.spec, self.assigned.axis if self.assigned else None)
+        return _mesh_at_rest(self.mesh, self.spec, tuple(a.axis for a in self.assigned))
 
     def placements(self) -> tuple[Placement, ...]:
         """DTensor placements on `device_mesh()`, one for each of its dims."""
-        names = _order_at_rest(abstract(self.mesh).names, self.spec, self.assigned.axis if self.assigned else None)
+        names = _order_at_rest(abstract(self.mesh).names, self.spec, tuple(a.axis for a in self.assigned))
         dims = {axis: dim for dim in range(len(self.spec)) for axis in self.spec.axes(dim)}
         return tuple(
             Shard(dims[name]) if name in dims else Partial("sum") if name in self.partial else Replicate()
-            for name in names
+            for name in names or ("dp",)
         )
 
     def to_dtensor(self, local: Tensor, shape: Sequence[int]) -> DTensor:
@@ -159,26 +193,31 @@ class NamedSharding:
         if tuple(local.shape) != want:
             text = f"{self} of a leaf of shape {tuple(shape)} holds {want} here, got {tuple(local.shape)}."
             raise SpecError(message("NamedSharding.to_dtensor", text))
-        size = list(shape)
-        if self.assigned is not None and size:
-            dim = self.assigned.dim or 0
-            where = coordinate(self.mesh).get(self.assigned.axis, 0)
-            held = len(self.assigned.indices[where])
-            size[dim] = held if self.assigned.dim is not None else size[dim] * held
-        return _wrap(local, self.device_mesh(), self.placements(), tuple(size))
+        return self.at_rest(local, self.shape_at_rest(shape))
+
+    def at_rest(self, local: Tensor, size: tuple[int, ...]) -> DTensor:
+        """As `to_dtensor`, from the shape that the DTensor itself has; see `shape_at_rest`."""
+        return _wrap(local, self.device_mesh(), self.placements(), size)
+
+    def shape_at_rest(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The global shape of the DTensor at rest: along assigned dims, what this slice of the mesh holds."""
+        if not self.assigned or not meshes.is_member(self.mesh):
+            return tuple(shape)
+        grid = replace(self, spec=P()).grid(shape)
+        return (0, *shape[1:]) if grid is None else boxes.grid_shape(grid)
 
     def __str__(self) -> str:
         text = f"{self.spec}"
         if self.partial:
             text += f" unreduced over {', '.join(self.partial)}"
         if self.assigned:
-            text += f" assigned over {self.assigned.axis}"
+            text += f" assigned over {', '.join(a.axis for a in self.assigned)}"
         return text
 
 
-def _order_at_rest(names: tuple[str, ...], spec: PartitionSpec, assigned: str | None) -> tuple[str, ...]:
+def _order_at_rest(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]) -> tuple[str, ...]:
     """The mesh dims in an order in which every tuple of the spec reads major first."""
-    order = [name for name in names if name != assigned]
+    order = [name for name in names if name not in assigned]
     for dim in range(len(spec)):
         cut = [axis for axis in spec.axes(dim) if axis in order]
         places = sorted(order.index(axis) for axis in cut)
@@ -188,16 +227,26 @@ def _order_at_rest(names: tuple[str, ...], spec: PartitionSpec, assigned: str | 
 
 
 @functools.lru_cache(maxsize=1024)
-def _mesh_at_rest(mesh: DeviceMesh, spec: PartitionSpec, assigned: str | None) -> DeviceMesh:
+def _mesh_at_rest(mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[str, ...]) -> DeviceMesh:
     names = abstract(mesh).names
     order = _order_at_rest(names, spec, assigned)
     if order == names:
         return mesh
-    if assigned is None:
-        return meshes.permuted(mesh, order)
-    if not order:
-        return _compat.meshless_device_mesh(mesh.device_type, ("dp",), torch.zeros(1, dtype=torch.int64), 0)
-    return mesh[order]
+    kept = tuple(name for name in names if name in order)
+    if kept != names:
+        mesh = _slice_of(mesh, kept)
+    return mesh if order in (kept, ()) else meshes.permuted(mesh, order)
+
+
+def _slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The slice of a mesh with this rank in it; without any axis left, this rank alone."""
+    rank = meshes.own_rank()
+    if not names:
+        return _compat.meshless_device_mesh(mesh.device_type, ("dp",), torch.tensor([rank]), rank)
+    if meshes.is_member(mesh):
+        return mesh[names]
+    grid = mesh.mesh[tuple(slice(None) if name in names else 0 for name in abstract(mesh).names)]
+    return _compat.meshless_device_mesh(mesh.device_type, names, grid, rank)
 
 
 def _wrap(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from fsharding.errors import SpecError, message
 from fsharding.mesh import AXES, unknown_axis
 
-__all__ = ["DEFAULT_RULES", "AxisRules", "Entry", "P", "PartitionSpec"]
+__all__ = ["DEFAULT_RULES", "AxisRules", "DimName", "Entry", "Fused", "P", "PartitionSpec", "rule_name"]
 
 Entry: TypeAlias = str | tuple[str, ...] | None
 
@@ -77,6 +78,31 @@ class PartitionSpec(tuple[Entry, ...]):
 P = PartitionSpec
 
 
+@dataclass(frozen=True)
+class Fused:
+    """The name of a dim that is made of parts, each of which an axis cuts by itself: q, k and v, or gate and up.
+
+    Attributes:
+        name: the dim name, for the rules.
+        sizes: of the parts, in order.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"Fused({self.name!r}, {self.sizes})"
+
+
+DimName: TypeAlias = str | Fused | None
+"""What a model calls a dim; None for one that no rule cuts."""
+
+
+def rule_name(name: DimName) -> str | None:
+    """Under which name the rules speak of a dim."""
+    return name.name if isinstance(name, Fused) else name
+
+
 class AxisRules(Mapping[str, tuple[str, ...]]):
     """Which axes cut each named dim of a model: `AxisRules(layers="pp", embed=("dp", "ep", "cp"), heads="tp")`.
 
@@ -116,10 +142,6 @@ class AxisRules(Mapping[str, tuple[str, ...]]):
     def replace(self, **dims: Entry) -> AxisRules:
         """The same rules with some names changed or added."""
         return AxisRules(**{**self._dims, **dims})
-
-    def missing(self, names: Sequence[str | None]) -> tuple[str, ...]:
-        """The dim names that no rule speaks of."""
-        return tuple(name for name in names if name is not None and name not in self._dims)
 
     def hint(self, name: str) -> str:
         """The edit that mends an unknown dim name."""

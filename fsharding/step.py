@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, policies, random, tree
+from fsharding import _compat, boxes, policies, random, tree
 from fsharding.autodiff import value_and_grad
 from fsharding.boxes import Box
 from fsharding.errors import BatchError, ConfigError, DonatedError, NonFiniteError, message
@@ -151,14 +151,12 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
         if kind == "main" and not leaf.trainable:
             return None
         dtype = layout.param_dtype(leaf) if kind == "params" else layout.precision.main_dtype(leaf.init)
-        parts = [_slice(draw, box) for box in sharding.boxes(leaf.shape)]
-        local = (
-            parts[0]
-            if len(parts) == 1
-            else torch.cat(parts)
-            if parts
-            else torch.empty(sharding.local_shape(leaf.shape))
-        )
+        grid = sharding.grid(leaf.shape)
+        parts = [] if grid is None else [(_slice(draw, box), place) for box, place in boxes.grid_boxes(grid)]
+        local = parts[0][0] if len(parts) == 1 else torch.empty(sharding.local_shape(leaf.shape), dtype=leaf.init)
+        if len(parts) > 1:
+            for part, place in parts:
+                local[place] = part
         main = local.to(layout.precision.main_dtype(leaf.init))
         device = sharding.device_mesh().device_type
         return sharding.to_dtensor(main.to(dtype).to(device), leaf.shape)

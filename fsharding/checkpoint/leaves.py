@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import boxes, tree
-from fsharding.boxes import Box
+from fsharding.boxes import Box, Grid
 from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
 from fsharding.errors import CheckpointError, message
 from fsharding.layout import Layout, LeafLayout
@@ -34,16 +34,14 @@ class Shards:
 
     Attributes:
         shape: global shape.
-        boxes: its boxes, in the order in which the local tensor has them.
+        grid: the index ranges that it holds along each dim; None if it holds nothing.
         local: the local tensor.
-        dim: along which the local tensor has several boxes one after the other.
         sharding: None for a plain tensor, which every rank holds whole.
     """
 
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    grid: Grid | None
     local: Tensor
-    dim: int
     sharding: NamedSharding | None
 
     @property
@@ -54,15 +52,13 @@ class Shards:
 
     def kept(self) -> dict[tuple[int, ...], tuple[Box, Tensor]]:
         """The parts by offset; empty ones only of a leaf that is empty as a whole."""
-        if len(self.boxes) == 1:
-            parts: Sequence[Tensor] = [self.local]
-        else:
-            parts = (
-                self.local.split([boxes.shape_of(box)[self.dim] for box in self.boxes], self.dim) if self.boxes else []
-            )
         empty = not math.prod(self.shape)
-        both = zip(self.boxes, parts, strict=True)
-        return {tuple(start for start, _ in box): (box, x) for box, x in both if boxes.volume(box) or empty}
+        parts = () if self.grid is None else boxes.grid_boxes(self.grid)
+        return {
+            tuple(start for start, _ in box): (box, self.local[place])
+            for box, place in parts
+            if boxes.volume(box) or empty
+        }
 
 
 class Want(NamedTuple):
@@ -123,17 +119,15 @@ def placement(path: str, x: Tensor, layout: Layout) -> tuple[NamedSharding | Non
     for leaf in layout.leaves:
         home = leaf.main if leaf.trainable else leaf.params
         ends = path == param_path(leaf) or (path.startswith("opt_state") and path.endswith(f".{leaf.path}"))
-        if ends and home.assigned is not None and home.local_shape(leaf.shape) == tuple(local_of(x).shape):
+        if ends and home.assigned and home.local_shape(leaf.shape) == tuple(local_of(x).shape):
             return home, leaf.shape
     return sharding_of(x), tuple(x.shape)
 
 
 def staged(shape: tuple[int, ...], sharding: NamedSharding | None, local: Tensor) -> Shards:
     """The shards of a local tensor."""
-    if sharding is None:
-        return Shards(shape, (boxes.full(shape),), local, 0, None)
-    dim = (sharding.assigned.dim if sharding.assigned is not None else 0) or 0
-    return Shards(shape, sharding.boxes(shape), local, dim, sharding)
+    grid = boxes.grid_of(shape) if sharding is None else sharding.grid(shape)
+    return Shards(shape, grid, local, sharding)
 
 
 def objections(named: dict[str, Any], layout: Layout) -> list[str]:

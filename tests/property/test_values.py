@@ -122,30 +122,28 @@ def assigned(draw):
     owners = range(mesh.axis_size(axis))
     if shape and draw(st.booleans()):
         dim = draw(st.integers(0, len(shape) - 1))
-        spec = spec.replace(dim, ())
         of = [draw(st.sampled_from(owners)) for _ in range(shape[dim])]
         order = draw(st.permutations(range(shape[dim])))
         indices = tuple(tuple(i for i in order if of[i] == owner) for owner in owners)
-        return mesh, shape, spec, Assigned(axis, dim, indices)
+        return mesh, shape, spec, Assigned.indices(axis, dim, indices)
     holder = draw(st.sampled_from(owners))
-    return mesh, shape, spec, Assigned(axis, None, tuple((0,) if owner == holder else () for owner in owners))
+    return mesh, shape, spec, Assigned.whole(axis, (holder,), len(owners))
 
 
 @given(assigned())
 def test_explicit_assignments_tile_the_leaf(case):
     mesh, shape, spec, assignment = case
-    sharding = fs.NamedSharding(mesh, spec, assigned=assignment)
+    sharding = fs.NamedSharding(mesh, spec, assigned=(assignment,))
     used = tuple(axis for axis in mesh.names if axis in spec.all_axes or axis == assignment.axis)
     held = {tuple(coord.items()): sharding.boxes(shape, coord) for coord in different(mesh, used)}
     assert boxes.is_tiling([box for found in held.values() for box in found], shape)
     for coord, found in held.items():
         local = sharding.local_shape(shape, dict(coord))
-        if shape or found:
-            assert math.prod(local) == sum(boxes.volume(box) for box in found)
+        assert math.prod(local) == sum(boxes.volume(box) for box in found)
         if assignment.dim is not None:
             order = [i for box in found for i in range(*box[assignment.dim])] if math.prod(shape) else []
-            mine = assignment.indices[dict(coord)[assignment.axis]]
-            assert len(order) in (0, len(mine)) and all(a == b for a, b in zip(order, mine, strict=False))
+            owned = [i for run in assignment.ranges[dict(coord)[assignment.axis]] for i in range(*run)]
+            assert not order or order == owned[(first := owned.index(order[0])) : first + len(order)]
 
 
 @given(st.lists(st.integers(0, 12), max_size=12))

@@ -41,8 +41,8 @@ def test_axes_of_size_one_mean_nothing():
 
 
 def test_a_leaf_can_be_owned_index_by_index():
-    stages = Assigned("dp", 0, ((0, 7), (1, 6), (2, 5), (3, 4)))
-    sharding = fs.NamedSharding(MESH, P(None, "tp"), assigned=stages)
+    stages = Assigned.indices("dp", 0, ((0, 7), (1, 6), (2, 5), (3, 4)))
+    sharding = fs.NamedSharding(MESH, P(None, "tp"), assigned=(stages,))
     assert sharding.boxes((8, 4), {"dp": 0, "tp": 1}) == (((0, 1), (2, 4)), ((7, 8), (2, 4)))
     assert sharding.boxes((8, 4), {"dp": 3, "tp": 0}) == (((3, 5), (0, 2)),)
     assert sharding.local_shape((8, 4), {"dp": 0, "tp": 0}) == (2, 2)
@@ -50,12 +50,35 @@ def test_a_leaf_can_be_owned_index_by_index():
 
 
 def test_a_leaf_can_be_owned_whole():
-    first = fs.NamedSharding(MESH, P("tp"), assigned=Assigned("dp", None, ((0,), (), (), ())))
+    first = fs.NamedSharding(MESH, P("tp"), assigned=(Assigned.whole("dp", (0,), 4),))
     assert first.boxes((4, 3), {"dp": 0, "tp": 1}) == (((2, 4), (0, 3)),)
     assert first.boxes((4, 3), {"dp": 1, "tp": 1}) == ()
     assert first.local_shape((4, 3), {"dp": 0}) == (2, 3) and first.local_shape((4, 3), {"dp": 2}) == (0, 3)
     assert first.boxes((), {"dp": 0}) == ((),) and first.boxes((), {"dp": 1}) == ()
-    assert first.local_shape((), {"dp": 0}) == ()
+    assert first.local_shape((), {"dp": 0}) == () and first.local_shape((), {"dp": 1}) == (0,)
+
+
+def test_the_parts_of_a_fused_dim_are_cut_each():
+    fused = fs.NamedSharding(MESH, P("dp"), assigned=(Assigned.parts("tp", 1, (4, 2, 2), 2),))
+    assert fused.grid((8, 8), {"dp": 1, "tp": 1}) == (((2, 4),), ((2, 4), (5, 6), (7, 8)))
+    assert fused.local_shape((8, 8), {"dp": 1, "tp": 1}) == (2, 4)
+    assert fused.drop(0) == fs.NamedSharding(MESH, P(), assigned=(Assigned.parts("tp", 0, (4, 2, 2), 2),))
+
+
+def test_the_spec_cuts_what_a_coordinate_owns():
+    both = fs.NamedSharding(MESH, P("tp"), assigned=(Assigned.indices("dp", 0, ((0, 3, 4, 7), (), (), (1, 2, 5, 6))),))
+    assert both.boxes((8,), {"dp": 0, "tp": 1}) == (((4, 5),), ((7, 8),))
+    assert both.boxes((8,), {"dp": 3, "tp": 0}) == (((1, 3),),) and both.boxes((8,), {"dp": 1}) == ()
+
+
+def test_two_dims_can_be_assigned():
+    stages, heads = Assigned.indices("dp", 0, ((0, 2), (1, 3), (), ())), Assigned.parts("tp", 1, (2, 2), 2)
+    both = fs.NamedSharding(MESH, assigned=(stages, heads))
+    assert both.boxes((4, 4), {"dp": 0, "tp": 1}) == (
+        ((0, 1), (1, 2)), ((0, 1), (3, 4)), ((2, 3), (1, 2)), ((2, 3), (3, 4))
+    )  # fmt: skip
+    with pytest.raises(SpecError, match="two assignments of one dim"):
+        fs.NamedSharding(MESH, assigned=(stages, Assigned.parts("tp", 0, (2, 2), 2)))
 
 
 def test_placements():
@@ -92,7 +115,7 @@ def test_texts_of_shardings():
     assert str(fs.NamedSharding(MESH, P("dp"))) == "P('dp')"
     assert str(fs.NamedSharding(MESH, P(), ("dp", "tp"))) == "P() unreduced over dp, tp"
     assert (
-        str(fs.NamedSharding(MESH, P("tp"), assigned=Assigned("dp", None, ((0,), (), (), ()))))
+        str(fs.NamedSharding(MESH, P("tp"), assigned=(Assigned.whole("dp", (0,), 4),)))
         == "P('tp') assigned over dp"
     )
 
@@ -101,7 +124,7 @@ def test_an_axis_has_one_role():
     assert refusal(lambda: fs.NamedSharding(MESH, P("dp"), ("dp",))) == (
         "NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role."
     )
-    assert refusal(lambda: fs.NamedSharding(MESH, P("dp"), assigned=Assigned("dp", 0, ((0,), (), (), ())))) == (
+    assert refusal(lambda: fs.NamedSharding(MESH, P("dp"), assigned=(Assigned.indices("dp", 0, ((0,), (), (), ())),))) == (
         "NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role."
     )
 

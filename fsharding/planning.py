@@ -1,0 +1,215 @@
+"""Planning: where each leaf of a model lives, from its named dims, the rules, the strategy and the stages.
+
+In: shapes, dtypes and dim names by path. Out: a `LeafLayout` for each leaf, or one error with all that do not fit.
+Data axes go where a rule puts them, else on the first free dim of a leaf (never on `layers`), minor to any other axis.
+Law: planning needs no memory and no devices, and the boxes of every sharding tile the leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from fsharding.errors import LayoutError, SpecError, message
+from fsharding.mesh import AXES, DATA_AXES, Mesh, abstract
+from fsharding.precision import DTYPES
+from fsharding.sharding import Assigned, NamedSharding
+from fsharding.spec import AxisRules, DimName, Fused, P, rule_name
+from fsharding.stages import Stages, assignment, begins, objection, stage_of
+from fsharding.strategy import Strategy
+
+__all__ = [
+    "LAYERS",
+    "LeafLayout",
+    "NamedLeaf",
+    "check_leaves",
+    "check_stages",
+    "is_trainable",
+    "plan_leaf",
+    "type_text",
+]
+
+
+LAYERS = "layers"
+"""The dim name of stacked units; data axes never cut it, since a unit is gathered whole."""
+
+
+@dataclass(frozen=True)
+class LeafLayout:
+    """One leaf of a layout.
+
+    Attributes:
+        path: its dotted path.
+        shape: global shape.
+        init: the dtype that the model's init gives it.
+        names: dim names, or None.
+        trainable: whether it has gradients and moments.
+        params: where the parameter is.
+        grads: where gradients are accumulated; unreduced over the axes that the strategy does not cut them over.
+        main: where the optimizer's main parameter and moments are, and reduced gradients go.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    init: torch.dtype
+    names: tuple[DimName, ...] | None
+    trainable: bool
+    params: NamedSharding
+    grads: NamedSharding
+    main: NamedSharding
+
+
+NamedLeaf: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, tuple[DimName, ...] | None]
+"""Path, shape, dtype, dim names."""
+
+
+def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, frozen: Sequence[str]) -> None:
+    """Refuses what cannot be planned, with every offending leaf."""
+    wrong = [
+        f"{path} is {type_text(shape, dtype)} but has names {names}"
+        for path, shape, dtype, names in leaves
+        if names is not None and len(names) != len(shape)
+    ]
+    wrong += [
+        f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): its parts have {sum(name.sizes)} of {size}"
+        for path, shape, dtype, names in leaves
+        for dim, (name, size) in enumerate(zip(names or (), shape, strict=False))
+        if isinstance(name, Fused) and sum(name.sizes) != size
+    ]
+    wrong += [
+        f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): one axis at most can cut it, not {', '.join(axes)}"
+        for path, shape, dtype, names in leaves
+        for dim, name in enumerate(names or ())
+        if isinstance(name, Fused)
+        and len(axes := [a for a in _present(rules.get(name.name, ()), mesh) if a not in DATA_AXES]) > 1
+    ]
+    wrong += [
+        f"{path} is {type_text(shape, dtype)}: kernels take {', '.join(map(_name, DTYPES))}, or whole numbers"
+        for path, shape, dtype, _ in leaves
+        if dtype not in DTYPES and (dtype.is_floating_point or dtype.is_complex)
+    ]
+    unused = [entry for entry in frozen if not any(begins(leaf[0], entry) for leaf in leaves)]
+    wrong += [
+        f"frozen path {entry!r} is no leaf; leaves are {', '.join(leaf[0] for leaf in leaves)}" for entry in unused
+    ]
+    if wrong:
+        raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
+    missing: list[str] = []
+    twice: list[str] = []
+    hints: dict[str, str] = {}
+    for path, shape, dtype, names in leaves:
+        called = [rule_name(name) for name in names or ()]
+        for dim, name in enumerate(called):
+            if name is not None and name not in rules:
+                missing.append(
+                    f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}, size {shape[dim]}): no rule {name!r}."
+                )
+                hints.setdefault(name, rules.hint(name))
+        spent: dict[str, list[str]] = {}
+        for dim, name in enumerate(called):
+            for axis in _present(rules.get(name, ()) if name else (), mesh):
+                spent.setdefault(axis, []).append(f"dim {dim} ({name!r}, size {shape[dim]})")
+        twice += [
+            f"{path} is {type_text(shape, dtype)}: axis {axis!r} would cut {' and '.join(where)}."
+            for axis, where in spent.items()
+            if len(where) > 1
+        ]
+    if missing:
+        text = f"has no rule for {len(missing)} dims on mesh {abstract(mesh)}."
+        raise SpecError(message("fs.plan_layout", text, missing, "\n".join(hints.values())))
+    if twice:
+        text = f"cannot spend one axis on two dims of a leaf; {len(twice)} leaves on mesh {abstract(mesh)}."
+        mend = "Give one of the dims another name, with a rule of its own."
+        raise SpecError(message("fs.plan_layout", text, twice, mend))
+
+
+def check_stages(leaves: Sequence[NamedLeaf], mesh: Mesh, stages: Stages) -> None:
+    """Refuses stages that do not fit the leaves and the mesh; all of them are listed."""
+    size = abstract(mesh).axis_size("pp")
+    unused = [entry for entry, _ in stages if not any(begins(leaf[0], entry) for leaf in leaves)]
+    wrong = [f"stages name {entry!r}, which is no leaf" for entry in unused]
+    for path, shape, _, names in leaves if size > 1 else ():
+        owners = stage_of(stages, path)
+        layers = shape[names.index(LAYERS)] if names and LAYERS in names else None
+        if owners is not None and (why := objection(owners, size, layers)):
+            wrong.append(f"{path} {why}")
+    if wrong:
+        mend = "Give each coordinate of pp its layers, each layer once; or the coordinates that have a leaf whole."
+        raise LayoutError(message("fs.plan_layout", f"cannot use the stages on mesh {abstract(mesh)}.", wrong, mend))
+
+
+def type_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """A leaf's type for people, such as `float32[8, 512]`."""
+    return f"{_name(dtype)}{list(shape)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def is_trainable(path: str, dtype: torch.dtype, frozen: Sequence[str]) -> bool:
+    """Whether a leaf has gradients: floating point, and under no frozen path."""
+    return dtype.is_floating_point and not any(begins(path, entry) for entry in frozen)
+
+
+def plan_leaf(
+    leaf: NamedLeaf, trainable: bool, mesh: Mesh, rules: AxisRules, strategy: Strategy, stages: Stages
+) -> LeafLayout:
+    """Where one leaf lives, of which it is known that it fits."""
+    path, shape, init, names = leaf
+    called = [rule_name(name) for name in names or (None,) * len(shape)]
+    by_rule = [_present(rules.get(name, ()) if name else (), mesh) for name in called]
+    fixed = [tuple(a for a in axes if a not in DATA_AXES) for axes in by_rule]
+    data = [tuple(a for a in DATA_AXES if a in axes and a != "replica") for axes in by_rule]
+    spec, assigned = _assign(leaf, fixed, mesh, stages)
+    dim = next((d for d, axes in enumerate(data) if axes), None)
+    if dim is None:
+        free = [d for d in range(len(shape)) if called[d] != LAYERS]
+        dim = next((d for d in free if not fixed[d]), free[-1] if free else None)
+        taken = tuple(a for a in DATA_AXES if a != "replica")
+    else:
+        taken = data[dim]
+
+    def sharding(kind: str, *, unreduced: bool = False) -> NamedSharding:
+        cut = tuple(a for a in (*taken, "replica") if dim is not None and strategy.cut(kind, a))
+        cuts = P(*((*axes, *cut) if d == dim else axes for d, axes in enumerate(spec)))
+        left = (
+            tuple(a for a in AXES if a in DATA_AXES and a not in cut and _leaves_open(a, strategy)) if unreduced else ()
+        )
+        return NamedSharding(mesh, cuts, left, assigned).simplified()
+
+    params, main = sharding("params"), sharding("opt_state")
+    return LeafLayout(path, shape, init, names, trainable, params, sharding("grads", unreduced=True), main)
+
+
+def _assign(
+    leaf: NamedLeaf, fixed: Sequence[tuple[str, ...]], mesh: Mesh, stages: Stages
+) -> tuple[list[tuple[str, ...]], tuple[Assigned, ...]]:
+    """Takes out of the axes by dim those that own explicitly: `pp` by stages, the axis of a fused dim by parts."""
+    path, _, _, names = leaf
+    spec, assigned = list(fixed), list[Assigned]()
+    size, owners = abstract(mesh).axis_size("pp"), stage_of(stages, path)
+    if size > 1 and owners is not None:
+        stack = names.index(LAYERS) if names and LAYERS in names else None
+        assigned.append(assignment(owners, size, stack))
+        spec = [tuple(axis for axis in axes if axis != "pp") for axes in spec]
+    for dim, name in enumerate(names or ()):
+        if isinstance(name, Fused) and spec[dim]:
+            (axis,) = spec[dim]
+            assigned.append(Assigned.parts(axis, dim, name.sizes, abstract(mesh).axis_size(axis)))
+            spec[dim] = ()
+    return spec, tuple(assigned)
+
+
+def _present(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """The axes that the mesh has."""
+    shape = abstract(mesh)
+    return tuple(axis for axis in axes if shape.axis_size(axis) > 1)
+
+
+def _leaves_open(axis: str, strategy: Strategy) -> bool:
+    """Whether accumulated gradients stay unreduced over an axis: reduced once a step rather than once a microbatch."""
+    return axis == "replica" or not strategy.grads
