@@ -25,7 +25,7 @@ from fsharding.mesh import AXES, AbstractMesh, Mesh, abstract, coordinate, data_
 from fsharding.ops.collectives import psum, vary
 from fsharding.precision import FP32, Precision
 from fsharding.sharding import Local, NamedSharding
-from fsharding.spec import DEFAULT_RULES, AxisRules
+from fsharding.spec import DEFAULT_RULES, AxisRules, DimName
 from fsharding.strategy import NO_SHARD, Strategy
 from fsharding.transforms import gather_unit
 from fsharding.tree import Tree
@@ -74,7 +74,7 @@ class Leaf(_Short):
 
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
-    names: tuple[Any, ...] = ()
+    names: tuple[DimName, ...] = ()
     frozen: bool = False
 
     def tensor(self, seed: int = 0) -> Tensor:
@@ -115,12 +115,11 @@ def local_part(whole: Tensor, sharding: NamedSharding, coord: dict[str, int] | N
         sharding: where it lives.
         coord: the rank's coordinate by axis; by default this process's.
     """
-    held = sharding.boxes(whole.shape, coord)
-    if not held:
+    grid = sharding.grid(whole.shape, coord)
+    if grid is None:
         return whole.new_empty(sharding.local_shape(whole.shape, coord))
-    for dim in range(whole.ndim):
-        runs = dict.fromkeys(box[dim] for box in held)
-        whole = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)
+    for dim, runs in enumerate(grid):
+        whole = torch.cat([whole.narrow(dim, 0, 0), *(whole.narrow(dim, a, b - a) for a, b in runs)], dim)
     return whole.clone(memory_format=torch.contiguous_format)
 
 
@@ -129,7 +128,8 @@ def device_mesh(mesh: AbstractMesh) -> DeviceMesh:
     """The mesh with devices of an abstract one, on the ranks that it names. Collective; made once for each mesh."""
     order = (*mesh.names, *(axis for axis in AXES if axis not in mesh.names))
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    return make_mesh(device="cpu", order=order, timeout=_TIMEOUT, **sizes)
+    ranks = mesh.ranks or range(mesh.size)
+    return make_mesh(device="cpu", order=order, timeout=_TIMEOUT, ranks=ranks, **sizes)
 
 
 def _stages() -> dict[str, Any]:
@@ -170,6 +170,7 @@ class Home(_Short):
             precision=self.precision,
             names=tree.map(lambda leaf: leaf.names, leaves),
             frozen=[path for path, leaf in named.items() if leaf.frozen],
+            stages=self.stages,
         )
 
 

@@ -27,7 +27,7 @@ from fsharding.layout import LAYERS, Layout
 from fsharding.mesh import AXES, AbstractMesh
 from fsharding.precision import BF16, FP32, Precision
 from fsharding.sharding import NamedSharding
-from fsharding.spec import DEFAULT_RULES, AxisRules, P, PartitionSpec
+from fsharding.spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec
 from fsharding.strategy import Strategy, hybrid, zero
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase
 from fsharding.tree import Tree
@@ -133,7 +133,14 @@ def shapes(max_dims: int = 3) -> SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def leaves(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS, max_dims: int = 3, layers: int | None = None) -> Leaf:
+def leaves(
+    draw: Draw,
+    dtypes: Sequence[torch.dtype] = _KINDS,
+    max_dims: int = 3,
+    *,
+    layers: int | None = None,
+    fused: bool = True,
+) -> Leaf:
     """Leaves with or without dim names, which fit the rules of `rules()`; shrinks to a 0-d leaf of the first dtype.
 
     Args:
@@ -141,14 +148,17 @@ def leaves(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS, max_dims: int = 3
         dtypes: element types; whole numbers and bools are leaves without gradients.
         max_dims: most dims.
         layers: size of a first dim that is named "layers"; None for a leaf that is no stack.
+        fused: whether a dim may be made of parts that are cut by themselves.
     """
     shape = [draw(_pick(_SIZES)) for _ in range(draw(_upto(max_dims)))]
     dtype = draw(_pick(tuple(dtypes)))
-    names: list[str | None] = []
+    names: list[DimName] = []
     if layers is not None or draw(_flag):
         # At most one name for the data axes and one for tp: an axis cuts one dim of a leaf.
         known = (draw(_pick(_MODEL_NAMES)), draw(_pick(_DATA_NAMES)), *[None] * max_dims)
         names = [known[place] for place in draw(_shuffled(tuple(range(max_dims + 1))))[: len(shape)]]
+    if fused and draw(_flag):
+        names = [_in_parts(draw, name, size) for name, size in zip(names, shape, strict=False)]
     if layers is not None:
         shape, names = [layers, *shape], [LAYERS, *names]
     return Leaf(tuple(shape), dtype, tuple(names), frozen=draw(_flag) and draw(_flag))
@@ -157,8 +167,16 @@ def leaves(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS, max_dims: int = 3
 _leaves = functools.cache(leaves)
 
 
+def _in_parts(draw: Draw, name: DimName, size: int) -> DimName:
+    """The name of a dim that is made of up to three parts, which may be empty."""
+    if name not in _MODEL_NAMES:
+        return name
+    first, second = sorted(draw(_upto(size)) for _ in range(2))
+    return Fused(str(name), (first, second - first, size - second))
+
+
 @st.composite
-def trees(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS) -> Tree:
+def trees(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS, *, fused: bool = True) -> Tree:
     """Dicts of leaves, lists, dicts and NamedTuples, some with a subtree `blocks` of stacked leaves.
 
     Shrinks to `{"a": Leaf()}`.
@@ -166,13 +184,14 @@ def trees(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS) -> Tree:
     Args:
         draw: given by Hypothesis.
         dtypes: element types.
+        fused: whether a dim may be made of parts that are cut by themselves.
     """
-    kinds = tuple(dtypes)
+    plain = _leaves(tuple(dtypes), fused=fused)
 
     def node(depth: int) -> Tree:
         kind = draw(_pick(("leaf", "list", "dict", "pair"))) if depth else "leaf"
         if kind == "leaf":
-            return draw(_leaves(kinds))
+            return draw(plain)
         inner = [node(depth - 1) for _ in range(2 if kind == "pair" else draw(_pick((1, 2))))]
         return Pair(*inner) if kind == "pair" else inner if kind == "list" else dict(zip("xy", inner, strict=False))
 
@@ -180,8 +199,8 @@ def trees(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS) -> Tree:
     if draw(_flag):
         result["b"] = node(1)
     if draw(_flag):
-        layers = draw(_upto(4)) + 1
-        result["blocks"] = {name: draw(_leaves(kinds, 2, layers)) for name in draw(_pick(("w", "wv")))}
+        stacked = _leaves(tuple(dtypes), 2, layers=draw(_upto(4)) + 1, fused=fused)
+        result["blocks"] = {name: draw(stacked) for name in draw(_pick(("w", "wv")))}
     return result
 
 
@@ -193,13 +212,14 @@ def rules(draw: Draw) -> AxisRules:
     """Rules for every name of the drawn leaves; shrinks to the default ones."""
     if not draw(_flag):
         return DEFAULT_RULES
-    stages = draw(_pick(("pp", None)))
-    wide = draw(_shuffled(("tp",) if stages else ("tp", "pp")))
+    layers = draw(_pick(("pp", None)))
+    # One axis, since a dim that is made of parts takes no more.
+    wide = "tp" if layers else draw(_pick(("tp", "pp")))
     return DEFAULT_RULES.replace(
-        layers=stages,
+        layers=layers,
         embed=tuple(draw(_shuffled(("dp", "ep", "cp")))[: draw(_upto(3))]),
         expert=draw(_pick((("ep",), None, ("cp", "dp")))),
-        **{name: tuple(wide) if draw(_flag) else None for name in _MODEL_NAMES},
+        **{name: wide if draw(_flag) else None for name in _MODEL_NAMES},
     )
 
 
@@ -208,7 +228,12 @@ _RULES, _STRATEGIES, _meshes = rules(), strategies(), functools.cache(meshes)
 
 @st.composite
 def homes(
-    draw: Draw, tree: Tree, mesh: AbstractMesh | None = None, precisions: Sequence[Precision] = (FP32, BF16)
+    draw: Draw,
+    tree: Tree,
+    mesh: AbstractMesh | None = None,
+    precisions: Sequence[Precision] = (FP32, BF16),
+    *,
+    stages: bool = True,
 ) -> Home:
     """Homes of a tree: mesh, strategy, rules, precision, stages; shrinks to one rank and zero(0).
 
@@ -217,12 +242,30 @@ def homes(
         tree: of `Leaf`s.
         mesh: by default any of up to 8 ranks.
         precisions: which to choose from.
+        stages: whether layers, or whole subtrees, may have explicit owners along `pp`.
     """
-    return _home(draw, tree, draw(_meshes()) if mesh is None else mesh, tuple(precisions))
+    return _home(draw, tree, draw(_meshes()) if mesh is None else mesh, tuple(precisions), stages)
 
 
-def _home(draw: Draw, tree: Tree, mesh: AbstractMesh, precisions: tuple[Precision, ...]) -> Home:
-    return Home(mesh, draw(_STRATEGIES), draw(_RULES), draw(_pick(precisions)))
+def _home(draw: Draw, tree: Tree, mesh: AbstractMesh, precisions: tuple[Precision, ...], stages: bool = True) -> Home:
+    owners = _stages(draw, tree, mesh.axis_size("pp")) if stages else {}
+    return Home(mesh, draw(_STRATEGIES), draw(_RULES), draw(_pick(precisions)), owners)
+
+
+def _stages(draw: Draw, tree: Tree, size: int) -> dict[str, Any]:
+    """Some subtrees on one stage or on several, layers of stacks on any stage and in any order."""
+    found: dict[str, Any] = {}
+    for name in tree if size > 1 else ():
+        if not draw(_flag):
+            continue
+        if name != "blocks":
+            found[name] = draw(_upto(size - 1))
+            continue
+        layers = next(iter(tree[name].values())).shape[0]
+        owner = [draw(_upto(size - 1)) for _ in range(layers)]
+        order = draw(_shuffled(tuple(range(layers))))
+        found[name] = [[layer for layer in order if owner[layer] == stage] for stage in range(size)]
+    return found
 
 
 @st.composite
@@ -248,13 +291,13 @@ def reshard_cases(draw: Draw, max_ranks: int = 8, *, subsets: bool = True, exact
         draw: given by Hypothesis.
         max_ranks: most ranks.
         subsets: whether the meshes may have some of the ranks only, each others.
-        exact: float32 alone, so that training is exact too.
+        exact: only what `TrainCase` can train: float32, and no explicit owners.
     """
-    tree = draw(_trees((torch.float32,) if exact else _KINDS))
+    tree = draw(_trees((torch.float32,) if exact else _KINDS, fused=not exact))
     precision = FP32 if exact else draw(_pick((FP32, BF16)))
     world = draw(_upto(max_ranks - 1)) + 1 if subsets else None
     where = [draw(_meshes(max_ranks, subset_of=world)) for _ in range(2)]
-    return ReshardCase(tree, *(_home(draw, tree, mesh, (precision,)) for mesh in where))
+    return ReshardCase(tree, *(_home(draw, tree, mesh, (precision,), not exact) for mesh in where))
 
 
 @st.composite
@@ -265,10 +308,10 @@ def train_cases(draw: Draw, max_ranks: int = 8) -> TrainCase:
         draw: given by Hypothesis.
         max_ranks: most ranks.
     """
-    tree = draw(_trees((torch.float32, torch.int64)))
+    tree = draw(_trees((torch.float32, torch.int64), fused=False))
     return TrainCase(
         tree,
-        _home(draw, tree, draw(_meshes(max_ranks)), (FP32,)),
+        _home(draw, tree, draw(_meshes(max_ranks)), (FP32,), stages=False),
         rows=draw(_pick((1, 2, 4, 8))),
         microbatches=draw(_upto(2)) + 1,
         steps=draw(_upto(2)) + 1,
