@@ -20,7 +20,7 @@ from fsharding.mesh import AXES, Mesh, abstract, coordinate
 from fsharding.ops.collectives import psum
 from fsharding.sharding import Local, NamedSharding, local_of, sharding_of
 from fsharding.testing.cases import local_part
-from fsharding.testing.compare import assert_bitwise_equal, assert_trees_close
+from fsharding.testing.compare import compare
 from fsharding.tree import Tree
 
 __all__ = ["assert_adjoint", "assert_matches_reference", "rank_values"]
@@ -128,10 +128,7 @@ def assert_matches_reference(
     theirs = tree.flatten_up_to(spec, want, "assert_matches_reference")
     here = tree.unflatten(spec, [node.value if isinstance(node, Local) else local_of(node) for node in mine])
     parts = tree.unflatten(spec, [_cut(whole, node) for whole, node in zip(theirs, mine, strict=True)])
-    if rtol == 0 and atol == 0:
-        assert_bitwise_equal(here, parts, what)
-    else:
-        assert_trees_close(here, parts, rtol=rtol, atol=atol, what=what)
+    compare("assert_matches_reference", here, parts, what, None if rtol == atol == 0 else (rtol, atol))
 
 
 def _axes(mesh: Mesh) -> tuple[str, ...]:
