@@ -117,15 +117,15 @@ def in_plain_torch(case):
     params = fs.tree.named_leaves(whole_tensors(case.leaves, numbers=True))
     frozen = {path for path, leaf in fs.tree.named_leaves(case.leaves).items() if leaf.frozen}
     trained = [w.requires_grad_() for path, w in params.items() if w.is_floating_point() and path not in frozen]
-    opt = torch.optim.SGD(trained, lr=1 / 16, momentum=0.5) if trained else None
-    losses = []
+    momenta, losses = [torch.zeros_like(w) for w in trained], []
     for number in range(case.steps):
         total, weight = case.loss(params, case.batch(number))
         losses.append((total / weight).item())
-        if opt is not None:
-            opt.zero_grad()
-            (total / weight).backward()
-            opt.step()
+        grads = torch.autograd.grad(total / weight, trained) if trained else ()
+        momenta = [0.5 * m + g for m, g in zip(momenta, grads, strict=True)]
+        with torch.no_grad():
+            for w, m in zip(trained, momenta, strict=True):
+                w -= m / 16
     return {path: w.detach() for path, w in params.items()}, losses
 
 
