@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 from fsharding.layout import LAYERS, Layout
 from fsharding.mesh import AXES, AbstractMesh
 from fsharding.precision import BF16, FP32, Precision
-from fsharding.sharding import NamedSharding
+from fsharding.sharding import Assigned, NamedSharding
 from fsharding.spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec
 from fsharding.strategy import Strategy, hybrid, zero
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase
@@ -111,14 +111,33 @@ def specs(draw: Draw, shape: Sequence[int] | int, mesh: AbstractMesh) -> Partiti
     return P(*(tuple(cut) for cut in cuts[1:]))
 
 
-def shardings(shape: Sequence[int], mesh: AbstractMesh) -> SearchStrategy[NamedSharding]:
+@st.composite
+def shardings(draw: Draw, shape: Sequence[int], mesh: AbstractMesh, *, assigned: bool = True) -> NamedSharding:
     """Shardings of a tensor on a mesh; shrinks to a replicated one.
 
     Args:
+        draw: given by Hypothesis.
         shape: of the tensor.
         mesh: where it lives.
+        assigned: whether the coordinates of one axis may own the leaf, or indices of a dim in any order, explicitly.
     """
-    return specs(shape, mesh).map(lambda spec: NamedSharding(mesh, spec))
+    spec = draw(specs(shape, mesh))
+    free = tuple(axis for axis in mesh.names if axis not in spec.all_axes)
+    if not assigned or not free or not draw(_flag):
+        return NamedSharding(mesh, spec)
+    axis = draw(_pick(free))
+    size, dim = mesh.axis_size(axis), draw(_upto(len(shape))) - 1
+    if dim < 0:
+        return NamedSharding(mesh, spec, (), (Assigned.whole(axis, [draw(_upto(size - 1))], size),))
+    owned = _owned(draw, shape[dim], size)
+    return NamedSharding(mesh, spec, (), (Assigned.indices(axis, dim, owned),))
+
+
+def _owned(draw: Draw, count: int, owners: int) -> list[list[int]]:
+    """Every index below `count` for one of the owners, in any order."""
+    owner = [draw(_upto(owners - 1)) for _ in range(count)]
+    order = draw(_shuffled(tuple(range(count))))
+    return [[index for index in order if owner[index] == this] for this in range(owners)]
 
 
 def strategies() -> SearchStrategy[Strategy]:
@@ -262,9 +281,7 @@ def _stages(draw: Draw, tree: Tree, size: int) -> dict[str, Any]:
             found[name] = draw(_upto(size - 1))
             continue
         layers = next(iter(tree[name].values())).shape[0]
-        owner = [draw(_upto(size - 1)) for _ in range(layers)]
-        order = draw(_shuffled(tuple(range(layers))))
-        found[name] = [[layer for layer in order if owner[layer] == stage] for stage in range(size)]
+        found[name] = _owned(draw, layers, size)
     return found
 
 

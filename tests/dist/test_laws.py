@@ -276,7 +276,7 @@ def is_adjoint(case):
     assert_adjoint(op, dual, x, mesh=mesh, same_in=same_in, same_out=same_out, what=case.op)
 
 
-@examples(80, 1200)
+@examples(120, 1500)
 @given(maps())
 def test_every_collective_has_its_transpose(case):
     on_ranks(is_adjoint, case.mesh.size, case)
@@ -294,7 +294,7 @@ def unit_is_adjoint(leaf, home):
     assert_adjoint(fs.gather_unit, dual, nodes, mesh=mesh, same_in=same, what="gather_unit and scatter_grads")
 
 
-@examples(40, 600)
+@examples(50, 1300)
 @given(draws.leaves([torch.float64]), draws.meshes(), st.data())
 def test_gathering_a_unit_has_its_transpose(leaf, mesh, data):
     on_ranks(unit_is_adjoint, mesh.size, leaf, data.draw(draws.homes({"a": leaf}, mesh, [fs.FP32])))
