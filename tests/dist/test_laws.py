@@ -184,13 +184,17 @@ def save(leaves, home, folder):
     fs.checkpoint.save(folder, some_state(leaves, home))
 
 
-def load(leaves, home, folder, given_opt):
-    layout = layout_here(leaves, home)
-    state = fs.checkpoint.load(folder, layout, opt=optimizer() if given_opt else None)
+def content_is_whole(state, layout):
+    """Every leaf is the part of `some_state` that this layout says, whatever layout it came from."""
     for path, x in content(state).items():
         sharding, shape = placement(path, x, layout)
         whole = value_at(path, shape, x.dtype)
         assert_bitwise_equal(local_of(x), whole if sharding is None else local_part(whole, sharding), path)
+
+
+def load(leaves, home, folder, given_opt):
+    layout = layout_here(leaves, home)
+    content_is_whole(fs.checkpoint.load(folder, layout, opt=optimizer() if given_opt else None), layout)
 
 
 def nodes_of(tree):
