@@ -114,16 +114,19 @@ def test_types_print_as_the_errors_show_them():
 def test_texts_of_shardings():
     assert str(fs.NamedSharding(MESH, P("dp"))) == "P('dp')"
     assert str(fs.NamedSharding(MESH, P(), ("dp", "tp"))) == "P() unreduced over dp, tp"
-    assert str(fs.NamedSharding(MESH, P("tp"), assigned=(Assigned.whole("dp", (0,), 4),))) == "P('tp') assigned over dp"
+    assert (
+        str(fs.NamedSharding(MESH, P("tp"), assigned=(Assigned.whole("dp", (0,), 4),)))
+        == "P('tp') assigned over dp"
+    )
 
 
 def test_an_axis_has_one_role():
     assert refusal(lambda: fs.NamedSharding(MESH, P("dp"), ("dp",))) == (
         "NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role."
     )
-    assert refusal(
-        lambda: fs.NamedSharding(MESH, P("dp"), assigned=(Assigned.indices("dp", 0, ((0,), (), (), ())),))
-    ) == ("NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role.")
+    assert refusal(lambda: fs.NamedSharding(MESH, P("dp"), assigned=(Assigned.indices("dp", 0, ((0,), (), (), ())),))) == (
+        "NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role."
+    )
 
 
 def test_a_local_tensor_of_another_shape_is_refused():
