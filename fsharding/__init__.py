@@ -5,7 +5,7 @@
 
 from fsharding import checkpoint, data, models, ops, optim, policies, random, tree
 from fsharding.autodiff import value_and_grad
-from fsharding.counts import recording
+from fsharding.counts import counting_bytes, recording
 from fsharding.layout import Layout, Memory, plan_layout
 from fsharding.mesh import AbstractMesh, data_position, is_member, make_mesh, set_mesh
 from fsharding.models.base import Model
@@ -24,19 +24,12 @@ from fsharding.optim import (
 )
 from fsharding.precision import BF16, FP16, FP32, LossScale, Precision
 from fsharding.redistribute import redistribute
+from fsharding.reshard import explain_reshard, reshard, shard, unshard
 from fsharding.scan import scan, scan_units, stack_units, unstack_units
 from fsharding.sharding import Assigned, Local, NamedSharding, typeof
 from fsharding.spec import DEFAULT_RULES, AxisRules, Fused, P, PartitionSpec
-from fsharding.step import (
-    Metrics,
-    TrainState,
-    init_state,
-    main_params,
-    make_train_step,
-    model_loss,
-    spread_main,
-    state_bytes,
-)
+from fsharding.state import TrainState, init_state, main_params, spread_main, state_bytes
+from fsharding.step import Metrics, make_train_step, model_loss
 from fsharding.strategy import (
     HFSDP,
     HSDP,
@@ -56,10 +49,11 @@ __all__ = [
     "BF16", "DEFAULT_RULES", "FP16", "FP32", "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS",
     "OPTIM_GRADS_PARAMS", "P", "AbstractMesh", "Assigned", "AxisRules", "Fused", "GradientTransformation", "Layout",
     "Local", "LossScale", "Memory", "Metrics", "Model", "NamedSharding", "PartitionSpec", "Precision", "Strategy",
-    "TrainState", "adamw", "apply_updates", "chain", "checkpoint", "clip_by_global_norm", "constant", "data",
-    "data_position", "gather_unit", "global_norm", "hybrid", "init_state", "is_member", "linear", "main_params",
-    "make_mesh", "make_train_step", "masked", "model_loss", "models", "ops", "optim", "parse_strategy",
-    "plan_layout", "policies", "random", "recording", "redistribute", "remat", "run_ranks", "scan", "scan_units",
-    "scatter_grads", "select_unit", "set_mesh", "sgd", "spread_main", "stack_units", "state_bytes", "tree",
-    "typeof", "unstack_units", "value_and_grad", "warmup_cosine", "zero",
+    "TrainState", "adamw", "apply_updates", "chain", "checkpoint", "clip_by_global_norm", "constant",
+    "counting_bytes", "data", "data_position", "explain_reshard", "gather_unit", "global_norm", "hybrid",
+    "init_state", "is_member", "linear", "main_params", "make_mesh", "make_train_step", "masked", "model_loss",
+    "models", "ops", "optim", "parse_strategy", "plan_layout", "policies", "random", "recording", "redistribute",
+    "remat", "reshard", "run_ranks", "scan", "scan_units", "scatter_grads", "select_unit", "set_mesh", "sgd",
+    "shard", "spread_main", "stack_units", "state_bytes", "tree", "typeof", "unshard", "unstack_units",
+    "value_and_grad", "warmup_cosine", "zero",
 ]  # fmt: skip

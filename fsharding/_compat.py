@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "all_gather_flat",
+    "drop_local",
     "foreach_add",
     "foreach_add_",
     "foreach_copy_",
@@ -28,6 +31,7 @@ __all__ = [
     "fused_adamw_",
     "in_functorch",
     "local_tensor",
+    "make_dtensor",
     "meshless_device_mesh",
     "reduce_scatter_flat",
     "set_group_timeout",
@@ -73,6 +77,22 @@ def foreach_zero_(xs: Sequence[Tensor]) -> None:
 def local_tensor(x: DTensor) -> Tensor:
     """The local tensor of a DTensor itself, without the view and the graph node that `to_local` makes."""
     return x._local_tensor
+
+
+def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]) -> DTensor:
+    """A DTensor of a local tensor as it stands: `from_local` takes the shape `()` for none given, and is slower."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    meta = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def drop_local(x: DTensor) -> None:
+    """Leaves a DTensor without its local tensor, whose memory is free when nobody else has it."""
+    x._local_tensor = x._local_tensor.new_empty(0)
 
 
 def storage_id(x: Tensor) -> int:

@@ -30,10 +30,14 @@ __all__ = [
     "meet",
     "nested_chunk",
     "overlap",
+    "overlap_shape",
+    "overlap_slices",
+    "overlap_volume",
     "parts",
     "relative",
     "runs",
     "shape_of",
+    "split_overlap",
     "volume",
 ]
 
@@ -186,6 +190,53 @@ def overlap(a: Grid, b: Grid) -> Overlap | None:
     """What two grids share, dim by dim; None when that is empty."""
     shared = tuple(meet(x, y) for x, y in zip(a, b, strict=True))
     return shared if all(shared) else None
+
+
+def overlap_shape(shared: Overlap | None) -> tuple[int, ...] | None:
+    """The shape of what two grids share."""
+    return None if shared is None else tuple(sum(n for _, _, n in dim) for dim in shared)
+
+
+def overlap_volume(shared: Overlap) -> int:
+    """How many elements two grids share."""
+    return math.prod(sum(n for _, _, n in dim) for dim in shared)
+
+
+def overlap_slices(shared: Overlap) -> tuple[tuple[tuple[slice, ...], tuple[slice, ...], tuple[slice, ...]], ...]:
+    """The boxes of an overlap as slices: of the one local tensor, of the other, and of a dense tensor of both."""
+    dims: list[list[tuple[slice, slice, slice]]] = []
+    for shared_dim in shared:
+        start, dim = 0, list[tuple[slice, slice, slice]]()
+        for a, b, n in shared_dim:
+            dim.append((slice(a, a + n), slice(b, b + n), slice(start, start + n)))
+            start += n
+        dims.append(dim)
+    return tuple(
+        (tuple(x for x, _, _ in p), tuple(y for _, y, _ in p), tuple(z for *_, z in p)) for p in product(*dims)
+    )
+
+
+def split_overlap(shared: Overlap, most: int) -> tuple[Overlap, ...]:
+    """Cuts an overlap, along its first dims, into parts of at most `most` elements."""
+    size = overlap_volume(shared)
+    if size <= most:
+        return (shared,)
+    dim = next(d for d, ranges in enumerate(shared) if sum(n for _, _, n in ranges) > 1)
+    total = sum(n for _, _, n in shared[dim])
+    pieces = min(total, -(-size // most))
+    ranges_by_part = [_cut_overlap(shared[dim], *chunk(total, pieces, i)) for i in range(pieces)]
+    smaller = [(*shared[:dim], ranges, *shared[dim + 1 :]) for ranges in ranges_by_part if ranges]
+    return tuple(part for one in smaller for part in split_overlap(one, most))
+
+
+def _cut_overlap(ranges: tuple[tuple[int, int, int], ...], start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
+    result: list[tuple[int, int, int]] = []
+    place = 0
+    for a, b, n in ranges:
+        first, last = max(start - place, 0), min(stop - place, n)
+        result += [(a + first, b + first, last - first)] if first < last else []
+        place += n
+    return tuple(result)
 
 
 def is_tiling(boxes: Iterable[Box], shape: Sequence[int]) -> bool:

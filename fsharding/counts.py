@@ -1,6 +1,7 @@
-"""What a step did, as the ledger saw it: gathers, reductions, and the most that was alive at once.
+"""What a step did, as the ledger saw it: gathers, reductions, the most that was alive at once; and the bytes sent.
 
-In: nothing but what the ledger writes. Out: one `Counts` for each `value_and_grad` call inside a `recording` block.
+In: nothing but what the ledger and the wire write. Out: one `Counts` for each `value_and_grad` call inside a
+`recording` block, and the `Traffic` of a `counting_bytes` block.
 Law: the counts are those of torch's own `CommDebugMode`, and the peak is that of the storages themselves.
 """
 
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-__all__ = ["Counts", "record", "recording"]
+__all__ = ["Counts", "Traffic", "counting_bytes", "record", "record_sent", "recording"]
 
 
 def _names() -> list[str]:
@@ -53,3 +54,37 @@ def record(counts: Counts) -> None:
     """Hands the counts of a finished call to every `recording` around it."""
     for seen in _recorders.get():
         seen.append(counts)
+
+
+@dataclass
+class Traffic:
+    """What this rank sent to others.
+
+    Attributes:
+        bytes: payload bytes; what a collective library adds is not seen.
+        messages: collectives, or single sends.
+    """
+
+    bytes: int = 0
+    messages: int = 0
+
+
+_meters: ContextVar[tuple[Traffic, ...]] = ContextVar("fsharding_meters", default=())
+
+
+@contextmanager
+def counting_bytes() -> Generator[Traffic]:
+    """Counts what this rank sends to other ranks inside the `with` block, by whatever function of the library."""
+    traffic = Traffic()
+    token = _meters.set((*_meters.get(), traffic))
+    try:
+        yield traffic
+    finally:
+        _meters.reset(token)
+
+
+def record_sent(size: int) -> None:
+    """Adds a message of so many bytes to every `counting_bytes` around it."""
+    for traffic in _meters.get():
+        traffic.bytes += size
+        traffic.messages += 1

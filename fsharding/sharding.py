@@ -26,7 +26,7 @@ from fsharding.errors import SpecError, message
 from fsharding.mesh import AbstractMesh, Mesh, abstract, coordinate
 from fsharding.spec import P, PartitionSpec
 
-__all__ = ["Assigned", "LeafType", "Local", "NamedSharding", "local_of", "sharding_of", "to_local", "typeof"]
+__all__ = ["Assigned", "LeafType", "Local", "NamedSharding", "like", "local_of", "sharding_of", "to_local", "typeof"]
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class NamedSharding:
 
     def at_rest(self, local: Tensor, size: tuple[int, ...]) -> DTensor:
         """As `to_dtensor`, from the shape that the DTensor itself has; see `shape_at_rest`."""
-        return _wrap(local, self.device_mesh(), self.placements(), size)
+        return _compat.make_dtensor(local.detach(), self.device_mesh(), self.placements(), size)
 
     def shape_at_rest(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The global shape of the DTensor at rest: along assigned dims, what this slice of the mesh holds."""
@@ -247,15 +247,6 @@ def _slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
         return mesh[names]
     grid = mesh.mesh[tuple(slice(None) if name in names else 0 for name in abstract(mesh).names)]
     return _compat.meshless_device_mesh(mesh.device_type, names, grid, rank)
-
-
-def _wrap(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * max(size, 1))
-    stride = tuple(strides) if shape else ()
-    with torch.no_grad():
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def sharding_of(x: DTensor) -> NamedSharding:
@@ -325,6 +316,11 @@ def to_local(x: DTensor) -> Local:
 def local_of(x: Tensor) -> Tensor:
     """The local tensor of a DTensor, without history; another tensor is its own."""
     return _compat.local_tensor(x).detach() if isinstance(x, DTensor) else x
+
+
+def like(x: DTensor, local: Tensor) -> DTensor:
+    """Another local tensor in the place of a DTensor's: same shape, same sharding."""
+    return _compat.make_dtensor(local.detach(), x.device_mesh, x.placements, tuple(x.shape))
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,14 @@ all ranks, the state as before; under fp16 it is skipped and the scale halved. L
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, boxes, policies, random, tree
+from fsharding import _compat, policies, tree
 from fsharding.autodiff import value_and_grad
-from fsharding.boxes import Box
-from fsharding.errors import BatchError, ConfigError, DonatedError, NonFiniteError, message
+from fsharding.errors import BatchError, ConfigError, NonFiniteError, message
 from fsharding.layout import Layout
 from fsharding.mesh import AXES, abstract, axis_group, data_axes
 from fsharding.ops import wire
@@ -26,77 +23,14 @@ from fsharding.optim.apply import apply_updates
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update
 from fsharding.optim.clip import global_norm
 from fsharding.policies import Policy
-from fsharding.precision import Precision, ScaleState
-from fsharding.random import Draw
-from fsharding.redistribute import redistribute
+from fsharding.precision import Precision
 from fsharding.scan import scan_units
-from fsharding.sharding import NamedSharding, local_of
+from fsharding.sharding import local_of
+from fsharding.state import TrainState, main_params, spread_main
 from fsharding.transforms import gather_unit, select_unit
 from fsharding.tree import Tree
 
-__all__ = [
-    "Metrics",
-    "TrainState",
-    "init_params",
-    "init_state",
-    "main_params",
-    "make_train_step",
-    "model_loss",
-    "spread_main",
-    "state_bytes",
-]
-
-
-@dataclass
-class TrainState:
-    """Everything that a run carries from step to step: a pytree whose layout is static data.
-
-    Attributes:
-        step: number of updates so far (int64, 0-d, on the CPU).
-        params: tree of DTensors, in `layout.params`.
-        main: main parameters in `layout.main` where they are kept apart, else None.
-        opt_state: the optimizer's state.
-        loss_scale: dynamic loss scale, or None.
-        key: random key (int64[2], on the CPU); each step folds its number in.
-        layout: where all of it lives.
-    """
-
-    step: Tensor
-    params: Tree
-    main: Tree
-    opt_state: Tree
-    loss_scale: ScaleState | None
-    key: Tensor
-    layout: Layout
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _FIELDS:
-            text = f"got a state that was donated: its {name} is gone."
-            mend = "Use the state that the step returned, or make the step with donate=False."
-            raise DonatedError(message("TrainState", text, mend=mend))
-        raise AttributeError(name)
-
-    def replace(self, **changes: Any) -> TrainState:
-        """A state with some fields changed."""
-        return TrainState(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
-
-    def donate(self) -> TrainState:
-        """Hands everything over to a new state; this one raises `DonatedError` from now on."""
-        taken = self.replace()
-        for name in _FIELDS:
-            delattr(self, name)
-        return taken
-
-
-_FIELDS = tuple(f.name for f in fields(TrainState))
-_CHILDREN = _FIELDS[:-1]
-
-tree.register_node(
-    TrainState,
-    lambda s: ([getattr(s, name) for name in _CHILDREN], s.layout, _CHILDREN),
-    lambda layout, children: TrainState(*children, layout=layout),
-    fields=True,
-)
+__all__ = ["Metrics", "make_train_step", "model_loss"]
 
 
 class Metrics(NamedTuple):
@@ -135,80 +69,6 @@ def model_loss(
         return model.head(gather_unit(head), x, batch)
 
     return loss_fn
-
-
-def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
-    """Evaluates each rank's slice of lazy draws.
-
-    Args:
-        draws: tree of `Draw`s, or of whole tensors.
-        layout: where leaves go.
-        kind: "params" (in their dtype at rest) or "main" (main copies, None for frozen leaves).
-    """
-
-    def place(draw: Any, leaf: Any) -> DTensor | None:
-        sharding: NamedSharding = getattr(leaf, kind)
-        if kind == "main" and not leaf.trainable:
-            return None
-        dtype = layout.param_dtype(leaf) if kind == "params" else layout.precision.main_dtype(leaf.init)
-        grid = sharding.grid(leaf.shape)
-        parts = [] if grid is None else [(_slice(draw, box), place) for box, place in boxes.grid_boxes(grid)]
-        local = parts[0][0] if len(parts) == 1 else torch.empty(sharding.local_shape(leaf.shape), dtype=leaf.init)
-        if len(parts) > 1:
-            for part, place in parts:
-                local[place] = part
-        main = local.to(layout.precision.main_dtype(leaf.init))
-        device = sharding.device_mesh().device_type
-        return sharding.to_dtensor(main.to(dtype).to(device), leaf.shape)
-
-    leaves = tree.flatten_up_to(layout.structure, draws, "fs.init_state")
-    return tree.unflatten(layout.structure, [place(d, leaf) for d, leaf in zip(leaves, layout.leaves, strict=True)])
-
-
-def _slice(draw: Any, box: Box) -> Tensor:
-    if isinstance(draw, Draw):
-        return draw.slice(box)
-    return draw[tuple(slice(a, b) for a, b in box)].clone(memory_format=torch.contiguous_format)
-
-
-def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:
-    """The first state of a run. Each rank draws only its own slices; the values are bitwise the same in every layout.
-
-    Args:
-        model: a `Model`, or a function `key -> tree of Draws or tensors`.
-        opt: the optimizer.
-        key: random key.
-        layout: where everything goes.
-    """
-    init_key, run_key = random.split(key).unbind(0)
-    draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
-    params = init_params(draws, layout)
-    main = init_params(draws, layout, "main") if layout.has_main else None
-    opt_state = opt.init(main if main is not None else main_params(params, layout))
-    scale = layout.precision.init_scale()
-    return TrainState(torch.zeros((), dtype=torch.int64), params, main, opt_state, scale, run_key.clone(), layout)
-
-
-def main_params(params: Tree, layout: Layout) -> Tree:
-    """Main parameters where the params hold them: slices (views) in `layout.main`; None for frozen leaves."""
-    kept = [p if leaf.trainable else None for p, leaf in zip(tree.leaves(params), layout.leaves, strict=True)]
-    pruned = tree.unflatten(layout.structure, kept)
-    return redistribute(pruned, layout.main)
-
-
-def spread_main(main: Tree, params: Tree, layout: Layout) -> Tree:
-    """Parameters from updated main parameters: cast, and gathered once where they are less cut; frozen leaves stay."""
-    targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
-    dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
-    flat = tree.flatten_up_to(layout.structure, main, "fs.spread_main")
-    merged = [p if m is None else m for p, m in zip(tree.leaves(params), flat, strict=True)]
-    values, where, kinds = (tree.unflatten(layout.structure, x) for x in (merged, targets, dtypes))
-    return redistribute(values, where, dtypes=kinds)
-
-
-def state_bytes(state: Tree) -> int:
-    """Bytes of all local tensors of a tree."""
-    return sum(local_of(x).nbytes for x in tree.leaves(state) if isinstance(x, Tensor))
 
 
 def make_train_step(

@@ -32,7 +32,8 @@ from fsharding.models.decoder import decoder
 from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import Recipe, recipe
 from fsharding.show import plot_loss, read_metrics, require_matplotlib
-from fsharding.step import Metrics, TrainState, init_state, make_train_step, state_bytes
+from fsharding.state import TrainState, init_state, state_bytes
+from fsharding.step import Metrics, make_train_step
 from fsharding.strategy import parse_strategy
 
 __all__ = ["PRECISIONS", "TrainConfig", "check", "train"]

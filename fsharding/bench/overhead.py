@@ -29,7 +29,8 @@ from fsharding.errors import ConfigError, message
 from fsharding.layout import plan_layout
 from fsharding.mesh import make_mesh
 from fsharding.scan import scan_units
-from fsharding.step import init_state, make_train_step
+from fsharding.state import init_state
+from fsharding.step import make_train_step
 from fsharding.strategy import zero
 
 __all__ = ["OverheadConfig", "overhead"]

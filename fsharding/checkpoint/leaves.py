@@ -23,7 +23,7 @@ from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
 from fsharding.errors import CheckpointError, message
 from fsharding.layout import Layout, LeafLayout
 from fsharding.sharding import NamedSharding, local_of, sharding_of
-from fsharding.step import TrainState, main_params
+from fsharding.state import TrainState, main_params, owner_of
 
 __all__ = ["Shards", "Want", "content", "digest", "objections", "owner", "param_path", "placement", "staged"]
 
@@ -116,10 +116,11 @@ def placement(path: str, x: Tensor, layout: Layout) -> tuple[NamedSharding | Non
     """Where a leaf is and its global shape. An explicit assignment is known to the layout alone, not to the DTensor."""
     if not isinstance(x, DTensor):
         return None, tuple(x.shape)
-    for leaf in layout.leaves:
+    named = {param_path(leaf): leaf for leaf in layout.leaves}
+    leaf = named.get(path) or owner_of(path, x, layout)
+    if leaf is not None:
         home = leaf.main if leaf.trainable else leaf.params
-        ends = path == param_path(leaf) or (path.startswith("opt_state") and path.endswith(f".{leaf.path}"))
-        if ends and home.assigned and home.local_shape(leaf.shape) == tuple(local_of(x).shape):
+        if home.assigned and home.shape_at_rest(leaf.shape) == tuple(x.shape):
             return home, leaf.shape
     return sharding_of(x), tuple(x.shape)
 

@@ -26,7 +26,7 @@ from fsharding.mesh import AbstractMesh
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
 from fsharding.sharding import NamedSharding
-from fsharding.step import TrainState, spread_main
+from fsharding.state import TrainState, spread_main
 from fsharding.tree import Tree
 
 __all__ = ["load"]

@@ -23,7 +23,7 @@ from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.structure import describe
 from fsharding.errors import CheckpointError, message
 from fsharding.sharding import local_of
-from fsharding.step import TrainState
+from fsharding.state import TrainState
 
 __all__ = ["save"]
 

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding.counts import record_sent
 from fsharding.mesh import Group
 
 __all__ = [
     "Pending",
     "algorithm",
+    "exchange_bytes",
     "exchange_rows",
     "gather_rows",
     "PendingSum",
@@ -105,6 +107,7 @@ def gather_rows(rows: Tensor, group: Group) -> Pending:
     chosen = _choose(rows, group)
     if chosen == "exchange":
         return exchange_rows(rows[group.index].expand_as(rows).contiguous(), rows, group)
+    record_sent((group.size - 1) * rows[0].nbytes)
     if chosen == "p2p":
         works: list[dist.Work] = []
         for step in range(1, group.size):
@@ -137,6 +140,7 @@ def exchange_rows(send: Tensor, received: Tensor, group: Group) -> Pending:
     if group.process_group is None:
         received.copy_(send)
         return Pending()
+    record_sent((group.size - 1) * send[0].nbytes)
     if group.order == tuple(range(group.size)):
         return Pending((_all_to_all(received, send, group),), (send,))
     members = [group.order.index(i) for i in range(group.size)]
@@ -150,12 +154,30 @@ def _all_to_all(out: Tensor, x: Tensor, group: Group) -> dist.Work:
     return _started(dist.all_to_all_single(out, x, group=group.process_group, async_op=True))
 
 
+def exchange_bytes(
+    send: Tensor, received: Tensor, out: Sequence[int], come: Sequence[int], group: dist.ProcessGroup
+) -> Pending:
+    """Starts an all-to-all of flat buffers with pieces of any sizes.
+
+    Args:
+        send: uint8, the pieces for all members in rank order.
+        received: uint8, for the pieces of all members in rank order.
+        out: bytes to each member.
+        come: bytes from each member.
+        group: who takes part.
+    """
+    record_sent(send.numel() - out[dist.get_rank(group)])
+    work = dist.all_to_all_single(received, send, list(come), list(out), group=group, async_op=True)
+    return Pending((_started(work),), (send, received))
+
+
 def send_receive(x: Tensor, out: Tensor, group: Group, *, target: int | None, source: int | None) -> Pending:
     """Starts to send `x` to one member and to receive `out` from another; None for nobody."""
     works: list[dist.Work] = []
     if source is not None and source != group.index:
         works.append(_started(dist.irecv(out, group.ranks[source], group.process_group)))
     if target is not None and target != group.index:
+        record_sent(x.nbytes)
         works.append(_started(dist.isend(x, group.ranks[target], group.process_group)))
     if source == group.index:
         out.copy_(x)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding import sharding, tree
 from fsharding.optim.base import shardings_of
 from fsharding.redistribute import redistribute
 from fsharding.sharding import local_of, sharding_of
@@ -42,7 +42,7 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
             moved.append(leaf)
             continue
         new = _add(local_of(part), local_of(delta), donate)
-        moved.append(sharding_of(part).to_dtensor(new, tuple(leaf.shape)) if isinstance(leaf, DTensor) else new)
+        moved.append(sharding.like(part, new) if isinstance(part, DTensor) else new)
     return redistribute(tree.unflatten(spec, moved), shardings_of(params))
 
 

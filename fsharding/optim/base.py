@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding import sharding, tree
 from fsharding.errors import TreeError, message
 from fsharding.sharding import local_of, sharding_of
 from fsharding.tree import Tree
@@ -166,10 +166,7 @@ def local_leaves(values: Tree) -> list[Tensor]:
 def like(values: Tree, local: Sequence[Tensor]) -> Tree:
     """A tree sharded as `values`, made of other local tensors."""
     leaves, spec = tree.flatten(values)
-    wrapped = [
-        sharding_of(x).to_dtensor(new, tuple(x.shape)) if isinstance(x, DTensor) else new
-        for x, new in zip(leaves, local, strict=True)
-    ]
+    wrapped = [sharding.like(x, new) if isinstance(x, DTensor) else new for x, new in zip(leaves, local, strict=True)]
     return tree.unflatten(spec, wrapped)
 
 

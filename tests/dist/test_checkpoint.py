@@ -21,7 +21,7 @@ from fsharding.checkpoint.leaves import staged
 from fsharding.errors import CheckpointError, RankError
 from fsharding.precision import ScaleState
 from fsharding.sharding import Assigned, local_of, sharding_of
-from fsharding.step import main_params, spread_main
+from fsharding.state import main_params, spread_main
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 LAYOUTS = {

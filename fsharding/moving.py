@@ -1,0 +1,290 @@
+"""What a reshard moves: every leaf of a state or tree with where it is, where it goes, and how to put it back together.
+
+In: a `TrainState` and a `Layout`, two layouts, or a tree and shardings. Out: a `Moving` for each leaf.
+Parameters are read where most ranks have them already: from `params` where these hold the values that are asked for,
+else from the main copy. Law: whatever is derived from the main parameters is what a step would have derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import routes, tree
+from fsharding.errors import LayoutError, message
+from fsharding.layout import Layout
+from fsharding.mesh import AbstractMesh, Mesh, abstract
+from fsharding.planning import LeafLayout, type_text
+from fsharding.routes import Leaf
+from fsharding.sharding import Local, NamedSharding, local_of, sharding_of
+from fsharding.state import TrainState, owner_of
+from fsharding.tree import Tree
+
+__all__ = [
+    "Moving",
+    "Rebuild",
+    "check_same_model",
+    "devices",
+    "home",
+    "let_go",
+    "of_layouts",
+    "of_state",
+    "of_tree",
+    "shardings",
+]
+
+_FUNCTION = "fs.reshard"
+Rebuild = Callable[[Sequence[Tensor]], Any]
+
+
+@dataclass
+class Moving:
+    """One leaf.
+
+    Attributes:
+        path: its dotted path.
+        shape: global shape.
+        source: where it is.
+        target: where it goes; for a plain tensor on every rank of a mesh, `P()` on that mesh.
+        dtype: of the result; a cast is done before anything is sent.
+        value: this rank's local tensor; None when only the plan is wanted.
+        plain: a tensor that is no DTensor and stays on the CPU.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    source: NamedSharding
+    target: NamedSharding
+    dtype: torch.dtype
+    value: Tensor | None = None
+    plain: bool = False
+
+    @property
+    def leaf(self) -> Leaf:
+        """What the plan needs of it."""
+        source, target = (replace(s, mesh=abstract(s.mesh)) for s in (self.source, self.target))
+        return Leaf(self.shape, self.dtype.itemsize, source, target)
+
+
+# ------------------------------------------------------------------------------------------------------------- a state
+
+
+def check_same_model(a: Layout, b: Layout) -> None:
+    """Refuses two layouts that cannot hold the same state; every leaf that differs is listed.
+
+    Raises:
+        LayoutError: other leaves, shapes, frozen leaves, or dtypes of main parameters and moments.
+    """
+    ours, theirs = ({leaf.path: leaf for leaf in layout.leaves} for layout in (a, b))
+    rows = [f"params.{path}: only in the state" for path in ours if path not in theirs]
+    rows += [f"params.{path}: only in the layout" for path in theirs if path not in ours]
+    for path, old in ours.items():
+        new = theirs.get(path)
+        if new is None:
+            continue
+        was, now = type_text(old.shape, old.init), type_text(new.shape, new.init)
+        if was != now:
+            rows.append(f"params.{path}: {was} in the state, {now} in the layout")
+        elif old.trainable != new.trainable:
+            rows.append(f"params.{path}: {'trained' if old.trainable else 'frozen'} in the state, not in the layout")
+    kinds = sorted({leaf.init for leaf in a.leaves if leaf.init.is_floating_point}, key=str)
+    for kind in kinds:
+        for what, of in (("main parameters", "main_dtype"), ("moments", "moment_dtype")):
+            was, now = (getattr(x.precision, of)(x.precision.main_dtype(kind)) for x in (a, b))
+            if was != now:
+                rows.append(f"{what} of {kind} leaves: {was} in the state, {now} in the layout")
+    if rows:
+        mend = "Plan the layout with the model, frozen leaves and precision of the state; cast in a step of its own."
+        raise LayoutError(message(_FUNCTION, "cannot move a state to the layout of another one.", rows, mend))
+
+
+def _parameter(old: LeafLayout, new: LeafLayout, a: Layout, b: Layout, params: Any, main: Any) -> list[Moving]:
+    """A parameter, and its main copy where the new layout keeps one apart."""
+    kept = a.param_dtype(old), old.params, params
+    full = (a.precision.main_dtype(old.init), old.main, main) if a.has_main and old.trainable else kept
+
+    def moving(
+        name: str, have: tuple[torch.dtype, NamedSharding, Any], to: NamedSharding, dtype: torch.dtype
+    ) -> Moving:
+        path = f"{name}.{new.path}" if new.path else name
+        return Moving(path, new.shape, have[1], to, dtype, None if have[2] is None else local_of(have[2]))
+
+    wanted = b.param_dtype(new)
+    moved = [moving("params", kept if kept[0] == wanted else full, new.params, wanted)]
+    if b.has_main and new.trainable:
+        moved.append(moving("main", full, new.main, b.precision.main_dtype(new.init)))
+    return moved
+
+
+def of_layouts(a: Layout, b: Layout, state: TrainState | None = None) -> list[Moving]:
+    """The parameters of a state in `a` on their way to `b`, main copies after each; with values if there is a state."""
+    check_same_model(a, b)
+    params = [None] * len(a.leaves) if state is None else tree.leaves(state.params)
+    if state is None or state.main is None:
+        main: list[Any] = [None] * len(a.leaves)
+    else:
+        main = tree.flatten_up_to(a.structure, state.main, _FUNCTION)
+    news = {leaf.path: leaf for leaf in b.leaves}
+    pairs = zip(a.leaves, params, main, strict=True)
+    return [m for old, p, copy in pairs for m in _parameter(old, news[old.path], a, b, p, copy)]
+
+
+def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
+    """Every leaf of a state on its way to a layout, and what makes the new state of the moved local tensors.
+
+    Raises:
+        LayoutError: the layout is of another model.
+        DonatedError: the state was donated.
+    """
+    old = state.layout
+    moved = of_layouts(old, layout, state)
+    rest: dict[str, Any] = {"opt_state": state.opt_state, "step": state.step, "key": state.key}
+    scaled = layout.precision.loss_scale is not None
+    if scaled and state.loss_scale is not None:
+        rest["loss_scale"] = state.loss_scale
+    flat, spec = tree.flatten(rest)
+    ranks = sorted({*_ranks(old.mesh), *_ranks(layout.mesh)})
+    for path, x in zip(tree.paths(rest), flat, strict=True):
+        moved.append(_other(path, x, old, layout, ranks))
+    count = len(moved) - len(flat)
+    kinds = [m.path.partition(".")[0] for m in moved[:count]]
+    trained = [leaf.trainable for leaf in layout.leaves]
+
+    def rebuild(values: Sequence[Tensor]) -> TrainState:
+        placed = [_placed(m, x) for m, x in zip(moved, values, strict=True)]
+        main = iter([x for x, kind in zip(placed, kinds, strict=False) if kind == "main"])
+        params = [x for x, kind in zip(placed, kinds, strict=False) if kind == "params"]
+        fields = tree.unflatten(spec, placed[count:])
+        scale = fields.get("loss_scale") or layout.precision.init_scale()
+        return TrainState(
+            step=fields["step"],
+            params=tree.unflatten(layout.structure, params),
+            main=tree.unflatten(layout.structure, [next(main) if t else None for t in trained])
+            if layout.has_main
+            else None,
+            opt_state=fields["opt_state"],
+            loss_scale=scale if scaled else None,
+            key=fields["key"],
+            layout=layout,
+        )
+
+    return moved, rebuild
+
+
+def _other(path: str, x: Any, old: Layout, new: Layout, ranks: Sequence[int]) -> Moving:
+    """A leaf that is no parameter: a moment goes with its parameter, a plain tensor to all ranks."""
+    if not isinstance(x, DTensor):
+        here, there = routes.everywhere(_ranks(old.mesh)), routes.everywhere(ranks)
+        return Moving(path, tuple(x.shape), here, there, x.dtype, x, plain=True)
+    owner = owner_of(path, x, old)
+    if owner is None:
+        return Moving(path, tuple(x.shape), sharding_of(x), NamedSharding(new.mesh), x.dtype, local_of(x))
+    target = next(leaf.main for leaf in new.leaves if leaf.path == owner.path)
+    return Moving(path, owner.shape, owner.main, target, x.dtype, local_of(x))
+
+
+def _placed(moving: Moving, local: Tensor) -> Tensor:
+    return local if moving.plain else moving.target.to_dtensor(_held(moving, local), moving.shape)
+
+
+def _held(moving: Moving, local: Tensor) -> Tensor:
+    """The local tensor; where this rank holds nothing, in the shape that says so."""
+    return local if local.numel() else local.reshape(moving.target.local_shape(moving.shape))
+
+
+def _ranks(mesh: Mesh) -> Sequence[int]:
+    shape = abstract(mesh)
+    return shape.ranks or range(shape.size)
+
+
+# -------------------------------------------------------------------------------------------------------------- a tree
+
+
+def of_tree(values: Tree, layout: Any, source: Any = None) -> tuple[list[Moving], Rebuild]:
+    """The leaves of a tree on their way to shardings, and what makes the new tree.
+
+    Args:
+        values: tree of DTensors and `Local`s; other leaves stay.
+        layout: a `Layout`, for its params, or a tree of `NamedSharding`s, or one for all; None leaves a leaf.
+        source: the same, for where the leaves are; by default what they say themselves.
+
+    Raises:
+        LayoutError: a leaf with an open sum, or an assignment that hides a leaf's shape.
+        TreeError: the trees do not match.
+    """
+    flat, spec = tree.flatten(values, is_leaf=lambda x: isinstance(x, Local))
+    targets, shapes = shardings(spec, layout)
+    sources, known = shardings(spec, source) if source is not None else ([None] * len(flat), [None] * len(flat))
+    moved: list[Moving] = []
+    places: list[int] = []
+    rows: list[str] = []
+    paths = tree.paths(values, is_leaf=lambda x: isinstance(x, Local))
+    for i, (path, x) in enumerate(zip(paths, flat, strict=True)):
+        target = targets[i]
+        if target is None or not isinstance(x, DTensor | Local):
+            continue
+        here = sources[i] or (x.sharding if isinstance(x, Local) else sharding_of(x))
+        shape = x.shape if isinstance(x, Local) else known[i] or (shapes[i] if here.assigned else tuple(x.shape))
+        local = x.value if isinstance(x, Local) else local_of(x)
+        if here.partial or target.partial:
+            rows.append(f"{path}: from {here} to {target}: take the sum first")
+        elif shape is None or here.local_shape(shape) != tuple(local.shape):
+            rows.append(f"{path}: {here} of {list(shape or x.shape)} is not what this rank holds, {list(local.shape)}")
+        else:
+            places.append(i)
+            moved.append(Moving(path, tuple(shape), here, target.simplified(), local.dtype, local))
+    if rows:
+        mend = "Say where leaves with assignments are: source=layout."
+        raise LayoutError(message(_FUNCTION, f"cannot move {len(rows)} leaves.", rows, mend))
+
+    in_flight = [isinstance(x, Local) for x in flat]
+    kept = [None if i in {*places} else x for i, x in enumerate(flat)]
+
+    def rebuild(locals_: Sequence[Tensor]) -> Tree:
+        result = list(kept)
+        for i, m, local in zip(places, moved, locals_, strict=True):
+            result[i] = Local(_held(m, local), m.target, m.shape) if in_flight[i] else _placed(m, local)
+        return tree.unflatten(spec, result)
+
+    return moved, rebuild
+
+
+def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
+    """By leaf of a structure, the shardings of a layout or tree, and global shapes where a layout knows them."""
+    count = spec.num_leaves
+    if isinstance(layout, NamedSharding):
+        return [layout] * count, [None] * count
+    if not isinstance(layout, Layout):
+        return tree.flatten_up_to(spec, layout, _FUNCTION), [None] * count
+    by_leaf = tree.unflatten(layout.structure, list(layout.leaves))
+    leaves = tree.flatten_up_to(spec, by_leaf, _FUNCTION)
+    return [leaf.params for leaf in leaves], [leaf.shape for leaf in leaves]
+
+
+def devices(moved: Sequence[Moving]) -> list[Mesh]:
+    """The meshes on which leaves are and to which they go.
+
+    Raises:
+        LayoutError: one of them has no devices.
+    """
+    found = dict.fromkeys(s.mesh for m in moved if not m.plain for s in (m.source, m.target))
+    if lost := [mesh for mesh in found if isinstance(mesh, AbstractMesh)]:
+        text = f"cannot move anything from or to the abstract mesh {lost[0]}."
+        raise LayoutError(message(_FUNCTION, text, mend="Plan the layout on a mesh of fs.make_mesh."))
+    return list(found)
+
+
+def let_go(moved: Sequence[Moving]) -> None:
+    """Forgets the values, which somebody else has now."""
+    for m in moved:
+        m.value = None
+
+
+def home(x: DTensor, sharding: NamedSharding | None) -> Mesh:
+    """The mesh of a leaf: what was said of it, or what it says itself."""
+    return sharding_of(x).mesh if sharding is None else sharding.mesh
