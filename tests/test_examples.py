@@ -1,4 +1,4 @@
-"""What the documentation shows runs: the python blocks of the tour, and every file in examples/."""
+"""What the documentation shows runs: the python blocks of its pages, and every file in examples/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TOUR = ROOT / "docs" / "tour.md"
+PAGES = {"tour.md": 20, "testing.md": 3}  # and the number of asserts that each has at least
 SECONDS = 100
 
 # What each example prints at its end, and what has to be in its output besides.
@@ -25,6 +25,7 @@ EXPECTED: dict[str, list[str]] = {
         r"^  params\.blocks\.wq is float32\[4, 64, 64@dp\], here \[4, 64, 32\]$",
         "equal in every bit$",
     ],
+    "test_my_reshard.py": [r"^25 random cases went there and back, equal in every bit$"],
 }
 
 
@@ -38,10 +39,12 @@ def script_of(markdown: str) -> str:
     return "\n".join(lines)
 
 
-def test_the_tour_runs():
-    script = script_of(TOUR.read_text(encoding="utf-8"))
-    assert script.count("assert") > 20
-    exec(compile(script, str(TOUR), "exec"), {"__name__": "__main__"})
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_runs(name: str):
+    page = ROOT / "docs" / name
+    script = script_of(page.read_text(encoding="utf-8"))
+    assert script.count("assert") > PAGES[name]
+    exec(compile(script, str(page), "exec"), {"__name__": "__main__"})
 
 
 def test_blocks_keep_their_lines():

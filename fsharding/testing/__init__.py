@@ -1,9 +1,30 @@
-"""What a test of sharded code needs: ranks on this machine, and comparisons that name what differs.
+"""What a test of sharded code needs: ranks on this machine, cases to send to them, and checks that name what differs.
 
-`ranks` runs a function on real gloo processes; `compare` compares trees bit by bit or within a tolerance.
+`ranks` runs a function on real gloo processes; `cases` are examples as data, which `strategies` draws (it needs
+hypothesis, so it is imported by its own name); `compare` and `laws` check.
 """
 
+from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase, device_mesh, local_part, whole_tensors
 from fsharding.testing.compare import assert_bitwise_equal, assert_trees_close
-from fsharding.testing.ranks import RankFailure, RankPool, run_ranks
+from fsharding.testing.failures import RankFailure
+from fsharding.testing.laws import assert_adjoint, assert_matches_reference, rank_values
+from fsharding.testing.ranks import RankPool, run_ranks
 
-__all__ = ["RankFailure", "RankPool", "assert_bitwise_equal", "assert_trees_close", "run_ranks"]
+__all__ = [
+    "Home",
+    "Leaf",
+    "Pair",
+    "RankFailure",
+    "RankPool",
+    "ReshardCase",
+    "TrainCase",
+    "assert_adjoint",
+    "assert_bitwise_equal",
+    "assert_matches_reference",
+    "assert_trees_close",
+    "device_mesh",
+    "local_part",
+    "rank_values",
+    "run_ranks",
+    "whole_tensors",
+]

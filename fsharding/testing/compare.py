@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import tree
 from fsharding.errors import message
 
-__all__ = ["assert_bitwise_equal", "assert_trees_close"]
+__all__ = ["assert_bitwise_equal", "assert_trees_close", "compare"]
 
 
 def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
@@ -33,7 +33,7 @@ def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
     Raises:
         AssertionError: they differ; each path with a difference is listed, with the number of elements and the first.
     """
-    _compare("assert_bitwise_equal", a, b, what, _bits_differ)
+    compare("assert_bitwise_equal", a, b, what)
 
 
 def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: float = 0.0, what: str = "") -> None:
@@ -52,16 +52,28 @@ def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: flo
     Raises:
         AssertionError: they are not close; each such path is listed, with the number of elements and the worst.
     """
+    compare("assert_trees_close", a, b, what, (rtol, atol))
+
+
+def compare(
+    function: str, a: tree.Tree, b: tree.Tree, what: str = "", tolerance: tuple[float, float] | None = None
+) -> None:
+    """What both checks do.
+
+    Args:
+        function: whose name the message carries.
+        a: one tree.
+        b: the other.
+        what: name of what is compared.
+        tolerance: relative and absolute; None compares bits.
+
+    Raises:
+        AssertionError: they differ.
+    """
 
     def differ(x: torch.Tensor, y: torch.Tensor) -> str:
-        return _values_differ(x, y, rtol, atol)
+        return _bits_differ(x, y) if tolerance is None else _values_differ(x, y, *tolerance)
 
-    _compare("assert_trees_close", a, b, what, differ)
-
-
-def _compare(
-    function: str, a: tree.Tree, b: tree.Tree, what: str, differ: Callable[[torch.Tensor, torch.Tensor], str]
-) -> None:
     first, second = tree.named_leaves(a), tree.named_leaves(b)
     rows = [f"{path or 'the leaf'} is only in the first" for path in first if path not in second]
     rows += [f"{path or 'the leaf'} is only in the second" for path in second if path not in first]

@@ -36,44 +36,19 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fsharding.errors import RankError, message
+from fsharding.errors import message
+from fsharding.testing.failures import Failure, RankFailure, name_of, repeat, worded
 
-__all__ = ["RankFailure", "RankPool", "run_ranks"]
+__all__ = ["RankPool", "run_ranks"]
 
 Result = TypeVar("Result")
 Pipe = multiprocessing.connection.Connection
 
 _GROUP_TIMEOUT = datetime.timedelta(seconds=20)
 _GRACE = 1.0
-_SHOWN = 500
 _PRELOAD = ("torch", "torch.distributed.tensor", "fsharding", "numpy", "hypothesis", "pytest")
-
-
-class RankFailure(RankError):
-    """What `run_ranks` raises: a `RankError` that keeps what is known of each failed rank.
-
-    Attributes:
-        errors: rank to traceback, or to what was seen of it from outside, the first to fail first.
-        exceptions: rank to the exception itself; `None` where there is none or it cannot be pickled.
-    """
-
-    def __init__(
-        self,
-        text: str,
-        errors: dict[int, str] | None = None,
-        exceptions: dict[int, BaseException | None] | None = None,
-    ) -> None:
-        super().__init__(text)
-        self.errors = errors or {}
-        self.exceptions = exceptions or {}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-    what: str
-    detail: str = ""
-    exception: BaseException | None = None
-    died: bool = False
+# The first DTensor of a process imports it, which takes a second or two; in the fork server once is enough.
+_DYNAMO = "torch._dynamo"
 
 
 # ------------------------------------------------------------------------------------------------ in the rank's process
@@ -125,11 +100,11 @@ def _answer(call: Callable[[], Any]) -> bytes:
 
 
 def _perform(call: bytes) -> Any:
-    path, filters, body = pickle.loads(call)
+    path, filters, seed, body = pickle.loads(call)
     sys.path[:] = path
     fn, args, kwargs = pickle.loads(body)
-    random.seed(0)
-    torch.manual_seed(0)
+    random.seed(seed)
+    torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.resetwarnings()
         for action, text, category, module, line in reversed(filters):
@@ -145,7 +120,7 @@ class _Worker:
     process: multiprocessing.process.BaseProcess
     pipe: Pipe
 
-    def receive(self) -> bytes | _Failure:
+    def receive(self) -> bytes | Failure:
         """The answer that has come: a pickled result, or how the rank failed."""
         try:
             reply = pickle.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
@@ -155,12 +130,12 @@ class _Worker:
             self.process.join(_GRACE)
             status = self.process.exitcode or 0
             how = f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-            return _Failure(how, died=True)
+            return Failure(how, died=True)
         if reply[0]:
             return reply[1]
         _, name, text, trace, kept = reply
         exception = None if kept is None else pickle.loads(kept)
-        return _Failure(f"raised {name}: {text}" if text else f"raised {name}", trace, exception)
+        return Failure(f"raised {name}: {text}" if text else f"raised {name}", trace, exception)
 
 
 class RankPool:
@@ -195,7 +170,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([name for name in _PRELOAD if name in sys.modules])
+        context.set_forkserver_preload([*(name for name in _PRELOAD if name in sys.modules), _DYNAMO])
         environ = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1"}
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         if loopback in (name for _, name in socket.if_nameindex()):
@@ -208,9 +183,9 @@ class RankPool:
             theirs.close()
             self._workers.append(_Worker(process, cast("Pipe", ours)))
         replies = self._collect(60.0)
-        if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, _Failure)}:
+        if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
             mend = 'A script that calls run_ranks needs `if __name__ == "__main__":` around what it runs.'
-            raise _failure("RankPool", f"could not start {self.size} ranks.", failed, mend)
+            raise worded("RankPool", f"could not start {self.size} ranks.", failed, mend)
 
     @property
     def pids(self) -> list[int]:
@@ -224,14 +199,14 @@ class RankPool:
         return ours and all(worker.process.is_alive() for worker in self._workers)
 
     def run(
-        self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, **kwargs: Any
+        self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, seed: int = 0, **kwargs: Any
     ) -> list[Result]:
         """Runs `fn(*args, **kwargs)` on every rank, as `run_ranks` does.
 
         Raises:
             RankError: a rank raised, died or did not answer, and the pool has ended; or it had ended before.
         """
-        call = _pack(fn, args, kwargs)
+        call = _pack(fn, seed, args, kwargs)
         with self._lock:
             if not self.alive:
                 raise RankFailure(message("RankPool.run", "got a pool that has ended.", mend="Make a new RankPool."))
@@ -240,19 +215,19 @@ class RankPool:
                     with contextlib.suppress(BrokenPipeError):
                         worker.pipe.send_bytes(call)
                 replies = self._collect(self.timeout if timeout is None else timeout)
-                if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, _Failure)}:
-                    rule = f"could not finish {_name(fn)} on {self.size} ranks."
-                    raise _failure("run_ranks", rule, failed, _repeat(fn, self.size, args, kwargs))
+                if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
+                    rule = f"could not finish {name_of(fn)} on {self.size} ranks."
+                    raise worded("run_ranks", rule, failed, repeat(fn, self.size, seed, args, kwargs))
                 return [pickle.loads(cast("bytes", replies[rank])) for rank in range(self.size)]
             except BaseException:
                 self.kill()
                 raise
 
-    def _collect(self, timeout: float) -> dict[int, bytes | _Failure]:
+    def _collect(self, timeout: float) -> dict[int, bytes | Failure]:
         """One answer from each rank; the dead first, as the others fail of that; the silent last."""
         deadline = time.monotonic() + timeout
-        replies: dict[int, bytes | _Failure] = {}
-        failed: dict[int, _Failure] = {}
+        replies: dict[int, bytes | Failure] = {}
+        failed: dict[int, Failure] = {}
         while len(replies) < self.size:
             waiting = [(rank, worker) for rank, worker in enumerate(self._workers) if rank not in replies]
             handles = {handle: rank for rank, worker in waiting for handle in (worker.pipe, worker.process.sentinel)}
@@ -261,16 +236,16 @@ class RankPool:
                 break
             for rank in sorted({handles[cast("Pipe", handle)] for handle in ready}):
                 replies[rank] = reply = self._workers[rank].receive()
-                if isinstance(reply, _Failure):
+                if isinstance(reply, Failure):
                     deadline = deadline if failed else min(deadline, time.monotonic() + _GRACE)
                     failed[rank] = reply
         failed = dict(sorted(failed.items(), key=lambda item: not item[1].died))
         silent = [rank for rank in range(self.size) if rank not in replies]
         if failed:
             what = f"had not answered {_GRACE:g} s after rank {next(iter(failed))} failed"
-            return failed | replies | dict.fromkeys(silent, _Failure(what))
+            return failed | replies | dict.fromkeys(silent, Failure(what))
         stacks = self._stacks(silent)
-        return replies | {rank: _Failure(f"had not answered after {timeout:g} s", stacks[rank]) for rank in silent}
+        return replies | {rank: Failure(f"had not answered after {timeout:g} s", stacks[rank]) for rank in silent}
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """Where each of these ranks stands, as far as it can still say so."""
@@ -319,11 +294,13 @@ def _close_pools() -> None:
         pool.close()
 
 
-def run_ranks(fn: Callable[..., Result], n: int, /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Result]:
+def run_ranks(
+    fn: Callable[..., Result], n: int, /, *args: Any, timeout: float = 60.0, seed: int = 0, **kwargs: Any
+) -> list[Result]:
     """Runs `fn(*args, **kwargs)` on each of `n` gloo ranks on this machine.
 
     The ranks are processes of a pool that is kept for each `n` until this process ends. Before each call Python's and
-    torch's generators are seeded with 0 and the caller's warning filters are set, so an example does not depend on the
+    torch's generators are seeded and the caller's warning filters are set, so an example does not depend on the
     ones before it. Everything is pickled on the way: return local tensors, not DTensors.
 
     Args:
@@ -331,7 +308,8 @@ def run_ranks(fn: Callable[..., Result], n: int, /, *args: Any, timeout: float =
         n: number of ranks.
         *args: arguments, the same for every rank.
         timeout: seconds until the call is given up.
-        **kwargs: more of them; `timeout` is not passed on.
+        seed: of Python's and torch's generators, the same on every rank.
+        **kwargs: more of them; `timeout` and `seed` are not passed on.
 
     Returns:
         What each rank returned, in rank order.
@@ -347,53 +325,25 @@ def run_ranks(fn: Callable[..., Result], n: int, /, *args: Any, timeout: float =
         pool = None
     if pool is None:
         pool = _POOLS[n] = RankPool(n)
-    return pool.run(fn, *args, timeout=timeout, **kwargs)
+    return pool.run(fn, *args, timeout=timeout, seed=seed, **kwargs)
 
 
-def _pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def _pack(fn: Callable[..., Any], seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     if getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         reason = "It was typed into an interpreter, so the ranks cannot import it."
     else:
         try:
             # Not multiprocessing's pickler: it sends tensors as handles to shared memory, which may die with a rank.
             body = pickle.dumps((fn, args, kwargs))
-            return pickle.dumps((sys.path, [_plain(*item) for item in warnings.filters], body))
+            return pickle.dumps((sys.path, [_plain(*item) for item in warnings.filters], seed, body))
         except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
     mend = "Define the function at the top level of a module, and pass tensors, numbers and containers of them."
-    raise RankFailure(message("run_ranks", f"cannot send {_name(fn)} and its arguments to the ranks.", [reason], mend))
+    raise RankFailure(
+        message("run_ranks", f"cannot send {name_of(fn)} and its arguments to the ranks.", [reason], mend)
+    )
 
 
 def _plain(*warning_filter: Any) -> tuple[Any, ...]:
     """A warning filter with its patterns as text."""
     return tuple(getattr(part, "pattern", "" if part is None else part) for part in warning_filter)
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return f"{fn.__module__}.{fn.__qualname__}" if hasattr(fn, "__qualname__") else repr(fn)
-
-
-def _repeat(fn: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    given = [repr(arg) for arg in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
-    text = ", ".join([getattr(fn, "__qualname__", repr(fn)), str(size), *given])
-    return f"To repeat it: run_ranks({text if len(text) <= _SHOWN else text[:_SHOWN] + ' ...'})"
-
-
-def _failure(function: str, rule: str, failed: dict[int, _Failure], mend: str) -> RankFailure:
-    """Words what went wrong: a row and a traceback for all ranks that failed alike."""
-    groups: dict[str, list[int]] = {}
-    for rank, failure in failed.items():
-        groups.setdefault(failure.what, []).append(rank)
-    rows = [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {what}".replace("\n", "\n    ")
-        for what, ranks in groups.items()
-    ]
-    details = [(ranks[0], failed[ranks[0]].detail.rstrip()) for ranks in groups.values()]
-    traces = [f"Rank {rank}:\n{detail}" for rank, detail in details if detail]
-    error = RankFailure(
-        "\n\n".join([message(function, rule, rows, mend), *traces]),
-        {rank: failure.detail or failure.what for rank, failure in failed.items()},
-        {rank: failure.exception for rank, failure in failed.items()},
-    )
-    error.__cause__ = next((failure.exception for failure in failed.values() if failure.exception), None)
-    return error

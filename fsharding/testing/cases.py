@@ -1,0 +1,276 @@
+"""Examples as data: trees of leaves, homes for them on meshes, pairs of homes to move between, runs to train.
+
+In: plain values, drawn by `fsharding.testing.strategies` or written by hand. Out: whole tensors, meshes, layouts.
+A case pickles, so it can be sent to ranks, and prints as the call that makes it, so that it can be pasted into a test.
+Law: whole tensors depend on the case and a seed alone, so every rank can check what it holds without asking another.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsharding import tree
+from fsharding.layout import Layout, plan_layout
+from fsharding.mesh import AXES, AbstractMesh, Mesh, abstract, coordinate, data_axes, make_mesh
+from fsharding.ops.collectives import psum, vary
+from fsharding.precision import FP32, Precision
+from fsharding.sharding import Local, NamedSharding
+from fsharding.spec import DEFAULT_RULES, AxisRules, DimName
+from fsharding.strategy import NO_SHARD, Strategy
+from fsharding.transforms import gather_unit
+from fsharding.tree import Tree
+
+__all__ = [
+    "Home",
+    "Leaf",
+    "Pair",
+    "ReshardCase",
+    "TrainCase",
+    "device_mesh",
+    "local_part",
+    "whole_tensors",
+]
+
+_ONE = AbstractMesh(("dp",), (1,))
+_TIMEOUT = timedelta(seconds=20)
+
+
+class _Short:
+    """Prints as the call that makes it, without what is as by default."""
+
+    def __repr__(self) -> str:
+        default, shown = type(self)(), cast("Any", self).__dataclass_fields__
+        given = [f"{name}={getattr(self, name)!r}" for name in shown if getattr(self, name) != getattr(default, name)]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+class Pair(NamedTuple):
+    """The NamedTuple that drawn trees have as a node."""
+
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Leaf(_Short):
+    """A tensor as data.
+
+    Attributes:
+        shape: global shape.
+        dtype: element type.
+        names: dim names, as `plan_layout` takes them; empty for none.
+        frozen: whether it has no gradients and moments.
+    """
+
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    names: tuple[DimName, ...] = ()
+    frozen: bool = False
+
+    def tensor(self, seed: int = 0) -> Tensor:
+        """The whole tensor: random bits, so floats are huge, tiny, infinite, NaN; half of the bools are true."""
+        generator = torch.Generator().manual_seed(seed)
+        count = math.prod(self.shape) * self.dtype.itemsize
+        if self.dtype == torch.bool:
+            return torch.randint(2, self.shape, generator=generator).bool()
+        return torch.randint(256, (count,), generator=generator).to(torch.uint8).view(self.dtype).view(self.shape)
+
+    def numbers(self, seed: int = 0) -> Tensor:
+        """The whole tensor with whole numbers from -4 to 4: their sums and products are exact in every order."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(-4, 5, self.shape, generator=generator).to(self.dtype)
+
+
+def whole_tensors(leaves: Tree, seed: int = 0, *, numbers: bool = False) -> Tree:
+    """The whole tensors of a tree of `Leaf`s: the same on every rank, other values for every path.
+
+    Args:
+        leaves: the tree.
+        seed: other values for another seed.
+        numbers: small whole numbers instead of random bits.
+    """
+
+    def make(path: str, leaf: Leaf) -> Tensor:
+        own = zlib.crc32(f"{path} {seed}".encode())
+        return leaf.numbers(own) if numbers else leaf.tensor(own)
+
+    return tree.map_with_path(make, leaves)
+
+
+def local_part(whole: Tensor, sharding: NamedSharding, coord: dict[str, int] | None = None) -> Tensor:
+    """What a rank holds of a whole tensor, cut out of it without speaking to anybody: the oracle of a reshard.
+
+    Args:
+        whole: the whole tensor.
+        sharding: where it lives.
+        coord: the rank's coordinate by axis; by default this process's.
+    """
+    grid = sharding.grid(whole.shape, coord)
+    if grid is None:
+        return whole.new_empty(sharding.local_shape(whole.shape, coord))
+    for dim, runs in enumerate(grid):
+        whole = torch.cat([whole.narrow(dim, 0, 0), *(whole.narrow(dim, a, b - a) for a, b in runs)], dim)
+    return whole.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=256)
+def device_mesh(mesh: AbstractMesh) -> DeviceMesh:
+    """The mesh with devices of an abstract one, on the ranks that it names. Collective; made once for each mesh."""
+    order = (*mesh.names, *(axis for axis in AXES if axis not in mesh.names))
+    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    ranks = mesh.ranks or range(mesh.size)
+    return make_mesh(device="cpu", order=order, timeout=_TIMEOUT, ranks=ranks, **sizes)
+
+
+def _stages() -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, repr=False)
+class Home(_Short):
+    """All that a layout is planned from, but for the tree.
+
+    Attributes:
+        mesh: without devices; `device_mesh` makes the real one.
+        strategy: what is cut over the data axes.
+        rules: axes by dim name.
+        precision: dtypes at rest.
+        stages: explicit owners along `pp`, by path, as `plan_layout` takes them.
+    """
+
+    mesh: AbstractMesh = _ONE
+    strategy: Strategy = NO_SHARD
+    rules: AxisRules = DEFAULT_RULES
+    precision: Precision = FP32
+    stages: Mapping[str, Any] = field(default_factory=_stages)
+
+    def layout(self, leaves: Tree, mesh: Mesh | None = None) -> Layout:
+        """The layout of a tree of `Leaf`s.
+
+        Args:
+            leaves: the tree.
+            mesh: by default the abstract one; on a rank, `device_mesh(home.mesh)`.
+        """
+        named = tree.named_leaves(leaves)
+        return plan_layout(
+            leaves,
+            mesh or self.mesh,
+            self.rules,
+            self.strategy,
+            precision=self.precision,
+            names=tree.map(lambda leaf: leaf.names, leaves),
+            frozen=[path for path, leaf in named.items() if leaf.frozen],
+            stages=self.stages,
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class ReshardCase(_Short):
+    """A tree and two homes: what a reshard gets.
+
+    Attributes:
+        leaves: tree of `Leaf`s.
+        source: where it is.
+        target: where it should go.
+    """
+
+    leaves: Tree = field(default_factory=lambda: {"a": Leaf()})
+    source: Home = Home()
+    target: Home = Home()
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes to run it."""
+        return max(max(h.mesh.ranks, default=h.mesh.size - 1) for h in (self.source, self.target)) + 1
+
+
+@dataclass(frozen=True, repr=False)
+class TrainCase(_Short):
+    """A run on any mesh with all six axes, exact in float32: the same bits, whatever is summed first.
+
+    The loss is the mean over rows of `sum((w - x)**2) / 2` over all elements w of all trained leaves, so its gradient
+    is `w` less the mean of x. Parameters and data are small whole numbers, and `rows` is a power of two.
+
+    Attributes:
+        leaves: tree of `Leaf`s.
+        home: where it is trained.
+        rows: rows of the global batch.
+        microbatches: pieces of each rank's part.
+        steps: how many.
+        donate: whether a step may overwrite its state.
+    """
+
+    leaves: Tree = field(default_factory=lambda: {"a": Leaf()})
+    home: Home = Home()
+    rows: int = 1
+    microbatches: int = 1
+    steps: int = 1
+    donate: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes to run it."""
+        return self.home.mesh.size
+
+    def batch(self, step: int, mesh: Mesh | None = None) -> dict[str, Tensor]:
+        """The rows of this rank at a step, padded with rows of weight 0 so that all ranks have as many.
+
+        Args:
+            step: its number.
+            mesh: by default one rank, which has all rows.
+
+        Returns:
+            `{"x": float32[R], "weight": float32[R]}`.
+        """
+        index, count = 0, 1
+        for axis in data_axes(mesh) if mesh is not None else ():
+            assert mesh is not None
+            size = abstract(mesh).axis_size(axis)
+            index, count = index * size + coordinate(mesh)[axis], count * size
+        mine = Leaf((self.rows,)).numbers(1000 + step)[index::count]
+        each = -(-self.rows // (count * self.microbatches)) * self.microbatches
+        short = each - len(mine)
+        weight = torch.ones(len(mine))
+        return {name: torch.nn.functional.pad(x, (0, short)) for name, x in {"x": mine, "weight": weight}.items()}
+
+    def loss(self, params: Tree, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss function, for params at rest or whole plain tensors: sum over this rank's rows, and their weight."""
+        x, weight = batch["x"], batch["weight"]
+        total = torch.zeros(())
+        nodes = tree.leaves(params, is_leaf=lambda node: isinstance(node, Local))
+        for node, w in zip(nodes, tree.leaves(gather_unit(params)), strict=True):
+            if not w.dtype.is_floating_point:
+                continue
+            w, share = _once(node, w) if isinstance(node, Local) else (w, 1.0)
+            off = w.reshape(1, -1) - x.to(w.dtype).view(-1, 1)
+            total = total + share * (off.square().sum(1).float() * weight).sum() / 2
+        model_axes = _model_axes(nodes)
+        return psum(total, model_axes[1], mesh=model_axes[0]) if model_axes else total, weight.sum()
+
+
+def _model_axes(nodes: list[Any]) -> tuple[Mesh, tuple[str, ...]] | None:
+    """The mesh and those of its axes along which ranks see the same rows."""
+    meshes = [node.sharding.mesh for node in nodes if isinstance(node, Local)]
+    if not meshes:
+        return None
+    return meshes[0], tuple(axis for axis in abstract(meshes[0]).names if axis not in data_axes(meshes[0]))
+
+
+def _once(node: Local, w: Tensor) -> tuple[Tensor, float]:
+    """Of ranks that hold the same part and see the same rows only the first counts; all of them get its gradient."""
+    found = _model_axes([node])
+    assert found is not None
+    mesh, axes = found
+    copies = tuple(axis for axis in axes if axis not in node.sharding.spec.all_axes)
+    first = not any(coordinate(mesh)[axis] for axis in copies)
+    return vary(w, copies, mesh=mesh) if copies else w, float(first)

@@ -1,0 +1,168 @@
+"""Checks that run on the ranks: two maps are each other's transpose; a sharded function is its reference.
+
+In: functions, and what they take. Out: nothing, or on every rank an `AssertionError` with the numbers.
+`assert_adjoint` speaks to the other ranks, so all of them have to call it; `assert_matches_reference` does not.
+Law: a map and its transpose agree on every inner product, `<op x, y> == <x, dual y>`, summed over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.errors import message
+from fsharding.mesh import AXES, Mesh, abstract, coordinate
+from fsharding.ops.collectives import psum
+from fsharding.sharding import Local, NamedSharding, local_of, sharding_of
+from fsharding.testing.cases import local_part
+from fsharding.testing.compare import compare
+from fsharding.tree import Tree
+
+__all__ = ["assert_adjoint", "assert_matches_reference", "rank_values"]
+
+
+def rank_values(
+    shape: Sequence[int],
+    mesh: Mesh,
+    *,
+    same: Sequence[str] = (),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Normal values that are other ones on every rank of a mesh: what `assert_adjoint` is fed with.
+
+    Args:
+        shape: of this rank's tensor.
+        mesh: whose ranks differ.
+        same: axes along which ranks get the same values.
+        seed: other values for another seed.
+        dtype: element type.
+    """
+    place = 0
+    for name, size in zip(abstract(mesh).names, abstract(mesh).sizes, strict=True):
+        place = place * size + (0 if name in same else coordinate(mesh)[name])
+    generator = torch.Generator().manual_seed(seed * 4096 + place)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def assert_adjoint(
+    op: Callable[[Any], Any],
+    dual: Callable[[Any], Any],
+    x: Tree,
+    *,
+    mesh: Mesh,
+    same_in: Sequence[str] = (),
+    same_out: Sequence[str] = (),
+    seed: int = 0,
+    what: str = "",
+) -> None:
+    """Checks that `sum over ranks of <op(x), y>` is `sum over ranks of <x, dual(y)>`, where y is drawn. Collective.
+
+    Args:
+        op: a linear map of tensors, or trees of them, that all ranks of the mesh apply together.
+        dual: what should be its transpose.
+        x: this rank's argument; float64 makes the check sharp.
+        mesh: whose ranks are summed over.
+        same_in: axes along which x is one value that the ranks share, so that it counts once: `dp` for a `vary` on it.
+        same_out: the same for what comes out: `dp` for a `psum` over it.
+        seed: of y.
+        what: name of the pair, for the message.
+
+    Raises:
+        AssertionError: on every rank: the two numbers differ by more than rounding in the narrowest dtype, or what
+            `dual` gives on some rank has other shapes than x.
+    """
+    out = op(x)
+    y = tree.map(lambda t: rank_values(t.shape, mesh, same=same_out, seed=seed, dtype=t.dtype), out)
+    back = dual(y)
+    shapes = [[tuple(t.shape) for t in tree.leaves(side)] for side in (x, back)]
+    fits = shapes[0] == shapes[1]
+    left, size = _inner(out, y, mesh, same_out)
+    right, _ = _inner(x, back, mesh, same_in) if fits else (0.0, 0.0)
+    mine = torch.tensor([left, right, size, float(not fits)], dtype=torch.float64)
+    left, right, size, wrong = psum(mine, _axes(mesh), mesh=mesh).tolist()
+    rounding = max(torch.finfo(t.dtype).eps for t in [*tree.leaves(out), *tree.leaves(back)])
+    name = what or f"{_name(op)} and {_name(dual)}"
+    if wrong:
+        rows = [] if fits else [f"x has {shapes[0]} here, dual(op(x)) has {shapes[1]}"]
+        rule = f"found that {name} are no transposes: shapes differ on {wrong:g} ranks."
+        raise AssertionError(message("assert_adjoint", rule, rows))
+    if not abs(left - right) <= 32 * rounding * (size + 1e-300):
+        rows = [f"sum of <op x, y> is {left!r}", f"sum of <x, dual y> is {right!r}"]
+        rule = f"found that {name} are no transposes on mesh {abstract(mesh)}."
+        raise AssertionError(message("assert_adjoint", rule, rows))
+
+
+def assert_matches_reference(
+    fn: Callable[..., Tree],
+    reference: Callable[..., Tree],
+    *args: Tree,
+    shardings: Sequence[Tree],
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    what: str = "",
+) -> None:
+    """Checks that `fn` of sharded trees is what `reference` gives for the whole ones. Each rank checks what it holds.
+
+    Args:
+        fn: takes each argument sharded; returns a tree of DTensors, `Local`s, or plain tensors that all ranks share.
+        reference: the same function of whole plain tensors; it must not speak to other ranks.
+        *args: trees of whole plain tensors, the same on all ranks.
+        shardings: for each argument, a tree of `NamedSharding`; None leaves a leaf, or all of an argument, plain.
+        rtol: relative tolerance; with `rtol=0, atol=0` all bits have to agree.
+        atol: absolute tolerance.
+        what: name of what is compared, for the message.
+
+    Raises:
+        AssertionError: on the ranks that hold something that differs; each such path is listed.
+    """
+    found = fn(*(_placed(arg, where) for arg, where in zip(args, shardings, strict=True)))
+    want = reference(*args)
+    is_node = lambda node: isinstance(node, Local)  # noqa: E731
+    mine, spec = tree.flatten(found, is_leaf=is_node)
+    theirs = tree.flatten_up_to(spec, want, "assert_matches_reference")
+    here = tree.unflatten(spec, [node.value if isinstance(node, Local) else local_of(node) for node in mine])
+    parts = tree.unflatten(spec, [_cut(whole, node) for whole, node in zip(theirs, mine, strict=True)])
+    compare("assert_matches_reference", here, parts, what, None if rtol == atol == 0 else (rtol, atol))
+
+
+def _axes(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in AXES if axis in abstract(mesh).names)
+
+
+def _inner(a: Tree, b: Tree, mesh: Mesh, same: Sequence[str]) -> tuple[float, float]:
+    """This rank's term of an inner product, and of the sum of the magnitudes of its terms."""
+    if any(coordinate(mesh).get(axis, 0) for axis in same):
+        return 0.0, 0.0
+    products = [(x.double() * y.double()).flatten() for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True)]
+    terms = torch.cat(products) if products else torch.zeros(0, dtype=torch.float64)
+    return float(terms.sum()), float(terms.abs().sum())
+
+
+def _placed(arg: Tree, where: Tree) -> Tree:
+    if where is None:
+        return arg
+    flat, spec = tree.flatten(arg)
+    shardings = tree.flatten_up_to(spec, where, "assert_matches_reference")
+    return tree.unflatten(
+        spec,
+        [x if s is None else s.to_dtensor(local_part(x, s), x.shape) for x, s in zip(flat, shardings, strict=True)],
+    )
+
+
+def _cut(whole: Tensor, node: Any) -> Tensor:
+    sharding: NamedSharding | None = None
+    if isinstance(node, Local):
+        sharding = node.sharding
+    elif isinstance(node, DTensor):
+        sharding = sharding_of(node)
+    return whole if sharding is None else local_part(whole, sharding)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", repr(fn))

@@ -1,0 +1,336 @@
+"""Hypothesis strategies for meshes, specs, shardings, trees, layouts and whole cases: data, made without any process.
+
+In: limits. Out: strategies whose examples are pure values, to be sent to ranks with `run_ranks` or `RankPool`.
+Needs hypothesis, which is in the `test` extra; nothing else of the package does.
+Law: everything shrinks to one rank and one replicated leaf.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fsharding.errors import ConfigError, message
+
+try:
+    from hypothesis import strategies as st
+    from hypothesis.strategies import SearchStrategy
+except ModuleNotFoundError as error:
+    _mend = 'Install the extra that has it: pip install "fsharding[test]".'
+    raise ConfigError(message("fsharding.testing.strategies", "needs hypothesis.", mend=_mend)) from error
+
+from fsharding.layout import LAYERS, Layout
+from fsharding.mesh import AXES, AbstractMesh
+from fsharding.precision import BF16, FP32, Precision
+from fsharding.sharding import Assigned, NamedSharding
+from fsharding.spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec
+from fsharding.strategy import Strategy, hybrid, zero
+from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase
+from fsharding.tree import Tree
+
+__all__ = [
+    "homes",
+    "layouts",
+    "leaves",
+    "meshes",
+    "reshard_cases",
+    "rules",
+    "shapes",
+    "shardings",
+    "specs",
+    "strategies",
+    "train_cases",
+    "trees",
+]
+
+Draw = Callable[[SearchStrategy[Any]], Any]
+
+_SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 0)
+_KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.float64)
+_DATA_NAMES = ("embed", "expert")
+_MODEL_NAMES = ("heads", "mlp", "vocab")
+
+# Hypothesis looks at each new strategy object, which takes longer than to draw from it: those of cases are kept.
+_pick = functools.cache(st.sampled_from)
+_shuffled = functools.cache(st.permutations)
+_upto = functools.cache(functools.partial(st.integers, 0))
+_flag = st.booleans()
+
+
+@st.composite
+def meshes(
+    draw: Draw, max_ranks: int = 8, axes: Sequence[str] = AXES, orders: bool = True, subset_of: int | None = None
+) -> AbstractMesh:
+    """Meshes of up to `max_ranks` ranks; shrinks to one rank.
+
+    Args:
+        draw: given by Hypothesis.
+        max_ranks: most ranks of a mesh.
+        axes: which axes it may have.
+        orders: whether the axes may stand in any order, and not just in that of `AXES`.
+        subset_of: a number of ranks, any of which the mesh may have; by default it has the first ones.
+    """
+    most = max_ranks if subset_of is None else min(max_ranks, subset_of)
+    sizes = draw(_pick(_factorizations(most, len(axes))))
+    names = list(draw(_shuffled(tuple(axes)))[: len(sizes)])
+    if not sizes:
+        sizes, names = (1,), ["dp" if "dp" in axes else axes[0]]
+    if not orders:
+        names.sort(key=AXES.index)
+    mesh = AbstractMesh(tuple(names), sizes)
+    ranks = sorted(draw(_shuffled(tuple(range(subset_of))))[: mesh.size]) if subset_of else []
+    return mesh if ranks == [*range(len(ranks))] else AbstractMesh(mesh.names, mesh.sizes, tuple(ranks))
+
+
+@functools.cache
+def _factorizations(most: int, longest: int) -> tuple[tuple[int, ...], ...]:
+    """Every way to write a number up to `most` as an ordered product of sizes above 1, fewest ranks first."""
+    found: list[tuple[int, ...]] = [()]
+    for sizes in found:
+        found += [(*sizes, n) for n in range(2, most // math.prod(sizes) + 1) if len(sizes) < longest]
+    return tuple(sorted(found, key=lambda sizes: (math.prod(sizes), len(sizes), sizes)))
+
+
+@st.composite
+def specs(draw: Draw, shape: Sequence[int] | int, mesh: AbstractMesh) -> PartitionSpec:
+    """Specs in which every axis of a mesh cuts one dim or none, in any order; shrinks to `P()`.
+
+    Args:
+        draw: given by Hypothesis.
+        shape: of the tensor, or how many dims it has; any size may be cut by any axes.
+        mesh: whose axes are used.
+    """
+    ndim = shape if isinstance(shape, int) else len(shape)
+    cuts: list[list[str]] = [[] for _ in range(ndim + 1)]
+    for axis in draw(_shuffled(mesh.names)):
+        cuts[draw(_upto(ndim))].append(axis)
+    return P(*(tuple(cut) for cut in cuts[1:]))
+
+
+@st.composite
+def shardings(draw: Draw, shape: Sequence[int], mesh: AbstractMesh, *, assigned: bool = True) -> NamedSharding:
+    """Shardings of a tensor on a mesh; shrinks to a replicated one.
+
+    Args:
+        draw: given by Hypothesis.
+        shape: of the tensor.
+        mesh: where it lives.
+        assigned: whether the coordinates of one axis may own the leaf, or indices of a dim in any order, explicitly.
+    """
+    spec = draw(specs(shape, mesh))
+    free = tuple(axis for axis in mesh.names if axis not in spec.all_axes)
+    if not assigned or not free or not draw(_flag):
+        return NamedSharding(mesh, spec)
+    axis = draw(_pick(free))
+    size, dim = mesh.axis_size(axis), draw(_upto(len(shape))) - 1
+    if dim < 0:
+        return NamedSharding(mesh, spec, (), (Assigned.whole(axis, [draw(_upto(size - 1))], size),))
+    owned = _owned(draw, shape[dim], size)
+    return NamedSharding(mesh, spec, (), (Assigned.indices(axis, dim, owned),))
+
+
+def _owned(draw: Draw, count: int, owners: int) -> list[list[int]]:
+    """Every index below `count` for one of the owners, in any order."""
+    owner = [draw(_upto(owners - 1)) for _ in range(count)]
+    order = draw(_shuffled(tuple(range(count))))
+    return [[index for index in order if owner[index] == this] for this in range(owners)]
+
+
+def strategies() -> SearchStrategy[Strategy]:
+    """All levels, each with every choice of what is cut over `replica` as well; shrinks to zero(0)."""
+    levels = st.sampled_from([zero(level) for level in range(4)])
+    return st.builds(hybrid, levels, params=st.booleans(), grads=st.booleans(), opt_state=st.booleans())
+
+
+def shapes(max_dims: int = 3) -> SearchStrategy[tuple[int, ...]]:
+    """Shapes of up to `max_dims` dims, whose sizes divide by little, or are 0; shrinks to `()`."""
+    return st.lists(st.sampled_from(_SIZES), max_size=max_dims).map(tuple)
+
+
+@st.composite
+def leaves(
+    draw: Draw,
+    dtypes: Sequence[torch.dtype] = _KINDS,
+    max_dims: int = 3,
+    *,
+    layers: int | None = None,
+    fused: bool = True,
+) -> Leaf:
+    """Leaves with or without dim names, which fit the rules of `rules()`; shrinks to a 0-d leaf of the first dtype.
+
+    Args:
+        draw: given by Hypothesis.
+        dtypes: element types; whole numbers and bools are leaves without gradients.
+        max_dims: most dims.
+        layers: size of a first dim that is named "layers"; None for a leaf that is no stack.
+        fused: whether a dim may be made of parts that are cut by themselves.
+    """
+    shape = [draw(_pick(_SIZES)) for _ in range(draw(_upto(max_dims)))]
+    dtype = draw(_pick(tuple(dtypes)))
+    names: list[DimName] = []
+    if layers is not None or draw(_flag):
+        # At most one name for the data axes and one for tp: an axis cuts one dim of a leaf.
+        known = (draw(_pick(_MODEL_NAMES)), draw(_pick(_DATA_NAMES)), *[None] * max_dims)
+        names = [known[place] for place in draw(_shuffled(tuple(range(max_dims + 1))))[: len(shape)]]
+    if fused and draw(_flag):
+        names = [_in_parts(draw, name, size) for name, size in zip(names, shape, strict=False)]
+    if layers is not None:
+        shape, names = [layers, *shape], [LAYERS, *names]
+    return Leaf(tuple(shape), dtype, tuple(names), frozen=draw(_flag) and draw(_flag))
+
+
+_leaves = functools.cache(leaves)
+
+
+def _in_parts(draw: Draw, name: DimName, size: int) -> DimName:
+    """The name of a dim that is made of up to three parts, which may be empty."""
+    if name not in _MODEL_NAMES:
+        return name
+    first, second = sorted(draw(_upto(size)) for _ in range(2))
+    return Fused(str(name), (first, second - first, size - second))
+
+
+@st.composite
+def trees(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS, *, fused: bool = True) -> Tree:
+    """Dicts of leaves, lists, dicts and NamedTuples, some with a subtree `blocks` of stacked leaves.
+
+    Shrinks to `{"a": Leaf()}`.
+
+    Args:
+        draw: given by Hypothesis.
+        dtypes: element types.
+        fused: whether a dim may be made of parts that are cut by themselves.
+    """
+    plain = _leaves(tuple(dtypes), fused=fused)
+
+    def node(depth: int) -> Tree:
+        kind = draw(_pick(("leaf", "list", "dict", "pair"))) if depth else "leaf"
+        if kind == "leaf":
+            return draw(plain)
+        inner = [node(depth - 1) for _ in range(2 if kind == "pair" else draw(_pick((1, 2))))]
+        return Pair(*inner) if kind == "pair" else inner if kind == "list" else dict(zip("xy", inner, strict=False))
+
+    result = {"a": node(2)}
+    if draw(_flag):
+        result["b"] = node(1)
+    if draw(_flag):
+        stacked = _leaves(tuple(dtypes), 2, layers=draw(_upto(4)) + 1, fused=fused)
+        result["blocks"] = {name: draw(stacked) for name in draw(_pick(("w", "wv")))}
+    return result
+
+
+_trees = functools.cache(trees)
+
+
+@st.composite
+def rules(draw: Draw) -> AxisRules:
+    """Rules for every name of the drawn leaves; shrinks to the default ones."""
+    if not draw(_flag):
+        return DEFAULT_RULES
+    layers = draw(_pick(("pp", None)))
+    # One axis, since a dim that is made of parts takes no more.
+    wide = "tp" if layers else draw(_pick(("tp", "pp")))
+    return DEFAULT_RULES.replace(
+        layers=layers,
+        embed=tuple(draw(_shuffled(("dp", "ep", "cp")))[: draw(_upto(3))]),
+        expert=draw(_pick((("ep",), None, ("cp", "dp")))),
+        **{name: wide if draw(_flag) else None for name in _MODEL_NAMES},
+    )
+
+
+_RULES, _STRATEGIES, _meshes = rules(), strategies(), functools.cache(meshes)
+
+
+@st.composite
+def homes(
+    draw: Draw,
+    tree: Tree,
+    mesh: AbstractMesh | None = None,
+    precisions: Sequence[Precision] = (FP32, BF16),
+    *,
+    stages: bool = True,
+) -> Home:
+    """Homes of a tree: mesh, strategy, rules, precision, stages; shrinks to one rank and zero(0).
+
+    Args:
+        draw: given by Hypothesis.
+        tree: of `Leaf`s.
+        mesh: by default any of up to 8 ranks.
+        precisions: which to choose from.
+        stages: whether layers, or whole subtrees, may have explicit owners along `pp`.
+    """
+    return _home(draw, tree, draw(_meshes()) if mesh is None else mesh, tuple(precisions), stages)
+
+
+def _home(draw: Draw, tree: Tree, mesh: AbstractMesh, precisions: tuple[Precision, ...], stages: bool = True) -> Home:
+    owners = _stages(draw, tree, mesh.axis_size("pp")) if stages else {}
+    return Home(mesh, draw(_STRATEGIES), draw(_RULES), draw(_pick(precisions)), owners)
+
+
+def _stages(draw: Draw, tree: Tree, size: int) -> dict[str, Any]:
+    """Some subtrees on one stage or on several, layers of stacks on any stage and in any order."""
+    found: dict[str, Any] = {}
+    for name in tree if size > 1 else ():
+        if not draw(_flag):
+            continue
+        if name != "blocks":
+            found[name] = draw(_upto(size - 1))
+            continue
+        layers = next(iter(tree[name].values())).shape[0]
+        found[name] = _owned(draw, layers, size)
+    return found
+
+
+@st.composite
+def layouts(draw: Draw, tree: Tree, mesh: AbstractMesh | None = None) -> Layout:
+    """Layouts of a tree of leaves on an abstract mesh; shrinks to nothing cut on one rank.
+
+    On a rank, `layout.with_mesh(device_mesh(layout.mesh))` is the same with devices.
+
+    Args:
+        draw: given by Hypothesis.
+        tree: of `Leaf`s.
+        mesh: by default any of up to 8 ranks.
+    """
+    where = draw(_meshes()) if mesh is None else mesh
+    return _home(draw, tree, where, (FP32, BF16)).layout(tree)
+
+
+@st.composite
+def reshard_cases(draw: Draw, max_ranks: int = 8, *, subsets: bool = True, exact: bool = False) -> ReshardCase:
+    """A tree and two homes on any two meshes; shrinks to one replicated leaf that stays on one rank.
+
+    Args:
+        draw: given by Hypothesis.
+        max_ranks: most ranks.
+        subsets: whether the meshes may have some of the ranks only, each others.
+        exact: only what `TrainCase` can train: float32, and no explicit owners.
+    """
+    tree = draw(_trees((torch.float32,) if exact else _KINDS, fused=not exact))
+    precision = FP32 if exact else draw(_pick((FP32, BF16)))
+    world = draw(_upto(max_ranks - 1)) + 1 if subsets else None
+    where = [draw(_meshes(max_ranks, subset_of=world)) for _ in range(2)]
+    return ReshardCase(tree, *(_home(draw, tree, mesh, (precision,), not exact) for mesh in where))
+
+
+@st.composite
+def train_cases(draw: Draw, max_ranks: int = 8) -> TrainCase:
+    """Runs on any mesh; shrinks to one step of one leaf on one rank.
+
+    Args:
+        draw: given by Hypothesis.
+        max_ranks: most ranks.
+    """
+    tree = draw(_trees((torch.float32, torch.int64), fused=False))
+    return TrainCase(
+        tree,
+        _home(draw, tree, draw(_meshes(max_ranks)), (FP32,), stages=False),
+        rows=draw(_pick((1, 2, 4, 8))),
+        microbatches=draw(_upto(2)) + 1,
+        steps=draw(_upto(2)) + 1,
+        donate=draw(_flag),
+    )
