@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NoReturn
 
 import tyro
 
-from fsharding.bench import OverheadConfig, overhead
+from fsharding.bench import (
+    CheckpointConfig,
+    OverheadConfig,
+    ReshardBenchConfig,
+    bench_checkpoint,
+    bench_reshard,
+    overhead,
+)
 from fsharding.config import TrainConfig, check
 from fsharding.errors import ConfigError, FshardingError, message
 from fsharding.launch import launch_ranks, under_launcher
@@ -26,8 +33,17 @@ _Train = Annotated[TrainConfig, tyro.conf.subcommand("train", description="Train
 _Overhead = Annotated[
     OverheadConfig, tyro.conf.subcommand("overhead", description="Host overhead of a step, beside FSDP2's.")
 ]
+_Checkpoint = Annotated[
+    CheckpointConfig, tyro.conf.subcommand("checkpoint", description="Saving and loading, beside torch's own.")
+]
+_Moving = Annotated[
+    ReshardBenchConfig, tyro.conf.subcommand("reshard", description="Resharding, beside a raw all-to-all.")
+]
 _Bench = Annotated[
-    _Overhead | Annotated[None, tyro.conf.subcommand("list", description="List what can be measured.")],
+    _Overhead
+    | _Checkpoint
+    | _Moving
+    | Annotated[None, tyro.conf.subcommand("list", description="List what can be measured.")],
     tyro.conf.subcommand("bench", description="Measure side by side with what people use."),
 ]
 
@@ -48,10 +64,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             _train(config)
         elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
             status = run_tool(config)
-        elif isinstance(config, OverheadConfig):
-            _bench(config)
+        elif config is None:
+            print("overhead, checkpoint, reshard")
         else:
-            print("overhead")
+            _bench(config)
     except FshardingError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
@@ -70,12 +86,19 @@ def _train(config: TrainConfig) -> None:
         launch_ranks(train, ranks, config)
 
 
-def _bench(config: OverheadConfig) -> None:
-    ranks = _ranks(config.ranks, default=2)
+_BENCHES: dict[type[Any], Callable[[Any], None]] = {
+    OverheadConfig: overhead,
+    CheckpointConfig: bench_checkpoint,
+    ReshardBenchConfig: bench_reshard,
+}
+
+
+def _bench(config: OverheadConfig | CheckpointConfig | ReshardBenchConfig) -> None:
+    ranks, run = _ranks(config.ranks, default=2), _BENCHES[type(config)]
     if under_launcher() or ranks == 1:
-        overhead(config)
+        run(config)
     else:
-        launch_ranks(overhead, ranks, config)
+        launch_ranks(run, ranks, config)
 
 
 def _ranks(asked: int | None, *, default: int) -> int:

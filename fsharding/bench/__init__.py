@@ -2,5 +2,6 @@
 
 from fsharding.bench.checkpoint import CheckpointConfig, bench_checkpoint
 from fsharding.bench.overhead import OverheadConfig, overhead
+from fsharding.bench.reshard import ReshardBenchConfig, bench_reshard
 
-__all__ = ["CheckpointConfig", "OverheadConfig", "bench_checkpoint", "overhead"]
+__all__ = ["CheckpointConfig", "OverheadConfig", "ReshardBenchConfig", "bench_checkpoint", "bench_reshard", "overhead"]

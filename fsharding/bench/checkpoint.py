@@ -7,7 +7,6 @@ Law: what both load is what both saved, bit by bit, before a time counts.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import platform
 import shutil
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import checkpoint, optim, random, tree
+from fsharding.bench.memory import give_back
 from fsharding.checkpoint.leaves import content
 from fsharding.errors import ConfigError, message
 from fsharding.layout import plan_layout
@@ -151,7 +151,7 @@ def _measured(state: TrainState, folder: Path, rounds: int) -> dict[str, list[_T
 
 
 def _timed(run: Callable[[], object]) -> _Time:
-    _give_back()
+    give_back()
     if dist.is_initialized():
         dist.barrier()
     began, cpu = time.perf_counter(), time.process_time()
@@ -162,13 +162,6 @@ def _timed(run: Callable[[], object]) -> _Time:
     if dist.is_initialized():
         dist.barrier()
     return _Time(time.perf_counter() - began, cpu)
-
-
-def _give_back() -> None:
-    """Returns freed memory to the system: otherwise who comes second gets pages that the first has paid for."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def _show(config: CheckpointConfig, times: dict[str, list[_Time]], ranks: int) -> None:

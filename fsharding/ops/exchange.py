@@ -68,17 +68,22 @@ class _Run:
         if source is not None and before == after and source.dtype == self.dtypes[leaf]:
             return source if self.donate else source.clone()
         size = (0,) if after is None else boxes.grid_shape(after)
-        target = torch.empty(size, dtype=self.dtypes[leaf], device=self.device)
+        target = _compat.fresh(size, self.dtypes[leaf], self.device)
         shared = None if before is None or after is None else boxes.overlap(before, after)
         if source is not None and shared is not None:
             pairs = [(target[b], source[a]) for a, b, _ in boxes.overlap_slices(shared)]
             _compat.foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
         return target
 
-    def pack(self, number: int, members: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """The bytes that this rank sends in a round, and how many to each member."""
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Two pairs of buffers to send and to receive, large enough for every round."""
+        sizes = [max((sum(p.bytes for p in both[way]) for both in self.mine), default=0) for way in (0, 1)]
+        count = min(2, len(self.mine))
+        return [tuple(_compat.fresh((n,), torch.uint8, self.device) for n in sizes) for _ in range(count)]  # pyright: ignore[reportReturnType]
+
+    def pack(self, number: int, buffer: Tensor) -> None:
+        """Fills a buffer with what this rank sends in a round."""
         send, _ = self.mine[number]
-        buffer = torch.empty(sum(p.bytes for p in send), dtype=torch.uint8, device=self.device)
         into: list[Tensor] = []
         out_of: list[Tensor] = []
         start = 0
@@ -93,7 +98,6 @@ class _Run:
             start += piece.bytes
         _compat.foreach_copy_(into, out_of)
         self._let_go(number)
-        return buffer, [sum(p.bytes for p in send if p.target == member) for member in members]
 
     def unpack(self, number: int, buffer: Tensor) -> None:
         """Puts what came in a round into its targets."""
@@ -154,18 +158,21 @@ def exchange(
         Local tensors in the target shardings; of shape (0,) where this rank holds nothing.
     """
     run = _Run(plan, rank, dtypes, device, sources, donate)
-    members = group.ranks
+    buffers = run.buffers()
     pending: tuple[int, Tensor, wire.Pending] | None = None
-    for number in range(len(plan.rounds)):
+    for number, (send, receive) in enumerate(run.mine):
         assert group.process_group is not None, "one rank has nobody to send to"
-        packed, out = run.pack(number, members)
-        come = [sum(p.bytes for p in run.mine[number][1] if p.source == member) for member in members]
-        received = torch.empty(sum(come), dtype=torch.uint8, device=device)
+        out = [sum(p.bytes for p in send if p.target == member) for member in group.ranks]
+        come = [sum(p.bytes for p in receive if p.source == member) for member in group.ranks]
+        packed, received = buffers[number % 2]
+        run.pack(number, packed)
         if pending is not None:
             pending[2].wait()
-            run.unpack(pending[0], pending[1])
-        pending = number, received, wire.exchange_bytes(packed, received, out, come, group.process_group)
+        now = wire.exchange_bytes(packed[: sum(out)], received[: sum(come)], out, come, group.process_group)
+        if pending is not None:
+            run.unpack(*pending[:2])
+        pending = number, received, now
     if pending is not None:
         pending[2].wait()
-        run.unpack(pending[0], pending[1])
+        run.unpack(*pending[:2])
     return run.finish()

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
-from fsharding import boxes
-from fsharding.checkpoint import dcp
+from fsharding import boxes, routes
 from fsharding.checkpoint.leaves import staged
+from fsharding.checkpoint.shares import shares
 from fsharding.mesh import AbstractMesh
 from fsharding.testing import Leaf, assert_bitwise_equal, local_part
 from fsharding.testing import strategies as draws
@@ -112,43 +112,87 @@ def shards(whole, sharding):
         yield staged(tuple(whole.shape), on_rank(sharding, position), local_part(whole, sharding, coord))
 
 
-@examples(250, 7000)
-@given(moves())
-def test_chunk_lists_read_every_element_once(case):
-    shape, source, target = case
-    whole = torch.arange(math.prod(shape)).view(shape)
-    kept = {offset: box for held in shards(whole, source) for offset, (box, _) in held.kept().items()}
-    chunks = [dcp._chunk(box) for box in kept.values()]
-    assert boxes.is_tiling(kept.values(), shape)
-    saved: Any = type("Saved", (), {"chunks": chunks})()
-    for held in shards(whole, target):
-        wanted = [dcp._chunk(box) for box, _ in held.kept().values()]
-        items = create_read_items_for_chunk_list("a", saved, wanted)
-        assert sum(math.prod(item.lengths) for item in items) == held.local.numel()
-        assert all(tuple(item.storage_index.offset) in kept for item in items)
+def chunk(box):
+    """A box in torch's words."""
+    return ChunkStorageMetadata(torch.Size(start for start, _ in box), torch.Size(boxes.shape_of(box)))
 
 
-@examples(250, 7000)
+def written(whole, source):
+    """What each rank writes of a leaf, by offset: each box once, by a rank that holds it."""
+    stored: dict[Any, Any] = {}
+    held = list(shards(whole, source))
+    writers = shares({"a": held[0]}, source.mesh.ranks or range(source.mesh.size))["a"]
+    for rank, mine in zip(source.mesh.ranks or range(source.mesh.size), held, strict=True):
+        for offset, (box, part) in mine.kept().items():
+            if writers[offset] == rank:
+                assert offset not in stored
+                stored[offset] = box, part
+    return stored
+
+
+@examples(500, 14000)
 @given(moves(), st.sampled_from([torch.float32, torch.bool, torch.int64]))
-def test_a_save_and_a_load_in_memory(case, dtype):
+def test_a_save_and_a_load_by_torchs_planner(case, dtype):
     shape, source, target = case
     whole = Leaf(shape, dtype).tensor()
-    planners = [dcp._SavePlanner({"a": held}) for held in shards(whole, source)]
-    for rank, planner in enumerate(planners):
-        planner.set_up_planner({}, is_coordinator=rank == 0)
-    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
-    stored = {}
-    for planner, plan in zip(planners, plans, strict=True):
-        for item in plan.items:
-            assert item.type == WriteItemType.SHARD and tuple(item.index.offset) not in stored
-            stored[tuple(item.index.offset)] = planner.lookup_object(item.index)
+    stored = written(whole, source)
+    assert boxes.is_tiling([box for box, _ in stored.values()], shape)
+    saved = TensorStorageMetadata(TensorProperties(dtype), whole.shape, [chunk(box) for box, _ in stored.values()])
     for held, coord in zip(shards(torch.zeros_like(whole), target), target.mesh.coordinates(), strict=True):
-        loader = dcp._LoadPlanner({"a": held})
-        loader.set_up_planner({"a": held.local}, metadata, is_coordinator=True)
-        for item in loader.create_local_plan().items:
-            chunk, into = stored[tuple(item.storage_index.offset)], loader.lookup_tensor(item.dest_index)
+        kept = held.kept()
+        items = create_read_items_for_chunk_list("a", saved, [chunk(box) for box, _ in kept.values()])
+        assert sum(math.prod(item.lengths) for item in items) == held.local.numel()
+        for item in items:
+            from_, into = stored[tuple(item.storage_index.offset)][1], kept[tuple(item.dest_index.offset)][1]
             for dim, length in enumerate(item.lengths):
-                chunk = chunk.narrow(dim, item.storage_offsets[dim], length)
+                from_ = from_.narrow(dim, item.storage_offsets[dim], length)
                 into = into.narrow(dim, item.dest_offsets[dim], length)
-            into.copy_(chunk)
+            into.copy_(from_)
         assert_bitwise_equal(held.local, local_part(whole, target, coord))
+
+
+# ------------------------------------------------------------------------------------------------------- routes
+@examples(500, 14000)
+@given(moves(), st.sampled_from([16, 64, 1 << 20]))
+def test_a_plan_of_routes_fills_every_target_once(case, budget):
+    """Runs a plan in one process: what a rank keeps, and all pieces, into counters of how often an element is written."""
+    shape, source, target = case
+    whole = torch.arange(math.prod(shape)).view(shape)
+    leaf = routes.Leaf(shape, 8, source, target)
+    plan = routes.plan_routes((leaf,), budget)
+    before, after = routes.grids(source, shape), routes.grids(target, shape)
+    have = {rank: pick(whole, grid) for rank, grid in before.items()}
+    got = {rank: torch.full(boxes.grid_shape(grid), -1) for rank, grid in after.items()}
+    for rank in before.keys() & after.keys():
+        shared = boxes.overlap(before[rank], after[rank])
+        for a, b, _ in boxes.overlap_slices(shared) if shared is not None else ():
+            got[rank][b] = have[rank][a]
+    limit = max(budget // 4, 1)
+    for pieces in plan.rounds:
+        for way in ("source", "target"):
+            for rank in {getattr(p, way) for p in pieces}:
+                mine = [p.bytes for p in pieces if getattr(p, way) == rank]
+                assert sum(mine) <= limit or len(mine) == 1
+        for p in pieces:
+            assert p.source != p.target and p.bytes == 8 * boxes.overlap_volume(p.overlap)
+            for a, b, _ in boxes.overlap_slices(p.overlap):
+                assert (got[p.target][b] == -1).all()
+                got[p.target][b] = have[p.source][a]
+    for rank, grid in after.items():
+        assert torch.equal(got[rank], pick(whole, grid))
+    new = sum(got[rank].numel() - shared_volume(before.get(rank), grid) for rank, grid in after.items())
+    assert sum(plan.sent[0].values()) == 8 * new
+
+
+def pick(whole, grid):
+    """The local tensor of a grid."""
+    out = torch.empty(boxes.grid_shape(grid), dtype=whole.dtype)
+    for box, place in boxes.grid_boxes(grid):
+        out[place] = whole[boxes.relative(box, boxes.full(tuple(whole.shape)))]
+    return out
+
+
+def shared_volume(a, b):
+    """How many elements two grids share."""
+    shared = None if a is None else boxes.overlap(a, b)
+    return 0 if shared is None else boxes.overlap_volume(shared)
