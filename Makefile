@@ -6,6 +6,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
+# Tests on ranks mostly wait for each other, so more workers than cores are no waste.
+WORKERS ?= 3
 BIN := .venv/bin
 # The stamp is written last, so that an interrupted install is done again.
 STAMP := .venv/.installed
@@ -29,10 +31,10 @@ train: $(STAMP) ## train the tiny preset on two local ranks, into runs/tiny
 	$(BIN)/fsharding train --preset tiny --ranks 2 --strategy zero3 --steps 200 --out runs/tiny $(ARGS)
 
 test: $(STAMP) ## run the tests
-	HYPOTHESIS_PROFILE=ci $(BIN)/pytest $(ARGS)
+	HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n $(WORKERS) $(ARGS)
 
 test-full: $(STAMP) ## run the tests with many more examples, and those marked full
-	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m '' --timeout 1200 $(ARGS)
+	HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(WORKERS) -m '' --timeout 1200 $(ARGS)
 
 lint: $(STAMP) ## ruff, formatting, types
 	$(BIN)/ruff check .

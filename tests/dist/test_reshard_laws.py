@@ -37,9 +37,12 @@ def test_resharding_leaves_composes_and_comes_back(case, data):
 
 
 def state_moves(case):
-    """A whole state: parameters or main copies, moments, step, key."""
+    """A whole state: parameters or main copies, moments, step, key; and the bytes that the plan says (law 8)."""
     source, target = (layout_here(case.leaves, home) for home in (case.source, case.target))
-    there = fs.reshard(some_state(case.leaves, case.source), target)
+    state = some_state(case.leaves, case.source)
+    with fs.counting_bytes() as traffic:
+        there = fs.reshard(state, target)
+    assert traffic.bytes == fs.explain_reshard(state, target).sent
     content_is_whole(there, target)
     content_is_whole(fs.reshard(there, source), source)
 

@@ -1,0 +1,26 @@
+"""The option --swap-at as text."""
+
+import pytest
+
+from fsharding.errors import ConfigError
+from fsharding.swaps import Swap, parse_swaps
+
+
+def test_swaps_are_read_in_any_order():
+    assert parse_swaps("") == ()
+    assert parse_swaps("100=zero3:replica=2,dp=2,50=zero1") == (
+        Swap(50, "zero1", ""),
+        Swap(100, "zero3", "replica=2,dp=2"),
+    )
+
+
+@pytest.mark.parametrize("text", ["zero1", "50", "50=zero9", "0=zero1", "-1=zero1", "a=zero1", "dp=2", "5=zero1,dp=2"])
+def test_what_cannot_be_read_is_refused(text):
+    with pytest.raises(ConfigError, match=r"cannot read .* in --swap-at") as caught:
+        parse_swaps(text)
+    assert str(caught.value).endswith("hsdp.") and "Write STEP=STRATEGY or STEP=STRATEGY:dp=4" in str(caught.value)
+
+
+def test_a_step_stands_once():
+    with pytest.raises(ConfigError, match="step 5 stands twice"):
+        parse_swaps("5=zero1,5=zero2")
