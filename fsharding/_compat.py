@@ -99,7 +99,9 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement
         strides.insert(0, step)
         step *= max(size, 1)
     meta = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
-    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    # Not DTensor(...): its empty __init__ is wrapped so that the first call imports torch._dynamo, a second or two.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def drop_local(x: DTensor) -> None:

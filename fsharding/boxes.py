@@ -8,6 +8,7 @@ Law: the boxes of all pieces tile the tensor, and nested cuts give nested boxes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -29,6 +30,8 @@ __all__ = [
     "length",
     "meet",
     "nested_chunk",
+    "outer_dims",
+    "outer_volume",
     "overlap",
     "overlap_shape",
     "overlap_slices",
@@ -37,6 +40,7 @@ __all__ = [
     "relative",
     "runs",
     "shape_of",
+    "split_outer",
     "split_overlap",
     "volume",
 ]
@@ -202,6 +206,7 @@ def overlap_volume(shared: Overlap) -> int:
     return math.prod(sum(n for _, _, n in dim) for dim in shared)
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def overlap_slices(shared: Overlap) -> tuple[tuple[tuple[slice, ...], tuple[slice, ...], tuple[slice, ...]], ...]:
     """The boxes of an overlap as slices: of the one local tensor, of the other, and of a dense tensor of both."""
     dims: list[list[tuple[slice, slice, slice]]] = []
@@ -227,6 +232,25 @@ def split_overlap(shared: Overlap, most: int) -> tuple[Overlap, ...]:
     ranges_by_part = [_cut_overlap(shared[dim], *chunk(total, pieces, i)) for i in range(pieces)]
     smaller = [(*shared[:dim], ranges, *shared[dim + 1 :]) for ranges in ranges_by_part if ranges]
     return tuple(part for one in smaller for part in split_overlap(one, most))
+
+
+def outer_dims(shared: Overlap, size: tuple[int, ...]) -> int:
+    """How many first dims have to be cut in single indices until an overlap is in one stretch of a tensor of a size."""
+    inner = len(shared)
+    while inner and sum(n for _, _, n in shared[inner - 1]) == size[inner - 1]:
+        inner -= 1
+    return max(inner - 1, 0)
+
+
+def outer_volume(shared: Overlap, dims: int) -> int:
+    """How many single indices the first dims have."""
+    return math.prod(sum(n for _, _, n in dim) for dim in shared[:dims])
+
+
+def split_outer(shared: Overlap, dims: int) -> list[Overlap]:
+    """Cuts the first dims of an overlap in single indices."""
+    singles = [[((a + i, b + i, 1),) for a, b, n in dim for i in range(n)] for dim in shared[:dims]]
+    return [(*first, *shared[dims:]) for first in product(*singles)]
 
 
 def _cut_overlap(ranges: tuple[tuple[int, int, int], ...], start: int, stop: int) -> tuple[tuple[int, int, int], ...]:

@@ -11,9 +11,10 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from fsharding import boxes
-from fsharding.boxes import Grid, Overlap
+from fsharding.boxes import Grid, Overlap, Runs
 from fsharding.mesh import AbstractMesh, abstract
 from fsharding.sharding import NamedSharding
 
@@ -22,8 +23,11 @@ __all__ = ["BUDGET", "Holder", "Leaf", "Piece", "Plan", "everywhere", "grids", "
 BUDGET = 64 << 20
 """Bytes a rank that the buffers of a plan take at most."""
 
-_SMALLEST = 1 << 20
-"""Pieces of a large leaf are not cut smaller than this many bytes."""
+_ROUND = 4 << 20
+"""Bytes that a rank sends in a round: so little that what was packed is still in a cache when it is sent."""
+
+_STRETCH = 1 << 18
+"""Pieces are cut so that they lie in one stretch of memory on one side, unless that makes them smaller than this."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Piece:
         target: the rank that receives.
         overlap: where it is in the local tensor of each.
         bytes: its size.
+        number: its place among all pieces of the plan.
     """
 
     leaf: int
@@ -68,6 +73,7 @@ class Piece:
     target: int
     overlap: Overlap
     bytes: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -138,18 +144,27 @@ def grids(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Grid]:
 def route(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> Iterator[tuple[int, int, Overlap]]:
     """Every (sender, receiver, part) of one leaf; a rank that has a part already is its own sender."""
     turns: dict[Grid, int] = {}
+    having = {have.grid: have.ranks for have in holders(source, shape)}
+    by_dim = [tuple(dict.fromkeys(grid[dim] for grid in having)) for dim in range(len(shape))]
     for goal in holders(target, shape):
-        for have in holders(source, shape):
-            shared = boxes.overlap(have.grid, goal.grid)
-            if shared is None:
-                continue
-            for rank in goal.ranks:
-                if rank in have.ranks:
+        # Ranges meet dim by dim, so that the cost is that of the ranges, not of all pairs of ranks.
+        met = [_meeting(by_dim[dim], held) for dim, held in enumerate(goal.grid)]
+        for several in product(*met):
+            grid, shared = tuple(held for held, _ in several), tuple(common for _, common in several)
+            ranks = having.get(grid, ())
+            for rank in goal.ranks if ranks else ():
+                if rank in ranks:
                     yield rank, rank, shared
                 else:
-                    turn = turns.get(have.grid, 0)
-                    turns[have.grid] = turn + 1
-                    yield have.ranks[turn % len(have.ranks)], rank, shared
+                    turn = turns.get(grid, 0)
+                    turns[grid] = turn + 1
+                    yield ranks[turn % len(ranks)], rank, shared
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _meeting(sources: tuple[Runs, ...], held: Runs) -> tuple[tuple[Runs, tuple[tuple[int, int, int], ...]], ...]:
+    """Those of some runs that share something with others, and what."""
+    return tuple((runs, shared) for runs in sources if (shared := boxes.meet(runs, held)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -157,48 +172,74 @@ def plan_routes(leaves: tuple[Leaf, ...], budget: int = BUDGET) -> Plan:
     """Plans all leaves together.
 
     Buffers of at most a quarter of the budget, one to send and one to receive, are in use twice: one pair is filled
-    while the other is on its way. Large leaves are cut so that all ranks have something to send in every round.
+    while the other is on its way. Leaves are cut so that all ranks have something to send in every round, and so that
+    pieces can leave or arrive without a copy.
 
     Args:
         leaves: what moves; leaves with larger elements go first.
         budget: bytes a rank.
     """
     ranks = tuple(sorted({r for leaf in leaves for s in (leaf.source, leaf.target) for r in _ranks(s)}))
-    limit = max(budget // 4, 1)
-    most = min(max(limit // max(len(ranks), 1), _SMALLEST), limit)
-    order = sorted(range(len(leaves)), key=lambda i: -leaves[i].itemsize)
-    rounds: list[list[Piece]] = []
-    begin, size = 0, 0
-    filled: list[dict[tuple[str, int], int]] = []
-    for i in order:
+    limit = max(min(budget // 4, _ROUND), 1)
+    most = max(limit // 4, 1)
+    rounds = _Rounds(limit, most)
+    number = 0
+    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].itemsize):
         leaf = leaves[i]
-        if leaf.itemsize != size:
-            begin, size = len(rounds), leaf.itemsize
         for source, target, shared in route(leaf.source, leaf.target, leaf.shape):
-            if source == target:
-                continue
-            for part in boxes.split_overlap(shared, max(most // size, 1)):
-                count = boxes.overlap_volume(part) * size
-                keys = (("send", source), ("receive", target))
-                place = _first_fit(filled, begin, keys, count, limit)
-                while len(rounds) <= place:
-                    rounds.append([])
-                    filled.append({})
-                rounds[place].append(Piece(i, source, target, part, count))
-                for key in keys:
-                    filled[place][key] = filled[place].get(key, 0) + count
-    return Plan(leaves, ranks, tuple(tuple(pieces) for pieces in rounds))
+            for part in _cut(leaf, source, target, shared, most) if source != target else ():
+                rounds.add(Piece(i, source, target, part, boxes.overlap_volume(part) * leaf.itemsize, number), leaf)
+                number += 1
+    return Plan(leaves, ranks, tuple(tuple(pieces) for pieces in rounds.pieces))
 
 
-def _first_fit(
-    filled: Sequence[dict[tuple[str, int], int]], begin: int, keys: Sequence[tuple[str, int]], count: int, limit: int
-) -> int:
-    """The first round in which sender and receiver have room; a piece over the limit gets a round where they idle."""
-    for place in range(begin, len(filled)):
-        used = [filled[place].get(key, 0) for key in keys]
-        if not any(used) or max(used) + count <= limit:
-            return place
-    return len(filled)
+class _Rounds:
+    """Puts pieces in the first round in which sender and receiver have room, elements of one size in each round."""
+
+    def __init__(self, limit: int, most: int) -> None:
+        self.pieces: list[list[Piece]] = []
+        self._limit, self._most = limit, most
+        self._filled: list[dict[tuple[str, int], int]] = []
+        self._size = 0
+        self._open: dict[tuple[str, int], int] = {}
+        self._begin = 0
+
+    def add(self, piece: Piece, leaf: Leaf) -> None:
+        """Adds a piece; one over the limit gets a round where both sides idle."""
+        if leaf.itemsize != self._size:
+            self._size, self._begin, self._open = leaf.itemsize, len(self.pieces), {}
+        keys = (("send", piece.source), ("receive", piece.target))
+        place = max(self._open.get(key, self._begin) for key in keys)
+        while not self._has_room(place, keys, piece.bytes):
+            place += 1
+        while len(self.pieces) <= place:
+            self.pieces.append([])
+            self._filled.append({})
+        self.pieces[place].append(piece)
+        for key in keys:
+            self._filled[place][key] = self._filled[place].get(key, 0) + piece.bytes
+            first = self._open.get(key, self._begin)
+            while first < len(self._filled) and self._filled[first].get(key, 0) + self._most > self._limit:
+                first += 1
+            self._open[key] = first
+
+    def _has_room(self, place: int, keys: Sequence[tuple[str, int]], count: int) -> bool:
+        if place >= len(self._filled):
+            return True
+        used = [self._filled[place].get(key, 0) for key in keys]
+        return not any(used) or max(used) + count <= self._limit
+
+
+def _cut(leaf: Leaf, source: int, target: int, shared: Overlap, most: int) -> Iterator[Overlap]:
+    """Parts of at most so many bytes, each in one stretch of memory on one side if that leaves them large enough."""
+    grids_of = grids(leaf.source, leaf.shape)[source], grids(leaf.target, leaf.shape)[target]
+    sizes = [boxes.grid_shape(grid) for grid in grids_of]
+    outer = min(boxes.outer_dims(shared, size) for size in sizes)
+    parts = [shared]
+    if boxes.overlap_volume(shared) * leaf.itemsize // boxes.outer_volume(shared, outer) >= _STRETCH:
+        parts = boxes.split_outer(shared, outer)
+    for part in parts:
+        yield from boxes.split_overlap(part, max(most // leaf.itemsize, 1))
 
 
 def _ranks(sharding: NamedSharding) -> Iterator[int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.checkpoint import store
 from fsharding.checkpoint.agree import rank, ranks, together
 from fsharding.checkpoint.leaves import Want, owner, param_path, placement, staged
@@ -309,10 +309,8 @@ def _fetch(source: Source, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
         path: staged(
             want.shape,
             want.sharding,
-            torch.empty(
-                want.shape if want.sharding is None else want.sharding.local_shape(want.shape),
-                dtype=want.dtype,
-                device=want.device,
+            _compat.fresh(
+                want.shape if want.sharding is None else want.sharding.local_shape(want.shape), want.dtype, want.device
             ),
         )
         for path, want in wanted.items()

@@ -1,7 +1,8 @@
-"""Runs a plan of routes: local copies, and one all-to-all of bytes a round, with the next round packed meanwhile.
+"""Runs a plan of routes: local copies, and one exchange of messages a round, with the next round packed meanwhile.
 
 In: the plan, this rank's local tensor of every leaf. Out: its local tensors in the target shardings, in new memory.
-A target is allocated when its first piece is due, and a donated source is let go when its last piece has left.
+A piece that lies in one stretch is sent from its source, or received in its target, without a copy. A target is made
+when its first piece is due, and a donated source is let go when its last piece has left.
 Law: what is sent is what the plan says, byte for byte; every element of a target is written once.
 """
 
@@ -78,39 +79,46 @@ class _Run:
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Two pairs of buffers to send and to receive, large enough for every round."""
         sizes = [max((sum(p.bytes for p in both[way]) for both in self.mine), default=0) for way in (0, 1)]
-        count = min(2, len(self.mine))
-        return [tuple(_compat.fresh((n,), torch.uint8, self.device) for n in sizes) for _ in range(count)]  # pyright: ignore[reportReturnType]
+        make = [
+            _compat.fresh((size,), torch.uint8, self.device) for _ in range(min(2, len(self.mine))) for size in sizes
+        ]
+        return list(zip(make[::2], make[1::2], strict=True))
 
-    def pack(self, number: int, buffer: Tensor) -> None:
-        """Fills a buffer with what this rank sends in a round."""
-        send, _ = self.mine[number]
-        into: list[Tensor] = []
-        out_of: list[Tensor] = []
+    def pack(self, number: int, buffer: Tensor) -> list[wire.Message]:
+        """What this rank sends in a round: parts of its sources as they lie, or copies in the buffer."""
+        messages: list[wire.Message] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         start = 0
-        for piece in send:
+        for piece in self.mine[number][0]:
             self.place(piece.leaf)
             source = self.sources[piece.leaf]
             assert source is not None
-            view = self._view(buffer, start, piece)
-            for a, _, dense in boxes.overlap_slices(piece.overlap):
-                into.append(view[dense])
-                out_of.append(source[a])
-            start += piece.bytes
-        _compat.foreach_copy_(into, out_of)
+            places = boxes.overlap_slices(piece.overlap)
+            view = source[places[0][0]]
+            if len(places) > 1 or not view.is_contiguous() or view.dtype != self.dtypes[piece.leaf]:
+                view = self._view(buffer, start, piece)
+                copies += [(view[dense], source[a]) for a, _, dense in places]
+                start += piece.bytes
+            messages.append(wire.Message(piece.target, piece.number, view.view(-1).view(torch.uint8)))
+        _compat.foreach_copy_([to for to, _ in copies], [of for _, of in copies])
         self._let_go(number)
+        return messages
 
-    def unpack(self, number: int, buffer: Tensor) -> None:
-        """Puts what came in a round into its targets."""
-        into: list[Tensor] = []
-        out_of: list[Tensor] = []
+    def unpack(self, number: int, buffer: Tensor) -> tuple[list[wire.Message], list[tuple[Tensor, Tensor]]]:
+        """Where the pieces of a round arrive, in their targets or in the buffer, and the copies to make afterwards."""
+        messages: list[wire.Message] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         start = 0
         for piece in self.mine[number][1]:
-            target, view = self.place(piece.leaf), self._view(buffer, start, piece)
-            for _, b, dense in boxes.overlap_slices(piece.overlap):
-                into.append(target[b])
-                out_of.append(view[dense])
-            start += piece.bytes
-        _compat.foreach_copy_(into, out_of)
+            target = self.place(piece.leaf)
+            places = boxes.overlap_slices(piece.overlap)
+            view = target[places[0][1]]
+            if len(places) > 1 or not view.is_contiguous():
+                view = self._view(buffer, start, piece)
+                copies += [(target[b], view[dense]) for _, b, dense in places]
+                start += piece.bytes
+            messages.append(wire.Message(piece.source, piece.number, view.view(-1).view(torch.uint8)))
+        return messages, copies
 
     def _view(self, buffer: Tensor, start: int, piece: Piece) -> Tensor:
         shape = boxes.overlap_shape(piece.overlap)
@@ -159,20 +167,15 @@ def exchange(
     """
     run = _Run(plan, rank, dtypes, device, sources, donate)
     buffers = run.buffers()
-    pending: tuple[int, Tensor, wire.Pending] | None = None
-    for number, (send, receive) in enumerate(run.mine):
-        assert group.process_group is not None, "one rank has nobody to send to"
-        out = [sum(p.bytes for p in send if p.target == member) for member in group.ranks]
-        come = [sum(p.bytes for p in receive if p.source == member) for member in group.ranks]
+    pending, copies = wire.Pending(), list[tuple[Tensor, Tensor]]()
+    for number in range(len(run.mine)):
         packed, received = buffers[number % 2]
-        run.pack(number, packed)
-        if pending is not None:
-            pending[2].wait()
-        now = wire.exchange_bytes(packed[: sum(out)], received[: sum(come)], out, come, group.process_group)
-        if pending is not None:
-            run.unpack(*pending[:2])
-        pending = number, received, now
-    if pending is not None:
-        pending[2].wait()
-        run.unpack(*pending[:2])
+        sends = run.pack(number, packed)
+        pending.wait()
+        arrivals, later = run.unpack(number, received)
+        pending = wire.exchange_messages(sends, arrivals, group)
+        _compat.foreach_copy_([to for to, _ in copies], [of for _, of in copies])
+        copies = later
+    pending.wait()
+    _compat.foreach_copy_([to for to, _ in copies], [of for _, of in copies])
     return run.finish()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from fsharding.mesh import Group
 __all__ = [
     "Pending",
     "algorithm",
-    "exchange_bytes",
+    "Message",
+    "exchange_messages",
     "exchange_rows",
     "gather_rows",
     "PendingSum",
@@ -154,21 +156,38 @@ def _all_to_all(out: Tensor, x: Tensor, group: Group) -> dist.Work:
     return _started(dist.all_to_all_single(out, x, group=group.process_group, async_op=True))
 
 
-def exchange_bytes(
-    send: Tensor, received: Tensor, out: Sequence[int], come: Sequence[int], group: dist.ProcessGroup
-) -> Pending:
-    """Starts an all-to-all of flat buffers with pieces of any sizes.
+class Message(NamedTuple):
+    """One message of a round.
+
+    Attributes:
+        rank: global rank of the other side.
+        tag: the same on both sides; of its own for each message between two ranks.
+        data: contiguous; where it is, or where it will be.
+    """
+
+    rank: int
+    tag: int
+    data: Tensor
+
+
+def exchange_messages(sends: Sequence[Message], receives: Sequence[Message], group: Group) -> Pending:
+    """Starts to send and receive messages of any sizes between any two ranks of a group.
 
     Args:
-        send: uint8, the pieces for all members in rank order.
-        received: uint8, for the pieces of all members in rank order.
-        out: bytes to each member.
-        come: bytes from each member.
+        sends: from this rank, in the same order as the other sides receive them.
+        receives: to this rank.
         group: who takes part.
     """
-    record_sent(send.numel() - out[dist.get_rank(group)])
-    work = dist.all_to_all_single(received, send, list(come), list(out), group=group, async_op=True)
-    return Pending((_started(work),), (send, received))
+    record_sent(sum(m.data.numel() * m.data.element_size() for m in sends))
+    works: list[dist.Work] = []
+    if dist.get_backend(group.process_group) == "gloo":
+        works = [_started(dist.irecv(m.data, m.rank, group.process_group, m.tag)) for m in receives]
+        works += [_started(dist.isend(m.data, m.rank, group.process_group, m.tag)) for m in sends]
+    elif sends or receives:
+        ops = [dist.P2POp(dist.irecv, m.data, m.rank, group.process_group, m.tag) for m in receives]
+        ops += [dist.P2POp(dist.isend, m.data, m.rank, group.process_group, m.tag) for m in sends]
+        works = dist.batch_isend_irecv(ops)
+    return Pending(tuple(works), tuple(m.data for m in (*sends, *receives)))
 
 
 def send_receive(x: Tensor, out: Tensor, group: Group, *, target: int | None, source: int | None) -> Pending:
