@@ -46,9 +46,7 @@ Pipe = multiprocessing.connection.Connection
 
 _GROUP_TIMEOUT = datetime.timedelta(seconds=20)
 _GRACE = 1.0
-_PRELOAD = ("torch", "torch.distributed.tensor", "fsharding", "numpy", "hypothesis", "pytest")
-# The first DTensor of a process imports it, which takes a second or two; in the fork server once is enough.
-_DYNAMO = "torch._dynamo"
+_PRELOAD = ("torch", "torch.distributed.tensor", "fsharding", "numpy", "hypothesis", "pytest", "torch._dynamo")
 
 
 # ------------------------------------------------------------------------------------------------ in the rank's process
@@ -170,7 +168,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*(name for name in _PRELOAD if name in sys.modules), _DYNAMO])
+        context.set_forkserver_preload([name for name in _PRELOAD if name in sys.modules])
         environ = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1"}
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         if loopback in (name for _, name in socket.if_nameindex()):

@@ -8,7 +8,6 @@ Law: everything shrinks to one rank and one replicated leaf.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,24 +74,25 @@ def meshes(
         subset_of: a number of ranks, any of which the mesh may have; by default it has the first ones.
     """
     most = max_ranks if subset_of is None else min(max_ranks, subset_of)
-    sizes = draw(_pick(_factorizations(most, len(axes))))
-    names = list(draw(_shuffled(tuple(axes)))[: len(sizes)])
-    if not sizes:
-        sizes, names = (1,), ["dp" if "dp" in axes else axes[0]]
+    # A draw for each axis, whatever the others are: so each shrinks by itself, and no mesh is simpler than one rank.
+    order, chosen, left = draw(_shuffled(tuple(axes))), {axis: draw(_upto(len(_AXIS_SIZES) - 1)) for axis in axes}, most
+    found: dict[str, int] = {}
+    for axis in order:
+        size = _AXIS_SIZES[chosen[axis]]
+        if 1 < size <= left:
+            found[axis], left = size, left // size
+    if not found:
+        found = {"dp" if "dp" in axes else axes[0]: 1}
+    names, sizes = tuple(found), tuple(found.values())
     if not orders:
-        names.sort(key=AXES.index)
+        names = tuple(sorted(names, key=AXES.index))
+        sizes = tuple(found[axis] for axis in names)
     mesh = AbstractMesh(tuple(names), sizes)
     ranks = sorted(draw(_shuffled(tuple(range(subset_of))))[: mesh.size]) if subset_of else []
     return mesh if ranks == [*range(len(ranks))] else AbstractMesh(mesh.names, mesh.sizes, tuple(ranks))
 
 
-@functools.cache
-def _factorizations(most: int, longest: int) -> tuple[tuple[int, ...], ...]:
-    """Every way to write a number up to `most` as an ordered product of sizes above 1, fewest ranks first."""
-    found: list[tuple[int, ...]] = [()]
-    for sizes in found:
-        found += [(*sizes, n) for n in range(2, most // math.prod(sizes) + 1) if len(sizes) < longest]
-    return tuple(sorted(found, key=lambda sizes: (math.prod(sizes), len(sizes), sizes)))
+_AXIS_SIZES = (1, 1, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8)
 
 
 @st.composite
@@ -121,9 +121,9 @@ def shardings(draw: Draw, shape: Sequence[int], mesh: AbstractMesh, *, assigned:
         mesh: where it lives.
         assigned: whether the coordinates of one axis may own the leaf, or indices of a dim in any order, explicitly.
     """
-    spec = draw(specs(shape, mesh))
+    explicit, spec = draw(_flag), draw(specs(shape, mesh))
     free = tuple(axis for axis in mesh.names if axis not in spec.all_axes)
-    if not assigned or not free or not draw(_flag):
+    if not (assigned and explicit and free):
         return NamedSharding(mesh, spec)
     axis = draw(_pick(free))
     size, dim = mesh.axis_size(axis), draw(_upto(len(shape))) - 1

@@ -76,7 +76,7 @@ def test_swapping_strategies_in_mid_run_changes_no_loss(whole: Path, tmp_path: P
     swaps = "2=zero1,3=hfsdp:replica=2,dp=1,5=zero0"
     assert train(tmp_path / "run", "--ranks", "2", "--swap-at", swaps) == losses(whole)
     sizes = [json.loads(line)["state_bytes"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert sizes[0] == sizes[1] < sizes[2] and sizes[2] != sizes[3] and sizes[5] > sizes[4]
+    assert sizes[0] == sizes[1] < sizes[2] and sizes[4] < sizes[5]
 
 
 def test_local_ranks_leave_metrics_plot_and_checkpoint(whole: Path):

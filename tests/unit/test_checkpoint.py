@@ -617,7 +617,7 @@ def fail(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["os.fsync", "pathlib.Path.rename", "fsharding.checkpoint.store._sync"])
+@pytest.mark.parametrize("where", ["os.fsync", "pathlib.Path.rename", "fsharding.checkpoint.store.sync"])
 def test_a_failed_save_leaves_the_old_checkpoint(saved, monkeypatch, where):
     with monkeypatch.context() as patch:
         patch.setattr(where, fail)

@@ -26,11 +26,11 @@ def planned(mesh, strategy, **options):
 def test_the_table_of_a_reshard():
     a, b = planned(FOUR, fs.zero(3)), planned(AbstractMesh(("tp", "dp"), (2, 2)), fs.zero(0))
     assert str(fs.explain_reshard(a, b, rank=1)) == (
-        "leaf          type              from                          to                                    how         sent by rank 1  sent in all\n"
-        "params.c      float32[]         P() on {dp: 4}                P() on {tp: 2, dp: 2}                 nothing                  0            0\n"
-        "params.table  float32[8, 6]     P(None, 'dp') on {dp: 4}      P('tp') on {tp: 2, dp: 2}             all-to-all             192          288\n"
-        "params.w      float32[2, 4, 8]  P(None, 'dp') on {dp: 4}      P(None, None, 'tp') on {tp: 2, dp: 2} all-to-all             192          768\n"
-        "3 leaves                                                                                            1 rounds               384        1,056"
+        "leaf          type              from                      to                                     how         sent by rank 1  sent in all\n"
+        "params.c      float32[]         P() on {dp: 4}            P() on {tp: 2, dp: 2}                  nothing                  0            0\n"
+        "params.table  float32[8, 6]     P(None, 'dp') on {dp: 4}  P('tp') on {tp: 2, dp: 2}              all-to-all              96          288\n"
+        "params.w      float32[2, 4, 8]  P(None, 'dp') on {dp: 4}  P(None, None, 'tp') on {tp: 2, dp: 2}  all-to-all              96          384\n"
+        "3 leaves                                                                                         1 rounds               192          672"
     )
 
 
@@ -58,7 +58,7 @@ def test_a_plan_of_thousands_of_ranks():
     b = fs.NamedSharding(AbstractMesh(("dp", "tp"), (512, 4)), fs.P("dp", "tp"))
     began = time.perf_counter()
     plan = routes.plan_routes((routes.Leaf((1 << 13, 1 << 13), 4, a, b),))
-    assert sum(plan.sent[0].values()) <= 4 << 26 and time.perf_counter() - began < 60
+    assert sum(plan.sent[0].values()) <= 4 << 26 and time.perf_counter() - began < 20
 
 
 def test_rounds_have_elements_of_one_size():
