@@ -6,8 +6,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
-# Tests on ranks mostly wait for each other, so more workers than cores are no waste.
-WORKERS ?= 3
+# One a core. A test of eight ranks has all of them waiting for each other, so more workers are slower, not faster.
+WORKERS ?= 2
 BIN := .venv/bin
 # The stamp is written last, so that an interrupted install is done again.
 STAMP := .venv/.installed

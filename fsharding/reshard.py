@@ -44,8 +44,8 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
             leaves a leaf alone.
         donate: what is given is let go as its parts leave. A donated state raises `DonatedError` when it is used again,
             donated DTensors of a tree are empty.
-        source: for a tree whose leaves have explicit assignments, which a DTensor cannot tell: a `Layout` or a tree of
-            `NamedSharding`s that says where they are.
+        source: for a tree whose leaves have explicit assignments, which a DTensor cannot tell: the `Layout` in which it
+            is. A tree of `NamedSharding`s does as well, if `layout` is a `Layout`, which knows the global shapes.
         budget: bytes a rank for buffers. Besides the old and the new values no more memory is needed.
 
     Returns:

@@ -118,7 +118,7 @@ class NamedSharding:
         if coord is None and not meshes.is_member(self.mesh):
             return None
         where = coordinate(self.mesh) if coord is None else coord
-        owned = {a.dim: a.ranges[where.get(a.axis, 0)] for a in self.assigned}
+        owned = {a.dim: a.ranges[where.get(a.axis, 0)] for a in self.assigned if a.dim is None or shape[a.dim]}
         if owned.get(None) == ():
             return None
         sizes = abstract(self.mesh)

@@ -17,12 +17,12 @@ import pytest
 
 from fsharding.cli import main
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(420)
 
 SMALL = ["--seq", "32", "--batch", "8", "--steps", "6"]
 
 
-def fsharding(*args: str | Path, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
+def fsharding(*args: str | Path, timeout: float = 200, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", "fsharding", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=clean(**env))
 
@@ -111,7 +111,7 @@ def test_every_launch_and_strategy_has_the_same_losses(alone: Path, whole: Path,
     two = train(tmp_path / "two", "--ranks", "2", "--strategy", "optim", "--microbatches", "2")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "fsharding", "train"]
     command += ["--out", str(tmp_path / "four"), *SMALL, "--mesh", "replica=2", "--strategy", "hfsdp"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=clean(OMP_NUM_THREADS="1"))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=clean(OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stderr
     for found in (losses(whole), two, losses(tmp_path / "four")):
         assert found == pytest.approx(losses(alone), rel=1e-5)

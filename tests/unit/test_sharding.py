@@ -71,6 +71,11 @@ def test_the_spec_cuts_what_a_coordinate_owns():
     assert both.boxes((8,), {"dp": 3, "tp": 0}) == (((1, 3),),) and both.boxes((8,), {"dp": 1}) == ()
 
 
+def test_an_empty_dim_has_an_empty_box_whoever_owns_it():
+    nothing = fs.NamedSharding(MESH, assigned=(Assigned.parts("tp", 1, (0, 0), 2),))
+    assert nothing.boxes((3, 0), {"tp": 1}) == (((0, 3), (0, 0)),) and nothing.local_shape((3, 0), {"tp": 0}) == (3, 0)
+
+
 def test_two_dims_can_be_assigned():
     stages, heads = Assigned.indices("dp", 0, ((0, 2), (1, 3), (), ())), Assigned.parts("tp", 1, (2, 2), 2)
     both = fs.NamedSharding(MESH, assigned=(stages, heads))
