@@ -6,8 +6,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
-# One a core. A test of eight ranks has all of them waiting for each other, so more workers are slower, not faster.
-WORKERS ?= 2
+# 0 runs the tests one after the other: tests of eight ranks fill the cores by themselves, and get slow beside others.
+WORKERS ?= 0
 BIN := .venv/bin
 # The stamp is written last, so that an interrupted install is done again.
 STAMP := .venv/.installed
