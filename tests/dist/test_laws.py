@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding import ops
 from fsharding.boxes import chunk
-from fsharding.checkpoint.leaves import content, placement
+from fsharding.checkpoint.leaves import content, param_path, placement
 from fsharding.mesh import AbstractMesh, abstract, coordinate, data_axes
 from fsharding.sharding import local_of, to_local
 from fsharding.testing import (
@@ -177,6 +177,10 @@ def some_state(leaves, home):
         sharding, shape = placement(path, x, layout)
         whole = value_at(path, shape, x.dtype)
         local_of(x).copy_(whole if sharding is None else local_part(whole, sharding))
+    # Where params are less cut than main parameters, each rank has more of them than `content` shows.
+    for leaf, x in zip(layout.leaves, fs.tree.leaves(state.params), strict=True):
+        whole = value_at(param_path(leaf), leaf.shape, layout.precision.main_dtype(leaf.init))
+        local_of(x).copy_(local_part(whole.to(x.dtype), leaf.params))
     return state
 
 
