@@ -20,6 +20,7 @@ __all__ = [
     "Overlap",
     "Runs",
     "chunk",
+    "covers",
     "cut_runs",
     "full",
     "grid_boxes",
@@ -31,7 +32,6 @@ __all__ = [
     "meet",
     "nested_chunk",
     "outer_dims",
-    "outer_volume",
     "overlap",
     "overlap_shape",
     "overlap_slices",
@@ -100,15 +100,9 @@ def relative(box: Box, origin: Box) -> tuple[slice, ...]:
     return tuple(slice(b[0] - o[0], b[1] - o[0]) for b, o in zip(box, origin, strict=True))
 
 
-def runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def runs(indices: Sequence[int]) -> Runs:
     """Joins indices that follow each other: `(0, 1, 4)` gives `((0, 2), (4, 5))`."""
-    result: list[tuple[int, int]] = []
-    for index in indices:
-        if result and result[-1][1] == index:
-            result[-1] = (result[-1][0], index + 1)
-        else:
-            result.append((index, index + 1))
-    return tuple(result)
+    return _joined((index, index + 1) for index in indices)
 
 
 def parts(size: int, sizes: Sequence[int], pieces: int, index: int) -> Runs:
@@ -196,14 +190,20 @@ def overlap(a: Grid, b: Grid) -> Overlap | None:
     return shared if all(shared) else None
 
 
-def overlap_shape(shared: Overlap | None) -> tuple[int, ...] | None:
+def covers(a: Grid, b: Grid) -> bool:
+    """Whether a grid holds all that another one, which is not empty, holds."""
+    shared = overlap(a, b)
+    return shared is not None and overlap_shape(shared) == grid_shape(b)
+
+
+def overlap_shape(shared: Overlap) -> tuple[int, ...]:
     """The shape of what two grids share."""
-    return None if shared is None else tuple(sum(n for _, _, n in dim) for dim in shared)
+    return tuple(sum(n for _, _, n in dim) for dim in shared)
 
 
 def overlap_volume(shared: Overlap) -> int:
     """How many elements two grids share."""
-    return math.prod(sum(n for _, _, n in dim) for dim in shared)
+    return math.prod(overlap_shape(shared))
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -240,11 +240,6 @@ def outer_dims(shared: Overlap, size: tuple[int, ...]) -> int:
     while inner and sum(n for _, _, n in shared[inner - 1]) == size[inner - 1]:
         inner -= 1
     return max(inner - 1, 0)
-
-
-def outer_volume(shared: Overlap, dims: int) -> int:
-    """How many single indices the first dims have."""
-    return math.prod(sum(n for _, _, n in dim) for dim in shared[:dims])
 
 
 def split_outer(shared: Overlap, dims: int) -> list[Overlap]:

@@ -47,6 +47,7 @@ __all__ = [
     "set_mesh",
     "unknown_axis",
     "unpermuted",
+    "world_size",
 ]
 
 AXES = ("pp", "replica", "dp", "ep", "cp", "tp")
@@ -76,6 +77,11 @@ class AbstractMesh:
         """How many ranks there are."""
         return math.prod(self.sizes)
 
+    @property
+    def members(self) -> Sequence[int]:
+        """The global rank at each position, row-major."""
+        return self.ranks or range(self.size)
+
     def axis_size(self, axis: str) -> int:
         """The size of an axis; 1 for an axis that the mesh does not have."""
         return self.sizes[self.names.index(axis)] if axis in self.names else 1
@@ -92,7 +98,7 @@ class AbstractMesh:
         position = 0
         for name, size in zip(self.names, self.sizes, strict=True):
             position = position * size + coord.get(name, 0)
-        return self.ranks[position] if self.ranks else position
+        return self.members[position]
 
     def coordinates(self) -> Iterator[dict[str, int]]:
         """The coordinates of all ranks, row-major."""
@@ -252,6 +258,11 @@ _timeouts: dict[DeviceMesh, timedelta] = {}
 def own_rank() -> int:
     """The global rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_member(mesh: Mesh) -> bool:

@@ -148,7 +148,7 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     if scaled and state.loss_scale is not None:
         rest["loss_scale"] = state.loss_scale
     flat, spec = tree.flatten(rest)
-    ranks = sorted({*_ranks(old.mesh), *_ranks(layout.mesh)})
+    ranks = sorted({*abstract(old.mesh).members, *abstract(layout.mesh).members})
     for path, x in zip(tree.paths(rest), flat, strict=True):
         moved.append(_other(path, x, old, layout, ranks))
     count = len(moved) - len(flat)
@@ -179,7 +179,7 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
 def _other(path: str, x: Any, old: Layout, new: Layout, ranks: Sequence[int]) -> Moving:
     """A leaf that is no parameter: a moment goes with its parameter, a plain tensor to all ranks."""
     if not isinstance(x, DTensor):
-        here, there = routes.everywhere(_ranks(old.mesh)), routes.everywhere(ranks)
+        here, there = routes.everywhere(abstract(old.mesh).members), routes.everywhere(ranks)
         return Moving(path, tuple(x.shape), here, there, x.dtype, x, plain=True)
     owner = owner_of(path, x, old)
     if owner is None:
@@ -195,11 +195,6 @@ def _placed(moving: Moving, local: Tensor) -> Tensor:
 def _held(moving: Moving, local: Tensor) -> Tensor:
     """The local tensor; where this rank holds nothing, in the shape that says so."""
     return local if local.numel() else local.reshape(moving.target.local_shape(moving.shape))
-
-
-def _ranks(mesh: Mesh) -> Sequence[int]:
-    shape = abstract(mesh)
-    return shape.ranks or range(shape.size)
 
 
 # -------------------------------------------------------------------------------------------------------------- a tree

@@ -61,6 +61,11 @@ class LeafLayout:
     grads: NamedSharding
     main: NamedSharding
 
+    @property
+    def home(self) -> NamedSharding:
+        """Where the values are from which all others are made: the main parameter, or the frozen one."""
+        return self.main if self.trainable else self.params
+
 
 NamedLeaf: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, tuple[DimName, ...] | None]
 """Path, shape, dtype, dim names."""

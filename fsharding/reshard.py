@@ -1,7 +1,7 @@
 """`reshard`: the same values in another layout, on any other mesh over the same ranks or some of them.
 
 In: a `TrainState` and a `Layout`, or a tree of leaves and shardings. Out: the same, elsewhere; nothing is computed.
-Planned as a cached value (`explain_reshard` prints it), run as all-to-alls of bounded size.
+Planned as a cached value (`explain_reshard` prints it), run in rounds of messages of bounded size.
 Law: `reshard(reshard(x, A), B) == reshard(x, B)`, there and back is the identity, and a step commutes with it; bitwise.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, boxes, moving, tree
 from fsharding.errors import LayoutError, message
 from fsharding.layout import Layout
-from fsharding.mesh import Group, Mesh, abstract, axis_group, is_member, own_rank
+from fsharding.mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
 from fsharding.moving import Moving
 from fsharding.ops.exchange import exchange
 from fsharding.routes import BUDGET, Plan, plan_routes
@@ -94,16 +94,12 @@ def _group(meshes: Sequence[Mesh], ranks: tuple[int, ...]) -> Group | None:
     if len(ranks) == 1:
         return Group(ranks, 0, None) if own_rank() in ranks else None
     for mesh in meshes:
-        if tuple(sorted(abstract(mesh).ranks or range(abstract(mesh).size))) == ranks and len(ranks) < _world():
+        if tuple(sorted(abstract(mesh).members)) == ranks and len(ranks) < world_size():
             if not is_member(mesh):
                 return None
             found = axis_group(mesh, abstract(mesh).names)
             return Group(ranks, ranks.index(own_rank()), found.process_group)
-    return Group(tuple(range(_world())), own_rank(), dist.group.WORLD)
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return Group(tuple(range(world_size())), own_rank(), dist.group.WORLD)
 
 
 def _agree(plan: Plan, group: Group, device: torch.device) -> None:

@@ -110,12 +110,8 @@ class Plan:
         before, after = grids(what.source, what.shape), grids(what.target, what.shape)
         if not self.sent[leaf]:
             return "nothing" if before == after else "slice"
-        grown = all(
-            rank not in before
-            or boxes.overlap_shape(boxes.overlap(before[rank], grid)) == boxes.grid_shape(before[rank])
-            for rank, grid in after.items()
-        )
-        return "gather" if grown and set(before) <= set(after) else "all-to-all"
+        grown = all(rank in after and boxes.covers(after[rank], grid) for rank, grid in before.items())
+        return "gather" if grown else "all-to-all"
 
 
 def everywhere(ranks: Sequence[int]) -> NamedSharding:
@@ -179,7 +175,7 @@ def plan_routes(leaves: tuple[Leaf, ...], budget: int = BUDGET) -> Plan:
         leaves: what moves; leaves with larger elements go first.
         budget: bytes a rank.
     """
-    ranks = tuple(sorted({r for leaf in leaves for s in (leaf.source, leaf.target) for r in _ranks(s)}))
+    ranks = tuple(sorted({r for leaf in leaves for s in (leaf.source, leaf.target) for r in abstract(s.mesh).members}))
     limit = max(min(budget // 4, _ROUND), 1)
     most = max(limit // 4, 1)
     rounds = _Rounds(limit, most)
@@ -236,12 +232,7 @@ def _cut(leaf: Leaf, source: int, target: int, shared: Overlap, most: int) -> It
     sizes = [boxes.grid_shape(grid) for grid in grids_of]
     outer = min(boxes.outer_dims(shared, size) for size in sizes)
     parts = [shared]
-    if boxes.overlap_volume(shared) * leaf.itemsize // boxes.outer_volume(shared, outer) >= _STRETCH:
+    if boxes.overlap_volume(shared) * leaf.itemsize // boxes.overlap_volume(shared[:outer]) >= _STRETCH:
         parts = boxes.split_outer(shared, outer)
     for part in parts:
         yield from boxes.split_overlap(part, max(most // leaf.itemsize, 1))
-
-
-def _ranks(sharding: NamedSharding) -> Iterator[int]:
-    mesh = abstract(sharding.mesh)
-    return iter(mesh.ranks or range(mesh.size))

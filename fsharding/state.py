@@ -30,6 +30,7 @@ __all__ = [
     "TrainState",
     "init_params",
     "init_state",
+    "main_of",
     "main_params",
     "owner_of",
     "spread_main",
@@ -167,6 +168,11 @@ def main_params(params: Tree, layout: Layout) -> Tree:
     kept = [p if leaf.trainable else None for p, leaf in zip(tree.leaves(params), layout.leaves, strict=True)]
     pruned = tree.unflatten(layout.structure, kept)
     return redistribute(pruned, layout.main)
+
+
+def main_of(state: TrainState) -> Tree:
+    """The main parameters of a state, kept apart or not; None for frozen leaves."""
+    return state.main if state.main is not None else main_params(state.params, state.layout)
 
 
 def spread_main(main: Tree, params: Tree, layout: Layout) -> Tree:

@@ -26,7 +26,7 @@ from fsharding.policies import Policy
 from fsharding.precision import Precision
 from fsharding.scan import scan_units
 from fsharding.sharding import local_of
-from fsharding.state import TrainState, main_params, spread_main
+from fsharding.state import TrainState, main_of, spread_main
 from fsharding.transforms import gather_unit, select_unit
 from fsharding.tree import Tree
 
@@ -200,7 +200,7 @@ def _update(
     state: TrainState, grads: Tree, norm: Tensor, opt: GradientTransformation, how: Precision, *, donate: bool
 ) -> TrainState:
     layout = state.layout
-    main = state.main if state.main is not None else main_params(state.params, layout)
+    main = main_of(state)
     updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm)
     main = apply_updates(main, updates, donate=donate)
     scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None

@@ -13,20 +13,11 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from fsharding.errors import CheckpointError, FshardingError, message
+from fsharding.mesh import world_size
 
-__all__ = ["failure", "rank", "ranks", "together"]
+__all__ = ["failure", "together"]
 
 T = TypeVar("T")
-
-
-def ranks() -> int:
-    """How many ranks take part."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """Which of them this process is."""
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def together(function: str, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
@@ -51,7 +42,7 @@ def together(function: str, work: Callable[[], T], group: dist.ProcessGroup | No
         problem = worded, str(error) if worded else f"{type(error).__name__}: {error}"
     answers: list[Any] = [(value, problem)]
     if dist.is_initialized():
-        answers = [None] * ranks()
+        answers = [None] * world_size()
         dist.all_gather_object(answers, (value, problem), group=group)
     problems = {r: problem for r, (_, problem) in enumerate(answers) if problem is not None}
     if problems:
@@ -70,12 +61,12 @@ def failure(function: str, problems: Mapping[int, tuple[bool, str]]) -> Checkpoi
     for r, problem in sorted(problems.items()):
         by_text.setdefault(problem, []).append(r)
     whole, text = next(iter(by_text))
-    if whole and len(problems) == ranks() and len(by_text) == 1:
+    if whole and len(problems) == world_size() and len(by_text) == 1:
         return CheckpointError(text)
-    if ranks() == 1:
+    if world_size() == 1:
         return CheckpointError(message(function, "failed.", [text]))
     rows = [
         f"rank{'s' * (len(where) > 1)} {', '.join(map(str, where))}: {text}".replace("\n", "\n    ")
         for (_, text), where in by_text.items()
     ]
-    return CheckpointError(message(function, f"failed on {len(problems)} of {ranks()} ranks.", rows))
+    return CheckpointError(message(function, f"failed on {len(problems)} of {world_size()} ranks.", rows))

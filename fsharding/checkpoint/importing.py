@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from fsharding import tree
 from fsharding.boxes import Box
 from fsharding.checkpoint.agree import together
-from fsharding.checkpoint.leaves import Want, staged
+from fsharding.checkpoint.leaves import Want, main_wants, staged
 from fsharding.checkpoint.names import Name, Names, Part, naming, parts, unknown
+from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.store import StrPath
-from fsharding.checkpoint.weights import WeightLeaf, Weights, open_weights
-from fsharding.errors import CheckpointError, LayoutError, message
+from fsharding.checkpoint.weights import Weights, open_weights
+from fsharding.errors import CheckpointError, message
 from fsharding.layout import Layout
-from fsharding.mesh import AbstractMesh
 from fsharding.sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -61,7 +61,7 @@ def load_weights(
             weights that cannot be read.
         LayoutError: the layout is on an abstract mesh.
     """
-    wants = _of_layout(like) if isinstance(like, Layout) else _of_tree(like)
+    wants = main_wants(like, _FUNCTION) if isinstance(like, Layout) else _of_tree(like)
     structure = like.structure if isinstance(like, Layout) else tree.flatten(like)[1]
     opened: list[Weights] = []
 
@@ -81,19 +81,6 @@ def load_weights(
 
 
 # ------------------------------------------------------------------------------------------------------- what is wanted
-
-
-def _of_layout(layout: Layout) -> dict[str, Want]:
-    if isinstance(layout.mesh, AbstractMesh):
-        mend = "Plan the layout on a mesh of fs.make_mesh."
-        raise LayoutError(message(_FUNCTION, f"cannot load onto the abstract mesh {layout.mesh}.", mend=mend))
-    device = torch.device(layout.mesh.device_type)
-    return {
-        leaf.path: Want(
-            leaf.shape, layout.precision.main_dtype(leaf.init), leaf.main if leaf.trainable else leaf.params, device
-        )
-        for leaf in layout.leaves
-    }
 
 
 def _of_tree(like: Tree) -> dict[str, Want]:
@@ -131,8 +118,8 @@ def _compare(weights: Weights, wants: dict[str, Want], names: Names, prefix: str
     raise CheckpointError(message(_FUNCTION, rule, rows, f"{mend}."))
 
 
-def _objection(part: Part, want: Want, found: WeightLeaf | None, *, cast: bool) -> str | None:
-    wanted = WeightLeaf(part.shape, want.dtype)
+def _objection(part: Part, want: Want, found: LeafInfo | None, *, cast: bool) -> str | None:
+    wanted = LeafInfo(part.shape, want.dtype)
     if found is None:
         return f"is missing; wanted is {wanted}"
     if found.shape != wanted.shape or (found.dtype != wanted.dtype and not cast):

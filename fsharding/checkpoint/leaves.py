@@ -20,12 +20,25 @@ from torch.distributed.tensor import DTensor
 from fsharding import boxes, tree
 from fsharding.boxes import Box, Grid
 from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
-from fsharding.errors import CheckpointError, message
+from fsharding.errors import CheckpointError, LayoutError, message
 from fsharding.layout import Layout, LeafLayout
+from fsharding.mesh import AbstractMesh
 from fsharding.sharding import NamedSharding, local_of, sharding_of
-from fsharding.state import TrainState, main_params, owner_of
+from fsharding.state import TrainState, main_of, owner_of
 
-__all__ = ["Shards", "Want", "content", "digest", "objections", "owner", "param_path", "placement", "staged"]
+__all__ = [
+    "Shards",
+    "Want",
+    "content",
+    "device_of",
+    "digest",
+    "home_of",
+    "main_wants",
+    "objections",
+    "param_path",
+    "placement",
+    "staged",
+]
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,7 @@ def content(state: TrainState) -> dict[str, Any]:
         CheckpointError: two leaves have one path.
     """
     layout = state.layout
-    main = state.main if state.main is not None else main_params(state.params, layout)
+    main = main_of(state)
     flat = tree.flatten_up_to(layout.structure, main, "fs.checkpoint.save")
     params = tree.leaves(state.params)
     stored = [p if m is None else m for p, m in zip(params, flat, strict=True)]
@@ -106,10 +119,43 @@ def param_path(leaf: LeafLayout) -> str:
     return f"params.{leaf.path}" if leaf.path else "params"
 
 
-def owner(path: str, shape: Sequence[int], layout: Layout) -> LeafLayout | None:
+def _owner(path: str, shape: Sequence[int], layout: Layout) -> LeafLayout | None:
     """The parameter that a leaf of the optimizer state is a moment of: its path ends the leaf's, the shapes agree."""
     fits = [p for p in layout.leaves if p.shape == tuple(shape) and f".{path}".endswith(f".{p.path}" if p.path else "")]
     return max(fits, key=lambda p: len(p.path), default=None)
+
+
+def home_of(path: str, saved: SavedLeaf, layout: Layout) -> NamedSharding | None:
+    """Where a leaf of a checkpoint belongs in a layout, by its path; None for one that is on no mesh."""
+    if saved.spec is None:
+        return None
+    for param in layout.leaves:
+        if path == param_path(param):
+            return param.home
+    moment_of = _owner(path, saved.shape, layout)
+    return moment_of.main if moment_of is not None else NamedSharding(layout.mesh)
+
+
+def device_of(layout: Layout, function: str) -> torch.device:
+    """Where the leaves of a layout have their memory.
+
+    Raises:
+        LayoutError: nowhere, since its mesh is abstract.
+    """
+    if isinstance(layout.mesh, AbstractMesh):
+        mend = "Plan the layout on a mesh of fs.make_mesh."
+        raise LayoutError(message(function, f"cannot load onto the abstract mesh {layout.mesh}.", mend=mend))
+    return torch.device(layout.mesh.device_type)
+
+
+def main_wants(layout: Layout, function: str) -> dict[str, Want]:
+    """The main parameters of a layout, and frozen ones, by their path in the layout.
+
+    Raises:
+        LayoutError: the layout is on an abstract mesh.
+    """
+    device, dtype = device_of(layout, function), layout.precision.main_dtype
+    return {leaf.path: Want(leaf.shape, dtype(leaf.init), leaf.home, device) for leaf in layout.leaves}
 
 
 def placement(path: str, x: Tensor, layout: Layout) -> tuple[NamedSharding | None, tuple[int, ...]]:
@@ -118,10 +164,8 @@ def placement(path: str, x: Tensor, layout: Layout) -> tuple[NamedSharding | Non
         return None, tuple(x.shape)
     named = {param_path(leaf): leaf for leaf in layout.leaves}
     leaf = named.get(path) or owner_of(path, x, layout)
-    if leaf is not None:
-        home = leaf.main if leaf.trainable else leaf.params
-        if home.assigned and home.shape_at_rest(leaf.shape) == tuple(x.shape):
-            return home, leaf.shape
+    if leaf is not None and leaf.home.assigned and leaf.home.shape_at_rest(leaf.shape) == tuple(x.shape):
+        return leaf.home, leaf.shape
     return sharding_of(x), tuple(x.shape)
 
 

@@ -18,18 +18,17 @@ from torch import Tensor
 
 from fsharding import _compat, tree
 from fsharding.checkpoint import store
-from fsharding.checkpoint.agree import rank, ranks, together
-from fsharding.checkpoint.leaves import Want, owner, param_path, placement, staged
+from fsharding.checkpoint.agree import together
+from fsharding.checkpoint.leaves import Want, device_of, home_of, main_wants, param_path, placement, staged
 from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf, text_of
 from fsharding.checkpoint.source import DamagedError, Source, damage, open_source
 from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.structure import rebuild
-from fsharding.errors import CheckpointError, LayoutError, message
+from fsharding.errors import CheckpointError, message
 from fsharding.layout import Layout
-from fsharding.mesh import AbstractMesh
+from fsharding.mesh import own_rank, world_size
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
-from fsharding.sharding import NamedSharding
 from fsharding.state import TrainState, spread_main
 from fsharding.tree import Tree
 
@@ -61,7 +60,7 @@ def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = 
             another model, optimizer or main dtype. Every leaf that differs and every damaged file is listed.
         LayoutError: the layout is on an abstract mesh.
     """
-    _refuse_abstract(layout)
+    device_of(layout, _FUNCTION)
     folder, manifest, damaged = _look(path)
     wanted, opt_state = _wanted(layout, manifest, opt)
     _compare(folder, manifest, wanted, layout, with_opt=opt is not None, cast=cast)
@@ -98,7 +97,7 @@ def load_leaves(
         tree_of = {leaf: manifest.tree[leaf] for leaf in _chosen(folder, manifest, chosen)}
         whole = {leaf: Want(saved.shape, getattr(torch, saved.dtype), None, _CPU) for leaf, saved in tree_of.items()}
         return _fetch(open_source(folder, manifest), whole)
-    _refuse_abstract(layout)
+    device_of(layout, _FUNCTION)
     folder, manifest, damaged = _look(path)
     found = _chosen(folder, manifest, chosen)
     wanted = {path: want for path, want in _wanted_leaves(layout, manifest, found).items() if path in found}
@@ -106,12 +105,6 @@ def load_leaves(
     if damaged:
         raise _refusal(folder, manifest, damaged)
     return _read(folder, manifest, wanted)
-
-
-def _refuse_abstract(layout: Layout) -> None:
-    if isinstance(layout.mesh, AbstractMesh):
-        mend = "Plan the layout on a mesh of fs.make_mesh."
-        raise LayoutError(message(_FUNCTION, f"cannot load onto the abstract mesh {layout.mesh}.", mend=mend))
 
 
 def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]:
@@ -153,32 +146,23 @@ def _look(path: StrPath) -> tuple[Path, Manifest, list[str]]:
 
 def _share(manifest: Manifest) -> dict[str, SavedFile]:
     """The files that this rank looks after."""
-    return dict(list(manifest.files.items())[rank() :: ranks()])
+    return dict(list(manifest.files.items())[own_rank() :: world_size()])
 
 
 # ------------------------------------------------------------------------------------------------------ what should be
 
 
-def _device(layout: Layout) -> torch.device:
-    return _CPU if isinstance(layout.mesh, AbstractMesh) else torch.device(layout.mesh.device_type)
-
-
 def _wanted_leaves(layout: Layout, manifest: Manifest, moments: Sequence[str]) -> dict[str, Want]:
     """The leaves of a state in this layout; of the optimizer state, those of some paths."""
-    device = _device(layout)
-    wanted = {
-        param_path(leaf): Want(
-            leaf.shape, layout.precision.main_dtype(leaf.init), leaf.main if leaf.trainable else leaf.params, device
-        )
-        for leaf in layout.leaves
-    }
+    mains = main_wants(layout, _FUNCTION)
+    wanted = {param_path(leaf): mains[leaf.path] for leaf in layout.leaves}
     wanted["step"] = Want((), torch.int64, None, _CPU)
     wanted["key"] = Want((2,), torch.int64, None, _CPU)
     if layout.precision.loss_scale is not None and "loss_scale.scale" in manifest.tree:
         wanted["loss_scale.scale"] = Want((), torch.float32, None, _CPU)
         wanted["loss_scale.good_steps"] = Want((), torch.int64, None, _CPU)
     of_opt = {path: manifest.tree[path] for path in moments if path.startswith("opt_state") and path in manifest.tree}
-    return {**wanted, **{path: _by_owner(path, saved, layout, device) for path, saved in of_opt.items()}}
+    return {**wanted, **{path: _by_path(path, saved, layout) for path, saved in of_opt.items()}}
 
 
 def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | None) -> tuple[dict[str, Want], Tree]:
@@ -190,17 +174,15 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
     state = {"opt_state": opt.init(_meta_main(layout))}
     for path, x in tree.named_leaves(state).items():
         sharding, shape = placement(path, x, layout)
-        wanted[path] = Want(shape, x.dtype, sharding, _device(layout) if x.is_meta else x.device)
+        wanted[path] = Want(shape, x.dtype, sharding, device_of(layout, _FUNCTION) if x.is_meta else x.device)
     return wanted, tree.map_with_path(lambda path, _: path, state)["opt_state"]
 
 
-def _by_owner(path: str, saved: SavedLeaf, layout: Layout, device: torch.device) -> Want:
+def _by_path(path: str, saved: SavedLeaf, layout: Layout) -> Want:
     """A leaf of the optimizer state of which we know what the manifest says alone: cut as the parameter of its path."""
-    dtype = getattr(torch, saved.dtype)
-    if saved.spec is None:
-        return Want(saved.shape, dtype, None, _CPU)
-    leaf = owner(path, saved.shape, layout)
-    return Want(saved.shape, dtype, leaf.main if leaf is not None else NamedSharding(layout.mesh), device)
+    home = home_of(path, saved, layout)
+    device = _CPU if home is None else device_of(layout, _FUNCTION)
+    return Want(saved.shape, getattr(torch, saved.dtype), home, device)
 
 
 def _meta_main(layout: Layout) -> Tree:

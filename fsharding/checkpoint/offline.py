@@ -18,17 +18,16 @@ import torch
 from fsharding import boxes
 from fsharding.boxes import Box
 from fsharding.checkpoint import store
-from fsharding.checkpoint.files import METADATA, Writer, Written, write_metadata
+from fsharding.checkpoint.files import Writer, Written
 from fsharding.checkpoint.layouts import describe_layout, layout_of
-from fsharding.checkpoint.leaves import Shards, owner, param_path
-from fsharding.checkpoint.manifest import Manifest, SavedLeaf, text_of
+from fsharding.checkpoint.leaves import Shards, home_of
+from fsharding.checkpoint.manifest import Manifest
 from fsharding.checkpoint.ranges import pieces
-from fsharding.checkpoint.saving import own_version
+from fsharding.checkpoint.saving import finish, own_version
 from fsharding.checkpoint.shares import shares
 from fsharding.checkpoint.source import Source, open_source
 from fsharding.checkpoint.store import Partial, StrPath
 from fsharding.errors import CheckpointError, MeshError, message
-from fsharding.layout import Layout
 from fsharding.mesh import AbstractMesh, make_shape
 from fsharding.sharding import NamedSharding
 from fsharding.strategy import Strategy
@@ -70,32 +69,19 @@ def reshard_checkpoint(
     manifest = store.read_manifest(_FUNCTION, folder)
     leaves = open_source(folder, manifest)
     layout = layout_of(manifest, mesh, strategy)
-    homes = {path: _home(path, leaf, layout) for path, leaf in manifest.tree.items()}
+    homes = {path: home_of(path, leaf, layout) for path, leaf in manifest.tree.items()}
     tree = {path: leaf._replace(spec=_spec(homes[path])) for path, leaf in manifest.tree.items()}
     partial = Partial(where)
     try:
         written = _write(partial.folder, leaves, manifest, homes, mesh)
-        files = {METADATA: write_metadata(partial.folder, written), **{part.name: part.file for part in written}}
         described, versions = describe_layout(layout), {"torch": str(torch.__version__), "fsharding": own_version()}
-        result = replace(manifest, layout=described, tree=tree, files=files, **versions)
-        partial.commit(text_of(result), files)
+        result = finish(partial, replace(manifest, layout=described, tree=tree, **versions), written)
     except BaseException:
         partial.discard()
         raise
     finally:
         partial.close()
     return result
-
-
-def _home(path: str, leaf: SavedLeaf, layout: Layout) -> NamedSharding | None:
-    """Where a leaf is in the layout; None for one that every rank holds whole and that is on no mesh."""
-    if leaf.spec is None:
-        return None
-    for param in layout.leaves:
-        if path == param_path(param):
-            return param.main if param.trainable else param.params
-    moment_of = owner(path, leaf.shape, layout)
-    return moment_of.main if moment_of is not None else NamedSharding(layout.mesh)
 
 
 def _spec(home: NamedSharding | None) -> str | None:

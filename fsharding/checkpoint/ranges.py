@@ -18,7 +18,7 @@ from torch import Tensor
 from fsharding import boxes
 from fsharding.boxes import Box
 
-__all__ = ["WINDOW_BYTES", "Range", "contiguous", "pieces", "read_range"]
+__all__ = ["WINDOW_BYTES", "Range", "contiguous", "pieces", "read_range", "span"]
 
 WINDOW_BYTES = 16 << 20
 """How much of a file, and how much of a tensor, is in memory at once while it is copied."""
@@ -46,7 +46,7 @@ class Range(NamedTuple):
         """The byte after its last element."""
         if 0 in self.shape:
             return self.offset
-        return self.offset + _span(self.shape, self.strides) * self.dtype.itemsize
+        return self.offset + span(self.shape, self.strides) * self.dtype.itemsize
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Ite
     steps = contiguous(sizes) if strides is None else strides
     if 0 in sizes:
         return
-    if _span(sizes, steps) * itemsize <= max(WINDOW_BYTES, itemsize):
+    if span(sizes, steps) * itemsize <= max(WINDOW_BYTES, itemsize):
         yield box
         return
     dim = max(range(len(box)), key=lambda d: (sizes[d] - 1) * steps[d])
@@ -100,7 +100,7 @@ def _window(handle: int, source: Range, box: Box) -> Tensor:
     """A box, and what of the file lies between its elements, in new memory."""
     sizes, itemsize = boxes.shape_of(box), source.dtype.itemsize
     first = sum(start * step for (start, _), step in zip(box, source.strides, strict=True))
-    flat = torch.empty(_span(sizes, source.strides) * itemsize, dtype=torch.uint8)
+    flat = torch.empty(span(sizes, source.strides) * itemsize, dtype=torch.uint8)
     _fill(handle, source.offset + first * itemsize, flat.numpy().data)
     return flat.view(source.dtype).as_strided(sizes, source.strides)
 
@@ -113,6 +113,6 @@ def _fill(handle: int, start: int, target: memoryview) -> None:
         start, target = start + got, target[got:]
 
 
-def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last of a tensor that is not empty, both counted."""
     return 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))

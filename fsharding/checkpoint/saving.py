@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsharding.boxes import Box
-from fsharding.checkpoint.agree import rank, together
+from fsharding.checkpoint.agree import together
 from fsharding.checkpoint.background import PendingSave, own_group, settle, start
 from fsharding.checkpoint.files import METADATA, Writer, Written, write_metadata
 from fsharding.checkpoint.layouts import describe_layout
@@ -32,11 +32,11 @@ from fsharding.checkpoint.shares import shares
 from fsharding.checkpoint.store import Partial, StrPath, partial_of
 from fsharding.checkpoint.structure import describe
 from fsharding.errors import CheckpointError, message
-from fsharding.mesh import abstract, is_member
+from fsharding.mesh import abstract, is_member, own_rank
 from fsharding.sharding import local_of
 from fsharding.state import TrainState
 
-__all__ = ["Job", "own_version", "plan_save", "save", "save_async"]
+__all__ = ["Job", "finish", "own_version", "plan_save", "save", "save_async"]
 
 _FUNCTION = "fs.checkpoint.save"
 
@@ -124,7 +124,7 @@ class Job:
         """
         held: list[Partial] = []
         try:
-            together(_FUNCTION, lambda: held.append(Partial(self.target)) if rank() == 0 else None, group)
+            together(_FUNCTION, lambda: held.append(Partial(self.target)) if own_rank() == 0 else None, group)
             written = [part for part in together(_FUNCTION, self._write, group) if part is not None]
             together(_FUNCTION, lambda: [self._finish(partial, written) for partial in held] and None, group)
         except CheckpointError:
@@ -139,16 +139,32 @@ class Job:
         """This rank's file; none where it has nothing to write."""
         if not self.mine:
             return None
-        with Writer(partial_of(self.target), rank()) as writer:
+        with Writer(partial_of(self.target), own_rank()) as writer:
             for path, shape, box, tensor in self.mine:
                 writer.add(path, shape, box, tensor)
             return writer.close()
 
     def _finish(self, partial: Partial, written: list[Written]) -> None:
-        files = {METADATA: write_metadata(partial.folder, written), **{part.name: part.file for part in written}}
-        partial.commit(text_of(dataclasses.replace(self.manifest, files=files)), files)
+        finish(partial, self.manifest, written)
         if self.after is not None:
             self.after()
+
+
+def finish(partial: Partial, manifest: Manifest, written: Sequence[Written]) -> Manifest:
+    """Puts a checkpoint in its place when all its data are written.
+
+    Args:
+        partial: where they were written.
+        manifest: without the files.
+        written: the files.
+
+    Returns:
+        The manifest with the files.
+    """
+    files = {METADATA: write_metadata(partial.folder, written), **{part.name: part.file for part in written}}
+    whole = dataclasses.replace(manifest, files=files)
+    partial.commit(text_of(whole), files)
+    return whole
 
 
 def plan_save(path: StrPath, state: TrainState, extra: Any = None, after: Callable[[], None] | None = None) -> Job:
@@ -193,13 +209,12 @@ def _check(target: Path, named: dict[str, Any], state: TrainState, extra: Any) -
         # A rank outside the mesh has the plain leaves of the time when it left.
         facts |= {f"leaf {path}": digest(x.local) for path, x in leaves.items() if x.sharding is None}
         facts["step"] = str(int(state.step))
-    shape = abstract(state.layout.mesh)
-    writers = shares(leaves, shape.ranks or range(shape.size))
+    writers = shares(leaves, abstract(state.layout.mesh).members)
     mine = tuple(
         (path, x.shape, box, tensor)
         for path, x in sorted(leaves.items())
         for corner, (box, tensor) in x.kept().items()
-        if writers[path][corner] == rank()
+        if writers[path][corner] == own_rank()
     )
     return Job(target, mine, manifest), facts
 

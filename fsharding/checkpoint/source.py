@@ -13,7 +13,7 @@ import math
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from fsharding.boxes import Box
 from fsharding.checkpoint.files import METADATA, Entry
 from fsharding.checkpoint.inventory import Stored, inventory
 from fsharding.checkpoint.manifest import Manifest, SavedFile, dtype_name
+from fsharding.checkpoint.ranges import contiguous, pieces, span
 from fsharding.checkpoint.record import Record, Window, parse_record
 from fsharding.errors import CheckpointError, message
 
@@ -32,7 +33,6 @@ __all__ = ["DamagedError", "LeafInfo", "Source", "damage", "open_source"]
 
 _FUNCTION = "fs.checkpoint.load"
 _PIECE = 1 << 20
-_SLAB = 32 << 20
 _KEPT_BLOCKS = 3
 _OTHER = "Use another checkpoint, or a copy of this one."
 
@@ -42,10 +42,13 @@ class DamagedError(CheckpointError):
 
 
 class LeafInfo(NamedTuple):
-    """Global shape and dtype of a leaf."""
+    """Global shape and dtype of a leaf; prints as `float32[8, 512]`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -224,7 +227,7 @@ class Source:
             raise CheckpointError(message(_FUNCTION, f"refuses {self._folder}.", [row], _OTHER))
 
     def _copy(self, chunk: Entry, part: tuple[slice, ...], out: Tensor) -> None:
-        """Copies a part of a record, straight where both have the same bytes, else slab by slab through staging."""
+        """Copies a part of a record, straight where both have the same bytes, else piece by piece through staging."""
         record = self._record(chunk)
         size = record.dtype.itemsize
         first = record.start + sum(cut.start * n for cut, n in zip(part, record.stride, strict=True)) * size
@@ -233,13 +236,13 @@ class Source:
         if same and _is_dense(tuple(out.shape), record.stride):
             self._blocks.fill(chunk.file, start, _memory(out))
             return
-        for corner, shape in _slabs(tuple(out.shape), record.stride, _SLAB // size):
-            skip = sum(a * n for a, n in zip(corner, record.stride, strict=True)) * size
-            need = _span(shape, record.stride)
-            staged = self._stage(need * size)
+        whole = boxes.full(out.shape)
+        for piece in pieces(whole, size, record.stride):
+            skip = sum(a * n for (a, _), n in zip(piece, record.stride, strict=True)) * size
+            shape = boxes.shape_of(piece)
+            staged = self._stage(span(shape, record.stride) * size)
             self._blocks.fill(chunk.file, start + skip, _memory(staged))
-            values = staged.view(record.dtype).as_strided(shape, record.stride)
-            out[tuple(slice(a, a + n) for a, n in zip(corner, shape, strict=True))].copy_(values)
+            out[boxes.relative(piece, whole)].copy_(staged.view(record.dtype).as_strided(shape, record.stride))
 
     def _stage(self, size: int) -> Tensor:
         if self._staging is None or len(self._staging) < size:
@@ -271,46 +274,16 @@ class Source:
         return record
 
 
-def out_size(record: Record) -> int:
-    """Bytes of an element."""
-    return record.dtype.itemsize
-
-
 def _memory(x: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, whatever the strides of its dims of size 1."""
     raw: Any = x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(raw)
 
 
-def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last one of a strided tensor, both included."""
-    return sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1 if math.prod(shape) else 0
-
-
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether elements stand one after the other in row-major order."""
-    expected = 1
-    for n, step in zip(reversed(shape), reversed(stride), strict=True):
-        if n != 1 and step != expected:
-            return not math.prod(shape)
-        expected *= n
-    return True
-
-
-def _slabs(
-    shape: tuple[int, ...], stride: tuple[int, ...], limit: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts a strided tensor along its widest dim until no part spans more elements than a limit: (corner, shape)."""
-    if _span(shape, stride) <= limit or max(shape, default=1) == 1:
-        yield (0,) * len(shape), shape
-        return
-    dim = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: (shape[d] - 1) * stride[d])
-    inner = _span((*shape[:dim], 1, *shape[dim + 1 :]), stride)
-    rows = max(1, (limit - inner) // max(stride[dim], 1) + 1 if inner <= limit else 1)
-    for begin in range(0, shape[dim], rows):
-        part = (*shape[:dim], min(rows, shape[dim] - begin), *shape[dim + 1 :])
-        for corner, size in _slabs(part, stride, limit):
-            yield (*corner[:dim], corner[dim] + begin, *corner[dim + 1 :]), size
+    steps = zip(shape, stride, contiguous(shape), strict=True)
+    return not math.prod(shape) or all(n == 1 or step == dense for n, step, dense in steps)
 
 
 def open_source(folder: Path, manifest: Manifest | None) -> Source:

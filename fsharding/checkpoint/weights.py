@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +23,13 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.boxes import Box
 from fsharding.checkpoint.files import METADATA
-from fsharding.checkpoint.manifest import dtype_name, is_plain_name
+from fsharding.checkpoint.manifest import is_plain_name
 from fsharding.checkpoint.ranges import Range, contiguous, read_range
-from fsharding.checkpoint.source import open_source
+from fsharding.checkpoint.source import LeafInfo, open_source
 from fsharding.checkpoint.store import StrPath
 from fsharding.errors import CheckpointError, message
 
-__all__ = ["SAFETENSORS", "Weights", "WeightLeaf", "open_weights"]
+__all__ = ["SAFETENSORS", "Weights", "open_weights"]
 
 _FUNCTION = "fs.checkpoint.open_weights"
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -55,16 +55,6 @@ SAFETENSORS: dict[str, torch.dtype] = {
 """The dtypes of safetensors that torch has, by their names there."""
 
 
-class WeightLeaf(NamedTuple):
-    """A tensor of some weights: its global shape and dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{dtype_name(self.dtype)}{list(self.shape)}"
-
-
 @dataclass(frozen=True)
 class Weights:
     """Tensors by name in files of another program.
@@ -79,7 +69,7 @@ class Weights:
 
     path: Path
     format: str
-    leaves: Mapping[str, WeightLeaf]
+    leaves: Mapping[str, LeafInfo]
     others: tuple[str, ...]
     reader: Callable[[str, Box, Tensor], None]
 
@@ -139,8 +129,7 @@ def _refusal(where: Path, *rows: str, mend: str = "") -> CheckpointError:
 def _directory(folder: Path) -> Weights:
     if (folder / METADATA).exists():
         source = open_source(folder, None)
-        leaves = {name: WeightLeaf(*leaf) for name, leaf in source.leaves.items()}
-        return Weights(folder, "dcp", leaves, (), source.read)
+        return Weights(folder, "dcp", source.leaves, (), source.read)
     names = sorted(os.listdir(folder))
     indices = [name for name in names if name.endswith(".index.json")]
     files = [name for name in names if name.endswith(".safetensors")]
@@ -195,7 +184,7 @@ def _of_ranges(file: Path, kind: str, ranges: Mapping[str, Range], others: Seque
     size = file.stat().st_size
     if rows := [f"{name} ends at byte {r.end:,} of {size:,}" for name, r in ranges.items() if r.end > size]:
         raise _refusal(file, *rows, mend="It is cut off: get it again.")
-    leaves = {name: WeightLeaf(where.shape, where.dtype) for name, where in ranges.items()}
+    leaves = {name: LeafInfo(where.shape, where.dtype) for name, where in ranges.items()}
     return Weights(file, kind, leaves, tuple(others), lambda name, *part: read_range(ranges[name], *part))
 
 

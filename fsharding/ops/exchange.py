@@ -121,9 +121,8 @@ class _Run:
         return messages, copies
 
     def _view(self, buffer: Tensor, start: int, piece: Piece) -> Tensor:
-        shape = boxes.overlap_shape(piece.overlap)
-        assert shape is not None
-        return buffer[start : start + piece.bytes].view(self.dtypes[piece.leaf]).view(shape)
+        part = buffer[start : start + piece.bytes]
+        return part.view(self.dtypes[piece.leaf]).view(boxes.overlap_shape(piece.overlap))
 
     def _let_go(self, number: int) -> None:
         if self.donate:
@@ -156,7 +155,7 @@ def exchange(
     Args:
         plan: from `plan_routes`, the same on every rank.
         sources: this rank's local tensors; None where it holds nothing. Emptied as it goes when donated.
-        dtypes: of the targets; what is sent has been cast already.
+        dtypes: of the targets; what is sent is cast while it is packed.
         rank: this process's global rank.
         group: with all ranks of the plan, in rank order.
         device: where targets and buffers live.

@@ -128,8 +128,7 @@ def device_mesh(mesh: AbstractMesh) -> DeviceMesh:
     """The mesh with devices of an abstract one, on the ranks that it names. Collective; made once for each mesh."""
     order = (*mesh.names, *(axis for axis in AXES if axis not in mesh.names))
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    ranks = mesh.ranks or range(mesh.size)
-    return make_mesh(device="cpu", order=order, timeout=_TIMEOUT, ranks=ranks, **sizes)
+    return make_mesh(device="cpu", order=order, timeout=_TIMEOUT, ranks=mesh.members, **sizes)
 
 
 def _stages() -> dict[str, Any]:

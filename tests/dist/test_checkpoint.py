@@ -24,7 +24,7 @@ from fsharding.checkpoint.source import open_source
 from fsharding.errors import CheckpointError, RankError
 from fsharding.precision import ScaleState
 from fsharding.sharding import Assigned, local_of, sharding_of
-from fsharding.state import main_params, spread_main
+from fsharding.state import main_of, spread_main
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 LAYOUTS = {
@@ -88,7 +88,7 @@ def filled(tree):
 
 def some_state(layout):
     state = fs.init_state(draws, optimizer(), fs.random.key(0), layout)
-    main = state.main if state.main is not None else main_params(state.params, layout)
+    main = main_of(state)
     filled({"main": main})
     filled({"fixed": [state.params["counts"], state.params["frozen"]]})
     filled({"opt_state": state.opt_state})
@@ -99,7 +99,7 @@ def some_state(layout):
 
 def portions(state):
     """What this rank holds, by path: global shape, box, and the values."""
-    main = state.main if state.main is not None else main_params(state.params, state.layout)
+    main = main_of(state)
     tree = {"main": main, "params": state.params, "opt_state": state.opt_state, "step": state.step, "key": state.key}
     result = {}
     for path, x in fs.tree.named_leaves(tree).items():

@@ -18,6 +18,7 @@ import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.errors import CheckpointError, RankError
 from fsharding.sharding import local_of
+from fsharding.state import main_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 LAYERS, WIDTH, VOCAB = 3, 6, 13
@@ -151,7 +152,7 @@ def read_fsdp2(folder, layout_name):
     moments = ck.load_weights(folder, state.opt_state, of_moments, cast=True, extra="ignore")
     state = state.replace(opt_state=moments, step=moments.count.clone())
     ck.save(f"{folder}.ours", state)
-    main = state.main if state.main is not None else fs.main_params(state.params, layout)
+    main = main_of(state)
     return gathered(main), gathered(moments.mu), gathered(moments.nu), int(moments.count)
 
 

@@ -17,6 +17,7 @@ from fsharding.boxes import chunk
 from fsharding.checkpoint.leaves import content, param_path, placement
 from fsharding.mesh import AbstractMesh, abstract, coordinate, data_axes
 from fsharding.sharding import local_of, to_local
+from fsharding.state import main_of
 from fsharding.testing import (
     Leaf,
     Pair,
@@ -103,7 +104,7 @@ def train(case):
         assert fs.state_bytes((state.params, state.main, state.opt_state)) == here.state
         state, metrics = step(state, case.batch(number, layout.mesh))
     specs = fs.tree.leaves(layout.params), fs.tree.leaves(layout.main)
-    main = state.main if state.main is not None else fs.main_params(state.params, layout)
+    main = main_of(state)
     assert [str(s) for s in specs[1]] == [str(fs.typeof(x).sharding) for x in fs.tree.leaves(main)]
     want, losses = in_plain_torch(case)
     found = dict(zip(fs.tree.paths(state.params), fs.tree.leaves(state.params), strict=True))

@@ -121,8 +121,8 @@ def written(whole, source):
     """What each rank writes of a leaf, by offset: each box once, by a rank that holds it."""
     stored: dict[Any, Any] = {}
     held = list(shards(whole, source))
-    writers = shares({"a": held[0]}, source.mesh.ranks or range(source.mesh.size))["a"]
-    for rank, mine in zip(source.mesh.ranks or range(source.mesh.size), held, strict=True):
+    writers = shares({"a": held[0]}, source.mesh.members)["a"]
+    for rank, mine in zip(source.mesh.members, held, strict=True):
         for offset, (box, part) in mine.kept().items():
             if writers[offset] == rank:
                 assert offset not in stored

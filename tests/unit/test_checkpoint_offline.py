@@ -21,6 +21,7 @@ from fsharding.errors import CheckpointError, MeshError
 from fsharding.sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 from tests.unit.test_checkpoint_convert import FORMATS, read_back, refusal, same_bits
+from tests.unit.test_checkpoint_convert import draws as weights
 
 ROOT = Path(__file__).resolve().parents[2]
 FP16_SCALED = fs.Precision(compute=torch.float16, loss_scale=fs.LossScale(initial=8.0))
@@ -28,14 +29,7 @@ NAMES = {"blocks.w": ck.Transposed("h.{i}.weight"), "blocks.b": "h.{i}.bias"}
 
 
 def draws(key):
-    keys = fs.random.split(key, 4)
-    return {
-        "table": fs.random.normal(keys[0], (7, 3)),
-        "blocks": {"w": fs.random.normal(keys[1], (2, 5, 3)), "b": fs.random.normal(keys[2], (2, 3))},
-        "scale": fs.random.full((), 0.5),
-        "counts": fs.random.full((3,), 7, dtype=torch.int64),
-        "none": fs.random.zeros((0, 3)),
-    }
+    return {**weights(key), "none": fs.random.zeros((0, 3))}
 
 
 DIM_NAMES = {

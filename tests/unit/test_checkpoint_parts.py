@@ -17,8 +17,9 @@ from fsharding.checkpoint.files import METADATA, Writer, write_metadata
 from fsharding.checkpoint.layouts import names_from_plain, plain_names
 from fsharding.checkpoint.leaves import staged
 from fsharding.checkpoint.loading import _wanted_leaves
+from fsharding.checkpoint.ranges import pieces, span
 from fsharding.checkpoint.shares import shares
-from fsharding.checkpoint.source import _SLAB, Source, _slabs, open_source
+from fsharding.checkpoint.source import Source, open_source
 from fsharding.errors import LayoutError
 from fsharding.sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal
@@ -93,7 +94,7 @@ def test_checksums_of_files_of_several_blocks(tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", range(20))
 def test_random_boxes(tmp_path, monkeypatch, seed):
     """Chunks of a random tiling are written, random boxes are read into random strides, in slabs of a few bytes."""
-    monkeypatch.setattr("fsharding.checkpoint.source._SLAB", 64)
+    monkeypatch.setattr("fsharding.checkpoint.ranges.WINDOW_BYTES", 64)
     draw = random.Random(seed)
     shape = tuple(draw.randint(1, 7) for _ in range(draw.randint(0, 4)))
     whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
@@ -121,16 +122,15 @@ def test_random_boxes(tmp_path, monkeypatch, seed):
 
 
 @pytest.mark.parametrize("stride", [(100, 10, 1), (1, 8, 40), (8, 1, 40), (0, 0, 0)])
-def test_slabs_are_small_and_cover(stride):
+def test_pieces_are_small_and_cover(stride, monkeypatch):
     shape = (8, 5, 10)
     for limit in (1, 7, 40, 99, 1000):
+        monkeypatch.setattr("fsharding.checkpoint.ranges.WINDOW_BYTES", limit)
         seen = torch.zeros(shape)
-        for corner, size in _slabs(shape, stride, limit):
-            span = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
-            assert span <= limit
-            seen[tuple(slice(a, a + n) for a, n in zip(corner, size, strict=True))] += 1
+        for piece in pieces(boxes.full(shape), 1, stride):
+            assert span(boxes.shape_of(piece), stride) <= limit
+            seen[boxes.relative(piece, boxes.full(shape))] += 1
         assert (seen == 1).all()
-    assert _SLAB == 32 << 20
 
 
 # ----------------------------------------------------------------------------------------------------------- load_leaves
