@@ -34,6 +34,8 @@ __all__ = [
     "Mesh",
     "abstract",
     "axis_group",
+    "axis_index",
+    "axis_size",
     "coordinate",
     "current_mesh",
     "data_axes",
@@ -385,6 +387,18 @@ def unpermuted(mesh: DeviceMesh) -> DeviceMesh:
 
 
 _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)
+
+
+def axis_size(axis: str, mesh: Mesh | None = None) -> int:
+    """The size of an axis of a mesh, by default of that of `set_mesh`; 1 where there is no mesh, or no such axis."""
+    here = mesh if mesh is not None else _current.get()
+    return 1 if here is None else abstract(here).axis_size(axis)
+
+
+def axis_index(axis: str, mesh: Mesh | None = None) -> int:
+    """This process's coordinate along an axis of a mesh, by default of that of `set_mesh`; 0 where there is none."""
+    here = mesh if mesh is not None else _current.get()
+    return 0 if here is None else coordinate(here).get(axis, 0)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from fsharding import _compat, policies, tree
 from fsharding.autodiff import value_and_grad
 from fsharding.errors import BatchError, ConfigError, NonFiniteError, message
 from fsharding.layout import Layout
-from fsharding.mesh import AXES, abstract, axis_group, data_axes
+from fsharding.mesh import AXES, abstract, axis_group
 from fsharding.ops import wire
 from fsharding.optim.apply import apply_updates
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update
@@ -95,7 +95,7 @@ def make_train_step(
 
     Raises:
         ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
-            on a mesh with `pp`, `cp` or `tp`.
+            on a mesh with an axis that it does not compute over.
         BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling.
     """
@@ -105,7 +105,7 @@ def make_train_step(
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
         if is_model:
-            _refuse_model_axes(layout)
+            _refuse_model_axes(model, layout)
         how = precision or layout.precision
         if (how.loss_scale is None) != (state.loss_scale is None):
             raise ConfigError(message("train step", *_scale_mismatch(state)))
@@ -139,7 +139,7 @@ def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
     """Names the step, and every leaf whose gradient is not finite on some rank."""
     named = tree.named_leaves(grads)
     flags = torch.stack([torch.isfinite(local_of(x)).all().logical_not() for x in named.values()]).double()
-    axes = tuple(axis for axis in AXES if axis in data_axes(state.layout.mesh))
+    axes = tuple(axis for axis in AXES if abstract(state.layout.mesh).axis_size(axis) > 1)
     found = wire.start_sum(flags, axis_group(state.layout.mesh, axes), torch.float64).wait()
     rows = [f"step {int(state.step)}: loss {float(loss)}, gradient norm {float(norm)}"]
     rows += [
@@ -149,11 +149,13 @@ def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
     return message("train step", "refused: loss or gradients are not finite.", rows, mend)
 
 
-def _refuse_model_axes(layout: Layout) -> None:
+def _refuse_model_axes(model: Any, layout: Layout) -> None:
     shape = abstract(layout.mesh)
-    used = [f"{axis}={shape.axis_size(axis)}" for axis in ("pp", "cp", "tp") if shape.axis_size(axis) > 1]
+    others = [axis for axis in ("pp", "cp", "tp") if axis not in model.axes]
+    used = [f"{axis}={shape.axis_size(axis)}" for axis in others if shape.axis_size(axis) > 1]
     if used:
-        mend = "Use replica, dp and ep, or pass a loss function that computes on the other axes itself."
+        known = ", ".join(("replica", "dp", "ep", *model.axes))
+        mend = f"Use {known}, or pass a loss function that computes on the other axes itself."
         raise ConfigError(
             message("train step", f"cannot cut the compute of a Model over {', '.join(used)}.", mend=mend)
         )

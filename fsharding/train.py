@@ -21,12 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsharding import checkpoint, optim, policies, random
-from fsharding.config import PRECISIONS, TrainConfig, open_tokens
+from fsharding.config import PRECISIONS, TrainConfig, model_of, open_tokens
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
 from fsharding.layout import Layout, plan_layout
 from fsharding.mesh import data_position, make_mesh, parse_axes
-from fsharding.models.decoder import decoder
 from fsharding.recipes import Recipe, recipe
 from fsharding.reshard import reshard
 from fsharding.show import plot_loss, read_metrics
@@ -57,7 +56,7 @@ def train(config: TrainConfig) -> None:
 
 def _train(config: TrainConfig) -> None:
     chosen = recipe(config.preset)
-    model, schedule = decoder(chosen.config), _schedule(config, chosen)
+    model, schedule = model_of(config), _schedule(config, chosen)
     opt = optim.chain(optim.clip_by_global_norm(config.clip), _adamw(chosen, schedule))
     swaps = {swap.step: swap for swap in parse_swaps(config.swap_at)}
     newest = checkpoint.latest(config.checkpoints) if config.resume else None

@@ -1,0 +1,124 @@
+"""Whole models on meshes with model axes against one process: losses and gradient norms over ten steps of AdamW."""
+
+import functools
+from datetime import timedelta
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding.errors import ConfigError
+from fsharding.mesh import data_position
+from fsharding.testing import assert_bitwise_equal, run_ranks
+
+CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=2, heads=8, kv_heads=2, hidden=36)
+ROWS, POSITIONS, STEPS = 8, 8, 10
+
+
+@functools.cache
+def mesh_of(axes, order):
+    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), order=order, **dict(axes))
+
+
+def batches(mesh, vocab):
+    index, count = data_position(mesh)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(vocab, (ROWS, POSITIONS + 1), generator=generator)
+        targets = tokens[:, 1:].clone()
+        targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+        yield {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
+
+
+def train(
+    axes, strategy, *, order=fs.mesh.AXES, rules=fs.DEFAULT_RULES, config=CONFIG, microbatches=1, **model_options
+):
+    """Losses and gradient norms of ten steps."""
+    mesh, model = mesh_of(axes, order), fs.models.decoder(config, **model_options)
+    layout = fs.plan_layout(model, mesh, rules, strategy)
+    opt = fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(fs.warmup_cosine(1e-2, 2, 20), weight_decay=0.1))
+    state = fs.init_state(model, opt, fs.random.key(0), layout)
+    step, found = fs.make_train_step(model, opt, microbatches=microbatches), []
+    for batch in batches(mesh, config.vocab):
+        state, metrics = step(state, batch)
+        found.append((metrics.loss, metrics.grad_norm))
+    return torch.tensor(found)
+
+
+def on_ranks(axes, strategy, **how):
+    """What rank 0 saw; the others must have seen the same bits."""
+    ranks = functools.reduce(lambda n, size: n * size, axes.values(), 1)
+    runs = run_ranks(train, ranks, tuple(axes.items()), strategy, **how)
+    for other in runs[1:]:
+        assert_bitwise_equal(runs[0], other, "the ranks' results")
+    return runs[0]
+
+
+@functools.cache
+def alone(config=CONFIG):
+    return train((("dp", 1),), fs.zero(0), config=config)
+
+
+def close(found, config=CONFIG):
+    torch.testing.assert_close(found, alone(config), rtol=1e-5, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------------------ tp
+TP = [
+    ({"tp": 2}, fs.zero(0), {}),
+    ({"tp": 4}, fs.zero(3), {}),
+    ({"tp": 2}, fs.zero(3), {"sequence": True}),
+    ({"tp": 4}, fs.zero(1), {"sequence": True}),
+    ({"dp": 2, "tp": 2}, fs.zero(0), {}),
+    ({"dp": 2, "tp": 2}, fs.zero(1), {"sequence": True}),
+    ({"dp": 2, "tp": 2}, fs.zero(3), {"microbatches": 2}),
+]
+
+
+@pytest.mark.parametrize(("axes", "strategy", "how"), TP)
+def test_tensor_parallel_losses_are_those_of_one_process(axes, strategy, how):
+    close(on_ranks(axes, strategy, **how))
+
+
+def test_two_runs_agree_bitwise():
+    first, second = (on_ranks({"dp": 2, "tp": 2}, fs.zero(3), sequence=True) for _ in range(2))
+    assert_bitwise_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "order", [("tp", "cp", "ep", "dp", "pp", "replica"), ("tp", "pp", "dp", "ep", "cp", "replica")]
+)
+def test_the_order_of_ranks_changes_no_loss(order):
+    close(on_ranks({"dp": 2, "tp": 2}, fs.zero(3), order=order))
+
+
+@pytest.mark.parametrize("whole", [("heads", "kv_heads"), ("mlp",), ("vocab",), ("kv_heads",)])
+def test_rules_that_leave_a_dim_whole_change_no_loss(whole):
+    close(on_ranks({"tp": 2}, fs.zero(3), rules=fs.DEFAULT_RULES.replace(**dict.fromkeys(whole))))
+
+
+def test_heads_of_every_kind_and_tied_embeddings():
+    """More ranks than key heads, as many, fewer; 2 key heads over 4 ranks are each on two."""
+    for kv_heads in (1, 4, 8):
+        config = fs.models.DecoderConfig(vocab=50, dim=32, layers=1, heads=8, kv_heads=kv_heads, hidden=36, tied=True)
+        close(on_ranks({"tp": 4}, fs.zero(3), config=config), config)
+
+
+def refused(axes, config, **how):
+    mesh = fs.AbstractMesh(tuple(axes), tuple(axes.values()))
+    with pytest.raises(ConfigError) as refusal:
+        fs.plan_layout(fs.models.decoder(config, **how), mesh, how.pop("rules", fs.DEFAULT_RULES))
+    return str(refusal.value)
+
+
+def test_what_tp_cannot_cut_is_refused():
+    config = fs.models.DecoderConfig(heads=6, kv_heads=2, dim=48, hidden=1)
+    assert refused({"tp": 4}, config) == (
+        "models.decoder cannot be cut over tp=4.\n"
+        "  6 heads: no multiple of 4\n"
+        "  mlp of size 1: less than 2\n"
+        "Choose another size of tp, another model, or rules that leave these dims whole."
+    )
+    assert "2 heads a rank: neither whole groups of 3, which share a key head, nor a part of one" in refused(
+        {"tp": 3}, config
+    )
