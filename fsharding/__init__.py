@@ -5,9 +5,10 @@
 
 from fsharding import checkpoint, data, models, ops, optim, policies, random, tree
 from fsharding.autodiff import value_and_grad
+from fsharding.axes import AbstractMesh
 from fsharding.counts import counting_bytes, recording
 from fsharding.layout import Layout, Memory, plan_layout
-from fsharding.mesh import AbstractMesh, data_position, is_member, make_mesh, set_mesh
+from fsharding.mesh import data_position, is_member, make_mesh, set_mesh
 from fsharding.models.base import Model
 from fsharding.optim import (
     GradientTransformation,

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
+from fsharding.axes import AXES
 from fsharding.errors import TransformError, message
 from fsharding.ledger import Ledger, opened
-from fsharding.mesh import AXES, Mesh, axis_group, data_axes, set_mesh
+from fsharding.mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.ops import wire
 from fsharding.ops.unit import Goal
 from fsharding.precision import FP32, Precision

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsharding import checkpoint, policies
+from fsharding.axes import AXES, AbstractMesh, make_shape, parse_axes
 from fsharding.data import Tokens, open_data
 from fsharding.errors import BatchError, CheckpointError, ConfigError, message
-from fsharding.mesh import AXES, AbstractMesh, make_shape, parse_axes
 from fsharding.models.base import Model
 from fsharding.models.decoder import decoder
 from fsharding.precision import BF16, FP16, FP32

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.axes import DATA_AXES
 from fsharding.errors import LayoutError, message
-from fsharding.mesh import DATA_AXES, is_member
+from fsharding.mesh import is_member
 from fsharding.ops import transition
 from fsharding.ops.transition import Step
 from fsharding.sharding import local_of, sharding_of

@@ -21,9 +21,10 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharding import _compat, boxes, tree
 from fsharding import mesh as meshes
+from fsharding.axes import AbstractMesh
 from fsharding.boxes import Box, Grid, Runs
 from fsharding.errors import SpecError, message
-from fsharding.mesh import AbstractMesh, Mesh, abstract, coordinate
+from fsharding.mesh import Mesh, abstract, coordinate
 from fsharding.spec import P, PartitionSpec
 
 __all__ = ["Assigned", "LeafType", "Local", "NamedSharding", "like", "local_of", "sharding_of", "to_local", "typeof"]

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fsharding import _compat, policies, tree
 from fsharding.autodiff import value_and_grad
+from fsharding.axes import AXES
 from fsharding.errors import BatchError, ConfigError, NonFiniteError, message
 from fsharding.layout import Layout
-from fsharding.mesh import AXES, abstract, axis_group
+from fsharding.mesh import abstract, axis_group
 from fsharding.ops import wire
 from fsharding.optim.apply import apply_updates
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update

@@ -21,11 +21,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsharding import checkpoint, optim, policies, random
+from fsharding.axes import parse_axes
 from fsharding.config import PRECISIONS, TrainConfig, model_of, open_tokens
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
 from fsharding.layout import Layout, plan_layout
-from fsharding.mesh import data_position, make_mesh, parse_axes
+from fsharding.mesh import data_position, make_mesh
 from fsharding.recipes import Recipe, recipe
 from fsharding.reshard import reshard
 from fsharding.show import plot_loss, read_metrics

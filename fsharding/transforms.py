@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsharding import _compat, policies, tree
+from fsharding.axes import AXES
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.ledger import Ledger, Unit, current_ledger
-from fsharding.mesh import AXES, data_axes
+from fsharding.mesh import data_axes
 from fsharding.ops import collectives, transition
 from fsharding.ops.unit import Goal, LeafPlan, Place, plan_unit
 from fsharding.policies import Policy

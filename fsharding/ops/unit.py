@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.mesh import AXES, DATA_AXES, Mesh, abstract, data_axes
+from fsharding.axes import AXES, DATA_AXES
+from fsharding.mesh import Mesh, abstract, data_axes
 from fsharding.ops import transition
 from fsharding.ops.bucket import Bucket, plan_bucket
 from fsharding.ops.transition import Step

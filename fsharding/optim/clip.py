@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
+from fsharding.axes import AXES
 from fsharding.errors import LayoutError, message
-from fsharding.mesh import AXES, axis_group
+from fsharding.mesh import axis_group
 from fsharding.ops import wire
 from fsharding.optim.base import EmptyState, GradientTransformation, like, local_leaves
 from fsharding.sharding import NamedSharding, local_of, sharding_of

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import ops
+from fsharding.axes import AbstractMesh
 from fsharding.boxes import chunk
 from fsharding.checkpoint.leaves import content, param_path, placement
-from fsharding.mesh import AbstractMesh, abstract, coordinate, data_axes
+from fsharding.mesh import abstract, coordinate, data_axes
 from fsharding.sharding import local_of, to_local
 from fsharding.state import main_of
 from fsharding.testing import (

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsharding as fs
+from fsharding.axes import AXES
 from fsharding.errors import ConfigError
 from fsharding.mesh import data_position
 from fsharding.testing import assert_bitwise_equal, run_ranks
@@ -31,7 +32,7 @@ def batches(mesh, vocab):
 
 
 def train(
-    axes, strategy, *, order=fs.mesh.AXES, rules=fs.DEFAULT_RULES, config=CONFIG, microbatches=1, **model_options
+    axes, strategy, *, order=AXES, rules=fs.DEFAULT_RULES, config=CONFIG, microbatches=1, **model_options
 ):
     """Losses and gradient norms of ten steps."""
     mesh, model = mesh_of(axes, order), fs.models.decoder(config, **model_options)

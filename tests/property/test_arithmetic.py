@@ -12,11 +12,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 
-import fsharding as fs
 from fsharding import boxes, routes
+from fsharding.axes import AXES, AbstractMesh
 from fsharding.checkpoint.leaves import staged
 from fsharding.checkpoint.shares import shares
-from fsharding.mesh import AbstractMesh
 from fsharding.testing import Leaf, assert_bitwise_equal, local_part
 from fsharding.testing import strategies as draws
 
@@ -57,7 +56,7 @@ def test_coordinates_and_ranks_are_inverse(mesh):
     ranks = mesh.ranks or tuple(range(mesh.size))
     assert [mesh.rank_at(coord) for coord in mesh.coordinates()] == list(ranks)
     assert [mesh.coordinate(i) for i in range(mesh.size)] == list(mesh.coordinates())
-    assert math.prod(mesh.axis_size(axis) for axis in fs.mesh.AXES) == mesh.size
+    assert math.prod(mesh.axis_size(axis) for axis in AXES) == mesh.size
 
 
 # ------------------------------------------------------------------------------------------------------------ tilings

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import boxes
-from fsharding.mesh import AXES, AbstractMesh
+from fsharding.axes import AXES, AbstractMesh
 from fsharding.testing import Home, Leaf, Pair, ReshardCase, TrainCase, local_part, whole_tensors
 from fsharding.testing import strategies as draws
 
