@@ -11,13 +11,17 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tyro
 
+from fsharding.bench.overhead import OverheadConfig, measure
 from fsharding.cli import main
 from fsharding.config import TrainConfig, check
+from fsharding.mesh import make_mesh
 from fsharding.testing import run_ranks
 from fsharding.train import _train
 
@@ -240,12 +244,26 @@ def test_interrupt_ends_all_ranks(tmp_path: Path):
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+def measured() -> list[dict[str, Any]]:
+    return measure(OverheadConfig(units=8, rounds=3), make_mesh(dp=-1, device="cpu", timeout=timedelta(seconds=20)))
+
+
 def test_host_overhead_beside_fsdp2_is_measured_and_shown(capsys: pytest.CaptureFixture[str]):
-    done = fsharding("bench", "overhead", "--units", "8", "--rounds", "3", "--json")
+    compared(run_ranks(measured, 2)[0], capsys)
+
+
+@pytest.mark.full
+def test_the_bench_prints_what_it_measured(capsys: pytest.CaptureFixture[str]):
+    done = fsharding("bench", "overhead", "--units", "20", "--rounds", "5", "--json")
     assert done.returncode == 0, done.stderr
-    rows = {row["contender"]: row for row in json.loads(done.stdout)["rows"]}
+    compared(json.loads(done.stdout)["rows"], capsys)
+
+
+def compared(found: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {row["contender"]: row for row in found}
     assert set(rows) == {"fsharding-zero3", "fsdp2"}
     assert rows["fsharding-zero3"]["loss"] == pytest.approx(rows["fsdp2"]["loss"], rel=1e-4)
     with capsys.disabled():
         ours, theirs = (rows[name]["median_ms"] for name in ("fsharding-zero3", "fsdp2"))
-        print(f"\nhost overhead, 8 units of 12 leaves, 2 ranks: {ours:.1f} ms a step, FSDP2 {theirs:.1f} ms")
+        what = f"{found[0]['units']} units of {found[0]['leaves']} leaves, 2 ranks"
+        print(f"\nhost overhead, {what}: {ours:.1f} ms a step, FSDP2 {theirs:.1f} ms")
