@@ -8,6 +8,7 @@ nodes only. Laws: inputs are never changed; the mean is over all weights, whatev
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -22,7 +23,7 @@ from fsharding.mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.ops import wire
 from fsharding.ops.unit import Goal
 from fsharding.precision import FP32, Precision
-from fsharding.sharding import Local, sharding_of, to_local
+from fsharding.sharding import Local, NamedSharding, is_assigned, sharding_of, to_local, typeof
 from fsharding.tree import Tree
 
 __all__ = ["GradFn", "value_and_grad"]
@@ -84,7 +85,8 @@ def value_and_grad(
             _goal(leaf, targets[i] if targets else _same, held[i] if held else None, precision)
             for i, leaf in enumerate(leaves)
         ]
-        flying = [_fly(leaf, goal is not None) for leaf, goal in zip(leaves, goals, strict=True)]
+        whole = next((t.mesh for t in targets or () if isinstance(t, NamedSharding)), None)
+        flying = [_fly(leaf, goal is not None, whole) for leaf, goal in zip(leaves, goals, strict=True)]
         locals_ = [x if isinstance(x, Local) else None for x in flying]
         held_local = [_compat.local_tensor(h) if isinstance(h, DTensor) else None for h in held or [None] * len(leaves)]
         ledger = Ledger(locals_, tree.paths(params), goals, precision.compute_dtype, held_local)
@@ -106,8 +108,8 @@ def value_and_grad(
         if mean:
             _compat.foreach_mul_([g for g in found if g is not None], float(1.0 / totals[1]))
         wrapped = [
-            goal.target.to_dtensor(g, x.shape) if g is not None and goal is not None and isinstance(x, Local) else g
-            for g, goal, x in zip(found, goals, flying, strict=True)
+            _at_rest(g, goal, x, targets[i] if targets else _same) if g is not None and isinstance(x, Local) else g
+            for i, (g, goal, x) in enumerate(zip(found, goals, flying, strict=True))
         ]
         return _result(loss, totals, mean, has_aux), tree.unflatten(spec, wrapped)
 
@@ -123,19 +125,34 @@ def _goal(leaf: Any, target: Any, held: Any, precision: Precision) -> Goal | Non
         return None
     if not isinstance(leaf, DTensor):
         return Goal(_NOWHERE, leaf.dtype)
+    if target is _same and is_assigned(leaf):
+        text = f"cannot tell who owns a leaf with an explicit assignment, {typeof(leaf)}."
+        raise TransformError(message("fs.value_and_grad", text, mend="Say where gradients go: grads=layout.main."))
     want = sharding_of(leaf) if target is _same else target
-    have = sharding_of(held) if isinstance(held, DTensor) else None
-    return Goal(want.simplified(), precision.grad_dtype(leaf.dtype), precision.reduce, have)
+    # On the slices of the mesh that own a leaf, it is cut as any other.
+    have = replace(sharding_of(held), mesh=want.mesh) if isinstance(held, DTensor) else None
+    return Goal(want.slice_of_mesh().simplified(), precision.grad_dtype(leaf.dtype), precision.reduce, have)
 
 
 _NOWHERE: Any = None
 
 
-def _fly(leaf: Any, differentiated: bool) -> Any:
-    """The in-flight form of a leaf: fresh tensors, so that autograd never touches the state's own."""
+def _at_rest(grad: Tensor, goal: Goal | None, x: Local, target: Any) -> DTensor:
+    assert goal is not None
+    if isinstance(target, NamedSharding) and target.assigned:
+        return target.simplified().at_rest(grad, x.shape)
+    return goal.target.to_dtensor(grad, x.shape)
+
+
+def _fly(leaf: Any, differentiated: bool, whole: Mesh | None) -> Any:
+    """The in-flight form of a leaf: fresh tensors, so that autograd never touches the state's own.
+
+    One that is on a slice of the mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
+    """
     if isinstance(leaf, DTensor):
         local = to_local(leaf)
-        return Local(local.value.requires_grad_(differentiated), local.sharding, local.shape)
+        sharding = replace(local.sharding, mesh=whole) if whole is not None and is_assigned(leaf) else local.sharding
+        return Local(local.value.requires_grad_(differentiated), sharding, local.shape)
     if isinstance(leaf, Tensor):
         return leaf.detach().requires_grad_(differentiated)
     return leaf

@@ -27,7 +27,18 @@ from fsharding.errors import SpecError, message
 from fsharding.mesh import Mesh, abstract, coordinate
 from fsharding.spec import P, PartitionSpec
 
-__all__ = ["Assigned", "LeafType", "Local", "NamedSharding", "like", "local_of", "sharding_of", "to_local", "typeof"]
+__all__ = [
+    "Assigned",
+    "LeafType",
+    "Local",
+    "NamedSharding",
+    "is_assigned",
+    "like",
+    "local_of",
+    "sharding_of",
+    "to_local",
+    "typeof",
+]
 
 
 @dataclass(frozen=True)
@@ -243,11 +254,22 @@ def _slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The slice of a mesh with this rank in it; without any axis left, this rank alone."""
     rank = meshes.own_rank()
     if not names:
-        return _compat.meshless_device_mesh(mesh.device_type, ("dp",), torch.tensor([rank]), rank)
-    if meshes.is_member(mesh):
-        return mesh[names]
-    grid = mesh.mesh[tuple(slice(None) if name in names else 0 for name in abstract(mesh).names)]
-    return _compat.meshless_device_mesh(mesh.device_type, names, grid, rank)
+        found = _compat.meshless_device_mesh(mesh.device_type, ("dp",), torch.tensor([rank]), rank)
+    elif meshes.is_member(mesh):
+        found = mesh[names]
+    else:
+        grid = mesh.mesh[tuple(slice(None) if name in names else 0 for name in abstract(mesh).names)]
+        found = _compat.meshless_device_mesh(mesh.device_type, names, grid, rank)
+    _slices.add(found)
+    return found
+
+
+_slices: set[DeviceMesh] = set()
+
+
+def is_assigned(x: DTensor) -> bool:
+    """Whether a DTensor is on a slice of a mesh: its leaf has an explicit assignment, which it cannot tell itself."""
+    return meshes.unpermuted(x.device_mesh) in _slices
 
 
 def sharding_of(x: DTensor) -> NamedSharding:

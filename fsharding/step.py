@@ -114,7 +114,7 @@ def make_train_step(
         scale = float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
         grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
         _compat.foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
-        loss, norm = (total.double() / (weight.double() * scale)).float(), global_norm(grads)
+        loss, norm = (total.double() / (weight.double() * scale)).float(), global_norm(grads, shardings=layout.main)
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         metrics = Metrics(loss, norm, weight, skipped=not finite)
         if not finite and state.loss_scale is None:
