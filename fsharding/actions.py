@@ -34,10 +34,11 @@ class Action(NamedTuple):
     | W | backward for the weights only, some time after I |
     | SEND_F, RECV_F | activations to the next stage, from the stage before |
     | SEND_B, RECV_B | gradients to the stage before, from the next stage |
-    | GATHER | the stage's parameters over the data axes; with a microbatch, for its next F, B or I alone |
-    | SCATTER | reduce the stage's gradients over the data axes; with a microbatch, those of that one alone |
+    | GATHER | get the stage's parameters over the data axes and keep them to the end of its last F, B or I |
+    | SCATTER | reduce the stage's gradients over the data axes |
 
-    W needs no gather: the gradient of a product by its weights has no weights in it.
+    A GATHER with a microbatch is for the next F, B or I of that microbatch alone; a SCATTER with one reduces the
+    gradients of that microbatch alone. W needs no gather: the gradient of a product by its weights has none in it.
 
     Attributes:
         kind: one of `KINDS`.

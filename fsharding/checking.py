@@ -16,6 +16,9 @@ from fsharding.actions import COMPUTES, KINDS, MESSAGES, Action, Kind, Owner, Ta
 
 __all__ = ["compute_faults", "faults"]
 
+_BEFORE: tuple[Kind, ...] = ("RECV_F", "SEND_B")  # what a stage has to do with the one before
+_AFTER: tuple[Kind, ...] = ("SEND_F", "RECV_B")
+
 
 def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
     """What is wrong with a table, in sentences; empty if nothing is.
@@ -104,11 +107,10 @@ def _unsent(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
             if peer(action, owner) == rank:
                 yield f"rank {rank}: {action} is not needed, both stages are on this rank"
         for stage in (stage for stage, at in enumerate(owner) if at == rank):
-            before: tuple[Kind, ...] = ("RECV_F", "SEND_B") if stage > 0 and owner[stage - 1] != rank else ()
-            is_last = stage == len(owner) - 1
-            after: tuple[Kind, ...] = () if is_last or owner[stage + 1] == rank else ("SEND_F", "RECV_B")
+            before: tuple[Kind, ...] = _BEFORE if stage > 0 and owner[stage - 1] != rank else ()
+            after: tuple[Kind, ...] = _AFTER if stage < len(owner) - 1 and owner[stage + 1] != rank else ()
             for m in range(microbatches):
-                missing = [action for kind in before + after if (action := Action(kind, stage, m)) not in there]
+                missing = [action for kind in (*before, *after) if (action := Action(kind, stage, m)) not in there]
                 yield from (f"rank {rank}: {action} is missing" for action in missing)
 
 

@@ -11,10 +11,10 @@ import difflib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, get_args
+from typing import NamedTuple, TypeAlias, cast, get_args
 
 from fsharding import _compat, checking, timeline
-from fsharding.actions import KINDS, Action, Owner, Table, peer
+from fsharding.actions import Action, Kind, Owner, Table, peer
 from fsharding.errors import ScheduleError, message
 from fsharding.lowering import How, lower
 from fsharding.timeline import Durations, Timeline
@@ -213,7 +213,7 @@ def plan_schedule(
     """
     plan = _PLANS.get(name)
     if plan is None:
-        close = difflib.get_close_matches(name, SCHEDULES, 1, 0.4)
+        close = difflib.get_close_matches(str(name), SCHEDULES, 1, 0.4)
         mend = f"Schedules are {', '.join(SCHEDULES)}." + (f" Did you mean {close[0]!r}?" if close else "")
         raise ScheduleError(message("fs.plan_schedule", f"knows no schedule {name!r}.", mend=mend))
     local = plan.least if stages_per_rank is None else stages_per_rank
@@ -268,9 +268,8 @@ def _in_rounds(ranks: int, microbatches: int) -> bool:
 def _plan(name: str, ranks: int, microbatches: int, local: int, gather: How, scatter: How, ahead: int) -> Schedule:
     plan = _PLANS[name]
     owner = (*range(ranks), *reversed(range(ranks))) if plan.is_v else tuple(range(ranks)) * local
-    kinds = {kind: kind for kind in KINDS}  # from str to one of the literals
     computes = tuple(
-        tuple(Action(kinds[kind], stage, m) for kind, stage, m in row)  # pyright: ignore[reportArgumentType]
+        tuple(Action(cast(Kind, kind), stage, m) for kind, stage, m in row)
         for row in plan.order(ranks, local, microbatches)
     )
     table = lower(owner, computes, gather=gather, scatter=scatter, ahead=ahead, function="fs.plan_schedule")
