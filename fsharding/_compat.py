@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ __all__ = [
     "shapes_only",
     "storage_id",
     "storage_users",
+    "torch_pipeline_order",
 ]
 
 
@@ -180,6 +182,30 @@ def save_record(x: Tensor, file: Any) -> None:
 def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor, rank: int) -> DeviceMesh:
     """A DeviceMesh without process groups, as seen by one of the ranks in its grid."""
     return DeviceMesh(device_type, grid, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+def torch_pipeline_order(name: str, ranks: int, local: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """torch's own order of a pipeline's computes: for each rank (F, B, I or W; stage; microbatch).
+
+    Its schedules want stages with modules and process groups, but look at their numbers only to make an order.
+    A forward that is meant to overlap a backward comes before it.
+
+    Args:
+        name: a class of `torch.distributed.pipelining.schedules`.
+        ranks: how many.
+        local: stages of each.
+        microbatches: how many.
+    """
+    from torch.distributed.pipelining import schedules  # lazy: it imports torch._dynamo, a second or two
+
+    kind: Any = getattr(schedules, name)
+    numbers = {"num_stages": ranks * local, "group_size": ranks, "group_rank": 0, "submod": None}
+    order = kind([SimpleNamespace(**numbers, stage_index=i * ranks) for i in range(local)], microbatches).pipeline_order
+    rows: list[list[tuple[str, int, int]]] = []
+    for rank in range(ranks):
+        actions = [part for action in order[rank] if action for part in action.sub_actions or (action,)]
+        rows.append([(a.computation_type.value, a.stage_index, a.microbatch_index) for a in actions])
+    return rows
 
 
 def all_gather_flat(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:

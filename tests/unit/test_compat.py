@@ -155,3 +155,22 @@ def test_room_is_left_for_data(tmp_path):
     status = (tmp_path / "x").stat()
     assert status.st_size > 1 << 26 and status.st_blocks * 512 < 1 << 20
     assert not torch.load(tmp_path / "x", weights_only=True)["a"].any()
+
+
+def test_torch_orders_a_pipeline_from_the_numbers_of_its_stages():
+    assert _compat.torch_pipeline_order("ScheduleInterleaved1F1B", 1, 2, 1) == [
+        [("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("B", 0, 0)]
+    ]
+    assert _compat.torch_pipeline_order("ScheduleInterleavedZeroBubble", 2, 2, 2)[1][:5] == [
+        ("F", 1, 0),
+        ("F", 1, 1),
+        ("F", 3, 0),
+        ("I", 3, 0),
+        ("F", 3, 1),
+    ]
+    assert _compat.torch_pipeline_order("ScheduleZBVZeroBubble", 1, 2, 1) == [
+        [("F", 0, 0), ("F", 1, 0), ("I", 1, 0), ("W", 1, 0), ("I", 0, 0), ("W", 0, 0)]
+    ]
+    row = _compat.torch_pipeline_order("ScheduleDualPipeV", 2, 2, 4)[0]
+    assert row[7:11] == [("F", 0, 3), ("B", 3, 1), ("F", 3, 2), ("B", 0, 0)], "what is overlapped comes as two"
+    assert not dist.is_initialized()
