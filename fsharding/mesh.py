@@ -34,6 +34,7 @@ __all__ = [
     "Mesh",
     "abstract",
     "axis_group",
+    "axis_size",
     "coordinate",
     "current_mesh",
     "data_axes",
@@ -408,3 +409,15 @@ def current_mesh(function: str) -> Mesh:
         text = message(function, "was called without a mesh.", mend="Pass mesh=, or call it inside fs.set_mesh(mesh).")
         raise MeshError(text)
     return mesh
+
+
+def axis_size(axis: str, mesh: Mesh | None = None, *, function: str = "fs.axis_size") -> int:
+    """The size of an axis of a mesh, by default that of `set_mesh`; 1 where the mesh lacks it, or there is no mesh.
+
+    Raises:
+        MeshError: no such axis can exist.
+    """
+    if axis not in AXES:
+        raise MeshError(message(function, unknown_axis(axis)))
+    mesh = mesh if mesh is not None else _current.get()
+    return 1 if mesh is None else abstract(mesh).axis_size(axis)
