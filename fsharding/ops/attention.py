@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding import _compat
-from fsharding.errors import SpecError, message
+from fsharding.errors import SpecError, TransformError, message
 from fsharding.mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops import wire
 from fsharding.ops.collectives import all_to_all, gather
@@ -72,7 +72,7 @@ def attention(
     - "ring" (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"): a rank sends its
       keys and values around, n - 1 times; in backward again, and their gradients n times. It holds two blocks besides
       its own, computes while the next one is on its way, leaves out what causality hides, and merges by log-sum-exp in
-      float32. Differentiable once, by autograd; under a `torch.func` transform it is done as "gather".
+      float32. Differentiable once by autograd; under a `torch.func` transform it is done as "gather".
     - "gather": a rank holds the keys and values of all ranks, and a mask [T, n T]. Valid under every transform.
     - "ulysses" (Jacobs et al. 2023, "DeepSpeed Ulysses"): heads are exchanged for tokens, and back. A rank holds the
       whole sequence of H / n heads, and sends (n - 1) / n of its queries, keys, values and results each way.
@@ -291,9 +291,30 @@ class _Ring(Function):
         ctx.save_for_backward(*inputs[:4], *output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-        return *_ring_backward(grad, *ctx.saved_tensors, ctx.how), None, None
+        q, k, v, *rest = ctx.saved_tensors
+        with torch.no_grad():
+            grads: Any = _ring_backward(grad, q, k, v, *rest, ctx.how)
+        # torch's own `once_differentiable` is silent where `grad` is a constant, as that of a sum is.
+        grads = _Once.apply(*grads, grad, q, k, v) if torch.is_grad_enabled() else grads
+        return *grads, None, None
+
+
+class _Once(Function):
+    """Hands gradients on, as something that depends on what they are made of and cannot be differentiated."""
+
+    @staticmethod
+    def forward(dq: Tensor, dk: Tensor, dv: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        return None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        mend = "Differentiate by torch.func, under which it is done as 'gather'."
+        raise TransformError(message("ops.attention", "of kind 'ring' is differentiated twice.", mend=mend))
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
