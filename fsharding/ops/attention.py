@@ -70,9 +70,10 @@ def attention(
     ranks there are three ways; all ranks go the same.
 
     - "ring" (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"): a rank sends its
-      keys and values around, n - 1 times; in backward again, and their gradients n times. It holds two blocks besides
-      its own, computes while the next one is on its way, leaves out what causality hides, and merges by log-sum-exp in
-      float32. Differentiable once by autograd; under a `torch.func` transform it is done as "gather".
+      keys and values around, n - 1 times; in backward again, and their gradients in float32 n times. It holds two
+      blocks besides its own (in backward also three of gradients), computes while the next one is on its way, leaves
+      out what causality hides, and merges by log-sum-exp in float32. Differentiable once by autograd; under a
+      `torch.func` transform it is done as "gather".
     - "gather": a rank holds the keys and values of all ranks, and a mask [T, n T]. Valid under every transform.
     - "ulysses" (Jacobs et al. 2023, "DeepSpeed Ulysses"): heads are exchanged for tokens, and back. A rank holds the
       whole sequence of H / n heads, and sends (n - 1) / n of its queries, keys, values and results each way.
@@ -292,12 +293,13 @@ class _Ring(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-        q, k, v, *rest = ctx.saved_tensors
+        q, k, v, documents, out, lse = ctx.saved_tensors
         with torch.no_grad():
-            grads: Any = _ring_backward(grad, q, k, v, *rest, ctx.how)
+            dq, dk, dv = _ring_backward(grad, q, k, v, documents, out, lse, ctx.how)
         # torch's own `once_differentiable` is silent where `grad` is a constant, as that of a sum is.
-        grads = _Once.apply(*grads, grad, q, k, v) if torch.is_grad_enabled() else grads
-        return *grads, None, None
+        if torch.is_grad_enabled():
+            dq, dk, dv = cast(Any, _Once.apply(dq, dk, dv, grad, q, k, v))
+        return dq, dk, dv, None, None
 
 
 class _Once(Function):
@@ -313,8 +315,8 @@ class _Once(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        mend = "Differentiate by torch.func, under which it is done as 'gather'."
-        raise TransformError(message("ops.attention", "of kind 'ring' is differentiated twice.", mend=mend))
+        rule = "is computed block by block here, which autograd can differentiate once only."
+        raise TransformError(message("ops.attention", rule, mend="Take second derivatives with torch.func."))
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -326,7 +328,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 def _ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, out: Tensor, lse: Tensor, how: _How
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. Those of a block of keys and values follow it one step behind, and come home last."""
     grad, q = grad.contiguous(), q.contiguous()
     held = [x.contiguous() for x in (k, v, documents) if x is not None]
@@ -347,4 +349,4 @@ def _ring_backward(
         pending.wait()
         held = come
     sums_pending.wait()
-    return [x.to(q.dtype) for x in (dq, *sums)]
+    return dq.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype)
