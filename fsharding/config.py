@@ -17,6 +17,7 @@ from fsharding.data import Tokens, open_data
 from fsharding.errors import BatchError, CheckpointError, ConfigError, message
 from fsharding.models.base import Model
 from fsharding.models.decoder import decoder
+from fsharding.ops.attention import Kind
 from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import recipe
 from fsharding.show import require_matplotlib
@@ -40,6 +41,7 @@ class TrainConfig:
         ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
         mesh: sizes of axes, such as `replica=2,dp=2,tp=2`; dp takes what is left.
         sequence: cut activations along the sequence over tp between attention and MLP.
+        attention: how queries meet keys over cp: ring, gather, ulysses.
         strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
         dtype: of compute: float32, bfloat16 or float16.
         steps: total number of steps, also with `resume`.
@@ -65,6 +67,7 @@ class TrainConfig:
     ranks: int | None = None
     mesh: str = ""
     sequence: bool = False
+    attention: Kind = "ring"
     strategy: str = "zero3"
     dtype: str = "float32"
     steps: int = 60
@@ -138,7 +141,7 @@ def check(config: TrainConfig, world: int) -> None:
 
 def model_of(config: TrainConfig) -> Model:
     """The model of a run."""
-    return decoder(recipe(config.preset).config, sequence=config.sequence)
+    return decoder(recipe(config.preset).config, sequence=config.sequence, attention=config.attention)
 
 
 def _mesh_shape(config: TrainConfig, text: str, world: int) -> AbstractMesh:
@@ -151,10 +154,15 @@ def _mesh_shape(config: TrainConfig, text: str, world: int) -> AbstractMesh:
         raise ConfigError(message("fsharding train", text, mend=f"It runs on the axes {', '.join(known)}."))
     if model.check is not None:
         model.check(shape, DEFAULT_RULES)
-    tp = shape.axis_size("tp")
-    if config.sequence and config.seq % tp:
-        text = f"cannot cut --seq {config.seq} over tp={tp}."
-        raise BatchError(message("fsharding train", text, mend=f"Use a multiple of {tp}, or leave --sequence out."))
+    cp, tp = shape.axis_size("cp"), shape.axis_size("tp") if config.sequence else 1
+    parts = (2 * cp if cp > 1 else 1) * tp
+    if config.seq % parts:
+        what = " and ".join(f"{axis}={size}" for axis, size in (("cp", cp), ("tp", tp)) if size > 1)
+        raise BatchError(
+            message(
+                "fsharding train", f"cannot cut --seq {config.seq} over {what}.", mend=f"Use a multiple of {parts}."
+            )
+        )
     return shape
 
 

@@ -256,12 +256,6 @@ def unpermuted(mesh: DeviceMesh) -> DeviceMesh:
 _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)
 
 
-def axis_size(axis: str, mesh: Mesh | None = None) -> int:
-    """The size of an axis of a mesh, by default of that of `set_mesh`; 1 where there is no mesh, or no such axis."""
-    here = mesh if mesh is not None else _current.get()
-    return 1 if here is None else abstract(here).axis_size(axis)
-
-
 def axis_index(axis: str, mesh: Mesh | None = None) -> int:
     """This process's coordinate along an axis of a mesh, by default of that of `set_mesh`; 0 where there is none."""
     here = mesh if mesh is not None else _current.get()
@@ -289,3 +283,15 @@ def current_mesh(function: str) -> Mesh:
         text = message(function, "was called without a mesh.", mend="Pass mesh=, or call it inside fs.set_mesh(mesh).")
         raise MeshError(text)
     return mesh
+
+
+def axis_size(axis: str, mesh: Mesh | None = None, *, function: str = "fs.axis_size") -> int:
+    """The size of an axis of a mesh, by default that of `set_mesh`; 1 where the mesh lacks it, or there is no mesh.
+
+    Raises:
+        MeshError: no such axis can exist.
+    """
+    if axis not in AXES:
+        raise MeshError(message(function, unknown_axis(axis)))
+    mesh = mesh if mesh is not None else _current.get()
+    return 1 if mesh is None else abstract(mesh).axis_size(axis)

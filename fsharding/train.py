@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fsharding import checkpoint, optim, policies, random
+from fsharding import checkpoint, ops, optim, policies, random
 from fsharding.axes import parse_axes
 from fsharding.config import PRECISIONS, TrainConfig, model_of, open_tokens
 from fsharding.counts import Counts, recording
@@ -78,7 +78,7 @@ def _train(config: TrainConfig) -> None:
                 state = _swap(config, state, swaps[number])
             began, mesh = time.perf_counter(), state.layout.mesh
             with recording() as counts:
-                batch = data.batch(number, Shard(*data_position(mesh)))
+                batch = ops.cut_sequence(data.batch(number, Shard(*data_position(mesh))), mesh=mesh)
                 state, metrics = step(state, {k: v.to(_device(mesh)) for k, v in batch.items()})
             log.write(number + 1, metrics, counts, schedule(number), state_bytes(state), time.perf_counter() - began)
             if config.save_every and (number + 1) % config.save_every == 0:

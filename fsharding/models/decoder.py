@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor
 
 from fsharding import ops, random
 from fsharding.errors import ConfigError, message
-from fsharding.mesh import Mesh, abstract, axis_index
+from fsharding.mesh import Mesh, abstract, axis_index, axis_size
 from fsharding.models.base import Model
+from fsharding.ops.attention import Kind
 from fsharding.spec import AxisRules
 from fsharding.tree import Tree
 
@@ -68,13 +68,15 @@ class DecoderConfig:
         return self.dim // self.heads
 
 
-def decoder(config: DecoderConfig, *, sequence: bool = False) -> Model:
+def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = "ring") -> Model:
     """The model of a config.
 
     Args:
         config: sizes.
         sequence: cut activations along the sequence over `tp` outside of attention, MLP and head (Korthikanti et al.
             2022). It needs rules that put `tp` on heads, mlp and vocab.
+        attention: how queries meet the keys of other ranks on a mesh with `cp`; see `ops.attention`. There each rank
+            gets the tokens, targets and documents of its part of the sequence, which `ops.cut_sequence` cuts out.
     """
     cut = 1 if sequence else None
 
@@ -82,7 +84,7 @@ def decoder(config: DecoderConfig, *, sequence: bool = False) -> Model:
         return ops.embedding(batch["tokens"], params["table"], vocab=config.vocab, sequence_dim=cut)
 
     def block(params: Tree, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + _attention(config, params, _norm(config, params["norm1"], x_BTD, cut), cut)
+        x_BTD = x_BTD + _attention(config, params, _norm(config, params["norm1"], x_BTD, cut), cut, attention)
         return x_BTD + _mlp(config, params, _norm(config, params["norm2"], x_BTD, cut), cut)
 
     def head(params: Tree, x_BTD: Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
@@ -93,16 +95,27 @@ def decoder(config: DecoderConfig, *, sequence: bool = False) -> Model:
         return losses_BT.sum(), (targets != -100).sum()
 
     tied = (("unembed", "embed.table"),) if config.tied else ()
-    check = functools.partial(_check, config, sequence)
-    return Model(lambda key: _init(config, key), embed, block, head, _names(config), tied, ("tp",), check)
+    check = functools.partial(_check, config, sequence, attention)
+    return Model(lambda key: _init(config, key), embed, block, head, _names(config), tied, ("cp", "tp"), check)
 
 
-def _check(c: DecoderConfig, sequence: bool, mesh: Mesh, rules: AxisRules) -> None:
-    """Refuses a mesh whose `tp` cannot cut this decoder as the rules ask."""
-    size, wrong = abstract(mesh).axis_size("tp"), list[str]()
-    if size == 1:
-        return
-    cut = {name for name in ("heads", "kv_heads", "mlp", "vocab") if "tp" in rules.get(name, ())}
+def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: AxisRules) -> None:
+    """Refuses a mesh whose `tp` and `cp` cannot cut this decoder as the rules and options ask."""
+    size, parts, wrong = abstract(mesh).axis_size("tp"), abstract(mesh).axis_size("cp"), list[str]()
+    cut = {name for name in ("heads", "kv_heads", "mlp", "vocab") if size > 1 and "tp" in rules.get(name, ())}
+    heads = c.heads // size if "heads" in cut else c.heads
+    if kind == "ulysses" and heads % parts:
+        wrong.append(f"{heads} heads a rank: no multiple of cp={parts}, as attention='ulysses' needs")
+    if size > 1:
+        wrong += _uncut(c, sequence, cut, size)
+    if wrong:
+        mend = "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
+        raise ConfigError(message("models.decoder", f"cannot be cut over the mesh {abstract(mesh)}.", wrong, mend))
+
+
+def _uncut(c: DecoderConfig, sequence: bool, cut: set[str], size: int) -> list[str]:
+    """What `tp` cannot cut in the way that the rules ask."""
+    wrong: list[str] = []
     if "heads" in cut and c.heads % size:
         wrong.append(f"{c.heads} heads: no multiple of {size}")
     elif "heads" in cut and (each := c.heads // size) % (group := c.heads // c.kv_heads) and group % each:
@@ -112,9 +125,7 @@ def _check(c: DecoderConfig, sequence: bool, mesh: Mesh, rules: AxisRules) -> No
     wrong += [f"{name} of size {n}: less than 2" for name, n in (("mlp", c.hidden), ("vocab", c.vocab)) if n < 2]
     if sequence and (whole := {"heads", "mlp", "vocab"} - cut):
         wrong.append(f"sequence=True: tp does not cut {', '.join(sorted(whole))}")
-    if wrong:
-        mend = "Choose another size of tp, another model, or rules that leave these dims whole."
-        raise ConfigError(message("models.decoder", f"cannot be cut over tp={size}.", wrong, mend))
+    return wrong
 
 
 def _init(c: DecoderConfig, key: Tensor) -> Tree:
@@ -176,17 +187,15 @@ def _rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, cut: int | None) -> 
     return x_BTF @ weight_FD if whole else ops.row_linear(x_BTF, weight_FD, sequence_dim=cut)
 
 
-def _attention(c: DecoderConfig, params: Tree, x_BTD: Tensor, cut: int | None) -> Tensor:
+def _attention(c: DecoderConfig, params: Tree, x_BTD: Tensor, cut: int | None, kind: Kind) -> Tensor:
     heads = params["wq"].shape[0] // c.head_dim
     whole = heads == c.heads
     kv = [_kv_rows(c, params[name], heads) for name in ("wk", "wv")]
     q_BTX, k_BTX, v_BTX = _columns(x_BTD, [params["wq"], *kv], whole=whole, cut=cut)
     q_BHTE, k_BKTE, v_BKTE = (rearrange(y, "b t (h e) -> b h t e", e=c.head_dim) for y in (q_BTX, k_BTX, v_BTX))
-    cos, sin = _rotations(c, q_BHTE.shape[2], x_BTD.device)
-    q_BHTE, k_BKTE = _rotate(q_BHTE, cos, sin), _rotate(k_BKTE, cos, sin)
-    group = heads // k_BKTE.shape[1]
-    k_BHTE, v_BHTE = (repeat(y, "b k t e -> b (k g) t e", g=group) for y in (k_BKTE, v_BKTE))
-    out_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
+    at_T = ops.positions(q_BHTE.shape[2] * axis_size("cp"), device=x_BTD.device)
+    q_BHTE, k_BKTE = (ops.rotary(y, at_T, base=c.rope_base) for y in (q_BHTE, k_BKTE))
+    out_BHTE = ops.attention(q_BHTE, k_BKTE, v_BKTE, kind=kind)
     return _rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, cut=cut)
 
 
@@ -205,16 +214,3 @@ def _mlp(c: DecoderConfig, params: Tree, x_BTD: Tensor, cut: int | None) -> Tens
     whole = params["gate"].shape[0] == c.hidden
     gate_BTF, up_BTF = _columns(x_BTD, [params["gate"], params["up"]], whole=whole, cut=cut)
     return _rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, cut=cut)
-
-
-def _rotations(c: DecoderConfig, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary positions (Su et al. 2021): float32[T, E/2]."""
-    powers = torch.arange(0, c.head_dim, 2, dtype=torch.float32, device=device) / c.head_dim
-    angles_TE = torch.outer(torch.arange(positions, device=device).float(), c.rope_base**-powers)
-    return angles_TE.cos(), angles_TE.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs (first half, second half) of the last dim."""
-    first, second = x.float().chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)

@@ -161,8 +161,8 @@ BAD = {
     "missing data": (["--data", "nowhere.txt"], "nowhere.txt", ""),
     "unwritable out": (["--out", "/proc/nothing"], "cannot write to --out /proc/nothing", "can be written"),
     "nothing to resume": (["--resume"], "finds no complete checkpoint", "Leave --resume out"),
-    "model axis": (["--ranks", "2", "--mesh", "pp=2"], "cannot cut the decoder over pp", "replica, dp, ep, tp"),
-    "heads": (["--ranks", "8", "--mesh", "tp=8"], "4 heads: no multiple of 8", "another size of tp"),
+    "model axis": (["--ranks", "2", "--mesh", "pp=2"], "cannot cut the decoder over pp", "replica, dp, ep, cp, tp"),
+    "heads": (["--ranks", "8", "--mesh", "tp=8"], "4 heads: no multiple of 8", "Choose another mesh"),
     "sequence": (
         ["--ranks", "2", "--mesh", "tp=2", "--sequence", "--seq", "33"],
         "cut --seq 33 over tp=2",

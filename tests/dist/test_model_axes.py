@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsharding as fs
+from fsharding import ops
 from fsharding.axes import AXES
 from fsharding.errors import ConfigError
 from fsharding.mesh import data_position
@@ -28,7 +29,8 @@ def batches(mesh, vocab):
         tokens = torch.randint(vocab, (ROWS, POSITIONS + 1), generator=generator)
         targets = tokens[:, 1:].clone()
         targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
-        yield {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
+        mine = {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
+        yield ops.cut_sequence(mine, mesh=mesh)
 
 
 def train(axes, strategy, *, order=AXES, rules=fs.DEFAULT_RULES, config=CONFIG, microbatches=1, **model_options):
@@ -74,9 +76,32 @@ TP = [
 ]
 
 
+CP = [
+    *(({"cp": 2}, fs.zero(3), {"attention": kind}) for kind in ("ring", "gather", "ulysses")),
+    *(({"cp": 4}, fs.zero(level), {"attention": kind}) for level, kind in enumerate(("ring", "gather", "ulysses"))),
+    ({"dp": 2, "cp": 2}, fs.zero(3), {}),
+    ({"dp": 2, "cp": 2}, fs.zero(1), {"microbatches": 2}),
+    ({"cp": 2, "tp": 2}, fs.zero(3), {"sequence": True}),
+]
+
+
 @pytest.mark.parametrize(("axes", "strategy", "how"), TP)
 def test_tensor_parallel_losses_are_those_of_one_process(axes, strategy, how):
     close(on_ranks(axes, strategy, **how))
+
+
+@pytest.mark.parametrize(("axes", "strategy", "how"), CP)
+def test_context_parallel_losses_are_those_of_one_process(axes, strategy, how):
+    close(on_ranks(axes, strategy, **how))
+
+
+THREE = [{"dp": 2, "cp": 2, "tp": 2}, {"replica": 2, "dp": 2, "tp": 2}]
+
+
+@pytest.mark.parametrize("axes", [pytest.param(axes, marks=pytest.mark.full) for axes in THREE])
+@pytest.mark.parametrize("strategy", [fs.zero(0), fs.zero(1), fs.zero(3)], ids=str)
+def test_three_axes_at_once(axes, strategy):
+    close(on_ranks(axes, strategy, sequence=True))
 
 
 def test_two_runs_agree_bitwise():
@@ -113,10 +138,10 @@ def refused(axes, config, **how):
 def test_what_tp_cannot_cut_is_refused():
     config = fs.models.DecoderConfig(heads=6, kv_heads=2, dim=48, hidden=1)
     assert refused({"tp": 4}, config) == (
-        "models.decoder cannot be cut over tp=4.\n"
+        "models.decoder cannot be cut over the mesh {tp: 4}.\n"
         "  6 heads: no multiple of 4\n"
         "  mlp of size 1: less than 2\n"
-        "Choose another size of tp, another model, or rules that leave these dims whole."
+        "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
     )
     assert "2 heads a rank: neither whole groups of 3, which share a key head, nor a part of one" in refused(
         {"tp": 3}, config
