@@ -21,6 +21,7 @@ from fsharding.errors import TransformError, message
 from fsharding.ledger import Ledger, opened
 from fsharding.mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.ops import wire
+from fsharding.ops.pool import Pool
 from fsharding.ops.unit import Goal
 from fsharding.precision import FP32, Precision
 from fsharding.sharding import Local, NamedSharding, is_assigned, sharding_of, to_local, typeof
@@ -105,6 +106,7 @@ class Tape:
         grads: tree of `NamedSharding`, as in `value_and_grad`.
         accumulate: gradients of earlier calls; those that stay in their sharding are added to in place.
         precision: dtypes of compute, wire and gradients.
+        pool: of buffers, where several tapes share one.
 
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
@@ -115,7 +117,9 @@ class Tape:
         TreeError: `grads` or `accumulate` does not match the parameters.
     """
 
-    def __init__(self, params: Tree, grads: Tree, accumulate: Tree, precision: Precision) -> None:
+    def __init__(
+        self, params: Tree, grads: Tree, accumulate: Tree, precision: Precision, pool: Pool | None = None
+    ) -> None:
         self._leaves, self._spec = tree.flatten(params)
         flat, count = self._leaves, len(self._leaves)
         self._targets = [_same] * count
@@ -132,7 +136,7 @@ class Tape:
         locals_ = [x if isinstance(x, Local) else None for x in self._flying]
         held_local = [_compat.local_tensor(h) if isinstance(h, DTensor) else None for h in held]
         self.mesh = next((x.sharding.mesh for x in locals_ if x is not None), None)
-        self.ledger = Ledger(locals_, tree.paths(params), self._goals, precision.compute_dtype, held_local)
+        self.ledger = Ledger(locals_, tree.paths(params), self._goals, precision.compute_dtype, held_local, pool)
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""

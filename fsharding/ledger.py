@@ -119,6 +119,7 @@ class Ledger:
         goals: Sequence[Goal | None],
         compute: Callable[[torch.dtype], torch.dtype],
         held: Sequence[Tensor | None],
+        pool: Pool | None = None,
     ) -> None:
         """Opens a ledger over the leaves of the differentiated tree.
 
@@ -128,6 +129,7 @@ class Ledger:
             goals: where each gradient goes; None where there is none.
             compute: the dtype in which the loss function sees a leaf.
             held: gradients of earlier microbatches, which are added to in place; None where there are none.
+            pool: of buffers, for ledgers that share one; whoever gave it closes it.
         """
         self.leaves, self.paths, self.goals, self.compute, self.held = leaves, paths, goals, compute, held
         self._row_goals = [
@@ -140,7 +142,7 @@ class Ledger:
             h if h is not None and goal is not None and goal.held == goal.target else None
             for h, goal in zip(held, goals, strict=True)
         ]
-        self._pool = Pool()
+        self._pool, self._owns_pool = pool or Pool(), pool is None
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
         self._units: list[Unit] = []
         self._back: int | None = None
@@ -247,6 +249,21 @@ class Ledger:
             unit.wait()
         assert unit.flats is not None
         return unit.flats
+
+    def rest(self) -> None:
+        """Forward is over, and backward comes later: lets the last unit go, and what was started ahead."""
+        for unit in (self._current, *self._ahead.values()):
+            if unit is not None:
+                unit.abandon()
+        self._current = None
+        self._ahead.clear()
+
+    def rewind(self) -> None:
+        """There will be another backward of the same graph: lets go what this one has gathered."""
+        for unit in self._units:
+            unit.abandon()
+            unit.returned = False
+        self._back = None
 
     def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Backward of a unit is over: drops its buffers and starts to reduce its gradients."""
@@ -377,7 +394,8 @@ class Ledger:
         self._watched.clear()
         self._places.clear()
         self._current = None
-        self._pool.close()
+        if self._owns_pool:
+            self._pool.close()
 
 
 _ledger: ContextVar[Ledger | None] = ContextVar("fsharding_ledger", default=None)

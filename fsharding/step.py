@@ -16,16 +16,18 @@ from torch import Tensor
 from fsharding import _compat, policies, tree
 from fsharding.autodiff import value_and_grad
 from fsharding.axes import AXES
-from fsharding.errors import BatchError, ConfigError, NonFiniteError, message
+from fsharding.errors import BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout
 from fsharding.mesh import abstract, axis_group
 from fsharding.ops import wire
 from fsharding.optim.apply import apply_updates
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update
 from fsharding.optim.clip import global_norm
+from fsharding.pipeline import pipeline_grads
 from fsharding.policies import Policy
 from fsharding.precision import Precision
 from fsharding.scan import scan_units
+from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import local_of
 from fsharding.state import TrainState, main_of, spread_main
 from fsharding.transforms import gather_unit, select_unit
@@ -77,6 +79,7 @@ def make_train_step(
     opt: GradientTransformation,
     *,
     microbatches: int = 1,
+    schedule: str | Schedule = "1f1b",
     precision: Precision | None = None,
     donate: bool = False,
     policy: Policy = policies.save_except_gathered,
@@ -87,6 +90,8 @@ def make_train_step(
         model: a `Model`, or a loss function `(params, batch) -> (sum, weight)`.
         opt: the optimizer.
         microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated.
+        schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, which is planned for the size of
+            `pp` and `microbatches`. Meshes without `pp` do not look at it.
         precision: dtypes of compute and wire; by default the layout's.
         donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
         policy: what the blocks of a `Model` keep for backward.
@@ -95,6 +100,9 @@ def make_train_step(
         `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
 
     Raises:
+        ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
+        LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`.
+        RankError: from the step: another stage is gone.
         ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
             on a mesh with an axis that it does not compute over.
         BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`.
@@ -112,7 +120,13 @@ def make_train_step(
             raise ConfigError(message("train step", *_scale_mismatch(state)))
         pieces = _split(batch, microbatches)
         scale = float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
-        grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
+        if is_model and abstract(layout.mesh).axis_size("pp") > 1:
+            planned = _schedule(schedule, layout, microbatches)
+            grads, total, weight = pipeline_grads(
+                model, planned, layout, state.params, pieces, precision=how, policy=policy, scale=scale
+            )
+        else:
+            grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
         _compat.foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
         loss, norm = (total.double() / (weight.double() * scale)).float(), global_norm(grads, shardings=layout.main)
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
@@ -152,14 +166,24 @@ def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
 
 def _refuse_model_axes(model: Any, layout: Layout) -> None:
     shape = abstract(layout.mesh)
-    others = [axis for axis in ("pp", "cp", "tp") if axis not in model.axes]
+    others = [axis for axis in ("cp", "tp") if axis not in model.axes]
     used = [f"{axis}={shape.axis_size(axis)}" for axis in others if shape.axis_size(axis) > 1]
     if used:
-        known = ", ".join(("replica", "dp", "ep", *model.axes))
+        known = ", ".join(("pp", "replica", "dp", "ep", *model.axes))
         mend = f"Use {known}, or pass a loss function that computes on the other axes itself."
         raise ConfigError(
             message("train step", f"cannot cut the compute of a Model over {', '.join(used)}.", mend=mend)
         )
+
+
+def _schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Schedule:
+    """The schedule of a step on a mesh with `pp`."""
+    ranks = abstract(layout.mesh).axis_size("pp")
+    planned = plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
+    if (planned.ranks, planned.microbatches) != (ranks, microbatches):
+        text = f"got {planned!r} for pp={ranks} and microbatches={microbatches}."
+        raise ScheduleError(message("train step", text, mend="Plan it with fs.plan_schedule for these numbers."))
+    return planned
 
 
 def _split(batch: Tree, microbatches: int) -> list[Tree]:

@@ -46,6 +46,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (7.1, "timeline checking"),
     (7.2, "lowering"),
     (7.3, "schedule"),
+    (7.5, "staging"),
     (8, "pipeline"),
     (8.5, "state"),
     (8.7, "moving"),
