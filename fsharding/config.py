@@ -10,22 +10,26 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsharding import checkpoint, policies
 from fsharding.axes import AXES, AbstractMesh, make_shape, parse_axes
 from fsharding.data import Tokens, open_data
 from fsharding.errors import BatchError, CheckpointError, ConfigError, message
+from fsharding.mesh import Mesh, abstract
 from fsharding.models.base import Model
 from fsharding.models.decoder import decoder
 from fsharding.ops.attention import Kind
 from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import recipe
+from fsharding.schedule import plan_schedule
 from fsharding.show import require_matplotlib
 from fsharding.spec import DEFAULT_RULES
+from fsharding.staging import stages_of
 from fsharding.strategy import parse_strategy
 from fsharding.swaps import parse_swaps
 
-__all__ = ["PRECISIONS", "TrainConfig", "check", "model_of", "open_tokens"]
+__all__ = ["PRECISIONS", "TrainConfig", "check", "model_of", "open_tokens", "stages"]
 
 PRECISIONS = {"float32": FP32, "bfloat16": BF16, "float16": FP16}
 """Precisions by the dtype of compute."""
@@ -41,6 +45,7 @@ class TrainConfig:
         ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
         mesh: sizes of axes, such as `replica=2,dp=2,tp=2`; dp takes what is left.
         sequence: cut activations along the sequence over tp between attention and MLP.
+        schedule: of the pipeline over pp: gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv, dualpipev.
         attention: how queries meet keys over cp: ring, gather, ulysses.
         strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
         dtype: of compute: float32, bfloat16 or float16.
@@ -68,6 +73,7 @@ class TrainConfig:
     mesh: str = ""
     sequence: bool = False
     attention: Kind = "ring"
+    schedule: str = "1f1b"
     strategy: str = "zero3"
     dtype: str = "float32"
     steps: int = 60
@@ -144,16 +150,29 @@ def model_of(config: TrainConfig) -> Model:
     return decoder(recipe(config.preset).config, sequence=config.sequence, attention=config.attention)
 
 
+def stages(config: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:
+    """Who owns what along `pp`, as `plan_layout` takes it; None where there is none.
+
+    Raises:
+        ScheduleError: the schedule cannot have so many ranks or microbatches, or more stages than layers.
+    """
+    ranks = abstract(mesh).axis_size("pp")
+    if ranks == 1:
+        return None
+    return stages_of(model_of(config), plan_schedule(config.schedule, ranks, config.microbatches))
+
+
 def _mesh_shape(config: TrainConfig, text: str, world: int) -> AbstractMesh:
     axes = {"dp": -1, **parse_axes(text, "fsharding train")}
     shape = make_shape(axes, world=world, function=f"fsharding train --mesh {text or 'dp=-1'}")
     model = model_of(config)
-    known = ("replica", "dp", "ep", *model.axes)
+    known = ("pp", "replica", "dp", "ep", *model.axes)
     if others := [axis for axis in AXES if axis not in known and shape.axis_size(axis) > 1]:
         text = f"cannot cut the decoder over {', '.join(others)} on mesh {shape}."
         raise ConfigError(message("fsharding train", text, mend=f"It runs on the axes {', '.join(known)}."))
     if model.check is not None:
         model.check(shape, DEFAULT_RULES)
+    stages(config, shape)
     cp, tp = shape.axis_size("cp"), shape.axis_size("tp") if config.sequence else 1
     parts = (2 * cp if cp > 1 else 1) * tp
     if config.seq % parts:

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fsharding import checkpoint, ops, optim, policies, random
 from fsharding.axes import parse_axes
-from fsharding.config import PRECISIONS, TrainConfig, model_of, open_tokens
+from fsharding.config import PRECISIONS, TrainConfig, model_of, open_tokens, stages
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
 from fsharding.layout import Layout, plan_layout
@@ -68,7 +68,12 @@ def _train(config: TrainConfig) -> None:
     else:
         state = checkpoint.load(newest, layout, opt=opt)
     step = make_train_step(
-        model, opt, microbatches=config.microbatches, donate=True, policy=policies.POLICIES[config.policy]
+        model,
+        opt,
+        microbatches=config.microbatches,
+        schedule=config.schedule,
+        donate=True,
+        policy=policies.POLICIES[config.policy],
     )
     data, leader = open_tokens(config), not dist.is_initialized() or dist.get_rank() == 0
     saved = first if config.resume else -1
@@ -102,13 +107,22 @@ def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> Layout:
     """The layout that a run begins or goes on with: that of the option, or of the swaps that it has seen."""
     strategy = swaps[-1].strategy if swaps else config.strategy
     text = next((swap.mesh for swap in reversed(swaps) if swap.mesh), config.mesh)
-    precision = PRECISIONS[config.dtype]
-    return plan_layout(model, _mesh(config, text), strategy=parse_strategy(strategy), precision=precision)
+    mesh = _mesh(config, text)
+    return plan_layout(
+        model,
+        mesh,
+        strategy=parse_strategy(strategy),
+        precision=PRECISIONS[config.dtype],
+        stages=stages(config, mesh),
+    )
 
 
 def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
     """Moves the state, which is let go as it leaves, to another strategy or mesh."""
-    layout = state.layout.with_mesh(_mesh(config, swap.mesh)) if swap.mesh else state.layout
+    layout = state.layout
+    if swap.mesh:
+        mesh = _mesh(config, swap.mesh)
+        layout = layout.with_mesh(mesh, stages(config, mesh) or {})
     return reshard(state, layout.with_strategy(parse_strategy(swap.strategy)), donate=True)
 
 

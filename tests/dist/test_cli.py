@@ -123,6 +123,17 @@ def test_resume_on_another_mesh_and_strategy(whole: Path, cut: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (4, ["--mesh", "pp=2,tp=2", "--schedule", "zbv", "--microbatches", "4", "--sequence"]),
+        (4, ["--mesh", "pp=2,cp=2", "--microbatches", "2", "--swap-at", "2=zero1:tp=4,4=zero3:pp=2,dp=2"]),
+    ],
+)
+def test_model_axes_have_the_same_losses(alone: Path, tmp_path: Path, ranks: int, options: list[str]):
+    assert train(tmp_path / "run", *options, ranks=ranks) == pytest.approx(losses(alone), rel=1e-5)
+
+
 def test_every_launch_and_strategy_has_the_same_losses(alone: Path, whole: Path, tmp_path: Path, ranks: int):
     two = train(tmp_path / "two", "--strategy", "optim", "--microbatches", "2")
     command = [
@@ -161,7 +172,13 @@ BAD = {
     "missing data": (["--data", "nowhere.txt"], "nowhere.txt", ""),
     "unwritable out": (["--out", "/proc/nothing"], "cannot write to --out /proc/nothing", "can be written"),
     "nothing to resume": (["--resume"], "finds no complete checkpoint", "Leave --resume out"),
-    "model axis": (["--ranks", "2", "--mesh", "pp=2"], "cannot cut the decoder over pp", "replica, dp, ep, cp, tp"),
+    "schedule": (["--ranks", "2", "--mesh", "pp=2", "--schedule", "zvb"], "knows no schedule 'zvb'", "mean 'zbv'?"),
+    "microbatches of a schedule": (
+        ["--ranks", "2", "--mesh", "pp=2", "--schedule", "dualpipev", "--microbatches", "2"],
+        "microbatches is 2, but dualpipev on 2 ranks needs at least 4",
+        "",
+    ),
+    "layers": (["--ranks", "8", "--mesh", "pp=8", "--microbatches", "8"], "cannot put 4 layers on the 8 stages", ""),
     "heads": (["--ranks", "8", "--mesh", "tp=8"], "4 heads: no multiple of 8", "Choose another mesh"),
     "sequence": (
         ["--ranks", "2", "--mesh", "tp=2", "--sequence", "--seq", "33"],
