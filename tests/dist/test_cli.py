@@ -122,7 +122,6 @@ def test_resume_on_another_mesh_and_strategy(whole: Path, cut: Path, tmp_path: P
     assert resumed == pytest.approx(losses(whole), rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -134,6 +133,7 @@ def test_model_axes_have_the_same_losses(alone: Path, tmp_path: Path, ranks: int
     assert train(tmp_path / "run", *options, ranks=ranks) == pytest.approx(losses(alone), rel=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_every_launch_and_strategy_has_the_same_losses(alone: Path, whole: Path, tmp_path: Path, ranks: int):
     two = train(tmp_path / "two", "--strategy", "optim", "--microbatches", "2")
     command = [
