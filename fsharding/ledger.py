@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -19,15 +18,15 @@ from torch import Tensor
 
 from fsharding import _compat
 from fsharding.counts import Counts, record
-from fsharding.mesh import axis_group, coordinate
-from fsharding.ops import bucket as buckets
-from fsharding.ops import transition, wire
+from fsharding.gathering import Unit
+from fsharding.mesh import coordinate
+from fsharding.ops import transition
 from fsharding.ops.pool import Pool
-from fsharding.ops.unit import Goal, LeafPlan, Place, Reducing, UnitPlan, plan_unit
+from fsharding.ops.unit import Goal, LeafPlan, Place, Reducing, plan_unit
 from fsharding.policies import Policy
 from fsharding.sharding import Local
 
-__all__ = ["Ledger", "Unit", "current_ledger", "opened"]
+__all__ = ["Ledger", "current_ledger", "opened"]
 
 
 _ALIGN = 64
@@ -43,70 +42,6 @@ class _Saved(NamedTuple):
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
-
-
-class Unit:
-    """One gather of one unit: in flight, alive, released, and alive again in backward."""
-
-    def __init__(self, ledger: Ledger, plan: UnitPlan, leaves: Sequence[Local], places: tuple[Place, ...]) -> None:
-        """Notes what the unit is; nothing is sent yet."""
-        self.ledger, self.plan, self.leaves, self.places = ledger, plan, leaves, places
-        self.order, self.saved, self.kept, self.returned = -1, 0, False, False
-        self._rows: list[tuple[Tensor, wire.Pending]] | None = None
-        self.flats: list[Tensor] | None = None
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Casts the shards into rows and starts to gather them."""
-        if self._rows is not None or self.flats is not None:
-            return
-        self._rows = []
-        for g in self.plan.gathers:
-            group = axis_group(self.plan.mesh, g.axes)
-            members = g.bucket.members if g.axes else 0
-            rows = self.ledger.take(members * g.bucket.width, g.dtype, self if members else None)
-            rows = rows.view(members, g.bucket.width)
-            if members:
-                shards = [self.leaves[i].value for i in g.leaves]
-                _compat.foreach_copy_(buckets.piece_views(rows[group.index], g.bucket, group.index), shards)
-                self.ledger.counts.gathers.append(self.ledger.name_of(self.places))
-            self._rows.append((rows, wire.gather_rows(rows, group)))
-
-    @torch.no_grad()
-    def wait(self) -> list[list[Tensor]]:
-        """Puts together what has come; the unit is alive from here. Returns the whole leaves of each gather."""
-        self.start()
-        assert self._rows is not None
-        wholes: list[list[Tensor]] = []
-        self.flats = []
-        for number, g in enumerate(self.plan.gathers):
-            rows, pending = self._rows[number]
-            pending.wait()
-            flat = self.ledger.take(g.bucket.size, g.dtype, self)
-            if g.axes:
-                wholes.append(buckets.copy_out(rows, flat, g.bucket))
-            else:
-                wholes.append(buckets.whole_views(flat, g.bucket))
-                _compat.foreach_copy_(wholes[-1], [self.leaves[i].value for i in g.leaves])
-            self.flats.append(flat)
-            self.ledger.watch(flat, self, number)
-            del rows, pending
-        self._rows = None
-        return wholes
-
-    def release(self) -> None:
-        """Lets the gathered buffers go; whoever still holds a view keeps it."""
-        self._rows, self.flats = None, None
-
-    def abandon(self, *, failed: bool = False) -> None:
-        """Waits for what is in flight, which nobody will ask for, and lets it go; after a failure, not for long."""
-        for _, pending in self._rows or ():
-            if failed:
-                with suppress(RuntimeError):
-                    pending.wait(timedelta(seconds=1))
-            else:
-                pending.wait()
-        self.release()
 
 
 class Ledger:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,8 @@ from fsharding.transforms import gather_unit, select_unit
 from fsharding.tree import Tree
 
 __all__ = ["pipeline_grads"]
+
+_T = TypeVar("_T")
 
 
 def pipeline_grads(
@@ -111,7 +113,7 @@ class _Run:
     handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = field(
         default_factory=dict[tuple[str, int, int], Any]
     )
-    sent: list[wire.Pending] = field(default_factory=list[wire.Pending])
+    sent: dict[Action, wire.Pending] = field(default_factory=dict[Action, wire.Pending])
     losses: list[tuple[Tensor, Any]] = field(default_factory=list[tuple[Tensor, Any]])
 
     def __post_init__(self) -> None:
@@ -184,9 +186,9 @@ class _Run:
                 self._b(stage, m, kind)
             case "SEND_F" | "SEND_B":
                 spec, leaves = self.handed.pop((kind[-1], stage, m))
-                self._send(action, spec, leaves)
+                self.sent[action] = self._guard(action, lambda: self._send(action, spec, leaves))
             case _:
-                self.arrived[action] = self._receive(action)
+                self.arrived[action] = self._guard(action, lambda: self._receive(action))
 
     def _f(self, stage: int, m: int) -> None:
         last = stage == self.schedule.stages - 1
@@ -241,7 +243,7 @@ class _Run:
             return self.handed.pop((way, neighbour, m))
         action = Action("RECV_F" if way == "F" else "RECV_B", stage, m)
         spec, leaves, pending = self.arrived.pop(action)
-        self._wait(pending, action)
+        self._guard(action, pending.wait)
         return spec, leaves
 
     # ------------------------------------------------------------------------------------------------------ messages
@@ -252,20 +254,20 @@ class _Run:
         sender = stage if kind.startswith("SEND") else stage - 1 if kind == "RECV_F" else stage + 1
         return 1 + 16 * ((sender * self.schedule.microbatches + m) * 2 + kind.endswith("B")) + number
 
-    def _send(self, action: Action, spec: Any, leaves: list[Tensor]) -> None:
+    def _send(self, action: Action, spec: Any, leaves: list[Tensor]) -> wire.Pending:
         peer = self.group.ranks[self.schedule.peer(action)]
         if action.kind == "SEND_F":
             told = spec, [(tuple(x.shape), x.dtype) for x in leaves]
             dist.send_object_list([told], peer, self.group.process_group)
         messages = [wire.Message(peer, self._tag(action, i), _bytes(x)) for i, x in enumerate(leaves)]
-        self.sent.append(wire.exchange_messages(messages, [], self.group))
+        return wire.exchange_messages(messages, [], self.group)
 
     def _receive(self, action: Action) -> tuple[Any, list[Tensor], wire.Pending]:
         assert action.microbatch is not None
         peer = self.group.ranks[self.schedule.peer(action)]
         if action.kind == "RECV_F":
             told: list[Any] = [None]
-            self._guard(action, lambda: dist.recv_object_list(told, peer, self.group.process_group))
+            dist.recv_object_list(told, peer, self.group.process_group)
             spec, types = told[0]
         else:
             flight = self.flights[action.stage, action.microbatch]
@@ -274,25 +276,20 @@ class _Run:
         messages = [wire.Message(peer, self._tag(action, i), _bytes(x)) for i, x in enumerate(leaves)]
         return spec, leaves, wire.exchange_messages([], messages, self.group)
 
-    def _wait(self, pending: wire.Pending, action: Action) -> None:
-        self._guard(action, pending.wait)
-
-    def _guard(self, action: Action, wait: Callable[[], Any]) -> None:
-        """Waits; names who is missing if nobody answers."""
+    def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
+        """Names who is missing if nobody answers."""
         try:
-            wait()
+            return communicate()
         except RuntimeError as error:
             peer = self.schedule.peer(action)
-            text = (
-                f"lost the stage at pp={peer} (rank {self.group.ranks[peer]}) while pp={self.rank} waited in {action}."
-            )
+            text = f"lost the stage at pp={peer} (rank {self.group.ranks[peer]}) while pp={self.rank} was in {action}."
             raise RankError(message("train step", text, [str(error).partition("\n")[0]])) from error
 
     # -------------------------------------------------------------------------------------------------------- results
     def settle(self) -> None:
         """Returns when all that was sent has left."""
-        for pending in self.sent:
-            pending.wait()
+        for action, pending in self.sent.items():
+            self._guard(action, pending.wait)
         self.pool.close()
 
     def close(self) -> None:

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsharding import _compat, policies, tree
 from fsharding.axes import AXES
 from fsharding.errors import SpecError, TransformError, message
-from fsharding.ledger import Ledger, Unit, current_ledger
+from fsharding.gathering import Unit
+from fsharding.ledger import Ledger, current_ledger
 from fsharding.mesh import data_axes
 from fsharding.ops import collectives, transition
 from fsharding.ops.unit import Goal, LeafPlan, Place, plan_unit
