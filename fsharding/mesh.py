@@ -113,12 +113,12 @@ def make_mesh(
     for group in mesh.get_all_groups() if is_member(mesh) else ():
         _compat.set_group_timeout(group, timeout)
     _timeouts[mesh] = timeout
-    if len(members) < world or shape.axis_size("pp") > 1:
-        # All ranks take part in making groups. Those outside are here now and perhaps never again; those of another
-        # stage of a pipeline may come later, or in another order.
-        for count in range(2, len(shape.names) + 1):
-            for several in combinations(shape.names, count):
-                _process_group(mesh, frozenset(several))
+    # All ranks take part in making groups. Those outside are here now and perhaps never again; those of another stage
+    # of a pipeline gather over other axes, or in another order.
+    early = shape.names if len(members) < world else data_axes(mesh) if shape.axis_size("pp") > 1 else ()
+    for count in range(2, len(early) + 1):
+        for several in combinations(early, count):
+            _process_group(mesh, frozenset(several))
     return mesh
 
 
