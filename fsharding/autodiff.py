@@ -170,7 +170,8 @@ class Tape:
         wanted = [*inputs, *([self.ledger.anchor] if params else []), *(direct[i] for i in used)]
         if not wanted:
             return ()
-        with torch.autograd.set_multithreading_enabled(False):
+        # What is computed again in backward asks for the mesh, too.
+        with _on(self.mesh), torch.autograd.set_multithreading_enabled(False):
             found = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=again, allow_unused=True)
         for i, grad in zip(used, found[len(inputs) + 1 :], strict=True):
             self._raw[i] = grad

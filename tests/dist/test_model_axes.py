@@ -45,7 +45,7 @@ def batches(mesh, vocab):
 
 def train(
     axes, strategy, *, order=AXES, rules=fs.DEFAULT_RULES, config=CONFIG, microbatches=1,
-    schedule="1f1b", gather="step", **model_options,
+    schedule="1f1b", gather="step", policy=fs.policies.save_except_gathered, **model_options,
 ):  # fmt: skip
     """Losses and gradient norms of ten steps."""
     mesh, model = mesh_of(axes, order), fs.models.decoder(config, **model_options)
@@ -56,7 +56,7 @@ def train(
     layout = fs.plan_layout(model, mesh, rules, strategy, stages=stages)
     opt = fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(fs.warmup_cosine(RATE, 2, 20), eps=EPS, weight_decay=0.1))
     state = fs.init_state(model, opt, fs.random.key(0), layout)
-    step, found = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule), []
+    step, found = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule, policy=policy), []
     for batch in batches(mesh, config.vocab):
         state, metrics = step(state, batch)
         found.append((metrics.loss, metrics.grad_norm))
@@ -160,6 +160,12 @@ def test_three_axes_at_once(axes, strategy):
     close(on_ranks(axes, strategy, config=DEEP, microbatches=2, sequence=True), DEEP)
 
 
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"pp": 2, "cp": 2}], ids=str)
+def test_what_is_computed_again_is_on_the_same_mesh(axes):
+    how = {"policy": fs.policies.nothing_saveable, "microbatches": 2, "gather": "microbatch"}
+    close(on_ranks(axes, fs.zero(3), **how))
+
+
 def test_two_runs_agree_bitwise():
     first, second = (on_ranks({"dp": 2, "tp": 2}, fs.zero(3), sequence=True) for _ in range(2))
     assert_bitwise_equal(first, second)
@@ -173,7 +179,13 @@ def test_the_order_of_ranks_changes_no_loss(order):
 
 
 @pytest.mark.parametrize(
-    "whole", [("heads", "kv_heads"), pytest.param(("mlp",), marks=pytest.mark.full), ("vocab",), ("kv_heads",)]
+    "whole",
+    [
+        ("heads", "kv_heads"),
+        pytest.param(("mlp",), marks=pytest.mark.full),
+        pytest.param(("vocab",), marks=pytest.mark.full),
+        ("kv_heads",),
+    ],
 )
 def test_rules_that_leave_a_dim_whole_change_no_loss(whole):
     close(on_ranks({"tp": 2}, fs.zero(3), rules=fs.DEFAULT_RULES.replace(**dict.fromkeys(whole))))

@@ -56,7 +56,7 @@ def test_meshes_keep_their_limits(most, axes, orders, data):
     assert list(some.ranks) == sorted({*some.ranks}) and all(rank < 5 for rank in some.ranks)
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", ["pp", *(pytest.param(a, marks=pytest.mark.full) for a in AXES if a != "pp")])
 def test_every_axis_comes_and_three_at_once(axis):
     assert least(draws.meshes(), lambda mesh: mesh.axis_size(axis) > 1).names == (axis,)
     assert least(draws.meshes(), lambda mesh: len(mesh.names) == 3 and axis in mesh.names, 300).sizes == (2, 2, 2)
