@@ -130,8 +130,7 @@ class Tape:
             held = tree.flatten_up_to(self._spec, accumulate, "fs.value_and_grad")
         triples = zip(flat, self._targets, held, strict=True)
         self._goals = [_goal(leaf, target, h, precision) for leaf, target, h in triples]
-        whole = next((t.mesh for t in self._targets if isinstance(t, NamedSharding)), None)
-        self._flying = [_fly(leaf, goal is not None, whole) for leaf, goal in zip(flat, self._goals, strict=True)]
+        self._flying = [_fly(leaf, goal is not None) for leaf, goal in zip(flat, self._goals, strict=True)]
         self._raw: list[Tensor | None] = [None] * count
         locals_ = [x if isinstance(x, Local) else None for x in self._flying]
         held_local = [_compat.local_tensor(h) if isinstance(h, DTensor) else None for h in held]
@@ -229,15 +228,11 @@ def _at_rest(grad: Tensor, goal: Goal | None, x: Local, target: Any) -> DTensor:
     return goal.target.to_dtensor(grad, x.shape)
 
 
-def _fly(leaf: Any, differentiated: bool, whole: Mesh | None) -> Any:
-    """The in-flight form of a leaf: fresh tensors, so that autograd never touches the state's own.
-
-    One that is on a slice of the mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
-    """
+def _fly(leaf: Any, differentiated: bool) -> Any:
+    """The in-flight form of a leaf: fresh tensors, so that autograd never touches the state's own."""
     if isinstance(leaf, DTensor):
         local = to_local(leaf)
-        sharding = replace(local.sharding, mesh=whole) if whole is not None and is_assigned(leaf) else local.sharding
-        return Local(local.value.requires_grad_(differentiated), sharding, local.shape)
+        return Local(local.value.requires_grad_(differentiated), local.sharding, local.shape)
     if isinstance(leaf, Tensor):
         return leaf.detach().requires_grad_(differentiated)
     return leaf

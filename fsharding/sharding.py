@@ -260,16 +260,17 @@ def _slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     else:
         grid = mesh.mesh[tuple(slice(None) if name in names else 0 for name in abstract(mesh).names)]
         found = _compat.meshless_device_mesh(mesh.device_type, names, grid, rank)
-    _slices.add(found)
+    _slices[id(found)] = found, mesh
     return found
 
 
-_slices: set[DeviceMesh] = set()
+# By identity: a mesh of one's own may be equal to a slice of another.
+_slices: dict[int, tuple[DeviceMesh, DeviceMesh]] = {}
 
 
 def is_assigned(x: DTensor) -> bool:
     """Whether a DTensor is on a slice of a mesh: its leaf has an explicit assignment, which it cannot tell itself."""
-    return meshes.unpermuted(x.device_mesh) in _slices
+    return id(meshes.unpermuted(x.device_mesh)) in _slices
 
 
 def sharding_of(x: DTensor) -> NamedSharding:
@@ -332,8 +333,13 @@ torch_pytree.register_pytree_node(
 
 
 def to_local(x: DTensor) -> Local:
-    """The in-flight form of a DTensor: shares its memory, carries no gradient history."""
-    return Local(local_of(x), sharding_of(x), tuple(x.shape))
+    """The in-flight form of a DTensor: shares its memory, carries no gradient history.
+
+    One that is on a slice of a mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
+    """
+    _, whole = _slices.get(id(meshes.unpermuted(x.device_mesh)), (None, None))
+    sharding = sharding_of(x)
+    return Local(local_of(x), sharding if whole is None else replace(sharding, mesh=whole), tuple(x.shape))
 
 
 def local_of(x: Tensor) -> Tensor:

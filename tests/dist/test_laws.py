@@ -20,6 +20,7 @@ from fsharding.mesh import abstract, coordinate, data_axes
 from fsharding.sharding import local_of, to_local
 from fsharding.state import main_of
 from fsharding.testing import (
+    Home,
     Leaf,
     Pair,
     RankPool,
@@ -308,3 +309,10 @@ def unit_is_adjoint(leaf, home):
 @given(draws.leaves([torch.float64]), draws.meshes(), st.data())
 def test_gathering_a_unit_has_its_transpose(leaf, mesh, data):
     on_ranks(unit_is_adjoint, mesh.size, leaf, data.draw(draws.homes({"a": leaf}, mesh, [fs.FP32])))
+
+
+def test_gathering_a_leaf_of_one_stage_has_its_transpose():
+    """Its DTensor is on a slice of the mesh, the groups are those of the whole mesh: all ranks make them."""
+    mesh = AbstractMesh(("pp", "ep", "cp"), (2, 2, 2))
+    for strategy in (fs.zero(0), fs.zero(3)):
+        on_ranks(unit_is_adjoint, 8, Leaf((5, 3), torch.float64), Home(mesh, strategy, stages={"a": 0}))
