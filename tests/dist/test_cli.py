@@ -209,6 +209,12 @@ def test_a_mistyped_option_is_refused_without_a_traceback(tmp_path: Path, capsys
     assert "--strategy" in error and "Traceback" not in error
 
 
+def test_a_reader_that_has_enough_gets_no_traceback(whole: Path):
+    command = f"{sys.executable} -m fsharding inspect {whole / 'ckpt' / '6'} | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=clean())
+    assert done.stdout.endswith(": whole\n") and done.stderr == ""
+
+
 def test_empty_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "empty.txt").touch()
     assert "empty" in refused(capsys, "train", "--out", tmp_path / "out", "--data", tmp_path / "empty.txt")
