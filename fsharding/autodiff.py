@@ -8,7 +8,6 @@ nodes only. Laws: inputs are never changed; the mean is over all weights, whatev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -213,8 +212,8 @@ def _goal(leaf: Any, target: Any, held: Any, precision: Precision) -> Goal | Non
         text = f"cannot tell who owns a leaf with an explicit assignment, {typeof(leaf)}."
         raise TransformError(message("fs.value_and_grad", text, mend="Say where gradients go: grads=layout.main."))
     want = sharding_of(leaf) if target is _same else target
+    have = to_local(held).sharding if isinstance(held, DTensor) else None
     # On the slices of the mesh that own a leaf, it is cut as any other.
-    have = replace(sharding_of(held), mesh=want.mesh) if isinstance(held, DTensor) else None
     return Goal(want.slice_of_mesh().simplified(), precision.grad_dtype(leaf.dtype), precision.reduce, have)
 
 

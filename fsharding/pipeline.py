@@ -34,7 +34,6 @@ from fsharding.redistribute import redistribute, reduce_grads
 from fsharding.scan import scan_units
 from fsharding.schedule import Schedule
 from fsharding.sharding import NamedSharding, local_of
-from fsharding.stages import begins
 from fsharding.staging import check_ends, layers_by_stage, over_owners
 from fsharding.transforms import gather_unit, select_unit
 from fsharding.tree import Tree
@@ -121,8 +120,7 @@ class _Run:
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
         check_ends(self.model, self.schedule, self.layout)
-        layers = next(leaf.shape[0] for leaf in self.layout.leaves if begins(leaf.path, "blocks"))
-        counts = layers_by_stage(self.schedule, self.layout, layers)
+        counts = layers_by_stage(self.schedule, self.layout)
         mine, start = self.schedule.stages_on(self.rank), 0
         self.rows: dict[int, tuple[int, int]] = {}
         for stage in mine:
@@ -139,7 +137,10 @@ class _Run:
                 for leaf, home, x in zip(self.layout.leaves, sources, tree.leaves(self.params), strict=True)
             ],
         )
-        self.work = {stage: self._gathered(stage) if once else self._part(self.params, stage) for stage in mine}
+        held = {stage: self._gathered(stage) if once else self._part(self.params, stage) for stage in mine}
+        self.work = {
+            stage: (x, self._part(self.sources, stage), self._part(self.sums_of, stage)) for stage, x in held.items()
+        }
 
     def _grad_dtype(self, leaf: LeafLayout) -> torch.dtype:
         return self.precision.grad_dtype(self.layout.param_dtype(leaf))
@@ -194,13 +195,7 @@ class _Run:
         last = stage == self.schedule.stages - 1
         spec, leaves = (None, []) if stage == 0 else self._inputs("F", stage, m)
         x_leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in leaves]
-        tape = Tape(
-            self.work[stage],
-            self._part(self.sources, stage),
-            self._part(self.sums_of, stage),
-            self.precision,
-            self.pool,
-        )
+        tape = Tape(*self.work[stage], self.precision, self.pool)
         flight = self.flights[stage, m] = _Flight(tape, x_leaves, [])
         x = None if spec is None else tree.unflatten(spec, x_leaves)
         out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])
@@ -259,7 +254,9 @@ class _Run:
         if action.kind == "SEND_F":
             told = spec, [(tuple(x.shape), x.dtype) for x in leaves]
             dist.send_object_list([told], peer, self.group.process_group)
-        messages = [wire.Message(peer, self._tag(action, i), _bytes(x)) for i, x in enumerate(leaves)]
+        messages = [
+            wire.Message(peer, self._tag(action, i), wire.as_bytes(x.contiguous())) for i, x in enumerate(leaves)
+        ]
         return wire.exchange_messages(messages, [], self.group)
 
     def _receive(self, action: Action) -> tuple[Any, list[Tensor], wire.Pending]:
@@ -273,7 +270,7 @@ class _Run:
             flight = self.flights[action.stage, action.microbatch]
             spec, types = None, [(tuple(y.shape), y.dtype) for y in flight.outputs if y.is_floating_point()]
         leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in types]
-        messages = [wire.Message(peer, self._tag(action, i), _bytes(x)) for i, x in enumerate(leaves)]
+        messages = [wire.Message(peer, self._tag(action, i), wire.as_bytes(x)) for i, x in enumerate(leaves)]
         return spec, leaves, wire.exchange_messages([], messages, self.group)
 
     def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
@@ -319,10 +316,6 @@ class _Run:
         axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
         total, weight = wire.start_sum(mine, axis_group(self.layout.mesh, axes), torch.float64).wait()
         return total.float(), weight.float()
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:

@@ -270,7 +270,13 @@ _slices: dict[int, tuple[DeviceMesh, DeviceMesh]] = {}
 
 def is_assigned(x: DTensor) -> bool:
     """Whether a DTensor is on a slice of a mesh: its leaf has an explicit assignment, which it cannot tell itself."""
-    return id(meshes.unpermuted(x.device_mesh)) in _slices
+    return _sliced(x) is not None
+
+
+def _sliced(x: DTensor) -> DeviceMesh | None:
+    """The whole mesh of a DTensor that is on a slice."""
+    known = _slices.get(id(meshes.unpermuted(x.device_mesh)))
+    return None if known is None else known[1]
 
 
 def sharding_of(x: DTensor) -> NamedSharding:
@@ -337,8 +343,7 @@ def to_local(x: DTensor) -> Local:
 
     One that is on a slice of a mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
     """
-    _, whole = _slices.get(id(meshes.unpermuted(x.device_mesh)), (None, None))
-    sharding = sharding_of(x)
+    whole, sharding = _sliced(x), sharding_of(x)
     return Local(local_of(x), sharding if whole is None else replace(sharding, mesh=whole), tuple(x.shape))
 
 

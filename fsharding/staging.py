@@ -43,13 +43,14 @@ def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = 
     return {**owners, **{path: sorted({first, last}) for _, path in model.tied}}
 
 
-def layers_by_stage(schedule: Schedule, layout: Layout, layers: int) -> tuple[int, ...]:
+def layers_by_stage(schedule: Schedule, layout: Layout) -> tuple[int, ...]:
     """How many layers each stage has in a layout.
 
     Raises:
         LayoutError: the layers of the layout are not in the order of the schedule's stages.
     """
     owned = stage_of(layout.stages, "blocks")
+    layers = next(leaf.shape[0] for leaf in layout.leaves if begins(leaf.path, "blocks"))
     if schedule.stages <= layers and normal({"blocks": stages_for(schedule, layers)})[0][1] == owned:
         return tuple(map(len, layers_of(schedule, layers)))
     rank_of = {i: rank for rank, mine in enumerate(owned or ()) for i in (mine if isinstance(mine, tuple) else ())}
@@ -61,9 +62,13 @@ def layers_by_stage(schedule: Schedule, layout: Layout, layers: int) -> tuple[in
         counts[stage] += 1
     if stage < 0 or normal({"blocks": stages_for(schedule, layers, counts=counts)})[0][1] != owned:
         rows = [f"blocks are on {owned or 'no stages'}, stages of the schedule on {schedule.owner}"]
-        mend = "Plan the layout with stages=fs.stages_of(model, schedule)."
-        raise LayoutError(message("train step", f"needs a layout with the stages of {schedule!r}.", rows, mend))
+        raise _other_stages(schedule, rows)
     return tuple(counts)
+
+
+def _other_stages(schedule: Schedule, rows: Sequence[str]) -> LayoutError:
+    mend = "Plan the layout with stages=fs.stages_of(model, schedule)."
+    return LayoutError(message("train step", f"needs a layout with the stages of {schedule!r}.", rows, mend))
 
 
 def check_ends(model: Any, schedule: Schedule, layout: Layout) -> None:
@@ -77,8 +82,7 @@ def check_ends(model: Any, schedule: Schedule, layout: Layout) -> None:
         if lacking := sorted(wanted - {*owners(leaf.main, schedule.ranks)}):
             rows.append(f"{leaf.path} is not on pp={', '.join(map(str, lacking))}")
     if rows:
-        mend = "Plan the layout with stages=fs.stages_of(model, schedule)."
-        raise LayoutError(message("train step", f"needs a layout with the stages of {schedule!r}.", rows, mend))
+        raise _other_stages(schedule, rows)
 
 
 def owners(home: NamedSharding, size: int) -> list[int]:
@@ -99,7 +103,7 @@ def over_owners(grad: DTensor, home: NamedSharding, group: Group, rank: int) -> 
     terms = mine.new_empty(len(shared), mine.numel())
     terms[shared.index(rank)].copy_(mine.view(-1))
     others = [(i, group.ranks[c]) for i, c in enumerate(shared) if c != rank]
-    sends = [wire.Message(peer, 0, mine.view(-1).view(torch.uint8)) for _, peer in others]
-    receives = [wire.Message(peer, 0, terms[i].view(torch.uint8)) for i, peer in others]
+    sends = [wire.Message(peer, 0, wire.as_bytes(mine)) for _, peer in others]
+    receives = [wire.Message(peer, 0, wire.as_bytes(terms[i])) for i, peer in others]
     wire.exchange_messages(sends, receives, group).wait()
     return like(grad, wire.sum_rows(terms, range(len(shared)), wide(mine.dtype)).to(mine.dtype).view(mine.shape))

@@ -89,8 +89,8 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
 
     def head(params: Tree, x_BTD: Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
         x_BTD = _norm(config, params["norm"], x_BTD, cut)
-        targets, cut_vocab = batch["targets"], params["unembed"].shape[0] < config.vocab
-        (logits_BTV,) = _columns(x_BTD, [params["unembed"]], whole=not cut_vocab, cut=cut)
+        targets, whole = batch["targets"], params["unembed"].shape[0] == config.vocab
+        (logits_BTV,) = _columns(x_BTD, [params["unembed"]], whole=whole, cut=cut)
         losses_BT = ops.cross_entropy(logits_BTV, targets, vocab=config.vocab)
         return losses_BT.sum(), (targets != -100).sum()
 

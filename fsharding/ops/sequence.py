@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsharding import tree
 from fsharding.errors import BatchError, SpecError, message
-from fsharding.mesh import Mesh, axis_size, coordinate, current_mesh
+from fsharding.mesh import Mesh, axis_index, axis_size
 from fsharding.tree import Tree
 
 __all__ = ["cut_sequence", "positions", "rotary", "zigzag", "zigzag_order"]
@@ -106,10 +106,7 @@ def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None =
 
 def _place(function: str, axis: str, mesh: Mesh | None) -> tuple[int, int]:
     """The size of an axis, and this rank's coordinate along it."""
-    size = axis_size(axis, mesh, function=function)
-    if size == 1:
-        return 1, 0
-    return size, coordinate(mesh if mesh is not None else current_mesh(function))[axis]
+    return axis_size(axis, mesh, function=function), axis_index(axis, mesh)
 
 
 def _uncut(length: int, size: int) -> str:

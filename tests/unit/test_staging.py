@@ -22,7 +22,7 @@ def test_a_layout_tells_the_layers_of_each_stage(name, counts):
     schedule = fs.plan_schedule(name, 2, 4)
     counts = counts and [4, 2] if schedule.stages == 2 else counts and [2, 1, 1, 2]
     layout = planned(fs.stages_of(MODEL, schedule, counts=counts))
-    found = layers_by_stage(schedule, layout, 6)
+    found = layers_by_stage(schedule, layout)
     rank = [sum(n for s, n in enumerate(found) if schedule.owner[s] == r) for r in range(2)]
     wanted = fs.layers_of(schedule, 6, counts=counts)
     assert sum(found) == 6 and rank == [
@@ -54,7 +54,7 @@ def test_other_stages_are_refused_by_name():
     schedule = fs.plan_schedule("1f1b", 2, 4)
     stages = fs.stages_of(MODEL, schedule)
     with pytest.raises(LayoutError) as refusal:
-        layers_by_stage(schedule, planned({**stages, "blocks": [[3, 4, 5], [0, 1, 2]]}), 6)
+        layers_by_stage(schedule, planned({**stages, "blocks": [[3, 4, 5], [0, 1, 2]]}))
     assert str(refusal.value) == (
         "train step needs a layout with the stages of Schedule(1f1b: 2 ranks, 2 stages, 4 microbatches, 36 actions).\n"
         "  blocks are on ((3, 4, 5), (0, 1, 2)), stages of the schedule on (0, 1)\n"
@@ -63,6 +63,6 @@ def test_other_stages_are_refused_by_name():
     with pytest.raises(LayoutError, match=r"head\.unembed is not on pp=1"):
         check_ends(MODEL, schedule, planned({**stages, "head": 0}))
     with pytest.raises(LayoutError, match="blocks are on no stages"):
-        layers_by_stage(schedule, planned(None), 6)
+        layers_by_stage(schedule, planned(None))
     with pytest.raises(ScheduleError, match="cannot put 6 layers on the 8 stages"):
         fs.stages_of(MODEL, fs.plan_schedule("1f1b", 8, 8))
