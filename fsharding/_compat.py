@@ -8,10 +8,11 @@ Nothing here knows about shardings.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "all_gather_flat",
+    "allocated",
     "attend_block",
     "attend_block_backward",
     "drop_local",
@@ -126,6 +128,26 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 _PAGE, _HUGE, _MADV_HUGEPAGE = mmap.PAGESIZE, 4 << 20, 14
 _madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+
+
+def allocated(run: Callable[[], object]) -> tuple[int, int]:
+    """Runs a function, and says what it allocated: bytes that are still there at its end, and most bytes at once.
+
+    On CUDA these are the allocator's own counts, on the CPU what the profiler heard of the allocator.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    results: Any = profile.profiler
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [int(e.nbytes()) for e in sorted(events, key=lambda e: e.start_ns())]
+    return sum(sizes), max(itertools.accumulate(sizes, initial=0))
 
 
 def storage_id(x: Tensor) -> int:

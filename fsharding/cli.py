@@ -17,8 +17,10 @@ from fsharding.bench import (
     CheckpointConfig,
     OverheadConfig,
     ReshardBenchConfig,
+    StepConfig,
     bench_checkpoint,
     bench_reshard,
+    bench_step,
     overhead,
 )
 from fsharding.config import TrainConfig, check
@@ -39,8 +41,10 @@ _Checkpoint = Annotated[
 _Moving = Annotated[
     ReshardBenchConfig, tyro.conf.subcommand("reshard", description="Resharding, beside a raw all-to-all.")
 ]
+_Step = Annotated[StepConfig, tyro.conf.subcommand("step", description="A training step, beside DDP and FSDP2.")]
 _Bench = Annotated[
-    _Overhead
+    _Step
+    | _Overhead
     | _Checkpoint
     | _Moving
     | Annotated[None, tyro.conf.subcommand("list", description="List what can be measured.")],
@@ -65,7 +69,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
             status = run_tool(config)
         elif config is None:
-            print("overhead, checkpoint, reshard")
+            print("step, overhead, checkpoint, reshard")
         else:
             _bench(config)
     except FshardingError as error:
@@ -91,13 +95,14 @@ def _train(config: TrainConfig) -> None:
 
 
 _BENCHES: dict[type[Any], Callable[[Any], None]] = {
+    StepConfig: bench_step,
     OverheadConfig: overhead,
     CheckpointConfig: bench_checkpoint,
     ReshardBenchConfig: bench_reshard,
 }
 
 
-def _bench(config: OverheadConfig | CheckpointConfig | ReshardBenchConfig) -> None:
+def _bench(config: StepConfig | OverheadConfig | CheckpointConfig | ReshardBenchConfig) -> None:
     ranks, run = _ranks(config.ranks, default=2), _BENCHES[type(config)]
     if under_launcher() or ranks == 1:
         run(config)
