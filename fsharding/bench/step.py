@@ -115,14 +115,15 @@ def measure(config: StepConfig, mesh: Any) -> list[dict[str, Any]]:
     task = Task(decoder(sizes), mesh, _batch(config, sizes, mesh), _DTYPES[config.dtype], config.compiled)
     runs: dict[str, Callable[[], Tensor]] = {}
     memory: dict[str, int] = {}
+    first: dict[str, float] = {}
     floors: dict[str, float] = {}
     for name in config.contenders:
         make = PEERS[name] if name in PEERS else functools.partial(_ours, _OURS[name])
-        runs[name], memory[name] = _built(functools.partial(make, task))
+        runs[name], memory[name], first[name] = _built(functools.partial(make, task))
         if name in _OURS:
             floors[name] = _wire_time(task, runs[name])
     steps = take_turns(runs, config.rounds)
-    _agree(steps, _TOLERANCE[config.dtype])
+    _agree(first, steps, _TOLERANCE[config.dtype])
     alone = steps["compute-only"].median if "compute-only" in steps else None
     return [
         {
@@ -159,19 +160,24 @@ def _ours(strategy: Strategy, task: Task) -> Callable[[], Tensor]:
     return run
 
 
-def _built(make: Callable[[], Callable[[], Tensor]]) -> tuple[Callable[[], Tensor], int]:
-    """A contender that has done one step, and the most bytes that it had allocated at once in another.
+def _built(make: Callable[[], Callable[[], Tensor]]) -> tuple[Callable[[], Tensor], int, float]:
+    """A contender that has done two steps, the most bytes that it had allocated at once, and its first loss.
 
     What it keeps is what building it and its first step left behind; what it needs besides is measured in its second.
     """
     made: list[Callable[[], Tensor]] = []
+    losses: list[Tensor] = []
     kept, _ = _compat.allocated(lambda: made.append(make()))
-    warm, _ = _compat.allocated(made[0])
+    warm, _ = _compat.allocated(lambda: losses.append(made[0]()))
     _, peak = _compat.allocated(made[0])
-    found = torch.tensor([kept + warm + peak])
+    found = torch.tensor([float(losses[0]), kept + warm + peak], dtype=torch.float64)
     if dist.is_initialized():
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return made[0], int(found)
+        everyone = [torch.empty_like(found) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, found)
+        found = torch.stack(everyone)
+    else:
+        found = found[None]
+    return made[0], int(found[:, 1].max()), float(found[:, 0].mean())
 
 
 def _wire_time(task: Task, run: Callable[[], Tensor]) -> float:
@@ -198,12 +204,14 @@ def _wire_time(task: Task, run: Callable[[], Tensor]) -> float:
     return float(slowest)
 
 
-def _agree(steps: dict[str, Steps], tolerance: float) -> None:
-    """Everyone has the losses of the first; who trains alone has those of the first step, before ranks differ."""
-    name, first = next((item for item in steps.items() if item[0] != "compute-only"), next(iter(steps.items())))
-    for other, found in steps.items():
-        counted = 1 if other == "compute-only" else len(first.losses)
-        for a, b in zip(first.losses[:counted], found.losses[:counted], strict=True):
+def _agree(first: dict[str, float], steps: dict[str, Steps], tolerance: float) -> None:
+    """Everyone has the same losses; who trains alone has the first one, before its ranks go apart."""
+    together = {name: [first[name], *found.losses] for name, found in steps.items() if name != "compute-only"}
+    if "compute-only" in steps:
+        together["compute-only"] = [first["compute-only"]]
+    name, expected = next(iter(together.items()))
+    for other, found in together.items():
+        for a, b in zip(expected, found, strict=False):
             assert abs(a - b) <= tolerance * abs(a), f"{other} has a loss of {b}, {name} of {a}"
 
 
