@@ -59,27 +59,25 @@ class Task:
 class _Unit(nn.Module):
     """A pure function and the weights that it takes, which it sees in the dtype of compute."""
 
-    def __init__(self, fn: Callable[..., Any], values: Tree, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, fn: Callable[..., Any], values: Tree, task: Task) -> None:
         super().__init__()
-        self.fn, self.dtype = fn, dtype
-        self.weights = nn.ParameterDict({name: nn.Parameter(x.to(device)) for name, x in values.items()})
+        leaves, self.structure = tree.flatten(values)
+        self.fn, self.dtype = fn, task.dtype
+        self.leaves = nn.ParameterList(nn.Parameter(x.to(task.mesh.device_type)) for x in leaves)
 
     def forward(self, *args: Any) -> Any:
-        return self.fn({name: x.to(self.dtype) for name, x in self.weights.items()}, *args)
+        return self.fn(tree.unflatten(self.structure, [x.to(self.dtype) for x in self.leaves]), *args)
 
 
 class _Decoder(nn.Module):
     def __init__(self, task: Task) -> None:
         super().__init__()
-        device, block = task.mesh.device_type, task.block()
-        values = tree.map(lambda draw: draw.tensor(), task.draws())
-        layers = next(iter(values["blocks"].values())).shape[0]
-        self.embed = _Unit(task.model.embed, values["embed"], task.dtype, device)
-        self.blocks = nn.ModuleList(
-            _Unit(block, {name: x[i].clone() for name, x in values["blocks"].items()}, task.dtype, device)
-            for i in range(layers)
-        )
-        self.head = _Unit(task.model.head, values["head"], task.dtype, device)
+        block, values = task.block(), tree.map(lambda draw: draw.tensor(), task.draws())
+        layers = tree.leaves(values["blocks"])[0].shape[0]
+        rows = [tree.map(lambda x: x[i].clone(), values["blocks"]) for i in range(layers)]  # noqa: B023
+        self.embed = _Unit(task.model.embed, values["embed"], task)
+        self.blocks = nn.ModuleList(_Unit(block, row, task) for row in rows)
+        self.head = _Unit(task.model.head, values["head"], task)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         x = self.embed(batch)
@@ -122,6 +120,7 @@ def _fsdp2(task: Task) -> Callable[[], Tensor]:
 
 
 def _simple_fsdp(task: Task) -> Callable[[], Tensor]:
+    # lazy: an extra
     simple: Any = importlib.import_module("torchtitan.experiments.simple_fsdp.simple_fsdp")
     policy = simple.MixedPrecisionPolicy(param_dtype=task.dtype, reduce_dtype=torch.float32)
     return _trained(simple.data_parallel(_Decoder(task), task.mesh, mode="fully_shard", mp_policy=policy), task)
