@@ -18,7 +18,6 @@ from fsharding.data import Tokens, open_data
 from fsharding.errors import BatchError, CheckpointError, ConfigError, message
 from fsharding.mesh import Mesh, abstract
 from fsharding.models.base import Model
-from fsharding.models.decoder import decoder
 from fsharding.ops.attention import Kind
 from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import recipe
@@ -41,7 +40,7 @@ class TrainConfig:
 
     Attributes:
         out: directory of metrics, plot and checkpoints.
-        preset: model and settings: tiny, bench-34m.
+        preset: model and settings: a name of `fsharding.recipes`, such as tiny, tiny_llama3, llama3_8b.
         ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
         mesh: sizes of axes, such as `replica=2,dp=2,tp=2`; dp takes what is left.
         sequence: cut activations along the sequence over tp between attention and MLP.
@@ -147,7 +146,7 @@ def check(config: TrainConfig, world: int) -> None:
 
 def model_of(config: TrainConfig) -> Model:
     """The model of a run."""
-    return decoder(recipe(config.preset).config, sequence=config.sequence, attention=config.attention)
+    return recipe(config.preset).model(sequence=config.sequence, attention=config.attention)
 
 
 def stages(config: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:

@@ -1,18 +1,33 @@
 """Named models with settings that train them: what `--preset` takes.
 
-In: a name. Out: a `Recipe`, a pure value. `tiny` learns Python from its own standard library on a laptop; `bench-34m`
-is the model of the benchmarks. Law: a recipe holds no tensors, so planning one of any size is free.
+In: a name, or a function of this module. Out: a `Recipe`, a pure value. Published models have their published sizes, and
+each family a twin of a few hundred thousand parameters that goes the same way through the code and learns bytes on a
+laptop. `tiny` and `bench-34m` are of this library alone.
+Law: a recipe holds no tensors, so planning one of any size is free.
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import Any
 
 from fsharding.errors import ConfigError, message
-from fsharding.models.decoder import DecoderConfig
+from fsharding.models.base import Model
+from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.ops.rotary import LlamaScaling
 
-__all__ = ["RECIPES", "Recipe", "recipe"]
+__all__ = [
+    "RECIPES",
+    "Recipe",
+    "llama3_8b",
+    "llama3_70b",
+    "llama3_405b",
+    "qwen2_5_72b",
+    "recipe",
+    "tiny_llama3",
+    "tiny_qwen2_5",
+]
 
 
 @dataclass(frozen=True)
@@ -23,7 +38,7 @@ class Recipe:
         config: sizes of the decoder.
         learning_rate: peak rate of AdamW.
         warmup: steps of linear warm-up.
-        weight_decay: of matrices; norms have none.
+        weight_decay: of matrices; norms and biases have none.
     """
 
     config: DecoderConfig
@@ -31,23 +46,82 @@ class Recipe:
     warmup: int = 100
     weight_decay: float = 0.1
 
+    def model(self, **options: Any) -> Model:
+        """The model.
+
+        Args:
+            **options: of `models.decoder`.
+        """
+        return decoder(self.config, **options)
+
+
+# ---------------------------------------------------------------------------------------------------- published models
+def llama3_8b() -> Recipe:
+    """Llama 3.1 8B (Grattafiori et al. 2024, arXiv:2407.21783, table 3): 8,030,261,248 parameters."""
+    return Recipe(_llama3(dim=4096, layers=32, heads=32, hidden=14_336), 3e-4, warmup=8000)
+
+
+def llama3_70b() -> Recipe:
+    """Llama 3.1 70B (arXiv:2407.21783, table 3): 70,553,706,496 parameters."""
+    return Recipe(_llama3(dim=8192, layers=80, heads=64, hidden=28_672), 1.5e-4, warmup=8000)
+
+
+def llama3_405b() -> Recipe:
+    """Llama 3.1 405B (arXiv:2407.21783, table 3): 405,853,388,800 parameters."""
+    return Recipe(_llama3(dim=16_384, layers=126, heads=128, hidden=53_248), 8e-5, warmup=8000)
+
+
+def _llama3(**sizes: int) -> DecoderConfig:
+    return DecoderConfig(vocab=128_256, kv_heads=8, rope_base=500_000.0, rope_scaling=LlamaScaling(), **sizes)
+
+
+def qwen2_5_72b() -> Recipe:
+    """Qwen2.5 72B (Qwen Team 2024, arXiv:2412.15115): 72,706,203,648 parameters."""
+    return Recipe(
+        DecoderConfig(
+            vocab=152_064, dim=8192, layers=80, heads=64, kv_heads=8, hidden=29_568, bias=True, rope_base=1_000_000.0
+        )
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- twins
+def tiny_llama3() -> Recipe:
+    """The twin of the Llama 3.1 models; its original context is 64 tokens, so that scaling matters in short rows."""
+    scaling = LlamaScaling(length=64)
+    return _tiny(DecoderConfig(heads=8, kv_heads=2, rope_base=500_000.0, rope_scaling=scaling))
+
+
+def tiny_qwen2_5() -> Recipe:
+    """The twin of Qwen2.5; its embedding is tied, as those of the small models of that family."""
+    return _tiny(DecoderConfig(heads=8, kv_heads=2, bias=True, rope_base=1_000_000.0, tied=True))
+
+
+def _tiny(config: DecoderConfig) -> Recipe:
+    return Recipe(config, learning_rate=4e-3, warmup=20)
+
 
 RECIPES = {
-    "tiny": Recipe(DecoderConfig(), learning_rate=4e-3, warmup=20),
+    "tiny": _tiny(DecoderConfig()),
     "bench-34m": Recipe(DecoderConfig(vocab=8192, dim=512, layers=8, heads=8, kv_heads=8, hidden=1408)),
+    **{make.__name__: make() for make in (llama3_8b, llama3_70b, llama3_405b, qwen2_5_72b, tiny_llama3, tiny_qwen2_5)},
 }
 """Recipes by name."""
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of a name.
+    """The recipe of a name; `-` and `.` are as good as `_`.
 
     Raises:
         ConfigError: an unknown name.
     """
-    if name not in RECIPES:
+    same = [known for known in RECIPES if _plain(known) == _plain(name)]
+    if not same:
         close = difflib.get_close_matches(name, RECIPES, 1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         known = f"Presets are {', '.join(RECIPES)}.{hint}"
         raise ConfigError(message("fsharding train", f"knows no preset {name!r}.", mend=known))
-    return RECIPES[name]
+    return RECIPES[same[0]]
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "_").replace(".", "_")

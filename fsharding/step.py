@@ -26,11 +26,11 @@ from fsharding.optim.clip import global_norm
 from fsharding.pipeline import pipeline_grads
 from fsharding.policies import Policy
 from fsharding.precision import Precision
-from fsharding.scan import scan_units
 from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import local_of
+from fsharding.stacks import first_unit, scan_stacks
 from fsharding.state import TrainState, main_of, spread_main
-from fsharding.transforms import gather_unit, select_unit
+from fsharding.transforms import gather_unit
 from fsharding.tree import Tree
 
 __all__ = ["Metrics", "make_train_step", "model_loss"]
@@ -67,8 +67,9 @@ def model_loss(
 
     def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Any]:
         head = {**params["head"], **{name: tree.at(params, path) for name, path in model.tied}}
-        x = model.embed(gather_unit(params["embed"], then=select_unit(params["blocks"], 0)), batch)
-        x = scan_units(model.block, params["blocks"], x, policy=policy, then=head)
+        blocks = params["blocks"]
+        x = model.embed(gather_unit(params["embed"], then=first_unit(model, blocks, head)), batch)
+        x = scan_stacks(model, blocks, x, policy=policy, then=head)
         return model.head(gather_unit(head), x, batch)
 
     return loss_fn

@@ -43,6 +43,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (4.5, "optim.*"),
     (5, "transforms"),
     (6, "scan"),
+    (6.5, "stacks"),
     (7, "actions"),
     (7.1, "timeline checking"),
     (7.2, "lowering"),

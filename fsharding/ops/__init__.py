@@ -6,14 +6,18 @@ from fsharding.ops.embedding import embedding
 from fsharding.ops.linear import column_linear, enter, leave, row_linear
 from fsharding.ops.loss import cross_entropy
 from fsharding.ops.norm import rms_norm
-from fsharding.ops.sequence import cut_sequence, positions, rotary
+from fsharding.ops.rotary import LlamaScaling, YarnScaling, rotary, rotary_frequencies
+from fsharding.ops.sequence import cut_sequence, document_positions, positions
 
 __all__ = [
+    "LlamaScaling",
+    "YarnScaling",
     "all_to_all",
     "attention",
     "column_linear",
     "cross_entropy",
     "cut_sequence",
+    "document_positions",
     "embedding",
     "enter",
     "gather",
@@ -24,6 +28,7 @@ __all__ = [
     "psum",
     "rms_norm",
     "rotary",
+    "rotary_frequencies",
     "row_linear",
     "scatter",
     "vary",

@@ -81,7 +81,7 @@ def attention(
     Args:
         q_BHTE: floating point [B, H, T, E]; T is this rank's part, as `ops.cut_sequence` takes it.
         k_BKTE: [B, K, T, E]; query head h sees head h // (H / K), so H is a multiple of K.
-        v_BKTE: [B, K, T, E].
+        v_BKTE: [B, K, T, E], or of another head dim; then the narrower ones are filled up with zeros.
         causal: a token sees itself and those before it, by global position.
         documents: integer [B, T], the document of each token; it then sees tokens of its own document only.
         axis: the mesh axis along which the sequence is cut.
@@ -91,7 +91,7 @@ def attention(
         mesh: by default that of `fs.set_mesh`.
 
     Returns:
-        [B, H, T, E] in the dtype of q.
+        [B, H, T, E] in the dtype of q; E is that of v.
 
     Raises:
         SpecError: shapes, dtypes or heads that do not fit each other or the axis; an unknown kind.
@@ -99,6 +99,15 @@ def attention(
     """
     size = axis_size(axis, mesh, function="ops.attention")
     _check(q_BHTE, k_BKTE, v_BKTE, documents, kind, axis, size)
+    wide_E, value_E = q_BHTE.shape[-1], v_BKTE.shape[-1]
+    if wide_E != value_E:
+        # The fast kernels, and messages with keys and values in one, know one head dim; zeros change no score.
+        q, k, v = (F.pad(x, (0, max(wide_E, value_E) - x.shape[-1])) for x in (q_BHTE, k_BKTE, v_BKTE))
+        scale = wide_E**-0.5 if scale is None else scale
+        found = attention(
+            q, k, v, causal=causal, documents=documents, axis=axis, kind=kind, scale=scale, mesh=mesh
+        )  # fmt: skip
+        return found[..., :value_E]
     if size == 1:
         return _whole(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
     mesh = mesh if mesh is not None else current_mesh("ops.attention")
@@ -113,7 +122,8 @@ def attention(
 def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kind: str, axis: str, size: int) -> None:
     if kind not in _KINDS:
         raise SpecError(message("ops.attention", f"knows no kind {kind!r}.", mend=f"Kinds are {', '.join(_KINDS)}."))
-    fits = q.ndim == k.ndim == 4 and k.shape == v.shape and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+    fits = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
+    fits = fits and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     fits = fits and q.dtype == k.dtype == v.dtype
     fits = fits and (documents is None or (tuple(documents.shape) == (q.shape[0], q.shape[2])))
     mend = ""
