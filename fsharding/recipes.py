@@ -1,8 +1,8 @@
 """Named models with settings that train them: what `--preset` takes.
 
-In: a name, or a function of this module. Out: a `Recipe`, a pure value. Published models have their published sizes, and
-each family a twin of a few hundred thousand parameters that goes the same way through the code and learns bytes on a
-laptop. `tiny` and `bench-34m` are of this library alone.
+In: a name, or a function of this module. Out: a `Recipe`, a pure value. Published models have their published sizes.
+Each family has a tiny twin, of about a million parameters, that goes the same way through the code and learns bytes on
+a laptop; `tiny` and `bench-34m` are of this library alone.
 Law: a recipe holds no tensors, so planning one of any size is free.
 """
 
@@ -58,21 +58,22 @@ class Recipe:
 # ---------------------------------------------------------------------------------------------------- published models
 def llama3_8b() -> Recipe:
     """Llama 3.1 8B (Grattafiori et al. 2024, arXiv:2407.21783, table 3): 8,030,261,248 parameters."""
-    return Recipe(_llama3(dim=4096, layers=32, heads=32, hidden=14_336), 3e-4, warmup=8000)
+    return Recipe(_llama3(4096, 32, 32, 14_336), 3e-4, warmup=8000)
 
 
 def llama3_70b() -> Recipe:
     """Llama 3.1 70B (arXiv:2407.21783, table 3): 70,553,706,496 parameters."""
-    return Recipe(_llama3(dim=8192, layers=80, heads=64, hidden=28_672), 1.5e-4, warmup=8000)
+    return Recipe(_llama3(8192, 80, 64, 28_672), 1.5e-4, warmup=8000)
 
 
 def llama3_405b() -> Recipe:
     """Llama 3.1 405B (arXiv:2407.21783, table 3): 405,853,388,800 parameters."""
-    return Recipe(_llama3(dim=16_384, layers=126, heads=128, hidden=53_248), 8e-5, warmup=8000)
+    return Recipe(_llama3(16_384, 126, 128, 53_248), 8e-5, warmup=8000)
 
 
-def _llama3(**sizes: int) -> DecoderConfig:
-    return DecoderConfig(vocab=128_256, kv_heads=8, rope_base=500_000.0, rope_scaling=LlamaScaling(), **sizes)
+def _llama3(dim: int, layers: int, heads: int, hidden: int) -> DecoderConfig:
+    scaling = LlamaScaling()
+    return DecoderConfig(128_256, dim, layers, heads, 8, hidden, rope_base=500_000.0, rope_scaling=scaling)
 
 
 def qwen2_5_72b() -> Recipe:

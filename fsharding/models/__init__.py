@@ -5,6 +5,6 @@ from fsharding.models.decoder import DecoderConfig, Stack, decoder
 from fsharding.models.dense import Dense
 from fsharding.models.grouped import Grouped
 from fsharding.models.latent import Latent
-from fsharding.models.parts import Part, Stream
+from fsharding.models.parts import Stream
 
-__all__ = ["DecoderConfig", "Dense", "Grouped", "Latent", "Model", "Part", "Stack", "Stream", "decoder"]
+__all__ = ["DecoderConfig", "Dense", "Grouped", "Latent", "Model", "Stack", "Stream", "decoder"]

@@ -22,7 +22,7 @@ from fsharding.models.base import Model
 from fsharding.models.dense import Dense
 from fsharding.models.grouped import Grouped
 from fsharding.models.latent import Latent
-from fsharding.models.parts import Cuts, Draws, How, Part, Stream, columns, norm
+from fsharding.models.parts import AttentionPart, Cuts, Draws, FeedPart, How, Stream, columns, norm
 from fsharding.ops.attention import Kind
 from fsharding.ops.rotary import Scaling
 from fsharding.spec import AxisRules
@@ -39,13 +39,13 @@ class Stack:
         name: of the stack.
         layers: number of blocks.
         attention: by default that of the config.
-        feed: the feed-forward part; by default that of the config.
+        hidden: of a dense feed-forward part; by default that of the config.
     """
 
     name: str
     layers: int
     attention: Grouped | Latent | None = None
-    feed: Dense | None = None
+    hidden: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,6 @@ class DecoderConfig:
         bias: queries, keys and values have a bias.
         rope_scaling: of the rotary frequencies, for a longer context.
         attention: another attention than the grouped-query one of the numbers above.
-        feed: another feed-forward part than the dense one of `hidden`.
         stacks: of unlike blocks, in order; by default all blocks are one stack, at `blocks`.
     """
 
@@ -83,7 +82,6 @@ class DecoderConfig:
     bias: bool = False
     rope_scaling: Scaling | None = None
     attention: Grouped | Latent | None = None
-    feed: Dense | None = None
     stacks: tuple[Stack, ...] = ()
 
     def __post_init__(self) -> None:
@@ -108,16 +106,15 @@ class DecoderConfig:
         """The size of a head of grouped-query attention."""
         return self.dim // self.heads if self.head_size is None else self.head_size
 
-    def parts(self, stack: Stack | None = None) -> tuple[Part, Part]:
-        """Attention and feed-forward part of the blocks of a stack, or of all."""
-        attention = (stack and stack.attention) or self.attention
+    def parts(self, stack: Stack | None = None) -> tuple[AttentionPart, FeedPart]:
+        """Attention and feed-forward part of the blocks of a stack, or of the only one."""
+        attention = stack.attention if stack is not None and stack.attention is not None else self.attention
         if attention is None:
-            attention = Grouped(
-                self.heads, self.kv_heads, self.head_dim, self.bias, self.rope_base, self.rope_scaling
-            )  # fmt: skip
-        return attention, (stack and stack.feed) or self.feed or Dense(self.hidden)
+            numbers = self.heads, self.kv_heads, self.head_dim, self.bias, self.rope_base, self.rope_scaling
+            attention = Grouped(*numbers)
+        return attention, Dense(stack.hidden if stack is not None and stack.hidden is not None else self.hidden)
 
-    def kinds(self) -> list[tuple[Part, Part]]:
+    def kinds(self) -> list[tuple[AttentionPart, FeedPart]]:
         """Attention and feed-forward part of each stack, in order."""
         return [self.parts(stack) for stack in self.stacks] if self.stacks else [self.parts()]
 
@@ -151,8 +148,8 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         x_BTD = norm(params["norm"], stream.x, how)
         targets, whole = batch["targets"], params["unembed"].shape[0] == config.vocab
         (logits_BTV,) = columns(x_BTD, [params["unembed"]], whole=whole, how=how)
-        losses_BT = ops.cross_entropy(logits_BTV, targets, vocab=config.vocab)
-        return losses_BT.sum(), (targets != -100).sum()
+        total = ops.cross_entropy(logits_BTV, targets, vocab=config.vocab).sum()
+        return total if stream.extra is None else total + stream.extra, (targets != -100).sum()
 
     return Model(
         init=functools.partial(_init, config),
@@ -166,29 +163,28 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
     )
 
 
-def _block(attention: Part, feed: Part, how: How) -> Callable[[Tree, Stream], Stream]:
+def _block(attention: AttentionPart, feed: FeedPart, how: How) -> Callable[[Tree, Stream], Stream]:
     def block(params: Tree, stream: Stream) -> Stream:
         x_BTD = stream.x
         x_BTD = x_BTD + attention.apply(params, norm(params["norm1"], x_BTD, how), stream, how)
-        x_BTD = x_BTD + feed.apply(params, norm(params["norm2"], x_BTD, how), stream, how)
-        return stream._replace(x=x_BTD)
+        y_BTD, extra = feed.apply(params, norm(params["norm2"], x_BTD, how), how)
+        if extra is not None and stream.extra is not None:
+            extra = stream.extra + extra
+        return stream._replace(x=x_BTD + y_BTD, extra=stream.extra if extra is None else extra)
 
     return block
 
 
 def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: AxisRules) -> None:
     """Refuses a mesh whose `tp` and `cp` cannot cut this decoder as the rules and options ask."""
-    tp = abstract(mesh).axis_size("tp")
-    names = {name for name in ("heads", "kv_heads", "mlp", "vocab") if tp > 1 and "tp" in rules.get(name, ())}
-    cuts = Cuts(names, tp, abstract(mesh).axis_size("cp"), kind)
+    cuts = Cuts(abstract(mesh), rules, kind)
     wrong = [why for parts in c.kinds() for part in parts for why in part.objections(cuts)]
-    if tp > 1:
-        wrong += [f"vocab of size {c.vocab}: less than 2"] if c.vocab < 2 else []
-        if sequence and (whole := {"heads", "mlp", "vocab"} - names):
-            wrong.append(f"sequence=True: tp does not cut {', '.join(sorted(whole))}")
+    wrong += [f"vocab of size {c.vocab}: less than 2"] if cuts.tp > 1 and c.vocab < 2 else []
+    if cuts.tp > 1 and sequence and (whole := [n for n in ("heads", "mlp", "vocab") if not cuts.has(n)]):
+        wrong.append(f"sequence=True: tp does not cut {', '.join(whole)}")
     if wrong:
         mend = "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
-        text = f"cannot be cut over the mesh {abstract(mesh)}."
+        text = f"cannot be cut over the mesh {cuts.mesh}."
         raise ConfigError(message("models.decoder", text, list(dict.fromkeys(wrong)), mend))
 
 
@@ -197,7 +193,7 @@ def _init(c: DecoderConfig, key: Tensor) -> Tree:
     ends, *keys = random.split(key, 1 + max(1, len(c.stacks))).unbind(0)
     narrow, draws = 0.02 / (2 * c.layers) ** 0.5, Draws(ends)
 
-    def blocks(layers: int, parts: tuple[Part, Part], key: Tensor) -> Tree:
+    def blocks(layers: int, parts: tuple[AttentionPart, FeedPart], key: Tensor) -> Tree:
         draws = Draws(key, (layers,), narrow)
         norms = {name: draws.ones(c.dim) for name in ("norm1", "norm2")}
         return {**norms, **parts[0].init(c.dim, draws), **parts[1].init(c.dim, draws)}
@@ -212,7 +208,7 @@ def _init(c: DecoderConfig, key: Tensor) -> Tree:
 
 
 def _names(c: DecoderConfig) -> Tree:
-    def blocks(parts: tuple[Part, Part]) -> Tree:
+    def blocks(parts: tuple[AttentionPart, FeedPart]) -> Tree:
         norms = dict.fromkeys(("norm1", "norm2"), ("layers", "embed"))
         return {**norms, **parts[0].names(), **parts[1].names()}
 

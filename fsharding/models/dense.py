@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding.models.parts import Cuts, Draws, How, Stream, columns, rows
+from fsharding.models.parts import Cuts, Draws, How, columns, rows
 from fsharding.random import Draw
 from fsharding.spec import DimName
 from fsharding.tree import Tree
@@ -38,11 +38,11 @@ class Dense:
         """Dim names of the leaves; see `Part`."""
         return dict.fromkeys(("gate", "up", "down"), ("layers", "mlp", "embed"))
 
-    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
+    def apply(self, params: Tree, x_BTD: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
         """`down(silu(gate(x)) * up(x))`; see `Part`."""
         whole = params["gate"].shape[0] == self.hidden
         gate_BTF, up_BTF = columns(x_BTD, [params["gate"], params["up"]], whole=whole, how=how)
-        return rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, how=how)
+        return rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, how=how), None
 
     def objections(self, cuts: Cuts) -> list[str]:
         """Why the mesh cannot cut the hidden dim; see `Part`."""

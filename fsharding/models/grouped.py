@@ -100,16 +100,16 @@ class Grouped:
     def objections(self, cuts: Cuts) -> list[str]:
         """Why the mesh cannot cut the heads; see `Part`."""
         wrong: list[str] = []
-        each = self.heads // cuts.tp if "heads" in cuts.names else self.heads
+        each = self.heads // cuts.tp if cuts.has("heads") else self.heads
         group = self.heads // self.kv_heads
         if cuts.kind == "ulysses" and each % cuts.cp:
             wrong.append(f"{each} heads a rank: no multiple of cp={cuts.cp}, as attention='ulysses' needs")
-        if "heads" in cuts.names and self.heads % cuts.tp:
+        if cuts.has("heads") and self.heads % cuts.tp:
             wrong.append(f"{self.heads} heads: no multiple of {cuts.tp}")
-        elif "heads" in cuts.names and each % group and group % each:
+        elif cuts.has("heads") and each % group and group % each:
             wrong.append(
                 f"{each} heads a rank: neither whole groups of {group}, which share a key head, nor a part of one"
             )
-        if "kv_heads" in cuts.names and "heads" not in cuts.names:
+        if cuts.has("kv_heads") and not cuts.has("heads"):
             wrong.append(f"{self.kv_heads} kv_heads: cut over tp, but the heads are not")
         return wrong

@@ -118,9 +118,9 @@ class Latent:
 
     def objections(self, cuts: Cuts) -> list[str]:
         """Why the mesh cannot cut the heads; see `Part`."""
-        if "heads" in cuts.names and self.heads % cuts.tp:
+        if cuts.has("heads") and self.heads % cuts.tp:
             return [f"{self.heads} heads: no multiple of {cuts.tp}"]
-        each = self.heads // cuts.tp if "heads" in cuts.names else self.heads
+        each = self.heads // cuts.tp if cuts.has("heads") else self.heads
         if cuts.kind == "ulysses" and each % cuts.cp:
             return [f"{each} heads a rank: no multiple of cp={cuts.cp}, as attention='ulysses' needs"]
         return []

@@ -1,14 +1,14 @@
 """What the parts of a block share: how they compute, the stream that goes through them, their draws and linear maps.
 
 In: static choices, activations, weights of which `tp` may have cut some dim. Out: the same on every mesh.
-A part of a block, attention or feed-forward, is a frozen value of sizes with four pure functions: `init`, `names`,
+A part of a block, attention or feed-forward, is a frozen value of sizes with the pure functions `init`, `names`,
 `apply` and `objections`. Law: whether a weight is cut shows in its shape; what is whole is computed by all ranks alike.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -16,14 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding import ops, random
+from fsharding.axes import AbstractMesh
 from fsharding.mesh import axis_size
 from fsharding.ops.attention import Kind
 from fsharding.ops.rotary import Scaling
 from fsharding.random import Draw
-from fsharding.spec import DimName
+from fsharding.spec import AxisRules
 from fsharding.tree import Tree
 
-__all__ = ["Cuts", "Draws", "How", "Part", "Stream", "columns", "norm", "positions_of", "rows", "scale_of"]
+__all__ = [
+    "AttentionPart",
+    "Cuts",
+    "Draws",
+    "FeedPart",
+    "How",
+    "Part",
+    "Stream",
+    "columns",
+    "norm",
+    "positions_of",
+    "rows",
+    "scale_of",
+]
 
 
 class Stream(NamedTuple):
@@ -33,11 +47,13 @@ class Stream(NamedTuple):
         x: activations (`[B, T, D]`); with `sequence`, this rank's part of T.
         positions: of the tokens (int64[B, T]) where they are not those of one whole sequence.
         documents: of the tokens (int[B, T]) where several are packed.
+        extra: what routers have added to the loss of these tokens (0-d), if any do.
     """
 
     x: Tensor
     positions: Tensor | None = None
     documents: Tensor | None = None
+    extra: Tensor | None = None
 
 
 class How(NamedTuple):
@@ -54,20 +70,33 @@ class How(NamedTuple):
     kind: Kind
 
 
-class Cuts(NamedTuple):
+@dataclass(frozen=True)
+class Cuts:
     """A mesh as a part sees it, before anything is planned.
 
     Attributes:
-        names: dim names that `tp` cuts; none where it has size 1.
-        tp: its size.
-        cp: the size of `cp`.
+        mesh: abstract.
+        rules: axes by dim name.
         kind: as in `How`.
     """
 
-    names: Set[str]
-    tp: int
-    cp: int
+    mesh: AbstractMesh
+    rules: AxisRules
     kind: Kind
+
+    @property
+    def tp(self) -> int:
+        """The size of `tp`."""
+        return self.mesh.axis_size("tp")
+
+    @property
+    def cp(self) -> int:
+        """The size of `cp`."""
+        return self.mesh.axis_size("cp")
+
+    def has(self, name: str) -> bool:
+        """Whether `tp` cuts the dims of a name."""
+        return self.tp > 1 and "tp" in self.rules.get(name, ())
 
 
 @dataclass(frozen=True)
@@ -104,22 +133,34 @@ class Draws:
 
 
 class Part(Protocol):
-    """Attention or feed-forward of a block: sizes, and what follows from them."""
+    """A part of a block: sizes, and what follows from them."""
 
-    def init(self, dim: int, draws: Draws) -> dict[str, Draw]:
+    def init(self, dim: int, draws: Draws) -> dict[str, Tree]:
         """First values of the leaves of a stack of blocks of width `dim`."""
         ...
 
-    def names(self) -> dict[str, tuple[DimName, ...]]:
+    def names(self) -> dict[str, Tree]:
         """Dim names of the leaves, "layers" first."""
-        ...
-
-    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
-        """What the part adds to the residual stream, from the normalized stream [B, T, D]."""
         ...
 
     def objections(self, cuts: Cuts) -> list[str]:
         """Why the mesh cannot cut the part in the way that the rules ask."""
+        ...
+
+
+class AttentionPart(Part, Protocol):
+    """The part of a block in which tokens see each other."""
+
+    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
+        """What it adds to the residual stream, from the normalized stream [B, T, D]."""
+        ...
+
+
+class FeedPart(Part, Protocol):
+    """The part of a block that is a function of each token, but for what balances its experts."""
+
+    def apply(self, params: Tree, x_BTD: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
+        """What it adds to the residual stream, from the normalized stream [B, T, D], and to the loss (0-d)."""
         ...
 
 
