@@ -92,7 +92,8 @@ def value_and_grad(
             with torch.enable_grad(), _on(mesh), opened(ledger):
                 loss = _take_apart(fn(tree.unflatten(spec, flying), *args), has_aux)
             inputs = [x.value if isinstance(x, Local) else x for x in flying]
-            raw = _backward(loss.total, ledger.anchor, inputs)
+            with _on(mesh):  # what is computed again there asks for the mesh too
+                raw = _backward(loss.total, ledger.anchor, inputs)
             totals = _global_sums(loss, mesh)
             for i, grad in enumerate(raw):
                 if grad is not None and locals_[i] is not None:

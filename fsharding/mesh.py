@@ -34,6 +34,7 @@ __all__ = [
     "Mesh",
     "abstract",
     "axis_group",
+    "axis_size",
     "coordinate",
     "current_mesh",
     "data_axes",
@@ -43,10 +44,8 @@ __all__ = [
     "make_mesh",
     "make_shape",
     "parse_axes",
-    "permuted",
     "set_mesh",
     "unknown_axis",
-    "unpermuted",
     "world_size",
 ]
 
@@ -362,28 +361,6 @@ def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup 
     return cast("dist.ProcessGroup | None", group)
 
 
-@functools.lru_cache(maxsize=64)
-def permuted(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The same ranks and groups with the mesh dims in another order, for a leaf whose axes are cut in that order."""
-    now = abstract(mesh).names
-    grid = mesh.mesh.permute([now.index(name) for name in names]).contiguous()
-    if not dist.is_initialized() or not is_member(mesh):
-        result = _compat.meshless_device_mesh(mesh.device_type, names, grid, own_rank())
-    else:
-        groups = [mesh.get_group(name) for name in names]
-        result = DeviceMesh.from_group(groups, mesh.device_type, mesh=grid, mesh_dim_names=names)
-    _unpermuted[result] = mesh
-    return result
-
-
-_unpermuted: dict[DeviceMesh, DeviceMesh] = {}
-
-
-def unpermuted(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `permuted` was given; any other mesh is its own."""
-    return _unpermuted.get(mesh, mesh)
-
-
 _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)
 
 
@@ -395,6 +372,12 @@ def set_mesh(mesh: Mesh) -> Generator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def axis_size(axis: str, mesh: Mesh | None = None) -> int:
+    """The size of an axis of a mesh, by default that of `set_mesh`; 1 where the mesh lacks it, or there is no mesh."""
+    mesh = _current.get() if mesh is None else mesh
+    return 1 if mesh is None else abstract(mesh).axis_size(axis)
 
 
 def current_mesh(function: str) -> Mesh:
