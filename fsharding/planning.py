@@ -113,6 +113,11 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
     ]
     if wrong:
         raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
+    _check_rules(leaves, mesh, rules)
+
+
+def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> None:
+    """Refuses dim names without a rule, and axes that would cut two dims of a leaf."""
     missing: list[str] = []
     twice: list[str] = []
     hints: dict[str, str] = {}
