@@ -246,6 +246,7 @@ _DOTS = frozenset(
         "addmm",
         "bmm",
         "baddbmm",
+        "_grouped_mm",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",

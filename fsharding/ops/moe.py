@@ -161,13 +161,13 @@ def dispatch(
         if counts_X.numel() > experts:
             rows = [f"a token goes to expert {counts_X.numel() - 1}"]
             raise SpecError(message("ops.dispatch", f"has {experts} experts, from 0 on.", rows))
-        coming_RE = _coming(counts_X, owned, group)
-        send = tuple(int(counts_X[start:stop].sum()) for start, stop in owned)
+        coming_RE, going = _coming(counts_X, owned, group), counts_X.tolist()
+        send = tuple(sum(going[start:stop]) for start, stop in owned)
+        counts_E, receive = coming_RE.sum(0), tuple(map(int, coming_RE.sum(1).tolist()))
         arrived = None
         if group.size > 1:
-            numbers = torch.arange(coming_RE.shape[1], device=x_ND.device).expand_as(coming_RE)
-            arrived = _order(numbers.reshape(-1).repeat_interleave(coming_RE.reshape(-1)))
-        counts_E, receive = coming_RE.sum(0), tuple(map(int, coming_RE.sum(1).tolist()))
+            numbers = torch.arange(coming_RE.shape[1], device=x_ND.device).expand_as(coming_RE).reshape(-1)
+            arrived = _order(numbers.repeat_interleave(coming_RE.reshape(-1), output_size=sum(receive)))
     plan = Plan(send, receive, routing.weights, axes, where, by_expert, arrived)
     rows = apply_linear(x_ND, _Spread(by_expert, chosen_NK.shape[1]))
     if arrived is not None:
