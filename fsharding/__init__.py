@@ -4,10 +4,12 @@
 """
 
 from fsharding import checkpoint, data, models, ops, optim, policies, random, tree
+from fsharding.actions import Action
 from fsharding.autodiff import value_and_grad
+from fsharding.axes import AbstractMesh
 from fsharding.counts import counting_bytes, recording
 from fsharding.layout import Layout, Memory, plan_layout
-from fsharding.mesh import AbstractMesh, data_position, is_member, make_mesh, set_mesh
+from fsharding.mesh import data_position, is_member, make_mesh, set_mesh
 from fsharding.models.base import Model
 from fsharding.optim import (
     GradientTransformation,
@@ -22,12 +24,16 @@ from fsharding.optim import (
     sgd,
     warmup_cosine,
 )
+from fsharding.pipeline import pipeline_grads
 from fsharding.precision import BF16, FP16, FP32, LossScale, Precision
 from fsharding.redistribute import redistribute
 from fsharding.reshard import explain_reshard, reshard, shard, unshard
 from fsharding.scan import scan, scan_units, stack_units, unstack_units
+from fsharding.schedule import Schedule, check_schedule, layers_of, make_schedule, plan_schedule, stages_for
 from fsharding.sharding import Assigned, Local, NamedSharding, typeof
+from fsharding.show import draw_schedule
 from fsharding.spec import DEFAULT_RULES, AxisRules, Fused, P, PartitionSpec
+from fsharding.staging import stages_of
 from fsharding.state import TrainState, init_state, main_params, spread_main, state_bytes, state_from
 from fsharding.step import Metrics, make_train_step, model_loss
 from fsharding.strategy import (
@@ -47,13 +53,14 @@ from fsharding.transforms import gather_unit, remat, scatter_grads, select_unit
 
 __all__ = [
     "BF16", "DEFAULT_RULES", "FP16", "FP32", "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS",
-    "OPTIM_GRADS_PARAMS", "P", "AbstractMesh", "Assigned", "AxisRules", "Fused", "GradientTransformation", "Layout",
-    "Local", "LossScale", "Memory", "Metrics", "Model", "NamedSharding", "PartitionSpec", "Precision", "Strategy",
-    "TrainState", "adamw", "apply_updates", "chain", "checkpoint", "clip_by_global_norm", "constant",
-    "counting_bytes", "data", "data_position", "explain_reshard", "gather_unit", "global_norm", "hybrid",
-    "init_state", "is_member", "linear", "main_params", "make_mesh", "make_train_step", "masked", "model_loss",
-    "models", "ops", "optim", "parse_strategy", "plan_layout", "policies", "random", "recording", "redistribute",
-    "remat", "reshard", "run_ranks", "scan", "scan_units", "scatter_grads", "select_unit", "set_mesh", "sgd",
-    "shard", "spread_main", "stack_units", "state_bytes", "state_from", "tree", "typeof", "unshard", "unstack_units",
-    "value_and_grad", "warmup_cosine", "zero",
+    "OPTIM_GRADS_PARAMS", "P", "AbstractMesh", "Action", "Assigned", "AxisRules", "Fused", "GradientTransformation",
+    "Layout", "Local", "LossScale", "Memory", "Metrics", "Model", "NamedSharding", "PartitionSpec", "Precision",
+    "Schedule", "Strategy", "TrainState", "adamw", "apply_updates", "chain", "check_schedule", "checkpoint",
+    "clip_by_global_norm", "constant", "counting_bytes", "data", "data_position", "draw_schedule", "explain_reshard",
+    "gather_unit", "global_norm", "hybrid", "init_state", "is_member", "layers_of", "linear", "main_params",
+    "make_mesh", "make_schedule", "make_train_step", "masked", "model_loss", "models", "ops", "optim",
+    "parse_strategy", "pipeline_grads", "plan_layout", "plan_schedule", "policies", "random", "recording",
+    "redistribute", "remat", "reshard", "run_ranks", "scan", "scan_units", "scatter_grads", "select_unit", "set_mesh",
+    "sgd", "shard", "spread_main", "stack_units", "stages_of", "stages_for", "state_bytes", "state_from", "tree",
+    "typeof", "unshard", "unstack_units", "value_and_grad", "warmup_cosine", "zero",
 ]  # fmt: skip

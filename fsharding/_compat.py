@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "all_gather_flat",
+    "attend_block",
+    "attend_block_backward",
     "drop_local",
     "file_offset",
     "foreach_add",
@@ -54,6 +57,7 @@ __all__ = [
     "storage_id",
     "storage_users",
     "takes_grouped_mm",
+    "torch_pipeline_order",
     "unwrapped",
 ]
 
@@ -226,6 +230,30 @@ def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor,
     return DeviceMesh(device_type, grid, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
+def torch_pipeline_order(name: str, ranks: int, local: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """torch's own order of a pipeline's computes: for each rank (F, B, I or W; stage; microbatch).
+
+    Its schedules want stages with modules and process groups, but look at their numbers only to make an order.
+    A forward that is meant to overlap a backward comes before it.
+
+    Args:
+        name: a class of `torch.distributed.pipelining.schedules`.
+        ranks: how many.
+        local: stages of each.
+        microbatches: how many.
+    """
+    from torch.distributed.pipelining import schedules  # lazy: it imports torch._dynamo, a second or two
+
+    kind: Any = getattr(schedules, name)
+    numbers = {"num_stages": ranks * local, "group_size": ranks, "group_rank": 0, "submod": None}
+    order = kind([SimpleNamespace(**numbers, stage_index=i * ranks) for i in range(local)], microbatches).pipeline_order
+    rows: list[list[tuple[str, int, int]]] = []
+    for rank in range(ranks):
+        actions = [part for action in order[rank] if action for part in action.sub_actions or (action,)]
+        rows.append([(a.computation_type.value, a.stage_index, a.microbatch_index) for a in actions])
+    return rows
+
+
 def all_gather_flat(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts the backend's own all-gather of equal flat shards (renamed in torch 2.13)."""
     op: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -255,3 +283,66 @@ def fused_adamw_(
         params, grads, mu, nu, [], steps,
         lr=lr, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
+
+
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention to one block of keys: what comes out, and the log-sum-exp of its scores, float[B, H, T].
+
+    H is a multiple of the heads of k and v. A mask is added to the scores, has the dtype of q and is finite: where all
+    of a row is -inf, the CPU's kernel says that the log-sum-exp is 0. An empty q or k ends the process.
+    """
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    k, v = (_for_each_head(x, q) for x in (k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, _aligned(mask, q, k), True, 0.0, causal, scale=scale
+    )
+    return out, lse[..., : q.shape[2]]
+
+
+def attend_block_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one block of keys adds to the gradients of q, and the gradients of k and v.
+
+    `out` and `lse` are those of attention to all blocks; then exp(score - lse) is the weight of each key among all.
+    """
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    keys, values = (_for_each_head(x, q) for x in (k, v))
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32))
+    none = torch.zeros((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, keys, values, _aligned(mask, q, k), out, lse, none, none, 0.0, [True, True, True, False], causal,
+        scale=scale,
+    )  # fmt: skip
+    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+
+
+def _for_each_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values of grouped queries once for each query head."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1) if x.shape[1] < q.shape[1] else x
+
+
+def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """A mask for all heads whose rows begin where CUDA's kernel wants them."""
+    if mask is None:
+        return None
+    size = k.shape[2]
+    padded = torch.nn.functional.pad(mask, (0, -size % 16))[..., :size]
+    return padded.expand(q.shape[0], q.shape[1], q.shape[2], size)

@@ -31,11 +31,13 @@ class Base(NamedTuple):
         mesh: the mesh, or its slice without assigned axes.
         axes: the axes in the order of the view.
         owned: those that the leaf owns.
+        whole: the mesh that `mesh` is a slice of; None where it is no slice.
     """
 
     mesh: DeviceMesh
     axes: tuple[str, ...]
     owned: tuple[str, ...] = ()
+    whole: DeviceMesh | None = None
 
 
 def order(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]) -> tuple[str, ...]:
@@ -63,14 +65,20 @@ def view(
     """
     names = abstract(mesh).names
     axes = order(names, spec, assigned)
-    if axes == names and not owned:
-        return mesh
+    return mesh if axes == names and not owned else _view(mesh, axes, owned)
+
+
+@functools.lru_cache(maxsize=256)
+def _view(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
+    names = abstract(mesh).names
     kept = tuple(name for name in names if name in axes)
-    if kept != names:
-        mesh = _slice_of(mesh, kept)
-    return mesh if not axes or (axes == kept and not owned) else _renamed(mesh, axes, owned)
+    part = mesh if kept == names else _slice_of(mesh, kept)
+    result = part if not axes or (axes == kept and not owned) else _renamed(part, axes, owned)
+    _bases[id(result)] = result, Base(part, axes or ("dp",), owned, None if part is mesh else mesh)
+    return result
 
 
+@functools.lru_cache(maxsize=64)
 def _slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The slice of a mesh with this rank in it; without any axis left, this rank alone."""
     rank = own_rank()
@@ -82,24 +90,22 @@ def _slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return _compat.meshless_device_mesh(mesh.device_type, names, grid, rank)
 
 
-@functools.lru_cache(maxsize=64)
 def _renamed(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
     """The same ranks and groups with the mesh dims in another order, and owned ones under another name."""
     now = abstract(mesh).names
     grid = mesh.mesh.permute([now.index(axis) for axis in axes]).contiguous()
     names = tuple(axis + _OWNED if axis in owned else axis for axis in axes)
     if not dist.is_initialized() or not is_member(mesh):
-        result = _compat.meshless_device_mesh(mesh.device_type, names, grid, own_rank())
-    else:
-        groups = [mesh.get_group(axis) for axis in axes]
-        result = DeviceMesh.from_group(groups, mesh.device_type, mesh=grid, mesh_dim_names=names)
-    _bases[result] = Base(mesh, axes, owned)
-    return result
+        return _compat.meshless_device_mesh(mesh.device_type, names, grid, own_rank())
+    groups = [mesh.get_group(axis) for axis in axes]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=grid, mesh_dim_names=names)
 
 
-_bases: dict[DeviceMesh, Base] = {}
+# By identity: a mesh of one's own may be equal to a view of another.
+_bases: dict[int, tuple[DeviceMesh, Base]] = {}
 
 
 def base(mesh: DeviceMesh) -> Base:
     """What a view was made of; any other mesh is its own."""
-    return _bases[mesh] if mesh in _bases else Base(mesh, abstract(mesh).names)
+    known = _bases.get(id(mesh))
+    return Base(mesh, abstract(mesh).names) if known is None else known[1]

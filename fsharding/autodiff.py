@@ -7,7 +7,7 @@ nodes only. Laws: inputs are never changed; the mean is over all weights, whatev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -15,16 +15,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
+from fsharding.axes import AXES
 from fsharding.errors import TransformError, message
 from fsharding.ledger import Ledger, opened
-from fsharding.mesh import AXES, Mesh, axis_group, data_axes, set_mesh
+from fsharding.mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.ops import wire
+from fsharding.ops.pool import Pool
 from fsharding.ops.unit import Goal
 from fsharding.precision import FP32, Precision
-from fsharding.sharding import Local, sharding_of, to_local
+from fsharding.sharding import Local, NamedSharding, is_assigned, sharding_of, to_local, typeof
 from fsharding.tree import Tree
 
-__all__ = ["GradFn", "value_and_grad"]
+__all__ = ["GradFn", "Tape", "value_and_grad"]
 
 
 class GradFn(Protocol):
@@ -76,45 +78,128 @@ def value_and_grad(
     """
 
     def run(params: Tree, *args: Any, accumulate: Tree = None) -> tuple[Any, Tree]:
-        leaves, spec = tree.flatten(params)
-        targets = tree.flatten_up_to(spec, grads, "fs.value_and_grad") if grads is not None else None
-        held = tree.flatten_up_to(spec, accumulate, "fs.value_and_grad") if accumulate is not None else None
-        goals = [
-            _goal(leaf, targets[i] if targets else _same, held[i] if held else None, precision)
-            for i, leaf in enumerate(leaves)
-        ]
-        flying = [_fly(leaf, goal is not None) for leaf, goal in zip(leaves, goals, strict=True)]
-        locals_ = [x if isinstance(x, Local) else None for x in flying]
-        held_local = [_compat.local_tensor(h) if isinstance(h, DTensor) else None for h in held or [None] * len(leaves)]
-        ledger = Ledger(locals_, tree.paths(params), goals, precision.compute_dtype, held_local)
-        mesh = next((x.sharding.mesh for x in locals_ if x is not None), None)
+        tape = Tape(params, grads, accumulate, precision)
         try:
-            with torch.enable_grad(), _on(mesh), opened(ledger):
-                loss = _take_apart(fn(tree.unflatten(spec, flying), *args), has_aux)
-            inputs = [x.value if isinstance(x, Local) else x for x in flying]
-            with _on(mesh):  # what is computed again there asks for the mesh too
-                raw = _backward(loss.total, ledger.anchor, inputs)
-            totals = _global_sums(loss, mesh)
-            for i, grad in enumerate(raw):
-                if grad is not None and locals_[i] is not None:
-                    ledger.add_reduced(i, grad)
-            found = ledger.finish()
+            loss = _take_apart(tape.forward(fn, *args), has_aux)
+            if loss.total.requires_grad:
+                tape.backward([loss.total])
+            totals = _global_sums(loss, tape.mesh)
+            found = tape.finish()
         except BaseException:
-            ledger.close(failed=True)
+            tape.close()
             raise
-        found = [g if locals_[i] is not None else _plain(raw[i], leaves[i], goals[i]) for i, g in enumerate(found)]
         if mean:
             _compat.foreach_mul_([g for g in found if g is not None], float(1.0 / totals[1]))
-        wrapped = [
-            goal.target.to_dtensor(g, x.shape) if g is not None and goal is not None and isinstance(x, Local) else g
-            for g, goal, x in zip(found, goals, flying, strict=True)
-        ]
-        return _result(loss, totals, mean, has_aux), tree.unflatten(spec, wrapped)
+        return _result(loss, totals, mean, has_aux), tape.at_rest(found)
 
     return run
 
 
-_same = object()
+class Tape:
+    """Parameters in flight through one forward and its backward, and where their gradients go.
+
+    `value_and_grad` has one for each call, a pipeline one for each stage and microbatch.
+
+    Args:
+        params: tree of parameters at rest.
+        grads: tree of `NamedSharding`, as in `value_and_grad`.
+        accumulate: gradients of earlier calls; those that stay in their sharding are added to in place.
+        precision: dtypes of compute, wire and gradients.
+        pool: of buffers, where several tapes share one.
+
+    Attributes:
+        mesh: of the parameters; None when none of them is a DTensor.
+        ledger: of its units.
+
+    Raises:
+        TransformError: nobody says who owns a leaf with an explicit assignment.
+        TreeError: `grads` or `accumulate` does not match the parameters.
+    """
+
+    def __init__(
+        self, params: Tree, grads: Tree, accumulate: Tree, precision: Precision, pool: Pool | None = None
+    ) -> None:
+        self._leaves, self._spec = tree.flatten(params)
+        flat, count = self._leaves, len(self._leaves)
+        self._targets = [_same] * count
+        if grads is not None:
+            self._targets = tree.flatten_up_to(self._spec, grads, "fs.value_and_grad")
+        held: list[Any] = [None] * count
+        if accumulate is not None:
+            held = tree.flatten_up_to(self._spec, accumulate, "fs.value_and_grad")
+        triples = zip(flat, self._targets, held, strict=True)
+        self._goals = [_goal(leaf, target, h, precision) for leaf, target, h in triples]
+        self._flying = [_fly(leaf, goal is not None) for leaf, goal in zip(flat, self._goals, strict=True)]
+        self._raw: list[Tensor | None] = [None] * count
+        locals_ = [x if isinstance(x, Local) else None for x in self._flying]
+        held_local = [_compat.local_tensor(h) if isinstance(h, DTensor) else None for h in held]
+        self.mesh = next((x.sharding.mesh for x in locals_ if x is not None), None)
+        self.ledger = Ledger(locals_, tree.paths(params), self._goals, precision.compute_dtype, held_local, pool)
+
+    def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """`fn(params, *args)` with the parameters as `Local` nodes."""
+        with torch.enable_grad(), _on(self.mesh), opened(self.ledger):
+            return fn(tree.unflatten(self._spec, self._flying), *args)
+
+    def backward(
+        self,
+        outputs: Sequence[Tensor],
+        cotangents: Sequence[Tensor] | None = None,
+        inputs: Sequence[Tensor] = (),
+        *,
+        params: bool = True,
+        again: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """Differentiates what `forward` gave.
+
+        Args:
+            outputs: which have gradients.
+            cotangents: of the outputs; by default 1 for the one 0-d output.
+            inputs: what else `fn` took, to be differentiated as well.
+            params: differentiate with respect to the parameters, too. Those that were used in units write their
+                gradients through the ledger, whatever was used otherwise comes back here.
+            again: there will be another call for the same outputs.
+
+        Returns:
+            The gradients of `inputs`.
+        """
+        direct = [x.value if isinstance(x, Local) else x for x in self._flying]
+        used = [i for i, x in enumerate(direct) if params and isinstance(x, Tensor) and x.requires_grad]
+        wanted = [*inputs, *([self.ledger.anchor] if params else []), *(direct[i] for i in used)]
+        if not wanted:
+            return ()
+        # What is computed again in backward asks for the mesh, too.
+        with _on(self.mesh), torch.autograd.set_multithreading_enabled(False):
+            found = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=again, allow_unused=True)
+        for i, grad in zip(used, found[len(inputs) + 1 :], strict=True):
+            self._raw[i] = grad
+        return found[: len(inputs)]
+
+    def finish(self) -> list[Tensor | None]:
+        """Waits for the reductions under way, and closes: the local gradient of each leaf."""
+        for i, (grad, x) in enumerate(zip(self._raw, self._flying, strict=True)):
+            if grad is not None and isinstance(x, Local):
+                self.ledger.add_reduced(i, grad)
+        found = self.ledger.finish()
+        return [
+            g if isinstance(self._flying[i], Local) else _plain(self._raw[i], self._leaves[i], self._goals[i])
+            for i, g in enumerate(found)
+        ]
+
+    def close(self) -> None:
+        """Lets go of everything after a failure."""
+        self.ledger.close(failed=True)
+
+    def at_rest(self, grads: Sequence[Tensor | None]) -> Tree:
+        """Local gradients as the tree of DTensors that was asked for."""
+        wrapped = [
+            _at_rest(g, goal, x, target) if g is not None and isinstance(x, Local) else g
+            for g, goal, x, target in zip(grads, self._goals, self._flying, self._targets, strict=True)
+        ]
+        return tree.unflatten(self._spec, wrapped)
+
+
+_same: Any = object()
 
 
 def _goal(leaf: Any, target: Any, held: Any, precision: Precision) -> Goal | None:
@@ -123,12 +208,23 @@ def _goal(leaf: Any, target: Any, held: Any, precision: Precision) -> Goal | Non
         return None
     if not isinstance(leaf, DTensor):
         return Goal(_NOWHERE, leaf.dtype)
+    if target is _same and is_assigned(leaf):
+        text = f"cannot tell who owns a leaf with an explicit assignment, {typeof(leaf)}."
+        raise TransformError(message("fs.value_and_grad", text, mend="Say where gradients go: grads=layout.main."))
     want = sharding_of(leaf) if target is _same else target
-    have = sharding_of(held) if isinstance(held, DTensor) else None
-    return Goal(want.simplified(), precision.grad_dtype(leaf.dtype), precision.reduce, have)
+    have = to_local(held).sharding if isinstance(held, DTensor) else None
+    # On the slices of the mesh that own a leaf, it is cut as any other.
+    return Goal(want.slice_of_mesh().simplified(), precision.grad_dtype(leaf.dtype), precision.reduce, have)
 
 
 _NOWHERE: Any = None
+
+
+def _at_rest(grad: Tensor, goal: Goal | None, x: Local, target: Any) -> DTensor:
+    assert goal is not None
+    if isinstance(target, NamedSharding) and target.assigned:
+        return target.simplified().at_rest(grad, x.shape)
+    return goal.target.to_dtensor(grad, x.shape)
 
 
 def _fly(leaf: Any, differentiated: bool) -> Any:
@@ -169,19 +265,6 @@ def _kind(x: Any) -> str:
     if isinstance(x, tuple):
         return f"({', '.join(map(_kind, cast(tuple[Any, ...], x)))})"
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-
-
-def _backward(total: Tensor, anchor: Tensor, inputs: list[Any]) -> list[Tensor | None]:
-    """Runs backward; units write their gradients through the ledger, whatever was used otherwise comes back here."""
-    if not total.requires_grad:
-        return [None] * len(inputs)
-    used = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
-    with torch.autograd.set_multithreading_enabled(False):
-        found = torch.autograd.grad(total, [anchor, *(inputs[i] for i in used)], allow_unused=True)
-    result: list[Tensor | None] = [None] * len(inputs)
-    for i, grad in zip(used, found[1:], strict=True):
-        result[i] = grad
-    return result
 
 
 def _global_sums(loss: _Loss, mesh: Mesh | None) -> Tensor:

@@ -71,6 +71,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except FshardingError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
+    except BrokenPipeError:
+        # Whoever read the output is gone, as `head` is when it has enough; Python would complain again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         print("Interrupted; complete checkpoints are intact.", file=sys.stderr, flush=True)
         sys.exit(130)

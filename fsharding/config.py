@@ -6,21 +6,30 @@ Law: what passes `check` fails later only for reasons that could not be seen: a 
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsharding import checkpoint, policies
+from fsharding.axes import AXES, AbstractMesh, make_shape, parse_axes
 from fsharding.data import Tokens, open_data
 from fsharding.errors import BatchError, CheckpointError, ConfigError, message
-from fsharding.mesh import AXES, AbstractMesh, make_shape, parse_axes
+from fsharding.mesh import Mesh, abstract
+from fsharding.models.base import Model
+from fsharding.models.decoder import decoder
+from fsharding.ops.attention import Kind
 from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import recipe
+from fsharding.schedule import plan_schedule
 from fsharding.show import require_matplotlib
+from fsharding.spec import DEFAULT_RULES
+from fsharding.staging import stages_of
 from fsharding.strategy import parse_strategy
 from fsharding.swaps import parse_swaps
 
-__all__ = ["PRECISIONS", "TrainConfig", "check", "open_tokens"]
+__all__ = ["PRECISIONS", "TrainConfig", "check", "model_of", "open_tokens", "stages"]
 
 PRECISIONS = {"float32": FP32, "bfloat16": BF16, "float16": FP16}
 """Precisions by the dtype of compute."""
@@ -34,7 +43,10 @@ class TrainConfig:
         out: directory of metrics, plot and checkpoints.
         preset: model and settings: tiny, bench-34m.
         ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
-        mesh: sizes of axes, such as `replica=2,dp=2`; dp takes what is left.
+        mesh: sizes of axes, such as `replica=2,dp=2,tp=2`; dp takes what is left.
+        sequence: cut activations along the sequence over tp between attention and MLP.
+        schedule: of the pipeline over pp: gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv, dualpipev.
+        attention: how queries meet keys over cp: ring, gather, ulysses.
         strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
         dtype: of compute: float32, bfloat16 or float16.
         steps: total number of steps, also with `resume`.
@@ -59,6 +71,9 @@ class TrainConfig:
     preset: str = "tiny"
     ranks: int | None = None
     mesh: str = ""
+    sequence: bool = False
+    attention: Kind = "ring"
+    schedule: str = "1f1b"
     strategy: str = "zero3"
     dtype: str = "float32"
     steps: int = 60
@@ -122,7 +137,7 @@ def check(config: TrainConfig, world: int) -> None:
     if config.plot:
         require_matplotlib("fsharding train")
     for text in (config.mesh, *(swap.mesh for swap in parse_swaps(config.swap_at) if swap.mesh)):
-        _check_batch(config, _mesh_shape(text, world))
+        _check_batch(config, _mesh_shape(config, text, world))
     data = open_tokens(config)
     _check_model(config, data)
     if config.resume:
@@ -130,18 +145,48 @@ def check(config: TrainConfig, world: int) -> None:
     _check_out(config)
 
 
-def _mesh_shape(text: str, world: int) -> AbstractMesh:
+def model_of(config: TrainConfig) -> Model:
+    """The model of a run."""
+    return decoder(recipe(config.preset).config, sequence=config.sequence, attention=config.attention)
+
+
+def stages(config: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:
+    """Who owns what along `pp`, as `plan_layout` takes it; None where there is none.
+
+    Raises:
+        ScheduleError: the schedule cannot have so many ranks or microbatches, or more stages than layers.
+    """
+    ranks = abstract(mesh).axis_size("pp")
+    if ranks == 1:
+        return None
+    return stages_of(model_of(config), plan_schedule(config.schedule, ranks, config.microbatches))
+
+
+def _mesh_shape(config: TrainConfig, text: str, world: int) -> AbstractMesh:
     axes = {"dp": -1, **parse_axes(text, "fsharding train")}
     shape = make_shape(axes, world=world, function=f"fsharding train --mesh {text or 'dp=-1'}")
-    model_axes = [axis for axis in AXES if axis not in ("replica", "dp") and shape.axis_size(axis) > 1]
-    if model_axes:
-        text = f"cannot cut the decoder over {', '.join(model_axes)} on mesh {shape}."
-        raise ConfigError(message("fsharding train", text, mend="It runs on the axes replica and dp."))
+    model = model_of(config)
+    known = ("pp", "replica", "dp", "ep", *model.axes)
+    if others := [axis for axis in AXES if axis not in known and shape.axis_size(axis) > 1]:
+        text = f"cannot cut the decoder over {', '.join(others)} on mesh {shape}."
+        raise ConfigError(message("fsharding train", text, mend=f"It runs on the axes {', '.join(known)}."))
+    if model.check is not None:
+        model.check(shape, DEFAULT_RULES)
+    stages(config, shape)
+    cp, tp = shape.axis_size("cp"), shape.axis_size("tp") if config.sequence else 1
+    parts = (2 * cp if cp > 1 else 1) * tp
+    if config.seq % parts:
+        what = " and ".join(f"{axis}={size}" for axis, size in (("cp", cp), ("tp", tp)) if size > 1)
+        raise BatchError(
+            message(
+                "fsharding train", f"cannot cut --seq {config.seq} over {what}.", mend=f"Use a multiple of {parts}."
+            )
+        )
     return shape
 
 
 def _check_batch(config: TrainConfig, shape: AbstractMesh) -> None:
-    parts = shape.axis_size("replica") * shape.axis_size("dp")
+    parts = math.prod(map(shape.axis_size, ("replica", "dp", "ep")))
     if config.batch % (parts * config.microbatches):
         text = f"cannot divide --batch {config.batch} by {parts} data ranks times {config.microbatches} microbatches."
         near = max(1, round(config.batch / (parts * config.microbatches))) * parts * config.microbatches

@@ -21,6 +21,7 @@ __all__ = [
     "NonFiniteError",
     "RandomKeyError",
     "RankError",
+    "ScheduleError",
     "SpecError",
     "TransformError",
     "TreeError",
@@ -66,6 +67,10 @@ class ConfigError(FshardingError, ValueError):
 
 class CheckpointError(FshardingError, ValueError):
     """A checkpoint that is absent, incomplete, damaged, or of another model."""
+
+
+class ScheduleError(FshardingError, ValueError):
+    """A pipeline schedule that cannot be planned, or a table that is incomplete, out of order or never ends."""
 
 
 class TransformError(FshardingError, TypeError):

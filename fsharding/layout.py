@@ -211,6 +211,7 @@ def plan_layout(
 
     Raises:
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
+        ConfigError: the mesh cannot cut a `Model` as the rules ask.
         LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path that no leaf has.
     """
     if hasattr(model, "init") and hasattr(model, "names"):
@@ -224,6 +225,8 @@ def plan_layout(
     dims = [None] * len(flat) if names is None else tree.flatten_up_to(structure, names, "fs.plan_layout")
     named = [(p, tuple(x.shape), x.dtype, tuple(n) if n else None) for p, x, n in zip(paths, flat, dims, strict=True)]
     check_leaves(named, mesh, rules, frozen)
+    if getattr(model, "check", None) is not None:
+        model.check(mesh, rules)
     owned = normal(stages or {})
     check_stages(named, mesh, owned)
     leaves = tuple(

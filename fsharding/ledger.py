@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -19,15 +18,15 @@ from torch import Tensor
 
 from fsharding import _compat
 from fsharding.counts import Counts, record
-from fsharding.mesh import axis_group, coordinate
-from fsharding.ops import bucket as buckets
-from fsharding.ops import transition, wire
+from fsharding.gathering import Unit
+from fsharding.mesh import coordinate
+from fsharding.ops import transition
 from fsharding.ops.pool import Pool
-from fsharding.ops.unit import Goal, LeafPlan, Place, Reducing, UnitPlan, plan_unit
+from fsharding.ops.unit import Goal, LeafPlan, Place, Reducing, plan_unit
 from fsharding.policies import Policy
 from fsharding.sharding import Local
 
-__all__ = ["Ledger", "Unit", "current_ledger", "opened"]
+__all__ = ["Ledger", "current_ledger", "opened"]
 
 
 _ALIGN = 64
@@ -45,70 +44,6 @@ class _Saved(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Unit:
-    """One gather of one unit: in flight, alive, released, and alive again in backward."""
-
-    def __init__(self, ledger: Ledger, plan: UnitPlan, leaves: Sequence[Local], places: tuple[Place, ...]) -> None:
-        """Notes what the unit is; nothing is sent yet."""
-        self.ledger, self.plan, self.leaves, self.places = ledger, plan, leaves, places
-        self.order, self.saved, self.kept, self.returned = -1, 0, False, False
-        self._rows: list[tuple[Tensor, wire.Pending]] | None = None
-        self.flats: list[Tensor] | None = None
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Casts the shards into rows and starts to gather them."""
-        if self._rows is not None or self.flats is not None:
-            return
-        self._rows = []
-        for g in self.plan.gathers:
-            group = axis_group(self.plan.mesh, g.axes)
-            members = g.bucket.members if g.axes else 0
-            rows = self.ledger.take(members * g.bucket.width, g.dtype, self if members else None)
-            rows = rows.view(members, g.bucket.width)
-            if members:
-                shards = [self.leaves[i].value for i in g.leaves]
-                _compat.foreach_copy_(buckets.piece_views(rows[group.index], g.bucket, group.index), shards)
-                self.ledger.counts.gathers.append(self.ledger.name_of(self.places))
-            self._rows.append((rows, wire.gather_rows(rows, group)))
-
-    @torch.no_grad()
-    def wait(self) -> list[list[Tensor]]:
-        """Puts together what has come; the unit is alive from here. Returns the whole leaves of each gather."""
-        self.start()
-        assert self._rows is not None
-        wholes: list[list[Tensor]] = []
-        self.flats = []
-        for number, g in enumerate(self.plan.gathers):
-            rows, pending = self._rows[number]
-            pending.wait()
-            flat = self.ledger.take(g.bucket.size, g.dtype, self)
-            if g.axes:
-                wholes.append(buckets.copy_out(rows, flat, g.bucket))
-            else:
-                wholes.append(buckets.whole_views(flat, g.bucket))
-                _compat.foreach_copy_(wholes[-1], [self.leaves[i].value for i in g.leaves])
-            self.flats.append(flat)
-            self.ledger.watch(flat, self, number)
-            del rows, pending
-        self._rows = None
-        return wholes
-
-    def release(self) -> None:
-        """Lets the gathered buffers go; whoever still holds a view keeps it."""
-        self._rows, self.flats = None, None
-
-    def abandon(self, *, failed: bool = False) -> None:
-        """Waits for what is in flight, which nobody will ask for, and lets it go; after a failure, not for long."""
-        for _, pending in self._rows or ():
-            if failed:
-                with suppress(RuntimeError):
-                    pending.wait(timedelta(seconds=1))
-            else:
-                pending.wait()
-        self.release()
-
-
 class Ledger:
     """See the module. Opened by `value_and_grad`, found by `gather_unit`, closed after backward."""
 
@@ -119,6 +54,7 @@ class Ledger:
         goals: Sequence[Goal | None],
         compute: Callable[[torch.dtype], torch.dtype],
         held: Sequence[Tensor | None],
+        pool: Pool | None = None,
     ) -> None:
         """Opens a ledger over the leaves of the differentiated tree.
 
@@ -128,6 +64,7 @@ class Ledger:
             goals: where each gradient goes; None where there is none.
             compute: the dtype in which the loss function sees a leaf.
             held: gradients of earlier microbatches, which are added to in place; None where there are none.
+            pool: of buffers, for ledgers that share one; whoever gave it closes it.
         """
         self.leaves, self.paths, self.goals, self.compute, self.held = leaves, paths, goals, compute, held
         self._row_goals = [
@@ -140,7 +77,7 @@ class Ledger:
             h if h is not None and goal is not None and goal.held == goal.target else None
             for h, goal in zip(held, goals, strict=True)
         ]
-        self._pool = Pool()
+        self._pool, self._owns_pool = pool or Pool(), pool is None
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
         self._units: list[Unit] = []
         self._back: int | None = None
@@ -247,6 +184,21 @@ class Ledger:
             unit.wait()
         assert unit.flats is not None
         return unit.flats
+
+    def rest(self) -> None:
+        """Forward is over, and backward comes later: lets the last unit go, and what was started ahead."""
+        for unit in (self._current, *self._ahead.values()):
+            if unit is not None:
+                unit.abandon()
+        self._current = None
+        self._ahead.clear()
+
+    def rewind(self) -> None:
+        """There will be another backward of the same graph: lets go what this one has gathered."""
+        for unit in self._units:
+            unit.abandon()
+            unit.returned = False
+        self._back = None
 
     def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Backward of a unit is over: drops its buffers and starts to reduce its gradients."""
@@ -377,7 +329,8 @@ class Ledger:
         self._watched.clear()
         self._places.clear()
         self._current = None
-        self._pool.close()
+        if self._owns_pool:
+            self._pool.close()
 
 
 _ledger: ContextVar[Ledger | None] = ContextVar("fsharding_ledger", default=None)

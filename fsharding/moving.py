@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import routes, tree
+from fsharding.axes import AbstractMesh
 from fsharding.errors import LayoutError, message
 from fsharding.layout import Layout
-from fsharding.mesh import AbstractMesh, Mesh, abstract
+from fsharding.mesh import Mesh, abstract
 from fsharding.planning import LeafLayout, type_text
 from fsharding.routes import Leaf
 from fsharding.sharding import Local, NamedSharding, local_of, sharding_of

@@ -14,8 +14,9 @@ from typing import TypeAlias
 
 import torch
 
+from fsharding.axes import AXES, DATA_AXES
 from fsharding.errors import LayoutError, SpecError, message
-from fsharding.mesh import AXES, DATA_AXES, Mesh, abstract
+from fsharding.mesh import Mesh, abstract
 from fsharding.precision import DTYPES
 from fsharding.sharding import Assigned, NamedSharding
 from fsharding.spec import AxisRules, DimName, Fused, P, rule_name

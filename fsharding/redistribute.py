@@ -24,7 +24,7 @@ from fsharding.ops.transition import Step
 from fsharding.sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
-__all__ = ["BUCKET_BYTES", "redistribute"]
+__all__ = ["BUCKET_BYTES", "redistribute", "reduce_grads"]
 
 BUCKET_BYTES = 32 << 20
 """Largest bucket of whole leaves that is gathered at once; a larger leaf travels alone."""
@@ -88,6 +88,37 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None) -> Tree:
             moved = transition.move([m.local for m in batch], [m.steps for m in batch], mesh, [m.wholes for m in batch])
             for m, local in zip(batch, moved, strict=True):
                 result[m.index] = targets[m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
+    return tree.unflatten(spec, result)
+
+
+def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:
+    """Takes the sums that are still open, and moves what comes out to where it belongs. Collective over data axes.
+
+    Args:
+        values: tree of DTensors; their local tensors may be overwritten.
+        sources: tree of `NamedSharding`: where they are.
+        targets: tree of `NamedSharding` on the same mesh.
+
+    Raises:
+        TreeError: the trees do not match.
+    """
+    leaves, spec = tree.flatten(values)
+    flat = [tree.flatten_up_to(spec, x, "fs.redistribute") for x in (sources, targets)]
+    result: list[Any] = list(leaves)
+    groups: dict[tuple[Any, torch.dtype], list[_Move]] = {}
+    for i, (leaf, source, target) in enumerate(zip(leaves, *flat, strict=True)):
+        if leaf is None:
+            continue
+        where, there = source.slice_of_mesh().simplified(), target.slice_of_mesh().simplified()
+        steps, local, shape = transition.plan_steps(where, there), local_of(leaf), tuple(leaf.shape)
+        move = _Move(i, local, steps, transition.whole_sizes(where, steps, shape), local.nbytes)
+        groups.setdefault((transition.kinds(steps), local.dtype), []).append(move)
+    for (route, _), moves in groups.items():
+        for batch in _batches(moves) if route else [moves]:
+            mesh, wholes = flat[1][batch[0].index].mesh, [m.wholes for m in batch]
+            moved = transition.move([m.local for m in batch], [m.steps for m in batch], mesh, wholes)
+            for m, local in zip(batch, moved, strict=True):
+                result[m.index] = flat[1][m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
     return tree.unflatten(spec, result)
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from fsharding import boxes
+from fsharding.axes import AbstractMesh
 from fsharding.boxes import Grid, Overlap, Runs
-from fsharding.mesh import AbstractMesh, abstract
+from fsharding.mesh import abstract
 from fsharding.sharding import NamedSharding
 
 __all__ = ["BUDGET", "Holder", "Leaf", "Piece", "Plan", "everywhere", "grids", "holders", "plan_routes", "route"]

@@ -21,12 +21,24 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharding import _compat, at_rest, boxes, tree
 from fsharding import mesh as meshes
+from fsharding.axes import DATA_AXES, AbstractMesh
 from fsharding.boxes import Box, Grid, Runs
 from fsharding.errors import SpecError, message
-from fsharding.mesh import DATA_AXES, AbstractMesh, Mesh, abstract, coordinate
+from fsharding.mesh import Mesh, abstract, coordinate
 from fsharding.spec import P, PartitionSpec
 
-__all__ = ["Assigned", "LeafType", "Local", "NamedSharding", "like", "local_of", "sharding_of", "to_local", "typeof"]
+__all__ = [
+    "Assigned",
+    "LeafType",
+    "Local",
+    "NamedSharding",
+    "is_assigned",
+    "like",
+    "local_of",
+    "sharding_of",
+    "to_local",
+    "typeof",
+]
 
 
 @dataclass(frozen=True)
@@ -231,20 +243,24 @@ class NamedSharding:
         return text
 
 
+def is_assigned(x: DTensor) -> bool:
+    """Whether a DTensor is on a slice of a mesh: its leaf has an explicit assignment, which it cannot tell itself."""
+    return at_rest.base(x.device_mesh).whole is not None
+
+
 def sharding_of(x: DTensor) -> NamedSharding:
     """The sharding of a DTensor without explicit assignments.
 
     Raises:
         SpecError: a placement that no spec expresses.
     """
-    return _from_placements(x.device_mesh, tuple(x.placements))
+    return _from_placements(at_rest.base(x.device_mesh), tuple(x.placements))
 
 
 @functools.lru_cache(maxsize=4096)
-def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> NamedSharding:
+def _from_placements(base: at_rest.Base, placements: tuple[Placement, ...]) -> NamedSharding:
     cuts: dict[int, list[str]] = {}
     partial: list[str] = []
-    base = at_rest.base(mesh)
     for name, placement in zip(base.axes, placements, strict=True):
         if type(placement) is Shard:
             cuts.setdefault(placement.dim, []).append(name)
@@ -293,8 +309,12 @@ torch_pytree.register_pytree_node(
 
 
 def to_local(x: DTensor) -> Local:
-    """The in-flight form of a DTensor: shares its memory, carries no gradient history."""
-    return Local(local_of(x), sharding_of(x), tuple(x.shape))
+    """The in-flight form of a DTensor: shares its memory, carries no gradient history.
+
+    One that is on a slice of a mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
+    """
+    whole, sharding = at_rest.base(x.device_mesh).whole, sharding_of(x)
+    return Local(local_of(x), sharding if whole is None else replace(sharding, mesh=whole), tuple(x.shape))
 
 
 def local_of(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Pictures of a run.
+"""Pictures of a run and of a pipeline schedule.
 
-In: the `metrics.jsonl` that training writes. Out: `loss.png` beside it, written whole or not at all.
-matplotlib is in the extra `plot`; without it there is a clear error before training starts.
+In: the `metrics.jsonl` that training writes, or a `Schedule`. Out: a PNG, written whole or not at all.
+matplotlib is in the extra `plot`; without it there is a clear error, before training starts.
 """
 
 from __future__ import annotations
@@ -9,21 +9,35 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from fsharding.actions import COMPUTES
 from fsharding.errors import ConfigError, message
+from fsharding.schedule import Schedule
 
-__all__ = ["plot_loss", "read_metrics", "require_matplotlib"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_schedule", "plot_loss", "read_metrics", "require_matplotlib"]
+
+_MOST_LABELS = 800  # more than this cannot be read, and take seconds to draw
+_COLOURS = {"F": "#6f9bd1", "B": "#7fb77e", "I": "#7fb77e", "W": "#e0a458"}
 
 
-def require_matplotlib(function: str) -> None:
+def require_matplotlib(function: str, picture: str = "loss.png", *, instead: str = ", or pass --no-plot") -> None:
     """Checks that plots can be drawn.
+
+    Args:
+        function: the public function that was called.
+        picture: what it would draw.
+        instead: what to do without matplotlib, as the end of a sentence.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        mend = "pip install 'fsharding[plot]', or pass --no-plot."
-        raise ConfigError(message(function, "needs matplotlib to draw loss.png.", mend=mend))
+        mend = f"pip install 'fsharding[plot]'{instead}."
+        raise ConfigError(message(function, f"needs matplotlib to draw {picture}.", mend=mend))
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -60,6 +74,65 @@ def plot_loss(metrics: Path, out: Path) -> None:
     norm.set_xlabel("step")
     for axes in (loss, norm):
         axes.grid(alpha=0.3)
+    _save(figure, out)
+
+
+def draw_schedule(
+    schedule: Schedule,
+    path: str | Path,
+    *,
+    forward: float = 1.0,
+    backward_input: float = 1.0,
+    backward_weight: float = 1.0,
+    send: float = 0.0,
+) -> None:
+    """Draws the timeline of a pipeline schedule: one row a rank, a bar for each F, B, I and W.
+
+    Later stages of a rank are darker. Idle share and activations in flight stand at the end of each row.
+
+    Args:
+        schedule: what to draw.
+        path: the PNG to write.
+        forward: as in `Schedule.simulate`, and so for the others.
+        backward_input: of I.
+        backward_weight: of W.
+        send: of a message.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        ScheduleError: the schedule has no end.
+    """
+    require_matplotlib("fs.draw_schedule", "a schedule", instead=", or print(schedule.show())")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
+    from matplotlib.figure import Figure  # lazy: as above
+
+    times = schedule.simulate(forward, backward_input, backward_weight, send)
+    figure = Figure(figsize=(min(40, max(8, 0.3 * times.total + 2)), 0.5 * schedule.ranks + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    rows = [[span for span in row if span.action.kind in COMPUTES] for row in times.spans]
+    for rank, row in enumerate(rows):
+        stages = schedule.stages_on(rank)
+        colours = [(_COLOURS[a.kind], (1 + stages.index(a.stage)) / len(stages)) for a, _, _ in row]
+        bars = [(begin, end - begin) for _, begin, end in row]
+        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colours, edgecolors="white", linewidths=0.5)
+        note = f" idle {times.idle_share(rank):.1%}, {times.in_flight[rank]} in flight"
+        axes.text(times.total, rank, note, va="center", size=7)
+        for action, begin, end in row if sum(map(len, rows)) <= _MOST_LABELS else ():
+            axes.text((begin + end) / 2, rank, f"{action.kind}{action.microbatch}", ha="center", va="center", size=6)
+    axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, times.total * (1 + 2.2 / figure.get_figwidth()))
+    axes.set_xlabel("time")
+    axes.set_title(f"{schedule.name}, {schedule.microbatches} microbatches: {times.bubble_share:.1%} bubbles", size=9)
+    _save(figure, Path(path))
+
+
+def _save(figure: Figure, out: Path) -> None:
+    """Writes a PNG beside its place and moves it there."""
     part = out.with_name(f".{out.name}.partial")
-    figure.savefig(part, dpi=120, format="png")
-    part.replace(out)
+    try:
+        figure.savefig(part, dpi=120, format="png")
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)

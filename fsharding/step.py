@@ -15,16 +15,19 @@ from torch import Tensor
 
 from fsharding import _compat, policies, tree
 from fsharding.autodiff import value_and_grad
-from fsharding.errors import BatchError, ConfigError, NonFiniteError, message
+from fsharding.axes import AXES
+from fsharding.errors import BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout
-from fsharding.mesh import AXES, abstract, axis_group, data_axes
+from fsharding.mesh import abstract, axis_group
 from fsharding.ops import wire
 from fsharding.optim.apply import apply_updates
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update
 from fsharding.optim.clip import global_norm
+from fsharding.pipeline import pipeline_grads
 from fsharding.policies import Policy
 from fsharding.precision import Precision
 from fsharding.scan import scan_units
+from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import local_of
 from fsharding.state import TrainState, main_of, spread_main
 from fsharding.transforms import gather_unit, select_unit
@@ -76,6 +79,7 @@ def make_train_step(
     opt: GradientTransformation,
     *,
     microbatches: int = 1,
+    schedule: str | Schedule = "1f1b",
     precision: Precision | None = None,
     donate: bool = False,
     policy: Policy = policies.save_except_gathered,
@@ -86,6 +90,8 @@ def make_train_step(
         model: a `Model`, or a loss function `(params, batch) -> (sum, weight)`.
         opt: the optimizer.
         microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated.
+        schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, which is planned for the size of
+            `pp` and `microbatches`. Meshes without `pp` do not look at it.
         precision: dtypes of compute and wire; by default the layout's.
         donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
         policy: what the blocks of a `Model` keep for backward.
@@ -94,8 +100,11 @@ def make_train_step(
         `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
 
     Raises:
+        ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
+        LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`.
+        RankError: from the step: another stage is gone.
         ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
-            on a mesh with `pp`, `cp` or `tp`.
+            on a mesh with an axis that it does not compute over.
         BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling.
     """
@@ -105,15 +114,21 @@ def make_train_step(
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
         if is_model:
-            _refuse_model_axes(layout)
+            _refuse_model_axes(model, layout)
         how = precision or layout.precision
         if (how.loss_scale is None) != (state.loss_scale is None):
             raise ConfigError(message("train step", *_scale_mismatch(state)))
         pieces = _split(batch, microbatches)
         scale = float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
-        grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
+        if is_model and abstract(layout.mesh).axis_size("pp") > 1:
+            planned = _schedule(schedule, layout, microbatches)
+            grads, total, weight = pipeline_grads(
+                model, planned, layout, state.params, pieces, precision=how, policy=policy, scale=scale
+            )
+        else:
+            grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
         _compat.foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
-        loss, norm = (total.double() / (weight.double() * scale)).float(), global_norm(grads)
+        loss, norm = (total.double() / (weight.double() * scale)).float(), global_norm(grads, shardings=layout.main)
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         metrics = Metrics(loss, norm, weight, skipped=not finite)
         if not finite and state.loss_scale is None:
@@ -139,7 +154,7 @@ def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
     """Names the step, and every leaf whose gradient is not finite on some rank."""
     named = tree.named_leaves(grads)
     flags = torch.stack([torch.isfinite(local_of(x)).all().logical_not() for x in named.values()]).double()
-    axes = tuple(axis for axis in AXES if axis in data_axes(state.layout.mesh))
+    axes = tuple(axis for axis in AXES if abstract(state.layout.mesh).axis_size(axis) > 1)
     found = wire.start_sum(flags, axis_group(state.layout.mesh, axes), torch.float64).wait()
     rows = [f"step {int(state.step)}: loss {float(loss)}, gradient norm {float(norm)}"]
     rows += [
@@ -149,14 +164,26 @@ def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
     return message("train step", "refused: loss or gradients are not finite.", rows, mend)
 
 
-def _refuse_model_axes(layout: Layout) -> None:
+def _refuse_model_axes(model: Any, layout: Layout) -> None:
     shape = abstract(layout.mesh)
-    used = [f"{axis}={shape.axis_size(axis)}" for axis in ("pp", "cp", "tp") if shape.axis_size(axis) > 1]
+    others = [axis for axis in ("cp", "tp") if axis not in model.axes]
+    used = [f"{axis}={shape.axis_size(axis)}" for axis in others if shape.axis_size(axis) > 1]
     if used:
-        mend = "Use replica, dp and ep, or pass a loss function that computes on the other axes itself."
+        known = ", ".join(("pp", "replica", "dp", "ep", *model.axes))
+        mend = f"Use {known}, or pass a loss function that computes on the other axes itself."
         raise ConfigError(
             message("train step", f"cannot cut the compute of a Model over {', '.join(used)}.", mend=mend)
         )
+
+
+def _schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Schedule:
+    """The schedule of a step on a mesh with `pp`."""
+    ranks = abstract(layout.mesh).axis_size("pp")
+    planned = plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
+    if (planned.ranks, planned.microbatches) != (ranks, microbatches):
+        text = f"got {planned!r} for pp={ranks} and microbatches={microbatches}."
+        raise ScheduleError(message("train step", text, mend="Plan it with fs.plan_schedule for these numbers."))
+    return planned
 
 
 def _split(batch: Tree, microbatches: int) -> list[Tree]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from fsharding.axes import AXES
 from fsharding.errors import ConfigError, message
-from fsharding.mesh import AXES
 from fsharding.strategy import STRATEGIES
 
 __all__ = ["Swap", "parse_swaps"]

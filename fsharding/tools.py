@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import tyro
 
+from fsharding.axes import parse_axes
 from fsharding.checkpoint.exporting import export
 from fsharding.checkpoint.inspecting import inspect
 from fsharding.checkpoint.names import Name, Transposed
 from fsharding.checkpoint.offline import reshard_checkpoint
 from fsharding.errors import ConfigError, message
-from fsharding.mesh import parse_axes
 from fsharding.strategy import parse_strategy
 
 __all__ = ["ExportConfig", "InspectConfig", "ReshardConfig", "ToolConfig", "run_tool"]

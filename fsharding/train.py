@@ -20,13 +20,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fsharding import checkpoint, optim, policies, random
-from fsharding.config import PRECISIONS, TrainConfig, open_tokens
+from fsharding import checkpoint, ops, optim, policies, random
+from fsharding.axes import parse_axes
+from fsharding.config import PRECISIONS, TrainConfig, model_of, open_tokens, stages
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
 from fsharding.layout import Layout, plan_layout
-from fsharding.mesh import data_position, make_mesh, parse_axes
-from fsharding.models.decoder import decoder
+from fsharding.mesh import data_position, make_mesh
 from fsharding.recipes import Recipe, recipe
 from fsharding.reshard import reshard
 from fsharding.show import plot_loss, read_metrics
@@ -57,7 +57,7 @@ def train(config: TrainConfig) -> None:
 
 def _train(config: TrainConfig) -> None:
     chosen = recipe(config.preset)
-    model, schedule = decoder(chosen.config), _schedule(config, chosen)
+    model, schedule = model_of(config), _schedule(config, chosen)
     opt = optim.chain(optim.clip_by_global_norm(config.clip), _adamw(chosen, schedule))
     swaps = {swap.step: swap for swap in parse_swaps(config.swap_at)}
     newest = checkpoint.latest(config.checkpoints) if config.resume else None
@@ -68,7 +68,12 @@ def _train(config: TrainConfig) -> None:
     else:
         state = checkpoint.load(newest, layout, opt=opt)
     step = make_train_step(
-        model, opt, microbatches=config.microbatches, donate=True, policy=policies.POLICIES[config.policy]
+        model,
+        opt,
+        microbatches=config.microbatches,
+        schedule=config.schedule,
+        donate=True,
+        policy=policies.POLICIES[config.policy],
     )
     data, leader = open_tokens(config), not dist.is_initialized() or dist.get_rank() == 0
     saved = first if config.resume else -1
@@ -78,7 +83,7 @@ def _train(config: TrainConfig) -> None:
                 state = _swap(config, state, swaps[number])
             began, mesh = time.perf_counter(), state.layout.mesh
             with recording() as counts:
-                batch = data.batch(number, Shard(*data_position(mesh)))
+                batch = ops.cut_sequence(data.batch(number, Shard(*data_position(mesh))), mesh=mesh)
                 state, metrics = step(state, {k: v.to(_device(mesh)) for k, v in batch.items()})
             log.write(number + 1, metrics, counts, schedule(number), state_bytes(state), time.perf_counter() - began)
             if config.save_every and (number + 1) % config.save_every == 0:
@@ -102,13 +107,22 @@ def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> Layout:
     """The layout that a run begins or goes on with: that of the option, or of the swaps that it has seen."""
     strategy = swaps[-1].strategy if swaps else config.strategy
     text = next((swap.mesh for swap in reversed(swaps) if swap.mesh), config.mesh)
-    precision = PRECISIONS[config.dtype]
-    return plan_layout(model, _mesh(config, text), strategy=parse_strategy(strategy), precision=precision)
+    mesh = _mesh(config, text)
+    return plan_layout(
+        model,
+        mesh,
+        strategy=parse_strategy(strategy),
+        precision=PRECISIONS[config.dtype],
+        stages=stages(config, mesh),
+    )
 
 
 def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
     """Moves the state, which is let go as it leaves, to another strategy or mesh."""
-    layout = state.layout.with_mesh(_mesh(config, swap.mesh)) if swap.mesh else state.layout
+    layout = state.layout
+    if swap.mesh:
+        mesh = _mesh(config, swap.mesh)
+        layout = layout.with_mesh(mesh, stages(config, mesh) or {})
     return reshard(state, layout.with_strategy(parse_strategy(swap.strategy)), donate=True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,14 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsharding import _compat, policies, tree
+from fsharding.axes import AXES
 from fsharding.errors import SpecError, TransformError, message
-from fsharding.ledger import Ledger, Unit, current_ledger
-from fsharding.mesh import AXES
+from fsharding.gathering import Unit
+from fsharding.ledger import Ledger, current_ledger
 from fsharding.ops import collectives, transition
 from fsharding.ops.unit import Goal, LeafPlan, Place, plan_unit
 from fsharding.policies import Policy
 from fsharding.precision import wide
 from fsharding.sharding import Local, to_local, typeof
+from fsharding.sharding import like as like_leaf
 from fsharding.tree import Tree
 
 __all__ = ["gather_unit", "remat", "scatter_grads", "select_unit"]
@@ -233,9 +236,8 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
             device=given[members[0]].device, wholes=r.wholes_before,
         )  # fmt: skip
         for i, local in zip(members, transit.finish(), strict=True):
-            at_rest = isinstance(leaves[i], DTensor)
-            sharding, shape = nodes[i].sharding, nodes[i].shape
-            result[i] = sharding.to_dtensor(local, shape) if at_rest else Local(local, sharding, shape)
+            leaf = leaves[i]
+            result[i] = like_leaf(leaf, local) if isinstance(leaf, DTensor) else replace(leaf, value=local)
     return tree.unflatten(spec, result)
 
 

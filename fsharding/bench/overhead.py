@@ -27,13 +27,13 @@ from torch.distributed.fsdp import fully_shard
 from fsharding import optim, random, tree
 from fsharding.errors import ConfigError, message
 from fsharding.layout import plan_layout
-from fsharding.mesh import make_mesh
+from fsharding.mesh import make_mesh, own_rank
 from fsharding.scan import scan_units
 from fsharding.state import init_state
 from fsharding.step import make_train_step
 from fsharding.strategy import zero
 
-__all__ = ["OverheadConfig", "overhead"]
+__all__ = ["OverheadConfig", "measure", "overhead"]
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,28 @@ def overhead(config: OverheadConfig) -> None:
         raise ConfigError(message("fsharding bench overhead", "needs units, leaves and rounds of at least 1."))
     mesh = make_mesh(dp=-1, timeout=timedelta(seconds=60))
     try:
-        contenders = {"fsharding-zero3": _ours(config, mesh)}
-        if dist.is_initialized():
-            contenders["fsdp2"] = _fsdp2(config, mesh)
-        times, losses = _interleaved(contenders, config.rounds)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            _show(config, times, losses, mesh.size())
+        rows = measure(config, mesh)
+        if own_rank() == 0:
+            _show(config, rows, mesh.size())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def measure(config: OverheadConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
+    """One row for each contender: its median and quartiles in milliseconds, and its last loss. Collective."""
+    contenders = {"fsharding-zero3": _ours(config, mesh)}
+    if dist.is_initialized():
+        contenders["fsdp2"] = _fsdp2(config, mesh)
+    times, losses = _interleaved(contenders, config.rounds)
+    rows: list[dict[str, Any]] = []
+    for name, found in times.items():
+        quarters = statistics.quantiles(found, n=4) if len(found) > 1 else [found[0]] * 3
+        rows.append({
+            "contender": name, "ranks": mesh.size(), "units": config.units, "leaves": config.leaves,
+            "median_ms": statistics.median(found), "iqr_ms": quarters[2] - quarters[0], "loss": losses[name][-1],
+        })  # fmt: skip
+    return rows
 
 
 def _ours(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], float]:
@@ -150,14 +163,7 @@ def _interleaved(
     return times, losses
 
 
-def _show(config: OverheadConfig, times: dict[str, list[float]], losses: dict[str, list[float]], ranks: int) -> None:
-    rows: list[dict[str, Any]] = []
-    for name, found in times.items():
-        quarters = statistics.quantiles(found, n=4) if len(found) > 1 else [found[0]] * 3
-        rows.append({
-            "contender": name, "ranks": ranks, "units": config.units, "leaves": config.leaves,
-            "median_ms": statistics.median(found), "iqr_ms": quarters[2] - quarters[0], "loss": losses[name][-1],
-        })  # fmt: skip
+def _show(config: OverheadConfig, rows: list[dict[str, Any]], ranks: int) -> None:
     peer = next((row["median_ms"] for row in rows if row["contender"] == "fsdp2"), None)
     machine = {"processor": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
     if config.json:

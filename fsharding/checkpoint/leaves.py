@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import boxes, tree
+from fsharding.axes import AbstractMesh
 from fsharding.boxes import Box, Grid
 from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
 from fsharding.errors import CheckpointError, LayoutError, message
 from fsharding.layout import Layout, LeafLayout
-from fsharding.mesh import AbstractMesh
 from fsharding.sharding import NamedSharding, local_of, sharding_of
 from fsharding.state import TrainState, main_of, owner_of
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from fsharding import boxes
+from fsharding.axes import AbstractMesh, make_shape
 from fsharding.boxes import Box
 from fsharding.checkpoint import store
 from fsharding.checkpoint.files import Writer, Written
@@ -28,7 +29,6 @@ from fsharding.checkpoint.shares import shares
 from fsharding.checkpoint.source import Source, open_source
 from fsharding.checkpoint.store import Partial, StrPath
 from fsharding.errors import CheckpointError, MeshError, message
-from fsharding.mesh import AbstractMesh, make_shape
 from fsharding.sharding import NamedSharding
 from fsharding.strategy import Strategy
 

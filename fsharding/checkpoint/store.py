@@ -8,6 +8,7 @@ moment, and who looks for the target finds it there. Law: only plain files that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -64,6 +65,7 @@ class Partial:
         target.parent.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.folder, target)
         try:
+            _check_settled(target)
             aside = _aside(target)
             if aside.is_dir() and not target.exists():
                 aside.rename(target)
@@ -122,7 +124,9 @@ class Partial:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Lets the next save in."""
+        """Lets the next save in, though a process that was forked meanwhile has the lock open as well."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
 
 
@@ -140,18 +144,36 @@ def _locked(folder: Path, target: Path) -> int:
         except FileNotFoundError:  # another save was just done with it
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd, target)
             if _is_at(fd, folder):
                 return fd
-        except BlockingIOError as error:
-            os.close(fd)
-            mend = "Wait for it, or give another path."
-            text = message(_SAVE, f"cannot write {target}: another save is writing it.", mend=mend)
-            raise CheckpointError(text) from error
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _check_settled(target: Path) -> None:
+    """Refuses while the save that made what is at a target still clears up: its lock went there with its directory."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _lock(fd, target)
+        finally:
+            os.close(fd)
+
+
+def _lock(fd: int, target: Path) -> None:
+    """Locks an open directory, where the file system knows locks of directories; some shared ones do not."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        mend = "Wait for it, or give another path."
+        text = message(_SAVE, f"cannot write {target}: another save is writing it.", mend=mend)
+        raise CheckpointError(text) from error
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
 
 
 def _is_at(fd: int, folder: Path) -> bool:

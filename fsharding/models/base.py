@@ -1,7 +1,8 @@
 """What a model is here: pure functions over trees of whole plain tensors, and the names of their dims.
 
 In: nothing but arguments; a model holds no tensors. Out: lazy draws at init, activations, and (sum, weight) losses.
-Law: a model never learns where its parameters live.
+Its functions compute over the mesh of `fs.set_mesh`.
+Law: a model gives the same values on every mesh.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Model(NamedTuple):
         head: `head(params, x, batch) -> (sum of losses, number of tokens)`.
         names: the tree of `init` with a tuple of dim names for each leaf.
         tied: (name in the head unit, path of the leaf that it shares), such as `("unembed", "embed.table")`.
+        axes: the model axes that its functions compute over; on a mesh with others a step refuses it.
+        check: `check(mesh, rules)` raises where the axes cannot cut the model in the way that the rules ask.
     """
 
     init: Callable[[Tensor], Tree]
@@ -34,3 +37,5 @@ class Model(NamedTuple):
     head: Callable[[Tree, Any, Tree], tuple[Tensor, Tensor]]
     names: Tree
     tied: tuple[tuple[str, str], ...] = ()
+    axes: tuple[str, ...] = ()
+    check: Callable[[Any, Any], None] | None = None

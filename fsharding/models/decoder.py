@@ -7,17 +7,21 @@ E head dim, F hidden, V vocabulary. Targets of -100 do not count.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor
 
-from fsharding import random
+from fsharding import ops, random
 from fsharding.errors import ConfigError, message
+from fsharding.mesh import Mesh, abstract, axis_index, axis_size
 from fsharding.models.base import Model
+from fsharding.ops.attention import Kind
+from fsharding.spec import AxisRules
 from fsharding.tree import Tree
 
 __all__ = ["DecoderConfig", "decoder"]
@@ -64,25 +68,64 @@ class DecoderConfig:
         return self.dim // self.heads
 
 
-def decoder(config: DecoderConfig) -> Model:
-    """The model of a config."""
+def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = "ring") -> Model:
+    """The model of a config.
+
+    Args:
+        config: sizes.
+        sequence: cut activations along the sequence over `tp` outside of attention, MLP and head (Korthikanti et al.
+            2022). It needs rules that put `tp` on heads, mlp and vocab.
+        attention: how queries meet the keys of other ranks on a mesh with `cp`; see `ops.attention`. There each rank
+            gets the tokens, targets and documents of its part of the sequence, which `ops.cut_sequence` cuts out.
+    """
+    cut = 1 if sequence else None
 
     def embed(params: Tree, batch: Tree) -> Tensor:
-        return F.embedding(batch["tokens"], params["table"])
+        return ops.embedding(batch["tokens"], params["table"], vocab=config.vocab, sequence_dim=cut)
 
     def block(params: Tree, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + _attention(config, params, _norm(config, params["norm1"], x_BTD))
-        return x_BTD + _mlp(params, _norm(config, params["norm2"], x_BTD))
+        x_BTD = x_BTD + _attention(config, params, _norm(config, params["norm1"], x_BTD, cut), cut, attention)
+        return x_BTD + _mlp(config, params, _norm(config, params["norm2"], x_BTD, cut), cut)
 
     def head(params: Tree, x_BTD: Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
-        x_BTD = _norm(config, params["norm"], x_BTD)
-        logits_BTV = F.linear(x_BTD, params["unembed"]).float()
-        targets = batch["targets"]
-        total = F.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
-        return total, (targets != -100).sum()
+        x_BTD = _norm(config, params["norm"], x_BTD, cut)
+        targets, whole = batch["targets"], params["unembed"].shape[0] == config.vocab
+        (logits_BTV,) = _columns(x_BTD, [params["unembed"]], whole=whole, cut=cut)
+        losses_BT = ops.cross_entropy(logits_BTV, targets, vocab=config.vocab)
+        return losses_BT.sum(), (targets != -100).sum()
 
     tied = (("unembed", "embed.table"),) if config.tied else ()
-    return Model(lambda key: _init(config, key), embed, block, head, _names(config), tied)
+    check = functools.partial(_check, config, sequence, attention)
+    return Model(lambda key: _init(config, key), embed, block, head, _names(config), tied, ("cp", "tp"), check)
+
+
+def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: AxisRules) -> None:
+    """Refuses a mesh whose `tp` and `cp` cannot cut this decoder as the rules and options ask."""
+    size, parts, wrong = abstract(mesh).axis_size("tp"), abstract(mesh).axis_size("cp"), list[str]()
+    cut = {name for name in ("heads", "kv_heads", "mlp", "vocab") if size > 1 and "tp" in rules.get(name, ())}
+    heads = c.heads // size if "heads" in cut else c.heads
+    if kind == "ulysses" and heads % parts:
+        wrong.append(f"{heads} heads a rank: no multiple of cp={parts}, as attention='ulysses' needs")
+    if size > 1:
+        wrong += _uncut(c, sequence, cut, size)
+    if wrong:
+        mend = "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
+        raise ConfigError(message("models.decoder", f"cannot be cut over the mesh {abstract(mesh)}.", wrong, mend))
+
+
+def _uncut(c: DecoderConfig, sequence: bool, cut: set[str], size: int) -> list[str]:
+    """What `tp` cannot cut in the way that the rules ask."""
+    wrong: list[str] = []
+    if "heads" in cut and c.heads % size:
+        wrong.append(f"{c.heads} heads: no multiple of {size}")
+    elif "heads" in cut and (each := c.heads // size) % (group := c.heads // c.kv_heads) and group % each:
+        wrong.append(f"{each} heads a rank: neither whole groups of {group}, which share a key head, nor a part of one")
+    if "kv_heads" in cut and "heads" not in cut:
+        wrong.append(f"{c.kv_heads} kv_heads: cut over tp, but the heads are not")
+    wrong += [f"{name} of size {n}: less than 2" for name, n in (("mlp", c.hidden), ("vocab", c.vocab)) if n < 2]
+    if sequence and (whole := {"heads", "mlp", "vocab"} - cut):
+        wrong.append(f"sequence=True: tp does not cut {', '.join(sorted(whole))}")
+    return wrong
 
 
 def _init(c: DecoderConfig, key: Tensor) -> Tree:
@@ -129,35 +172,45 @@ def _names(c: DecoderConfig) -> Tree:
     return {"embed": {"table": ("vocab", "embed")}, "blocks": blocks, "head": head}
 
 
-def _norm(c: DecoderConfig, scale_D: Tensor, x_BTD: Tensor) -> Tensor:
-    return F.rms_norm(x_BTD, (c.dim,), scale_D, c.eps)
+def _norm(c: DecoderConfig, scale_D: Tensor, x_BTD: Tensor, cut: int | None) -> Tensor:
+    return ops.rms_norm(x_BTD, scale_D, eps=c.eps, over="tp" if cut is not None else ())
 
 
-def _attention(c: DecoderConfig, params: Tree, x_BTD: Tensor) -> Tensor:
-    q_BHTE = rearrange(F.linear(x_BTD, params["wq"]), "b t (h e) -> b h t e", h=c.heads)
-    k_BKTE = rearrange(F.linear(x_BTD, params["wk"]), "b t (k e) -> b k t e", k=c.kv_heads)
-    v_BKTE = rearrange(F.linear(x_BTD, params["wv"]), "b t (k e) -> b k t e", k=c.kv_heads)
-    cos, sin = _rotations(c, x_BTD.shape[1], x_BTD.device)
-    q_BHTE, k_BKTE = _rotate(q_BHTE, cos, sin), _rotate(k_BKTE, cos, sin)
+def _columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, cut: int | None) -> Sequence[Tensor]:
+    """Products with weights whose rows `tp` cuts, or does not where the rules say so: then all ranks do the same."""
+    if whole:
+        return [F.linear(x_BTD, w) for w in weights]
+    return ops.column_linear(x_BTD, *weights, sequence_dim=cut)
+
+
+def _rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, cut: int | None) -> Tensor:
+    return x_BTF @ weight_FD if whole else ops.row_linear(x_BTF, weight_FD, sequence_dim=cut)
+
+
+def _attention(c: DecoderConfig, params: Tree, x_BTD: Tensor, cut: int | None, kind: Kind) -> Tensor:
+    heads = params["wq"].shape[0] // c.head_dim
+    whole = heads == c.heads
+    kv = [_kv_rows(c, params[name], heads) for name in ("wk", "wv")]
+    q_BTX, k_BTX, v_BTX = _columns(x_BTD, [params["wq"], *kv], whole=whole, cut=cut)
+    q_BHTE, k_BKTE, v_BKTE = (rearrange(y, "b t (h e) -> b h t e", e=c.head_dim) for y in (q_BTX, k_BTX, v_BTX))
+    at_T = ops.positions(q_BHTE.shape[2] * axis_size("cp"), device=x_BTD.device)
+    q_BHTE, k_BKTE = (ops.rotary(y, at_T, base=c.rope_base) for y in (q_BHTE, k_BKTE))
+    out_BHTE = ops.attention(q_BHTE, k_BKTE, v_BKTE, kind=kind)
+    return _rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, cut=cut)
+
+
+def _kv_rows(c: DecoderConfig, weight: Tensor, heads: int) -> Tensor:
+    """The rows of the key heads that this rank's query heads need; the query heads of several ranks may share one."""
+    size, rows = c.heads // heads, c.kv_heads * c.head_dim
+    if size == 1 or (c.kv_heads % size == 0 and weight.shape[0] < rows):
+        return weight
+    weight = ops.vary(weight, "tp") if weight.shape[0] == rows else ops.gather(weight, "tp", dim=0, size=rows)
     group = c.heads // c.kv_heads
-    k_BHTE, v_BHTE = (repeat(y, "b k t e -> b (k g) t e", g=group) for y in (k_BKTE, v_BKTE))
-    out_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
-    return rearrange(out_BHTE, "b h t e -> b t (h e)") @ params["wo"]
+    first = axis_index("tp") * heads
+    return weight[first // group * c.head_dim : ((first + heads - 1) // group + 1) * c.head_dim]
 
 
-def _mlp(params: Tree, x_BTD: Tensor) -> Tensor:
-    hidden_BTF = F.silu(F.linear(x_BTD, params["gate"])) * F.linear(x_BTD, params["up"])
-    return hidden_BTF @ params["down"]
-
-
-def _rotations(c: DecoderConfig, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary positions (Su et al. 2021): float32[T, E/2]."""
-    powers = torch.arange(0, c.head_dim, 2, dtype=torch.float32, device=device) / c.head_dim
-    angles_TE = torch.outer(torch.arange(positions, device=device).float(), c.rope_base**-powers)
-    return angles_TE.cos(), angles_TE.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs (first half, second half) of the last dim."""
-    first, second = x.float().chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+def _mlp(c: DecoderConfig, params: Tree, x_BTD: Tensor, cut: int | None) -> Tensor:
+    whole = params["gate"].shape[0] == c.hidden
+    gate_BTF, up_BTF = _columns(x_BTD, [params["gate"], params["up"]], whole=whole, cut=cut)
+    return _rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, cut=cut)

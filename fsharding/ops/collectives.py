@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding import boxes
+from fsharding.axes import AXES, unknown_axis
 from fsharding.errors import MeshError, SpecError, message
-from fsharding.mesh import AXES, Group, Mesh, axis_group, current_mesh, unknown_axis
+from fsharding.mesh import Group, Mesh, axis_group, current_mesh
 from fsharding.ops import wire
 from fsharding.precision import wide
 

@@ -99,7 +99,7 @@ class _Run:
                 view = self._view(buffer, start, piece)
                 copies += [(view[dense], source[a]) for a, _, dense in places]
                 start += piece.bytes
-            messages.append(wire.Message(piece.target, piece.number, view.view(-1).view(torch.uint8)))
+            messages.append(wire.Message(piece.target, piece.number, wire.as_bytes(view)))
         _compat.foreach_copy_([to for to, _ in copies], [of for _, of in copies])
         self._let_go(number)
         return messages
@@ -117,7 +117,7 @@ class _Run:
                 view = self._view(buffer, start, piece)
                 copies += [(target[b], view[dense]) for _, b, dense in places]
                 start += piece.bytes
-            messages.append(wire.Message(piece.source, piece.number, view.view(-1).view(torch.uint8)))
+            messages.append(wire.Message(piece.source, piece.number, wire.as_bytes(view)))
         return messages, copies
 
     def _view(self, buffer: Tensor, start: int, piece: Piece) -> Tensor:

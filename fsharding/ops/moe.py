@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding import _compat, boxes
+from fsharding.axes import AXES, unknown_axis
 from fsharding.errors import MeshError, SpecError, TransformError, message
-from fsharding.mesh import AXES, Group, Mesh, axis_group, axis_size, current_mesh, unknown_axis
+from fsharding.mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops import wire
 from fsharding.ops.collectives import Linear, all_to_all_rows, apply_linear, psum, vary
 from fsharding.ops.grouped import grouped_matmul

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding.axes import DATA_AXES
 from fsharding.errors import ConfigError, SpecError, TransformError, message
-from fsharding.mesh import DATA_AXES, Mesh, axis_size
+from fsharding.mesh import Mesh, axis_size
 from fsharding.ops.collectives import psum
 from fsharding.precision import wide
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.mesh import AXES, Mesh, abstract
+from fsharding.axes import AXES
+from fsharding.mesh import Mesh, abstract
 from fsharding.ops import transition
 from fsharding.ops.bucket import Bucket, plan_bucket
 from fsharding.ops.transition import Step

@@ -25,6 +25,7 @@ from fsharding.mesh import Group
 __all__ = [
     "Pending",
     "algorithm",
+    "as_bytes",
     "Message",
     "exchange_messages",
     "exchange_pieces",
@@ -200,6 +201,11 @@ class Message(NamedTuple):
     rank: int
     tag: int
     data: Tensor
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, which travel whatever its dtype: a flat view."""
+    return x.view(-1).view(torch.uint8)
 
 
 def exchange_messages(sends: Sequence[Message], receives: Sequence[Message], group: Group) -> Pending:

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
+from fsharding.axes import AXES
 from fsharding.errors import LayoutError, message
-from fsharding.mesh import AXES, axis_group
+from fsharding.mesh import axis_group, coordinate
 from fsharding.ops import wire
 from fsharding.optim.base import EmptyState, GradientTransformation, like, local_leaves
-from fsharding.sharding import NamedSharding, local_of, sharding_of
+from fsharding.sharding import NamedSharding, is_assigned, local_of, sharding_of
 from fsharding.tree import Tree
 
 __all__ = ["clip_by_global_norm", "global_norm"]
@@ -25,23 +26,38 @@ _CHUNK = 1 << 15
 """Elements that are widened at once: small enough for a core's cache."""
 
 
-def global_norm(values: Tree) -> Tensor:
+def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     """The root of the sum of squares over all leaves and all ranks: float32, 0-d.
 
+    Args:
+        values: tree of DTensors and plain tensors.
+        shardings: where they are, such as `layout.main`; needed for leaves with explicit assignments.
+
     Raises:
-        LayoutError: a leaf is not reduced yet; all such leaves are listed.
+        LayoutError: a leaf is not reduced yet, or has an assignment that nobody tells; all such leaves are listed.
+        TreeError: the trees do not match.
     """
     named = tree.named_leaves(values)
-    shardings = {path: sharding_of(x) if isinstance(x, DTensor) else None for path, x in named.items()}
-    partial = [f"{path}: {s}" for path, s in shardings.items() if s is not None and s.partial]
+    known: dict[str, NamedSharding | None] = dict.fromkeys(named)
+    if shardings is not None:
+        flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, "fs.global_norm")
+        known = dict(zip(named, flat, strict=True))
+    elif hidden := [path for path, x in named.items() if isinstance(x, DTensor) and is_assigned(x)]:
+        mend = "Say where they are: fs.global_norm(grads, shardings=layout.main)."
+        raise LayoutError(message("fs.global_norm", "cannot tell who owns leaves with assignments.", hidden, mend))
+    where = {path: _sharding(x, known[path]) for path, x in named.items()}
+    partial = [f"{path}: {s}" for path, s in where.items() if s is not None and s.partial]
     if partial:
         mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
         raise LayoutError(message("fs.global_norm", "needs reduced gradients.", partial, mend))
     squares = {path: _square_sum(local_of(x)) for path, x in named.items()}
     groups: dict[tuple[str, ...], list[str]] = {}
     meshes: dict[tuple[str, ...], NamedSharding] = {}
-    for path, s in shardings.items():
-        axes = tuple(a for a in AXES if s is not None and a in s.simplified().spec.all_axes)
+    for path, s in where.items():
+        if s is not None and not _counts(s):
+            squares[path] = torch.zeros_like(squares[path])
+        used = () if s is None else (*s.simplified().spec.all_axes, *(a.axis for a in s.assigned))
+        axes = tuple(a for a in AXES if a in used)
         groups.setdefault(axes, []).append(path)
         if s is not None:
             meshes[axes] = s
@@ -53,6 +69,19 @@ def global_norm(values: Tree) -> Tensor:
     if not squares:
         return torch.zeros(())
     return torch.stack(list(squares.values())).sum().sqrt().float()
+
+
+def _sharding(x: Tensor, known: NamedSharding | None) -> NamedSharding | None:
+    if not isinstance(x, DTensor):
+        return None
+    return sharding_of(x) if known is None or not known.assigned else known
+
+
+def _counts(sharding: NamedSharding) -> bool:
+    """Whether this rank's part counts: where several coordinates own a leaf whole, that of the first one does."""
+    owners = [a for a in sharding.assigned if a.dim is None]
+    here = coordinate(sharding.mesh) if owners else {}
+    return all(here[a.axis] == next(c for c, owned in enumerate(a.ranges) if owned) for a in owners)
 
 
 def _square_sum(x: Tensor) -> Tensor:

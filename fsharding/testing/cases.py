@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import tree
+from fsharding.axes import AXES, AbstractMesh
 from fsharding.layout import Layout, plan_layout
-from fsharding.mesh import AXES, AbstractMesh, Mesh, abstract, coordinate, data_axes, make_mesh
+from fsharding.mesh import Mesh, abstract, coordinate, data_axes, make_mesh
 from fsharding.ops.collectives import gather, psum, vary
 from fsharding.precision import FP32, Precision
 from fsharding.sharding import Local, NamedSharding

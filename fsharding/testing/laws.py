@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.axes import AXES
 from fsharding.errors import message
-from fsharding.mesh import AXES, Mesh, abstract, coordinate
+from fsharding.mesh import Mesh, abstract, coordinate
 from fsharding.ops.collectives import psum
 from fsharding.sharding import Local, NamedSharding, local_of, sharding_of
 from fsharding.testing.cases import local_part

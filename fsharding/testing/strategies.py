@@ -22,8 +22,8 @@ except ModuleNotFoundError as error:
     _mend = 'Install the extra that has it: pip install "fsharding[test]".'
     raise ConfigError(message("fsharding.testing.strategies", "needs hypothesis.", mend=_mend)) from error
 
+from fsharding.axes import AXES, AbstractMesh
 from fsharding.layout import LAYERS, Layout
-from fsharding.mesh import AXES, AbstractMesh
 from fsharding.precision import BF16, FP32, Precision
 from fsharding.sharding import Assigned, NamedSharding
 from fsharding.spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec

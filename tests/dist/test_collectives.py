@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 import fsharding as fs
 from fsharding import ops
+from fsharding.axes import AbstractMesh
 from fsharding.boxes import chunk
 from fsharding.errors import MeshError, SpecError, TransformError
-from fsharding.mesh import AbstractMesh
 from fsharding.sharding import local_of, to_local
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 

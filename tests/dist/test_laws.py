@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import ops
+from fsharding.axes import AbstractMesh
 from fsharding.boxes import chunk
 from fsharding.checkpoint.leaves import content, param_path, placement
-from fsharding.mesh import AbstractMesh, abstract, coordinate, data_axes
+from fsharding.mesh import abstract, coordinate, data_axes
 from fsharding.sharding import local_of, to_local
 from fsharding.state import main_of
 from fsharding.testing import (
@@ -39,7 +40,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 FULL = settings.default.max_examples >= 500
 SECONDS = 60.0
-CALLS = 400
+CALLS = 60
 
 
 def examples(few, many):
@@ -133,7 +134,7 @@ def in_plain_torch(case):
     return {path: w.detach() for path, w in params.items()}, losses
 
 
-@examples(40, 1000)
+@examples(30, 600)
 @given(draws.train_cases())
 def test_any_home_trains_to_the_same_bits_in_the_bytes_that_were_planned(case):
     on_ranks(train, case.ranks, case)
@@ -192,7 +193,7 @@ def init(leaves, home):
     assert_bitwise_equal(state.key, fs.random.split(key)[1].clone())
 
 
-@examples(40, 800)
+@examples(45, 700)
 @given(st.data())
 def test_init_is_the_same_in_every_layout(data):
     leaves, mesh = data.draw(draws.trees()), data.draw(draws.meshes())
@@ -242,7 +243,7 @@ def nodes_of(tree):
     return [tree, *(node for child in children for node in nodes_of(child))]
 
 
-@examples(25, 400)
+@examples(15, 250)
 @given(draws.reshard_cases(subsets=False), st.booleans())
 def test_a_checkpoint_loads_into_any_layout(case, given_opt):
     with tempfile.TemporaryDirectory() as folder:
@@ -319,7 +320,7 @@ def is_adjoint(case):
     assert_adjoint(op, dual, x, mesh=mesh, same_in=same_in, same_out=same_out, what=case.op)
 
 
-@examples(100, 1500)
+@examples(105, 1500)
 @given(maps())
 def test_every_collective_has_its_transpose(case):
     on_ranks(is_adjoint, case.mesh.size, case)
@@ -337,7 +338,14 @@ def unit_is_adjoint(leaf, home):
     assert_adjoint(fs.gather_unit, dual, nodes, mesh=mesh, same_in=same, what="gather_unit and scatter_grads")
 
 
-@examples(40, 1300)
+@examples(30, 900)
 @given(draws.leaves([torch.float64]), draws.meshes(), st.data())
 def test_gathering_a_unit_has_its_transpose(leaf, mesh, data):
     on_ranks(unit_is_adjoint, mesh.size, leaf, data.draw(draws.homes({"a": leaf}, mesh, [fs.FP32])))
+
+
+def test_gathering_a_leaf_of_one_stage_has_its_transpose():
+    """Its DTensor is on a slice of the mesh, the groups are those of the whole mesh: all ranks make them."""
+    mesh = AbstractMesh(("pp", "ep", "cp"), (2, 2, 2))
+    for strategy in (fs.zero(0), fs.zero(3)):
+        on_ranks(unit_is_adjoint, 8, Leaf((5, 3), torch.float64), Home(mesh, strategy, stages={"a": 0}))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.mesh import AXES, AbstractMesh
+from fsharding.axes import AXES, AbstractMesh
 from fsharding.testing import TrainCase, assert_bitwise_equal, local_part, whole_tensors
 from fsharding.testing import strategies as draws
 from tests.dist.test_laws import content_is_whole, examples, layout_here, on_ranks, parts, some_state, teardown_module
@@ -29,7 +29,7 @@ def leaves_move(case, between):
     assert_bitwise_equal(parts(fs.reshard(x, b, source=a, donate=True)), parts(there), "donated")
 
 
-@examples(40, 1000)
+@examples(35, 800)
 @given(draws.reshard_cases(), st.data())
 def test_resharding_leaves_composes_and_comes_back(case, data):
     mesh = data.draw(draws.meshes(case.ranks, subset_of=case.ranks))
@@ -47,7 +47,7 @@ def state_moves(case):
     content_is_whole(fs.reshard(there, source), source)
 
 
-@examples(25, 600)
+@examples(35, 500)
 @given(draws.reshard_cases())
 def test_a_state_goes_there_and_back(case):
     on_ranks(state_moves, case.ranks, case)
@@ -84,7 +84,7 @@ def steps_commute(case: TrainCase, other):
         assert int(back.step) == case.steps
 
 
-@examples(20, 500)
+@examples(10, 250)
 @given(pairs())
 def test_a_step_and_a_reshard_commute(pair):
     on_ranks(steps_commute, pair[0].ranks, *pair)

@@ -358,6 +358,7 @@ def test_a_script_can_send_its_own_functions(tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.full
 def test_a_script_without_a_guard_is_told_so(tmp_path):
     done = script(
         tmp_path,
@@ -371,6 +372,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
     assert 'A script that calls run_ranks needs `if __name__ == "__main__":` around what it runs.' in done.stderr
 
 
+@pytest.mark.full
 def test_a_function_typed_into_an_interpreter():
     code = "from fsharding.testing import run_ranks\ndef f(): pass\nrun_ranks(f, 1)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -43,6 +43,9 @@ def placed(strategy):
     return OUTER if strategy in HYBRIDS and strategy != fs.zero(3) else DP
 
 
+# Either of two variants that differ little runs by default.
+MICROBATCHES = [pytest.param(1, marks=pytest.mark.full), 3]
+PRECISIONS = [pytest.param(fs.FP32, id="fp32", marks=pytest.mark.full), pytest.param(fs.BF16, id="bf16")]
 PLACED = [(strategy, DP) for strategy in ZEROS] + [(fs.HSDP, OUTER), (fs.HFSDP, OUTER)]
 
 
@@ -138,7 +141,7 @@ def alone(**how):
 
 # ---------------------------------------------------------------------------------------------- against one process
 @pytest.mark.parametrize("opt", ["sgd", "adamw"])
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
 @pytest.mark.parametrize(("strategy", "axes"), PLACED, ids=name_of)
 def test_losses_are_those_of_one_process(strategy, axes, microbatches, opt):
     reference = alone(opt=opt, microbatches=microbatches)
@@ -212,7 +215,11 @@ def test_strategies_agree_bitwise(ranks, precision):
         assert_bitwise_equal(run, runs[3], f"{strategy} and zero3")
 
 
-@pytest.mark.parametrize("strategy", HYBRIDS, ids=name_of)
+@pytest.mark.parametrize(
+    "strategy",
+    [s if s in (fs.HSDP, fs.HFSDP) else pytest.param(s, marks=pytest.mark.full) for s in HYBRIDS],
+    ids=name_of,
+)
 def test_hybrids_agree_bitwise_with_zero3(strategy):
     run = on_ranks(4, strategy, steps=20, axes=OUTER)
     assert_bitwise_equal(run, on_ranks(4, fs.zero(3), steps=20, axes=DP), f"{strategy} and zero3")
@@ -650,7 +657,7 @@ def toys_on_ranks(name, ranks, outer, microbatches):
     return results[0]
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
 @pytest.mark.parametrize("name", TOYS)
 def test_unlike_parameters_train_as_in_plain_torch(name, microbatches):
     rtol = TOYS[name].rtol
@@ -696,7 +703,7 @@ def test_scalars_are_seen_in_the_compute_dtype_by_every_strategy():
             assert losses == results[0][0]
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
 def test_tied_embeddings_train_as_one_process(microbatches):
     config = fs.models.DecoderConfig(**{**vars(CONFIG), "tied": True})
     reference = alone(config=config, microbatches=microbatches)
@@ -805,7 +812,7 @@ def measure(name, strategy, mesh, precision, opt):
     return tuple(layout.memory(optim)), *(tuple(fs.state_bytes(part) for part in parts) for parts in (first, stepped))
 
 
-@pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["decoder", "16-17-8", "smaller than the ranks", "scalars", "frozen leaf", "dtypes"])
 def test_bytes_are_those_that_the_layout_says(name, precision):
     strategies = [*ZEROS, fs.HFSDP, fs.hybrid(params=True), fs.hybrid(fs.zero(1), grads=True)]
@@ -1010,7 +1017,7 @@ def pure(strategy, axes, precision, opt, microbatches):
         state = after
 
 
-@pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", [*ZEROS, fs.HSDP, fs.HFSDP], ids=name_of)
 def test_a_step_changes_nothing_that_went_in(strategy, precision):
     opt, microbatches = ("adamw", 1) if precision == fs.FP32 else ("momentum", 3)
@@ -1044,7 +1051,12 @@ def test_a_donated_state_says_so():
 
 
 @pytest.mark.parametrize(
-    "how", [{"opt": "adamw", "microbatches": 3}, {"opt": "momentum", "precision": fs.BF16}], ids=name_of
+    "how",
+    [
+        pytest.param({"opt": "adamw", "microbatches": 3}, marks=pytest.mark.full),
+        {"opt": "momentum", "precision": fs.BF16},
+    ],
+    ids=name_of,
 )
 @pytest.mark.parametrize("strategy", [*ZEROS, fs.HSDP, fs.HFSDP], ids=name_of)
 def test_donation_changes_no_bit(strategy, how):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
 from fsharding import boxes, random
-from fsharding.mesh import AXES, DATA_AXES, AbstractMesh
+from fsharding.axes import AXES, DATA_AXES, AbstractMesh
 from fsharding.ops import bucket as buckets
 from fsharding.ops import transition, wire
 from fsharding.ops.unit import unreduced

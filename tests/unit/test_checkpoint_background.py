@@ -1,5 +1,6 @@
 """Saves beside the training: what they leave alone, where their failures show up, and who may write when."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -176,11 +177,11 @@ WRITER = """
     from fsharding.errors import CheckpointError
     from tests.unit.test_checkpoint import at_step
     if __name__ == "__main__":
-        first, count, until = int(sys.argv[2]), 0, time.time() + 2.0
+        first, count = int(sys.argv[2]), 0
         state = at_step(first)
         print("ready", flush=True)
         sys.stdin.readline()
-        until, texts = time.time() + 2.0, set()
+        until, texts = time.time() + 1.0, set()
         while time.time() < until:
             try:
                 ck.save(sys.argv[1], state)
@@ -310,3 +311,29 @@ def test_checkpointer_numbers(tmp_path, numbers):
         f"fs.checkpoint.Checkpointer cannot keep fewer than one.\n{rows}"
         "Give numbers of at least 1; keep=None keeps all."
     )
+
+
+def test_a_save_clears_up_before_the_next_begins(tmp_path):
+    """Its directory is in its place, its lock too: what it set aside is its own until it is done."""
+    ck.save(tmp_path / "a", at_step(1))
+    partial = store.Partial(tmp_path / "a")
+    os.rename(tmp_path / "a", tmp_path / "b")
+    os.rename(partial.folder, tmp_path / "a")
+    with pytest.raises(CheckpointError, match="another save is writing it"):
+        store.Partial(tmp_path / "a")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    held = os.dup(partial._lock)  # as a process has it that was forked meanwhile
+    partial.close()
+    ck.save(tmp_path / "a", at_step(2))
+    os.close(held)
+    assert ck.load(tmp_path / "a", planned()).step == 2
+
+
+def test_a_file_system_that_knows_no_locks(tmp_path, monkeypatch):
+    def flock(fd, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(store.fcntl, "flock", flock)
+    ck.save(tmp_path / "a", at_step(1))
+    ck.save(tmp_path / "a", at_step(2))
+    assert ck.load(tmp_path / "a", planned()).step == 2

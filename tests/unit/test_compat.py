@@ -186,3 +186,75 @@ def test_values_come_out_of_transforms_but_for_vmap():
     torch.func.jvp(look, (torch.tensor([3.0]),), (torch.tensor([1.0]),))
     torch.vmap(look)(torch.zeros(2, 1))
     assert seen == [[2.0, 3.0], [4.0], None]
+
+
+def test_torch_orders_a_pipeline_from_the_numbers_of_its_stages():
+    assert _compat.torch_pipeline_order("ScheduleInterleaved1F1B", 1, 2, 1) == [
+        [("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("B", 0, 0)]
+    ]
+    assert _compat.torch_pipeline_order("ScheduleInterleavedZeroBubble", 2, 2, 2)[1][:5] == [
+        ("F", 1, 0),
+        ("F", 1, 1),
+        ("F", 3, 0),
+        ("I", 3, 0),
+        ("F", 3, 1),
+    ]
+    assert _compat.torch_pipeline_order("ScheduleZBVZeroBubble", 1, 2, 1) == [
+        [("F", 0, 0), ("F", 1, 0), ("I", 1, 0), ("W", 1, 0), ("I", 0, 0), ("W", 0, 0)]
+    ]
+    row = _compat.torch_pipeline_order("ScheduleDualPipeV", 2, 2, 4)[0]
+    assert row[7:11] == [("F", 0, 3), ("B", 3, 1), ("F", 3, 2), ("B", 0, 0)], "what is overlapped comes as two"
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_attention_to_two_blocks_can_be_put_together(dtype):
+    """The kernels give and take the log-sum-exp, take grouped heads, and a finite mask that hides all of a row."""
+    torch.manual_seed(0)
+    near = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2}[dtype]
+    q, grad = torch.randn(2, 4, 6, 8, dtype=dtype), torch.randn(2, 4, 6, 8, dtype=dtype)
+    k, v = torch.randn(2, 2, 2, 10, 8, dtype=dtype)
+    mask = torch.zeros(2, 1, 6, 10, dtype=dtype)
+    mask[:, :, 2, :5] = torch.finfo(dtype).min / 2
+    halves = slice(0, 5), slice(5, 10)
+    parts = [_compat.attend_block(q, k[:, :, h], v[:, :, h], mask[..., h], causal=False, scale=0.4) for h in halves]
+    assert parts[0][1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert parts[0][1].shape == (2, 4, 6) and (parts[0][1][:, :, 2] < -1e30).all()
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(x * (part - lse).exp()[..., None] for x, part in parts)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    many = [x.repeat_interleave(2, 1) for x in leaves[1:]]
+    want = torch.nn.functional.scaled_dot_product_attention(leaves[0], *many, attn_mask=mask.double(), scale=0.4)
+    torch.testing.assert_close(out.double(), want.detach(), rtol=near, atol=near)
+    grads = [
+        _compat.attend_block_backward(
+            grad, q, k[:, :, h], v[:, :, h], mask[..., h], out.to(dtype), lse, causal=False, scale=0.4
+        )
+        for h in halves
+    ]
+    found = grads[0][0] + grads[1][0], *(torch.cat([g[i] for g in grads], 2) for i in (1, 2))
+    for x, y in zip(found, torch.autograd.grad(want, leaves, grad.double()), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=near, atol=near)
+
+
+def test_a_square_block_is_causal_and_all_that_the_kernels_take_may_be_views():
+    q, k, v = torch.randn(3, 2, 7, 4, 8).transpose(2, 3).unbind(0)
+    out, lse = _compat.attend_block(q, k, v, None, causal=True, scale=None)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, want)
+    assert lse.shape == (2, 4, 7)
+    views = [x[:, :, 2:] for x in (torch.randn_like(q), q, k, v, out, lse)]
+    copies = [x.contiguous() for x in views]
+    both = [_compat.attend_block_backward(*xs[:4], None, *xs[4:], causal=False, scale=None) for xs in (views, copies)]
+    assert_bitwise_equal(list(both[0]), list(both[1]))
+
+
+def test_the_kernels_of_other_devices_take_what_we_give_them():
+    """On tensors without data: names, arguments and shapes. What they compute only a device can show."""
+    q, k = torch.empty(2, 4, 6, 8, device="meta"), torch.empty(2, 2, 10, 8, device="meta")
+    mask = torch.empty(2, 1, 6, 10, device="meta")
+    out, lse = _compat.attend_block(q, k, k, mask, causal=False, scale=None)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 6), torch.float32)
+    for given in (mask, None):
+        grads = _compat.attend_block_backward(q, q, k, k, given, out, lse, causal=False, scale=None)
+        assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]

@@ -21,7 +21,7 @@ def test_a_message_has_rule_rows_and_mend():
         ("MeshError", ValueError), ("SpecError", ValueError), ("LayoutError", ValueError), ("TreeError", ValueError),
         ("BatchError", ValueError), ("RandomKeyError", ValueError), ("DataError", ValueError), ("ConfigError", ValueError),
         ("CheckpointError", ValueError), ("TransformError", TypeError), ("DonatedError", RuntimeError),
-        ("NonFiniteError", FloatingPointError), ("RankError", RuntimeError),
+        ("NonFiniteError", FloatingPointError), ("RankError", RuntimeError), ("ScheduleError", ValueError),
     ],
 )  # fmt: skip
 def test_what_a_user_can_mend_is_a_value_error(name, family):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import fsharding as fs
+from fsharding.axes import AbstractMesh
 from fsharding.errors import LayoutError, SpecError, TreeError
-from fsharding.mesh import AbstractMesh
 from fsharding.spec import P
 
 MESH = AbstractMesh(("dp", "tp"), (4, 2))

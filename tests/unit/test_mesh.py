@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
 from fsharding import mesh as meshes
+from fsharding.axes import AXES, AbstractMesh, make_shape
 from fsharding.errors import MeshError
-from fsharding.mesh import AXES, AbstractMesh, make_shape
 from fsharding.testing import run_ranks
 
 KNOWN = "Axes are pp, replica, dp, ep, cp, tp."

@@ -6,8 +6,8 @@ import pytest
 
 import fsharding as fs
 from fsharding import boxes, routes
+from fsharding.axes import AbstractMesh
 from fsharding.errors import LayoutError
-from fsharding.mesh import AbstractMesh
 
 FOUR = AbstractMesh(("dp",), (4,))
 

@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fsharding as fs
+from fsharding.axes import AbstractMesh
 from fsharding.errors import SpecError
-from fsharding.mesh import AbstractMesh
 from fsharding.sharding import Assigned, local_of, sharding_of, to_local
 from fsharding.spec import P
 

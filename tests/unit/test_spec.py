@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
+from fsharding.axes import AXES
 from fsharding.errors import SpecError
-from fsharding.mesh import AXES
 from fsharding.spec import DEFAULT_RULES, AxisRules, P
 
 KNOWN = "Axes are pp, replica, dp, ep, cp, tp."

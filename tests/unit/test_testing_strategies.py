@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import boxes
-from fsharding.mesh import AXES, AbstractMesh
+from fsharding.axes import AXES, AbstractMesh
 from fsharding.testing import Home, Leaf, Pair, ReshardCase, TrainCase, local_part, whole_tensors
 from fsharding.testing import strategies as draws
 
 ONE = AbstractMesh(("dp",), (1,))
 HOME = Home(ONE, fs.zero(0))
-SMALL = settings(max_examples=200, database=None)
 
 
-def least(strategy, condition=lambda value: True):
-    return find(strategy, condition, settings=SMALL)
+def least(strategy, condition=lambda value: True, examples=60):
+    return find(strategy, condition, settings=settings(max_examples=examples, database=None))
 
 
 def test_everything_shrinks_to_one_rank_and_a_replicated_leaf():
@@ -57,10 +56,10 @@ def test_meshes_keep_their_limits(most, axes, orders, data):
     assert list(some.ranks) == sorted({*some.ranks}) and all(rank < 5 for rank in some.ranks)
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", ["pp", *(pytest.param(a, marks=pytest.mark.full) for a in AXES if a != "pp")])
 def test_every_axis_comes_and_three_at_once(axis):
     assert least(draws.meshes(), lambda mesh: mesh.axis_size(axis) > 1).names == (axis,)
-    assert least(draws.meshes(), lambda mesh: len(mesh.names) == 3 and axis in mesh.names).sizes == (2, 2, 2)
+    assert least(draws.meshes(), lambda mesh: len(mesh.names) == 3 and axis in mesh.names, 300).sizes == (2, 2, 2)
 
 
 @given(draws.reshard_cases())

@@ -1,0 +1,129 @@
+"""Actions: the words of a pipeline schedule, and what each of them waits for.
+
+In: a table (for each rank its actions in order) and the owner of each stage. Out: who is at the other end of a message,
+and which actions of the same rank have to come first.
+An action only *starts* something. A compute action (F, B, I, W) waits for what it needs; sends, receives, gathers and
+scatters are posted and run beside the computes that follow. Law: both ends of a message name each other.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from fsharding.errors import ScheduleError, message
+
+__all__ = ["COMPUTES", "KINDS", "MESSAGES", "Action", "Kind", "Owner", "Table", "needs", "partner", "peer"]
+
+Kind: TypeAlias = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "SCATTER"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+COMPUTES: frozenset[Kind] = frozenset({"F", "B", "I", "W"})
+MESSAGES: frozenset[Kind] = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
+
+_PATTERN = re.compile(rf"(\d+)({'|'.join(KINDS)})(\d*)")
+
+
+class Action(NamedTuple):
+    """One thing that a rank does for one of its stages. Prints as `3F0`: stage 3, forward, microbatch 0.
+
+    | kind | what |
+    |---|---|
+    | F | forward |
+    | B | backward, for the inputs and the weights |
+    | I | backward for the inputs only |
+    | W | backward for the weights only, some time after I |
+    | SEND_F, RECV_F | activations to the next stage, from the stage before |
+    | SEND_B, RECV_B | gradients to the stage before, from the next stage |
+    | GATHER | get the stage's parameters over the data axes and keep them to the end of its last F, B or I |
+    | SCATTER | reduce the stage's gradients over the data axes |
+
+    A GATHER with a microbatch is for the next F, B or I of that microbatch alone; a SCATTER with one reduces the
+    gradients of that microbatch alone. W needs no gather: the gradient of a product by its weights has none in it.
+
+    Attributes:
+        kind: one of `KINDS`.
+        stage: the stage that acts, in a message as well: the sender's own in a send, the receiver's own in a receive.
+        microbatch: None in a GATHER or SCATTER that stands for all of them.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    __str__ = __repr__
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """The action that prints so: `Action.parse("3SEND_F0")`.
+
+        Raises:
+            ScheduleError: no action prints so.
+        """
+        found = _PATTERN.fullmatch(text)
+        if found is None:
+            mend = f"Write stage, kind, microbatch, such as '3F0'; kinds are {', '.join(KINDS)}."
+            raise ScheduleError(message("fs.Action.parse", f"cannot read {text!r}.", mend=mend))
+        stage, kind, microbatch = found.groups()
+        return Action(KINDS[KINDS.index(kind)], int(stage), int(microbatch) if microbatch else None)
+
+
+Owner: TypeAlias = tuple[int, ...]
+"""The rank of each stage."""
+
+Table: TypeAlias = tuple[tuple[Action, ...], ...]
+"""For each rank its actions, in order."""
+
+_PARTNERS: dict[Kind, tuple[Kind, int]] = {
+    "SEND_F": ("RECV_F", +1),
+    "RECV_F": ("SEND_F", -1),
+    "SEND_B": ("RECV_B", -1),
+    "RECV_B": ("SEND_B", +1),
+}
+
+
+def partner(action: Action) -> Action:
+    """The other end of a message: `3RECV_F0` for `2SEND_F0`."""
+    kind, step = _PARTNERS[action.kind]
+    return Action(kind, action.stage + step, action.microbatch)
+
+
+def peer(action: Action, owner: Owner) -> int:
+    """The rank at the other end of a message."""
+    return owner[partner(action).stage]
+
+
+def needs(action: Action, owner: Owner) -> tuple[tuple[Action, ...], ...]:
+    """What the same rank has to have in its table before an action.
+
+    A neighbour on the same rank hands over without messages, so its compute action stands for the receive.
+
+    Returns:
+        Tuples of alternatives; one of each is needed. Gathers and scatters are not among them: see `checking`.
+    """
+    kind, stage, microbatch = action
+    forward = (Action("F", stage, microbatch),)
+    match kind:
+        case "F" if stage > 0:
+            local = owner[stage - 1] == owner[stage]
+            return ((Action("F" if local else "RECV_F", stage - local, microbatch),),)
+        case "B" | "I" if stage == len(owner) - 1:
+            return (forward,)
+        case "B" | "I":
+            local = owner[stage + 1] == owner[stage]
+            return (forward, _backward(stage + 1, microbatch) if local else (Action("RECV_B", stage, microbatch),))
+        case "W":
+            return ((Action("I", stage, microbatch),),)
+        case "SEND_F":
+            return (forward,)
+        case "SEND_B":
+            return (_backward(stage, microbatch),)
+        case _:
+            return ()
+
+
+def _backward(stage: int, microbatch: int | None) -> tuple[Action, Action]:
+    """The actions that give the gradient of a stage's inputs."""
+    return Action("B", stage, microbatch), Action("I", stage, microbatch)

@@ -1,0 +1,143 @@
+"""Axes: the six axes `pp replica dp ep cp tp`, and meshes of them as pure values, without devices.
+
+In: a size for each axis, -1 for the one that takes what is left. Out: an `AbstractMesh`.
+An axis of size 1 is not in the mesh; everything treats an absent axis as one of size 1.
+Law: a mesh has each of its ranks at exactly one coordinate.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from fsharding.errors import ConfigError, MeshError, message
+
+__all__ = ["AXES", "DATA_AXES", "AbstractMesh", "make_shape", "parse_axes", "unknown_axis"]
+
+AXES = ("pp", "replica", "dp", "ep", "cp", "tp")
+"""Every axis, in the default rank order, major first."""
+
+DATA_AXES = ("dp", "ep", "cp", "replica")
+"""The axes along which ranks see different tokens, in the order in which they cut a dim: `replica` is the minor one,
+so that a shard over `(dp, replica)` is a piece of the shard over `dp`."""
+
+
+@dataclass(frozen=True)
+class AbstractMesh:
+    """A mesh without devices: what planning needs, for any number of ranks, in no memory.
+
+    Attributes:
+        names: axes, major first.
+        sizes: their sizes.
+        ranks: the global rank at each position, row-major; empty means 0, 1, 2, ...
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return math.prod(self.sizes)
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The global rank at each position, row-major."""
+        return self.ranks or range(self.size)
+
+    def axis_size(self, axis: str) -> int:
+        """The size of an axis; 1 for an axis that the mesh does not have."""
+        return self.sizes[self.names.index(axis)] if axis in self.names else 1
+
+    def coordinate(self, position: int) -> dict[str, int]:
+        """The coordinate along each axis of the rank at a row-major position."""
+        result: dict[str, int] = {}
+        for name, size in reversed(tuple(zip(self.names, self.sizes, strict=True))):
+            position, result[name] = divmod(position, size)
+        return result
+
+    def rank_at(self, coord: dict[str, int]) -> int:
+        """The global rank at a coordinate; axes left out count as 0."""
+        position = 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            position = position * size + coord.get(name, 0)
+        return self.members[position]
+
+    def coordinates(self) -> Iterator[dict[str, int]]:
+        """The coordinates of all ranks, row-major."""
+        for values in product(*(range(size) for size in self.sizes)):
+            yield dict(zip(self.names, values, strict=True))
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{n}: {s}" for n, s in zip(self.names, self.sizes, strict=True)) + "}"
+
+
+def unknown_axis(name: str) -> str:
+    """Words the complaint about an axis that does not exist."""
+    close = sorted(difflib.get_close_matches(name, AXES, 3), key=lambda axis: not name.startswith(axis[:1]))
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"knows no axis {name!r}. Axes are {', '.join(AXES)}.{hint}"
+
+
+def parse_axes(text: str, function: str) -> dict[str, int]:
+    """Sizes by axis from what a user writes: `replica=2,dp=-1`.
+
+    Args:
+        text: axes separated by commas.
+        function: whose name the error carries.
+
+    Raises:
+        ConfigError: something that is no axis with its size, or one axis twice.
+    """
+    axes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, size = part.partition("=")
+        if not equals or not size.strip().removeprefix("-").isdecimal() or name.strip() in axes:
+            mend = "Write axes as --mesh replica=2,dp=2, each once."
+            raise ConfigError(message(function, f"cannot read {part!r} in --mesh {text}.", mend=mend))
+        axes[name.strip()] = int(size)
+    return axes
+
+
+def make_shape(
+    axes: dict[str, int], *, world: int, order: Sequence[str] = AXES, function: str = "fs.make_mesh"
+) -> AbstractMesh:
+    """Checks axis sizes against a number of ranks and fills in the -1.
+
+    Args:
+        axes: size by axis; one of them may be -1 and takes what is left.
+        world: number of ranks.
+        order: all six axes, major first: which ranks are neighbours.
+        function: whose name the error carries.
+
+    Returns:
+        The mesh; axes of size 1 are left out, but `dp` stays when nothing else is there.
+
+    Raises:
+        MeshError: unknown axis, size below 1, two -1, or a product that differs from `world`.
+    """
+    for name in [*axes, *order]:
+        if name not in AXES:
+            raise MeshError(message(function, unknown_axis(name)))
+    if sorted(order) != sorted(AXES):
+        raise MeshError(message(function, f"needs an order of all six axes, got {order!r}.", mend=f"Use {AXES!r}."))
+    sizes = {axis: axes.get(axis, 1) for axis in order}
+    asked = ", ".join(f"{axis}={size}" for axis, size in axes.items()) or "no axes"
+    wrong = [f"{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if wrong or len(free) > 1:
+        what = ", ".join(wrong) or " and ".join(f"{axis}=-1" for axis in free)
+        raise MeshError(message(function, f"got {what}.", mend="A size is at least 1; one axis may be -1."))
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if free and world % fixed == 0:
+        sizes[free[0]] = world // fixed
+    if math.prod(sizes.values()) != world:
+        mend = "Use dp=-1 to let dp take what is left." if not free and world % (fixed // sizes["dp"]) == 0 else ""
+        mend = mend or f"Start {fixed} ranks, or choose sizes whose product divides {world}."
+        raise MeshError(message(function, f"got {asked}: {fixed} ranks, but there are {world}.", mend=mend))
+    kept = [axis for axis in order if sizes[axis] > 1] or ["dp"]
+    return AbstractMesh(tuple(kept), tuple(sizes[axis] for axis in kept))

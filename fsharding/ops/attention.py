@@ -1,0 +1,352 @@
+"""Attention over a sequence that is cut along a mesh axis, in the zig-zag order of `ops.sequence`.
+
+In: this rank's queries, keys and values. Out: for its queries, what attention over the whole sequence gives.
+Three ways with the same result. "ring": keys and values go around, and no rank ever has them all. "gather": every
+rank has them all. "ulysses": every rank has the whole sequence of some heads.
+Law: values and gradients are those of `scaled_dot_product_attention` on the whole tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fsharding import _compat
+from fsharding.errors import SpecError, TransformError, message
+from fsharding.mesh import Group, Mesh, axis_group, axis_size, current_mesh
+from fsharding.ops import wire
+from fsharding.ops.collectives import all_to_all, gather
+from fsharding.ops.sequence import zigzag, zigzag_order
+from fsharding.precision import wide
+
+__all__ = ["Kind", "RingStep", "attention", "plan_ring"]
+
+Kind = Literal["ring", "gather", "ulysses"]
+_KINDS = ("ring", "gather", "ulysses")
+
+_TILE = 1024
+"""With documents, a block is computed in tiles of at most so many queries and keys, and hidden tiles are left out."""
+
+
+@dataclass(frozen=True)
+class _How:
+    """What is static about a call; see `attention`. The members of `group` share the sequence."""
+
+    causal: bool
+    scale: float | None
+    axis: str
+    mesh: Mesh
+    group: Group
+
+
+_ALONE = Group((0,), 0, None)
+
+
+def attention(
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    *,
+    causal: bool = True,
+    documents: Tensor | None = None,
+    axis: str = "cp",
+    kind: Kind = "ring",
+    scale: float | None = None,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """softmax(scale q k') v over the whole sequence, of which each rank of an axis has a part.
+
+    On one rank, where the mesh lacks the axis, or where there is no mesh, it is `scaled_dot_product_attention`. With n
+    ranks there are three ways; all ranks go the same.
+
+    - "ring" (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"): a rank sends its
+      keys and values around, n - 1 times; in backward again, and their gradients in float32 n times. It holds two
+      blocks besides its own (in backward also three of gradients), computes while the next one is on its way, leaves
+      out what causality hides, and merges by log-sum-exp in float32. Differentiable once by autograd; under a
+      `torch.func` transform it is done as "gather".
+    - "gather": a rank holds the keys and values of all ranks, and a mask [T, n T]. Valid under every transform.
+    - "ulysses" (Jacobs et al. 2023, "DeepSpeed Ulysses"): heads are exchanged for tokens, and back. A rank holds the
+      whole sequence of H / n heads, and sends (n - 1) / n of its queries, keys, values and results each way.
+
+    Args:
+        q_BHTE: floating point [B, H, T, E]; T is this rank's part, as `ops.cut_sequence` takes it.
+        k_BKTE: [B, K, T, E]; query head h sees head h // (H / K), so H is a multiple of K.
+        v_BKTE: [B, K, T, E].
+        causal: a token sees itself and those before it, by global position.
+        documents: integer [B, T], the document of each token; it then sees tokens of its own document only.
+        axis: the mesh axis along which the sequence is cut.
+        kind: which way. For "ulysses" H is a multiple of the axis; where K is none, some key heads are sent more than
+            once.
+        scale: of the scores; by default 1 / sqrt(E).
+        mesh: by default that of `fs.set_mesh`.
+
+    Returns:
+        [B, H, T, E] in the dtype of q.
+
+    Raises:
+        SpecError: shapes, dtypes or heads that do not fit each other or the axis; an unknown kind.
+        MeshError: an unknown axis.
+    """
+    size = axis_size(axis, mesh, function="ops.attention")
+    _check(q_BHTE, k_BKTE, v_BKTE, documents, kind, axis, size)
+    if size == 1:
+        return _whole(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
+    mesh = mesh if mesh is not None else current_mesh("ops.attention")
+    how = _How(causal, scale, axis, mesh, axis_group(mesh, (axis,)))
+    if kind == "ulysses":
+        return _by_heads(q_BHTE, k_BKTE, v_BKTE, documents, how)
+    if kind == "gather" or not q_BHTE.numel() or _compat.in_functorch():
+        return _gathered(q_BHTE, k_BKTE, v_BKTE, documents, how)
+    return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, how)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kind: str, axis: str, size: int) -> None:
+    if kind not in _KINDS:
+        raise SpecError(message("ops.attention", f"knows no kind {kind!r}.", mend=f"Kinds are {', '.join(_KINDS)}."))
+    fits = q.ndim == k.ndim == 4 and k.shape == v.shape and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+    fits = fits and q.dtype == k.dtype == v.dtype
+    fits = fits and (documents is None or (tuple(documents.shape) == (q.shape[0], q.shape[2])))
+    mend = ""
+    if not fits:
+        mend = "Give q as [B, H, T, E], k and v as [B, K, T, E], all of one dtype, and documents as [B, T]."
+    elif q.shape[1] % k.shape[1]:
+        mend = f"Make the number of query heads, {q.shape[1]}, a multiple of that of key heads, {k.shape[1]}."
+    elif size > 1 and q.shape[2] % 2:
+        mend = f"{q.shape[2]} tokens are not an early and a late chunk of one size: take them with ops.cut_sequence."
+    elif size > 1 and kind == "ulysses" and q.shape[1] % size:
+        mend = f"ulysses cannot cut {q.shape[1]} query heads over {axis}: {size}. Use kind='ring' or 'gather'."
+    if mend:
+        named = {"q": q, "k": k, "v": v} | ({} if documents is None else {"documents": documents})
+        rows = [f"{name} is {str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in named.items()]
+        raise SpecError(message("ops.attention", "got tensors that do not fit.", rows, mend))
+
+
+# ------------------------------------------------------------------------------------------ all keys and values at once
+def _whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    """Attention by torch's own function. With `causal` queries and keys are the same tokens, in ascending order."""
+    if mask is not None and causal:
+        mask, causal = mask & torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(), False
+    # The fast kernels have no forward derivative, and no second one.
+    with sdpa_kernel(SDPBackend.MATH) if _compat.in_functorch() else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
+
+
+def _same_document(mine: Tensor | None, theirs: Tensor | None) -> Tensor | None:
+    """Which keys are of a query's document: bool[B, 1, T, S]."""
+    if mine is None or theirs is None:
+        return None
+    return mine[:, None, :, None] == theirs[:, None, None, :]
+
+
+def _gathered(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _How) -> Tensor:
+    """Attention of this rank's queries to all keys, which stay in the order of the ranks."""
+    k, v = gather(torch.stack((k, v)), how.axis, dim=3, mesh=how.mesh).unbind(0)
+    theirs = gather(documents, how.axis, dim=1, mesh=how.mesh) if documents is not None else None
+    mask = _same_document(documents, theirs)
+    if how.causal:
+        order = zigzag_order(k.shape[2], how.group.size, q.device)
+        before = order.view(how.group.size, -1)[how.group.index][:, None] >= order
+        mask = before if mask is None else mask & before
+    return _whole(q, k, v, mask, False, how.scale)
+
+
+# ----------------------------------------------------------------------------------------------------- heads for tokens
+def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _How) -> Tensor:
+    """Attention of some heads over the whole sequence, between two exchanges; q, k and v travel together."""
+    size, exchange = how.group.size, functools.partial(all_to_all, axis=how.axis, mesh=how.mesh)
+    # Each rank needs the key heads of its query heads: as few copies as make their number a multiple of the axis.
+    copies = size // math.gcd(k.shape[1], size)
+    k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
+    by_rank = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
+    heads = [x.shape[2] for x in by_rank]
+    joined = exchange(torch.cat(by_rank, 2).flatten(1, 2), split_dim=1, concat_dim=2)
+    order = zigzag_order(joined.shape[2], size, q.device)
+    ascending = order.argsort()
+    q, k, v = joined.index_select(2, ascending).split(heads, 1)
+    if documents is not None:
+        documents = gather(documents, how.axis, dim=1, mesh=how.mesh).index_select(1, ascending)
+    if documents is None or not q.numel() or _compat.in_functorch():
+        out = _whole(q, k, v, _same_document(documents, documents), how.causal, how.scale)
+    else:
+        out = _blockwise(q, k, v, documents, replace(how, group=_ALONE))
+    return exchange(out.index_select(2, order), split_dim=2, concat_dim=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------- ring
+class RingStep(NamedTuple):
+    """What a rank computes in one step of the ring.
+
+    Attributes:
+        source: the member of the group whose keys and values it has.
+        queries: from which to which of its own two chunks the queries see any of these keys, as the ends of a range.
+        keys: from which to which of the source's two chunks they see.
+        diagonal: queries and keys are the same tokens, and each sees itself and those before it.
+    """
+
+    source: int
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    diagonal: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_ring(size: int, index: int, causal: bool) -> tuple[RingStep, ...]:
+    """The steps of one member: its own keys first, then those of the member before it, and so on.
+
+    A causal step costs every member the same: its own block half, since it is on the diagonal, and any other half,
+    since either the later chunk of its keys is hidden, or all keys are from the earlier chunk of queries.
+
+    Args:
+        size: members of the ring.
+        index: which of them.
+        causal: tokens see only themselves and what is before them.
+    """
+    steps: list[RingStep] = []
+    for number in range(size):
+        source = (index - number) % size
+        queries, keys = (0, 2), (0, 2)
+        if causal and source != index:
+            mine, theirs = zigzag(size)[index], zigzag(size)[source]
+            queries = (0 if mine[0] > theirs[0] else 1, 2)
+            keys = (0, 2 if mine[1] > theirs[1] else 1)
+        steps.append(RingStep(source, queries, keys, causal and source == index))
+    return tuple(steps)
+
+
+class _Tile(NamedTuple):
+    """Some queries and some keys of a step, and what is hidden between them: by a mask to add, or by the diagonal."""
+
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+    mask: Tensor | None
+    causal: bool
+
+
+def _tiles(step: RingStep, q: Tensor, mine: Tensor | None, theirs: Tensor | None) -> Iterator[_Tile]:
+    """The tiles of a step of which anything is seen; one tile where there are no documents."""
+    half, every = q.shape[2] // 2, slice(None)
+    # One member has the whole sequence, of any length.
+    queries, keys = (range(a * half, q.shape[2] if b == 2 else b * half) for a, b in (step.queries, step.keys))
+    if mine is None or theirs is None:
+        at, of = (slice(r.start, r.stop) for r in (queries, keys))
+        yield _Tile((every, every, at), (every, every, of), None, step.diagonal)
+        return
+    for i in range(queries.start, queries.stop, _TILE):
+        for j in range(keys.start, keys.stop, _TILE):
+            at, of = slice(i, min(i + _TILE, queries.stop)), slice(j, min(j + _TILE, keys.stop))
+            seen = mine[:, None, at, None] == theirs[:, None, None, of]
+            if step.diagonal:
+                seen &= torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).tril(i - j)
+            if seen.any():
+                mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+                mask.masked_fill_(~seen, torch.finfo(q.dtype).min / 2)
+                yield _Tile((every, every, at), (every, every, of), mask, False)
+
+
+def _pass_on(xs: Sequence[Tensor], group: Group, tag: int = 0) -> tuple[list[Tensor], wire.Pending]:
+    """Starts to send tensors to the next member, and to receive the same of the one before."""
+    if group.size == 1:
+        return list(xs), wire.Pending()
+    come = [torch.empty_like(x) for x in xs]
+    after, before = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
+    sends = [wire.Message(after, tag + i, x) for i, x in enumerate(xs)]
+    return come, wire.exchange_messages(sends, [wire.Message(before, tag + i, x) for i, x in enumerate(come)], group)
+
+
+def _blockwise(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _How) -> Tensor:
+    return cast(tuple[Tensor, Tensor], _Ring.apply(q, k, v, documents, how))[0]
+
+
+class _Ring(Function):
+    """Attention block by block, with blocks that go around a group; of one member, over its own block in tiles."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
+        q, held = q.contiguous(), [x.contiguous() for x in (k, v, documents) if x is not None]
+        out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
+        steps = plan_ring(how.group.size, how.group.index, how.causal)
+        for step in steps:
+            come, pending = (held, wire.Pending()) if step is steps[-1] else _pass_on(held, how.group)
+            for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
+                part = _compat.attend_block(q[at], held[0][of], held[1][of], mask, causal=causal, scale=how.scale)
+                _merge(out[at], lse[at], *part)
+            pending.wait()
+            held = come
+        return out.to(q.dtype), lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.how = inputs[4]
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[:4], *output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        q, k, v, documents, out, lse = ctx.saved_tensors
+        with torch.no_grad():
+            dq, dk, dv = _ring_backward(grad, q, k, v, documents, out, lse, ctx.how)
+        # torch's own `once_differentiable` is silent where `grad` is a constant, as that of a sum is.
+        if torch.is_grad_enabled():
+            dq, dk, dv = cast(Any, _Once.apply(dq, dk, dv, grad, q, k, v))
+        return dq, dk, dv, None, None
+
+
+class _Once(Function):
+    """Hands gradients on, as something that depends on what they are made of and cannot be differentiated."""
+
+    @staticmethod
+    def forward(dq: Tensor, dk: Tensor, dv: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        return None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rule = "is computed block by block here, which autograd can differentiate once only."
+        raise TransformError(message("ops.attention", rule, mend="Take second derivatives with torch.func."))
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Adds attention to more keys, in place: each part weighs as its sum of exponentials, whose logarithm is `lse`."""
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp_()[..., None]).add_(part * (part_lse - total).exp_()[..., None])
+    lse.copy_(total)
+
+
+def _ring_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, out: Tensor, lse: Tensor, how: _How
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. Those of a block of keys and values follow it one step behind, and come home last."""
+    grad, q = grad.contiguous(), q.contiguous()
+    held = [x.contiguous() for x in (k, v, documents) if x is not None]
+    dq, *sums = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
+    sums_pending = wire.Pending()
+    steps = plan_ring(how.group.size, how.group.index, how.causal)
+    for step in steps:
+        come, pending = (held, wire.Pending()) if step is steps[-1] else _pass_on(held, how.group)
+        terms = [torch.zeros_like(x) for x in sums]
+        for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
+            parts = _compat.attend_block_backward(
+                grad[at], q[at], held[0][of], held[1][of], mask, out[at], lse[at], causal=causal, scale=how.scale
+            )
+            _compat.foreach_add_([dq[at], *(x[of] for x in terms)], parts)
+        sums_pending.wait()
+        _compat.foreach_add_(sums, terms)
+        sums, sums_pending = _pass_on(sums, how.group, tag=len(held))
+        pending.wait()
+        held = come
+    sums_pending.wait()
+    return dq.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype)

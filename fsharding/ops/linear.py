@@ -1,0 +1,98 @@
+"""Linear maps over a model axis: columns or rows of a weight on each rank, and the regions between them.
+
+In: activations that all ranks of the axis share, or each rank's part of their sequence; each rank's shard of a weight.
+Out: the shards of the product, or the product again. A region begins with `enter` and ends with `leave`, which are each
+other's transpose (the f and g of Shoeybi et al. 2019; with a sequence dim those of Korthikanti et al. 2022).
+Law: what comes out, and every gradient, is that of the whole weights on one process.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsharding.errors import SpecError, message
+from fsharding.mesh import Mesh, axis_size
+from fsharding.ops.collectives import gather, psum, scatter, vary
+
+__all__ = ["column_linear", "enter", "leave", "row_linear"]
+
+
+def enter(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
+    """Into a region where each rank of an axis computes with its own shards. Transpose of `leave`.
+
+    Args:
+        x: the same on all ranks of the axis; with `sequence_dim` each rank's equal part along that dim.
+        axis: of the mesh; one that the mesh lacks, or no mesh at all, is one rank.
+        sequence_dim: the dim along which the activations are cut outside of the region, if they are.
+        mesh: by default that of `fs.set_mesh`.
+
+    Returns:
+        The whole activations, the same on all ranks.
+    """
+    if axis_size(axis, mesh) == 1:
+        return x
+    return vary(x, axis, mesh=mesh) if sequence_dim is None else gather(x, axis, dim=sequence_dim, mesh=mesh)
+
+
+def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
+    """Out of the region: the terms of all ranks are summed, and with `sequence_dim` cut along it. Transpose of `enter`.
+
+    Args:
+        x: this rank's term, whole.
+        axis: as in `enter`.
+        sequence_dim: as in `enter`.
+        mesh: by default that of `fs.set_mesh`.
+
+    Raises:
+        SpecError: the size of `sequence_dim` is not a multiple of the axis.
+    """
+    size = axis_size(axis, mesh)
+    if size == 1:
+        return x
+    if sequence_dim is None:
+        return psum(x, axis, mesh=mesh)
+    if x.shape[sequence_dim] % size:
+        text = f"cannot cut dim {sequence_dim} of size {x.shape[sequence_dim]} over {axis} of size {size}."
+        raise SpecError(message("ops.leave", text, mend=f"Make the sequence of each rank a multiple of {size}."))
+    return scatter(x, axis, dim=sequence_dim, mesh=mesh)
+
+
+def column_linear(
+    x_D: Tensor, *weights_FD: Tensor, axis: str = "tp", sequence_dim: int | None = None, mesh: Mesh | None = None
+) -> tuple[Tensor, ...]:
+    """`x @ w.T` for weights of which each rank has some rows, that is, some columns of the product.
+
+    Args:
+        x_D: [..., D], the same on all ranks of the axis, or cut along `sequence_dim`.
+        *weights_FD: this rank's rows of each weight: [F of this rank, D]. All of them share one `enter`.
+        axis: that cuts F.
+        sequence_dim: as in `enter`.
+        mesh: by default that of `fs.set_mesh`.
+
+    Returns:
+        For each weight [..., F of this rank].
+    """
+    whole = enter(x_D, axis, sequence_dim=sequence_dim, mesh=mesh)
+    return tuple(F.linear(whole, w) for w in weights_FD)
+
+
+def row_linear(
+    x_F: Tensor, weight_FD: Tensor, *, axis: str = "tp", sequence_dim: int | None = None, mesh: Mesh | None = None
+) -> Tensor:
+    """`x @ w` for a weight of which each rank has the rows that meet its part of x, summed over the axis.
+
+    Args:
+        x_F: [..., F of this rank], as `column_linear` makes it.
+        weight_FD: this rank's rows: [F of this rank, D].
+        axis: that cuts F.
+        sequence_dim: as in `enter`.
+        mesh: by default that of `fs.set_mesh`.
+
+    Returns:
+        [..., D], the same on all ranks of the axis, or cut along `sequence_dim`.
+
+    Raises:
+        SpecError: as `leave`.
+    """
+    return leave(x_F @ weight_FD, axis, sequence_dim=sequence_dim, mesh=mesh)

@@ -1,0 +1,57 @@
+"""Cross-entropy over a vocabulary that a model axis cuts: no rank ever has the logits of all tokens of the vocabulary.
+
+In: this rank's logits, targets. Out: the loss of each token in nats, the same on all ranks of the axis.
+Each rank sends its maximum, its sum of exponentials and the logit of the target, which is three numbers a token.
+Law: losses and gradients are those of the whole logits on one process.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsharding import boxes
+from fsharding.mesh import Mesh, axis_index, axis_size
+from fsharding.ops.collectives import gather, psum
+
+__all__ = ["cross_entropy"]
+
+
+def cross_entropy(
+    logits_V: Tensor,
+    targets: Tensor,
+    *,
+    vocab: int | None = None,
+    axis: str = "tp",
+    ignore_index: int = -100,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """`log(sum(exp(logits))) - logits[target]` for each token.
+
+    Args:
+        logits_V: [..., V of this rank]: a ceil-chunk of the vocabulary, or all of it where nothing cuts it.
+        targets: int64[...], the same on all ranks of the axis.
+        vocab: V, the size of the whole vocabulary; by default what is here.
+        axis: that cuts the vocabulary, if it does.
+        ignore_index: tokens with this target have loss 0 and no gradient.
+        mesh: by default that of `fs.set_mesh`.
+
+    Returns:
+        float32[...], the same on all ranks of the axis.
+    """
+    logits = logits_V.float()
+    size = axis_size(axis, mesh)
+    if size == 1 or vocab is None or logits.shape[-1] == vocab:
+        losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=ignore_index)
+        return losses.view(targets.shape)
+    start, stop = boxes.chunk(vocab, size, axis_index(axis, mesh))
+    if start == stop:
+        logits = torch.full_like(targets, -torch.inf, dtype=torch.float32).unsqueeze(-1) + logits.sum()
+    peaks = gather(logits.detach().amax(-1).unsqueeze(0), axis, dim=0, mesh=mesh)
+    shifted = logits - peaks.amax(0).unsqueeze(-1)
+    total = psum(shifted.exp().sum(-1), axis, mesh=mesh)
+    mine = (targets >= start) & (targets < stop)
+    found = shifted.gather(-1, (targets - start).where(mine, 0).unsqueeze(-1)).squeeze(-1)
+    hit = psum(found.where(mine, 0.0), axis, mesh=mesh)
+    return (total.log() - hit).where(targets != ignore_index, 0.0)

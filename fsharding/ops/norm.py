@@ -1,0 +1,35 @@
+"""RMSNorm, also where the ranks of an axis have different tokens.
+
+In: activations and a scale. Out: the same shape. The scale is whole on every rank; where ranks of a model axis have
+other tokens than each other, as between sequence-parallel regions, its gradient is summed over that axis.
+Law: value and gradients are those of all tokens on one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsharding.mesh import Mesh, axis_size
+from fsharding.ops.collectives import vary
+
+__all__ = ["rms_norm"]
+
+
+def rms_norm(
+    x_D: Tensor, scale_D: Tensor, *, eps: float = 1e-5, over: str | Sequence[str] = (), mesh: Mesh | None = None
+) -> Tensor:
+    """`x / sqrt(mean(x**2) + eps) * scale` along the last dim (Zhang and Sennrich 2019).
+
+    Args:
+        x_D: [..., D].
+        scale_D: [D].
+        eps: under the root.
+        over: model axes along which ranks have different tokens; data axes are taken care of by `gather_unit`.
+        mesh: by default that of `fs.set_mesh`.
+    """
+    axes = tuple(a for a in ((over,) if isinstance(over, str) else over) if axis_size(a, mesh) > 1)
+    scale_D = vary(scale_D, axes, mesh=mesh) if axes else scale_D
+    return F.rms_norm(x_D, (x_D.shape[-1],), scale_D, eps)

@@ -1,0 +1,339 @@
+"""Pipelines: walks this rank's row of a schedule; one graph for each stage and microbatch, messages between stages.
+
+In: a `Model`, a `Schedule`, parameters at rest in a layout whose stages are those of the schedule, microbatches.
+Out: the sums of losses and weights, and gradients where the optimizer wants them, as from `value_and_grad`.
+Parameters are gathered unit by unit for each microbatch, or once a step, as the schedule says.
+Law: losses and gradients are those of no pipeline, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import _compat, policies, tree
+from fsharding.actions import Action
+from fsharding.autodiff import Tape
+from fsharding.axes import AXES
+from fsharding.errors import RankError, message
+from fsharding.layout import Layout
+from fsharding.mesh import axis_group, axis_index, data_axes
+from fsharding.ops import wire
+from fsharding.ops.pool import Pool
+from fsharding.ops.unit import unreduced, whole
+from fsharding.planning import LeafLayout
+from fsharding.policies import Policy
+from fsharding.precision import Precision
+from fsharding.redistribute import redistribute, reduce_grads
+from fsharding.scan import scan_units
+from fsharding.schedule import Schedule
+from fsharding.sharding import NamedSharding, local_of
+from fsharding.staging import check_ends, layers_by_stage, over_owners
+from fsharding.transforms import gather_unit, select_unit
+from fsharding.tree import Tree
+
+__all__ = ["pipeline_grads"]
+
+_T = TypeVar("_T")
+
+
+def pipeline_grads(
+    model: Any,
+    schedule: Schedule,
+    layout: Layout,
+    params: Tree,
+    pieces: Sequence[Tree],
+    *,
+    precision: Precision,
+    policy: Policy = policies.save_except_gathered,
+    scale: float = 1.0,
+) -> tuple[Tree, Tensor, Tensor]:
+    """Runs one step of a schedule. Collective over the whole mesh.
+
+    Args:
+        model: a `Model`.
+        schedule: for the size of `pp`.
+        layout: planned with `stages=stages_of(model, schedule)`.
+        params: at rest in this layout.
+        pieces: the microbatches of this rank's data position; the same on all ranks along `pp`.
+        precision: dtypes of compute, wire and gradients.
+        policy: what the blocks keep for backward.
+        scale: of the loss, for fp16.
+
+    Returns:
+        (gradients in `layout.main`, sum of losses times scale, sum of weights); the sums are float32, 0-d, the same on
+        all ranks.
+
+    Raises:
+        LayoutError: the layout has other stages than the schedule.
+        RankError: another stage is gone, or did not answer within the timeout of the mesh.
+    """
+    run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale)
+    try:
+        for action in schedule.table[run.rank]:
+            run.do(action)
+        run.settle()
+    except BaseException:
+        run.close()
+        raise
+    return run.grads(), *run.sums()
+
+
+@dataclass
+class _Flight:
+    """A microbatch between forward and backward of a stage: its tape, what went in and what came out."""
+
+    tape: Tape
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    given: list[Tensor] | None = None
+
+
+@dataclass
+class _Run:
+    """One step on one rank; see `pipeline_grads`."""
+
+    model: Any
+    schedule: Schedule
+    layout: Layout
+    params: Tree
+    pieces: list[Tree]
+    precision: Precision
+    policy: Policy
+    scale: float
+    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
+    arrived: dict[Action, tuple[Any, list[Tensor], wire.Pending]] = field(default_factory=dict[Action, Any])
+    handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = field(
+        default_factory=dict[tuple[str, int, int], Any]
+    )
+    sent: dict[Action, wire.Pending] = field(default_factory=dict[Action, wire.Pending])
+    losses: list[tuple[Tensor, Any]] = field(default_factory=list[tuple[Tensor, Any]])
+
+    def __post_init__(self) -> None:
+        mesh = self.layout.mesh
+        self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
+        self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
+        check_ends(self.model, self.schedule, self.layout)
+        counts = layers_by_stage(self.schedule, self.layout)
+        mine, start = self.schedule.stages_on(self.rank), 0
+        self.rows: dict[int, tuple[int, int]] = {}
+        for stage in mine:
+            self.rows[stage] = start, start + counts[stage]
+            start += counts[stage]
+        once = any(a.kind == "GATHER" and a.microbatch is None for a in self.schedule.table[self.rank])
+        self.homes = {leaf.path: _homes(leaf, once) for leaf in self.layout.leaves}
+        sources = [self.homes[leaf.path][1] if leaf.trainable else None for leaf in self.layout.leaves]
+        self.sources = tree.unflatten(self.layout.structure, sources)
+        self.sums_of = tree.unflatten(
+            self.layout.structure,
+            [
+                None if home is None else _zeros(home, leaf.shape, self._grad_dtype(leaf), x)
+                for leaf, home, x in zip(self.layout.leaves, sources, tree.leaves(self.params), strict=True)
+            ],
+        )
+        held = {stage: self._gathered(stage) if once else self._part(self.params, stage) for stage in mine}
+        self.work = {
+            stage: (x, self._part(self.sources, stage), self._part(self.sums_of, stage)) for stage, x in held.items()
+        }
+
+    def _grad_dtype(self, leaf: LeafLayout) -> torch.dtype:
+        return self.precision.grad_dtype(self.layout.param_dtype(leaf))
+
+    # ------------------------------------------------------------------------------------------------------ a stage
+    def _part(self, values: Tree, stage: int) -> Tree:
+        """What a stage has of a tree of parameters, or of shardings."""
+        start, stop = self.rows[stage]
+        part = {"blocks": tree.map(lambda x: _rows(x, start, stop), values["blocks"])}
+        if stage == 0:
+            part["embed"] = values["embed"]
+        if stage == self.schedule.stages - 1:
+            part["head"] = values["head"]
+            part["tied"] = {name: tree.at(values, path) for name, path in self.model.tied}
+        return part
+
+    def _gathered(self, stage: int) -> Tree:
+        """The parameters of a stage, whole over the data axes, in the dtype of compute."""
+        part, leaves = self._part(self.params, stage), self.layout.leaves
+        to = tree.unflatten(self.layout.structure, [self.homes[leaf.path][0] for leaf in leaves])
+        kinds = [self.precision.compute_dtype(self.layout.param_dtype(leaf)) for leaf in leaves]
+        dtypes = tree.unflatten(self.layout.structure, kinds)
+        return redistribute(part, self._part(to, stage), dtypes=self._part(dtypes, stage))
+
+    def _forward(self, stage: int, params: Tree, x: Any, batch: Tree) -> Any:
+        head = {**params["head"], **params["tied"]} if "head" in params else None
+        start, stop = self.rows[stage]
+        if stage == 0:
+            then = select_unit(params["blocks"], 0) if stop > start else head
+            x = self.model.embed(gather_unit(params["embed"], then=then), batch)
+        x = scan_units(self.model.block, params["blocks"], x, policy=self.policy, then=head)
+        return x if head is None else self.model.head(gather_unit(head), x, batch)
+
+    # ------------------------------------------------------------------------------------------------------- actions
+    def do(self, action: Action) -> None:
+        """Does one action, or posts it."""
+        kind, stage, m = action
+        if m is None or kind in ("GATHER", "SCATTER"):
+            return
+        match kind:
+            case "F":
+                self._f(stage, m)
+            case "B" | "I" | "W":
+                self._b(stage, m, kind)
+            case "SEND_F" | "SEND_B":
+                spec, leaves = self.handed.pop((kind[-1], stage, m))
+                self.sent[action] = self._guard(action, lambda: self._send(action, spec, leaves))
+            case _:
+                self.arrived[action] = self._guard(action, lambda: self._receive(action))
+
+    def _f(self, stage: int, m: int) -> None:
+        last = stage == self.schedule.stages - 1
+        spec, leaves = (None, []) if stage == 0 else self._inputs("F", stage, m)
+        x_leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in leaves]
+        tape = Tape(*self.work[stage], self.precision, self.pool)
+        flight = self.flights[stage, m] = _Flight(tape, x_leaves, [])
+        x = None if spec is None else tree.unflatten(spec, x_leaves)
+        out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])
+        tape.ledger.rest()
+        if last:
+            total, weight = out if isinstance(out, tuple) else (out, 1.0)
+            flight.outputs = [total * self.scale if self.scale != 1.0 else total]
+            self.losses.append((flight.outputs[0].detach(), weight))
+            return
+        flat, out_spec = tree.flatten(out)
+        flight.outputs = flat
+        self.handed["F", stage, m] = out_spec, [y.detach() for y in flat]
+
+    def _b(self, stage: int, m: int, kind: str) -> None:
+        flight = self.flights[stage, m]
+        outputs, cotangents = flight.outputs, None
+        if stage < self.schedule.stages - 1:
+            if flight.given is None:
+                flight.given = self._inputs("B", stage, m)[1]
+            floating = [y for y in outputs if y.is_floating_point()]
+            pairs = [(y, g) for y, g in zip(floating, flight.given, strict=True) if y.requires_grad]
+            outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
+        wanted = [x for x in flight.inputs if x.requires_grad] if kind != "W" else []
+        found: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if outputs and outputs[0].requires_grad and (kind != "I" or wanted):
+            found = flight.tape.backward(outputs, cotangents, wanted, params=kind != "I", again=kind == "I")
+        if wanted:
+            zero = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+            self.handed["B", stage, m] = None, zero
+        if kind == "I":
+            flight.tape.ledger.rewind()
+        else:
+            flight.tape.finish()
+            del self.flights[stage, m]
+
+    def _inputs(self, way: str, stage: int, m: int) -> tuple[Any, list[Tensor]]:
+        """What the neighbour has made for this stage: by hand on one rank, else by message, which is waited for."""
+        neighbour = stage - 1 if way == "F" else stage + 1
+        if self.schedule.is_local(min(stage, neighbour)):
+            return self.handed.pop((way, neighbour, m))
+        action = Action("RECV_F" if way == "F" else "RECV_B", stage, m)
+        spec, leaves, pending = self.arrived.pop(action)
+        self._guard(action, pending.wait)
+        return spec, leaves
+
+    # ------------------------------------------------------------------------------------------------------ messages
+    def _tag(self, action: Action, number: int) -> int:
+        """One of its own for each tensor of each message of a step; both ends compute it alike."""
+        kind, stage, m = action
+        assert m is not None
+        sender = stage if kind.startswith("SEND") else stage - 1 if kind == "RECV_F" else stage + 1
+        return 1 + 16 * ((sender * self.schedule.microbatches + m) * 2 + kind.endswith("B")) + number
+
+    def _send(self, action: Action, spec: Any, leaves: list[Tensor]) -> wire.Pending:
+        peer = self.group.ranks[self.schedule.peer(action)]
+        if action.kind == "SEND_F":
+            told = spec, [(tuple(x.shape), x.dtype) for x in leaves]
+            dist.send_object_list([told], peer, self.group.process_group)
+        messages = [
+            wire.Message(peer, self._tag(action, i), wire.as_bytes(x.contiguous())) for i, x in enumerate(leaves)
+        ]
+        return wire.exchange_messages(messages, [], self.group)
+
+    def _receive(self, action: Action) -> tuple[Any, list[Tensor], wire.Pending]:
+        assert action.microbatch is not None
+        peer = self.group.ranks[self.schedule.peer(action)]
+        if action.kind == "RECV_F":
+            told: list[Any] = [None]
+            dist.recv_object_list(told, peer, self.group.process_group)
+            spec, types = told[0]
+        else:
+            flight = self.flights[action.stage, action.microbatch]
+            spec, types = None, [(tuple(y.shape), y.dtype) for y in flight.outputs if y.is_floating_point()]
+        leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in types]
+        messages = [wire.Message(peer, self._tag(action, i), wire.as_bytes(x)) for i, x in enumerate(leaves)]
+        return spec, leaves, wire.exchange_messages([], messages, self.group)
+
+    def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
+        """Names who is missing if nobody answers."""
+        try:
+            return communicate()
+        except RuntimeError as error:
+            peer = self.schedule.peer(action)
+            text = f"lost the stage at pp={peer} (rank {self.group.ranks[peer]}) while pp={self.rank} was in {action}."
+            raise RankError(message("train step", text, [str(error).partition("\n")[0]])) from error
+
+    # -------------------------------------------------------------------------------------------------------- results
+    def settle(self) -> None:
+        """Returns when all that was sent has left."""
+        for action, pending in self.sent.items():
+            self._guard(action, pending.wait)
+        self.pool.close()
+
+    def close(self) -> None:
+        """Lets go of everything after a failure."""
+        for flight in self.flights.values():
+            flight.tape.close()
+        self.pool.close()
+
+    def grads(self) -> Tree:
+        """All gradients in `layout.main`: sums over data axes are taken, and those over stages that share a leaf."""
+        reduced = reduce_grads(self.sums_of, self.sources, self.layout.main)
+        return tree.unflatten(
+            self.layout.structure,
+            [
+                None if g is None else over_owners(g, leaf.main, self.group, self.rank)
+                for g, leaf in zip(
+                    tree.flatten_up_to(self.layout.structure, reduced, "train step"), self.layout.leaves, strict=True
+                )
+            ],
+        )
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """(sum of losses times scale, sum of weights) over all microbatches and ranks."""
+        mine = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for total, weight in self.losses:
+            mine += torch.stack((total.double(), torch.as_tensor(weight, dtype=torch.float64, device=self.device)))
+        axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
+        total, weight = wire.start_sum(mine, axis_group(self.layout.mesh, axes), torch.float64).wait()
+        return total.float(), weight.float()
+
+
+def _rows(x: Any, start: int, stop: int) -> Any:
+    """Some rows of a stacked leaf; a sharding or dtype of the stack is that of its rows."""
+    if not isinstance(x, DTensor):
+        return x
+    local = local_of(x)[start:stop]
+    return _compat.make_dtensor(local, x.device_mesh, x.placements, (stop - start, *x.shape[1:]))
+
+
+def _homes(leaf: LeafLayout, once: bool) -> tuple[NamedSharding, NamedSharding]:
+    """Where a parameter is while the step runs, and where its gradients are summed: gathered once, or not."""
+    if not once:
+        return leaf.params, leaf.grads
+    owned = leaf.params.assigned
+    return replace(whole(leaf.params), assigned=owned), replace(unreduced(leaf.params), assigned=owned)
+
+
+def _zeros(home: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> DTensor:
+    local = torch.zeros(home.local_shape(shape), dtype=dtype, device=local_of(x).device)
+    return home.simplified().to_dtensor(local, shape)

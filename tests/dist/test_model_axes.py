@@ -1,0 +1,218 @@
+"""Whole models on meshes with model axes against one process: losses and gradient norms over ten steps of AdamW."""
+
+import functools
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding import ops
+from fsharding.axes import AXES
+from fsharding.errors import ConfigError
+from fsharding.mesh import data_position
+from fsharding.schedule import SCHEDULES
+from fsharding.testing import assert_bitwise_equal, run_ranks
+
+CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=2, heads=8, kv_heads=2, hidden=36)
+ROWS, POSITIONS, STEPS = 8, 8, 10
+# With the usual 1e-8 a gradient of almost nothing moves its weight as much as any, so that even one process gives other
+# norms from the third digit on when it cuts its batch in two: rounding alone.
+RATE, EPS = 3e-3, 1e-3
+
+
+def some(cases, *kept):
+    """All cases, of which those at some places run by default."""
+    return [c if i in kept else pytest.param(*c, marks=pytest.mark.full) for i, c in enumerate(cases)]
+
+
+@functools.cache
+def mesh_of(axes, order):
+    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), order=order, **dict(axes))
+
+
+def batches(mesh, vocab):
+    index, count = data_position(mesh)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(vocab, (ROWS, POSITIONS + 1), generator=generator)
+        targets = tokens[:, 1:].clone()
+        targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+        mine = {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
+        yield ops.cut_sequence(mine, mesh=mesh)
+
+
+def train(
+    axes, strategy, *, order=AXES, rules=fs.DEFAULT_RULES, config=CONFIG, microbatches=1,
+    schedule="1f1b", gather="step", policy=fs.policies.save_except_gathered, **model_options,
+):  # fmt: skip
+    """Losses and gradient norms of ten steps."""
+    mesh, model = mesh_of(axes, order), fs.models.decoder(config, **model_options)
+    stages, ranks = None, dict(axes).get("pp", 1)
+    if ranks > 1:
+        schedule = fs.plan_schedule(schedule, ranks, microbatches, gather=gather)
+        stages = fs.stages_of(model, schedule)
+    layout = fs.plan_layout(model, mesh, rules, strategy, stages=stages)
+    opt = fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(fs.warmup_cosine(RATE, 2, 20), eps=EPS, weight_decay=0.1))
+    state = fs.init_state(model, opt, fs.random.key(0), layout)
+    step, found = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule, policy=policy), []
+    for batch in batches(mesh, config.vocab):
+        state, metrics = step(state, batch)
+        found.append((metrics.loss, metrics.grad_norm))
+    return torch.tensor(found)
+
+
+def on_ranks(axes, strategy, **how):
+    """What rank 0 saw; the others must have seen the same bits."""
+    ranks = functools.reduce(lambda n, size: n * size, axes.values(), 1)
+    runs = run_ranks(train, ranks, tuple(axes.items()), strategy, **how)
+    for other in runs[1:]:
+        assert_bitwise_equal(runs[0], other, "the ranks' results")
+    return runs[0]
+
+
+@functools.cache
+def alone(config=CONFIG):
+    return train((("dp", 1),), fs.zero(0), config=config)
+
+
+def close(found, config=CONFIG):
+    torch.testing.assert_close(found, alone(config), rtol=1e-5, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------------------ tp
+TP = [
+    ({"tp": 2}, fs.zero(0), {}),
+    ({"tp": 4}, fs.zero(3), {}),
+    ({"tp": 2}, fs.zero(3), {"sequence": True}),
+    ({"tp": 4}, fs.zero(1), {"sequence": True}),
+    ({"dp": 2, "tp": 2}, fs.zero(0), {}),
+    ({"dp": 2, "tp": 2}, fs.zero(1), {"sequence": True}),
+    ({"dp": 2, "tp": 2}, fs.zero(3), {"microbatches": 2}),
+]
+
+
+CP = [
+    *(({"cp": 2}, fs.zero(3), {"attention": kind}) for kind in ("ring", "gather", "ulysses")),
+    *(({"cp": 4}, fs.zero(level), {"attention": kind}) for level, kind in enumerate(("ring", "gather", "ulysses"))),
+    ({"dp": 2, "cp": 2}, fs.zero(3), {}),
+    ({"dp": 2, "cp": 2}, fs.zero(1), {"microbatches": 2}),
+    ({"cp": 2, "tp": 2}, fs.zero(3), {"sequence": True}),
+]
+
+
+@pytest.mark.parametrize(("axes", "strategy", "how"), some(TP, 2, 6))
+def test_tensor_parallel_losses_are_those_of_one_process(axes, strategy, how):
+    close(on_ranks(axes, strategy, **how))
+
+
+@pytest.mark.parametrize(("axes", "strategy", "how"), some(CP, 0, 3, 5, 7))
+def test_context_parallel_losses_are_those_of_one_process(axes, strategy, how):
+    close(on_ranks(axes, strategy, **how))
+
+
+DEEP = fs.models.DecoderConfig(vocab=50, dim=16, layers=8, heads=4, kv_heads=2, hidden=20)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("axes", [{"pp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.full)], ids=str)
+def test_every_schedule_has_the_losses_of_one_process(axes, name):
+    close(on_ranks(axes, fs.zero(0), config=DEEP, schedule=name, microbatches=8), DEEP)
+
+
+PP = [
+    ({"pp": 2, "dp": 2}, fs.zero(3), {"gather": "step"}),
+    ({"pp": 2, "dp": 2}, fs.zero(3), {"gather": "microbatch", "schedule": "zbv"}),
+    ({"pp": 2, "dp": 2}, fs.zero(1), {"gather": "microbatch"}),
+    ({"pp": 2, "tp": 2}, fs.zero(3), {"sequence": True, "schedule": "interleaved"}),
+    ({"pp": 2, "cp": 2}, fs.zero(0), {"schedule": "dualpipev"}),
+    ({"pp": 4}, fs.zero(0), {}),
+]
+
+
+@pytest.mark.parametrize(("axes", "strategy", "how"), some(PP, 1, 2, 3))
+def test_pipelines_with_other_axes_have_the_losses_of_one_process(axes, strategy, how):
+    close(on_ranks(axes, strategy, config=DEEP, microbatches=4, **how), DEEP)
+
+
+def test_pipelines_of_tied_embeddings():
+    tied = replace(DEEP, tied=True)
+    for name in ("1f1b", "zbv"):
+        close(on_ranks({"pp": 2}, fs.zero(0), config=tied, schedule=name, microbatches=4), tied)
+
+
+THREE = [
+    {"dp": 2, "cp": 2, "tp": 2},
+    {"replica": 2, "dp": 2, "tp": 2},
+    {"pp": 2, "dp": 2, "tp": 2},
+    {"pp": 2, "cp": 2, "tp": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "strategy", [*(pytest.param(fs.zero(n), marks=pytest.mark.full) for n in (0, 1)), fs.zero(3)], ids=str
+)
+@pytest.mark.parametrize(
+    "axes", [pytest.param(a, marks=[] if i == 2 else pytest.mark.full) for i, a in enumerate(THREE)], ids=str
+)
+def test_three_axes_at_once(axes, strategy):
+    close(on_ranks(axes, strategy, config=DEEP, microbatches=2, sequence=True), DEEP)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"pp": 2, "cp": 2}], ids=str)
+def test_what_is_computed_again_is_on_the_same_mesh(axes):
+    how = {"policy": fs.policies.nothing_saveable, "microbatches": 2, "gather": "microbatch"}
+    close(on_ranks(axes, fs.zero(3), **how))
+
+
+def test_two_runs_agree_bitwise():
+    first, second = (on_ranks({"dp": 2, "tp": 2}, fs.zero(3), sequence=True) for _ in range(2))
+    assert_bitwise_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "order", [("tp", "cp", "ep", "dp", "pp", "replica"), ("tp", "pp", "dp", "ep", "cp", "replica")]
+)
+def test_the_order_of_ranks_changes_no_loss(order):
+    close(on_ranks({"dp": 2, "tp": 2}, fs.zero(3), order=order))
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        ("heads", "kv_heads"),
+        pytest.param(("mlp",), marks=pytest.mark.full),
+        pytest.param(("vocab",), marks=pytest.mark.full),
+        ("kv_heads",),
+    ],
+)
+def test_rules_that_leave_a_dim_whole_change_no_loss(whole):
+    close(on_ranks({"tp": 2}, fs.zero(3), rules=fs.DEFAULT_RULES.replace(**dict.fromkeys(whole))))
+
+
+def test_heads_of_every_kind_and_tied_embeddings():
+    """More ranks than key heads, as many, fewer; 2 key heads over 4 ranks are each on two."""
+    for kv_heads in (1, 8):
+        config = fs.models.DecoderConfig(vocab=50, dim=32, layers=1, heads=8, kv_heads=kv_heads, hidden=36, tied=True)
+        close(on_ranks({"tp": 4}, fs.zero(3), config=config), config)
+
+
+def refused(axes, config, **how):
+    mesh = fs.AbstractMesh(tuple(axes), tuple(axes.values()))
+    with pytest.raises(ConfigError) as refusal:
+        fs.plan_layout(fs.models.decoder(config, **how), mesh, how.pop("rules", fs.DEFAULT_RULES))
+    return str(refusal.value)
+
+
+def test_what_tp_cannot_cut_is_refused():
+    config = fs.models.DecoderConfig(heads=6, kv_heads=2, dim=48, hidden=1)
+    assert refused({"tp": 4}, config) == (
+        "models.decoder cannot be cut over the mesh {tp: 4}.\n"
+        "  6 heads: no multiple of 4\n"
+        "  mlp of size 1: less than 2\n"
+        "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
+    )
+    assert "2 heads a rank: neither whole groups of 3, which share a key head, nor a part of one" in refused(
+        {"tp": 3}, config
+    )
