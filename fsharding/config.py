@@ -41,7 +41,7 @@ class TrainConfig:
 
     Attributes:
         out: directory of metrics, plot and checkpoints.
-        preset: model and settings: tiny, bench-34m.
+        preset: model and settings: tiny, tiny-moe, bench-34m.
         ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
         mesh: sizes of axes, such as `replica=2,dp=2,tp=2`; dp takes what is left.
         sequence: cut activations along the sequence over tp between attention and MLP.

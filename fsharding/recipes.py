@@ -1,7 +1,8 @@
 """Named models with settings that train them: what `--preset` takes.
 
-In: a name. Out: a `Recipe`, a pure value. `tiny` learns Python from its own standard library on a laptop; `bench-34m`
-is the model of the benchmarks. Law: a recipe holds no tensors, so planning one of any size is free.
+In: a name. Out: a `Recipe`, a pure value. `tiny` learns Python from its own standard library on a laptop, `tiny-moe`
+with experts; `bench-34m` is the model of the benchmarks.
+Law: a recipe holds no tensors, so planning one of any size is free.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from fsharding.errors import ConfigError, message
 from fsharding.models.decoder import DecoderConfig
+from fsharding.models.experts import Experts
 
 __all__ = ["RECIPES", "Recipe", "recipe"]
 
@@ -34,6 +36,11 @@ class Recipe:
 
 RECIPES = {
     "tiny": Recipe(DecoderConfig(), learning_rate=4e-3, warmup=20),
+    "tiny-moe": Recipe(
+        DecoderConfig(experts=Experts(8, 2, 192, shared=1, score="sigmoid", balance=1e-3, z=1e-3, bias_rate=1e-3)),
+        learning_rate=4e-3,
+        warmup=20,
+    ),
     "bench-34m": Recipe(DecoderConfig(vocab=8192, dim=512, layers=8, heads=8, kv_heads=8, hidden=1408)),
 }
 """Recipes by name."""

@@ -1,8 +1,8 @@
-"""A decoder-only language model: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
+"""A decoder-only language model: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts, a head.
 
 In: a `DecoderConfig`, then `{"tokens", "targets"}` of int64[B, T]. Out: the sum of token losses in nats, and how many.
 Pre-norm blocks as in Llama (Touvron et al. 2023). Shapes: B batch, T positions, D model, H query heads, K key heads,
-E head dim, F hidden, V vocabulary. Targets of -100 do not count.
+E head dim, F hidden, V vocabulary. Targets of -100 do not count. What routers add to the loss travels with activations.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from einops import rearrange
@@ -20,7 +20,9 @@ from fsharding import ops, random
 from fsharding.errors import ConfigError, message
 from fsharding.mesh import Mesh, abstract, axis_index, axis_size
 from fsharding.models.base import Model
+from fsharding.models.experts import Experts, expert_draws, expert_names, mixture, uncut
 from fsharding.ops.attention import Kind
+from fsharding.precision import wide
 from fsharding.spec import AxisRules
 from fsharding.tree import Tree
 
@@ -41,6 +43,7 @@ class DecoderConfig:
         tied: the head uses the embedding table.
         rope_base: base of the rotary frequencies.
         eps: of RMSNorm.
+        experts: of every block, in the place of its MLP; None for a dense decoder.
     """
 
     vocab: int = 256
@@ -52,6 +55,7 @@ class DecoderConfig:
     tied: bool = False
     rope_base: float = 10_000.0
     eps: float = 1e-5
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         wrong: list[str] = []
@@ -78,25 +82,46 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         attention: how queries meet the keys of other ranks on a mesh with `cp`; see `ops.attention`. There each rank
             gets the tokens, targets and documents of its part of the sequence, which `ops.cut_sequence` cuts out.
     """
-    cut = 1 if sequence else None
+    cut, experts = 1 if sequence else None, config.experts
 
-    def embed(params: Tree, batch: Tree) -> Tensor:
-        return ops.embedding(batch["tokens"], params["table"], vocab=config.vocab, sequence_dim=cut)
+    def embed(params: Tree, batch: Tree) -> Tensor | _Flow:
+        x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=config.vocab, sequence_dim=cut)
+        return x_BTD if experts is None else _Flow(x_BTD, x_BTD.new_zeros((), dtype=wide(x_BTD.dtype)))
 
-    def block(params: Tree, x_BTD: Tensor) -> Tensor:
+    def block(params: Tree, flow: Tensor | _Flow) -> Tensor | _Flow:
+        x_BTD = flow.x_BTD if isinstance(flow, _Flow) else flow
         x_BTD = x_BTD + _attention(config, params, _norm(config, params["norm1"], x_BTD, cut), cut, attention)
-        return x_BTD + _mlp(config, params, _norm(config, params["norm2"], x_BTD, cut), cut)
+        y_BTD = _norm(config, params["norm2"], x_BTD, cut)
+        if experts is None or not isinstance(flow, _Flow):
+            return x_BTD + _mlp(config, params, y_BTD, cut)
+        y_BTD, extra = mixture(experts, params["experts"], y_BTD, sequence_dim=cut)
+        return _Flow(x_BTD + y_BTD, flow.extra + extra)
 
-    def head(params: Tree, x_BTD: Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
+    def head(params: Tree, flow: Tensor | _Flow, batch: Tree) -> tuple[Tensor, Tensor]:
+        x_BTD, extra = flow if isinstance(flow, _Flow) else (flow, 0.0)
         x_BTD = _norm(config, params["norm"], x_BTD, cut)
         targets, whole = batch["targets"], params["unembed"].shape[0] == config.vocab
         (logits_BTV,) = _columns(x_BTD, [params["unembed"]], whole=whole, cut=cut)
         losses_BT = ops.cross_entropy(logits_BTV, targets, vocab=config.vocab)
-        return losses_BT.sum(), (targets != -100).sum()
+        return losses_BT.sum() + extra, (targets != -100).sum()
 
     tied = (("unembed", "embed.table"),) if config.tied else ()
     check = functools.partial(_check, config, sequence, attention)
-    return Model(lambda key: _init(config, key), embed, block, head, _names(config), tied, ("cp", "tp"), check)
+    balanced = () if experts is None or experts.bias_rate is None else (("blocks.experts.bias", experts.bias_rate),)
+    names = _names(config)
+    return Model(lambda key: _init(config, key), embed, block, head, names, tied, ("cp", "tp"), check, balanced)
+
+
+class _Flow(NamedTuple):
+    """What goes from block to block where there are experts.
+
+    Attributes:
+        x_BTD: activations.
+        extra: what the routers so far add to the sum of these tokens' losses (0-d).
+    """
+
+    x_BTD: Tensor
+    extra: Tensor
 
 
 def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: AxisRules) -> None:
@@ -108,6 +133,7 @@ def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: Axis
         wrong.append(f"{heads} heads a rank: no multiple of cp={parts}, as attention='ulysses' needs")
     if size > 1:
         wrong += _uncut(c, sequence, cut, size)
+    wrong += uncut(c.experts, mesh, rules) if c.experts is not None else []
     if wrong:
         mend = "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
         raise ConfigError(message("models.decoder", f"cannot be cut over the mesh {abstract(mesh)}.", wrong, mend))
@@ -137,17 +163,20 @@ def _init(c: DecoderConfig, key: Tensor) -> Tree:
     def weight(*shape: int, std: float = 0.02) -> random.Draw:
         return random.normal(next(keys), shape, std=std)
 
-    blocks = {
+    blocks: dict[str, Tree] = {
         "norm1": random.ones((c.layers, c.dim)),
         "wq": weight(c.layers, q, c.dim),
         "wk": weight(c.layers, kv, c.dim),
         "wv": weight(c.layers, kv, c.dim),
         "wo": weight(c.layers, q, c.dim, std=narrow),
         "norm2": random.ones((c.layers, c.dim)),
-        "gate": weight(c.layers, c.hidden, c.dim),
-        "up": weight(c.layers, c.hidden, c.dim),
-        "down": weight(c.layers, c.hidden, c.dim, std=narrow),
     }
+    if c.experts is not None:
+        blocks["experts"] = expert_draws(c.experts, c.layers, c.dim, weight, narrow)
+    else:
+        blocks["gate"] = weight(c.layers, c.hidden, c.dim)
+        blocks["up"] = weight(c.layers, c.hidden, c.dim)
+        blocks["down"] = weight(c.layers, c.hidden, c.dim, std=narrow)
     head = {"norm": random.ones((c.dim,))}
     if not c.tied:
         head["unembed"] = weight(c.vocab, c.dim)
@@ -155,17 +184,18 @@ def _init(c: DecoderConfig, key: Tensor) -> Tree:
 
 
 def _names(c: DecoderConfig) -> Tree:
-    blocks = {
+    blocks: dict[str, Any] = {
         "norm1": ("layers", "embed"),
         "wq": ("layers", "heads", "embed"),
         "wk": ("layers", "kv_heads", "embed"),
         "wv": ("layers", "kv_heads", "embed"),
         "wo": ("layers", "heads", "embed"),
         "norm2": ("layers", "embed"),
-        "gate": ("layers", "mlp", "embed"),
-        "up": ("layers", "mlp", "embed"),
-        "down": ("layers", "mlp", "embed"),
     }
+    if c.experts is not None:
+        blocks["experts"] = expert_names(c.experts)
+    else:
+        blocks.update(dict.fromkeys(("gate", "up", "down"), ("layers", "mlp", "embed")))
     head: dict[str, Any] = {"norm": ("embed",)}
     if not c.tied:
         head["unembed"] = ("vocab", "embed")

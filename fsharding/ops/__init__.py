@@ -8,7 +8,7 @@ from fsharding.ops.linear import column_linear, enter, leave, row_linear
 from fsharding.ops.loss import cross_entropy
 from fsharding.ops.moe import combine, dispatch, experts_swiglu
 from fsharding.ops.norm import rms_norm
-from fsharding.ops.routing import Routing, balance_loss, expert_counts, next_bias, route, z_loss
+from fsharding.ops.routing import Routing, balance_loss, expert_counts, next_bias, route, tell_load, z_loss
 from fsharding.ops.sequence import cut_sequence, positions, rotary
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "route",
     "row_linear",
     "scatter",
+    "tell_load",
     "vary",
     "z_loss",
 ]

@@ -8,10 +8,11 @@ Law: a token's routing depends on its logits alone, and the losses do not depend
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 
 from fsharding import _compat
 from fsharding.axes import DATA_AXES
@@ -20,7 +21,7 @@ from fsharding.mesh import Mesh, axis_size
 from fsharding.ops.collectives import psum
 from fsharding.precision import wide
 
-__all__ = ["Routing", "balance_loss", "expert_counts", "next_bias", "route", "z_loss"]
+__all__ = ["Routing", "balance_loss", "expert_counts", "misfits", "next_bias", "route", "tell_load", "z_loss"]
 
 
 class Routing(NamedTuple):
@@ -73,7 +74,8 @@ def route(
         rows = [f"logits are {list(logits_NX.shape)}"] + ([] if bias is None else [f"bias is {list(bias.shape)}"])
         mend = "Flatten batch and positions to tokens first."
         raise SpecError(message("ops.route", "needs logits [N, X] and a bias [X].", rows, mend))
-    _check_numbers(logits_NX.shape[1], top_k, score, groups, kept_groups)
+    if rows := misfits(logits_NX.shape[1], top_k, score, groups, kept_groups):
+        raise ConfigError(message("ops.route", f"cannot choose among {logits_NX.shape[1]} experts.", rows))
     logits_NX = logits_NX.to(wide(logits_NX.dtype))
     scores_NX = torch.softmax(logits_NX, -1) if score == "softmax" else torch.sigmoid(logits_NX)
     ranked_NX = scores_NX.detach() if bias is None else scores_NX.detach() + bias.detach().to(scores_NX.dtype)
@@ -88,7 +90,8 @@ def route(
     return Routing(experts_NK, weights_NK * scale if scale != 1.0 else weights_NK, scores_NX)
 
 
-def _check_numbers(experts: int, top_k: int, score: str, groups: int, kept_groups: int) -> None:
+def misfits(experts: int, top_k: int, score: str, groups: int, kept_groups: int) -> list[str]:
+    """What is wrong with numbers that `route` is to be called with, for an error."""
     wrong: list[str] = []
     if score not in ("softmax", "sigmoid"):
         wrong.append(f"score={score!r}: scores are 'softmax' and 'sigmoid'")
@@ -96,8 +99,7 @@ def _check_numbers(experts: int, top_k: int, score: str, groups: int, kept_group
         wrong.append(f"groups={groups}, kept_groups={kept_groups}: {experts} experts are cut into equal groups")
     elif not 1 <= top_k <= experts // groups * kept_groups:
         wrong.append(f"top_k={top_k}: a token sees {experts // groups * kept_groups} experts")
-    if wrong:
-        raise ConfigError(message("ops.route", f"cannot choose among {experts} experts.", wrong))
+    return wrong
 
 
 def _without_worst_groups(scores_NX: Tensor, groups: int, kept: int) -> Tensor:
@@ -139,6 +141,52 @@ def expert_counts(
         counts_X = torch.bincount(chosen.reshape(-1), minlength=size)
         along = [a for a in (DATA_AXES if axes is None else axes) if axis_size(a, mesh) > 1]
         return psum(counts_X, along, mesh=mesh) if along else counts_X
+
+
+class _TellLoad(Function):
+    """The identity of its first argument; the gradient of the second is the third, whatever comes back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, bias_X: Tensor, load_X: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2].to(inputs[1].dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], ctx.saved_tensors[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].view_as(tangents[0])
+
+
+_LOAD_UNIT = 2.0**-10
+"""Of what counts of tokens are told in: float16, in which gradients may travel, then has room for 2**26 of them."""
+
+
+def tell_load(routing: Routing, bias_X: Tensor) -> Routing:
+    """The same routing; its backward tells the bias, as its gradient, how much this call loads each expert.
+
+    What is told is `X * count - all choices` of each expert, times 2**-10: above 0 for more than its share of tokens.
+    The load of a step is a sum over tokens, ranks, microbatches and stages, and so are gradients: it takes their road,
+    without collectives of its own. `Model.balanced` names the leaf, and a step then moves it as `next_bias` does.
+
+    Args:
+        routing: of this rank's tokens.
+        bias_X: a leaf as `gather_unit` gives it, that `route` was called with.
+
+    Raises:
+        TransformError: the routing differs within a `vmap`.
+    """
+    counts_X = expert_counts(routing, axes=())
+    load_X = (counts_X * counts_X.numel() - counts_X.sum()).to(wide(bias_X.dtype)) * _LOAD_UNIT
+    weights_NK = cast(Tensor, _TellLoad.apply(routing.weights, bias_X, load_X))
+    return routing._replace(weights=weights_NK)
 
 
 def balance_loss(
