@@ -2,7 +2,7 @@
 
 In: a name, or a function of this module. Out: a `Recipe`, a pure value. Published models have their published sizes.
 Each family has a tiny twin, of about a million parameters, that goes the same way through the code and learns bytes on
-a laptop; `tiny` and `bench-34m` are of this library alone.
+a laptop; `tiny`, `tiny-moe` and `bench-34m` are of this library alone.
 Law: a recipe holds no tensors, so planning one of any size is free.
 """
 
@@ -14,18 +14,24 @@ from typing import Any
 
 from fsharding.errors import ConfigError, message
 from fsharding.models.base import Model
-from fsharding.models.decoder import DecoderConfig, decoder
-from fsharding.ops.rotary import LlamaScaling
+from fsharding.models.decoder import DecoderConfig, Stack, decoder
+from fsharding.models.experts import Experts
+from fsharding.models.latent import Latent
+from fsharding.ops.rotary import LlamaScaling, YarnScaling
 
 __all__ = [
     "RECIPES",
     "Recipe",
+    "deepseek_v3",
     "llama3_8b",
     "llama3_70b",
     "llama3_405b",
+    "mixtral_8x7b",
     "qwen2_5_72b",
     "recipe",
+    "tiny_deepseek_v3",
     "tiny_llama3",
+    "tiny_mixtral",
     "tiny_qwen2_5",
 ]
 
@@ -85,6 +91,32 @@ def qwen2_5_72b() -> Recipe:
     )
 
 
+def mixtral_8x7b() -> Recipe:
+    """Mixtral 8x7B (Jiang et al. 2024, arXiv:2401.04088, table 1): 46,702,792,704 parameters.
+
+    The factor of the balance loss is that of Switch; its authors do not say theirs.
+    """
+    experts = Experts(8, 2, 14_336, balance=1e-2)
+    return Recipe(DecoderConfig(32_000, 4096, 32, 32, 8, rope_base=1_000_000.0, experts=experts))
+
+
+def deepseek_v3() -> Recipe:
+    """DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, sec. 4.2): 671,026,419,200 parameters.
+
+    That is without the module that predicts a second token, and with the 58 x 256 biases of its routers. Three dense
+    blocks, then 58 with experts, which are balanced by these biases. Its balance loss of each sequence is left out.
+    """
+    latent = Latent(128, 1536, 512, plain_dim=128, rotary_dim=64, value_dim=128, rope_scaling=YarnScaling())
+    experts = Experts(
+        256, 8, 2048, shared=1, score="sigmoid", scale=2.5, groups=8, kept_groups=4, bias_rate=1e-3
+    )  # fmt: skip
+    config = DecoderConfig(
+        vocab=129_280, dim=7168, layers=61, hidden=18_432, eps=1e-6, attention=latent,
+        stacks=(Stack("dense", 3), Stack("routed", 58, experts=experts)),
+    )  # fmt: skip
+    return Recipe(config, 2.2e-4, warmup=2000)
+
+
 # --------------------------------------------------------------------------------------------------------------- twins
 def tiny_llama3() -> Recipe:
     """The twin of the Llama 3.1 models; its original context is 64 tokens, so that scaling matters in short rows."""
@@ -97,14 +129,38 @@ def tiny_qwen2_5() -> Recipe:
     return _tiny(DecoderConfig(heads=8, kv_heads=2, bias=True, rope_base=1_000_000.0, tied=True))
 
 
+def tiny_mixtral() -> Recipe:
+    """The twin of Mixtral."""
+    return _tiny(DecoderConfig(heads=8, rope_base=1_000_000.0, experts=Experts(8, 2, 192, balance=1e-2)))
+
+
+def tiny_deepseek_v3() -> Recipe:
+    """The twin of DeepSeek-V3; its original context is 64 tokens."""
+    scaling = YarnScaling(length=64, fast=8.0)
+    latent = Latent(4, 48, 32, plain_dim=16, rotary_dim=16, value_dim=24, rope_scaling=scaling)
+    experts = Experts(
+        16, 4, 64, shared=1, score="sigmoid", scale=2.5, groups=4, kept_groups=2, bias_rate=1e-3
+    )  # fmt: skip
+    stacks = (Stack("dense", 1), Stack("routed", 3, experts=experts))
+    return _tiny(DecoderConfig(eps=1e-6, attention=latent, stacks=stacks))
+
+
 def _tiny(config: DecoderConfig) -> Recipe:
     return Recipe(config, learning_rate=4e-3, warmup=20)
 
 
+_MAKERS = (
+    llama3_8b, llama3_70b, llama3_405b, qwen2_5_72b, mixtral_8x7b, deepseek_v3,
+    tiny_llama3, tiny_qwen2_5, tiny_mixtral, tiny_deepseek_v3,
+)  # fmt: skip
+
 RECIPES = {
     "tiny": _tiny(DecoderConfig()),
+    "tiny-moe": _tiny(
+        DecoderConfig(experts=Experts(8, 2, 192, shared=1, score="sigmoid", balance=1e-3, z=1e-3, bias_rate=1e-3))
+    ),
     "bench-34m": Recipe(DecoderConfig(vocab=8192, dim=512, layers=8, heads=8, kv_heads=8, hidden=1408)),
-    **{make.__name__: make() for make in (llama3_8b, llama3_70b, llama3_405b, qwen2_5_72b, tiny_llama3, tiny_qwen2_5)},
+    **{make.__name__: make() for make in _MAKERS},
 }
 """Recipes by name."""
 

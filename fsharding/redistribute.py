@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.axes import DATA_AXES
 from fsharding.errors import LayoutError, message
 from fsharding.mesh import is_member
 from fsharding.ops import transition
@@ -72,7 +71,8 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None) -> Tree:
             # On the slices of the mesh that own the leaf, it is cut as any other.
             source, target = replace(source, mesh=target.mesh), target.slice_of_mesh()
         steps = transition.plan_steps(source, target)
-        if source.mesh != target.mesh or source.partial or any(a not in DATA_AXES for s in steps for a in s.axes):
+        moves_more = any(axis not in source.data_axes for step in steps for axis in step.axes)
+        if source.mesh != target.mesh or source.owned != target.owned or source.partial or moves_more:
             wrong.append(f"{path}: from {source} to {target}")
             continue
         local = local_of(leaf) if kinds[i] is None else local_of(leaf).to(kinds[i])

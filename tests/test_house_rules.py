@@ -32,6 +32,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (0.8, "axes"),
     (1, "mesh boxes"),
     (1.5, "spec"),
+    (1.7, "at_rest"),
     (2, "sharding strategy precision policies ops.wire"),
     (2.2, "ops.collectives"),
     (2.5, "random stages routes"),

@@ -30,6 +30,8 @@ class Model(NamedTuple):
         tied: (name in the head unit, path of the leaf that it shares), such as `("unembed", "embed.table")`.
         axes: the model axes that its functions compute over; on a mesh with others a step refuses it.
         check: `check(mesh, rules)` raises where the axes cannot cut the model in the way that the rules ask.
+        balanced: (path, rate) of biases whose gradient is a load (`ops.tell_load`): a step moves them by the rate
+            against its sign, apart from optimizer, norm and clipping.
     """
 
     init: Callable[[Tensor], Tree]
@@ -40,3 +42,4 @@ class Model(NamedTuple):
     tied: tuple[tuple[str, str], ...] = ()
     axes: tuple[str, ...] = ()
     check: Callable[[Any, Any], None] | None = None
+    balanced: tuple[tuple[str, float], ...] = ()

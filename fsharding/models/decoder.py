@@ -20,8 +20,10 @@ from fsharding.errors import ConfigError, message
 from fsharding.mesh import Mesh, abstract
 from fsharding.models.base import Model
 from fsharding.models.dense import Dense
+from fsharding.models.experts import Experts
 from fsharding.models.grouped import Grouped
 from fsharding.models.latent import Latent
+from fsharding.models.mixture import Mixture
 from fsharding.models.parts import AttentionPart, Cuts, Draws, FeedPart, How, Stream, columns, norm
 from fsharding.ops.attention import Kind
 from fsharding.ops.rotary import Scaling
@@ -39,13 +41,15 @@ class Stack:
         name: of the stack.
         layers: number of blocks.
         attention: by default that of the config.
-        hidden: of a dense feed-forward part; by default that of the config.
+        hidden: of a dense feed-forward part, where the config has others.
+        experts: in the place of a dense part, where the config has others.
     """
 
     name: str
     layers: int
     attention: Grouped | Latent | None = None
     hidden: int | None = None
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class DecoderConfig:
         bias: queries, keys and values have a bias.
         rope_scaling: of the rotary frequencies, for a longer context.
         attention: another attention than the grouped-query one of the numbers above.
+        experts: in the place of the dense feed-forward part.
         stacks: of unlike blocks, in order; by default all blocks are one stack, at `blocks`.
     """
 
@@ -82,6 +87,7 @@ class DecoderConfig:
     bias: bool = False
     rope_scaling: Scaling | None = None
     attention: Grouped | Latent | None = None
+    experts: Experts | None = None
     stacks: tuple[Stack, ...] = ()
 
     def __post_init__(self) -> None:
@@ -95,6 +101,9 @@ class DecoderConfig:
                 wrong.append(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
         names = [stack.name for stack in self.stacks]
         wrong += [f"two stacks have the name {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
+        wrong += [
+            f"stack {s.name!r} has both hidden and experts" for s in self.stacks if s.hidden is not None and s.experts
+        ]
         wrong += [f"{name!r} is no name of a stack: it is part of a path" for name in names if not name.isidentifier()]
         if self.stacks and (total := sum(stack.layers for stack in self.stacks)) != self.layers:
             wrong.append(f"the stacks have {total} layers, not {self.layers}")
@@ -112,7 +121,10 @@ class DecoderConfig:
         if attention is None:
             numbers = self.heads, self.kv_heads, self.head_dim, self.bias, self.rope_base, self.rope_scaling
             attention = Grouped(*numbers)
-        return attention, Dense(stack.hidden if stack is not None and stack.hidden is not None else self.hidden)
+        experts, hidden = self.experts, self.hidden
+        if stack is not None and (stack.hidden is not None or stack.experts is not None):
+            experts, hidden = stack.experts, stack.hidden or hidden
+        return attention, Dense(hidden) if experts is None else Mixture(experts)
 
     def kinds(self) -> list[tuple[AttentionPart, FeedPart]]:
         """Attention and feed-forward part of each stack, in order."""
@@ -160,6 +172,7 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         tied=(("unembed", "embed.table"),) if config.tied else (),
         axes=("cp", "tp"),
         check=functools.partial(_check, config, sequence, attention),
+        balanced=_balanced(config),
     )
 
 
@@ -173,6 +186,16 @@ def _block(attention: AttentionPart, feed: FeedPart, how: How) -> Callable[[Tree
         return stream._replace(x=x_BTD + y_BTD, extra=stream.extra if extra is None else extra)
 
     return block
+
+
+def _balanced(c: DecoderConfig) -> tuple[tuple[str, float], ...]:
+    """The biases of routers that a step moves, with their rates."""
+    paths = [f"blocks.{stack.name}" for stack in c.stacks] or ["blocks"]
+    feeds = [feed for _, feed in c.kinds()]
+    pairs = [
+        (path, feed.experts.bias_rate) for path, feed in zip(paths, feeds, strict=True) if isinstance(feed, Mixture)
+    ]
+    return tuple((f"{path}.experts.bias", rate) for path, rate in pairs if rate is not None)
 
 
 def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: AxisRules) -> None:
