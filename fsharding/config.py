@@ -54,6 +54,7 @@ class TrainConfig:
         seq: tokens of a sequence.
         seed: of parameters and data.
         data: `default` (the Python standard library's own source), a file, a directory, or a `.bin` of tokens.
+        documents: tokens see those of their own document only: a file, or what the separator of a `.bin` ends.
         save_every: steps between checkpoints; 0 for one at the end only.
         swap_at: steps at which the state moves to another strategy, or mesh: `50=zero1,100=zero3:replica=2,dp=2`.
         resume: go on from the newest complete checkpoint in `out`.
@@ -81,6 +82,7 @@ class TrainConfig:
     seq: int = 128
     seed: int = 0
     data: str = "default"
+    documents: bool = False
     save_every: int = 0
     swap_at: str = ""
     resume: bool = False
@@ -200,7 +202,9 @@ def _check_batch(config: TrainConfig, shape: AbstractMesh) -> None:
 
 def open_tokens(config: TrainConfig) -> Tokens:
     """The data of a run."""
-    return open_data(config.data, batch_size=config.batch, seq_len=config.seq, seed=config.seed)
+    return open_data(
+        config.data, batch_size=config.batch, seq_len=config.seq, seed=config.seed, documents=config.documents
+    )
 
 
 def _check_model(config: TrainConfig, data: Tokens) -> None:

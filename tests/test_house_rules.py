@@ -55,6 +55,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (8.7, "moving"),
     (9, "step reshard"),
     (10, "checkpoint.*"),
+    (10.5, "corpus"),
     (11, "models.* data"),
     (11.5, "recipes swaps launch testing.* show plan plan.*"),
     (11.8, "config"),
