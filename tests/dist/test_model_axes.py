@@ -45,10 +45,11 @@ def batches(mesh, vocab):
 
 def train(
     axes, strategy, *, order=AXES, rules=fs.DEFAULT_RULES, config=CONFIG, microbatches=1,
-    schedule="1f1b", gather="step", policy=fs.policies.save_except_gathered, **model_options,
+    schedule="1f1b", gather="step", policy=fs.policies.save_except_gathered, changed=None, **model_options,
 ):  # fmt: skip
     """Losses and gradient norms of ten steps."""
     mesh, model = mesh_of(axes, order), fs.models.decoder(config, **model_options)
+    model = model if changed is None else changed(model)
     stages, ranks = None, dict(axes).get("pp", 1)
     if ranks > 1:
         schedule = fs.plan_schedule(schedule, ranks, microbatches, gather=gather)
@@ -73,12 +74,12 @@ def on_ranks(axes, strategy, **how):
 
 
 @functools.cache
-def alone(config=CONFIG):
-    return train((("dp", 1),), fs.zero(0), config=config)
+def alone(config=CONFIG, **how):
+    return train((("dp", 1),), fs.zero(0), config=config, **how)
 
 
-def close(found, config=CONFIG):
-    torch.testing.assert_close(found, alone(config), rtol=1e-5, atol=0)
+def close(found, config=CONFIG, **how):
+    torch.testing.assert_close(found, alone(config, **how), rtol=1e-5, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------------------------ tp
