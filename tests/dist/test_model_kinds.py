@@ -45,7 +45,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("config", "axes", "strategy", "how"), some(CASES, 1, 3, 6, 14, 17))
+@pytest.mark.parametrize(("config", "axes", "strategy", "how"), some(CASES, 0, 3, 6, 14))
 def test_losses_are_those_of_one_process(config, axes, strategy, how):
     packed = {"packed": True} if "packed" in how else {}
     close(on_ranks(axes, strategy, config=config, **how), config, **packed)
@@ -65,7 +65,7 @@ MESHES = [
 @pytest.mark.parametrize(
     ("name", "axes", "how"),
     [
-        pytest.param(name, *case, marks=[] if (name, i) == ("tiny_deepseek_v3", 4) else pytest.mark.full)
+        pytest.param(name, *case, marks=[] if (name, i) == ("tiny_deepseek_v3", 1) else pytest.mark.full)
         for name in TWINS
         for i, case in enumerate(MESHES)
     ],
