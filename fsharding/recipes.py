@@ -125,8 +125,8 @@ def tiny_llama3() -> Recipe:
 
 
 def tiny_qwen2_5() -> Recipe:
-    """The twin of Qwen2.5; its embedding is tied, as those of the small models of that family."""
-    return _tiny(DecoderConfig(heads=8, kv_heads=2, bias=True, rope_base=1_000_000.0, tied=True))
+    """The twin of Qwen2.5."""
+    return _tiny(DecoderConfig(heads=8, kv_heads=2, bias=True, rope_base=1_000_000.0))
 
 
 def tiny_mixtral() -> Recipe:

@@ -23,7 +23,7 @@ from fsharding.sharding import NamedSharding, like, local_of
 from fsharding.stacks import stacks_of
 from fsharding.stages import Owners, begins, normal, stage_of
 
-__all__ = ["check_ends", "layers_by_stage", "over_owners", "owners", "stages_of"]
+__all__ = ["check_ends", "layers_by_coordinate", "layers_by_stage", "over_owners", "owners", "stages_of"]
 
 
 def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = None) -> dict[str, Any]:
@@ -82,6 +82,22 @@ def layers_by_stage(model: Any, schedule: Schedule, layout: Layout) -> tuple[tup
         for path, owned in held.items()
     ]
     raise _other_stages(schedule, rows)
+
+
+def layers_by_coordinate(model: Any, layout: Layout, size: int) -> list[list[int]]:
+    """How many layers of each stack each coordinate of `pp` has: by coordinate, then by stack, on a mesh of any kind.
+
+    Args:
+        model: a `Model`.
+        layout: of it.
+        size: of `pp`.
+    """
+    counts: list[list[int]] = [[] for _ in range(size)]
+    for path, _ in stacks_of(model):
+        leaf = next(leaf for leaf in layout.leaves if begins(leaf.path, path))
+        for pp, found in enumerate(counts):
+            found.append(leaf.main.local_shape(leaf.shape, {"pp": pp})[0])
+    return counts
 
 
 def _even(schedule: Schedule, layers: int) -> Sequence[Sequence[int]]:

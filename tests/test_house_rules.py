@@ -59,7 +59,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (11, "models.* data"),
     (11.5, "recipes swaps launch testing.* show plan plan.*"),
     (11.8, "config"),
-    (12, "train tools bench.*"),
+    (12, "train tools preview bench.*"),
     (13, "cli"),
     (14, "__main__"),
 ]

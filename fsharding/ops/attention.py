@@ -45,7 +45,7 @@ class _How:
     causal: bool
     scale: float | None
     axis: str
-    mesh: Mesh
+    mesh: Mesh | None
     group: Group
 
 
@@ -66,8 +66,9 @@ def attention(
 ) -> Tensor:
     """softmax(scale q k') v over the whole sequence, of which each rank of an axis has a part.
 
-    On one rank, where the mesh lacks the axis, or where there is no mesh, it is `scaled_dot_product_attention`. With n
-    ranks there are three ways; all ranks go the same.
+    On one rank, where the mesh lacks the axis, or where there is no mesh, it is `scaled_dot_product_attention`. Long
+    packed rows are computed in tiles there, without those that are hidden; then it is differentiable once by autograd.
+    With n ranks there are three ways; all ranks go the same.
 
     - "ring" (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"): a rank sends its
       keys and values around, n - 1 times; in backward again, and their gradients in float32 n times. It holds two
@@ -108,8 +109,10 @@ def attention(
             q, k, v, causal=causal, documents=documents, axis=axis, kind=kind, scale=scale, mesh=mesh
         )  # fmt: skip
         return found[..., :value_E]
-    if size == 1:
+    if size == 1 and (documents is None or q_BHTE.shape[2] <= _TILE or not q_BHTE.numel() or _compat.in_functorch()):
         return _whole(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
+    if size == 1:
+        return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, _How(causal, scale, axis, mesh, _ALONE))
     mesh = mesh if mesh is not None else current_mesh("ops.attention")
     how = _How(causal, scale, axis, mesh, axis_group(mesh, (axis,)))
     if kind == "ulysses":

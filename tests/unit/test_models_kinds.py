@@ -1,6 +1,8 @@
 """Kinds of attention, positions and stacks of the decoder, each against a plain version in float64 written here."""
 
 import math
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -169,6 +171,8 @@ def test_packed_documents_have_the_losses_of_each_alone(kind):
     assert_trees_close(loss_of(config, params, batch), (sum(alone) / 18).float(), rtol=1e-5)
     given = {**batch, "positions": ops.document_positions(batch["documents"])}
     assert_bitwise_equal(loss_of(config, params, given), loss_of(config, params, batch))
+    with mock.patch.object(sys.modules["fsharding.ops.attention"], "_TILE", 4):
+        assert_trees_close(loss_of(config, params, batch), loss_of(config, params, given), rtol=1e-6)
     shifted = {**batch, "positions": given["positions"] + 5}
     assert_trees_close(loss_of(config, params, shifted), loss_of(config, params, batch), rtol=1e-4)
 

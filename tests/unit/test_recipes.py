@@ -1,11 +1,13 @@
 """Published models by name: their numbers of parameters, and plans for thousands of ranks without memory."""
 
+import json
 import math
 import time
 
 import pytest
 
 import fsharding as fs
+from fsharding.cli import main
 from fsharding.errors import ConfigError
 from fsharding.recipes import RECIPES, recipe
 
@@ -53,3 +55,31 @@ def test_names():
     assert fs.recipes.llama3_8b() == RECIPES["llama3_8b"]
     with pytest.raises(ConfigError, match=r"knows no preset 'lama3_8b'\.\nPresets are .*Did you mean 'llama3_8b'\?"):
         recipe("lama3_8b")
+
+
+def planned(capsys, *args):
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *args])
+    out, err = capsys.readouterr()
+    return end.value.code, out, err
+
+
+def test_the_verb_plan_shows_bytes_by_stage(capsys):
+    status, out, _ = planned(capsys, "deepseek-v3", "--mesh", "pp=16,dp=4,ep=64,tp=2")
+    lines = out.splitlines()
+    assert status == 0 and len(lines) == 3 + 16
+    assert lines[0] == "deepseek-v3: 671,026,419,200 parameters in 32 leaves"
+    assert lines[1].startswith("8,192 ranks (pp=16, dp=4, ep=64, tp=2), zero3, bfloat16")
+    assert lines[2].split() == ["pp", "layers", "params", "main", "grads", "opt_state", "total"]
+    assert lines[3].split()[:5] == ["0", "3", "+", "0", "0.021"]
+    status, out, _ = planned(capsys, "tiny-moe", "--dtype", "float32", "--strategy", "zero0", "--json")
+    found = json.loads(out)
+    assert found["stages"][0]["layers"] == [4] and found["ranks"] == 1
+    assert found["stages"][0]["bytes"]["params"] == 4 * found["parameters"]
+
+
+def test_the_verb_plan_refuses_what_cannot_be(capsys):
+    assert "knows no preset 'llama9'" in planned(capsys, "llama9")[2]
+    assert "knows no --dtype 'int8'" in planned(capsys, "tiny", "--dtype", "int8")[2]
+    status, _, err = planned(capsys, "llama3_8b", "--mesh", "tp=3")
+    assert status == 2 and "32 heads: no multiple of 3" in err
