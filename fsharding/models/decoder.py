@@ -136,7 +136,7 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
 
     A batch has `tokens` and `targets`. Where rows are packed with several documents it also has `documents`, int[B, T]:
     a token then sees its own document only, and positions begin anew with each, unless the batch has `positions` of its
-    own, int64[B, T].
+    own, int64[B, T]. A `Stream` goes from unit to unit; blocks and head take activations [B, T, D] alone, too.
 
     Args:
         config: sizes.
@@ -156,7 +156,8 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=config.vocab, sequence_dim=how.sequence)
         return Stream(x_BTD, positions, documents)
 
-    def head(params: Tree, stream: Stream, batch: Tree) -> tuple[Tensor, Tensor]:
+    def head(params: Tree, x: Stream | Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
+        stream = x if isinstance(x, Stream) else Stream(x)
         x_BTD = norm(params["norm"], stream.x, how)
         targets, whole = batch["targets"], params["unembed"].shape[0] == config.vocab
         (logits_BTV,) = columns(x_BTD, [params["unembed"]], whole=whole, how=how)
@@ -176,8 +177,9 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
     )
 
 
-def _block(attention: AttentionPart, feed: FeedPart, how: How) -> Callable[[Tree, Stream], Stream]:
-    def block(params: Tree, stream: Stream) -> Stream:
+def _block(attention: AttentionPart, feed: FeedPart, how: How) -> Callable[[Tree, Stream | Tensor], Stream]:
+    def block(params: Tree, x: Stream | Tensor) -> Stream:
+        stream = x if isinstance(x, Stream) else Stream(x)
         x_BTD = stream.x
         x_BTD = x_BTD + attention.apply(params, norm(params["norm1"], x_BTD, how), stream, how)
         y_BTD, extra = feed.apply(params, norm(params["norm2"], x_BTD, how), how)

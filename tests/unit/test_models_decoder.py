@@ -123,6 +123,8 @@ def test_blocks_keep_the_dtype_of_the_stream():
     x = decoder(CONFIG).embed(params["embed"], {"tokens": tokens()})
     out = decoder(CONFIG).block({name: leaf[0] for name, leaf in params["blocks"].items()}, x)
     assert x.x.dtype == out.x.dtype == torch.bfloat16
+    alone = decoder(CONFIG).block({name: leaf[0] for name, leaf in params["blocks"].items()}, x.x)
+    assert_bitwise_equal(alone.x, out.x)
 
 
 def test_sizes_that_do_not_fit():
