@@ -1,0 +1,75 @@
+"""Whole decoders on random meshes of all axes: losses and gradient norms are those of one process, and come back bit by bit."""
+
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given
+
+import fsharding as fs
+from fsharding.axes import AXES, AbstractMesh
+from fsharding.testing import DecoderCase, assert_bitwise_equal
+from fsharding.testing import strategies as draws
+from tests.dist.test_laws import FULL, examples, on_ranks, teardown_module
+
+__all__ = ["teardown_module"]
+
+RANKS = 8 if FULL else 4
+
+
+def train(case):
+    return case.train()
+
+
+def trained(case):
+    """What rank 0 saw; the others must have seen the same bits."""
+    runs = on_ranks(train, case.ranks, case)
+    for other in runs[1:]:
+        assert_bitwise_equal(runs[0], other, "the ranks' results")
+    return runs[0]
+
+
+def close(case):
+    torch.testing.assert_close(trained(case), case.alone().train(), rtol=1e-5, atol=0)
+
+
+@examples(60, 500)
+@given(draws.decoder_cases(RANKS))
+def test_any_mesh_has_the_losses_of_one_process(case):
+    close(case)
+
+
+@examples(8, 100)
+@given(draws.decoder_cases(RANKS))
+def test_two_runs_are_bitwise_the_same(case):
+    assert_bitwise_equal(trained(case), trained(case))
+
+
+CONFIG = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)
+MEGATRON = [("tp", "cp", "ep", "dp", "pp"), ("tp", "pp", "dp")]
+
+
+def ordered(order, **axes):
+    """A mesh whose ranks lie in some order of its axes, the rest as by default."""
+    order = (*order, *(axis for axis in AXES if axis not in order))
+    names = tuple(axis for axis in order if axis in axes)
+    return AbstractMesh(names, tuple(axes[name] for name in names))
+
+
+CASE = DecoderCase(
+    CONFIG, AbstractMesh(("dp",), (1,)), fs.zero(3), rows=8, length=8, steps=3, microbatches=2, sequence=True
+)
+
+
+@pytest.mark.parametrize("order", MEGATRON, ids="-".join)
+@pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_the_rank_orders_of_megatron(order, axes):
+    close(replace(CASE, mesh=ordered(order, **axes)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axes", [("pp", "dp", "tp"), ("pp", "cp", "tp"), ("replica", "dp", "tp")], ids="-".join)
+def test_every_rank_order(axes):
+    for order in permutations(axes):
+        close(replace(CASE, mesh=ordered(order, **dict.fromkeys(axes, 2))))
