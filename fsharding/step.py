@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, policies, tree
+from fsharding.agreement import agree, digest, facts_of
 from fsharding.autodiff import value_and_grad
 from fsharding.axes import AXES
 from fsharding.errors import BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout
-from fsharding.mesh import abstract, axis_group
+from fsharding.mesh import abstract, axis_group, everyone
 from fsharding.ops import wire
 from fsharding.optim.apply import apply_updates
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update
@@ -104,15 +105,21 @@ def make_train_step(
         LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`.
         RankError: from the step: another stage is gone.
         ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
-            on a mesh with an axis that it does not compute over.
+            on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
+            layout, ranks whose layouts, models, optimizers or arguments of this function differ.
         BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling.
     """
     is_model = hasattr(model, "block")
     loss_fn = model_loss(model, policy=policy) if is_model else model
+    settings = _settings(model, opt, microbatches, schedule if is_model else "", precision, policy)
+    agreed: list[Layout] = []
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
+        if not any(layout is known for known in agreed) and layout not in agreed:
+            _agree(layout, settings)
+            agreed.append(layout)
         if is_model:
             _refuse_model_axes(model, layout)
         how = precision or layout.precision
@@ -142,6 +149,36 @@ def make_train_step(
         return _update(state, grads, norm, opt, how, donate=donate), metrics
 
     return step
+
+
+def _settings(
+    model: Any,
+    opt: GradientTransformation,
+    microbatches: int,
+    schedule: str | Schedule,
+    precision: Precision | None,
+    policy: Policy,
+) -> dict[str, str]:
+    """What the ranks of a step must have in common, beside its layout."""
+    # A loss function may close over what is a rank's own.
+    told = facts_of("model", model) if hasattr(model, "block") else {"loss": getattr(model, "__qualname__", "")}
+    planned = schedule if isinstance(schedule, str) else f"{schedule!r} {digest(repr(schedule.table)):016x}"
+    facts = {"microbatches": str(microbatches), "schedule": planned, "policy": policy.name, "precision": str(precision)}
+    return {**facts, **told, **facts_of("optimizer", opt)}
+
+
+def _agree(layout: Layout, settings: dict[str, str]) -> None:
+    """Refuses ranks whose steps differ. A layout is told by what it was planned from, since all else follows."""
+    leaves = {
+        f"params.{leaf.path}": f"{leaf.init} {leaf.shape} {leaf.names}" + ("" if leaf.trainable else " frozen")
+        for leaf in layout.leaves
+    }
+    planned = {"strategy": str(layout.strategy), "rules": str(layout.rules), "stages": str(layout.stages)}
+    facts = {"mesh": repr(abstract(layout.mesh)), **planned, **facts_of("layout.precision", layout.precision), **leaves}
+    if abstract(layout.mesh).axis_size("pp") == 1:
+        settings = {name: text for name, text in settings.items() if name != "schedule"}
+    ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
+    agree("train step", {**facts, **settings}, ranks=ranks.ranks, group=ranks.process_group, device=device)
 
 
 def _scale_mismatch(state: TrainState) -> tuple[str, list[str], str]:

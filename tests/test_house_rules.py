@@ -29,7 +29,7 @@ README_SECONDS = 110
 LEVEL_TABLE: list[tuple[float, str]] = [
     (0, "errors"),
     (0.5, "tree _compat counts"),
-    (0.8, "axes"),
+    (0.8, "axes agreement"),
     (1, "mesh boxes"),
     (1.5, "spec"),
     (2, "sharding strategy precision policies ops.wire"),
