@@ -185,12 +185,14 @@ class Group:
         process_group: None when the group has one rank.
         terms: the members in the order in which sums are taken: by coordinate, with the axes as in `AXES`. A sum over
             `(dp, replica)` and one over `dp` and then `replica` then add the same terms in the same pairs.
+        axes: along which they lie, as in `AXES`; empty where they are not of one mesh.
     """
 
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup | None
     terms: tuple[int, ...] = (0,)
+    axes: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -223,7 +225,7 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
         raise MeshError(message("fs.axis_group", text, mend="Use fs.make_mesh."))
     terms = tuple(sorted(range(len(ranks)), key=lambda i: [steps[i].get(axis, 0) for axis in AXES]))
     group = mesh.get_group(axes[0]) if len(axes) == 1 else _process_group(mesh, frozenset(axes))
-    return Group(ranks, index, group, terms)
+    return Group(ranks, index, group, terms, tuple(axis for axis in AXES if axis in axes))
 
 
 def everyone(mesh: Mesh) -> Group:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from fsharding import _compat, policies, tree
 from fsharding.actions import Action
 from fsharding.autodiff import Tape
 from fsharding.axes import AXES
-from fsharding.errors import RankError, message
+from fsharding.errors import RankError, TransformError, message
 from fsharding.layout import Layout
 from fsharding.mesh import axis_group, axis_index, data_axes
 from fsharding.ops import wire
@@ -38,9 +38,14 @@ from fsharding.staging import check_ends, layers_by_stage, over_owners
 from fsharding.transforms import gather_unit, select_unit
 from fsharding.tree import Tree
 
-__all__ = ["pipeline_grads"]
+__all__ = ["Messages", "pipeline_grads"]
 
 _T = TypeVar("_T")
+
+_Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+Messages: TypeAlias = dict[tuple[int, _Shapes], tuple[Any, _Shapes]]
+"""The tree, shapes and dtypes of what a stage sends, by stage and by what its microbatch looks like."""
 
 
 def pipeline_grads(
@@ -53,6 +58,7 @@ def pipeline_grads(
     precision: Precision,
     policy: Policy = policies.save_except_gathered,
     scale: float = 1.0,
+    known: Messages | None = None,
 ) -> tuple[Tree, Tensor, Tensor]:
     """Runs one step of a schedule. Collective over the whole mesh.
 
@@ -65,6 +71,8 @@ def pipeline_grads(
         precision: dtypes of compute, wire and gradients.
         policy: what the blocks keep for backward.
         scale: of the loss, for fp16.
+        known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
+            A receiver is told once what activations look like, for each shape of microbatches.
 
     Returns:
         (gradients in `layout.main`, sum of losses times scale, sum of weights); the sums are float32, 0-d, the same on
@@ -72,9 +80,10 @@ def pipeline_grads(
 
     Raises:
         LayoutError: the layout has other stages than the schedule.
+        TransformError: a stage gives other activations than before for a microbatch of the same shapes.
         RankError: another stage is gone, or did not answer within the timeout of the mesh.
     """
-    run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale)
+    run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, {} if known is None else known)
     try:
         for action in schedule.table[run.rank]:
             run.do(action)
@@ -107,6 +116,7 @@ class _Run:
     precision: Precision
     policy: Policy
     scale: float
+    known: Messages
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
     arrived: dict[Action, tuple[Any, list[Tensor], wire.Pending]] = field(default_factory=dict[Action, Any])
     handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = field(
@@ -252,23 +262,36 @@ class _Run:
     def _send(self, action: Action, spec: Any, leaves: list[Tensor]) -> wire.Pending:
         peer = self.group.ranks[self.schedule.peer(action)]
         if action.kind == "SEND_F":
-            told = spec, [(tuple(x.shape), x.dtype) for x in leaves]
-            dist.send_object_list([told], peer, self.group.process_group)
+            self._tell(action, peer, (spec, _shapes(leaves)))
         messages = [
             wire.Message(peer, self._tag(action, i), wire.as_bytes(x.contiguous())) for i, x in enumerate(leaves)
         ]
         return wire.exchange_messages(messages, [], self.group)
 
+    def _tell(self, action: Action, peer: int, told: tuple[Any, _Shapes]) -> None:
+        """Says what activations look like, the first time that a stage sends them for such a microbatch."""
+        key = action.stage, _shapes(tree.leaves(self.pieces[action.microbatch or 0]))
+        if key not in self.known:
+            dist.send_object_list([told], peer, self.group.process_group)
+        if self.known.setdefault(key, told) != told:
+            rule = f"got other activations of stage {action.stage} than before from a microbatch of the same shapes."
+            rows = [f"{text} {list(types)}" for text, (_, types) in (("before:", self.known[key]), ("now:", told))]
+            mend = "Let the tree, shapes and dtypes of activations follow from the shapes of the batch."
+            raise TransformError(message("train step", rule, rows, mend))
+
     def _receive(self, action: Action) -> tuple[Any, list[Tensor], wire.Pending]:
         assert action.microbatch is not None
         peer = self.group.ranks[self.schedule.peer(action)]
         if action.kind == "RECV_F":
-            told: list[Any] = [None]
-            dist.recv_object_list(told, peer, self.group.process_group)
-            spec, types = told[0]
+            key = action.stage - 1, _shapes(tree.leaves(self.pieces[action.microbatch]))
+            if key not in self.known:
+                told: list[Any] = [None]
+                dist.recv_object_list(told, peer, self.group.process_group)
+                self.known[key] = told[0]
+            spec, types = self.known[key]
         else:
             flight = self.flights[action.stage, action.microbatch]
-            spec, types = None, [(tuple(y.shape), y.dtype) for y in flight.outputs if y.is_floating_point()]
+            spec, types = None, _shapes([y for y in flight.outputs if y.is_floating_point()])
         leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in types]
         messages = [wire.Message(peer, self._tag(action, i), wire.as_bytes(x)) for i, x in enumerate(leaves)]
         return spec, leaves, wire.exchange_messages([], messages, self.group)
@@ -316,6 +339,10 @@ class _Run:
         axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
         total, weight = wire.start_sum(mine, axis_group(self.layout.mesh, axes), torch.float64).wait()
         return total.float(), weight.float()
+
+
+def _shapes(leaves: Sequence[Tensor]) -> _Shapes:
+    return tuple((tuple(x.shape), x.dtype) for x in leaves)
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:

@@ -24,7 +24,7 @@ from fsharding.ops import wire
 from fsharding.optim.apply import apply_updates
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update
 from fsharding.optim.clip import global_norm
-from fsharding.pipeline import pipeline_grads
+from fsharding.pipeline import Messages, pipeline_grads
 from fsharding.policies import Policy
 from fsharding.precision import Precision
 from fsharding.scan import scan_units
@@ -113,13 +113,15 @@ def make_train_step(
     is_model = hasattr(model, "block")
     loss_fn = model_loss(model, policy=policy) if is_model else model
     settings = _settings(model, opt, microbatches, schedule if is_model else "", precision, policy)
-    agreed: list[Layout] = []
+    seen: list[tuple[Layout, Messages]] = []
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
-        if not any(layout is known for known in agreed) and layout not in agreed:
+        known = next((known for before, known in seen if layout is before or layout == before), None)
+        if known is None:
             _agree(layout, settings)
-            agreed.append(layout)
+            known = Messages()
+            seen.append((layout, known))
         if is_model:
             _refuse_model_axes(model, layout)
         how = precision or layout.precision
@@ -130,7 +132,7 @@ def make_train_step(
         if is_model and abstract(layout.mesh).axis_size("pp") > 1:
             planned = _schedule(schedule, layout, microbatches)
             grads, total, weight = pipeline_grads(
-                model, planned, layout, state.params, pieces, precision=how, policy=policy, scale=scale
+                model, planned, layout, state.params, pieces, precision=how, policy=policy, scale=scale, known=known
             )
         else:
             grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from fsharding import optim, policies, random
 from fsharding.axes import AbstractMesh
+from fsharding.counts import Traffic, counting_bytes
+from fsharding.decoder_traffic import expected_traffic
 from fsharding.errors import ScheduleError
 from fsharding.layout import Layout, plan_layout
 from fsharding.mesh import Mesh, data_position
@@ -129,8 +132,17 @@ class DecoderCase:
         mine = {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
         return cut_sequence(mine, mesh=mesh)
 
+    def traffic(self, layout: Layout, coord: dict[str, int] | None = None) -> Traffic:
+        """What a rank sends in a step: see `expected_traffic`."""
+        parts = math.prod(map(self.mesh.axis_size, ("replica", "dp", "ep")))
+        return expected_traffic(
+            self.config, layout, rows=self.rows // parts, length=self.length, microbatches=self.microbatches,
+            sequence=self.sequence, attention=self.attention, schedule=self.planned(),
+            policy=policies.POLICIES[self.policy], coord=coord,
+        )  # fmt: skip
+
     def train(self) -> Tensor:
-        """Runs it. Collective over the ranks of the mesh, which are all that there are.
+        """Runs it; each step sends what `expected_traffic` says. Collective over the ranks of the mesh, which are all.
 
         Returns:
             float32[steps, 2]: loss and gradient norm of each step.
@@ -145,7 +157,9 @@ class DecoderCase:
         )  # fmt: skip
         found: list[Tensor] = []
         for number in range(self.steps):
-            state, metrics = step(state, self.batch(number, mesh))
+            with counting_bytes() as traffic:
+                state, metrics = step(state, self.batch(number, mesh))
+            assert traffic == self.traffic(state.layout), (traffic, self.traffic(state.layout))
             found.append(torch.stack((metrics.loss, metrics.grad_norm)))
         return torch.stack(found)
 
