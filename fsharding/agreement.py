@@ -24,6 +24,7 @@ __all__ = ["agree", "digest", "facts_of"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _SHOWN = 8
+_LONG = 1000
 
 
 def agree(
@@ -84,9 +85,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 def facts_of(name: str, value: Any) -> dict[str, str]:
     """What a value is made of, as facts: `{"optimizer.b1": "0.9", ...}`.
 
-    Numbers, text and dtypes are told as they are; containers and dataclasses entry by entry; a function by its name and
-    by what it closes over, which is where an optimizer or a model has its settings; anything else by its type alone,
-    since a device, a file or a generator may well differ between ranks.
+    Numbers, text and dtypes are told as they are; containers and dataclasses entry by entry, very long ones by their
+    length; a function by its name and by what it closes over, which is where an optimizer or a model has its settings;
+    anything else by its type alone, since a device, a file or a generator may well differ between ranks.
 
     Args:
         name: of the value.
@@ -123,6 +124,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from whole.keywords.items()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    elif isinstance(value, tuple | list | Mapping) and len(cast("Sequence[Any]", value)) > _LONG:
+        return
     elif isinstance(value, tuple | list):
         entries = cast("Sequence[Any]", value)
         yield from zip(getattr(entries, "_fields", map(str, range(len(entries)))), entries, strict=True)

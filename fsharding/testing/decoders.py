@@ -28,6 +28,7 @@ from fsharding.models.base import Model
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.ops.attention import Kind
 from fsharding.ops.sequence import cut_sequence
+from fsharding.precision import FP32, Precision
 from fsharding.schedule import SCHEDULES, Schedule, plan_schedule
 from fsharding.spec import DEFAULT_RULES
 from fsharding.staging import stages_of
@@ -65,6 +66,7 @@ class DecoderCase:
         gather: parameters come once a step, or for each microbatch.
         policy: a name of `policies.POLICIES`.
         donate: whether a step may overwrite its state.
+        precision: dtypes at rest and of compute.
     """
 
     config: DecoderConfig = _SMALL
@@ -82,6 +84,7 @@ class DecoderCase:
     gather: Literal["step", "microbatch"] = "step"
     policy: str = "save_except_gathered"
     donate: bool = False
+    precision: Precision = FP32
 
     @property
     def ranks(self) -> int:
@@ -118,7 +121,8 @@ class DecoderCase:
         """
         rules, schedule = DEFAULT_RULES.replace(**dict.fromkeys(self.whole)), self.planned()
         stages = None if schedule is None else stages_of(self.model, schedule, counts=self.counts)
-        return plan_layout(self.model, self.mesh if mesh is None else mesh, rules, self.strategy, stages=stages)
+        where = self.mesh if mesh is None else mesh
+        return plan_layout(self.model, where, rules, self.strategy, precision=self.precision, stages=stages)
 
     def batch(self, step: int, mesh: Mesh) -> dict[str, Tensor]:
         """The tokens and targets of this rank at a step; some targets do not count, other ones on each row."""

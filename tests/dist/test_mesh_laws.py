@@ -73,3 +73,27 @@ def test_the_rank_orders_of_megatron(order, axes):
 def test_every_rank_order(axes):
     for order in permutations(axes):
         close(replace(CASE, mesh=ordered(order, **dict.fromkeys(axes, 2))))
+
+
+# -------------------------------------------------------------------------------------------------------- bytes by axes
+LARGE = fs.models.DecoderConfig(vocab=64, dim=64, layers=4, heads=8, kv_heads=4, hidden=160)
+SENT = [
+    ({"tp": 2}, {"strategy": fs.zero(0)}),
+    ({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2, "precision": fs.BF16}),
+    ({"cp": 2, "tp": 2}, {"attention": "ulysses", "strategy": fs.zero(1)}),
+    ({"dp": 2, "pp": 2}, {"schedule": "zbv", "microbatches": 4, "gather": "microbatch", "precision": fs.BF16}),
+    ({"replica": 2, "dp": 2}, {"strategy": fs.HFSDP, "microbatches": 2}),
+    ({"cp": 2}, {"attention": "ring", "policy": "nothing_saveable"}),
+    ({"cp": 4}, {"attention": "gather", "strategy": fs.zero(0)}),
+    ({"pp": 2, "tp": 2}, {"schedule": "interleaved_zero_bubble", "microbatches": 4, "policy": "dots_saveable"}),
+    ({"pp": 2, "dp": 2, "tp": 2}, {"schedule": "dualpipev", "microbatches": 4, "sequence": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("axes", "how"), [c if i < 4 else pytest.param(*c, marks=pytest.mark.full) for i, c in enumerate(SENT)]
+)
+def test_a_step_sends_what_the_formula_says(axes, how):
+    """Sums that are large enough to be taken in two calls, and other dtypes; `case.train` compares at every step."""
+    case = DecoderCase(LARGE, ordered((), **axes), fs.zero(3), rows=16, length=64, steps=1)
+    trained(replace(case, **how))
