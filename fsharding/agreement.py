@@ -73,7 +73,7 @@ def _differences(facts: dict[int, dict[str, str]]) -> list[str]:
             rarest = sorted(having.items(), key=lambda item: (len(item[1]), -item[1][0]))
             text = ", ".join(f"{_ranks(ranks)} {value}" for value, ranks in rarest)
             found.setdefault((name.rpartition(".")[2], text), name)
-    rows = [f"{name}: {text}" for (_, text), name in sorted(found.items(), key=lambda item: item[1].count("."))]
+    rows = [f"{name}: {text}" for (_, text), name in found.items()]
     return rows if len(rows) <= _SHOWN else [*rows[:_SHOWN], f"and {len(rows) - _SHOWN} more"]
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, policies, tree
@@ -88,6 +89,7 @@ def pipeline_grads(
         for action in schedule.table[run.rank]:
             run.do(action)
         run.settle()
+        run.pool.close()
     except BaseException:
         run.close()
         raise
@@ -96,11 +98,15 @@ def pipeline_grads(
 
 @dataclass
 class _Flight:
-    """A microbatch between forward and backward of a stage: its tape, what went in and what came out."""
+    """A microbatch between forward and backward of a stage: its tape, what went in, and what came out.
+
+    Of activations that leave only their place in the graph is kept, None where they have none, and what they look like.
+    """
 
     tape: Tape
     inputs: list[Tensor]
-    outputs: list[Tensor]
+    outputs: Sequence[Any] = ()
+    types: _Shapes = ()
     given: list[Tensor] | None = None
 
 
@@ -196,6 +202,7 @@ class _Run:
             case "B" | "I" | "W":
                 self._b(stage, m, kind)
             case "SEND_F" | "SEND_B":
+                self.settle(wait=False)
                 spec, leaves = self.handed.pop((kind[-1], stage, m))
                 self.sent[action] = self._guard(action, lambda: self._send(action, spec, leaves))
             case _:
@@ -206,31 +213,33 @@ class _Run:
         spec, leaves = (None, []) if stage == 0 else self._inputs("F", stage, m)
         x_leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in leaves]
         tape = Tape(*self.work[stage], self.precision, self.pool)
-        flight = self.flights[stage, m] = _Flight(tape, x_leaves, [])
+        flight = self.flights[stage, m] = _Flight(tape, x_leaves)
         x = None if spec is None else tree.unflatten(spec, x_leaves)
         out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])
         tape.ledger.rest()
         if last:
             total, weight = out if isinstance(out, tuple) else (out, 1.0)
-            flight.outputs = [total * self.scale if self.scale != 1.0 else total]
-            self.losses.append((flight.outputs[0].detach(), weight))
+            total = total * self.scale if self.scale != 1.0 else total
+            flight.outputs = [total if total.requires_grad else None]
+            self.losses.append((total.detach(), weight))
             return
         flat, out_spec = tree.flatten(out)
-        flight.outputs = flat
+        floating = [y for y in flat if y.is_floating_point()]
+        flight.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in floating]
+        flight.types = _shapes(floating)
         self.handed["F", stage, m] = out_spec, [y.detach() for y in flat]
 
     def _b(self, stage: int, m: int, kind: str) -> None:
         flight = self.flights[stage, m]
-        outputs, cotangents = flight.outputs, None
+        cotangents: list[Tensor] | None = None
         if stage < self.schedule.stages - 1:
             if flight.given is None:
                 flight.given = self._inputs("B", stage, m)[1]
-            floating = [y for y in outputs if y.is_floating_point()]
-            pairs = [(y, g) for y, g in zip(floating, flight.given, strict=True) if y.requires_grad]
-            outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
+            cotangents = [g for y, g in zip(flight.outputs, flight.given, strict=True) if y is not None]
+        outputs = [y for y in flight.outputs if y is not None]
         wanted = [x for x in flight.inputs if x.requires_grad] if kind != "W" else []
         found: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        if outputs and outputs[0].requires_grad and (kind != "I" or wanted):
+        if outputs and (kind != "I" or wanted):
             found = flight.tape.backward(outputs, cotangents, wanted, params=kind != "I", again=kind == "I")
         if wanted:
             zero = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
@@ -291,7 +300,7 @@ class _Run:
             spec, types = self.known[key]
         else:
             flight = self.flights[action.stage, action.microbatch]
-            spec, types = None, _shapes([y for y in flight.outputs if y.is_floating_point()])
+            spec, types = None, flight.types
         leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in types]
         messages = [wire.Message(peer, self._tag(action, i), wire.as_bytes(x)) for i, x in enumerate(leaves)]
         return spec, leaves, wire.exchange_messages([], messages, self.group)
@@ -306,11 +315,12 @@ class _Run:
             raise RankError(message("train step", text, [str(error).partition("\n")[0]])) from error
 
     # -------------------------------------------------------------------------------------------------------- results
-    def settle(self) -> None:
-        """Returns when all that was sent has left."""
-        for action, pending in self.sent.items():
-            self._guard(action, pending.wait)
-        self.pool.close()
+    def settle(self, *, wait: bool = True) -> None:
+        """Lets go of what was sent and has left; with `wait` returns when all of it has."""
+        for action, pending in list(self.sent.items()):
+            if wait or all(work.is_completed() for work in pending.works):
+                self._guard(action, pending.wait)
+                del self.sent[action]
 
     def close(self) -> None:
         """Lets go of everything after a failure."""

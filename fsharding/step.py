@@ -166,7 +166,7 @@ def _settings(
     told = facts_of("model", model) if hasattr(model, "block") else {"loss": getattr(model, "__qualname__", "")}
     planned = schedule if isinstance(schedule, str) else f"{schedule!r} {digest(repr(schedule.table)):016x}"
     facts = {"microbatches": str(microbatches), "schedule": planned, "policy": policy.name, "precision": str(precision)}
-    return {**facts, **told, **facts_of("optimizer", opt)}
+    return {**facts, **told, **facts_of("optimizer", opt.update)}
 
 
 def _agree(layout: Layout, settings: dict[str, str]) -> None:
@@ -176,11 +176,11 @@ def _agree(layout: Layout, settings: dict[str, str]) -> None:
         for leaf in layout.leaves
     }
     planned = {"strategy": str(layout.strategy), "rules": str(layout.rules), "stages": str(layout.stages)}
-    facts = {"mesh": repr(abstract(layout.mesh)), **planned, **facts_of("layout.precision", layout.precision), **leaves}
+    facts = {"mesh": repr(abstract(layout.mesh)), **planned, **facts_of("layout.precision", layout.precision)}
     if abstract(layout.mesh).axis_size("pp") == 1:
         settings = {name: text for name, text in settings.items() if name != "schedule"}
     ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
-    agree("train step", {**facts, **settings}, ranks=ranks.ranks, group=ranks.process_group, device=device)
+    agree("train step", {**facts, **settings, **leaves}, ranks=ranks.ranks, group=ranks.process_group, device=device)
 
 
 def _scale_mismatch(state: TrainState) -> tuple[str, list[str], str]:

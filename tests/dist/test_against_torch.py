@@ -49,7 +49,9 @@ def in_dtensors():
         loss = F.cross_entropy(model["head"](x).flatten(0, 1), targets.flatten())
         loss.backward()
     loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-    return loss.detach(), {name: w.grad.to_local() for name, w in model.named_parameters()}
+    return loss.detach(), {
+        name: w.grad.redistribute(placements=w.placements).to_local() for name, w in model.named_parameters()
+    }
 
 
 def in_regions():

@@ -58,8 +58,8 @@ def test_differences_name_the_odd_ranks_first_and_a_value_once():
     same = {"a": "1", "model.embed.config.dim": "2", "model.config.dim": "2"}
     other = {**same, "model.embed.config.dim": "3", "model.config.dim": "3"}
     assert _differences({0: same, 1: same, 2: other, 3: {**same, "b": "x"}}) == [
-        "b: rank 3 has x, ranks 0, 1, 2 have nothing",
         "model.embed.config.dim: rank 2 has 3, ranks 0, 1, 3 have 2",
+        "b: rank 3 has x, ranks 0, 1, 2 have nothing",
     ]
     many = {str(i): "x" for i in range(20)}
     assert _differences({0: many, 1: dict.fromkeys(many, "y")})[-1] == "and 12 more"
