@@ -159,11 +159,11 @@ class DecoderCase:
             model, opt, microbatches=self.microbatches, schedule=self.planned() or self.schedule,
             policy=policies.POLICIES[self.policy], donate=self.donate,
         )  # fmt: skip
-        found: list[Tensor] = []
+        found, expected = list[Tensor](), self.traffic(state.layout)
         for number in range(self.steps):
             with counting_bytes() as traffic:
                 state, metrics = step(state, self.batch(number, mesh))
-            assert traffic == self.traffic(state.layout), (traffic, self.traffic(state.layout))
+            assert traffic == expected, (traffic, expected)
             found.append(torch.stack((metrics.loss, metrics.grad_norm)))
         return torch.stack(found)
 
