@@ -8,6 +8,7 @@ Nothing here knows about shardings.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import pickle
 import sys
@@ -42,6 +43,7 @@ __all__ = [
     "fused_adamw_",
     "group_timeout",
     "in_functorch",
+    "like_dtensor",
     "local_tensor",
     "make_dtensor",
     "meshless_device_mesh",
@@ -97,15 +99,25 @@ def local_tensor(x: DTensor) -> Tensor:
 
 def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]) -> DTensor:
     """A DTensor of a local tensor as it stands: `from_local` takes the shape `()` for none given, and is slower."""
+    # Not DTensor(...): its empty __init__ is wrapped so that the first call imports torch._dynamo, a second or two.
+    return DTensor.__new__(DTensor, local, _spec_of(mesh, tuple(placements), shape, local.dtype), requires_grad=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec_of(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
         strides.insert(0, step)
         step *= max(size, 1)
-    meta = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    # Not DTensor(...): its empty __init__ is wrapped so that the first call imports torch._dynamo, a second or two.
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(strides), dtype))
+
+
+def like_dtensor(x: DTensor, local: Tensor) -> DTensor:
+    """A DTensor of another local tensor, of the same dtype, in the place of one."""
+    return DTensor.__new__(DTensor, local, x._spec, requires_grad=False)
 
 
 def drop_local(x: DTensor) -> None:

@@ -7,6 +7,7 @@ Law: only bytes move; a value is never computed, but for the cast that was asked
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from fsharding import tree
 from fsharding.axes import DATA_AXES
 from fsharding.errors import LayoutError, message
-from fsharding.mesh import is_member
+from fsharding.mesh import Mesh, is_member
 from fsharding.ops import transition
 from fsharding.ops.transition import Step
-from fsharding.sharding import local_of, sharding_of
+from fsharding.sharding import NamedSharding, like, local_of, sharding_of
 from fsharding.tree import Tree
 
 __all__ = ["BUCKET_BYTES", "redistribute", "reduce_grads"]
@@ -59,36 +60,68 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None) -> Tree:
     kinds = tree.flatten_up_to(spec, dtypes, "fs.redistribute") if dtypes is not None else [None] * len(leaves)
     result: list[Any] = list(leaves)
     groups: dict[tuple[Any, Any, torch.dtype], list[_Move]] = {}
-    wrong: list[str] = []
-    for i, (path, leaf) in enumerate(zip(tree.paths(values), leaves, strict=True)):
-        if not isinstance(leaf, DTensor) or targets[i] is None:
-            result[i] = leaf if kinds[i] is None else leaf.to(kinds[i])
+    wrong: list[int] = []
+    for i, (leaf, target, dtype) in enumerate(zip(leaves, targets, kinds, strict=True)):
+        if not isinstance(leaf, DTensor) or target is None:
+            result[i] = leaf if dtype is None else leaf.to(dtype)
             continue
-        source, target = sharding_of(leaf), targets[i].simplified()
-        if not is_member(target.mesh):
-            result[i] = target.at_rest(local_of(leaf).to(kinds[i] or leaf.dtype), tuple(leaf.shape))
-            continue
-        if target.assigned:
-            # On the slices of the mesh that own the leaf, it is cut as any other.
-            source, target = replace(source, mesh=target.mesh), target.slice_of_mesh()
-        steps = transition.plan_steps(source, target)
-        if source.mesh != target.mesh or source.partial or any(a not in DATA_AXES for s in steps for a in s.axes):
-            wrong.append(f"{path}: from {source} to {target}")
-            continue
-        local = local_of(leaf) if kinds[i] is None else local_of(leaf).to(kinds[i])
-        shape = tuple(leaf.shape)
-        size = math.prod(target.local_shape(shape)) * local.element_size()
-        move = _Move(i, local, steps, transition.whole_sizes(source, steps, shape), size)
-        groups.setdefault((source.mesh, transition.kinds(steps), local.dtype), []).append(move)
+        local = local_of(leaf) if dtype is None else local_of(leaf).to(dtype)
+        route = _route(sharding_of(leaf), target, tuple(leaf.shape))
+        if route is None:
+            wrong.append(i)
+        elif not route.steps:
+            result[i] = like(leaf, local) if route.stays else route.target.at_rest(local, tuple(leaf.shape))
+        else:
+            move = _Move(i, local, route.steps, route.wholes, route.size * local.element_size())
+            groups.setdefault((route.mesh, transition.kinds(route.steps), local.dtype), []).append(move)
     if wrong:
         text = "moves reduced leaves along data axes of one mesh only."
-        raise LayoutError(message("fs.redistribute", text, wrong))
-    for (mesh, route, _), moves in groups.items():
-        for batch in _batches(moves) if route else [moves]:
+        named = tree.paths(values)
+        rows = [f"{named[i]}: from {sharding_of(leaves[i])} to {targets[i].simplified()}" for i in wrong]
+        raise LayoutError(message("fs.redistribute", text, rows))
+    for (mesh, _, _), moves in groups.items():
+        for batch in _batches(moves):
             moved = transition.move([m.local for m in batch], [m.steps for m in batch], mesh, [m.wholes for m in batch])
             for m, local in zip(batch, moved, strict=True):
                 result[m.index] = targets[m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
     return tree.unflatten(spec, result)
+
+
+class _Route(NamedTuple):
+    """How a leaf gets from one sharding to another.
+
+    Attributes:
+        target: without axes of size 1.
+        stays: the leaf is there already.
+        mesh: of the steps.
+        steps: as planned.
+        wholes: `whole_sizes` of the steps.
+        size: elements of what arrives.
+    """
+
+    target: NamedSharding
+    stays: bool
+    mesh: Mesh
+    steps: tuple[Step, ...] = ()
+    wholes: tuple[int, ...] = ()
+    size: int = 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _route(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> _Route | None:
+    """None where no steps along data axes of one mesh lead there."""
+    rest = target.simplified()
+    if not is_member(rest.mesh):
+        return _Route(rest, False, rest.mesh)
+    stays = (source.mesh, rest.placements()) == (rest.device_mesh(), source.placements())
+    # On the slices of the mesh that own an assigned leaf, it is cut as any other.
+    target = rest.slice_of_mesh()
+    source = replace(source, mesh=target.mesh) if rest.assigned else source
+    steps = transition.plan_steps(source, target)
+    if source.mesh != target.mesh or source.partial or any(a not in DATA_AXES for s in steps for a in s.axes):
+        return None
+    size = math.prod(target.local_shape(shape))
+    return _Route(rest, stays, target.mesh, steps, transition.whole_sizes(source, steps, shape), size)
 
 
 def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:

@@ -105,9 +105,7 @@ class NamedSharding:
 
     def simplified(self) -> NamedSharding:
         """The same sharding without the axes that have size 1."""
-        shape = abstract(self.mesh)
-        spec = P(*(self.axes(dim) for dim in range(len(self.spec))))
-        return replace(self, spec=spec, partial=tuple(a for a in self.partial if shape.axis_size(a) > 1))
+        return _simplified(self)
 
     def drop(self, dim: int = 0) -> NamedSharding:
         """The sharding of one index along a dim, such as one block of a stacked leaf."""
@@ -118,7 +116,7 @@ class NamedSharding:
 
     def slice_of_mesh(self) -> NamedSharding:
         """Without its assignments: how a leaf is cut on the slice of the mesh that holds it."""
-        return replace(self, assigned=())
+        return replace(self, assigned=()) if self.assigned else self
 
     def grid(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> Grid | None:
         """The index ranges that a rank holds along each dim; None if it holds nothing of the leaf at all.
@@ -184,12 +182,7 @@ class NamedSharding:
 
     def placements(self) -> tuple[Placement, ...]:
         """DTensor placements on `device_mesh()`, one for each of its dims."""
-        names = _order_at_rest(abstract(self.mesh).names, self.spec, tuple(a.axis for a in self.assigned))
-        dims = {axis: dim for dim in range(len(self.spec)) for axis in self.spec.axes(dim)}
-        return tuple(
-            Shard(dims[name]) if name in dims else Partial("sum") if name in self.partial else Replicate()
-            for name in names or ("dp",)
-        )
+        return _placements(self)
 
     def to_dtensor(self, local: Tensor, shape: Sequence[int]) -> DTensor:
         """Wraps a local tensor as the DTensor that it is; nothing is copied or sent.
@@ -225,6 +218,24 @@ class NamedSharding:
         if self.assigned:
             text += f" assigned over {', '.join(a.axis for a in self.assigned)}"
         return text
+
+
+@functools.lru_cache(maxsize=4096)
+def _simplified(sharding: NamedSharding) -> NamedSharding:
+    shape = abstract(sharding.mesh)
+    spec = P(*(sharding.axes(dim) for dim in range(len(sharding.spec))))
+    return replace(sharding, spec=spec, partial=tuple(a for a in sharding.partial if shape.axis_size(a) > 1))
+
+
+@functools.lru_cache(maxsize=4096)
+def _placements(sharding: NamedSharding) -> tuple[Placement, ...]:
+    spec = sharding.spec
+    names = _order_at_rest(abstract(sharding.mesh).names, spec, tuple(a.axis for a in sharding.assigned))
+    dims = {axis: dim for dim in range(len(spec)) for axis in spec.axes(dim)}
+    return tuple(
+        Shard(dims[name]) if name in dims else Partial("sum") if name in sharding.partial else Replicate()
+        for name in names or ("dp",)
+    )
 
 
 def _order_at_rest(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]) -> tuple[str, ...]:
@@ -354,7 +365,10 @@ def local_of(x: Tensor) -> Tensor:
 
 def like(x: DTensor, local: Tensor) -> DTensor:
     """Another local tensor in the place of a DTensor's: same shape, same sharding."""
-    return _compat.make_dtensor(local.detach(), x.device_mesh, x.placements, tuple(x.shape))
+    local = local.detach()
+    if local.dtype == x.dtype:
+        return _compat.like_dtensor(x, local)
+    return _compat.make_dtensor(local, x.device_mesh, x.placements, tuple(x.shape))
 
 
 @dataclass(frozen=True)
