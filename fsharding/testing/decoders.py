@@ -11,7 +11,6 @@ import contextlib
 import functools
 import math
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Literal
 
 import torch
@@ -29,7 +28,7 @@ from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.ops.attention import Kind
 from fsharding.ops.sequence import cut_sequence
 from fsharding.precision import FP32, Precision
-from fsharding.schedule import SCHEDULES, Schedule, plan_schedule
+from fsharding.schedule import Schedule, plan_schedule
 from fsharding.spec import DEFAULT_RULES
 from fsharding.staging import stages_of
 from fsharding.state import init_state
@@ -169,13 +168,10 @@ class DecoderCase:
 
 
 @functools.cache
-def fitting_schedules(ranks: int) -> tuple[Schedule, ...]:
-    """Schedules for a size of `pp`, each with the numbers of microbatches up to 2p + 1 that it can have.
-
-    The simplest one is the first.
-    """
+def fitting_schedules(name: str, ranks: int) -> tuple[Schedule, ...]:
+    """Schedules of a kind for a size of `pp`, each with a number of microbatches that it can have; the least first."""
     found: list[Schedule] = []
-    for name, count in product(SCHEDULES, range(1, 2 * ranks + 2)):
+    for count in sorted({1, 2, ranks, 2 * ranks, 2 * ranks + 1}):
         with contextlib.suppress(ScheduleError):
             found.append(plan_schedule(name, ranks, count))
     return tuple(found)

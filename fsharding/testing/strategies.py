@@ -29,6 +29,7 @@ from fsharding.layout import LAYERS, Layout
 from fsharding.models.decoder import DecoderConfig
 from fsharding.policies import POLICIES
 from fsharding.precision import BF16, FP32, Precision
+from fsharding.schedule import SCHEDULES
 from fsharding.sharding import Assigned, NamedSharding
 from fsharding.spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec
 from fsharding.strategy import Strategy, hybrid, zero
@@ -358,7 +359,8 @@ def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase
     mesh = AbstractMesh(tuple(draw(_shuffled(AXES))[: len(sizes)]), sizes) if sizes else AbstractMesh(("dp",), (1,))
     tp, cp = mesh.axis_size("tp"), mesh.axis_size("cp")
     data = math.prod(map(mesh.axis_size, ("replica", "dp", "ep")))
-    schedule = draw(_pick(fitting_schedules(mesh.axis_size("pp"))))
+    stages = mesh.axis_size("pp")
+    schedule = draw(_pick(fitting_schedules(draw(_pick(SCHEDULES)) if stages > 1 else "1f1b", stages)))
     layers = schedule.stages + draw(_upto(2))
     sequence, attention = draw(_flag), draw(_pick(("ring", "gather", "ulysses")))
     heads = tp * (cp if attention == "ulysses" else 1) * (draw(_upto(1)) + 1)

@@ -15,7 +15,7 @@ from tests.dist.test_laws import FULL, examples, on_ranks, teardown_module
 
 __all__ = ["teardown_module"]
 
-RANKS = 8 if FULL else 4
+RANKS, STEPS = (8, 4) if FULL else (4, 2)
 
 
 def train(case):
@@ -35,13 +35,13 @@ def close(case):
 
 
 @examples(60, 500)
-@given(draws.decoder_cases(RANKS))
+@given(draws.decoder_cases(RANKS, STEPS))
 def test_any_mesh_has_the_losses_of_one_process(case):
     close(case)
 
 
 @examples(6, 100)
-@given(draws.decoder_cases(RANKS))
+@given(draws.decoder_cases(RANKS, STEPS))
 def test_two_runs_are_bitwise_the_same(case):
     assert_bitwise_equal(trained(case), trained(case))
 
