@@ -126,7 +126,11 @@ def test_resume_on_another_mesh_and_strategy(whole: Path, cut: Path, tmp_path: P
     ("ranks", "options"),
     [
         (4, ["--mesh", "pp=2,tp=2", "--schedule", "zbv", "--microbatches", "4", "--sequence"]),
-        (4, ["--mesh", "pp=2,cp=2", "--microbatches", "2", "--swap-at", "2=zero1:tp=4,4=zero3:pp=2,dp=2"]),
+        pytest.param(
+            4,
+            ["--mesh", "pp=2,cp=2", "--microbatches", "2", "--swap-at", "2=zero1:tp=4,4=zero3:pp=2,dp=2"],
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_model_axes_have_the_same_losses(alone: Path, tmp_path: Path, ranks: int, options: list[str]):

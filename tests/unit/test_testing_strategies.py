@@ -35,6 +35,10 @@ def test_everything_shrinks_to_one_rank_and_a_replicated_leaf():
     assert least(draws.rules()) == fs.DEFAULT_RULES
     assert least(draws.trees()) == {"a": Leaf()}
     assert least(draws.homes({"a": Leaf()})) == HOME
+
+
+@pytest.mark.full
+def test_cases_shrink_to_one_rank_and_a_replicated_leaf():
     assert least(draws.layouts({"a": Leaf()})) == HOME.layout({"a": Leaf()})
     assert least(draws.reshard_cases()) == ReshardCase({"a": Leaf()}, HOME, HOME)
     assert least(draws.train_cases()) == TrainCase({"a": Leaf()}, HOME)
@@ -42,6 +46,7 @@ def test_everything_shrinks_to_one_rank_and_a_replicated_leaf():
     assert least(draws.decoder_cases()) == DecoderCase(smallest, ONE, steps=3)
 
 
+@pytest.mark.full
 def test_a_condition_keeps_only_what_it_needs():
     case = least(draws.reshard_cases(), lambda case: case.target.mesh.size > 1)
     assert case == ReshardCase({"a": Leaf()}, HOME, Home(case.target.mesh)) and case.target.mesh.sizes == (2,)
