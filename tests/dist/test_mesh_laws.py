@@ -15,6 +15,9 @@ from tests.dist.test_laws import FULL, examples, on_ranks, teardown_module
 
 __all__ = ["teardown_module"]
 
+# Tens of runs on several ranks each: about a minute on two cores, much longer where others use them too.
+pytestmark = pytest.mark.timeout(900)
+
 RANKS, STEPS = (8, 4) if FULL else (4, 2)
 
 
