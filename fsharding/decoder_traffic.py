@@ -80,11 +80,12 @@ def expected_traffic(
     if config.stacks or config.experts or config.attention or config.bias or config.head_size:
         mend = "Leave out stacks, experts, attention, bias and head_size."
         raise ConfigError(message("fs.expected_traffic", "knows plain dense decoders only.", mend=mend))
-    sender = Sender(layout, coordinate(layout.mesh) if coord is None else coord, microbatches, schedule, Traffic())
+    where = coordinate(layout.mesh) if coord is None else coord
+    sender = Sender(decoder(config), layout, where, microbatches, schedule, Traffic())
     tokens = rows // microbatches * length // sender.size("cp")
     step = _Step(config, sender, tokens, sequence, attention, policy)
     tied = ("embed.table",) if config.tied else ()
-    for stage in sender.stages(decoder(config), config.layers):
+    for stage in sender.stages(config.layers):
         _activations(step, stage)
         parameters(sender, stage, tied=tied, kept=policy.gathered)
     _messages(step)

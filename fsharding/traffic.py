@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsharding import boxes
 from fsharding.axes import AXES
@@ -57,6 +57,7 @@ class Sender:
     """One rank in one step.
 
     Attributes:
+        model: which has one stack.
         layout: of the state.
         where: the rank's coordinate.
         microbatches: how many.
@@ -64,6 +65,7 @@ class Sender:
         traffic: what was counted so far.
     """
 
+    model: Any
     layout: Layout
     where: dict[str, int]
     microbatches: int
@@ -85,11 +87,11 @@ class Sender:
         """How many ranks there are along some axes."""
         return math.prod(map(abstract(self.layout.mesh).axis_size, axes))
 
-    def stages(self, model: Any, layers: int) -> list[Stage]:
-        """The stages of this rank of a model of so many layers; without a pipeline, one with all of them."""
+    def stages(self, layers: int) -> list[Stage]:
+        """The stages of this rank; without a pipeline, one with all layers."""
         if self.schedule is None:
             return [Stage(layers, True, True, 1)]
-        counts, row = layers_by_stage(model, self.schedule, self.layout), self.schedule.table[self.where["pp"]]
+        counts, row = layers_by_stage(self.model, self.schedule, self.layout), self.schedule.table[self.where["pp"]]
         found: list[Stage] = []
         for stage in self.schedule.stages_on(self.where["pp"]):
             # The first stage has no inputs to differentiate.
