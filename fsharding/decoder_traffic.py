@@ -54,7 +54,8 @@ def expected_traffic(
     Over `tp` the embedding adds a sum of x forward (a scatter, and a gather backward, with `sequence`); the head a sum
     of x backward (a gather forward, a scatter backward, and the norm), and for the loss a gather and two sums of one
     float32 a token. Key heads that are fewer than `tp`, but cut over it, are gathered and their gradients scattered.
-    What a policy computes again is sent again, but for the last sum of each block. I and W are a backward each.
+    What a policy computes again is sent again, but for the last sum of each block. I and W are a backward each, but
+    under `dots_saveable` one together.
 
     Over the data axes a unit is gathered forward, and backward unless it is the last one or the embedding; gradients
     take the steps of `ops.transition`, for each microbatch from unreduced to `layout.grads` and once a step to
@@ -86,6 +87,7 @@ def expected_traffic(
     step = _Step(config, sender, tokens, sequence, attention, policy)
     tied = ("embed.table",) if config.tied else ()
     for stage in sender.stages(config.layers):
+        stage = stage._replace(walks=1) if policy.activations == "dots" else stage
         _activations(step, stage)
         parameters(sender, stage, tied=tied, kept=policy.gathered)
     _messages(step)

@@ -232,6 +232,11 @@ class _Run:
         self.handed["F", stage, m] = out_spec, [y.detach() for y in flat]
 
     def _b(self, stage: int, m: int, kind: str) -> None:
+        if self.policy.activations == "dots" and kind != "B":
+            # torch keeps the products for one walk back only: it comes with I, for the weights as well.
+            if kind == "W":
+                return
+            kind = "B"
         flight = self.flights[stage, m]
         cotangents: list[Tensor] | None = None
         if stage < self.schedule.stages - 1:

@@ -71,6 +71,11 @@ def test_the_rank_orders_of_megatron(order, axes):
     close(replace(CASE, mesh=ordered(order, **axes)))
 
 
+def test_products_that_are_kept_are_walked_once():
+    """torch's selective checkpoint has one backward, schedules with I and W have two."""
+    close(replace(CASE, mesh=ordered((), pp=2), schedule="zbv", microbatches=4, policy="dots_saveable"))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("axes", [("pp", "dp", "tp"), ("pp", "cp", "tp"), ("replica", "dp", "tp")], ids="-".join)
 def test_every_rank_order(axes):
