@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -43,12 +44,14 @@ __all__ = [
     "foreach_zero_",
     "fresh",
     "fused_adamw_",
+    "grouped_mm",
     "group_timeout",
     "in_functorch",
     "like_dtensor",
     "local_tensor",
     "make_dtensor",
     "meshless_device_mesh",
+    "outside_transforms",
     "reduce_scatter_flat",
     "save_record",
     "save_without_data",
@@ -56,7 +59,9 @@ __all__ = [
     "shapes_only",
     "storage_id",
     "storage_users",
+    "takes_grouped_mm",
     "torch_pipeline_order",
+    "unwrapped",
 ]
 
 
@@ -175,6 +180,44 @@ def storage_users(storage_cdata: int) -> int:
 def in_functorch() -> bool:
     """Whether we run under a torch.func transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Under it we compute as outside all torch.func transforms; what is wrapped has to be `unwrapped` first."""
+    return pyfunctorch.temporarily_clear_interpreter_stack()
+
+
+def unwrapped(x: Tensor) -> Tensor | None:
+    """The values of a tensor under torch.func transforms; None under a vmap over it, where there is no one value."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return None
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """torch's grouped matrix product, of `[M, K]` with `[X, K, N]`, or of `[K, M]` with `[M, N]`; int32 offsets [X]."""
+    return torch.nn.functional.grouped_mm(a, b, offs=offsets)
+
+
+def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
+    """Whether `grouped_mm` has a kernel for two tensors: their device, dtype, alignment and strides."""
+    if a.device.type != "cpu" and b.ndim == 2:
+        return False  # groups along the summed dim have to be aligned there, and groups of tokens are not
+    aligned = (x.data_ptr() % 16 == 0 and all(s == 1 or s * x.itemsize % 16 == 0 for s in x.stride()) for x in (a, b))
+    return a.numel() > 0 and b.numel() > 0 and _has_grouped_mm(a.device.type, a.dtype) and all(aligned)
+
+
+@functools.cache
+def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return False
+    a, b = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(1, 8, 8, dtype=dtype, device=device)
+    try:
+        return bool((grouped_mm(a, b, torch.tensor([8], dtype=torch.int32, device=device)) == 8).all())
+    except RuntimeError:
+        return False
 
 
 def shapes_only() -> AbstractContextManager[Any]:

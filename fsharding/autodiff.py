@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
@@ -143,7 +144,7 @@ class Tape:
 
     def backward(
         self,
-        outputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] | Sequence[GradientEdge],
         cotangents: Sequence[Tensor] | None = None,
         inputs: Sequence[Tensor] = (),
         *,
@@ -153,7 +154,7 @@ class Tape:
         """Differentiates what `forward` gave.
 
         Args:
-            outputs: which have gradients.
+            outputs: which have gradients, or their places in the graph.
             cotangents: of the outputs; by default 1 for the one 0-d output.
             inputs: what else `fn` took, to be differentiated as well.
             params: differentiate with respect to the parameters, too. Those that were used in units write their

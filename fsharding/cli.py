@@ -26,12 +26,16 @@ from fsharding.bench import (
 from fsharding.config import TrainConfig, check
 from fsharding.errors import ConfigError, FshardingError, message
 from fsharding.launch import launch_ranks, under_launcher
+from fsharding.preview import PlanConfig, preview
 from fsharding.tools import ExportConfig, InspectConfig, ReshardConfig, ToolConfig, run_tool
 from fsharding.train import train
 
 __all__ = ["main"]
 
 _Train = Annotated[TrainConfig, tyro.conf.subcommand("train", description="Train a decoder on bytes or tokens.")]
+_Plan = Annotated[
+    PlanConfig, tyro.conf.subcommand("plan", description="Show what a preset takes on a mesh of any size.")
+]
 _Overhead = Annotated[
     OverheadConfig, tyro.conf.subcommand("overhead", description="Host overhead of a step, beside FSDP2's.")
 ]
@@ -60,12 +64,17 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """
     given = list(args) if args is not None else None
     config = tyro.cli(
-        _Train | _Bench | ToolConfig, args=given, prog="fsharding", description="Functional sharding for PyTorch."
+        _Train | _Plan | _Bench | ToolConfig,
+        args=given,
+        prog="fsharding",
+        description="Functional sharding for PyTorch.",
     )
     status = 0
     try:
         if isinstance(config, TrainConfig):
             _train(config)
+        elif isinstance(config, PlanConfig):
+            preview(config)
         elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
             status = run_tool(config)
         elif config is None:

@@ -1,7 +1,7 @@
 """What a step did, as the ledger saw it: gathers, reductions, the most that was alive at once; and the bytes sent.
 
 In: nothing but what the ledger and the wire write. Out: one `Counts` for each `value_and_grad` call inside a
-`recording` block, and the `Traffic` of a `counting_bytes` block.
+`recording` block, and the `Traffic` of a `counting_bytes` block, by axes of the mesh.
 Law: the counts are those of torch's own `CommDebugMode`, and the peak is that of the storages themselves.
 """
 
@@ -11,8 +11,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["Counts", "Traffic", "counting_bytes", "record", "record_sent", "recording"]
+__all__ = ["Counts", "Sent", "Traffic", "counting_bytes", "record", "record_sent", "recording"]
 
 
 def _names() -> list[str]:
@@ -56,17 +57,46 @@ def record(counts: Counts) -> None:
         seen.append(counts)
 
 
+class Sent(NamedTuple):
+    """What went over some axes.
+
+    Attributes:
+        calls: collectives, or rounds of messages.
+        bytes: payload bytes to other ranks; what a collective library adds is not seen.
+    """
+
+    calls: int
+    bytes: int
+
+
+def _nothing() -> dict[tuple[str, ...], Sent]:
+    return {}
+
+
 @dataclass
 class Traffic:
     """What this rank sent to others.
 
     Attributes:
-        bytes: payload bytes; what a collective library adds is not seen.
-        messages: collectives, or single sends.
+        by_axes: by the axes that a group goes along, in the order of `AXES`; `()` for a group that has none.
     """
 
-    bytes: int = 0
-    messages: int = 0
+    by_axes: dict[tuple[str, ...], Sent] = field(default_factory=_nothing)
+
+    @property
+    def bytes(self) -> int:
+        """Payload bytes over all axes."""
+        return sum(sent.bytes for sent in self.by_axes.values())
+
+    @property
+    def calls(self) -> int:
+        """Collectives, and rounds of messages, over all axes."""
+        return sum(sent.calls for sent in self.by_axes.values())
+
+    def add(self, axes: tuple[str, ...], size: int, calls: int = 1) -> None:
+        """Counts calls that send so many bytes together."""
+        before = self.by_axes.get(axes, Sent(0, 0))
+        self.by_axes[axes] = Sent(before.calls + calls, before.bytes + size)
 
 
 _meters: ContextVar[tuple[Traffic, ...]] = ContextVar("fsharding_meters", default=())
@@ -83,8 +113,7 @@ def counting_bytes() -> Generator[Traffic]:
         _meters.reset(token)
 
 
-def record_sent(size: int) -> None:
-    """Adds a message of so many bytes to every `counting_bytes` around it."""
+def record_sent(size: int, axes: tuple[str, ...] = ()) -> None:
+    """Adds a call that sends so many bytes along some axes to every `counting_bytes` around it."""
     for traffic in _meters.get():
-        traffic.bytes += size
-        traffic.messages += 1
+        traffic.add(axes, size)

@@ -155,7 +155,8 @@ class Ledger:
         """Saved-tensors hook: a view of a gathered buffer becomes a note."""
         known = self._watched.get(_compat.storage_id(x))
         if known is None or known[0].kept:
-            return x
+            # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
+            return x if x.grad_fn is None else x.detach()
         unit, number = known
         unit.saved += 1
         return _Saved(unit, number, x.dtype, int(x.storage_offset()), x.size(), x.stride())

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
+from fsharding.agreement import agree
 from fsharding.axes import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.errors import MeshError, message
 
@@ -36,12 +37,11 @@ __all__ = [
     "current_mesh",
     "data_axes",
     "data_position",
+    "everyone",
     "is_member",
     "own_rank",
     "make_mesh",
-    "permuted",
     "set_mesh",
-    "unpermuted",
     "world_size",
 ]
 
@@ -93,6 +93,7 @@ def make_mesh(
     Raises:
         MeshError: unknown axis, a rank that does not exist or stands twice, or the product of the sizes differs from
             the number of ranks.
+        ConfigError: not all ranks make the same mesh; the text says who makes which.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -109,6 +110,9 @@ def make_mesh(
             return _compat.meshless_device_mesh(device, shape.names, grid, 0)
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+    if dist.get_world_size() > 1:
+        facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
+        agree("fs.make_mesh", facts, ranks=range(dist.get_world_size()), group=dist.group.WORLD, device=device)
     mesh = DeviceMesh(device, torch.tensor(members).reshape(shape.sizes), mesh_dim_names=shape.names)
     for group in mesh.get_all_groups() if is_member(mesh) else ():
         _compat.set_group_timeout(group, timeout)
@@ -179,12 +183,14 @@ class Group:
         process_group: None when the group has one rank.
         terms: the members in the order in which sums are taken: by coordinate, with the axes as in `AXES`. A sum over
             `(dp, replica)` and one over `dp` and then `replica` then add the same terms in the same pairs.
+        axes: along which they lie, as in `AXES`; empty where they are not of one mesh.
     """
 
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup | None
     terms: tuple[int, ...] = (0,)
+    axes: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -217,7 +223,15 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
         raise MeshError(message("fs.axis_group", text, mend="Use fs.make_mesh."))
     terms = tuple(sorted(range(len(ranks)), key=lambda i: [steps[i].get(axis, 0) for axis in AXES]))
     group = mesh.get_group(axes[0]) if len(axes) == 1 else _process_group(mesh, frozenset(axes))
-    return Group(ranks, index, group, terms)
+    return Group(ranks, index, group, terms, tuple(axis for axis in AXES if axis in axes))
+
+
+def everyone(mesh: Mesh) -> Group:
+    """The group of all ranks of a mesh: that of all processes, where they are all in it."""
+    shape = abstract(mesh)
+    if not isinstance(mesh, DeviceMesh) or shape.size < world_size() or not dist.is_initialized():
+        return axis_group(mesh, shape.names)
+    return Group(tuple(range(shape.size)), own_rank(), dist.group.WORLD if shape.size > 1 else None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -230,28 +244,6 @@ def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup 
     timeout = _timeouts.get(mesh, timedelta(minutes=10))
     group, _ = dist.new_subgroups_by_enumeration([sorted(family) for family in families.values()], timeout=timeout)
     return cast("dist.ProcessGroup | None", group)
-
-
-@functools.lru_cache(maxsize=64)
-def permuted(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The same ranks and groups with the mesh dims in another order, for a leaf whose axes are cut in that order."""
-    now = abstract(mesh).names
-    grid = mesh.mesh.permute([now.index(name) for name in names]).contiguous()
-    if not dist.is_initialized() or not is_member(mesh):
-        result = _compat.meshless_device_mesh(mesh.device_type, names, grid, own_rank())
-    else:
-        groups = [mesh.get_group(name) for name in names]
-        result = DeviceMesh.from_group(groups, mesh.device_type, mesh=grid, mesh_dim_names=names)
-    _unpermuted[result] = mesh
-    return result
-
-
-_unpermuted: dict[DeviceMesh, DeviceMesh] = {}
-
-
-def unpermuted(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `permuted` was given; any other mesh is its own."""
-    return _unpermuted.get(mesh, mesh)
 
 
 _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, policies, tree
 from fsharding.actions import Action
 from fsharding.autodiff import Tape
 from fsharding.axes import AXES
-from fsharding.errors import RankError, message
+from fsharding.errors import RankError, TransformError, message
 from fsharding.layout import Layout
 from fsharding.mesh import axis_group, axis_index, data_axes
 from fsharding.ops import wire
@@ -31,16 +32,21 @@ from fsharding.planning import LeafLayout
 from fsharding.policies import Policy
 from fsharding.precision import Precision
 from fsharding.redistribute import redistribute, reduce_grads
-from fsharding.scan import scan_units
 from fsharding.schedule import Schedule
 from fsharding.sharding import NamedSharding, local_of
+from fsharding.stacks import first_unit, map_stacks, scan_stacks, stacks_of
 from fsharding.staging import check_ends, layers_by_stage, over_owners
-from fsharding.transforms import gather_unit, select_unit
+from fsharding.transforms import gather_unit
 from fsharding.tree import Tree
 
-__all__ = ["pipeline_grads"]
+__all__ = ["Messages", "pipeline_grads"]
 
 _T = TypeVar("_T")
+
+_Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+Messages: TypeAlias = dict[tuple[int, _Shapes], tuple[Any, _Shapes]]
+"""The tree, shapes and dtypes of what a stage sends, by stage and by what its microbatch looks like."""
 
 
 def pipeline_grads(
@@ -53,6 +59,7 @@ def pipeline_grads(
     precision: Precision,
     policy: Policy = policies.save_except_gathered,
     scale: float = 1.0,
+    known: Messages | None = None,
 ) -> tuple[Tree, Tensor, Tensor]:
     """Runs one step of a schedule. Collective over the whole mesh.
 
@@ -65,6 +72,8 @@ def pipeline_grads(
         precision: dtypes of compute, wire and gradients.
         policy: what the blocks keep for backward.
         scale: of the loss, for fp16.
+        known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
+            A receiver is told once what activations look like, for each shape of microbatches.
 
     Returns:
         (gradients in `layout.main`, sum of losses times scale, sum of weights); the sums are float32, 0-d, the same on
@@ -72,13 +81,15 @@ def pipeline_grads(
 
     Raises:
         LayoutError: the layout has other stages than the schedule.
+        TransformError: a stage gives other activations than before for a microbatch of the same shapes.
         RankError: another stage is gone, or did not answer within the timeout of the mesh.
     """
-    run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale)
+    run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, {} if known is None else known)
     try:
         for action in schedule.table[run.rank]:
             run.do(action)
         run.settle()
+        run.pool.close()
     except BaseException:
         run.close()
         raise
@@ -87,11 +98,15 @@ def pipeline_grads(
 
 @dataclass
 class _Flight:
-    """A microbatch between forward and backward of a stage: its tape, what went in and what came out."""
+    """A microbatch between forward and backward of a stage: its tape, what went in, and what came out.
+
+    Of activations that leave only their place in the graph is kept, None where they have none, and what they look like.
+    """
 
     tape: Tape
     inputs: list[Tensor]
-    outputs: list[Tensor]
+    outputs: Sequence[Any] = ()
+    types: _Shapes = ()
     given: list[Tensor] | None = None
 
 
@@ -107,6 +122,7 @@ class _Run:
     precision: Precision
     policy: Policy
     scale: float
+    known: Messages
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
     arrived: dict[Action, tuple[Any, list[Tensor], wire.Pending]] = field(default_factory=dict[Action, Any])
     handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = field(
@@ -120,12 +136,12 @@ class _Run:
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
         check_ends(self.model, self.schedule, self.layout)
-        counts = layers_by_stage(self.schedule, self.layout)
-        mine, start = self.schedule.stages_on(self.rank), 0
-        self.rows: dict[int, tuple[int, int]] = {}
+        counts = layers_by_stage(self.model, self.schedule, self.layout)
+        mine, starts = self.schedule.stages_on(self.rank), [0] * len(stacks_of(self.model))
+        self.rows: dict[int, list[tuple[int, int]]] = {}
         for stage in mine:
-            self.rows[stage] = start, start + counts[stage]
-            start += counts[stage]
+            self.rows[stage] = [(start, start + n) for start, n in zip(starts, counts[stage], strict=True)]
+            starts = [stop for _, stop in self.rows[stage]]
         once = any(a.kind == "GATHER" and a.microbatch is None for a in self.schedule.table[self.rank])
         self.homes = {leaf.path: _homes(leaf, once) for leaf in self.layout.leaves}
         sources = [self.homes[leaf.path][1] if leaf.trainable else None for leaf in self.layout.leaves]
@@ -148,8 +164,11 @@ class _Run:
     # ------------------------------------------------------------------------------------------------------ a stage
     def _part(self, values: Tree, stage: int) -> Tree:
         """What a stage has of a tree of parameters, or of shardings."""
-        start, stop = self.rows[stage]
-        part = {"blocks": tree.map(lambda x: _rows(x, start, stop), values["blocks"])}
+
+        def rows(i: int, stack: Tree) -> Tree:
+            return tree.map(lambda x: _rows(x, *self.rows[stage][i]), stack)
+
+        part = {"blocks": map_stacks(self.model, rows, values["blocks"])}
         if stage == 0:
             part["embed"] = values["embed"]
         if stage == self.schedule.stages - 1:
@@ -167,11 +186,10 @@ class _Run:
 
     def _forward(self, stage: int, params: Tree, x: Any, batch: Tree) -> Any:
         head = {**params["head"], **params["tied"]} if "head" in params else None
-        start, stop = self.rows[stage]
+        blocks = params["blocks"]
         if stage == 0:
-            then = select_unit(params["blocks"], 0) if stop > start else head
-            x = self.model.embed(gather_unit(params["embed"], then=then), batch)
-        x = scan_units(self.model.block, params["blocks"], x, policy=self.policy, then=head)
+            x = self.model.embed(gather_unit(params["embed"], then=first_unit(self.model, blocks, head)), batch)
+        x = scan_stacks(self.model, blocks, x, policy=self.policy, then=head)
         return x if head is None else self.model.head(gather_unit(head), x, batch)
 
     # ------------------------------------------------------------------------------------------------------- actions
@@ -186,6 +204,7 @@ class _Run:
             case "B" | "I" | "W":
                 self._b(stage, m, kind)
             case "SEND_F" | "SEND_B":
+                self.settle(wait=False)
                 spec, leaves = self.handed.pop((kind[-1], stage, m))
                 self.sent[action] = self._guard(action, lambda: self._send(action, spec, leaves))
             case _:
@@ -196,31 +215,38 @@ class _Run:
         spec, leaves = (None, []) if stage == 0 else self._inputs("F", stage, m)
         x_leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in leaves]
         tape = Tape(*self.work[stage], self.precision, self.pool)
-        flight = self.flights[stage, m] = _Flight(tape, x_leaves, [])
+        flight = self.flights[stage, m] = _Flight(tape, x_leaves)
         x = None if spec is None else tree.unflatten(spec, x_leaves)
         out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])
         tape.ledger.rest()
         if last:
             total, weight = out if isinstance(out, tuple) else (out, 1.0)
-            flight.outputs = [total * self.scale if self.scale != 1.0 else total]
-            self.losses.append((flight.outputs[0].detach(), weight))
+            total = total * self.scale if self.scale != 1.0 else total
+            flight.outputs = [total if total.requires_grad else None]
+            self.losses.append((total.detach(), weight))
             return
         flat, out_spec = tree.flatten(out)
-        flight.outputs = flat
+        floating = [y for y in flat if y.is_floating_point()]
+        flight.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in floating]
+        flight.types = _shapes(floating)
         self.handed["F", stage, m] = out_spec, [y.detach() for y in flat]
 
     def _b(self, stage: int, m: int, kind: str) -> None:
+        if self.policy.activations == "dots" and kind != "B":
+            # torch keeps the products for one walk back only: it comes with I, for the weights as well.
+            if kind == "W":
+                return
+            kind = "B"
         flight = self.flights[stage, m]
-        outputs, cotangents = flight.outputs, None
+        cotangents: list[Tensor] | None = None
         if stage < self.schedule.stages - 1:
             if flight.given is None:
                 flight.given = self._inputs("B", stage, m)[1]
-            floating = [y for y in outputs if y.is_floating_point()]
-            pairs = [(y, g) for y, g in zip(floating, flight.given, strict=True) if y.requires_grad]
-            outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
+            cotangents = [g for y, g in zip(flight.outputs, flight.given, strict=True) if y is not None]
+        outputs = [y for y in flight.outputs if y is not None]
         wanted = [x for x in flight.inputs if x.requires_grad] if kind != "W" else []
         found: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        if outputs and outputs[0].requires_grad and (kind != "I" or wanted):
+        if outputs and (kind != "I" or wanted):
             found = flight.tape.backward(outputs, cotangents, wanted, params=kind != "I", again=kind == "I")
         if wanted:
             zero = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
@@ -252,23 +278,36 @@ class _Run:
     def _send(self, action: Action, spec: Any, leaves: list[Tensor]) -> wire.Pending:
         peer = self.group.ranks[self.schedule.peer(action)]
         if action.kind == "SEND_F":
-            told = spec, [(tuple(x.shape), x.dtype) for x in leaves]
-            dist.send_object_list([told], peer, self.group.process_group)
+            self._tell(action, peer, (spec, _shapes(leaves)))
         messages = [
             wire.Message(peer, self._tag(action, i), wire.as_bytes(x.contiguous())) for i, x in enumerate(leaves)
         ]
         return wire.exchange_messages(messages, [], self.group)
 
+    def _tell(self, action: Action, peer: int, told: tuple[Any, _Shapes]) -> None:
+        """Says what activations look like, the first time that a stage sends them for such a microbatch."""
+        key = action.stage, _shapes(tree.leaves(self.pieces[action.microbatch or 0]))
+        if key not in self.known:
+            dist.send_object_list([told], peer, self.group.process_group)
+        if self.known.setdefault(key, told) != told:
+            rule = f"got other activations of stage {action.stage} than before from a microbatch of the same shapes."
+            rows = [f"{text} {list(types)}" for text, (_, types) in (("before:", self.known[key]), ("now:", told))]
+            mend = "Let the tree, shapes and dtypes of activations follow from the shapes of the batch."
+            raise TransformError(message("train step", rule, rows, mend))
+
     def _receive(self, action: Action) -> tuple[Any, list[Tensor], wire.Pending]:
         assert action.microbatch is not None
         peer = self.group.ranks[self.schedule.peer(action)]
         if action.kind == "RECV_F":
-            told: list[Any] = [None]
-            dist.recv_object_list(told, peer, self.group.process_group)
-            spec, types = told[0]
+            key = action.stage - 1, _shapes(tree.leaves(self.pieces[action.microbatch]))
+            if key not in self.known:
+                told: list[Any] = [None]
+                dist.recv_object_list(told, peer, self.group.process_group)
+                self.known[key] = told[0]
+            spec, types = self.known[key]
         else:
             flight = self.flights[action.stage, action.microbatch]
-            spec, types = None, [(tuple(y.shape), y.dtype) for y in flight.outputs if y.is_floating_point()]
+            spec, types = None, flight.types
         leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in types]
         messages = [wire.Message(peer, self._tag(action, i), wire.as_bytes(x)) for i, x in enumerate(leaves)]
         return spec, leaves, wire.exchange_messages([], messages, self.group)
@@ -283,11 +322,12 @@ class _Run:
             raise RankError(message("train step", text, [str(error).partition("\n")[0]])) from error
 
     # -------------------------------------------------------------------------------------------------------- results
-    def settle(self) -> None:
-        """Returns when all that was sent has left."""
-        for action, pending in self.sent.items():
-            self._guard(action, pending.wait)
-        self.pool.close()
+    def settle(self, *, wait: bool = True) -> None:
+        """Lets go of what was sent and has left; with `wait` returns when all of it has."""
+        for action, pending in list(self.sent.items()):
+            if wait or all(work.is_completed() for work in pending.works):
+                self._guard(action, pending.wait)
+                del self.sent[action]
 
     def close(self) -> None:
         """Lets go of everything after a failure."""
@@ -316,6 +356,10 @@ class _Run:
         axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
         total, weight = wire.start_sum(mine, axis_group(self.layout.mesh, axes), torch.float64).wait()
         return total.float(), weight.float()
+
+
+def _shapes(leaves: Sequence[Tensor]) -> _Shapes:
+    return tuple((tuple(x.shape), x.dtype) for x in leaves)
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:

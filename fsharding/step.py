@@ -7,6 +7,7 @@ all ranks, the state as before; under fp16 it is skipped and the scale halved. L
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,23 +15,25 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, policies, tree
+from fsharding.agreement import agree, digest, facts_of
 from fsharding.autodiff import value_and_grad
 from fsharding.axes import AXES
 from fsharding.errors import BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout
-from fsharding.mesh import abstract, axis_group
+from fsharding.mesh import abstract, axis_group, everyone
 from fsharding.ops import wire
 from fsharding.optim.apply import apply_updates
+from fsharding.optim.balance import against_load, set_loads_apart
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update
 from fsharding.optim.clip import global_norm
-from fsharding.pipeline import pipeline_grads
+from fsharding.pipeline import Messages, pipeline_grads
 from fsharding.policies import Policy
 from fsharding.precision import Precision
-from fsharding.scan import scan_units
 from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import local_of
+from fsharding.stacks import first_unit, scan_stacks
 from fsharding.state import TrainState, main_of, spread_main
-from fsharding.transforms import gather_unit, select_unit
+from fsharding.transforms import gather_unit
 from fsharding.tree import Tree
 
 __all__ = ["Metrics", "make_train_step", "model_loss"]
@@ -67,8 +70,9 @@ def model_loss(
 
     def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Any]:
         head = {**params["head"], **{name: tree.at(params, path) for name, path in model.tied}}
-        x = model.embed(gather_unit(params["embed"], then=select_unit(params["blocks"], 0)), batch)
-        x = scan_units(model.block, params["blocks"], x, policy=policy, then=head)
+        blocks = params["blocks"]
+        x = model.embed(gather_unit(params["embed"], then=first_unit(model, blocks, head)), batch)
+        x = scan_stacks(model, blocks, x, policy=policy, then=head)
         return model.head(gather_unit(head), x, batch)
 
     return loss_fn
@@ -104,15 +108,23 @@ def make_train_step(
         LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`.
         RankError: from the step: another stage is gone.
         ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
-            on a mesh with an axis that it does not compute over.
+            on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
+            layout, ranks whose layouts, models, optimizers or arguments of this function differ.
         BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling.
     """
     is_model = hasattr(model, "block")
-    loss_fn = model_loss(model, policy=policy) if is_model else model
+    loss_fn, rates = (model_loss(model, policy=policy), dict(model.balanced)) if is_model else (model, {})
+    settings = _settings(model, opt, microbatches, schedule if is_model else "", precision, policy)
+    seen: list[tuple[Layout, Messages]] = []
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
+        known = next((known for before, known in seen if layout is before or layout == before), None)
+        if known is None:
+            _agree(layout, settings)
+            known = Messages()
+            seen.append((layout, known))
         if is_model:
             _refuse_model_axes(model, layout)
         how = precision or layout.precision
@@ -123,10 +135,11 @@ def make_train_step(
         if is_model and abstract(layout.mesh).axis_size("pp") > 1:
             planned = _schedule(schedule, layout, microbatches)
             grads, total, weight = pipeline_grads(
-                model, planned, layout, state.params, pieces, precision=how, policy=policy, scale=scale
+                model, planned, layout, state.params, pieces, precision=how, policy=policy, scale=scale, known=known
             )
         else:
             grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
+        grads, loads = set_loads_apart(grads, rates)
         _compat.foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
         loss, norm = (total.double() / (weight.double() * scale)).float(), global_norm(grads, shardings=layout.main)
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
@@ -139,9 +152,40 @@ def make_train_step(
             assert state.loss_scale is not None
             kept = state if donate else tree.map(torch.clone, state)
             return kept.replace(loss_scale=how.next_scale(state.loss_scale, finite=False)), metrics
-        return _update(state, grads, norm, opt, how, donate=donate), metrics
+        steer = functools.partial(against_load, loads=loads, rates=rates)
+        return _update(state, grads, norm, opt, how, steer, donate=donate), metrics
 
     return step
+
+
+def _settings(
+    model: Any,
+    opt: GradientTransformation,
+    microbatches: int,
+    schedule: str | Schedule,
+    precision: Precision | None,
+    policy: Policy,
+) -> dict[str, str]:
+    """What the ranks of a step must have in common, beside its layout."""
+    # A loss function may close over what is a rank's own.
+    told = facts_of("model", model) if hasattr(model, "block") else {"loss": getattr(model, "__qualname__", "")}
+    planned = schedule if isinstance(schedule, str) else f"{schedule!r} {digest(repr(schedule.table)):016x}"
+    facts = {"microbatches": str(microbatches), "schedule": planned, "policy": policy.name, "precision": str(precision)}
+    return {**facts, **told, **facts_of("optimizer", opt.update)}
+
+
+def _agree(layout: Layout, settings: dict[str, str]) -> None:
+    """Refuses ranks whose steps differ. A layout is told by what it was planned from, since all else follows."""
+    leaves = {
+        f"params.{leaf.path}": f"{leaf.init} {leaf.shape} {leaf.names}" + ("" if leaf.trainable else " frozen")
+        for leaf in layout.leaves
+    }
+    planned = {"strategy": str(layout.strategy), "rules": str(layout.rules), "stages": str(layout.stages)}
+    facts = {"mesh": repr(abstract(layout.mesh)), **planned, **facts_of("layout.precision", layout.precision)}
+    if abstract(layout.mesh).axis_size("pp") == 1:
+        settings = {name: text for name, text in settings.items() if name != "schedule"}
+    ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
+    agree("train step", {**facts, **settings, **leaves}, ranks=ranks.ranks, group=ranks.process_group, device=device)
 
 
 def _scale_mismatch(state: TrainState) -> tuple[str, list[str], str]:
@@ -224,12 +268,19 @@ def _accumulate(
 
 
 def _update(
-    state: TrainState, grads: Tree, norm: Tensor, opt: GradientTransformation, how: Precision, *, donate: bool
+    state: TrainState,
+    grads: Tree,
+    norm: Tensor,
+    opt: GradientTransformation,
+    how: Precision,
+    steer: Callable[[Tree], Tree],
+    *,
+    donate: bool,
 ) -> TrainState:
     layout = state.layout
     main = main_of(state)
     updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm)
-    main = apply_updates(main, updates, donate=donate)
+    main = apply_updates(main, steer(updates), donate=donate)
     scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
     return state.replace(
         step=state.step + 1,

@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsharding import checkpoint, ops, optim, policies, random
+from fsharding.agreement import agree
 from fsharding.axes import parse_axes
 from fsharding.config import PRECISIONS, TrainConfig, model_of, open_tokens, stages
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
 from fsharding.layout import Layout, plan_layout
-from fsharding.mesh import data_position, make_mesh
+from fsharding.mesh import data_position, everyone, make_mesh
 from fsharding.recipes import Recipe, recipe
 from fsharding.reshard import reshard
 from fsharding.show import plot_loss, read_metrics
@@ -47,6 +48,7 @@ def train(config: TrainConfig) -> None:
     Raises:
         NonFiniteError: loss or gradients are not finite; the last checkpoint is intact.
         CheckpointError: saving or loading failed.
+        ConfigError: the ranks were started with different options, or see different data; the text says who has what.
     """
     try:
         _train(config)
@@ -63,6 +65,8 @@ def _train(config: TrainConfig) -> None:
     newest = checkpoint.latest(config.checkpoints) if config.resume else None
     first = checkpoint.metadata(newest).step if newest is not None else 0
     layout = _first_layout(config, model, [swap for step, swap in swaps.items() if step <= first])
+    data = open_tokens(config)
+    _agree(config, data, layout.mesh)
     if newest is None:
         state = init_state(model, opt, random.key(config.seed), layout)
     else:
@@ -75,7 +79,7 @@ def _train(config: TrainConfig) -> None:
         donate=True,
         policy=policies.POLICIES[config.policy],
     )
-    data, leader = open_tokens(config), not dist.is_initialized() or dist.get_rank() == 0
+    leader = not dist.is_initialized() or dist.get_rank() == 0
     saved = first if config.resume else -1
     with _log(config, first, active=leader) as log:
         for number in range(first, config.steps):
@@ -92,6 +96,17 @@ def _train(config: TrainConfig) -> None:
         if saved != int(state.step):
             _save(config, state, data)
         log.finish()
+
+
+_OWN = {"out", "data", "ranks", "plot", "timeout"}
+"""Options that ranks on several machines may have each of their own."""
+
+
+def _agree(config: TrainConfig, data: Tokens, mesh: Any) -> None:
+    """Refuses ranks that were started with different options, or on machines with different data."""
+    facts = {f"--{k.replace('_', '-')}": str(v) for k, v in asdict(config).items() if k not in _OWN}
+    facts["fingerprint of --data"], ranks = data.fingerprint(), everyone(mesh)
+    agree("fsharding train", facts, ranks=ranks.ranks, group=ranks.process_group, device=_device(mesh))
 
 
 def _device(mesh: Any) -> str:
@@ -145,7 +160,12 @@ def _adamw(chosen: Recipe, schedule: optim.Schedule) -> optim.GradientTransforma
         "matrix": optim.adamw(schedule, weight_decay=chosen.weight_decay),
         "vector": optim.adamw(schedule),
     }
-    return optim.masked(groups, lambda path, leaf: "vector" if "norm" in path.rpartition(".")[2] else "matrix")
+
+    def group(path: str, leaf: Any) -> str:
+        last = path.rpartition(".")[2]
+        return "vector" if "norm" in last or "bias" in last else "matrix"
+
+    return optim.masked(groups, group)
 
 
 class _Log:

@@ -28,6 +28,7 @@ __all__ = [
     "as_bytes",
     "Message",
     "exchange_messages",
+    "exchange_pieces",
     "exchange_rows",
     "gather_rows",
     "PendingSum",
@@ -110,7 +111,7 @@ def gather_rows(rows: Tensor, group: Group) -> Pending:
     chosen = _choose(rows, group)
     if chosen == "exchange":
         return exchange_rows(rows[group.index].expand_as(rows).contiguous(), rows, group)
-    record_sent((group.size - 1) * rows[0].nbytes)
+    record_sent((group.size - 1) * rows[0].nbytes, group.axes)
     if chosen == "p2p":
         works: list[dist.Work] = []
         for step in range(1, group.size):
@@ -140,10 +141,10 @@ def exchange_rows(send: Tensor, received: Tensor, group: Group) -> Pending:
         received: the same shape and dtype.
         group: who takes part.
     """
-    if group.process_group is None:
+    if group.process_group is None or send.numel() == 0:
         received.copy_(send)
         return Pending()
-    record_sent((group.size - 1) * send[0].nbytes)
+    record_sent((group.size - 1) * send[0].nbytes, group.axes)
     if group.order == tuple(range(group.size)):
         return Pending((_all_to_all(received, send, group),), (send,))
     members = [group.order.index(i) for i in range(group.size)]
@@ -153,8 +154,39 @@ def exchange_rows(send: Tensor, received: Tensor, group: Group) -> Pending:
     return Pending()
 
 
-def _all_to_all(out: Tensor, x: Tensor, group: Group) -> dist.Work:
-    return _started(dist.all_to_all_single(out, x, group=group.process_group, async_op=True))
+def _all_to_all(
+    out: Tensor, x: Tensor, group: Group, sizes: Sequence[list[int]] | tuple[None, None] = (None, None)
+) -> dist.Work:
+    return _started(dist.all_to_all_single(out, x, *sizes, group=group.process_group, async_op=True))
+
+
+def exchange_pieces(
+    send: Tensor, received: Tensor, sends: Sequence[int], receives: Sequence[int], group: Group
+) -> Pending:
+    """Starts an uneven all-to-all of rows.
+
+    Args:
+        send: contiguous [sum of sends, ...]; the next `sends[i]` rows go to member i.
+        received: contiguous [sum of receives, ...] of the same dtype; the next `receives[i]` rows come from member i.
+        sends: rows for each member, this one included.
+        receives: rows from each member: what it sends to this one.
+        group: who takes part.
+    """
+    if group.process_group is None:
+        received.copy_(send)
+        return Pending()
+    width = send[:1].nbytes if send.shape[0] else 0
+    record_sent((sum(sends) - sends[group.index]) * width)
+    if group.order == tuple(range(group.size)):
+        return Pending((_all_to_all(received, send, group, ([*receives], [*sends])),), (send,))
+    members = [group.order.index(i) for i in range(group.size)]
+    pieces, landed = send.split([*sends]), torch.empty_like(received)
+    sizes = [[rows[m] for m in members] for rows in (receives, sends)]
+    _all_to_all(landed, torch.cat([pieces[m] for m in members]), group, sizes).wait()
+    targets = received.split([*receives])
+    for member, piece in zip(members, landed.split(sizes[0]), strict=True):
+        targets[member].copy_(piece)
+    return Pending()
 
 
 class Message(NamedTuple):
@@ -184,7 +216,8 @@ def exchange_messages(sends: Sequence[Message], receives: Sequence[Message], gro
         receives: to this rank.
         group: who takes part.
     """
-    record_sent(sum(m.data.numel() * m.data.element_size() for m in sends))
+    if sends:
+        record_sent(sum(m.data.nbytes for m in sends), group.axes)
     works: list[dist.Work] = []
     if dist.get_backend(group.process_group) == "gloo":
         works = [_started(dist.irecv(m.data, m.rank, group.process_group, m.tag)) for m in receives]
@@ -202,7 +235,7 @@ def send_receive(x: Tensor, out: Tensor, group: Group, *, target: int | None, so
     if source is not None and source != group.index:
         works.append(_started(dist.irecv(out, group.ranks[source], group.process_group)))
     if target is not None and target != group.index:
-        record_sent(x.nbytes)
+        record_sent(x.nbytes, group.axes)
         works.append(_started(dist.isend(x, group.ranks[target], group.process_group)))
     if source == group.index:
         out.copy_(x)

@@ -6,11 +6,13 @@ hypothesis, so it is imported by its own name); `compare` and `laws` check.
 
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase, device_mesh, local_part, whole_tensors
 from fsharding.testing.compare import assert_bitwise_equal, assert_trees_close
+from fsharding.testing.decoders import DecoderCase
 from fsharding.testing.failures import RankFailure
 from fsharding.testing.laws import assert_adjoint, assert_matches_reference, rank_values
 from fsharding.testing.ranks import RankPool, run_ranks
 
 __all__ = [
+    "DecoderCase",
     "Home",
     "Leaf",
     "Pair",

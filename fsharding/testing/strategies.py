@@ -8,6 +8,8 @@ Law: everything shrinks to one rank and one replicated leaf.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,14 +26,19 @@ except ModuleNotFoundError as error:
 
 from fsharding.axes import AXES, AbstractMesh
 from fsharding.layout import LAYERS, Layout
+from fsharding.models.decoder import DecoderConfig
+from fsharding.policies import POLICIES
 from fsharding.precision import BF16, FP32, Precision
+from fsharding.schedule import SCHEDULES
 from fsharding.sharding import Assigned, NamedSharding
 from fsharding.spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec
 from fsharding.strategy import Strategy, hybrid, zero
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase
+from fsharding.testing.decoders import DecoderCase, fitting_schedules, key_heads
 from fsharding.tree import Tree
 
 __all__ = [
+    "decoder_cases",
     "homes",
     "layouts",
     "leaves",
@@ -50,7 +57,7 @@ Draw = Callable[[SearchStrategy[Any]], Any]
 
 _SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 0)
 _KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.float64)
-_DATA_NAMES = ("embed", "expert")
+_DATA_NAMES = (("embed",), ("expert",), ("embed", "expert"))
 _MODEL_NAMES = ("heads", "mlp", "vocab")
 
 # Hypothesis looks at each new strategy object, which takes longer than to draw from it: those of cases are kept.
@@ -173,8 +180,8 @@ def leaves(
     dtype = draw(_pick(tuple(dtypes)))
     names: list[DimName] = []
     if layers is not None or draw(_flag):
-        # At most one name for the data axes and one for tp: an axis cuts one dim of a leaf.
-        known = (draw(_pick(_MODEL_NAMES)), draw(_pick(_DATA_NAMES)), *[None] * max_dims)
+        # At most one name for tp: an axis cuts one dim of a leaf. Beside experts, data axes that own them cut nothing.
+        known = (draw(_pick(_MODEL_NAMES)), *draw(_pick(_DATA_NAMES)), *[None] * max_dims)
         names = [known[place] for place in draw(_shuffled(tuple(range(max_dims + 1))))[: len(shape)]]
     if fused and draw(_flag):
         names = [_in_parts(draw, name, size) for name, size in zip(names, shape, strict=False)]
@@ -334,3 +341,60 @@ def train_cases(draw: Draw, max_ranks: int = 8) -> TrainCase:
         steps=draw(_upto(2)) + 1,
         donate=draw(_flag),
     )
+
+
+_SEVERAL = ((), (2,), (3,), (4,), *((2, 2),) * 3, (6,), (3, 2), (2, 3), (8,), (4, 2), (2, 4), *((2, 2, 2),) * 3)
+
+
+@st.composite
+def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase:
+    """Runs of small decoders on any mesh, with every choice that must not change a loss; shrinks to one rank.
+
+    Args:
+        draw: given by Hypothesis.
+        max_ranks: most ranks.
+        steps: how many.
+    """
+    sizes = draw(_pick(tuple(sizes for sizes in _SEVERAL if math.prod(sizes) <= max_ranks)))
+    mesh = AbstractMesh(tuple(draw(_shuffled(AXES))[: len(sizes)]), sizes) if sizes else AbstractMesh(("dp",), (1,))
+    tp, cp = mesh.axis_size("tp"), mesh.axis_size("cp")
+    data = math.prod(map(mesh.axis_size, ("replica", "dp", "ep")))
+    stages = mesh.axis_size("pp")
+    schedule = draw(_pick(fitting_schedules(draw(_pick(SCHEDULES)) if stages > 1 else "1f1b", stages)))
+    layers = schedule.stages + draw(_upto(2))
+    sequence, attention = draw(_flag), draw(_pick(("ring", "gather", "ulysses")))
+    heads = tp * (cp if attention == "ulysses" else 1) * (draw(_upto(1)) + 1)
+    config = DecoderConfig(
+        vocab=draw(_pick((2, 7, 50))),
+        dim=heads * draw(_pick((2, 4, 6))),
+        layers=layers,
+        heads=heads,
+        kv_heads=draw(_pick(key_heads(heads, tp))),
+        hidden=draw(_pick((2, 5, 12))),
+        tied=draw(_flag),
+    )
+    unit = (2 * cp if cp > 1 else 1) * (tp if sequence else 1)
+    whole = (("kv_heads",),) if sequence else (("kv_heads",), ("mlp",), ("vocab",), ("heads", "kv_heads"))
+    return DecoderCase(
+        config,
+        mesh,
+        draw(_STRATEGIES),
+        rows=data * schedule.microbatches * (draw(_upto(1)) + 1),
+        length=unit * (draw(_upto(2)) + 1),
+        steps=steps,
+        microbatches=schedule.microbatches,
+        sequence=sequence,
+        attention=attention,
+        whole=draw(_pick(((), *whole))),
+        schedule=schedule.name,
+        counts=_uneven(draw, layers, schedule.stages) if draw(_flag) else None,
+        gather=draw(_pick(("step", "microbatch"))),
+        policy=draw(_pick(tuple(POLICIES))),
+        donate=draw(_flag),
+    )
+
+
+def _uneven(draw: Draw, layers: int, stages: int) -> tuple[int, ...]:
+    """Any number of layers for each stage, also none."""
+    ends = sorted(draw(_upto(layers)) for _ in range(stages - 1))
+    return tuple(b - a for a, b in itertools.pairwise((0, *ends, layers)))

@@ -2,24 +2,31 @@
 
 import os
 import signal
+from dataclasses import replace
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharding as fs
 from fsharding.errors import RankError, ScheduleError
+from fsharding.ledger import Ledger
+from fsharding.pipeline import _Run
+from fsharding.schedule import SCHEDULES
+from fsharding.sharding import Local, local_of
 from fsharding.testing import run_ranks
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
 MODEL = fs.models.decoder(CONFIG)
 
 
-def started(schedule, **axes):
+def started(schedule, model=MODEL, **axes):
     mesh = fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **axes)
-    layout = fs.plan_layout(MODEL, mesh, strategy=fs.zero(3), stages=fs.stages_of(MODEL, schedule))
+    layout = fs.plan_layout(model, mesh, strategy=fs.zero(3), stages=fs.stages_of(model, schedule))
     opt = fs.adamw(1e-3)
-    return fs.init_state(MODEL, opt, fs.random.key(0), layout), opt
+    return fs.init_state(model, opt, fs.random.key(0), layout), opt
 
 
 def batch(rows=8):
@@ -79,3 +86,60 @@ def test_a_stage_that_dies_is_named():
     text = str(failure.value)
     assert "died of SIGKILL" in text
     assert "RankError: train step lost the stage at pp=1 (rank 1) while pp=0 was in 0" in text
+
+
+# ------------------------------------------------------------------------------------------------ activations in flight
+def held(name, ranks, microbatches):
+    """The most bytes that backward holds at once, those of one microbatch of each stage, and what the table says."""
+    schedule = fs.plan_schedule(name, ranks, microbatches)
+    model = fs.models.decoder(replace(CONFIG, layers=schedule.stages))
+    state, opt = started(schedule, model, pp=ranks)
+    step = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule)
+    saved, peak, by_stage, own = {}, 0, {}, set()
+    pack, do = Ledger.pack, _Run.do
+
+    def noted(ledger, x):
+        storage = x.untyped_storage()
+        kept = pack(ledger, x)
+        if isinstance(kept, torch.Tensor) and storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return kept
+
+    def alive():
+        return sum(size for reference, size in saved.values() if not reference.expired())
+
+    def watched(run, action):
+        nonlocal peak
+        # Parameters and tokens are there before and after.
+        parts = [leaf.value if isinstance(leaf, Local) else leaf for leaf in fs.tree.leaves((run.work, run.pieces))]
+        own.update(local_of(x).untyped_storage().data_ptr() for x in parts if isinstance(x, torch.Tensor))
+        before = alive()
+        do(run, action)
+        peak = max(peak, alive())
+        if action.kind == "F":
+            by_stage.setdefault(action.stage, alive() - before)
+
+    with patch.object(Ledger, "pack", noted), patch.object(_Run, "do", watched):
+        step(state, batch(2 * microbatches))
+    assert alive() == 0
+    rank, now, most = torch.distributed.get_rank(), 0, 0
+    for action in schedule.table[rank]:
+        now += (
+            by_stage[action.stage] * ((action.kind == "F") - (action.kind in ("B", "W"))) if action.kind in "FBW" else 0
+        )
+        most = max(most, now)
+    return peak, most, by_stage, schedule.in_flight[rank]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_activations_in_flight_are_those_of_the_table(name, ranks):
+    seen = run_ranks(held, ranks, name, ranks, 8)
+    stages = {stage: size for _, _, by_stage, _ in seen for stage, size in by_stage.items()}
+    last = max(stages)
+    # The embedding keeps indices only; the head keeps its own tensors.
+    assert {*(stages[s] for s in stages if s < last)} == {stages[0]} and stages[last] > stages[0] > 0
+    for peak, most, by_stage, in_flight in seen:
+        assert peak == most
+        if last not in by_stage:
+            assert peak == in_flight * stages[0]

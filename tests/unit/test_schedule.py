@@ -81,6 +81,8 @@ def test_idle_time_is_that_of_the_papers(ranks, microbatches, times):
         timeline = fs.plan_schedule(name, ranks, microbatches, **kwargs).simulate(*times)
         idle = {timeline.total - busy for busy in timeline.busy}
         assert len(idle) == 1, "every rank has the same work"
+        local = kwargs.get("stages_per_rank", 1 if name in ("gpipe", "1f1b") else 2)
+        assert timeline.bubble_share == pytest.approx(min(idle) / (min(idle) + local * m * both))
         return timeline.bubble_share, idle.pop()
 
     for name in ("gpipe", "1f1b"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding import boxes
 from fsharding.axes import AXES, AbstractMesh
-from fsharding.testing import Home, Leaf, Pair, ReshardCase, TrainCase, local_part, whole_tensors
+from fsharding.testing import DecoderCase, Home, Leaf, Pair, ReshardCase, TrainCase, local_part, whole_tensors
 from fsharding.testing import strategies as draws
 
 ONE = AbstractMesh(("dp",), (1,))
@@ -42,6 +42,8 @@ def test_cases_shrink_to_one_rank_and_a_replicated_leaf():
     assert least(draws.layouts({"a": Leaf()})) == HOME.layout({"a": Leaf()})
     assert least(draws.reshard_cases()) == ReshardCase({"a": Leaf()}, HOME, HOME)
     assert least(draws.train_cases()) == TrainCase({"a": Leaf()}, HOME)
+    smallest = fs.models.DecoderConfig(vocab=2, dim=2, layers=1, heads=1, kv_heads=1, hidden=2)
+    assert least(draws.decoder_cases()) == DecoderCase(smallest, ONE, steps=3)
 
 
 @pytest.mark.full

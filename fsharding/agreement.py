@@ -1,0 +1,148 @@
+"""Agreement: whether all ranks were given the same configuration; asked once, before anything else is sent.
+
+In: facts, text by name, such as {"schedule": "zbv"}. Out: nothing, or one error on every rank that says who has what.
+Each rank sends 8 bytes, a hash; only where hashes differ do the texts travel.
+Law: ranks that disagree all raise the same text, and none of them has started what would hang or mix up bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from fsharding import _compat
+from fsharding.errors import ConfigError, message
+
+__all__ = ["agree", "digest", "facts_of"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_SHOWN = 8
+_LONG = 1000
+
+
+def agree(
+    function: str, facts: Mapping[str, str], *, ranks: Sequence[int], group: dist.ProcessGroup | None, device: str
+) -> None:
+    """Compares facts over the ranks of a group. Collective.
+
+    Args:
+        function: the public function, for the error.
+        facts: text by name; what may differ between ranks is not among them.
+        ranks: global ranks of the group, in its own order.
+        group: None where there is one rank.
+        device: the type of device on which the group sends.
+
+    Raises:
+        ConfigError: on every rank: some of the facts differ; each is listed with the ranks that have it.
+    """
+    if group is None:
+        return
+    mine = digest(facts)
+    everyones = torch.full((len(ranks),), mine, dtype=torch.int64, device=device)
+    _compat.all_gather_flat(everyones, torch.full((1,), mine, dtype=torch.int64, device=device), group).wait()
+    if bool((everyones == mine).all()):
+        return
+    told: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(told, dict(facts), group=group)
+    rows = _differences(dict(zip(ranks, told, strict=True)))
+    mend = "Start every rank with the same program and arguments."
+    raise ConfigError(message(function, "is set up differently on different ranks.", rows, mend))
+
+
+def digest(value: Any) -> int:
+    """63 bits of a hash of what JSON can say, or of how it prints otherwise: the same on every machine."""
+    text = json.dumps(value, sort_keys=True, default=repr)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _differences(facts: dict[int, dict[str, str]]) -> list[str]:
+    """One row for each fact that differs, the rarest value first; a fact that comes by several ways is told once."""
+    found: dict[tuple[str, str], str] = {}
+    for name in dict.fromkeys(name for mine in facts.values() for name in mine):
+        having: dict[str, list[int]] = {}
+        for rank, mine in facts.items():
+            having.setdefault(mine.get(name, "nothing"), []).append(rank)
+        if len(having) > 1:
+            rarest = sorted(having.items(), key=lambda item: (len(item[1]), -item[1][0]))
+            text = ", ".join(f"{_ranks(ranks)} {value}" for value, ranks in rarest)
+            found.setdefault((name.rpartition(".")[2], text), name)
+    rows = [f"{name}: {text}" for (_, text), name in found.items()]
+    return rows if len(rows) <= _SHOWN else [*rows[:_SHOWN], f"and {len(rows) - _SHOWN} more"]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+
+
+# ------------------------------------------------------------------------------------------------------ values in words
+def facts_of(name: str, value: Any) -> dict[str, str]:
+    """What a value is made of, as facts: `{"optimizer.b1": "0.9", ...}`.
+
+    Numbers, text and dtypes are told as they are; containers and dataclasses entry by entry, very long ones by their
+    length; a function by its name and by what it closes over, which is where an optimizer or a model has its settings;
+    anything else by its type alone, since a device, a file or a generator may well differ between ranks.
+
+    Args:
+        name: of the value.
+        value: anything.
+    """
+    found: dict[str, str] = {}
+    _tell(found, name, value, ())
+    return found
+
+
+def _tell(found: dict[str, str], name: str, value: Any, above: tuple[int, ...]) -> None:
+    if isinstance(value, _PLAIN):
+        found[name] = repr(value)
+        return
+    found[name] = _head(value)
+    if id(value) not in above:
+        for part, inner in _parts(value):
+            _tell(found, f"{name}.{part}", inner, (*above, id(value)))
+
+
+def _head(value: Any) -> str:
+    if callable(value) and hasattr(value, "__qualname__"):
+        return value.__qualname__.replace("<locals>.", "")
+    kind = type(value).__name__
+    return f"{kind} of {len(value)}" if isinstance(value, tuple | list | Mapping) else kind
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """The named parts of a value."""
+    if isinstance(value, functools.partial):
+        whole = cast("functools.partial[Any]", value)
+        yield "func", whole.func
+        yield from ((str(i), x) for i, x in enumerate(whole.args))
+        yield from whole.keywords.items()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    elif isinstance(value, tuple | list | Mapping) and len(cast("Sequence[Any]", value)) > _LONG:
+        return
+    elif isinstance(value, tuple | list):
+        entries = cast("Sequence[Any]", value)
+        yield from zip(getattr(entries, "_fields", map(str, range(len(entries)))), entries, strict=True)
+    elif isinstance(value, Mapping):
+        yield from ((str(key), x) for key, x in cast("Mapping[Any, Any]", value).items())
+    elif callable(value):
+        yield from _closed_over(value)
+
+
+def _closed_over(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Defaults of a function's arguments, and what it closes over; a cell may still be empty."""
+    yield from (getattr(fn, "__kwdefaults__", None) or {}).items()
+    yield from ((f"default {i}", x) for i, x in enumerate(getattr(fn, "__defaults__", None) or ()))
+    code: Any = getattr(fn, "__code__", None)
+    cells: Sequence[Any] = getattr(fn, "__closure__", None) or ()
+    for name, cell in zip(code.co_freevars if code is not None and cells else (), cells, strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            yield name, None

@@ -1,0 +1,184 @@
+"""Runs of small decoders as data: a model, a mesh of any axes, and every choice that must not change a loss.
+
+In: plain values, drawn by `strategies.decoder_cases` or written by hand. Out: losses and gradient norms, step by step.
+A case pickles, so it can be sent to ranks, and prints as the call that makes it.
+Law: `case.train()` on its ranks is `case.alone().train()` on one process, up to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fsharding import optim, policies, random
+from fsharding.axes import AbstractMesh
+from fsharding.counts import Traffic, counting_bytes
+from fsharding.decoder_traffic import expected_traffic
+from fsharding.errors import ScheduleError
+from fsharding.layout import Layout, plan_layout
+from fsharding.mesh import Mesh, data_position
+from fsharding.models.base import Model
+from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.ops.attention import Kind
+from fsharding.ops.sequence import cut_sequence
+from fsharding.precision import FP32, Precision
+from fsharding.schedule import Schedule, plan_schedule
+from fsharding.spec import DEFAULT_RULES
+from fsharding.staging import stages_of
+from fsharding.state import init_state
+from fsharding.step import make_train_step
+from fsharding.strategy import NO_SHARD, Strategy
+from fsharding.testing.cases import device_mesh
+
+__all__ = ["DecoderCase", "fitting_schedules", "key_heads"]
+
+_SMALL = DecoderConfig()
+_ONE = AbstractMesh(("dp",), (1,))
+_RATE, _CLIP, _IGNORED = 3e-3, 0.5, 0.2
+_EPS = 1e-3
+"""With the usual 1e-8 a gradient of almost nothing moves its weight as much as any other, and rounding with it."""
+
+
+@dataclass(frozen=True)
+class DecoderCase:
+    """A run of a decoder with AdamW, warm-up, clipping and masked targets.
+
+    Attributes:
+        config: sizes of the decoder.
+        mesh: without devices, in any order of ranks.
+        strategy: what is cut over the data axes.
+        rows: sequences of the global batch.
+        length: tokens of each.
+        steps: how many.
+        microbatches: pieces of each rank's part.
+        sequence: as in `models.decoder`.
+        attention: as in `models.decoder`.
+        whole: dim names that the rules leave whole.
+        schedule: of the pipeline, where the mesh has one.
+        counts: layers of each stage; by default as even as possible.
+        gather: parameters come once a step, or for each microbatch.
+        policy: a name of `policies.POLICIES`.
+        donate: whether a step may overwrite its state.
+        precision: dtypes at rest and of compute.
+    """
+
+    config: DecoderConfig = _SMALL
+    mesh: AbstractMesh = _ONE
+    strategy: Strategy = NO_SHARD
+    rows: int = 1
+    length: int = 1
+    steps: int = 1
+    microbatches: int = 1
+    sequence: bool = False
+    attention: Kind = "ring"
+    whole: tuple[str, ...] = ()
+    schedule: str = "1f1b"
+    counts: tuple[int, ...] | None = None
+    gather: Literal["step", "microbatch"] = "step"
+    policy: str = "save_except_gathered"
+    donate: bool = False
+    precision: Precision = FP32
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes to run it."""
+        return self.mesh.size
+
+    def alone(self) -> DecoderCase:
+        """The same run on one process, without any choice that has to do with ranks."""
+        return replace(
+            self,
+            mesh=_ONE,
+            strategy=NO_SHARD,
+            microbatches=1,
+            sequence=False,
+            counts=None,
+            policy="save_except_gathered",
+        )
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        return decoder(self.config, sequence=self.sequence, attention=self.attention)
+
+    def planned(self) -> Schedule | None:
+        """The schedule; None on a mesh without `pp`."""
+        ranks = self.mesh.axis_size("pp")
+        return plan_schedule(self.schedule, ranks, self.microbatches, gather=self.gather) if ranks > 1 else None
+
+    def layout(self, mesh: Mesh | None = None) -> Layout:
+        """The layout of the state.
+
+        Args:
+            mesh: by default the abstract one; on a rank, `device_mesh(case.mesh)`.
+        """
+        rules, schedule = DEFAULT_RULES.replace(**dict.fromkeys(self.whole)), self.planned()
+        stages = None if schedule is None else stages_of(self.model, schedule, counts=self.counts)
+        where = self.mesh if mesh is None else mesh
+        return plan_layout(self.model, where, rules, self.strategy, precision=self.precision, stages=stages)
+
+    def batch(self, step: int, mesh: Mesh) -> dict[str, Tensor]:
+        """The tokens and targets of this rank at a step; some targets do not count, other ones on each row."""
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(self.config.vocab, (self.rows, self.length + 1), generator=generator)
+        targets = tokens[:, 1:].clone()
+        ignored = torch.rand(targets.shape, generator=generator) < _IGNORED
+        ignored[0, 0] = False
+        targets[ignored] = -100
+        index, count = data_position(mesh)
+        mine = {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
+        return cut_sequence(mine, mesh=mesh)
+
+    def traffic(self, layout: Layout, coord: dict[str, int] | None = None) -> Traffic:
+        """What a rank sends in a step: see `expected_traffic`."""
+        parts = math.prod(map(self.mesh.axis_size, ("replica", "dp", "ep")))
+        return expected_traffic(
+            self.config, layout, rows=self.rows // parts, length=self.length, microbatches=self.microbatches,
+            sequence=self.sequence, attention=self.attention, schedule=self.planned(),
+            policy=policies.POLICIES[self.policy], coord=coord,
+        )  # fmt: skip
+
+    def train(self) -> Tensor:
+        """Runs it; each step sends what `expected_traffic` says. Collective over the ranks of the mesh, which are all.
+
+        Returns:
+            float32[steps, 2]: loss and gradient norm of each step.
+        """
+        model, mesh = self.model, device_mesh(self.mesh)
+        rate = optim.warmup_cosine(_RATE, 1, 10)
+        opt = optim.chain(optim.clip_by_global_norm(_CLIP), optim.adamw(rate, eps=_EPS, weight_decay=0.1))
+        state = init_state(model, opt, random.key(0), self.layout(mesh))
+        step = make_train_step(
+            model, opt, microbatches=self.microbatches, schedule=self.planned() or self.schedule,
+            policy=policies.POLICIES[self.policy], donate=self.donate,
+        )  # fmt: skip
+        found, expected = list[Tensor](), self.traffic(state.layout)
+        for number in range(self.steps):
+            with counting_bytes() as traffic:
+                state, metrics = step(state, self.batch(number, mesh))
+            assert traffic == expected, (traffic, expected)
+            found.append(torch.stack((metrics.loss, metrics.grad_norm)))
+        return torch.stack(found)
+
+
+@functools.cache
+def fitting_schedules(name: str, ranks: int) -> tuple[Schedule, ...]:
+    """Schedules of a kind for a size of `pp`, each with a number of microbatches that it can have; the least first."""
+    found: list[Schedule] = []
+    for count in sorted({1, 2, ranks, 2 * ranks, 2 * ranks + 1}):
+        with contextlib.suppress(ScheduleError):
+            found.append(plan_schedule(name, ranks, count))
+    return tuple(found)
+
+
+def key_heads(heads: int, ranks: int) -> tuple[int, ...]:
+    """The numbers of key heads that a decoder can have, whose query heads are cut over so many ranks."""
+    each = heads // ranks
+    groups = [group for group in range(1, heads + 1) if heads % group == 0]
+    return tuple(heads // group for group in groups if each % group == 0 or group % each == 0)

@@ -1,0 +1,305 @@
+"""What parameters and gradients send in a step, by closed formulas: calls and bytes of one rank, by axes of the mesh.
+
+In: a layout, a schedule. Out: what is added to a `Traffic`, without tensors or processes.
+k is the number of ranks along the axes, n the elements that a rank has before the call (the largest piece, where they
+differ), b the bytes of one on the wire, s those of one of the sum.
+    gather (k-1)·n·b      scatter, exchange (k-1)/k·n·b      message n·b
+    sum    (k-1)·n·b up to 16384 elements, else (k-1)/k·n·(b+s) in two calls
+Law: see `decoder_traffic`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from fsharding import boxes
+from fsharding.axes import AXES
+from fsharding.counts import Sent, Traffic
+from fsharding.layout import Layout
+from fsharding.mesh import abstract, data_axes
+from fsharding.ops import transition
+from fsharding.ops.transition import Step
+from fsharding.ops.unit import unreduced, whole
+from fsharding.planning import LeafLayout
+from fsharding.redistribute import BUCKET_BYTES
+from fsharding.schedule import Schedule
+from fsharding.sharding import NamedSharding
+from fsharding.stages import begins
+from fsharding.staging import layers_by_stage, owners
+
+__all__ = ["Sender", "Stage", "parameters", "sum_over", "update"]
+
+_SMALL = 1 << 14
+"""Up to so many elements a sum is a gather, and every rank adds."""
+
+
+class Stage(NamedTuple):
+    """What a rank computes between two messages.
+
+    Attributes:
+        layers: how many.
+        first: it has the embedding.
+        last: it has the head.
+        walks: how often it goes back for each microbatch: once, or for inputs and weights.
+    """
+
+    layers: int
+    first: bool
+    last: bool
+    walks: int
+
+
+@dataclass(frozen=True)
+class Sender:
+    """One rank in one step.
+
+    Attributes:
+        model: which has one stack.
+        layout: of the state.
+        where: the rank's coordinate.
+        microbatches: how many.
+        planned: the schedule that a mesh with `pp` has.
+        traffic: what was counted so far.
+    """
+
+    model: Any
+    layout: Layout
+    where: dict[str, int]
+    microbatches: int
+    planned: Schedule | None
+    traffic: Traffic
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule, where the mesh has `pp`."""
+        return self.planned if self.size("pp") > 1 else None
+
+    @property
+    def once(self) -> bool:
+        """Whether parameters are gathered once a step."""
+        table = self.schedule.table[self.where["pp"]] if self.schedule else ()
+        return any(action.kind == "GATHER" and action.microbatch is None for action in table)
+
+    def size(self, *axes: str) -> int:
+        """How many ranks there are along some axes."""
+        return math.prod(map(abstract(self.layout.mesh).axis_size, axes))
+
+    def stages(self, layers: int) -> list[Stage]:
+        """The stages of this rank; without a pipeline, one with all layers."""
+        if self.schedule is None:
+            return [Stage(layers, True, True, 1)]
+        counts, row = layers_by_stage(self.model, self.schedule, self.layout), self.schedule.table[self.where["pp"]]
+        found: list[Stage] = []
+        for stage in self.schedule.stages_on(self.where["pp"]):
+            # The first stage has no inputs to differentiate.
+            kinds = ("B", "I", "W") if stage else ("B", "W")
+            walks = sum(a.stage == stage and a.microbatch == 0 and a.kind in kinds for a in row)
+            found.append(Stage(sum(counts[stage]), stage == 0, stage == self.schedule.stages - 1, walks))
+        return found
+
+    def send(self, axes: Iterable[str], sent: Sent, times: int = 1) -> None:
+        """Counts what is sent so many times."""
+        if sent.calls * times:
+            self.traffic.add(tuple(a for a in AXES if a in axes), sent.bytes * times, sent.calls * times)
+
+
+def sum_over(n: int, k: int, b: int, s: int = 4) -> Sent:
+    """A sum of n elements over k ranks: b bytes a term, s bytes an element of the sum."""
+    if k == 1 or n == 0:
+        return Sent(0, 0)
+    return Sent(1, (k - 1) * n * b) if n <= _SMALL else Sent(2, (k - 1) * -(-n // k) * (b + s))
+
+
+# ----------------------------------------------------------------------------------------------------- units and leaves
+class _Leaf(NamedTuple):
+    """A parameter, or some rows of a stack of them, or one without its first dim."""
+
+    plan: LeafLayout
+    rows: int | None = None
+
+    def cut(self, kind: str) -> NamedSharding:
+        """How it is cut on the ranks that own it; kind is "params", "grads" or "main"."""
+        home: NamedSharding = getattr(self.plan, kind)
+        home = home.slice_of_mesh()
+        if not begins(self.plan.path, "blocks"):
+            return home.simplified()
+        spec = home.spec.replace(0, ()) if self.rows is not None else home.spec.drop(0)
+        return replace(home, spec=spec).simplified()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, whole over all axes."""
+        if not begins(self.plan.path, "blocks"):
+            return self.plan.shape
+        return self.plan.shape[1:] if self.rows is None else (self.rows, *self.plan.shape[1:])
+
+
+def _leaves(sender: Sender, *beginnings: str, rows: int | None = None) -> list[_Leaf]:
+    return [_Leaf(leaf, rows) for leaf in sender.layout.leaves if any(begins(leaf.path, b) for b in beginnings)]
+
+
+def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: bool = False) -> None:
+    """Adds the gathers of a stage's units over the data axes, and the reductions of their gradients.
+
+    Args:
+        sender: the rank.
+        stage: of a `Model` whose embedding is differentiated without its weights.
+        tied: paths of leaves that the head has from others.
+        kept: the policy keeps the gathered weights of blocks.
+    """
+    m, how = sender.microbatches, sender.layout.precision
+    if sender.once:
+        part = _leaves(sender, "blocks", rows=stage.layers) if stage.layers else []
+        part += _leaves(sender, "embed") * stage.first + _leaves(sender, "head", *tied) * stage.last
+        dtypes = [how.compute_dtype(sender.layout.param_dtype(leaf.plan)) for leaf in part]
+        homes = [leaf.cut("params") for leaf in part]
+        _together(
+            sender,
+            [_Move(*move) for move in zip(part, homes, map(whole, homes), [d.itemsize for d in dtypes], strict=True)],
+        )
+        return
+    again = stage.walks * m
+    for unit, count, back in (
+        (_leaves(sender, "embed"), int(stage.first), 0),
+        (_leaves(sender, "blocks"), stage.layers, 0 if kept else again),
+        (_leaves(sender, "head", *tied), int(stage.last), again if sender.schedule else 0),
+    ):
+        _gather(sender, unit, count * (m + back))
+        _reduce(sender, unit, count)
+
+
+def _gather(sender: Sender, unit: Sequence[_Leaf], times: int) -> None:
+    """A unit as one bucket for each set of axes."""
+    how, moves = sender.layout.precision, dict[object, list[_Move]]()
+    for leaf in unit:
+        home, dtype = leaf.cut("params"), how.compute_dtype(sender.layout.param_dtype(leaf.plan))
+        if steps := transition.plan_steps(home, whole(home)):
+            moves.setdefault(transition.kinds(steps), []).append(_Move(leaf, home, whole(home), dtype.itemsize))
+    for bucket in moves.values():
+        _take(sender, bucket, times=times)
+
+
+def _reduce(sender: Sender, unit: Sequence[_Leaf], count: int) -> None:
+    """Gradients of a unit: of each microbatch to where they are held, of all of them to where they belong."""
+    how, m = sender.layout.precision, sender.microbatches
+    first, second = dict[object, list[_Move]](), dict[object, list[_Move]]()
+    for leaf in unit:
+        rest = sender.layout.param_dtype(leaf.plan)
+        source, held, main = unreduced(leaf.cut("params")), leaf.cut("grads"), leaf.cut("main")
+        held = main if m == 1 and sender.schedule is None else held
+        main = held if sender.schedule is not None else main
+        kinds = tuple(transition.kinds(transition.plan_steps(*pair)) for pair in ((source, held), (held, main)))
+        term, kept = how.reduce or how.compute_dtype(rest), how.grad_dtype(rest)
+        first.setdefault(kinds, []).append(_Move(leaf, source, held, term.itemsize, kept.itemsize))
+        second.setdefault(kinds, []).append(_Move(leaf, held, main, (how.reduce or kept).itemsize, kept.itemsize))
+    for buckets, times in ((first, count * m), (second, count)):
+        for bucket in buckets.values():
+            _take(sender, bucket, times=times)
+
+
+# -------------------------------------------------------------------------------------------------------- once a step
+def update(sender: Sender) -> None:
+    """Adds what a step sends after all microbatches: last reductions of a pipeline, the norm, and new parameters."""
+    layout, how, shape = sender.layout, sender.layout.precision, abstract(sender.layout.mesh)
+    trained = [leaf for leaf in layout.leaves if leaf.trainable]
+    mine = [leaf for plan in trained if (leaf := _here(sender, plan)) is not None]
+    kinds = [how.grad_dtype(layout.param_dtype(leaf.plan)).itemsize for leaf in mine]
+    if sender.schedule is not None:
+        source = [unreduced(leaf.cut("params")) if sender.once else leaf.cut("grads") for leaf in mine]
+        _together(
+            sender, [_Move(leaf, s, leaf.cut("main"), b, b) for leaf, s, b in zip(mine, source, kinds, strict=True)]
+        )
+        for leaf, b in zip(mine, kinds, strict=True):
+            whole_at = any(a.axis == "pp" and a.dim is None for a in leaf.plan.main.assigned)
+            others = len(owners(leaf.plan.main, sender.size("pp"))) - 1 if whole_at else 0
+            n = math.prod(leaf.cut("main").local_shape(leaf.shape, sender.where))
+            sender.send(("pp",), Sent(1, others * n * b), int(others > 0))
+    _together(
+        sender,
+        [_Move(leaf, leaf.cut("main"), leaf.cut("params"), layout.param_dtype(leaf.plan).itemsize) for leaf in mine],
+    )
+    norms: dict[tuple[str, ...], int] = {}
+    for leaf in trained:
+        used = (*leaf.main.simplified().spec.all_axes, *(a.axis for a in leaf.main.assigned))
+        axes = tuple(axis for axis in AXES if axis in used)
+        norms[axes] = norms.get(axes, 0) + 1
+    for axes, count in norms.items():
+        sender.send(axes, sum_over(count, sender.size(*axes), 8, 8))
+    pipe = () if sender.schedule is None else ("pp",)
+    axes = (*pipe, *data_axes(shape))
+    sender.send(axes, sum_over(2, sender.size(*axes), 8, 8), 1 if pipe else sender.microbatches)
+
+
+def _here(sender: Sender, plan: LeafLayout) -> _Leaf | None:
+    """What the rank has of a leaf over `pp`; None for nothing."""
+    if sender.schedule is not None and sender.where["pp"] not in owners(plan.main, sender.size("pp")):
+        return None
+    rows = sum(stage.layers for stage in sender.stages(plan.shape[0])) if begins(plan.path, "blocks") else None
+    return None if rows == 0 else _Leaf(plan, rows)
+
+
+# ------------------------------------------------------------------------------------------------------------- buckets
+class _Move(NamedTuple):
+    """A leaf from one sharding to another; bytes of an element in the first step, and in those after it."""
+
+    leaf: _Leaf
+    source: NamedSharding
+    target: NamedSharding
+    first: int
+    later: int = 4
+
+
+def _together(sender: Sender, moves: Iterable[_Move]) -> None:
+    """What travels together whatever the unit, in buckets of bounded size."""
+    groups: dict[object, list[_Move]] = {}
+    for move in moves:
+        if steps := transition.plan_steps(move.source, move.target):
+            groups.setdefault((transition.kinds(steps), move.first), []).append(move)
+    for members in groups.values():
+        batch, held = list[_Move](), 0
+        for move in members:
+            larger = move.source if move.source.partial else move.target
+            size = math.prod(larger.local_shape(move.leaf.shape, sender.where)) * move.first
+            if batch and held + size > BUCKET_BYTES:
+                _take(sender, batch)
+                batch, held = [], 0
+            batch.append(move)
+            held += size
+        _take(sender, batch)
+
+
+def _take(sender: Sender, bucket: Sequence[_Move], times: int = 1) -> None:
+    """The steps of a bucket, one after the other."""
+    now = [move.source for move in bucket]
+    steps = [transition.plan_steps(move.source, move.target) for move in bucket]
+    for place, (kind, axes) in enumerate(transition.kinds(steps[0])):
+        k, n = sender.size(*axes), 0
+        for i, move in enumerate(bucket):
+            after = _after(now[i], steps[i][place])
+            local = (after if kind == "gather" else now[i]).local_shape(move.leaf.shape, sender.where)
+            n += math.prod(local) if kind == "sum" else _piece(sender, steps[i][place], local)
+            now[i] = after
+        b = bucket[0].later if place else bucket[0].first
+        if kind == "sum":
+            sender.send(axes, sum_over(n, k, b, bucket[0].later), times)
+        elif kind != "slice" and n:
+            sender.send(axes, Sent(1, (k - 1) * n * b), times)
+
+
+def _after(source: NamedSharding, step: Step) -> NamedSharding:
+    """The sharding that a step leaves."""
+    cut = source.spec.axes(step.dim) if step.kind != "sum" else ()
+    if step.kind == "gather":
+        return replace(source, spec=source.spec.replace(step.dim, cut[: len(cut) - len(step.axes)]))
+    left = tuple(axis for axis in source.partial if axis not in step.axes)
+    spec = source.spec if step.kind == "sum" else source.spec.replace(step.dim, (*cut, *step.axes))
+    return replace(source, spec=spec, partial=left)
+
+
+def _piece(sender: Sender, taken: Step, local: tuple[int, ...]) -> int:
+    """Elements of the largest piece of a leaf that is cut along a dim."""
+    first = boxes.nested_chunk(local[taken.dim], [(sender.size(axis), 0) for axis in taken.axes])
+    return math.prod(local[: taken.dim]) * first[1] * math.prod(local[taken.dim + 1 :])

@@ -1,0 +1,107 @@
+"""Whole decoders on random meshes of all axes: losses and gradient norms are those of one process, and come back bit by bit."""
+
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given
+
+import fsharding as fs
+from fsharding.axes import AXES, AbstractMesh
+from fsharding.testing import DecoderCase, assert_bitwise_equal
+from fsharding.testing import strategies as draws
+from tests.dist.test_laws import FULL, examples, on_ranks, teardown_module
+
+__all__ = ["teardown_module"]
+
+# Tens of runs on several ranks each: about a minute on two cores, much longer where others use them too.
+pytestmark = pytest.mark.timeout(900)
+
+RANKS, STEPS = (8, 4) if FULL else (4, 2)
+
+
+def train(case):
+    return case.train()
+
+
+def trained(case):
+    """What rank 0 saw; the others must have seen the same bits."""
+    runs = on_ranks(train, case.ranks, case)
+    for other in runs[1:]:
+        assert_bitwise_equal(runs[0], other, "the ranks' results")
+    return runs[0]
+
+
+def close(case):
+    torch.testing.assert_close(trained(case), trained(case.alone()), rtol=1e-5, atol=0)
+
+
+@examples(60, 500)
+@given(draws.decoder_cases(RANKS, STEPS))
+def test_any_mesh_has_the_losses_of_one_process(case):
+    close(case)
+
+
+@examples(2, 100)
+@given(draws.decoder_cases(RANKS, STEPS))
+def test_two_runs_are_bitwise_the_same(case):
+    assert_bitwise_equal(trained(case), trained(case))
+
+
+CONFIG = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)
+MEGATRON = [("tp", "cp", "ep", "dp", "pp"), ("tp", "pp", "dp")]
+
+
+def ordered(order, **axes):
+    """A mesh whose ranks lie in some order of its axes, the rest as by default."""
+    order = (*order, *(axis for axis in AXES if axis not in order))
+    names = tuple(axis for axis in order if axis in axes)
+    return AbstractMesh(names, tuple(axes[name] for name in names))
+
+
+CASE = DecoderCase(
+    CONFIG, AbstractMesh(("dp",), (1,)), fs.zero(3), rows=8, length=8, steps=3, microbatches=2, sequence=True
+)
+
+
+@pytest.mark.parametrize("order", MEGATRON, ids="-".join)
+@pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_the_rank_orders_of_megatron(order, axes):
+    close(replace(CASE, mesh=ordered(order, **axes)))
+
+
+def test_products_that_are_kept_are_walked_once():
+    """torch's selective checkpoint has one backward, schedules with I and W have two."""
+    close(replace(CASE, mesh=ordered((), pp=2), schedule="zbv", microbatches=4, policy="dots_saveable"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axes", [("pp", "dp", "tp"), ("pp", "cp", "tp"), ("replica", "dp", "tp")], ids="-".join)
+def test_every_rank_order(axes):
+    for order in permutations(axes):
+        close(replace(CASE, mesh=ordered(order, **dict.fromkeys(axes, 2))))
+
+
+# -------------------------------------------------------------------------------------------------------- bytes by axes
+LARGE = fs.models.DecoderConfig(vocab=64, dim=64, layers=4, heads=8, kv_heads=4, hidden=160)
+SENT = [
+    ({"tp": 2}, {"strategy": fs.zero(0)}),
+    ({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2, "precision": fs.BF16}),
+    ({"cp": 2, "tp": 2}, {"attention": "ulysses", "strategy": fs.zero(1)}),
+    ({"dp": 2, "pp": 2}, {"schedule": "zbv", "microbatches": 4, "gather": "microbatch", "precision": fs.BF16}),
+    ({"replica": 2, "dp": 2}, {"strategy": fs.HFSDP, "microbatches": 2}),
+    ({"cp": 2}, {"attention": "ring", "policy": "nothing_saveable"}),
+    ({"cp": 4}, {"attention": "gather", "strategy": fs.zero(0)}),
+    ({"pp": 2, "tp": 2}, {"schedule": "interleaved_zero_bubble", "microbatches": 4, "policy": "dots_saveable"}),
+    ({"pp": 2, "dp": 2, "tp": 2}, {"schedule": "dualpipev", "microbatches": 4, "sequence": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("axes", "how"), [c if i < 4 else pytest.param(*c, marks=pytest.mark.full) for i, c in enumerate(SENT)]
+)
+def test_a_step_sends_what_the_formula_says(axes, how):
+    """Sums that are large enough to be taken in two calls, and other dtypes; `case.train` compares at every step."""
+    case = DecoderCase(LARGE, ordered((), **axes), fs.zero(3), rows=16, length=64, steps=1)
+    trained(replace(case, **how))
