@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsharding import random, tree
 from fsharding.models.base import Model
+from fsharding.stacks import stacks_of
 from fsharding.tree import Tree
 
 __all__ = ["B1", "B2", "PEERS", "RATE", "Task", "missing"]
@@ -34,22 +35,16 @@ class Task:
     """What all contenders train.
 
     Attributes:
-        model: a decoder.
+        model: a decoder, whose blocks may be compiled.
         mesh: of one axis, `dp`.
         batch: this rank's, `{"tokens", "targets"}` of int64[B, T].
         dtype: of compute; weights, sums of gradients and moments are float32.
-        compiled: whether blocks go through `torch.compile`.
     """
 
     model: Model
     mesh: DeviceMesh
     batch: dict[str, Tensor]
     dtype: torch.dtype
-    compiled: bool
-
-    def block(self) -> Callable[..., Any]:
-        """The function of a block, compiled or not."""
-        return torch.compile(self.model.block) if self.compiled else self.model.block
 
     def draws(self) -> Tree:
         """Everyone's first weights, lazily: those that `init_state` draws with `random.key(0)`."""
@@ -69,14 +64,18 @@ class _Unit(nn.Module):
         return self.fn(tree.unflatten(self.structure, [x.to(self.dtype) for x in self.leaves]), *args)
 
 
+def _rows(stack: Tree) -> list[Tree]:
+    leaves, structure = tree.flatten(stack)
+    return [tree.unflatten(structure, [x.clone() for x in row]) for row in zip(*leaves, strict=True)]
+
+
 class _Decoder(nn.Module):
     def __init__(self, task: Task) -> None:
         super().__init__()
-        block, values = task.block(), tree.map(lambda draw: draw.tensor(), task.draws())
-        layers = tree.leaves(values["blocks"])[0].shape[0]
-        rows = [tree.map(lambda x: x[i].clone(), values["blocks"]) for i in range(layers)]  # noqa: B023
+        values = tree.map(lambda draw: draw.tensor(), task.draws())
+        units = [(block, row) for path, block in stacks_of(task.model) for row in _rows(tree.at(values, path))]
         self.embed = _Unit(task.model.embed, values["embed"], task)
-        self.blocks = nn.ModuleList(_Unit(block, row, task) for row in rows)
+        self.blocks = nn.ModuleList(_Unit(block, row, task) for block, row in units)
         self.head = _Unit(task.model.head, values["head"], task)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
@@ -116,7 +115,8 @@ def _fsdp2(task: Task) -> Callable[[], Tensor]:
         fully_shard(unit, mesh=task.mesh, mp_policy=policy)
     # Backward begins with the head, so it stays as it is between the two.
     fully_shard(module.head, mesh=task.mesh, mp_policy=policy, reshard_after_forward=False)
-    return _trained(fully_shard(module, mesh=task.mesh, mp_policy=policy), task)
+    fully_shard(module, mesh=task.mesh, mp_policy=policy)
+    return _trained(module, task)
 
 
 def _simple_fsdp(task: Task) -> Callable[[], Tensor]:

@@ -21,18 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsharding import _compat, optim, random
+from fsharding import _compat, optim, random, tree
 from fsharding.bench.peers import B1, B2, PEERS, RATE, Task, missing
 from fsharding.bench.rounds import Steps, print_rows, take_turns
 from fsharding.counts import counting_bytes
 from fsharding.errors import ConfigError, message
 from fsharding.layout import plan_layout
 from fsharding.mesh import axis_group, make_mesh, own_rank
+from fsharding.models.base import Model
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.ops import wire
 from fsharding.precision import Precision
 from fsharding.recipes import recipe
 from fsharding.show import Bar, draw_bars, require_matplotlib
+from fsharding.stacks import stacks_of
 from fsharding.state import init_state
 from fsharding.step import make_train_step
 from fsharding.strategy import HSDP, Strategy, zero
@@ -112,7 +114,7 @@ def _check(config: StepConfig) -> None:
 def measure(config: StepConfig, mesh: Any) -> list[dict[str, Any]]:
     """One row for each contender: time, memory, loss, and the least time of ours. Collective."""
     sizes = recipe(config.preset).config
-    task = Task(decoder(sizes), mesh, _batch(config, sizes, mesh), _DTYPES[config.dtype], config.compiled)
+    task = Task(_model(config, sizes), mesh, _batch(config, sizes, mesh), _DTYPES[config.dtype])
     runs: dict[str, Callable[[], Tensor]] = {}
     memory: dict[str, int] = {}
     first: dict[str, float] = {}
@@ -136,6 +138,15 @@ def measure(config: StepConfig, mesh: Any) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def _model(config: StepConfig, sizes: DecoderConfig) -> Model:
+    model = decoder(sizes)
+    if not config.compiled:
+        return model
+    if callable(model.block):
+        return model._replace(block=torch.compile(model.block))
+    return model._replace(block={name: torch.compile(block) for name, block in model.block.items()})
+
+
 def _batch(config: StepConfig, sizes: DecoderConfig, mesh: Any) -> dict[str, Tensor]:
     """Random tokens of this rank."""
     source = torch.Generator().manual_seed(own_rank())
@@ -144,13 +155,12 @@ def _batch(config: StepConfig, sizes: DecoderConfig, mesh: Any) -> dict[str, Ten
 
 
 def _ours(strategy: Strategy, task: Task) -> Callable[[], Tensor]:
-    model = task.model._replace(block=task.block())
     mesh = make_mesh(replica=2, dp=-1) if strategy == HSDP else task.mesh
     how = Precision(compute=task.dtype)
     layout = plan_layout(task.draws(), mesh, strategy=strategy, names=task.model.names, precision=how)
     opt = optim.adamw(RATE, b1=B1, b2=B2)
     state = init_state(task.model.init, opt, random.key(0), layout)
-    step = make_train_step(model, opt, donate=True)
+    step = make_train_step(task.model, opt, donate=True)
 
     def run() -> Tensor:
         nonlocal state
@@ -187,7 +197,7 @@ def _wire_time(task: Task, run: Callable[[], Tensor]) -> float:
     if not traffic.bytes:
         return 0.0
     group = axis_group(task.mesh, ("dp",))
-    draws = task.draws()["blocks"].values()
+    draws = tree.leaves(tree.at(task.draws(), stacks_of(task.model)[-1][0]))
     width = -(-sum(math.prod(draw.shape[1:]) for draw in draws) // group.size)
     # Written once: memory that was never written is one page of zeros, which stays in the cache.
     send, received = torch.ones(2, group.size, width, dtype=task.dtype, device=task.mesh.device_type)
