@@ -21,7 +21,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharding import _compat, boxes, tree
 from fsharding import mesh as meshes
-from fsharding.axes import AbstractMesh
+from fsharding.axes import AXES, AbstractMesh
 from fsharding.boxes import Box, Grid, Runs
 from fsharding.errors import SpecError, message
 from fsharding.mesh import Mesh, abstract, coordinate
@@ -79,7 +79,7 @@ class NamedSharding:
     Attributes:
         mesh: with devices, or abstract.
         spec: axes by dim. On a dim that is assigned, they cut what a coordinate owns.
-        partial: axes whose ranks hold different terms of a sum that has not been taken.
+        partial: axes whose ranks hold different terms of a sum that has not been taken, kept in the order of `AXES`.
         assigned: explicit ownership along axes that the spec does not use, one dim each.
     """
 
@@ -97,6 +97,8 @@ class NamedSharding:
             raise SpecError(message("NamedSharding", text, mend="Give an axis one role."))
         if len({*dims}) < len(dims):
             raise SpecError(message("NamedSharding", f"got two assignments of one dim: {dims}.", mend="Give one."))
+        # They are a set: shardings that mean the same are equal, whatever the order of the mesh.
+        object.__setattr__(self, "partial", tuple(sorted(self.partial, key=lambda a: (*AXES, a).index(a))))
 
     def axes(self, dim: int) -> tuple[str, ...]:
         """The axes of size above 1 that cut a dim, major first."""
