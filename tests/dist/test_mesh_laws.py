@@ -100,7 +100,7 @@ SENT = [
     ({"cp": 2}, {"attention": "ring", "policy": "nothing_saveable"}),
     ({"cp": 4}, {"attention": "gather", "strategy": fs.zero(0)}),
     ({"pp": 2, "tp": 2}, {"schedule": "interleaved_zero_bubble", "microbatches": 4, "policy": "dots_saveable"}),
-    ({"pp": 2, "dp": 2, "tp": 2}, {"schedule": "dualpipev", "microbatches": 4, "sequence": True}),
+    ({"pp": 2, "dp": 2, "tp": 2}, {"schedule": "dualpipev", "microbatches": 5, "rows": 20, "sequence": True}),
 ]
 
 
