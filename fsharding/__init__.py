@@ -3,7 +3,7 @@
 `docs/tour.md` teaches all of it on one page. Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
 """
 
-from fsharding import checkpoint, data, models, ops, optim, policies, random, tree
+from fsharding import checkpoint, data, models, ops, optim, policies, random, recipes, tree
 from fsharding.actions import Action
 from fsharding.autodiff import value_and_grad
 from fsharding.axes import AbstractMesh
@@ -34,6 +34,7 @@ from fsharding.schedule import Schedule, check_schedule, layers_of, make_schedul
 from fsharding.sharding import Assigned, Local, NamedSharding, typeof
 from fsharding.show import draw_schedule
 from fsharding.spec import DEFAULT_RULES, AxisRules, Fused, P, PartitionSpec
+from fsharding.stacks import scan_stacks
 from fsharding.staging import stages_of
 from fsharding.state import TrainState, init_state, main_params, spread_main, state_bytes, state_from
 from fsharding.step import Metrics, make_train_step, model_loss
@@ -59,9 +60,9 @@ __all__ = [
     "Traffic", "TrainState", "adamw", "apply_updates", "chain", "check_schedule", "checkpoint", "clip_by_global_norm",
     "constant", "counting_bytes", "data", "data_position", "draw_schedule", "expected_traffic", "explain_reshard",
     "gather_unit", "global_norm", "hybrid", "init_state", "is_member", "layers_of", "linear", "main_params",
-    "make_mesh", "make_schedule", "make_train_step", "masked", "model_loss", "models", "ops", "optim", "parse_strategy",
-    "pipeline_grads", "plan_layout", "plan_schedule", "policies", "random", "recording", "redistribute", "remat",
-    "reshard", "run_ranks", "scan", "scan_units", "scatter_grads", "select_unit", "set_mesh", "sgd", "shard",
-    "spread_main", "stack_units", "stages_of", "stages_for", "state_bytes", "state_from", "tree", "typeof", "unshard",
-    "unstack_units", "value_and_grad", "warmup_cosine", "zero",
+    "make_mesh", "make_schedule", "make_train_step", "masked", "model_loss", "models", "ops", "optim",
+    "parse_strategy", "pipeline_grads", "plan_layout", "plan_schedule", "policies", "random", "recipes",
+    "recording", "redistribute", "remat", "reshard", "run_ranks", "scan", "scan_stacks", "scan_units", "scatter_grads",
+    "select_unit", "set_mesh", "sgd", "shard", "spread_main", "stack_units", "stages_of", "stages_for", "state_bytes",
+    "state_from", "tree", "typeof", "unshard", "unstack_units", "value_and_grad", "warmup_cosine", "zero",
 ]  # fmt: skip

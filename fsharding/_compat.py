@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import mmap
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -29,6 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "all_gather_flat",
+    "allocated",
     "attend_block",
     "attend_block_backward",
     "drop_local",
@@ -41,12 +44,14 @@ __all__ = [
     "foreach_zero_",
     "fresh",
     "fused_adamw_",
+    "grouped_mm",
     "group_timeout",
     "in_functorch",
     "like_dtensor",
     "local_tensor",
     "make_dtensor",
     "meshless_device_mesh",
+    "outside_transforms",
     "reduce_scatter_flat",
     "save_record",
     "save_without_data",
@@ -54,7 +59,9 @@ __all__ = [
     "shapes_only",
     "storage_id",
     "storage_users",
+    "takes_grouped_mm",
     "torch_pipeline_order",
+    "unwrapped",
 ]
 
 
@@ -140,6 +147,26 @@ _PAGE, _HUGE, _MADV_HUGEPAGE = mmap.PAGESIZE, 4 << 20, 14
 _madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 
 
+def allocated(run: Callable[[], object]) -> tuple[int, int]:
+    """Runs a function, and says what it allocated: bytes that are still there at its end, and most bytes at once.
+
+    On CUDA these are the allocator's own counts, on the CPU what the profiler heard of the allocator.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    results: Any = profile.profiler
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [int(e.nbytes()) for e in sorted(events, key=lambda e: e.start_ns())]
+    return sum(sizes), max(itertools.accumulate(sizes, initial=0))
+
+
 def storage_id(x: Tensor) -> int:
     """Identity of a tensor's storage: equal for all views of one buffer, also for fake tensors."""
     return x.untyped_storage()._cdata
@@ -153,6 +180,44 @@ def storage_users(storage_cdata: int) -> int:
 def in_functorch() -> bool:
     """Whether we run under a torch.func transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Under it we compute as outside all torch.func transforms; what is wrapped has to be `unwrapped` first."""
+    return pyfunctorch.temporarily_clear_interpreter_stack()
+
+
+def unwrapped(x: Tensor) -> Tensor | None:
+    """The values of a tensor under torch.func transforms; None under a vmap over it, where there is no one value."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return None
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """torch's grouped matrix product, of `[M, K]` with `[X, K, N]`, or of `[K, M]` with `[M, N]`; int32 offsets [X]."""
+    return torch.nn.functional.grouped_mm(a, b, offs=offsets)
+
+
+def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
+    """Whether `grouped_mm` has a kernel for two tensors: their device, dtype, alignment and strides."""
+    if a.device.type != "cpu" and b.ndim == 2:
+        return False  # groups along the summed dim have to be aligned there, and groups of tokens are not
+    aligned = (x.data_ptr() % 16 == 0 and all(s == 1 or s * x.itemsize % 16 == 0 for s in x.stride()) for x in (a, b))
+    return a.numel() > 0 and b.numel() > 0 and _has_grouped_mm(a.device.type, a.dtype) and all(aligned)
+
+
+@functools.cache
+def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return False
+    a, b = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(1, 8, 8, dtype=dtype, device=device)
+    try:
+        return bool((grouped_mm(a, b, torch.tensor([8], dtype=torch.int32, device=device)) == 8).all())
+    except RuntimeError:
+        return False
 
 
 def shapes_only() -> AbstractContextManager[Any]:

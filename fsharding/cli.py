@@ -17,19 +17,25 @@ from fsharding.bench import (
     CheckpointConfig,
     OverheadConfig,
     ReshardBenchConfig,
+    StepConfig,
     bench_checkpoint,
     bench_reshard,
+    bench_step,
     overhead,
 )
 from fsharding.config import TrainConfig, check
 from fsharding.errors import ConfigError, FshardingError, message
 from fsharding.launch import launch_ranks, under_launcher
+from fsharding.preview import PlanConfig, preview
 from fsharding.tools import ExportConfig, InspectConfig, ReshardConfig, ToolConfig, run_tool
 from fsharding.train import train
 
 __all__ = ["main"]
 
 _Train = Annotated[TrainConfig, tyro.conf.subcommand("train", description="Train a decoder on bytes or tokens.")]
+_Plan = Annotated[
+    PlanConfig, tyro.conf.subcommand("plan", description="Show what a preset takes on a mesh of any size.")
+]
 _Overhead = Annotated[
     OverheadConfig, tyro.conf.subcommand("overhead", description="Host overhead of a step, beside FSDP2's.")
 ]
@@ -39,8 +45,10 @@ _Checkpoint = Annotated[
 _Moving = Annotated[
     ReshardBenchConfig, tyro.conf.subcommand("reshard", description="Resharding, beside a raw all-to-all.")
 ]
+_Step = Annotated[StepConfig, tyro.conf.subcommand("step", description="A training step, beside DDP and FSDP2.")]
 _Bench = Annotated[
-    _Overhead
+    _Step
+    | _Overhead
     | _Checkpoint
     | _Moving
     | Annotated[None, tyro.conf.subcommand("list", description="List what can be measured.")],
@@ -56,16 +64,21 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """
     given = list(args) if args is not None else None
     config = tyro.cli(
-        _Train | _Bench | ToolConfig, args=given, prog="fsharding", description="Functional sharding for PyTorch."
+        _Train | _Plan | _Bench | ToolConfig,
+        args=given,
+        prog="fsharding",
+        description="Functional sharding for PyTorch.",
     )
     status = 0
     try:
         if isinstance(config, TrainConfig):
             _train(config)
+        elif isinstance(config, PlanConfig):
+            preview(config)
         elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
             status = run_tool(config)
         elif config is None:
-            print("overhead, checkpoint, reshard")
+            print("step, overhead, checkpoint, reshard")
         else:
             _bench(config)
     except FshardingError as error:
@@ -91,13 +104,14 @@ def _train(config: TrainConfig) -> None:
 
 
 _BENCHES: dict[type[Any], Callable[[Any], None]] = {
+    StepConfig: bench_step,
     OverheadConfig: overhead,
     CheckpointConfig: bench_checkpoint,
     ReshardBenchConfig: bench_reshard,
 }
 
 
-def _bench(config: OverheadConfig | CheckpointConfig | ReshardBenchConfig) -> None:
+def _bench(config: StepConfig | OverheadConfig | CheckpointConfig | ReshardBenchConfig) -> None:
     ranks, run = _ranks(config.ranks, default=2), _BENCHES[type(config)]
     if under_launcher() or ranks == 1:
         run(config)

@@ -18,7 +18,6 @@ from fsharding.data import Tokens, open_data
 from fsharding.errors import BatchError, CheckpointError, ConfigError, message
 from fsharding.mesh import Mesh, abstract
 from fsharding.models.base import Model
-from fsharding.models.decoder import decoder
 from fsharding.ops.attention import Kind
 from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import recipe
@@ -41,7 +40,7 @@ class TrainConfig:
 
     Attributes:
         out: directory of metrics, plot and checkpoints.
-        preset: model and settings: tiny, bench-34m.
+        preset: model and settings: a name of `fsharding.recipes`, such as tiny, tiny_llama3, llama3_8b.
         ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
         mesh: sizes of axes, such as `replica=2,dp=2,tp=2`; dp takes what is left.
         sequence: cut activations along the sequence over tp between attention and MLP.
@@ -55,6 +54,7 @@ class TrainConfig:
         seq: tokens of a sequence.
         seed: of parameters and data.
         data: `default` (the Python standard library's own source), a file, a directory, or a `.bin` of tokens.
+        documents: tokens see those of their own document only: a file, or what the separator of a `.bin` ends.
         save_every: steps between checkpoints; 0 for one at the end only.
         swap_at: steps at which the state moves to another strategy, or mesh: `50=zero1,100=zero3:replica=2,dp=2`.
         resume: go on from the newest complete checkpoint in `out`.
@@ -82,6 +82,7 @@ class TrainConfig:
     seq: int = 128
     seed: int = 0
     data: str = "default"
+    documents: bool = False
     save_every: int = 0
     swap_at: str = ""
     resume: bool = False
@@ -147,7 +148,7 @@ def check(config: TrainConfig, world: int) -> None:
 
 def model_of(config: TrainConfig) -> Model:
     """The model of a run."""
-    return decoder(recipe(config.preset).config, sequence=config.sequence, attention=config.attention)
+    return recipe(config.preset).model(sequence=config.sequence, attention=config.attention)
 
 
 def stages(config: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:
@@ -201,7 +202,9 @@ def _check_batch(config: TrainConfig, shape: AbstractMesh) -> None:
 
 def open_tokens(config: TrainConfig) -> Tokens:
     """The data of a run."""
-    return open_data(config.data, batch_size=config.batch, seq_len=config.seq, seed=config.seed)
+    return open_data(
+        config.data, batch_size=config.batch, seq_len=config.seq, seed=config.seed, documents=config.documents
+    )
 
 
 def _check_model(config: TrainConfig, data: Tokens) -> None:

@@ -2,6 +2,7 @@
 
 In: a flat stream of token ids (the bytes of files, or a memory-mapped `.bin`), a global batch size, a length, a seed.
 Out: `{"tokens", "targets"}`, both int64[batch_size / shard.count, seq_len]; targets are the tokens one place further.
+Where documents are known, `documents` besides.
 Laws: the batches of the shards of a step, one after the other, are the batch of one shard, whatever the count; the
 place of a row in the stream depends on (seed, global row number) alone. So no mesh sees other data than any other,
 and a resumed run needs nothing but its step.
@@ -13,8 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -22,17 +22,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fsharding.corpus import StrPath, python_stdlib_files, read_files
 from fsharding.errors import DataError, message
 
 __all__ = ["Data", "Shard", "Tokens", "from_files", "from_tokens", "open_data", "python_stdlib_files"]
 
 Stream: TypeAlias = npt.NDArray[np.integer[Any]]
-StrPath: TypeAlias = str | os.PathLike[str]
 
 _ITEM = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
 _CHUNK = 1 << 22
 _SAMPLES, _SAMPLE = 64, 4096
-_NO_TRAINING_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +103,8 @@ class Tokens:
         seed: key of the generator, 0 <= seed < 2**128.
         vocab_size: every id is below it; checked on each batch.
         source: where the stream came from, for messages.
+        begins: where documents begin in the stream (int64, ascending), if batches are to say it: then they have
+            `documents` too, and a token whose target is in another document has the target -100, which does not count.
 
     Raises:
         DataError: a size is not positive, the seed is out of range, or the stream is not one dimension of at least
@@ -116,6 +117,7 @@ class Tokens:
     seed: int = 0
     vocab_size: int = 256
     source: str = "an array"
+    begins: npt.NDArray[np.int64] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len, "vocab_size": self.vocab_size}
@@ -154,7 +156,8 @@ class Tokens:
             shard: which part of the global batch.
 
         Returns:
-            `{"tokens", "targets"}`, each int64[batch_size / shard.count, seq_len], new memory at every call.
+            `{"tokens", "targets"}`, each int64[batch_size / shard.count, seq_len], new memory at every call; with
+            `begins` also `documents`, of the same kind: numbers that ascend within a row.
 
         Raises:
             DataError: `step` is negative, the batch cannot be divided, or an id is not in [0, vocab_size).
@@ -170,6 +173,11 @@ class Tokens:
         if window_BT.min() < 0 or window_BT.max() >= self.vocab_size:
             self._refuse_ids(window_BT, starts)
         parts = {"tokens": window_BT[:, :-1], "targets": window_BT[:, 1:]}
+        if self.begins is not None:
+            places_BT = starts[:, None] + np.arange(self.seq_len + 1)
+            number_BT = np.searchsorted(self.begins, places_BT, side="right").astype(np.int64)
+            parts["documents"] = number_BT[:, :-1]
+            parts["targets"] = np.where(number_BT[:, 1:] == number_BT[:, :-1], parts["targets"], -100)
         return {name: torch.as_tensor(part.copy()) for name, part in parts.items()}
 
     def _refuse_ids(self, window_BT: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> None:
@@ -183,7 +191,7 @@ class Tokens:
         raise DataError(message("Tokens.batch", rule, rows, mend))
 
     def fingerprint(self) -> str:
-        """16 hex digits over sizes, dtype, seed and samples of the stream; it shows a resume on other data.
+        """16 hex digits over sizes, dtype, seed, samples of the stream and documents: shows a resume on other data.
 
         Up to 64 * 4096 tokens are all hashed; of a longer stream 64 runs of 4096, evenly spaced, both ends included.
         """
@@ -194,10 +202,14 @@ class Tokens:
         for i in range(_SAMPLES):
             start = i * _SAMPLE if whole else i * (size - _SAMPLE) // (_SAMPLES - 1)
             digest.update(self.stream[start : start + _SAMPLE].tobytes())
+        if self.begins is not None:
+            digest.update(self.begins.tobytes())
         return digest.hexdigest()[:16]
 
 
-def from_files(paths: StrPath | Iterable[StrPath], *, batch_size: int, seq_len: int, seed: int = 0) -> Tokens:
+def from_files(
+    paths: StrPath | Iterable[StrPath], *, batch_size: int, seq_len: int, seed: int = 0, documents: bool = False
+) -> Tokens:
     """The bytes of files, one after the other, as tokens of a vocabulary of 256.
 
     Args:
@@ -206,83 +218,16 @@ def from_files(paths: StrPath | Iterable[StrPath], *, batch_size: int, seq_len: 
         batch_size: rows of the global batch.
         seq_len: tokens of a row.
         seed: key of the generator that places the rows.
+        documents: each file is a document: batches say which tokens are of one.
 
     Raises:
         DataError: a path is missing or cannot be read, there are no files, all are empty, or they hold too few bytes.
     """
-    names = [paths] if isinstance(paths, str | os.PathLike) else paths
-    given = sorted({Path(name) for name in names}, key=Path.as_posix)
-    files: dict[Path, Path] = {}
-    for path in given:
-        found = _walk("from_files", path, _visible) if path.is_dir() else iter([path])
-        files.update((file.resolve(), file) for file in found)
-    more = f" and {len(given) - 3} more" if len(given) > 3 else ""
-    source = ", ".join(map(str, given[:3])) + more if given else "an empty list of paths"
-    buffer, rows = bytearray(), list[str]()
-    for file in files.values():
-        try:
-            buffer += file.read_bytes()
-        except OSError as error:
-            rows.append(f"{file}: {error.strerror}")
-    if rows:
-        raise DataError(message("from_files", f"cannot read {len(rows)} paths.", rows, "Correct or remove them."))
-    if not buffer:
-        what = f"found {len(files)} files, all empty, in {source}." if files else f"found no files in {source}."
-        raise DataError(message("from_files", what, mend="Name files, or a directory that has some."))
+    buffer, begins, source = read_files(paths)
     stream = np.frombuffer(buffer, np.uint8)
     stream.flags.writeable = False
-    return Tokens(stream=stream, batch_size=batch_size, seq_len=seq_len, seed=seed, source=source)
-
-
-def _visible(name: str, _is_dir: bool) -> bool:
-    return not name.startswith(".")
-
-
-def _walk(function: str, root: Path, keep: Callable[[str, bool], bool]) -> Iterator[Path]:
-    """The regular files below `root` in the order of their relative paths; `keep(name, is_dir)` says what counts."""
-    failed: list[OSError] = []
-    files: list[Path] = []
-    for folder, folders, names in os.walk(root, onerror=failed.append):
-        folders[:] = [name for name in folders if keep(name, True)]
-        files += [path for name in names if keep(name, False) and (path := Path(folder, name)).is_file()]
-    if failed:
-        rows = [f"{error.filename}: {error.strerror}" for error in failed]
-        raise DataError(message(function, f"cannot list {len(rows)} directories.", rows, "Make them readable."))
-    yield from sorted(files, key=lambda file: file.relative_to(root).as_posix())
-
-
-def python_stdlib_files(max_bytes: int = 1 << 24) -> list[Path]:
-    """The `.py` files of this Python's standard library: data that every machine has.
-
-    Third-party packages, test directories and files that differ between machines of one Python version are left out.
-
-    Args:
-        max_bytes: the list ends before the file that would take it beyond this sum of sizes.
-
-    Returns:
-        Paths in the order of their names relative to the library.
-
-    Raises:
-        DataError: there are none, or not one fits in `max_bytes`.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    files: list[Path] = []
-    left = max_bytes
-    for file in _walk("python_stdlib_files", root, _is_library_text):
-        left -= file.stat().st_size
-        if left < 0:
-            break
-        files.append(file)
-    if not files:
-        rule = f"found no .py files within max_bytes {max_bytes} in {root}."
-        raise DataError(message("python_stdlib_files", rule, mend="Raise max_bytes, or name your own files."))
-    return files
-
-
-def _is_library_text(name: str, is_dir: bool) -> bool:
-    if is_dir:
-        return name not in _NO_TRAINING_TEXT and not name.startswith((".", "config-"))
-    return name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
+    at = np.array(begins, np.int64) if documents else None
+    return Tokens(stream=stream, batch_size=batch_size, seq_len=seq_len, seed=seed, source=source, begins=at)
 
 
 def from_tokens(
@@ -293,6 +238,7 @@ def from_tokens(
     batch_size: int,
     seq_len: int,
     seed: int = 0,
+    separator: int | None = None,
 ) -> Tokens:
     """A file of little-endian token ids, memory-mapped: never read whole.
 
@@ -303,6 +249,7 @@ def from_tokens(
         batch_size: rows of the global batch.
         seq_len: tokens of a row.
         seed: key of the generator that places the rows.
+        separator: the id that ends a document (one pass in pieces of 4 Mi ids): batches say which tokens are of one.
 
     Raises:
         DataError: the file is missing, empty, too short, not a whole number of ids, or `dtype` is none of these.
@@ -331,45 +278,62 @@ def from_tokens(
         seed=seed,
         vocab_size=vocab_size,
         source=str(path),
+        begins=None if separator is None else _after(stream, separator),
     )
 
 
-def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0) -> Tokens:
+def _after(stream: Stream, separator: int) -> npt.NDArray[np.int64]:
+    """Where documents begin that end with a separator."""
+    pieces = (at + 1 + np.flatnonzero(stream[at : at + _CHUNK] == separator) for at in range(0, stream.size, _CHUNK))
+    return np.concatenate([np.zeros(1, np.int64), *pieces])
+
+
+def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0, documents: bool = False) -> Tokens:
     """Opens the data that a command line names.
 
     Args:
         spec: "default" is the standard library of this Python; "*.bin" is a token file, whose dtype and vocabulary
             may stand beside it in `PATH.json` as `{"dtype": "uint16", "vocab_size": N}`; else a file or a directory.
+            The id that ends a document may stand there as `"separator"`.
         batch_size: rows of the global batch.
         seq_len: tokens of a row.
         seed: key of the generator that places the rows.
+        documents: batches say which tokens are of one document: a file, or what a separator ends.
 
     Raises:
         DataError: as `from_files`, `from_tokens` and `python_stdlib_files`; or the sidecar file is not as above.
     """
     if spec == "default":
         files = python_stdlib_files()
-        data = from_files(files, batch_size=batch_size, seq_len=seq_len, seed=seed)
+        data = from_files(files, batch_size=batch_size, seq_len=seq_len, seed=seed, documents=documents)
         return dataclasses.replace(data, source="the Python standard library")
     if not spec.endswith(".bin"):
-        return from_files(spec, batch_size=batch_size, seq_len=seq_len, seed=seed)
-    dtype, vocab_size = _sidecar(Path(f"{spec}.json"))
-    return from_tokens(spec, dtype=dtype, vocab_size=vocab_size, batch_size=batch_size, seq_len=seq_len, seed=seed)
+        return from_files(spec, batch_size=batch_size, seq_len=seq_len, seed=seed, documents=documents)
+    dtype, vocab_size, separator = _sidecar(Path(f"{spec}.json"))
+    if documents and separator is None:
+        mend = f'Say the id that ends a document in {spec}.json, such as {{"separator": 0}}.'
+        raise DataError(message("open_data", f"cannot tell the documents of {spec}.", mend=mend))
+    return from_tokens(
+        spec, dtype=dtype, vocab_size=vocab_size, batch_size=batch_size, seq_len=seq_len, seed=seed,
+        separator=separator if documents else None,
+    )  # fmt: skip
 
 
-def _sidecar(path: Path) -> tuple[str, int | None]:
+def _sidecar(path: Path) -> tuple[str, int | None, int | None]:
     said: Any
     try:
         said = json.loads(path.read_bytes())
     except FileNotFoundError:
-        return "uint16", None
+        return "uint16", None, None
     except (OSError, ValueError) as error:
         said = error
     if isinstance(said, dict):
         table = cast("dict[str, Any]", said)
-        dtype, vocab_size = table.get("dtype", "uint16"), table.get("vocab_size")
-        if isinstance(dtype, str) and (vocab_size is None or (type(vocab_size) is int and vocab_size > 0)):
-            return dtype, vocab_size
+        dtype, numbers = table.get("dtype", "uint16"), [table.get(name) for name in ("vocab_size", "separator")]
+        least = (1, 0)
+        fits = (n is None or (type(n) is int and n >= low) for n, low in zip(numbers, least, strict=True))
+        if isinstance(dtype, str) and all(fits):
+            return dtype, numbers[0], numbers[1]
     rule = f"cannot use the sidecar file {path}."
     mend = 'It holds one JSON object such as {"dtype": "uint16", "vocab_size": 50257}.'
     raise DataError(message("open_data", rule, [f"It reads: {said}"], mend))

@@ -14,9 +14,10 @@ import torch
 
 from fsharding import policies
 from fsharding.counts import Sent, Traffic
+from fsharding.errors import ConfigError, message
 from fsharding.layout import Layout
 from fsharding.mesh import coordinate
-from fsharding.models.decoder import DecoderConfig
+from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.ops.attention import Kind
 from fsharding.policies import Policy
 from fsharding.schedule import Schedule
@@ -73,8 +74,15 @@ def expected_traffic(
         schedule: on a mesh with `pp`.
         policy: as in `make_train_step`.
         coord: the rank's coordinate; by default this process's.
+
+    Raises:
+        ConfigError: a decoder with experts, unlike stacks, another attention, biases or a head size of its own.
     """
-    sender = Sender(layout, coordinate(layout.mesh) if coord is None else coord, microbatches, schedule, Traffic())
+    if config.stacks or config.experts or config.attention or config.bias or config.head_size:
+        mend = "Leave out stacks, experts, attention, bias and head_size."
+        raise ConfigError(message("fs.expected_traffic", "knows plain dense decoders only.", mend=mend))
+    where = coordinate(layout.mesh) if coord is None else coord
+    sender = Sender(decoder(config), layout, where, microbatches, schedule, Traffic())
     tokens = rows // microbatches * length // sender.size("cp")
     step = _Step(config, sender, tokens, sequence, attention, policy)
     tied = ("embed.table",) if config.tied else ()

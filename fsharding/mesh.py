@@ -41,9 +41,7 @@ __all__ = [
     "is_member",
     "own_rank",
     "make_mesh",
-    "permuted",
     "set_mesh",
-    "unpermuted",
     "world_size",
 ]
 
@@ -246,28 +244,6 @@ def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup 
     timeout = _timeouts.get(mesh, timedelta(minutes=10))
     group, _ = dist.new_subgroups_by_enumeration([sorted(family) for family in families.values()], timeout=timeout)
     return cast("dist.ProcessGroup | None", group)
-
-
-@functools.lru_cache(maxsize=64)
-def permuted(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The same ranks and groups with the mesh dims in another order, for a leaf whose axes are cut in that order."""
-    now = abstract(mesh).names
-    grid = mesh.mesh.permute([now.index(name) for name in names]).contiguous()
-    if not dist.is_initialized() or not is_member(mesh):
-        result = _compat.meshless_device_mesh(mesh.device_type, names, grid, own_rank())
-    else:
-        groups = [mesh.get_group(name) for name in names]
-        result = DeviceMesh.from_group(groups, mesh.device_type, mesh=grid, mesh_dim_names=names)
-    _unpermuted[result] = mesh
-    return result
-
-
-_unpermuted: dict[DeviceMesh, DeviceMesh] = {}
-
-
-def unpermuted(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `permuted` was given; any other mesh is its own."""
-    return _unpermuted.get(mesh, mesh)
 
 
 _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)

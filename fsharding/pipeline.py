@@ -32,11 +32,11 @@ from fsharding.planning import LeafLayout
 from fsharding.policies import Policy
 from fsharding.precision import Precision
 from fsharding.redistribute import redistribute, reduce_grads
-from fsharding.scan import scan_units
 from fsharding.schedule import Schedule
 from fsharding.sharding import NamedSharding, local_of
+from fsharding.stacks import first_unit, map_stacks, scan_stacks, stacks_of
 from fsharding.staging import check_ends, layers_by_stage, over_owners
-from fsharding.transforms import gather_unit, select_unit
+from fsharding.transforms import gather_unit
 from fsharding.tree import Tree
 
 __all__ = ["Messages", "pipeline_grads"]
@@ -136,12 +136,12 @@ class _Run:
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
         check_ends(self.model, self.schedule, self.layout)
-        counts = layers_by_stage(self.schedule, self.layout)
-        mine, start = self.schedule.stages_on(self.rank), 0
-        self.rows: dict[int, tuple[int, int]] = {}
+        counts = layers_by_stage(self.model, self.schedule, self.layout)
+        mine, starts = self.schedule.stages_on(self.rank), [0] * len(stacks_of(self.model))
+        self.rows: dict[int, list[tuple[int, int]]] = {}
         for stage in mine:
-            self.rows[stage] = start, start + counts[stage]
-            start += counts[stage]
+            self.rows[stage] = [(start, start + n) for start, n in zip(starts, counts[stage], strict=True)]
+            starts = [stop for _, stop in self.rows[stage]]
         once = any(a.kind == "GATHER" and a.microbatch is None for a in self.schedule.table[self.rank])
         self.homes = {leaf.path: _homes(leaf, once) for leaf in self.layout.leaves}
         sources = [self.homes[leaf.path][1] if leaf.trainable else None for leaf in self.layout.leaves]
@@ -164,8 +164,11 @@ class _Run:
     # ------------------------------------------------------------------------------------------------------ a stage
     def _part(self, values: Tree, stage: int) -> Tree:
         """What a stage has of a tree of parameters, or of shardings."""
-        start, stop = self.rows[stage]
-        part = {"blocks": tree.map(lambda x: _rows(x, start, stop), values["blocks"])}
+
+        def rows(i: int, stack: Tree) -> Tree:
+            return tree.map(lambda x: _rows(x, *self.rows[stage][i]), stack)
+
+        part = {"blocks": map_stacks(self.model, rows, values["blocks"])}
         if stage == 0:
             part["embed"] = values["embed"]
         if stage == self.schedule.stages - 1:
@@ -183,11 +186,10 @@ class _Run:
 
     def _forward(self, stage: int, params: Tree, x: Any, batch: Tree) -> Any:
         head = {**params["head"], **params["tied"]} if "head" in params else None
-        start, stop = self.rows[stage]
+        blocks = params["blocks"]
         if stage == 0:
-            then = select_unit(params["blocks"], 0) if stop > start else head
-            x = self.model.embed(gather_unit(params["embed"], then=then), batch)
-        x = scan_units(self.model.block, params["blocks"], x, policy=self.policy, then=head)
+            x = self.model.embed(gather_unit(params["embed"], then=first_unit(self.model, blocks, head)), batch)
+        x = scan_stacks(self.model, blocks, x, policy=self.policy, then=head)
         return x if head is None else self.model.head(gather_unit(head), x, batch)
 
     # ------------------------------------------------------------------------------------------------------- actions

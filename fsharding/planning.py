@@ -2,6 +2,7 @@
 
 In: shapes, dtypes and dim names by path. Out: a `LeafLayout` for each leaf, or one error with all that do not fit.
 Data axes go where a rule puts them, else on the first free dim of a leaf (never on `layers`), minor to any other axis.
+Those that a rule puts on `expert` are owned: other dims of such a leaf, and its gradient, have the rest of them.
 Law: planning needs no memory and no devices, and the boxes of every sharding tile the leaf.
 """
 
@@ -23,6 +24,7 @@ from fsharding.stages import Stages, assignment, begins, objection, stage_of
 from fsharding.strategy import Strategy
 
 __all__ = [
+    "EXPERT",
     "LAYERS",
     "LeafLayout",
     "NamedLeaf",
@@ -36,6 +38,9 @@ __all__ = [
 
 LAYERS = "layers"
 """The dim name of stacked units; data axes never cut it, since a unit is gathered whole."""
+
+EXPERT = "expert"
+"""The dim name of experts; the axes that a rule puts on it own them as `tp` owns heads, even if they are data axes."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +102,23 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
         for path, shape, dtype, _ in leaves
         if dtype not in DTYPES and (dtype.is_floating_point or dtype.is_complex)
     ]
+    wrong += [
+        f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): experts are whole, they have no parts"
+        for path, shape, dtype, names in leaves
+        for dim, name in enumerate(names or ())
+        if isinstance(name, Fused) and name.name == EXPERT
+    ]
     unused = [entry for entry in frozen if not any(begins(leaf[0], entry) for leaf in leaves)]
     wrong += [
         f"frozen path {entry!r} is no leaf; leaves are {', '.join(leaf[0] for leaf in leaves)}" for entry in unused
     ]
     if wrong:
         raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
+    _check_rules(leaves, mesh, rules)
+
+
+def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> None:
+    """Refuses dim names without a rule, and axes that would cut two dims of a leaf."""
     missing: list[str] = []
     twice: list[str] = []
     hints: dict[str, str] = {}
@@ -115,8 +131,10 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
                 )
                 hints.setdefault(name, rules.hint(name))
         spent: dict[str, list[str]] = {}
+        by_rule = _by_rule(called, mesh, rules)
+        owned = _owned(called, by_rule)
         for dim, name in enumerate(called):
-            for axis in _present(rules.get(name, ()) if name else (), mesh):
+            for axis in by_rule[dim] if name == EXPERT else (a for a in by_rule[dim] if a not in owned):
                 spent.setdefault(axis, []).append(f"dim {dim} ({name!r}, size {shape[dim]})")
         twice += [
             f"{path} is {type_text(shape, dtype)}: axis {axis!r} would cut {' and '.join(where)}."
@@ -167,9 +185,16 @@ def plan_leaf(
     """Where one leaf lives, of which it is known that it fits."""
     path, shape, init, names = leaf
     called = [rule_name(name) for name in names or (None,) * len(shape)]
-    by_rule = [_present(rules.get(name, ()) if name else (), mesh) for name in called]
-    fixed = [tuple(a for a in axes if a not in DATA_AXES) for axes in by_rule]
-    data = [tuple(a for a in DATA_AXES if a in axes and a != "replica") for axes in by_rule]
+    by_rule = _by_rule(called, mesh, rules)
+    owned = _owned(called, by_rule)
+    fixed = [
+        axes if name == EXPERT else tuple(a for a in axes if a not in DATA_AXES)
+        for name, axes in zip(called, by_rule, strict=True)
+    ]
+    data = [
+        () if name == EXPERT else tuple(a for a in DATA_AXES if a in axes and a != "replica")
+        for name, axes in zip(called, by_rule, strict=True)
+    ]
     spec, assigned = _assign(leaf, fixed, mesh, stages)
     dim = next((d for d, axes in enumerate(data) if axes), None)
     if dim is None:
@@ -180,12 +205,11 @@ def plan_leaf(
         taken = data[dim]
 
     def sharding(kind: str, *, unreduced: bool = False) -> NamedSharding:
-        cut = tuple(a for a in (*taken, "replica") if dim is not None and strategy.cut(kind, a))
-        cuts = P(*((*axes, *cut) if d == dim else axes for d, axes in enumerate(spec)))
-        left = (
-            tuple(a for a in AXES if a in DATA_AXES and a not in cut and _leaves_open(a, strategy)) if unreduced else ()
-        )
-        return NamedSharding(mesh, cuts, left, assigned).simplified()
+        axes = [a for a in (*taken, "replica") if a not in owned]
+        cut = tuple(a for a in axes if dim is not None and strategy.cut(kind, a))
+        cuts = P(*((*fix, *cut) if d == dim else fix for d, fix in enumerate(spec)))
+        open_axes = [a for a in AXES if a in DATA_AXES and a not in (*cut, *owned) and _leaves_open(a, strategy)]
+        return NamedSharding(mesh, cuts, tuple(open_axes) if unreduced else (), assigned, owned).simplified()
 
     params, main = sharding("params"), sharding("opt_state")
     return LeafLayout(path, shape, init, names, trainable, params, sharding("grads", unreduced=True), main)
@@ -208,6 +232,17 @@ def _assign(
             assigned.append(Assigned.parts(axis, dim, name.sizes, abstract(mesh).axis_size(axis)))
             spec[dim] = ()
     return spec, tuple(assigned)
+
+
+def _by_rule(called: Sequence[str | None], mesh: Mesh, rules: AxisRules) -> list[tuple[str, ...]]:
+    """For each dim, those axes of its rule that the mesh has."""
+    return [_present(rules.get(name, ()) if name else (), mesh) for name in called]
+
+
+def _owned(called: Sequence[str | None], by_rule: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The data axes that cut experts: ranks along them have their own, and no other dim is cut over them."""
+    cuts = [axes for name, axes in zip(called, by_rule, strict=True) if name == EXPERT]
+    return tuple(axis for axes in cuts for axis in axes if axis in DATA_AXES)
 
 
 def _present(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.axes import DATA_AXES
 from fsharding.errors import LayoutError, message
 from fsharding.mesh import Mesh, is_member
 from fsharding.ops import transition
@@ -118,7 +117,8 @@ def _route(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...])
     target = rest.slice_of_mesh()
     source = replace(source, mesh=target.mesh) if rest.assigned else source
     steps = transition.plan_steps(source, target)
-    if source.mesh != target.mesh or source.partial or any(a not in DATA_AXES for s in steps for a in s.axes):
+    moves_more = any(axis not in source.data_axes for step in steps for axis in step.axes)
+    if source.mesh != target.mesh or source.owned != target.owned or source.partial or moves_more:
         return None
     size = math.prod(target.local_shape(shape))
     return _Route(rest, stays, target.mesh, steps, transition.whole_sizes(source, steps, shape), size)

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as torch_pytree
 
-from fsharding import _compat, boxes, tree
+from fsharding import _compat, at_rest, boxes, tree
 from fsharding import mesh as meshes
-from fsharding.axes import AXES, AbstractMesh
+from fsharding.axes import AXES, DATA_AXES, AbstractMesh
 from fsharding.boxes import Box, Grid, Runs
 from fsharding.errors import SpecError, message
 from fsharding.mesh import Mesh, abstract, coordinate
@@ -81,12 +81,15 @@ class NamedSharding:
         spec: axes by dim. On a dim that is assigned, they cut what a coordinate owns.
         partial: axes whose ranks hold different terms of a sum that has not been taken, kept in the order of `AXES`.
         assigned: explicit ownership along axes that the spec does not use, one dim each.
+        owned: data axes of the spec along which ranks compute with their own part, such as `ep` for experts. The leaf
+            is not gathered over them, and its gradient is not summed over them: tokens come to the owner.
     """
 
     mesh: Mesh
     spec: PartitionSpec = P()
     partial: tuple[str, ...] = ()
     assigned: tuple[Assigned, ...] = ()
+    owned: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         used = [*self.spec.all_axes, *self.partial, *(a.axis for a in self.assigned)]
@@ -99,6 +102,14 @@ class NamedSharding:
             raise SpecError(message("NamedSharding", f"got two assignments of one dim: {dims}.", mend="Give one."))
         # They are a set: shardings that mean the same are equal, whatever the order of the mesh.
         object.__setattr__(self, "partial", tuple(sorted(self.partial, key=lambda a: (*AXES, a).index(a))))
+        if lost := [axis for axis in self.owned if axis not in self.spec.all_axes or axis not in DATA_AXES]:
+            text = f"cannot own {', '.join(lost)} with the spec {self.spec}."
+            raise SpecError(message("NamedSharding", text, mend=f"Own axes of the spec among {', '.join(DATA_AXES)}."))
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes along which the leaf is gathered and its gradient summed, in cutting order."""
+        return tuple(axis for axis in meshes.data_axes(self.mesh) if axis not in self.owned)
 
     def axes(self, dim: int) -> tuple[str, ...]:
         """The axes of size above 1 that cut a dim, major first."""
@@ -114,7 +125,8 @@ class NamedSharding:
         left = tuple(
             a if a.dim is None or a.dim < dim else replace(a, dim=a.dim - 1) for a in self.assigned if a.dim != dim
         )
-        return replace(self, spec=self.spec.drop(dim), assigned=left)
+        owned = tuple(axis for axis in self.owned if axis not in self.spec.axes(dim))
+        return replace(self, spec=self.spec.drop(dim), assigned=left, owned=owned)
 
     def slice_of_mesh(self) -> NamedSharding:
         """Without its assignments: how a leaf is cut on the slice of the mesh that holds it."""
@@ -172,7 +184,8 @@ class NamedSharding:
     def device_mesh(self) -> DeviceMesh:
         """The DeviceMesh of this leaf at rest.
 
-        It is the mesh, in another order where the spec cuts minor before major, without the axis of an assignment.
+        It is a view of the mesh: in another order where the spec cuts minor before major, without the axis of an
+        assignment, and with owned axes under another name.
 
         Raises:
             SpecError: the mesh is abstract.
@@ -180,7 +193,7 @@ class NamedSharding:
         if isinstance(self.mesh, AbstractMesh):
             text = f"cannot place a tensor on the abstract mesh {self.mesh}."
             raise SpecError(message("NamedSharding", text, mend="Use fs.make_mesh."))
-        return _mesh_at_rest(self.mesh, self.spec, tuple(a.axis for a in self.assigned))
+        return at_rest.view(self.mesh, self.spec, tuple(a.axis for a in self.assigned), self.owned)
 
     def placements(self) -> tuple[Placement, ...]:
         """DTensor placements on `device_mesh()`, one for each of its dims."""
@@ -210,7 +223,7 @@ class NamedSharding:
         """The global shape of the DTensor at rest: along assigned dims, what this slice of the mesh holds."""
         if not self.assigned or not meshes.is_member(self.mesh):
             return tuple(shape)
-        grid = replace(self, spec=P()).grid(shape)
+        grid = replace(self, spec=P(), owned=()).grid(shape)
         return (0, *shape[1:]) if grid is None else boxes.grid_shape(grid)
 
     def __str__(self) -> str:
@@ -219,6 +232,8 @@ class NamedSharding:
             text += f" unreduced over {', '.join(self.partial)}"
         if self.assigned:
             text += f" assigned over {', '.join(a.axis for a in self.assigned)}"
+        if self.owned:
+            text += f" owned over {', '.join(self.owned)}"
         return text
 
 
@@ -226,13 +241,14 @@ class NamedSharding:
 def _simplified(sharding: NamedSharding) -> NamedSharding:
     shape = abstract(sharding.mesh)
     spec = P(*(sharding.axes(dim) for dim in range(len(sharding.spec))))
-    return replace(sharding, spec=spec, partial=tuple(a for a in sharding.partial if shape.axis_size(a) > 1))
+    partial, owned = (tuple(a for a in x if shape.axis_size(a) > 1) for x in (sharding.partial, sharding.owned))
+    return replace(sharding, spec=spec, partial=partial, owned=owned)
 
 
 @functools.lru_cache(maxsize=4096)
 def _placements(sharding: NamedSharding) -> tuple[Placement, ...]:
     spec = sharding.spec
-    names = _order_at_rest(abstract(sharding.mesh).names, spec, tuple(a.axis for a in sharding.assigned))
+    names = at_rest.order(abstract(sharding.mesh).names, spec, tuple(a.axis for a in sharding.assigned))
     dims = {axis: dim for dim in range(len(spec)) for axis in spec.axes(dim)}
     return tuple(
         Shard(dims[name]) if name in dims else Partial("sum") if name in sharding.partial else Replicate()
@@ -240,56 +256,9 @@ def _placements(sharding: NamedSharding) -> tuple[Placement, ...]:
     )
 
 
-def _order_at_rest(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]) -> tuple[str, ...]:
-    """The mesh dims in an order in which every tuple of the spec reads major first."""
-    order = [name for name in names if name not in assigned]
-    for dim in range(len(spec)):
-        cut = [axis for axis in spec.axes(dim) if axis in order]
-        places = sorted(order.index(axis) for axis in cut)
-        for place, axis in zip(places, cut, strict=True):
-            order[place] = axis
-    return tuple(order)
-
-
-@functools.lru_cache(maxsize=1024)
-def _mesh_at_rest(mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[str, ...]) -> DeviceMesh:
-    names = abstract(mesh).names
-    order = _order_at_rest(names, spec, assigned)
-    if order == names:
-        return mesh
-    kept = tuple(name for name in names if name in order)
-    if kept != names:
-        mesh = _slice_of(mesh, kept)
-    return mesh if order in (kept, ()) else meshes.permuted(mesh, order)
-
-
-def _slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The slice of a mesh with this rank in it; without any axis left, this rank alone."""
-    rank = meshes.own_rank()
-    if not names:
-        found = _compat.meshless_device_mesh(mesh.device_type, ("dp",), torch.tensor([rank]), rank)
-    elif meshes.is_member(mesh):
-        found = mesh[names]
-    else:
-        grid = mesh.mesh[tuple(slice(None) if name in names else 0 for name in abstract(mesh).names)]
-        found = _compat.meshless_device_mesh(mesh.device_type, names, grid, rank)
-    _slices[id(found)] = found, mesh
-    return found
-
-
-# By identity: a mesh of one's own may be equal to a slice of another.
-_slices: dict[int, tuple[DeviceMesh, DeviceMesh]] = {}
-
-
 def is_assigned(x: DTensor) -> bool:
     """Whether a DTensor is on a slice of a mesh: its leaf has an explicit assignment, which it cannot tell itself."""
-    return _sliced(x) is not None
-
-
-def _sliced(x: DTensor) -> DeviceMesh | None:
-    """The whole mesh of a DTensor that is on a slice."""
-    known = _slices.get(id(meshes.unpermuted(x.device_mesh)))
-    return None if known is None else known[1]
+    return at_rest.base(x.device_mesh).whole is not None
 
 
 def sharding_of(x: DTensor) -> NamedSharding:
@@ -298,14 +267,14 @@ def sharding_of(x: DTensor) -> NamedSharding:
     Raises:
         SpecError: a placement that no spec expresses.
     """
-    return _from_placements(x.device_mesh, tuple(x.placements))
+    return _from_placements(at_rest.base(x.device_mesh), tuple(x.placements))
 
 
 @functools.lru_cache(maxsize=4096)
-def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> NamedSharding:
+def _from_placements(base: at_rest.Base, placements: tuple[Placement, ...]) -> NamedSharding:
     cuts: dict[int, list[str]] = {}
     partial: list[str] = []
-    for name, placement in zip(abstract(mesh).names, placements, strict=True):
+    for name, placement in zip(base.axes, placements, strict=True):
         if type(placement) is Shard:
             cuts.setdefault(placement.dim, []).append(name)
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
@@ -314,7 +283,8 @@ def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Nam
             text = f"cannot express the placement {placement} on axis {name}."
             raise SpecError(message("fs.typeof", text, mend="Use Shard(dim), Replicate() or Partial('sum')."))
     spec = P(*(tuple(cuts.get(dim, ())) for dim in range(max(cuts, default=-1) + 1)))
-    return NamedSharding(meshes.unpermuted(mesh), spec, tuple(partial))
+    owned = tuple(axis for axis in base.owned if axis in spec.all_axes)
+    return NamedSharding(base.mesh, spec, tuple(partial), owned=owned)
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,7 +326,7 @@ def to_local(x: DTensor) -> Local:
 
     One that is on a slice of a mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
     """
-    whole, sharding = _sliced(x), sharding_of(x)
+    whole, sharding = at_rest.base(x.device_mesh).whole, sharding_of(x)
     return Local(local_of(x), sharding if whole is None else replace(sharding, mesh=whole), tuple(x.shape))
 
 
@@ -395,6 +365,8 @@ class LeafType:
         dims = ", ".join(f"{size}{cut(dim)}" for dim, size in enumerate(self.shape))
         partial = self.sharding.partial if self.sharding else ()
         tail = f" unreduced over {', '.join(partial)}" if partial else ""
+        if self.sharding and self.sharding.owned:
+            tail += f" owned over {', '.join(self.sharding.owned)}"
         return f"{str(self.dtype).removeprefix('torch.')}[{dims}]{tail}"
 
 

@@ -1,6 +1,6 @@
-"""Pictures of a run and of a pipeline schedule.
+"""Pictures of a run, of a pipeline schedule and of a benchmark.
 
-In: the `metrics.jsonl` that training writes, or a `Schedule`. Out: a PNG, written whole or not at all.
+In: the `metrics.jsonl` that training writes, a `Schedule`, or bars. Out: a PNG, written whole or not at all.
 matplotlib is in the extra `plot`; without it there is a clear error, before training starts.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fsharding.actions import COMPUTES
 from fsharding.errors import ConfigError, message
@@ -18,10 +19,19 @@ from fsharding.schedule import Schedule
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_schedule", "plot_loss", "read_metrics", "require_matplotlib"]
+__all__ = ["Bar", "draw_bars", "draw_schedule", "plot_loss", "read_metrics", "require_matplotlib"]
 
 _MOST_LABELS = 800  # more than this cannot be read, and take seconds to draw
 _COLOURS = {"F": "#6f9bd1", "B": "#7fb77e", "I": "#7fb77e", "W": "#e0a458"}
+
+
+class Bar(NamedTuple):
+    """A row of `draw_bars`: its length, the width of its spread, and the least that it can be, if that is known."""
+
+    name: str
+    length: float
+    spread: float = 0.0
+    limit: float | None = None
 
 
 def require_matplotlib(function: str, picture: str = "loss.png", *, instead: str = ", or pass --no-plot") -> None:
@@ -125,6 +135,40 @@ def draw_schedule(
     axes.set_xlim(0, times.total * (1 + 2.2 / figure.get_figwidth()))
     axes.set_xlabel("time")
     axes.set_title(f"{schedule.name}, {schedule.microbatches} microbatches: {times.bubble_share:.1%} bubbles", size=9)
+    _save(figure, Path(path))
+
+
+def draw_bars(rows: Sequence[Bar], path: str | Path, *, title: str, unit: str, limit: str) -> None:
+    """Draws one bar a row, with its spread, and the least that it can be as a line across it.
+
+    Args:
+        rows: from the top.
+        path: the PNG to write.
+        title: above it.
+        unit: of all lengths.
+        limit: what the line across a bar is.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_matplotlib("fsharding bench", "bars", instead=", or leave --plot out")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
+    from matplotlib.figure import Figure  # lazy: as above
+
+    figure = Figure(figsize=(8, 0.4 * len(rows) + 1.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    spreads = [row.spread / 2 for row in rows]
+    axes.barh(range(len(rows)), [row.length for row in rows], xerr=spreads, height=0.7, color=_COLOURS["F"])
+    limits = [(i, row.limit) for i, row in enumerate(rows) if row.limit is not None]
+    if limits:
+        ends = [i - 0.45 for i, _ in limits], [i + 0.45 for i, _ in limits]
+        axes.vlines([at for _, at in limits], *ends, color=_COLOURS["W"], linewidth=2, label=limit)
+        axes.legend(fontsize=7)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.set_title(title, size=9)
     _save(figure, Path(path))
 
 

@@ -6,7 +6,7 @@ Law: what a stage computes with is on its rank, and a leaf that two stages use h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,52 +18,108 @@ from fsharding.layout import Layout
 from fsharding.mesh import Group
 from fsharding.ops import wire
 from fsharding.precision import wide
-from fsharding.schedule import Schedule, layers_of, stages_for
+from fsharding.schedule import Schedule, layers_of
 from fsharding.sharding import NamedSharding, like, local_of
-from fsharding.stages import begins, normal, stage_of
+from fsharding.stacks import stacks_of
+from fsharding.stages import Owners, begins, normal, stage_of
 
-__all__ = ["check_ends", "layers_by_stage", "over_owners", "owners", "stages_of"]
+__all__ = ["check_ends", "layers_by_coordinate", "layers_by_stage", "over_owners", "owners", "stages_of"]
 
 
 def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = None) -> dict[str, Any]:
     """Who owns what of a `Model` in a schedule, as `plan_layout` takes it: `plan_layout(..., stages=stages_of(...))`.
 
+    Several stacks are cut as one: a stage may have the last blocks of one and the first of the next.
+
     Args:
-        model: a `Model` with one stack of blocks.
+        model: a `Model`.
         schedule: the schedule.
-        counts: layers of each stage; by default as even as possible.
+        counts: layers of each stage, of all stacks together; by default as even as possible.
 
     Raises:
         ScheduleError: more stages than layers, or counts that do not fit.
     """
     shapes = model.init(torch.zeros(2, dtype=torch.int64))
-    layers = tree.leaves(shapes["blocks"])[0].shape[0]
+    sizes = {path: tree.leaves(tree.at(shapes, path))[0].shape[0] for path, _ in stacks_of(model)}
     first, last = schedule.owner[0], schedule.owner[-1]
-    owners: dict[str, Any] = {"blocks": stages_for(schedule, layers, counts=counts), "embed": first, "head": last}
-    return {**owners, **{path: sorted({first, last}) for _, path in model.tied}}
+    owners = _owned(schedule, sizes, layers_of(schedule, sum(sizes.values()), counts=counts))
+    return {**owners, "embed": first, "head": last, **{path: sorted({first, last}) for _, path in model.tied}}
 
 
-def layers_by_stage(schedule: Schedule, layout: Layout) -> tuple[int, ...]:
-    """How many layers each stage has in a layout.
+def _by_stack(sizes: Mapping[str, int], by_stage: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
+    """The layers of each stage by stack, as numbers within the stack, from the layers of each stage in one count."""
+    found: dict[str, list[list[int]]] = {}
+    start = 0
+    for path, size in sizes.items():
+        found[path] = [[i - start for i in layers if start <= i < start + size] for layers in by_stage]
+        start += size
+    return found
+
+
+def _owned(schedule: Schedule, sizes: Mapping[str, int], by_stage: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """For each stack the layers of each coordinate of `pp`, in order of its stages."""
+    return {
+        path: [[i for stage in schedule.stages_on(rank) for i in layers[stage]] for rank in range(schedule.ranks)]
+        for path, layers in _by_stack(sizes, by_stage).items()
+    }
+
+
+def layers_by_stage(model: Any, schedule: Schedule, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """How many layers of each stack each stage has in a layout: by stage, then by stack.
 
     Raises:
         LayoutError: the layers of the layout are not in the order of the schedule's stages.
     """
-    owned = stage_of(layout.stages, "blocks")
-    layers = next(leaf.shape[0] for leaf in layout.leaves if begins(leaf.path, "blocks"))
-    if schedule.stages <= layers and normal({"blocks": stages_for(schedule, layers)})[0][1] == owned:
-        return tuple(map(len, layers_of(schedule, layers)))
-    rank_of = {i: rank for rank, mine in enumerate(owned or ()) for i in (mine if isinstance(mine, tuple) else ())}
-    counts, stage = [0] * schedule.stages, 0
-    for layer in range(layers):
-        stage = next((s for s in range(stage, schedule.stages) if schedule.owner[s] == rank_of.get(layer)), -1)
-        if stage < 0:
-            break
-        counts[stage] += 1
-    if stage < 0 or normal({"blocks": stages_for(schedule, layers, counts=counts)})[0][1] != owned:
-        rows = [f"blocks are on {owned or 'no stages'}, stages of the schedule on {schedule.owner}"]
-        raise _other_stages(schedule, rows)
-    return tuple(counts)
+    paths = [path for path, _ in stacks_of(model)]
+    sizes = {path: next(leaf.shape[0] for leaf in layout.leaves if begins(leaf.path, path)) for path in paths}
+    held = {path: stage_of(layout.stages, path) for path in paths}
+    for by_stage in (_even(schedule, sum(sizes.values())), _in_order(schedule, sizes, held)):
+        if by_stage and dict(normal(_owned(schedule, sizes, by_stage))) == held:
+            stacks = _by_stack(sizes, by_stage).values()
+            return tuple(tuple(len(layers[stage]) for layers in stacks) for stage in range(schedule.stages))
+    rows = [
+        f"{path} are on {owned or 'no stages'}, stages of the schedule on {schedule.owner}"
+        for path, owned in held.items()
+    ]
+    raise _other_stages(schedule, rows)
+
+
+def layers_by_coordinate(model: Any, layout: Layout, size: int) -> list[list[int]]:
+    """How many layers of each stack each coordinate of `pp` has: by coordinate, then by stack, on a mesh of any kind.
+
+    Args:
+        model: a `Model`.
+        layout: of it.
+        size: of `pp`.
+    """
+    counts: list[list[int]] = [[] for _ in range(size)]
+    for path, _ in stacks_of(model):
+        leaf = next(leaf for leaf in layout.leaves if begins(leaf.path, path))
+        for pp, found in enumerate(counts):
+            found.append(leaf.main.local_shape(leaf.shape, {"pp": pp})[0])
+    return counts
+
+
+def _even(schedule: Schedule, layers: int) -> Sequence[Sequence[int]]:
+    return layers_of(schedule, layers) if schedule.stages <= layers else ()
+
+
+def _in_order(
+    schedule: Schedule, sizes: Mapping[str, int], held: Mapping[str, Owners | None]
+) -> Sequence[Sequence[int]]:
+    """The layers of each stage, each on the first stage of its owner that is not before the layer before; or none."""
+    by_stage: list[list[int]] = [[] for _ in range(schedule.stages)]
+    stage, start = 0, 0
+    for path, size in sizes.items():
+        owners = enumerate(held[path] or ())
+        rank_of = {i: rank for rank, mine in owners for i in (mine if isinstance(mine, tuple) else ())}
+        for layer in range(size):
+            stage = next((s for s in range(stage, schedule.stages) if schedule.owner[s] == rank_of.get(layer)), -1)
+            if stage < 0:
+                return ()
+            by_stage[stage].append(start + layer)
+        start += size
+    return by_stage
 
 
 def _other_stages(schedule: Schedule, rows: Sequence[str]) -> LayoutError:

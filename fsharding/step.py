@@ -7,6 +7,7 @@ all ranks, the state as before; under fp16 it is skipped and the scale halved. L
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,16 +23,17 @@ from fsharding.layout import Layout
 from fsharding.mesh import abstract, axis_group, everyone
 from fsharding.ops import wire
 from fsharding.optim.apply import apply_updates
+from fsharding.optim.balance import against_load, set_loads_apart
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update
 from fsharding.optim.clip import global_norm
 from fsharding.pipeline import Messages, pipeline_grads
 from fsharding.policies import Policy
 from fsharding.precision import Precision
-from fsharding.scan import scan_units
 from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import local_of
+from fsharding.stacks import first_unit, scan_stacks
 from fsharding.state import TrainState, main_of, spread_main
-from fsharding.transforms import gather_unit, select_unit
+from fsharding.transforms import gather_unit
 from fsharding.tree import Tree
 
 __all__ = ["Metrics", "make_train_step", "model_loss"]
@@ -68,8 +70,9 @@ def model_loss(
 
     def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Any]:
         head = {**params["head"], **{name: tree.at(params, path) for name, path in model.tied}}
-        x = model.embed(gather_unit(params["embed"], then=select_unit(params["blocks"], 0)), batch)
-        x = scan_units(model.block, params["blocks"], x, policy=policy, then=head)
+        blocks = params["blocks"]
+        x = model.embed(gather_unit(params["embed"], then=first_unit(model, blocks, head)), batch)
+        x = scan_stacks(model, blocks, x, policy=policy, then=head)
         return model.head(gather_unit(head), x, batch)
 
     return loss_fn
@@ -111,7 +114,7 @@ def make_train_step(
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling.
     """
     is_model = hasattr(model, "block")
-    loss_fn = model_loss(model, policy=policy) if is_model else model
+    loss_fn, rates = (model_loss(model, policy=policy), dict(model.balanced)) if is_model else (model, {})
     settings = _settings(model, opt, microbatches, schedule if is_model else "", precision, policy)
     seen: list[tuple[Layout, Messages]] = []
 
@@ -136,6 +139,7 @@ def make_train_step(
             )
         else:
             grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
+        grads, loads = set_loads_apart(grads, rates)
         _compat.foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
         loss, norm = (total.double() / (weight.double() * scale)).float(), global_norm(grads, shardings=layout.main)
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
@@ -148,7 +152,8 @@ def make_train_step(
             assert state.loss_scale is not None
             kept = state if donate else tree.map(torch.clone, state)
             return kept.replace(loss_scale=how.next_scale(state.loss_scale, finite=False)), metrics
-        return _update(state, grads, norm, opt, how, donate=donate), metrics
+        steer = functools.partial(against_load, loads=loads, rates=rates)
+        return _update(state, grads, norm, opt, how, steer, donate=donate), metrics
 
     return step
 
@@ -263,12 +268,19 @@ def _accumulate(
 
 
 def _update(
-    state: TrainState, grads: Tree, norm: Tensor, opt: GradientTransformation, how: Precision, *, donate: bool
+    state: TrainState,
+    grads: Tree,
+    norm: Tensor,
+    opt: GradientTransformation,
+    how: Precision,
+    steer: Callable[[Tree], Tree],
+    *,
+    donate: bool,
 ) -> TrainState:
     layout = state.layout
     main = main_of(state)
     updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm)
-    main = apply_updates(main, updates, donate=donate)
+    main = apply_updates(main, steer(updates), donate=donate)
     scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
     return state.replace(
         step=state.step + 1,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsharding import boxes
 from fsharding.axes import AXES
@@ -57,6 +57,7 @@ class Sender:
     """One rank in one step.
 
     Attributes:
+        model: which has one stack.
         layout: of the state.
         where: the rank's coordinate.
         microbatches: how many.
@@ -64,6 +65,7 @@ class Sender:
         traffic: what was counted so far.
     """
 
+    model: Any
     layout: Layout
     where: dict[str, int]
     microbatches: int
@@ -89,13 +91,13 @@ class Sender:
         """The stages of this rank; without a pipeline, one with all layers."""
         if self.schedule is None:
             return [Stage(layers, True, True, self.microbatches)]
-        counts, row = layers_by_stage(self.schedule, self.layout), self.schedule.table[self.where["pp"]]
+        counts, row = layers_by_stage(self.model, self.schedule, self.layout), self.schedule.table[self.where["pp"]]
         found: list[Stage] = []
         for stage in self.schedule.stages_on(self.where["pp"]):
             # The first stage has no inputs to differentiate.
             kinds = ("B", "I", "W") if stage else ("B", "W")
             walks = sum(a.stage == stage and a.kind in kinds for a in row)
-            found.append(Stage(counts[stage], stage == 0, stage == self.schedule.stages - 1, walks))
+            found.append(Stage(sum(counts[stage]), stage == 0, stage == self.schedule.stages - 1, walks))
         return found
 
     def send(self, axes: Iterable[str], sent: Sent, times: int = 1) -> None:

@@ -160,7 +160,12 @@ def _adamw(chosen: Recipe, schedule: optim.Schedule) -> optim.GradientTransforma
         "matrix": optim.adamw(schedule, weight_decay=chosen.weight_decay),
         "vector": optim.adamw(schedule),
     }
-    return optim.masked(groups, lambda path, leaf: "vector" if "norm" in path.rpartition(".")[2] else "matrix")
+
+    def group(path: str, leaf: Any) -> str:
+        last = path.rpartition(".")[2]
+        return "vector" if "norm" in last or "bias" in last else "matrix"
+
+    return optim.masked(groups, group)
 
 
 class _Log:

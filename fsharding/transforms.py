@@ -23,7 +23,6 @@ from fsharding.axes import AXES
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.gathering import Unit
 from fsharding.ledger import Ledger, current_ledger
-from fsharding.mesh import data_axes
 from fsharding.ops import collectives, transition
 from fsharding.ops.unit import Goal, LeafPlan, Place, plan_unit
 from fsharding.policies import Policy
@@ -130,13 +129,13 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, ledger: Led
     plan = plan_unit(
         tuple(LeafPlan(n.sharding, n.shape, v.dtype, v.dtype, None) for n, v in zip(nodes, values, strict=True))
     )
-    everywhere = tuple(sorted(data_axes(plan.mesh), key=AXES.index))
     for i, _ in plan.aliases:
+        everywhere = _data_axes(nodes[i])
         result[i] = collectives.vary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
     for g in plan.gathers:
         widths = [slot.before * slot.after * slot.pieces[0][1] for slot in g.bucket.slots]
         row = torch.cat([_padded(values[i].reshape(-1), width) for i, width in zip(g.leaves, widths, strict=True)])
-        others = tuple(axis for axis in everywhere if axis not in g.axes)
+        others = tuple(axis for axis in _data_axes(nodes[g.leaves[0]]) if axis not in g.axes)
         row = collectives.vary(row, others, mesh=plan.mesh) if others else row
         rows = collectives.gather(row, g.axes, dim=0, mesh=plan.mesh).view(g.bucket.members, g.bucket.width)
         for i, slot in zip(g.leaves, g.bucket.slots, strict=True):
@@ -148,6 +147,11 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, ledger: Led
             ]
             result[i] = torch.cat(pieces, slot.dim)
     return result
+
+
+def _data_axes(node: Local) -> tuple[str, ...]:
+    """Those of a leaf, which all leaves of a bucket share, in the order of `AXES`."""
+    return tuple(sorted(node.sharding.data_axes, key=AXES.index))
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
@@ -244,6 +248,7 @@ _DOTS = frozenset(
         "addmm",
         "bmm",
         "baddbmm",
+        "_grouped_mm",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",

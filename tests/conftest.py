@@ -2,7 +2,11 @@
 
 import os
 
+import torch
 from hypothesis import settings
+
+# As the ranks have: on shared cores, threads of tiny operations wait for each other ten times longer than they work.
+torch.set_num_threads(1)
 
 settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("full", max_examples=500, deadline=None, print_blob=True)

@@ -3,5 +3,15 @@
 from fsharding.bench.checkpoint import CheckpointConfig, bench_checkpoint
 from fsharding.bench.overhead import OverheadConfig, overhead
 from fsharding.bench.reshard import ReshardBenchConfig, bench_reshard
+from fsharding.bench.step import StepConfig, bench_step
 
-__all__ = ["CheckpointConfig", "OverheadConfig", "ReshardBenchConfig", "bench_checkpoint", "bench_reshard", "overhead"]
+__all__ = [
+    "CheckpointConfig",
+    "OverheadConfig",
+    "ReshardBenchConfig",
+    "StepConfig",
+    "bench_checkpoint",
+    "bench_reshard",
+    "bench_step",
+    "overhead",
+]

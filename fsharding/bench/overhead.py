@@ -7,10 +7,6 @@ Law: losses agree before a time counts.
 
 from __future__ import annotations
 
-import json
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,13 +14,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsharding import optim, random, tree
+from fsharding.bench.rounds import print_rows, take_turns
 from fsharding.errors import ConfigError, message
 from fsharding.layout import plan_layout
 from fsharding.mesh import make_mesh, own_rank
@@ -78,18 +73,21 @@ def measure(config: OverheadConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
     contenders = {"fsharding-zero3": _ours(config, mesh)}
     if dist.is_initialized():
         contenders["fsdp2"] = _fsdp2(config, mesh)
-    times, losses = _interleaved(contenders, config.rounds)
-    rows: list[dict[str, Any]] = []
-    for name, found in times.items():
-        quarters = statistics.quantiles(found, n=4) if len(found) > 1 else [found[0]] * 3
-        rows.append({
+    steps = take_turns(contenders, config.rounds)
+    first = next(iter(steps.values()))
+    for name, found in steps.items():
+        agree = (abs(a - b) <= 1e-4 * abs(a) for a, b in zip(first.losses, found.losses, strict=True))
+        assert all(agree), f"{name} has other losses"
+    return [
+        {
             "contender": name, "ranks": mesh.size(), "units": config.units, "leaves": config.leaves,
-            "median_ms": statistics.median(found), "iqr_ms": quarters[2] - quarters[0], "loss": losses[name][-1],
-        })  # fmt: skip
-    return rows
+            "median_ms": found.median, "iqr_ms": found.iqr, "loss": found.losses[-1],
+        }
+        for name, found in steps.items()
+    ]  # fmt: skip
 
 
-def _ours(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], float]:
+def _ours(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], Tensor]:
     names = [f"w{i:02d}" for i in range(config.leaves)]
 
     def init(key: Tensor) -> tree.Tree:
@@ -108,10 +106,10 @@ def _ours(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], float]:
     step = make_train_step(lambda p, batch: (loss_fn(p, batch["x"].sum()), 1.0), opt, donate=True)
     batch = {"x": torch.ones(1, device=mesh.device_type)}
 
-    def run() -> float:
+    def run() -> Tensor:
         nonlocal state
         state, metrics = step(state, batch)
-        return float(metrics.loss)
+        return metrics.loss
 
     return run
 
@@ -125,7 +123,7 @@ class _Unit(nn.Module):
         return torch.stack([x, *(w[0, 0] for w in self.weights)]).sum()
 
 
-def _fsdp2(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], float]:
+def _fsdp2(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], Tensor]:
     model = nn.Sequential(*(_Unit(config.leaves) for _ in range(config.units))).to(mesh.device_type)
     for unit in model:
         fully_shard(unit, mesh=mesh)
@@ -133,47 +131,24 @@ def _fsdp2(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], float]:
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
     batch = torch.ones((), device=mesh.device_type)
 
-    def run() -> float:
+    def run() -> Tensor:
         loss = cast(Tensor, model(batch)).square()
         loss.backward()
         opt.step()
         opt.zero_grad()
-        return float(loss.detach())
+        return loss.detach()
 
     return run
 
 
-def _interleaved(
-    contenders: dict[str, Callable[[], float]], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds and losses of each step by contender, one step each in turn; two rounds of warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    losses: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds + 2):
-        for name, run in contenders.items():
-            if dist.is_initialized():
-                dist.barrier()
-            began = time.perf_counter()
-            losses[name].append(run())
-            if number >= 2:
-                times[name].append(1e3 * (time.perf_counter() - began))
-    first = next(iter(losses.values()))
-    for name, found in losses.items():
-        assert all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(first, found, strict=True)), f"{name} has other losses"
-    return times, losses
-
-
 def _show(config: OverheadConfig, rows: list[dict[str, Any]], ranks: int) -> None:
     peer = next((row["median_ms"] for row in rows if row["contender"] == "fsdp2"), None)
-    machine = {"processor": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
-    if config.json:
-        print(json.dumps({"machine": machine, "rows": rows}), flush=True)
-        return
-    table = Table(title=f"host overhead of a step: {config.units} units of {config.leaves} leaves, {ranks} ranks")
-    for column in ("contender", "median ms", "iqr ms", "a unit, us", "to fsdp2"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        ratio = f"{row['median_ms'] / peer:.2f}" if peer else "-"
-        per_unit = 1e3 * row["median_ms"] / config.units
-        table.add_row(row["contender"], f"{row['median_ms']:.1f}", f"{row['iqr_ms']:.1f}", f"{per_unit:.0f}", ratio)
-    Console().print(table)
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "contender": lambda row: row["contender"],
+        "median ms": lambda row: f"{row['median_ms']:.1f}",
+        "iqr ms": lambda row: f"{row['iqr_ms']:.1f}",
+        "a unit, us": lambda row: f"{1e3 * row['median_ms'] / config.units:.0f}",
+        "to fsdp2": lambda row: f"{row['median_ms'] / peer:.2f}" if peer else "-",
+    }
+    title = f"host overhead of a step: {config.units} units of {config.leaves} leaves, {ranks} ranks"
+    print_rows(title, columns, rows, as_json=config.json)

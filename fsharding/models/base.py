@@ -7,7 +7,7 @@ Law: a model gives the same values on every mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,24 +18,28 @@ __all__ = ["Model"]
 
 
 class Model(NamedTuple):
-    """A model in units: embed, a stack of blocks, head.
+    """A model in units: embed, a stack of blocks or several, head.
 
     Attributes:
         init: `init(key) -> {"embed": ..., "blocks": ..., "head": ...}`, a tree of lazy draws; blocks are stacked.
-        embed: `embed(params, batch) -> x`.
-        block: `block(params, x) -> x`.
+        embed: `embed(params, batch) -> x`; x is any tree of tensors.
+        block: `block(params, x) -> x`. Of several stacks of unlike blocks one for each, by name and in order; then
+            `blocks` of `init` has a stack under each name.
         head: `head(params, x, batch) -> (sum of losses, number of tokens)`.
         names: the tree of `init` with a tuple of dim names for each leaf.
         tied: (name in the head unit, path of the leaf that it shares), such as `("unembed", "embed.table")`.
         axes: the model axes that its functions compute over; on a mesh with others a step refuses it.
         check: `check(mesh, rules)` raises where the axes cannot cut the model in the way that the rules ask.
+        balanced: (path, rate) of biases whose gradient is a load (`ops.tell_load`): a step moves them by the rate
+            against its sign, apart from optimizer, norm and clipping.
     """
 
     init: Callable[[Tensor], Tree]
     embed: Callable[[Tree, Tree], Any]
-    block: Callable[[Tree, Any], Any]
+    block: Callable[[Tree, Any], Any] | Mapping[str, Callable[[Tree, Any], Any]]
     head: Callable[[Tree, Any, Tree], tuple[Tensor, Tensor]]
     names: Tree
     tied: tuple[tuple[str, str], ...] = ()
     axes: tuple[str, ...] = ()
     check: Callable[[Any, Any], None] | None = None
+    balanced: tuple[tuple[str, float], ...] = ()

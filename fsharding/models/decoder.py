@@ -1,30 +1,55 @@
-"""A decoder-only language model: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
+"""A decoder-only language model: rotary positions, attention and feed-forward parts of several kinds.
 
-In: a `DecoderConfig`, then `{"tokens", "targets"}` of int64[B, T]. Out: the sum of token losses in nats, and how many.
-Pre-norm blocks as in Llama (Touvron et al. 2023). Shapes: B batch, T positions, D model, H query heads, K key heads,
-E head dim, F hidden, V vocabulary. Targets of -100 do not count.
+In: a `DecoderConfig`, then `{"tokens", "targets"}` of int64[B, T], and where several documents are packed in a row
+`documents`. Out: the sum of token losses in nats, and how many. Pre-norm blocks as in Llama (Touvron et al. 2023), in
+one stack or in several of unlike blocks. Shapes: B batch, T positions, D model, V vocabulary. Targets of -100 do not
+count. Law: packed documents have the losses that each has alone.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from fsharding import ops, random
 from fsharding.errors import ConfigError, message
-from fsharding.mesh import Mesh, abstract, axis_index, axis_size
+from fsharding.mesh import Mesh, abstract
 from fsharding.models.base import Model
+from fsharding.models.dense import Dense
+from fsharding.models.experts import Experts
+from fsharding.models.grouped import Grouped
+from fsharding.models.latent import Latent
+from fsharding.models.mixture import Mixture
+from fsharding.models.parts import AttentionPart, Cuts, Draws, FeedPart, How, Stream, columns, norm
 from fsharding.ops.attention import Kind
+from fsharding.ops.rotary import Scaling
 from fsharding.spec import AxisRules
 from fsharding.tree import Tree
 
-__all__ = ["DecoderConfig", "decoder"]
+__all__ = ["DecoderConfig", "Stack", "decoder"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Equal blocks, one after the other; their parameters are at `blocks.NAME`.
+
+    Attributes:
+        name: of the stack.
+        layers: number of blocks.
+        attention: by default that of the config.
+        hidden: of a dense feed-forward part, where the config has others.
+        experts: in the place of a dense part, where the config has others.
+    """
+
+    name: str
+    layers: int
+    attention: Grouped | Latent | None = None
+    hidden: int | None = None
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
@@ -34,13 +59,19 @@ class DecoderConfig:
     Attributes:
         vocab: V, number of tokens.
         dim: D.
-        layers: number of blocks.
-        heads: H; divides `dim`.
-        kv_heads: K; divides `heads`.
-        hidden: F.
+        layers: number of blocks, of all stacks.
+        heads: query heads of grouped-query attention.
+        kv_heads: key heads; divides `heads`.
+        hidden: hidden dim of the dense feed-forward part.
         tied: the head uses the embedding table.
         rope_base: base of the rotary frequencies.
         eps: of RMSNorm.
+        head_size: of a head; by default `dim / heads`.
+        bias: queries, keys and values have a bias.
+        rope_scaling: of the rotary frequencies, for a longer context.
+        attention: another attention than the grouped-query one of the numbers above.
+        experts: in the place of the dense feed-forward part.
+        stacks: of unlike blocks, in order; by default all blocks are one stack, at `blocks`.
     """
 
     vocab: int = 256
@@ -52,24 +83,60 @@ class DecoderConfig:
     tied: bool = False
     rope_base: float = 10_000.0
     eps: float = 1e-5
+    head_size: int | None = None
+    bias: bool = False
+    rope_scaling: Scaling | None = None
+    attention: Grouped | Latent | None = None
+    experts: Experts | None = None
+    stacks: tuple[Stack, ...] = ()
 
     def __post_init__(self) -> None:
         wrong: list[str] = []
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            wrong.append(f"dim {self.dim} over {self.heads} heads is not an even head dim")
-        if self.heads % self.kv_heads:
-            wrong.append(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
+        if self.attention is None:
+            if self.head_size is None and (self.dim % self.heads or self.head_dim % 2):
+                wrong.append(f"dim {self.dim} over {self.heads} heads is not an even head dim")
+            elif self.head_dim % 2:
+                wrong.append(f"head_size {self.head_size} is not even")
+            if self.heads % self.kv_heads:
+                wrong.append(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
+        names = [stack.name for stack in self.stacks]
+        wrong += [f"two stacks have the name {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
+        wrong += [
+            f"stack {s.name!r} has both hidden and experts" for s in self.stacks if s.hidden is not None and s.experts
+        ]
+        wrong += [f"{name!r} is no name of a stack: it is part of a path" for name in names if not name.isidentifier()]
+        if self.stacks and (total := sum(stack.layers for stack in self.stacks)) != self.layers:
+            wrong.append(f"the stacks have {total} layers, not {self.layers}")
         if wrong:
             raise ConfigError(message("DecoderConfig", "has sizes that do not fit.", wrong))
 
     @property
     def head_dim(self) -> int:
-        """E, the size of a head."""
-        return self.dim // self.heads
+        """The size of a head of grouped-query attention."""
+        return self.dim // self.heads if self.head_size is None else self.head_size
+
+    def parts(self, stack: Stack | None = None) -> tuple[AttentionPart, FeedPart]:
+        """Attention and feed-forward part of the blocks of a stack, or of the only one."""
+        attention = stack.attention if stack is not None and stack.attention is not None else self.attention
+        if attention is None:
+            numbers = self.heads, self.kv_heads, self.head_dim, self.bias, self.rope_base, self.rope_scaling
+            attention = Grouped(*numbers)
+        experts, hidden = self.experts, self.hidden
+        if stack is not None and (stack.hidden is not None or stack.experts is not None):
+            experts, hidden = stack.experts, stack.hidden or hidden
+        return attention, Dense(hidden) if experts is None else Mixture(experts)
+
+    def kinds(self) -> list[tuple[AttentionPart, FeedPart]]:
+        """Attention and feed-forward part of each stack, in order."""
+        return [self.parts(stack) for stack in self.stacks] if self.stacks else [self.parts()]
 
 
 def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = "ring") -> Model:
     """The model of a config.
+
+    A batch has `tokens` and `targets`. Where rows are packed with several documents it also has `documents`, int[B, T]:
+    a token then sees its own document only, and positions begin anew with each, unless the batch has `positions` of its
+    own, int64[B, T]. A `Stream` goes from unit to unit; blocks and head take activations [B, T, D] alone, too.
 
     Args:
         config: sizes.
@@ -78,139 +145,100 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         attention: how queries meet the keys of other ranks on a mesh with `cp`; see `ops.attention`. There each rank
             gets the tokens, targets and documents of its part of the sequence, which `ops.cut_sequence` cuts out.
     """
-    cut = 1 if sequence else None
+    how = How(config.eps, 1 if sequence else None, attention)
+    kinds = config.kinds()
+    blocks = {s.name: _block(*kind, how) for s, kind in zip(config.stacks, kinds, strict=True)} if config.stacks else {}
 
-    def embed(params: Tree, batch: Tree) -> Tensor:
-        return ops.embedding(batch["tokens"], params["table"], vocab=config.vocab, sequence_dim=cut)
+    def embed(params: Tree, batch: Tree) -> Stream:
+        documents, positions = batch.get("documents"), batch.get("positions")
+        if documents is not None and positions is None:
+            positions = ops.document_positions(documents)
+        x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=config.vocab, sequence_dim=how.sequence)
+        return Stream(x_BTD, positions, documents)
 
-    def block(params: Tree, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + _attention(config, params, _norm(config, params["norm1"], x_BTD, cut), cut, attention)
-        return x_BTD + _mlp(config, params, _norm(config, params["norm2"], x_BTD, cut), cut)
-
-    def head(params: Tree, x_BTD: Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
-        x_BTD = _norm(config, params["norm"], x_BTD, cut)
+    def head(params: Tree, x: Stream | Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
+        stream = x if isinstance(x, Stream) else Stream(x)
+        x_BTD = norm(params["norm"], stream.x, how)
         targets, whole = batch["targets"], params["unembed"].shape[0] == config.vocab
-        (logits_BTV,) = _columns(x_BTD, [params["unembed"]], whole=whole, cut=cut)
-        losses_BT = ops.cross_entropy(logits_BTV, targets, vocab=config.vocab)
-        return losses_BT.sum(), (targets != -100).sum()
+        (logits_BTV,) = columns(x_BTD, [params["unembed"]], whole=whole, how=how)
+        total = ops.cross_entropy(logits_BTV, targets, vocab=config.vocab).sum()
+        return total if stream.extra is None else total + stream.extra, (targets != -100).sum()
 
-    tied = (("unembed", "embed.table"),) if config.tied else ()
-    check = functools.partial(_check, config, sequence, attention)
-    return Model(lambda key: _init(config, key), embed, block, head, _names(config), tied, ("cp", "tp"), check)
+    return Model(
+        init=functools.partial(_init, config),
+        embed=embed,
+        block=blocks or _block(*kinds[0], how),
+        head=head,
+        names=_names(config),
+        tied=(("unembed", "embed.table"),) if config.tied else (),
+        axes=("cp", "tp"),
+        check=functools.partial(_check, config, sequence, attention),
+        balanced=_balanced(config),
+    )
+
+
+def _block(attention: AttentionPart, feed: FeedPart, how: How) -> Callable[[Tree, Stream | Tensor], Stream]:
+    def block(params: Tree, x: Stream | Tensor) -> Stream:
+        stream = x if isinstance(x, Stream) else Stream(x)
+        x_BTD = stream.x
+        x_BTD = x_BTD + attention.apply(params, norm(params["norm1"], x_BTD, how), stream, how)
+        y_BTD, extra = feed.apply(params, norm(params["norm2"], x_BTD, how), how)
+        if extra is not None and stream.extra is not None:
+            extra = stream.extra + extra
+        return stream._replace(x=x_BTD + y_BTD, extra=stream.extra if extra is None else extra)
+
+    return block
+
+
+def _balanced(c: DecoderConfig) -> tuple[tuple[str, float], ...]:
+    """The biases of routers that a step moves, with their rates."""
+    paths = [f"blocks.{stack.name}" for stack in c.stacks] or ["blocks"]
+    feeds = [feed for _, feed in c.kinds()]
+    pairs = [
+        (path, feed.experts.bias_rate) for path, feed in zip(paths, feeds, strict=True) if isinstance(feed, Mixture)
+    ]
+    return tuple((f"{path}.experts.bias", rate) for path, rate in pairs if rate is not None)
 
 
 def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: AxisRules) -> None:
     """Refuses a mesh whose `tp` and `cp` cannot cut this decoder as the rules and options ask."""
-    size, parts, wrong = abstract(mesh).axis_size("tp"), abstract(mesh).axis_size("cp"), list[str]()
-    cut = {name for name in ("heads", "kv_heads", "mlp", "vocab") if size > 1 and "tp" in rules.get(name, ())}
-    heads = c.heads // size if "heads" in cut else c.heads
-    if kind == "ulysses" and heads % parts:
-        wrong.append(f"{heads} heads a rank: no multiple of cp={parts}, as attention='ulysses' needs")
-    if size > 1:
-        wrong += _uncut(c, sequence, cut, size)
+    cuts = Cuts(abstract(mesh), rules, kind)
+    wrong = [why for parts in c.kinds() for part in parts for why in part.objections(cuts)]
+    wrong += [f"vocab of size {c.vocab}: less than 2"] if cuts.tp > 1 and c.vocab < 2 else []
+    if cuts.tp > 1 and sequence and (whole := [n for n in ("heads", "mlp", "vocab") if not cuts.has(n)]):
+        wrong.append(f"sequence=True: tp does not cut {', '.join(whole)}")
     if wrong:
         mend = "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
-        raise ConfigError(message("models.decoder", f"cannot be cut over the mesh {abstract(mesh)}.", wrong, mend))
-
-
-def _uncut(c: DecoderConfig, sequence: bool, cut: set[str], size: int) -> list[str]:
-    """What `tp` cannot cut in the way that the rules ask."""
-    wrong: list[str] = []
-    if "heads" in cut and c.heads % size:
-        wrong.append(f"{c.heads} heads: no multiple of {size}")
-    elif "heads" in cut and (each := c.heads // size) % (group := c.heads // c.kv_heads) and group % each:
-        wrong.append(f"{each} heads a rank: neither whole groups of {group}, which share a key head, nor a part of one")
-    if "kv_heads" in cut and "heads" not in cut:
-        wrong.append(f"{c.kv_heads} kv_heads: cut over tp, but the heads are not")
-    wrong += [f"{name} of size {n}: less than 2" for name, n in (("mlp", c.hidden), ("vocab", c.vocab)) if n < 2]
-    if sequence and (whole := {"heads", "mlp", "vocab"} - cut):
-        wrong.append(f"sequence=True: tp does not cut {', '.join(sorted(whole))}")
-    return wrong
+        text = f"cannot be cut over the mesh {cuts.mesh}."
+        raise ConfigError(message("models.decoder", text, list(dict.fromkeys(wrong)), mend))
 
 
 def _init(c: DecoderConfig, key: Tensor) -> Tree:
     """Normal weights of std 0.02; those that write to the residual stream over sqrt(2 layers) (Radford et al. 2019)."""
-    keys = iter(random.split(key, 16).unbind(0))
-    narrow = 0.02 / (2 * c.layers) ** 0.5
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    ends, *keys = random.split(key, 1 + max(1, len(c.stacks))).unbind(0)
+    narrow, draws = 0.02 / (2 * c.layers) ** 0.5, Draws(ends)
 
-    def weight(*shape: int, std: float = 0.02) -> random.Draw:
-        return random.normal(next(keys), shape, std=std)
+    def blocks(layers: int, parts: tuple[AttentionPart, FeedPart], key: Tensor) -> Tree:
+        draws = Draws(key, (layers,), narrow)
+        norms = {name: draws.ones(c.dim) for name in ("norm1", "norm2")}
+        return {**norms, **parts[0].init(c.dim, draws), **parts[1].init(c.dim, draws)}
 
-    blocks = {
-        "norm1": random.ones((c.layers, c.dim)),
-        "wq": weight(c.layers, q, c.dim),
-        "wk": weight(c.layers, kv, c.dim),
-        "wv": weight(c.layers, kv, c.dim),
-        "wo": weight(c.layers, q, c.dim, std=narrow),
-        "norm2": random.ones((c.layers, c.dim)),
-        "gate": weight(c.layers, c.hidden, c.dim),
-        "up": weight(c.layers, c.hidden, c.dim),
-        "down": weight(c.layers, c.hidden, c.dim, std=narrow),
-    }
-    head = {"norm": random.ones((c.dim,))}
+    embed, head = {"table": draws.normal(c.vocab, c.dim)}, {"norm": draws.ones(c.dim)}
     if not c.tied:
-        head["unembed"] = weight(c.vocab, c.dim)
-    return {"embed": {"table": weight(c.vocab, c.dim)}, "blocks": blocks, "head": head}
+        head["unembed"] = draws.normal(c.vocab, c.dim)
+    if not c.stacks:
+        return {"embed": embed, "blocks": blocks(c.layers, c.parts(), keys[0]), "head": head}
+    stacks = {s.name: blocks(s.layers, c.parts(s), key) for s, key in zip(c.stacks, keys, strict=True)}
+    return {"embed": embed, "blocks": stacks, "head": head}
 
 
 def _names(c: DecoderConfig) -> Tree:
-    blocks = {
-        "norm1": ("layers", "embed"),
-        "wq": ("layers", "heads", "embed"),
-        "wk": ("layers", "kv_heads", "embed"),
-        "wv": ("layers", "kv_heads", "embed"),
-        "wo": ("layers", "heads", "embed"),
-        "norm2": ("layers", "embed"),
-        "gate": ("layers", "mlp", "embed"),
-        "up": ("layers", "mlp", "embed"),
-        "down": ("layers", "mlp", "embed"),
-    }
+    def blocks(parts: tuple[AttentionPart, FeedPart]) -> Tree:
+        norms = dict.fromkeys(("norm1", "norm2"), ("layers", "embed"))
+        return {**norms, **parts[0].names(), **parts[1].names()}
+
     head: dict[str, Any] = {"norm": ("embed",)}
     if not c.tied:
         head["unembed"] = ("vocab", "embed")
-    return {"embed": {"table": ("vocab", "embed")}, "blocks": blocks, "head": head}
-
-
-def _norm(c: DecoderConfig, scale_D: Tensor, x_BTD: Tensor, cut: int | None) -> Tensor:
-    return ops.rms_norm(x_BTD, scale_D, eps=c.eps, over="tp" if cut is not None else ())
-
-
-def _columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, cut: int | None) -> Sequence[Tensor]:
-    """Products with weights whose rows `tp` cuts, or does not where the rules say so: then all ranks do the same."""
-    if whole:
-        return [F.linear(x_BTD, w) for w in weights]
-    return ops.column_linear(x_BTD, *weights, sequence_dim=cut)
-
-
-def _rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, cut: int | None) -> Tensor:
-    return x_BTF @ weight_FD if whole else ops.row_linear(x_BTF, weight_FD, sequence_dim=cut)
-
-
-def _attention(c: DecoderConfig, params: Tree, x_BTD: Tensor, cut: int | None, kind: Kind) -> Tensor:
-    heads = params["wq"].shape[0] // c.head_dim
-    whole = heads == c.heads
-    kv = [_kv_rows(c, params[name], heads) for name in ("wk", "wv")]
-    q_BTX, k_BTX, v_BTX = _columns(x_BTD, [params["wq"], *kv], whole=whole, cut=cut)
-    q_BHTE, k_BKTE, v_BKTE = (rearrange(y, "b t (h e) -> b h t e", e=c.head_dim) for y in (q_BTX, k_BTX, v_BTX))
-    at_T = ops.positions(q_BHTE.shape[2] * axis_size("cp"), device=x_BTD.device)
-    q_BHTE, k_BKTE = (ops.rotary(y, at_T, base=c.rope_base) for y in (q_BHTE, k_BKTE))
-    out_BHTE = ops.attention(q_BHTE, k_BKTE, v_BKTE, kind=kind)
-    return _rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, cut=cut)
-
-
-def _kv_rows(c: DecoderConfig, weight: Tensor, heads: int) -> Tensor:
-    """The rows of the key heads that this rank's query heads need; the query heads of several ranks may share one."""
-    size, rows = c.heads // heads, c.kv_heads * c.head_dim
-    if size == 1 or (c.kv_heads % size == 0 and weight.shape[0] < rows):
-        return weight
-    weight = ops.vary(weight, "tp") if weight.shape[0] == rows else ops.gather(weight, "tp", dim=0, size=rows)
-    group = c.heads // c.kv_heads
-    first = axis_index("tp") * heads
-    return weight[first // group * c.head_dim : ((first + heads - 1) // group + 1) * c.head_dim]
-
-
-def _mlp(c: DecoderConfig, params: Tree, x_BTD: Tensor, cut: int | None) -> Tensor:
-    whole = params["gate"].shape[0] == c.hidden
-    gate_BTF, up_BTF = _columns(x_BTD, [params["gate"], params["up"]], whole=whole, cut=cut)
-    return _rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, cut=cut)
+    stacks = {s.name: blocks(c.parts(s)) for s in c.stacks} if c.stacks else blocks(c.parts())
+    return {"embed": {"table": ("vocab", "embed")}, "blocks": stacks, "head": head}

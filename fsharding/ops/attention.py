@@ -45,7 +45,7 @@ class _How:
     causal: bool
     scale: float | None
     axis: str
-    mesh: Mesh
+    mesh: Mesh | None
     group: Group
 
 
@@ -66,8 +66,9 @@ def attention(
 ) -> Tensor:
     """softmax(scale q k') v over the whole sequence, of which each rank of an axis has a part.
 
-    On one rank, where the mesh lacks the axis, or where there is no mesh, it is `scaled_dot_product_attention`. With n
-    ranks there are three ways; all ranks go the same.
+    On one rank, where the mesh lacks the axis, or where there is no mesh, it is `scaled_dot_product_attention`. Long
+    packed rows are computed in tiles there, without those that are hidden; then it is differentiable once by autograd.
+    With n ranks there are three ways; all ranks go the same.
 
     - "ring" (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"): a rank sends its
       keys and values around, n - 1 times; in backward again, and their gradients in float32 n times. It holds two
@@ -81,7 +82,7 @@ def attention(
     Args:
         q_BHTE: floating point [B, H, T, E]; T is this rank's part, as `ops.cut_sequence` takes it.
         k_BKTE: [B, K, T, E]; query head h sees head h // (H / K), so H is a multiple of K.
-        v_BKTE: [B, K, T, E].
+        v_BKTE: [B, K, T, E], or of another head dim; then the narrower ones are filled up with zeros.
         causal: a token sees itself and those before it, by global position.
         documents: integer [B, T], the document of each token; it then sees tokens of its own document only.
         axis: the mesh axis along which the sequence is cut.
@@ -91,7 +92,7 @@ def attention(
         mesh: by default that of `fs.set_mesh`.
 
     Returns:
-        [B, H, T, E] in the dtype of q.
+        [B, H, T, E] in the dtype of q; E is that of v.
 
     Raises:
         SpecError: shapes, dtypes or heads that do not fit each other or the axis; an unknown kind.
@@ -99,8 +100,19 @@ def attention(
     """
     size = axis_size(axis, mesh, function="ops.attention")
     _check(q_BHTE, k_BKTE, v_BKTE, documents, kind, axis, size)
-    if size == 1:
+    wide_E, value_E = q_BHTE.shape[-1], v_BKTE.shape[-1]
+    if wide_E != value_E:
+        # The fast kernels, and messages with keys and values in one, know one head dim; zeros change no score.
+        q, k, v = (F.pad(x, (0, max(wide_E, value_E) - x.shape[-1])) for x in (q_BHTE, k_BKTE, v_BKTE))
+        scale = wide_E**-0.5 if scale is None else scale
+        found = attention(
+            q, k, v, causal=causal, documents=documents, axis=axis, kind=kind, scale=scale, mesh=mesh
+        )  # fmt: skip
+        return found[..., :value_E]
+    if size == 1 and (documents is None or q_BHTE.shape[2] <= _TILE or not q_BHTE.numel() or _compat.in_functorch()):
         return _whole(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
+    if size == 1:
+        return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, _How(causal, scale, axis, mesh, _ALONE))
     mesh = mesh if mesh is not None else current_mesh("ops.attention")
     how = _How(causal, scale, axis, mesh, axis_group(mesh, (axis,)))
     if kind == "ulysses":
@@ -113,7 +125,8 @@ def attention(
 def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kind: str, axis: str, size: int) -> None:
     if kind not in _KINDS:
         raise SpecError(message("ops.attention", f"knows no kind {kind!r}.", mend=f"Kinds are {', '.join(_KINDS)}."))
-    fits = q.ndim == k.ndim == 4 and k.shape == v.shape and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+    fits = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
+    fits = fits and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     fits = fits and q.dtype == k.dtype == v.dtype
     fits = fits and (documents is None or (tuple(documents.shape) == (q.shape[0], q.shape[2])))
     mend = ""

@@ -1,4 +1,4 @@
-"""Collectives as linear maps with their transposes: gather/scatter, psum/vary, all_to_all, ppermute.
+"""Collectives as linear maps with their transposes: gather/scatter, psum/vary, all_to_all, all_to_all_rows, ppermute.
 
 In: plain local tensors and axis names. Out: plain local tensors, valid under autograd and every torch.func transform.
 Each collective is a frozen value that knows how to run, its dual, and itself one batch dim later; one autograd Function
@@ -22,45 +22,62 @@ from fsharding.mesh import Group, Mesh, axis_group, current_mesh
 from fsharding.ops import wire
 from fsharding.precision import wide
 
-__all__ = ["all_to_all", "gather", "ppermute", "psum", "scatter", "vary"]
+__all__ = [
+    "Linear",
+    "all_to_all",
+    "all_to_all_rows",
+    "apply_linear",
+    "gather",
+    "ppermute",
+    "psum",
+    "scatter",
+    "vary",
+]
 
 
-class _Linear(Protocol):
+class Linear(Protocol):
     """A linear map between local tensors that all ranks of a group apply together."""
 
-    def run(self, x: Tensor) -> Tensor: ...
+    def run(self, x: Tensor) -> Tensor:
+        """The map itself, of a plain tensor, outside autograd."""
+        ...
 
-    def dual(self) -> _Linear: ...
+    def dual(self) -> Linear:
+        """Its transpose."""
+        ...
 
-    def batched(self) -> _Linear: ...
+    def batched(self) -> Linear:
+        """The same map of tensors with a new first dim, which it leaves alone."""
+        ...
 
 
 class _Apply(Function):
     """Applies a linear map; its derivative in every direction is the map or its dual."""
 
     @staticmethod
-    def forward(x: Tensor, op: _Linear) -> Tensor:
+    def forward(x: Tensor, op: Linear) -> Tensor:
         return op.run(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, _Linear], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear], output: Tensor) -> None:
         ctx.op = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _apply(grads[0], ctx.op.dual()), None
+        return apply_linear(grads[0], ctx.op.dual()), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _apply(tangents[0], ctx.op)
+        return apply_linear(tangents[0], ctx.op)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, op: _Linear) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, op: Linear) -> tuple[Tensor, int]:
         assert in_dims[0] is not None
-        return _apply(x.movedim(in_dims[0], 0), op.batched()), 0
+        return apply_linear(x.movedim(in_dims[0], 0), op.batched()), 0
 
 
-def _apply(x: Tensor, op: _Linear) -> Tensor:
+def apply_linear(x: Tensor, op: Linear) -> Tensor:
+    """Applies a linear map so that autograd and torch.func know its derivatives."""
     return cast(Tensor, _Apply.apply(x, op))
 
 
@@ -81,10 +98,10 @@ class _Gather:
         wire.gather_rows(rows.view(self.group.size, -1), self.group).wait()
         return rows.flatten(0, 1)[: self.size].movedim(0, self.dim).contiguous()
 
-    def dual(self) -> _Linear:
+    def dual(self) -> Linear:
         return _Scatter(self.group, self.dim, self.size)
 
-    def batched(self) -> _Linear:
+    def batched(self) -> Linear:
         return replace(self, dim=self.dim + 1)
 
 
@@ -108,10 +125,10 @@ class _Scatter:
         mine = wire.sum_rows(received, self.group.terms, wide(x.dtype)).to(x.dtype)
         return mine.view(width, *front.shape[1:])[: stop - start].movedim(0, self.dim).contiguous()
 
-    def dual(self) -> _Linear:
+    def dual(self) -> Linear:
         return _Gather(self.group, self.dim, self.size)
 
-    def batched(self) -> _Linear:
+    def batched(self) -> Linear:
         return replace(self, dim=self.dim + 1)
 
 
@@ -124,10 +141,10 @@ class _Psum:
     def run(self, x: Tensor) -> Tensor:
         return wire.start_sum(x.reshape(-1), self.group, wide(x.dtype)).wait().to(x.dtype).view(x.shape)
 
-    def dual(self) -> _Linear:
+    def dual(self) -> Linear:
         return _Vary(self.group)
 
-    def batched(self) -> _Linear:
+    def batched(self) -> Linear:
         return self
 
 
@@ -140,10 +157,10 @@ class _Vary:
     def run(self, x: Tensor) -> Tensor:
         return x.view_as(x)
 
-    def dual(self) -> _Linear:
+    def dual(self) -> Linear:
         return _Psum(self.group)
 
-    def batched(self) -> _Linear:
+    def batched(self) -> Linear:
         return self
 
 
@@ -162,11 +179,33 @@ class _AllToAll:
         wire.exchange_rows(send.view(flat), received.view(flat), self.group).wait()
         return torch.cat(received.unbind(0), self.concat_dim)
 
-    def dual(self) -> _Linear:
+    def dual(self) -> Linear:
         return _AllToAll(self.group, self.concat_dim, self.split_dim)
 
-    def batched(self) -> _Linear:
+    def batched(self) -> Linear:
         return _AllToAll(self.group, self.split_dim + 1, self.concat_dim + 1)
+
+
+@dataclass(frozen=True)
+class _AllToAllRows:
+    """Sends the next `send[i]` indices along a dim to member i, joins the `receive[i]` that come from member i."""
+
+    group: Group
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    dim: int = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        front = x.movedim(self.dim, 0).contiguous()
+        received = front.new_empty(sum(self.receive), *front.shape[1:])
+        wire.exchange_pieces(front, received, self.send, self.receive, self.group).wait()
+        return received.movedim(0, self.dim)
+
+    def dual(self) -> Linear:
+        return replace(self, send=self.receive, receive=self.send)
+
+    def batched(self) -> Linear:
+        return replace(self, dim=self.dim + 1)
 
 
 @dataclass(frozen=True)
@@ -183,10 +222,10 @@ class _Ppermute:
         wire.send_receive(x.contiguous(), out, self.group, target=target, source=source).wait()
         return out
 
-    def dual(self) -> _Linear:
+    def dual(self) -> Linear:
         return _Ppermute(self.group, tuple((to, come) for come, to in self.pairs))
 
-    def batched(self) -> _Linear:
+    def batched(self) -> Linear:
         return self
 
 
@@ -222,7 +261,7 @@ def gather(
     """
     group = _group("ops.gather", axis, mesh)
     dim = _dim("ops.gather", x, dim)
-    return _apply(x, _Gather(group, dim, x.shape[dim] * group.size if size is None else size))
+    return apply_linear(x, _Gather(group, dim, x.shape[dim] * group.size if size is None else size))
 
 
 def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None = None) -> Tensor:
@@ -238,17 +277,17 @@ def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None
         This rank's chunk of the sum; summed in float32 at least, dtype of `x`.
     """
     dim = _dim("ops.scatter", x, dim)
-    return _apply(x, _Scatter(_group("ops.scatter", axis, mesh), dim, x.shape[dim]))
+    return apply_linear(x, _Scatter(_group("ops.scatter", axis, mesh), dim, x.shape[dim]))
 
 
 def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
     """The sum over an axis, on every rank. Transpose of `vary`."""
-    return _apply(x, _Psum(_group("ops.psum", axis, mesh)))
+    return apply_linear(x, _Psum(_group("ops.psum", axis, mesh)))
 
 
 def vary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
     """Marks that ranks along an axis will use a shared value in different ways. The identity; transpose of `psum`."""
-    return _apply(x, _Vary(_group("ops.vary", axis, mesh)))
+    return apply_linear(x, _Vary(_group("ops.vary", axis, mesh)))
 
 
 def all_to_all(
@@ -266,7 +305,40 @@ def all_to_all(
     if x.shape[split_dim] % group.size:
         text = f"cannot cut dim {split_dim} of size {x.shape[split_dim]} over {axis} of size {group.size}."
         raise SpecError(message("ops.all_to_all", text, mend="Pad the dim to a multiple of the axis."))
-    return _apply(x, _AllToAll(group, split_dim, concat_dim))
+    return apply_linear(x, _AllToAll(group, split_dim, concat_dim))
+
+
+def all_to_all_rows(
+    x_M: Tensor,
+    axis: str | Sequence[str],
+    *,
+    send: Sequence[int],
+    receive: Sequence[int],
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """An uneven all-to-all: the next `send[i]` rows go to rank i of the axis, in order of ranks.
+
+    Its transpose is itself with `send` and `receive` exchanged.
+
+    Args:
+        x_M: rows `[M, ...]`, those for rank 0 first.
+        axis: one axis or several, major first.
+        send: how many rows go to each rank; they sum to M.
+        receive: how many come from each: what that rank sends to this one.
+        mesh: by default that of `fs.set_mesh`.
+
+    Returns:
+        The rows that came, those of rank 0 first; any of the numbers may be 0.
+
+    Raises:
+        SpecError: a number for each rank is needed, and they have to sum to M.
+    """
+    group = _group("ops.all_to_all_rows", axis, mesh)
+    if len(send) != group.size or len(receive) != group.size or sum(send) != (x_M.shape[0] if x_M.ndim else -1):
+        text = f"cannot send {list(send)} and receive {list(receive)} rows over {axis} of size {group.size}."
+        mend = "Give a number for each rank; those of send sum to dim 0."
+        raise SpecError(message("ops.all_to_all_rows", text, [f"x has shape {tuple(x_M.shape)}"], mend))
+    return apply_linear(x_M, _AllToAllRows(group, tuple(map(int, send)), tuple(map(int, receive))))
 
 
 def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Tensor:
@@ -285,4 +357,4 @@ def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Me
         raise SpecError(
             message("ops.ppermute", text, mend="Each coordinate sends at most once and receives at most once.")
         )
-    return _apply(x, _Ppermute(group, tuple((int(a), int(b)) for a, b in pairs)))
+    return apply_linear(x, _Ppermute(group, tuple((int(a), int(b)) for a, b in pairs)))

@@ -17,9 +17,10 @@ from torch import Tensor
 from fsharding import tree
 from fsharding.errors import BatchError, SpecError, message
 from fsharding.mesh import Mesh, axis_index, axis_size
+from fsharding.ops.collectives import gather
 from fsharding.tree import Tree
 
-__all__ = ["cut_sequence", "positions", "rotary", "zigzag", "zigzag_order"]
+__all__ = ["cut_sequence", "document_positions", "positions", "zigzag", "zigzag_order"]
 
 
 @functools.lru_cache(maxsize=256)
@@ -63,6 +64,34 @@ def positions(
     if why := _uncut(length, size):
         raise BatchError(message("ops.positions", f"cannot cut a sequence of {length} over {axis}: {size}.", mend=why))
     return zigzag_order(length, size, device).view(size, -1)[index]
+
+
+def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | None = None) -> Tensor:
+    """Positions that begin anew at 0 with each document, of this rank's tokens.
+
+    Args:
+        documents_BT: integer [B, T], the document of each token of this rank, as `cut_sequence` takes them. The tokens
+            of a document stand together: where the number changes, the next one begins.
+        axis: the mesh axis that cuts the sequence; its ranks tell each other their documents.
+        mesh: by default that of `fs.set_mesh`; where there is none, or it lacks the axis, the sequence is whole.
+
+    Returns:
+        int64[B, T].
+
+    Raises:
+        SpecError: documents are not [B, T].
+    """
+    if documents_BT.ndim != 2:
+        mend = "Give the document of each token, as [B, T]."
+        raise SpecError(message("ops.document_positions", "needs documents [B, T].", [_kind(documents_BT)], mend))
+    size, index = _place("ops.document_positions", axis, mesh)
+    order = zigzag_order(documents_BT.shape[1] * size, size, documents_BT.device)
+    if size > 1:
+        documents_BT = gather(documents_BT, axis, dim=1, mesh=mesh).index_select(1, order.argsort())
+    at_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = torch.zeros_like(documents_BT, dtype=torch.int64)
+    begins_BT[:, 1:] = at_T[1:] * (documents_BT[:, 1:] != documents_BT[:, :-1])
+    return (at_T - begins_BT.cummax(1).values).index_select(1, order.view(size, -1)[index])
 
 
 def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None = None) -> Tree:
@@ -120,34 +149,3 @@ def _uncut(length: int, size: int) -> str:
 
 def _kind(x: Any) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-
-
-def rotary(x_BHTE: Tensor, positions_T: Tensor, *, base: float = 10_000.0) -> Tensor:
-    """Rotates queries or keys by their positions (Su et al. 2021, "RoFormer", eq. 34).
-
-    Entry e of the first half of a head and entry e of the second half are a pair, which turns by the angle
-    `position * base**(-2e / E)`. Computed in float32.
-
-    Args:
-        x_BHTE: floating point [B, H, T, E], E even.
-        positions_T: integer [T], or [B, T] where rows differ, as where documents are packed and each begins at 0.
-            Under context parallelism the global ones: `ops.positions`.
-        base: of the frequencies.
-
-    Returns:
-        [B, H, T, E] in the dtype of x.
-
-    Raises:
-        SpecError: the shapes do not fit.
-    """
-    B, _, T, E = x_BHTE.shape if x_BHTE.ndim == 4 else (0, 0, 0, 1)
-    if E % 2 or tuple(positions_T.shape) not in ((T,), (B, T)):
-        rows = [f"x is {_kind(x_BHTE)}", f"positions are {_kind(positions_T)}"]
-        mend = "Give x as [B, H, T, E] with an even E, and positions as [T] or [B, T]."
-        raise SpecError(message("ops.rotary", "got shapes that do not fit.", rows, mend))
-    powers = torch.arange(0, E, 2, dtype=torch.float32, device=x_BHTE.device) / E
-    angles = positions_T.to(x_BHTE.device).float()[..., None] * base**-powers
-    angles = angles.unsqueeze(-3)  # one for all heads: [1, T, E/2] or [B, 1, T, E/2]
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x_BHTE.float().chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BHTE.dtype)

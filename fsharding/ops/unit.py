@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.axes import AXES, DATA_AXES
-from fsharding.mesh import Mesh, abstract, data_axes
+from fsharding.axes import AXES
+from fsharding.mesh import Mesh, abstract
 from fsharding.ops import transition
 from fsharding.ops.bucket import Bucket, plan_bucket
 from fsharding.ops.transition import Step
@@ -129,27 +129,27 @@ def plan_unit(leaves: tuple[LeafPlan, ...]) -> UnitPlan:
 
 def whole(sharding: NamedSharding) -> NamedSharding:
     """The sharding of a leaf once it has been gathered over its data axes."""
-    kept = (tuple(a for a in sharding.axes(dim) if a not in DATA_AXES) for dim in range(len(sharding.spec)))
-    return NamedSharding(sharding.mesh, P(*kept))
+    data = sharding.data_axes
+    kept = (tuple(a for a in sharding.axes(dim) if a not in data) for dim in range(len(sharding.spec)))
+    return NamedSharding(sharding.mesh, P(*kept), owned=sharding.owned)
 
 
 def unreduced(sharding: NamedSharding) -> NamedSharding:
     """The sharding of a leaf's gradient as it comes out of backward: whole, each data rank with its own term."""
-    axes = tuple(sorted(data_axes(sharding.mesh), key=AXES.index))
-    return replace(whole(sharding), partial=axes)
+    return replace(whole(sharding), partial=tuple(sorted(sharding.data_axes, key=AXES.index)))
 
 
 def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], tuple[tuple[int, torch.dtype], ...]]:
-    found: dict[tuple[torch.dtype, tuple[str, ...]], list[tuple[int, tuple[int, ...], int]]] = {}
+    found: dict[tuple[torch.dtype, tuple[str, ...], tuple[str, ...]], list[tuple[int, tuple[int, ...], int]]] = {}
     aliases: list[tuple[int, torch.dtype]] = []
     for i, leaf in enumerate(leaves):
         cuts = [(dim, cut) for dim in range(len(leaf.shape)) if (cut := _data_cut(leaf.sharding, dim))]
         assert len(cuts) <= 1, "data axes cut one dim of a leaf"
-        shape = whole(leaf.sharding).local_shape(leaf.shape)
+        shape, everywhere = whole(leaf.sharding).local_shape(leaf.shape), leaf.sharding.data_axes
         if cuts:
-            found.setdefault((leaf.compute, cuts[0][1]), []).append((i, shape, cuts[0][0]))
+            found.setdefault((leaf.compute, cuts[0][1], everywhere), []).append((i, shape, cuts[0][0]))
         elif (leaf.compute != leaf.rest or leaf.misaligned) and shape:
-            found.setdefault((leaf.compute, ()), []).append((i, shape, 0))
+            found.setdefault((leaf.compute, (), everywhere), []).append((i, shape, 0))
         else:
             aliases.append((i, leaf.compute))
     sizes = abstract(leaves[0].sharding.mesh)
@@ -158,7 +158,7 @@ def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], 
             tuple(i for i, _, _ in members), axes, dtype,
             plan_bucket(tuple((shape, dim) for _, shape, dim in members), tuple(map(sizes.axis_size, axes))),
         )
-        for (dtype, axes), members in found.items()
+        for (dtype, axes, _), members in found.items()
     ]  # fmt: skip
     return tuple(gathers), tuple(aliases)
 
@@ -194,4 +194,4 @@ def _plan_reductions(leaves: tuple[LeafPlan, ...]) -> tuple[Reducing, ...]:
 
 
 def _data_cut(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
-    return tuple(axis for axis in sharding.axes(dim) if axis in DATA_AXES)
+    return tuple(axis for axis in sharding.axes(dim) if axis in sharding.data_axes)

@@ -28,6 +28,7 @@ __all__ = [
     "as_bytes",
     "Message",
     "exchange_messages",
+    "exchange_pieces",
     "exchange_rows",
     "gather_rows",
     "PendingSum",
@@ -153,8 +154,39 @@ def exchange_rows(send: Tensor, received: Tensor, group: Group) -> Pending:
     return Pending()
 
 
-def _all_to_all(out: Tensor, x: Tensor, group: Group) -> dist.Work:
-    return _started(dist.all_to_all_single(out, x, group=group.process_group, async_op=True))
+def _all_to_all(
+    out: Tensor, x: Tensor, group: Group, sizes: Sequence[list[int]] | tuple[None, None] = (None, None)
+) -> dist.Work:
+    return _started(dist.all_to_all_single(out, x, *sizes, group=group.process_group, async_op=True))
+
+
+def exchange_pieces(
+    send: Tensor, received: Tensor, sends: Sequence[int], receives: Sequence[int], group: Group
+) -> Pending:
+    """Starts an uneven all-to-all of rows.
+
+    Args:
+        send: contiguous [sum of sends, ...]; the next `sends[i]` rows go to member i.
+        received: contiguous [sum of receives, ...] of the same dtype; the next `receives[i]` rows come from member i.
+        sends: rows for each member, this one included.
+        receives: rows from each member: what it sends to this one.
+        group: who takes part.
+    """
+    if group.process_group is None:
+        received.copy_(send)
+        return Pending()
+    width = send[:1].nbytes if send.shape[0] else 0
+    record_sent((sum(sends) - sends[group.index]) * width)
+    if group.order == tuple(range(group.size)):
+        return Pending((_all_to_all(received, send, group, ([*receives], [*sends])),), (send,))
+    members = [group.order.index(i) for i in range(group.size)]
+    pieces, landed = send.split([*sends]), torch.empty_like(received)
+    sizes = [[rows[m] for m in members] for rows in (receives, sends)]
+    _all_to_all(landed, torch.cat([pieces[m] for m in members]), group, sizes).wait()
+    targets = received.split([*receives])
+    for member, piece in zip(members, landed.split(sizes[0]), strict=True):
+        targets[member].copy_(piece)
+    return Pending()
 
 
 class Message(NamedTuple):

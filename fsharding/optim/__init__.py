@@ -2,6 +2,7 @@
 
 from fsharding.optim.adam import AdamState, adamw
 from fsharding.optim.apply import apply_updates
+from fsharding.optim.balance import against_load, set_loads_apart
 from fsharding.optim.base import (
     ChainState,
     EmptyState,
@@ -25,6 +26,7 @@ __all__ = [
     "Schedule",
     "SgdState",
     "adamw",
+    "against_load",
     "apply_updates",
     "chain",
     "clip_by_global_norm",
@@ -34,6 +36,7 @@ __all__ = [
     "linear",
     "local_leaves",
     "masked",
+    "set_loads_apart",
     "sgd",
     "warmup_cosine",
 ]

@@ -23,7 +23,7 @@ from fsharding import tree
 from fsharding.axes import AXES, AbstractMesh
 from fsharding.layout import Layout, plan_layout
 from fsharding.mesh import Mesh, abstract, coordinate, data_axes, make_mesh
-from fsharding.ops.collectives import psum, vary
+from fsharding.ops.collectives import gather, psum, vary
 from fsharding.precision import FP32, Precision
 from fsharding.sharding import Local, NamedSharding
 from fsharding.spec import DEFAULT_RULES, AxisRules, DimName
@@ -248,12 +248,18 @@ class TrainCase(_Short):
         x, weight = batch["x"], batch["weight"]
         total = torch.zeros(())
         nodes = tree.leaves(params, is_leaf=lambda node: isinstance(node, Local))
+        rows: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {(): (x, weight)}
         for node, w in zip(nodes, tree.leaves(gather_unit(params)), strict=True):
             if not w.dtype.is_floating_point:
                 continue
-            w, share = _once(node, w) if isinstance(node, Local) else (w, 1.0)
-            off = w.reshape(1, -1) - x.to(w.dtype).view(-1, 1)
-            total = total + share * (off.square().sum(1).float() * weight).sum() / 2
+            w, share, owned = _once(node, w) if isinstance(node, Local) else (w, 1.0, ())
+            if owned not in rows:
+                # All rows come to those who own a part of the leaf, as tokens come to experts.
+                x_all, weight_all = (gather(t, owned, dim=0, mesh=node.sharding.mesh) for t in (x, weight))
+                rows[owned] = x_all, weight_all
+            x_here, weight_here = rows[owned]
+            off = w.reshape(1, -1) - x_here.to(w.dtype).view(-1, 1)
+            total = total + share * (off.square().sum(1).float() * weight_here).sum() / 2
         model_axes = _model_axes(nodes)
         return psum(total, model_axes[1], mesh=model_axes[0]) if model_axes else total, weight.sum()
 
@@ -266,11 +272,15 @@ def _model_axes(nodes: list[Any]) -> tuple[Mesh, tuple[str, ...]] | None:
     return meshes[0], tuple(axis for axis in abstract(meshes[0]).names if axis not in data_axes(meshes[0]))
 
 
-def _once(node: Local, w: Tensor) -> tuple[Tensor, float]:
-    """Of ranks that hold the same part and see the same rows only the first counts; all of them get its gradient."""
+def _once(node: Local, w: Tensor) -> tuple[Tensor, float, tuple[str, ...]]:
+    """Of ranks that hold the same part and see the same rows only the first counts; all of them get its gradient.
+
+    Returns:
+        The part; 1 where it counts, else 0; the axes along which ranks own parts of the leaf and see different rows.
+    """
     found = _model_axes([node])
     assert found is not None
     mesh, axes = found
     copies = tuple(axis for axis in axes if axis not in node.sharding.spec.all_axes)
     first = not any(coordinate(mesh)[axis] for axis in copies)
-    return vary(w, copies, mesh=mesh) if copies else w, float(first)
+    return vary(w, copies, mesh=mesh) if copies else w, float(first), node.sharding.owned

@@ -57,7 +57,7 @@ Draw = Callable[[SearchStrategy[Any]], Any]
 
 _SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 0)
 _KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.float64)
-_DATA_NAMES = ("embed", "expert")
+_DATA_NAMES = (("embed",), ("expert",), ("embed", "expert"))
 _MODEL_NAMES = ("heads", "mlp", "vocab")
 
 # Hypothesis looks at each new strategy object, which takes longer than to draw from it: those of cases are kept.
@@ -180,8 +180,8 @@ def leaves(
     dtype = draw(_pick(tuple(dtypes)))
     names: list[DimName] = []
     if layers is not None or draw(_flag):
-        # At most one name for the data axes and one for tp: an axis cuts one dim of a leaf.
-        known = (draw(_pick(_MODEL_NAMES)), draw(_pick(_DATA_NAMES)), *[None] * max_dims)
+        # At most one name for tp: an axis cuts one dim of a leaf. Beside experts, data axes that own them cut nothing.
+        known = (draw(_pick(_MODEL_NAMES)), *draw(_pick(_DATA_NAMES)), *[None] * max_dims)
         names = [known[place] for place in draw(_shuffled(tuple(range(max_dims + 1))))[: len(shape)]]
     if fused and draw(_flag):
         names = [_in_parts(draw, name, size) for name, size in zip(names, shape, strict=False)]

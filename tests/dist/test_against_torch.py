@@ -103,9 +103,9 @@ class Part(nn.Module):
 
     def forward(self, x):
         if self.first:
-            x = MODEL.embed({"table": self.own["table"]}, {"tokens": x})
+            x = MODEL.embed({"table": self.own["table"]}, {"tokens": x}).x
         for i in self.layers:
-            x = MODEL.block({name: self.own[f"{name}_{i}"] for name in MODEL.names["blocks"]}, x)
+            x = MODEL.block({name: self.own[f"{name}_{i}"] for name in MODEL.names["blocks"]}, x).x
         return F.linear(ops.rms_norm(x, self.own["norm"]), self.own["unembed"]) if self.last else x
 
 

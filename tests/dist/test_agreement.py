@@ -67,7 +67,7 @@ def test_steps_that_differ_are_refused_on_every_rank():
     )
     text = all_say(take_step, 4, 0, strategy=fs.zero(1), dim=32)
     assert "  strategy: rank 0 has zero1, ranks 1, 2, 3 have zero3\n" in text
-    assert "config.dim: rank 0 has 32, ranks 1, 2, 3 have 16\n" in text
+    assert ".dim: rank 0 has 32, ranks 1, 2, 3 have 16\n" in text
     assert "params.blocks.down: rank 0 has torch.float32 (4, 20, 32) ('layers', 'mlp', 'embed'), ranks 1, 2, 3" in text
 
 

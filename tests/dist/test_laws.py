@@ -7,6 +7,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from fsharding.testing import (
     Leaf,
     Pair,
     RankPool,
+    TrainCase,
     assert_adjoint,
     assert_bitwise_equal,
     device_mesh,
@@ -136,6 +138,37 @@ def in_plain_torch(case):
 @given(draws.train_cases())
 def test_any_home_trains_to_the_same_bits_in_the_bytes_that_were_planned(case):
     on_ranks(train, case.ranks, case)
+
+
+# Leaves that ranks own along a data axis are rare among random ones.
+OWNED = {
+    "w": Leaf((5, 3, 4), names=("expert", "mlp", "embed")),
+    "b": Leaf((3,), names=("expert",)),
+    "v": Leaf((6, 2), names=("embed", None)),
+    "blocks": {"w": Leaf((2, 3, 7), names=("layers", "expert", "embed"))},
+}
+OWNERS = [
+    Home(AbstractMesh(("ep", "dp"), (2, 2)), fs.zero(1)),
+    Home(AbstractMesh(("replica", "ep"), (2, 2)), fs.HFSDP),
+    Home(AbstractMesh(("dp", "ep", "tp"), (2, 2, 2)), fs.zero(3)),
+    Home(AbstractMesh(("dp", "cp"), (2, 2)), fs.zero(2), fs.DEFAULT_RULES.replace(expert=("cp", "dp"))),
+    Home(AbstractMesh(("ep", "cp"), (3, 2)), fs.zero(0)),
+]
+
+
+@pytest.mark.parametrize("home", OWNERS, ids=lambda home: f"{home.mesh}-{home.strategy}")
+def test_leaves_that_ranks_own_keep_the_laws_too(home, tmp_path):
+    layout = home.layout(OWNED)
+    assert [leaf.path for leaf in layout.leaves if leaf.params.owned] == ["b", "blocks.w", "w"]
+    case = TrainCase(OWNED, home, rows=8, microbatches=2, steps=2, donate=True)
+    on_ranks(train, case.ranks, case)
+    on_ranks(init, case.ranks, OWNED, home)
+    on_ranks(save, case.ranks, OWNED, home, tmp_path / "a")
+    for other in OWNERS:
+        if other.mesh.size == case.ranks or other is OWNERS[0]:
+            on_ranks(load, other.mesh.size, OWNED, other, tmp_path / "a", False)
+    for leaf in (Leaf(leaf.shape, torch.float64, leaf.names) for leaf in fs.tree.leaves(OWNED)):
+        on_ranks(unit_is_adjoint, case.ranks, leaf, home)
 
 
 # ------------------------------------------------------------------------------------------------------------ 2: init

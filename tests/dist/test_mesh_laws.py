@@ -43,7 +43,7 @@ def test_any_mesh_has_the_losses_of_one_process(case):
     close(case)
 
 
-@examples(6, 100)
+@examples(2, 100)
 @given(draws.decoder_cases(RANKS, STEPS))
 def test_two_runs_are_bitwise_the_same(case):
     assert_bitwise_equal(trained(case), trained(case))

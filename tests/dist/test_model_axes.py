@@ -32,23 +32,26 @@ def mesh_of(axes, order):
     return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), order=order, **dict(axes))
 
 
-def batches(mesh, vocab):
+def batches(mesh, vocab, packed=False):
     index, count = data_position(mesh)
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         tokens = torch.randint(vocab, (ROWS, POSITIONS + 1), generator=generator)
         targets = tokens[:, 1:].clone()
         targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
-        mine = {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
-        yield ops.cut_sequence(mine, mesh=mesh)
+        whole = {"tokens": tokens[:, :-1], "targets": targets}
+        if packed:
+            whole["documents"] = (torch.rand(targets.shape, generator=generator) < 0.3).cumsum(1)
+        yield ops.cut_sequence({name: x.chunk(count)[index] for name, x in whole.items()}, mesh=mesh)
 
 
 def train(
     axes, strategy, *, order=AXES, rules=fs.DEFAULT_RULES, config=CONFIG, microbatches=1,
-    schedule="1f1b", gather="step", policy=fs.policies.save_except_gathered, **model_options,
+    schedule="1f1b", gather="step", policy=fs.policies.save_except_gathered, changed=None, packed=False, **model_options,
 ):  # fmt: skip
     """Losses and gradient norms of ten steps."""
     mesh, model = mesh_of(axes, order), fs.models.decoder(config, **model_options)
+    model = model if changed is None else changed(model)
     stages, ranks = None, dict(axes).get("pp", 1)
     if ranks > 1:
         schedule = fs.plan_schedule(schedule, ranks, microbatches, gather=gather)
@@ -57,7 +60,7 @@ def train(
     opt = fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(fs.warmup_cosine(RATE, 2, 20), eps=EPS, weight_decay=0.1))
     state = fs.init_state(model, opt, fs.random.key(0), layout)
     step, found = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule, policy=policy), []
-    for batch in batches(mesh, config.vocab):
+    for batch in batches(mesh, config.vocab, packed):
         state, metrics = step(state, batch)
         found.append((metrics.loss, metrics.grad_norm))
     return torch.tensor(found)
@@ -73,12 +76,12 @@ def on_ranks(axes, strategy, **how):
 
 
 @functools.cache
-def alone(config=CONFIG):
-    return train((("dp", 1),), fs.zero(0), config=config)
+def alone(config=CONFIG, **how):
+    return train((("dp", 1),), fs.zero(0), config=config, **how)
 
 
-def close(found, config=CONFIG):
-    torch.testing.assert_close(found, alone(config), rtol=1e-5, atol=0)
+def close(found, config=CONFIG, **how):
+    torch.testing.assert_close(found, alone(config, **how), rtol=1e-5, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------------------------ tp

@@ -157,6 +157,37 @@ def test_room_is_left_for_data(tmp_path):
     assert not torch.load(tmp_path / "x", weights_only=True)["a"].any()
 
 
+def test_grouped_products_and_where_they_are_to_be_had():
+    x, w, offsets = torch.rand(5, 4), torch.rand(3, 4, 8), torch.tensor([2, 2, 5], dtype=torch.int32)
+    want = torch.cat([x[:2] @ w[0], x[2:] @ w[2]])
+    assert _compat.takes_grouped_mm(x, w) and _compat.takes_grouped_mm(x, w.mT.contiguous().mT)
+    torch.testing.assert_close(_compat.grouped_mm(x, w, offsets), want)
+    sums = _compat.grouped_mm(x.mT, want, offsets)
+    torch.testing.assert_close(sums, torch.stack([x[:2].T @ want[:2], torch.zeros(4, 8), x[2:].T @ want[2:]]))
+    assert _compat.takes_grouped_mm(x[:, :3], w[:, :3]), "strides count, not sizes"
+    torch.testing.assert_close(_compat.grouped_mm(x[:, :3], w[:, :3], offsets)[:2], x[:2, :3] @ w[0, :3])
+    for a, b in ((x.double(), w.double()), (torch.rand(5, 3), torch.rand(3, 3, 8)), (x[:0], w)):
+        assert not _compat.takes_grouped_mm(a, b)
+
+
+def test_values_come_out_of_transforms_but_for_vmap():
+    seen = []
+
+    def look(x):
+        value = _compat.unwrapped(x)
+        if value is not None:
+            with _compat.outside_transforms():
+                seen.append((value + 1).tolist())
+        else:
+            seen.append(None)
+        return x.sum()
+
+    torch.func.grad(lambda x: torch.func.grad(look)(x).sum() + x.sum())(torch.tensor([1.0, 2.0]))
+    torch.func.jvp(look, (torch.tensor([3.0]),), (torch.tensor([1.0]),))
+    torch.vmap(look)(torch.zeros(2, 1))
+    assert seen == [[2.0, 3.0], [4.0], None]
+
+
 def test_torch_orders_a_pipeline_from_the_numbers_of_its_stages():
     assert _compat.torch_pipeline_order("ScheduleInterleaved1F1B", 1, 2, 1) == [
         [("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("B", 0, 0)]

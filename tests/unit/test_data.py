@@ -79,6 +79,41 @@ def test_a_row_depends_on_its_global_number_alone(data, step):
     assert torch.equal(alone.batch(first)["tokens"], data.batch(step)["tokens"][:1])
 
 
+@given(tokens(), STEPS, st.data())
+def test_documents_of_a_row_are_those_of_the_stream(data, step, draw):
+    inner = draw.draw(st.sets(st.integers(1, data.stream.size - 1), max_size=30))
+    packed = dataclasses.replace(data, begins=np.array([0, *sorted(inner)]))
+    plain, batch = data.batch(step), packed.batch(step)
+    assert torch.equal(plain["tokens"], batch["tokens"]) and batch["documents"].dtype == torch.int64
+    owner = torch.from_numpy(np.cumsum([i in inner for i in range(data.stream.size)]))
+    for row, start in enumerate(data.starts(step * data.batch_size, data.batch_size)):
+        mine, after = (owner[start + i : start + i + data.seq_len] for i in (0, 1))
+        assert torch.equal(batch["documents"][row].diff(), mine.diff())
+        assert torch.equal(batch["targets"][row], torch.where(mine == after, plain["targets"][row], -100))
+    assert packed.fingerprint() != data.fingerprint()
+
+
+def test_documents_of_files_and_separators(tmp_path):
+    for name, text in (("a", b"xyz"), ("b", b""), ("c", b"pq")):
+        (tmp_path / name).write_bytes(text)
+    assert from_files(tmp_path, batch_size=1, seq_len=1, documents=True).begins.tolist() == [0, 3]
+    assert from_files(tmp_path, batch_size=1, seq_len=1).begins is None
+    path = tmp_path / "ids.bin"
+    path.write_bytes(bytes([5, 9, 7, 9, 9, 1]))
+    assert from_tokens(path, dtype="uint8", batch_size=1, seq_len=1, separator=9).begins.tolist() == [0, 2, 4, 5]
+    sidecar = tmp_path / "ids.bin.json"
+    sidecar.write_text(json.dumps({"dtype": "uint8", "separator": 9}))
+    assert open_data(str(path), batch_size=1, seq_len=1, documents=True).begins.tolist() == [0, 2, 4, 5]
+    assert open_data(str(path), batch_size=1, seq_len=1).begins is None
+    sidecar.write_text(json.dumps({"dtype": "uint8"}))
+    with pytest.raises(DataError) as caught:
+        open_data(str(path), batch_size=1, seq_len=1, documents=True)
+    assert str(caught.value).replace(str(tmp_path), "DIR") == (
+        "open_data cannot tell the documents of DIR/ids.bin.\n"
+        'Say the id that ends a document in DIR/ids.bin.json, such as {"separator": 0}.'
+    )
+
+
 def test_every_start_is_reached_about_equally_often():
     data = Tokens(stream=stream_of(15), batch_size=1, seq_len=5, seed=3)
     counts = np.bincount(data.starts(0, 10_000), minlength=10)

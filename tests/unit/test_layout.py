@@ -102,6 +102,57 @@ def test_layouts_print():
     )
 
 
+# ----------------------------------------------------------------------------------------------------------- experts
+WITH_EXPERTS = AbstractMesh(("replica", "dp", "ep", "cp", "tp"), (2, 2, 2, 2, 2))
+EXPERTS = {"gate": leaf(2, 8, 6, 16), "dense": leaf(2, 6, 16), "bias": leaf(8)}
+EXPERT_NAMES = {"gate": ("layers", "expert", "mlp", "embed"), "dense": ("layers", "mlp", "embed"), "bias": ("expert",)}
+
+
+def test_experts_are_owned_along_their_axis_and_cut_over_the_other_data_axes():
+    def of(strategy, name):
+        layout = plan(EXPERTS, WITH_EXPERTS, names=EXPERT_NAMES, strategy=strategy)
+        return [str(getattr(layout, kind)[name]) for kind in ("params", "grads", "main")]
+
+    whole, cut = "P(None, 'ep', 'tp')", "P(None, 'ep', 'tp', ('dp', 'cp'))"
+    assert of(fs.zero(1), "gate") == [
+        f"{whole} owned over ep", f"{whole} unreduced over replica, dp, cp owned over ep", f"{cut} owned over ep",
+    ]  # fmt: skip
+    assert of(fs.HFSDP, "gate") == [
+        f"{cut} owned over ep", f"{cut} unreduced over replica owned over ep",
+        "P(None, 'ep', 'tp', ('dp', 'cp', 'replica')) owned over ep",
+    ]  # fmt: skip
+    assert of(fs.zero(3), "bias")[0] == "P(('ep', 'dp', 'cp')) owned over ep"
+    assert of(fs.zero(2), "dense")[1:] == [
+        "P(None, 'tp', ('dp', 'ep', 'cp')) unreduced over replica", "P(None, 'tp', ('dp', 'ep', 'cp'))",
+    ]  # fmt: skip
+
+
+def test_experts_follow_their_rule():
+    def spec(expert, mesh=WITH_EXPERTS, **other):
+        rules = fs.DEFAULT_RULES.replace(expert=expert, **other)
+        return str(plan({"w": leaf(8, 6, 16)}, mesh, names={"w": ("expert", "mlp", "embed")}, rules=rules).params["w"])
+
+    assert spec(None) == "P(None, 'tp', ('dp', 'ep', 'cp'))"
+    assert spec(("cp", "dp")) == "P(('cp', 'dp'), 'tp', 'ep') owned over cp, dp"
+    assert spec("tp", mlp=None) == "P('tp', None, ('dp', 'ep', 'cp'))"
+    assert spec("ep", embed="ep") == "P('ep', 'tp') owned over ep", "nothing is left of the rule of embed"
+    assert spec("ep", MESH) == "P(None, 'tp', 'dp')", "the mesh has no ep"
+
+
+def test_bytes_of_experts():
+    memory = plan(
+        {"w": leaf(8, 6, 16)}, AbstractMesh(("dp", "ep"), (2, 4)), names={"w": ("expert", "mlp", "embed")}
+    ).memory()
+    assert memory == (4 * 8 * 6 * 16 // 8, 0, 4 * 8 * 6 * 16 // 8, 2 * 4 * 8 * 6 * 16 // 8)
+    zero1 = plan(
+        {"w": leaf(8, 6, 16)},
+        AbstractMesh(("dp", "ep"), (2, 4)),
+        names={"w": ("expert", "mlp", "embed")},
+        strategy=fs.zero(1),
+    )
+    assert zero1.memory() == (4 * 8 * 6 * 16 // 4, 0, 4 * 8 * 6 * 16 // 4, 2 * 4 * 8 * 6 * 16 // 8)
+
+
 # ------------------------------------------------------------------------------------------------------------- bytes
 @pytest.mark.parametrize("d", [1, 2, 4, 8])
 @pytest.mark.parametrize(
@@ -174,6 +225,14 @@ def test_dim_names_without_a_rule():
         "  b is float32[3, 3], dim 1 ('foo', size 3): no rule 'foo'.\n"
         "Add emebd=None to the AxisRules, or the axes that cut it. Did you mean 'embed'?\n"
         "Add foo=None to the AxisRules, or the axes that cut it."
+    )
+
+
+def test_experts_have_no_parts():
+    shapes, names = {"a": leaf(8, 6)}, {"a": (fs.Fused("expert", (4, 4)), "embed")}
+    assert refusal(LayoutError, lambda: plan(shapes, names=names)) == (
+        "fs.plan_layout cannot plan 1 leaves.\n"
+        "  a is float32[8, 6], dim 0 (Fused('expert', (4, 4))): experts are whole, they have no parts"
     )
 
 

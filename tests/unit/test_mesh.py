@@ -51,6 +51,13 @@ def test_one_process_without_a_launcher_has_a_mesh_without_a_group():
     assert (group.ranks, group.index, group.process_group, group.order) == ((0,), 0, None, (0,))
 
 
+def test_an_axis_that_is_nowhere_has_size_one():
+    mesh = AbstractMesh(("dp", "ep"), (2, 4))
+    assert meshes.axis_size("ep") == 1 and meshes.axis_size("ep", mesh) == 4 and meshes.axis_size("tp", mesh) == 1
+    with fs.set_mesh(mesh):
+        assert meshes.axis_size("ep") == 4
+
+
 def test_data_axes_and_positions():
     mesh = AbstractMesh(("pp", "replica", "dp", "ep", "cp", "tp"), (2, 2, 3, 2, 2, 2))
     assert meshes.data_axes(mesh) == ("dp", "ep", "cp", "replica")

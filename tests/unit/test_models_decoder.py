@@ -85,7 +85,7 @@ def test_no_position_sees_a_later_one():
         x = model.embed(params["embed"], {"tokens": ids})
         for layer in range(CONFIG.layers):
             x = model.block({name: leaf[layer] for name, leaf in params["blocks"].items()}, x)
-        return x
+        return x.x
 
     ids = tokens()
     changed = ids.clone()
@@ -122,7 +122,9 @@ def test_blocks_keep_the_dtype_of_the_stream():
     params = fs.tree.map(lambda x: x.bfloat16(), params_of(CONFIG, 1.0))
     x = decoder(CONFIG).embed(params["embed"], {"tokens": tokens()})
     out = decoder(CONFIG).block({name: leaf[0] for name, leaf in params["blocks"].items()}, x)
-    assert x.dtype == out.dtype == torch.bfloat16
+    assert x.x.dtype == out.x.dtype == torch.bfloat16
+    alone = decoder(CONFIG).block({name: leaf[0] for name, leaf in params["blocks"].items()}, x.x)
+    assert_bitwise_equal(alone.x, out.x)
 
 
 def test_sizes_that_do_not_fit():

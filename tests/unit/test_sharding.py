@@ -34,6 +34,33 @@ def test_boxes_of_one_rank():
     assert sharding.drop(0) == fs.NamedSharding(MESH, P())
 
 
+def test_a_leaf_is_gathered_over_the_data_axes_that_it_does_not_own():
+    mesh = AbstractMesh(("replica", "dp", "ep", "tp"), (2, 2, 2, 2))
+    sharding = fs.NamedSharding(mesh, P(None, "ep", ("tp", "dp")), ("replica",), owned=("ep",))
+    assert sharding.data_axes == ("dp", "replica") and fs.NamedSharding(mesh).data_axes == ("dp", "ep", "replica")
+    assert str(sharding) == "P(None, 'ep', ('tp', 'dp')) unreduced over replica owned over ep"
+    assert sharding.drop(0).owned == ("ep",) and sharding.drop(1) == fs.NamedSharding(
+        mesh, P(None, ("tp", "dp")), ("replica",)
+    )
+    assert fs.NamedSharding(AbstractMesh(("dp",), (2,)), P("ep", "dp"), owned=("ep",)).simplified().owned == ()
+    for spec, owned in ((P("tp"), "tp"), (P("dp"), "ep")):
+        assert refusal(lambda: fs.NamedSharding(mesh, spec, owned=(owned,))) == (  # noqa: B023
+            f"NamedSharding cannot own {owned} with the spec {spec}.\nOwn axes of the spec among dp, ep, cp, replica."
+        )
+
+
+def test_a_dtensor_says_what_it_owns_and_torch_keeps_it():
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "ep"), _init_backend=False, _rank=0)
+    for spec, size in ((P("ep", "dp"), (2, 3)), (P(("ep", "dp")), (1, 6)), (P("ep"), (2, 6))):
+        sharding = fs.NamedSharding(mesh, spec, owned=("ep",))
+        x = sharding.to_dtensor(torch.zeros(size), (4, 6))
+        assert sharding_of(x) == sharding and sharding_of(x) != fs.NamedSharding(mesh, spec)
+        for other in (x.clone(), x.detach() * 2, x.bfloat16(), to_local(x)):
+            assert fs.typeof(other).sharding == sharding
+        assert {*x.device_mesh.mesh_dim_names} == {"dp", "ep_owned"}
+    assert str(fs.typeof(x)) == "float32[4@ep, 6] owned over ep"
+
+
 def test_axes_of_size_one_mean_nothing():
     sharding = fs.NamedSharding(MESH, P(("pp", "dp"), "cp"), ("ep",))
     assert sharding.axes(0) == ("dp",) and sharding.axes(1) == ()

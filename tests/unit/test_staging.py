@@ -22,7 +22,7 @@ def test_a_layout_tells_the_layers_of_each_stage(name, counts):
     schedule = fs.plan_schedule(name, 2, 4)
     counts = counts and [4, 2] if schedule.stages == 2 else counts and [2, 1, 1, 2]
     layout = planned(fs.stages_of(MODEL, schedule, counts=counts))
-    found = layers_by_stage(schedule, layout)
+    found = tuple(n for (n,) in layers_by_stage(MODEL, schedule, layout))
     rank = [sum(n for s, n in enumerate(found) if schedule.owner[s] == r) for r in range(2)]
     wanted = fs.layers_of(schedule, 6, counts=counts)
     assert sum(found) == 6 and rank == [
@@ -31,6 +31,31 @@ def test_a_layout_tells_the_layers_of_each_stage(name, counts):
     if name != "zbv":  # where two stages that follow each other are on one rank, any cut between them is the same
         assert found == tuple(map(len, wanted))
     check_ends(MODEL, schedule, layout)
+
+
+UNLIKE = fs.models.decoder(
+    fs.models.DecoderConfig(layers=5, stacks=(fs.models.Stack("wide", 2, hidden=64), fs.models.Stack("after", 3)))
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "wide", "after", "by_stage"),
+    [
+        ("1f1b", None, [[0, 1], []], [[0], [1, 2]], ((2, 1), (0, 2))),
+        ("1f1b", [1, 4], [[0], [1]], [[], [0, 1, 2]], ((1, 0), (1, 3))),
+        ("zbv", None, [[0], [1]], [[2], [0, 1]], ((1, 0), (1, 1), (0, 1), (0, 1))),
+    ],
+)
+def test_stages_cut_across_stacks(name, counts, wide, after, by_stage):
+    schedule = fs.plan_schedule(name, 2, 4)
+    stages = fs.stages_of(UNLIKE, schedule, counts=counts)
+    assert (stages["blocks.wide"], stages["blocks.after"]) == (wide, after)
+    found = layers_by_stage(UNLIKE, schedule, planned(stages, UNLIKE))
+    assert [sum(n) for n in zip(*found, strict=True)] == [2, 3]
+    if name != "zbv":
+        assert found == by_stage
+    with pytest.raises(LayoutError, match=r"blocks\.after are on "):
+        layers_by_stage(UNLIKE, schedule, planned({**stages, "blocks.after": [[0], [2, 1]]}, UNLIKE))
 
 
 def test_embedding_and_head_are_on_their_stages_only():
@@ -54,7 +79,7 @@ def test_other_stages_are_refused_by_name():
     schedule = fs.plan_schedule("1f1b", 2, 4)
     stages = fs.stages_of(MODEL, schedule)
     with pytest.raises(LayoutError) as refusal:
-        layers_by_stage(schedule, planned({**stages, "blocks": [[3, 4, 5], [0, 1, 2]]}))
+        layers_by_stage(MODEL, schedule, planned({**stages, "blocks": [[3, 4, 5], [0, 1, 2]]}))
     assert str(refusal.value) == (
         "train step needs a layout with the stages of Schedule(1f1b: 2 ranks, 2 stages, 4 microbatches, 36 actions).\n"
         "  blocks are on ((3, 4, 5), (0, 1, 2)), stages of the schedule on (0, 1)\n"
@@ -63,6 +88,6 @@ def test_other_stages_are_refused_by_name():
     with pytest.raises(LayoutError, match=r"head\.unembed is not on pp=1"):
         check_ends(MODEL, schedule, planned({**stages, "head": 0}))
     with pytest.raises(LayoutError, match="blocks are on no stages"):
-        layers_by_stage(schedule, planned(None))
+        layers_by_stage(MODEL, schedule, planned(None))
     with pytest.raises(ScheduleError, match="cannot put 6 layers on the 8 stages"):
         fs.stages_of(MODEL, fs.plan_schedule("1f1b", 8, 8))

@@ -1,0 +1,167 @@
+"""What people use today, on the same decoder: torch alone, DDP and FSDP2, and by an extra SimpleFSDP and DeepSpeed.
+
+In: a `Task`. Out: a function that does one training step and returns this rank's loss. The modules hold the weights of
+the same draws and call the same pure functions as ours, so what differs is how weights and gradients travel.
+Law: what a contender computes is what `fsharding` computes, in the same dtype, from the same values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fsharding import random, tree
+from fsharding.models.base import Model
+from fsharding.stacks import stacks_of
+from fsharding.tree import Tree
+
+__all__ = ["B1", "B2", "PEERS", "RATE", "Task", "missing"]
+
+RATE, B1, B2 = 1e-3, 0.9, 0.95
+"""Of everyone's AdamW, without weight decay."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all contenders train.
+
+    Attributes:
+        model: a decoder, whose blocks may be compiled.
+        mesh: of one axis, `dp`.
+        batch: this rank's, `{"tokens", "targets"}` of int64[B, T].
+        dtype: of compute; weights, sums of gradients and moments are float32.
+    """
+
+    model: Model
+    mesh: DeviceMesh
+    batch: dict[str, Tensor]
+    dtype: torch.dtype
+
+    def draws(self) -> Tree:
+        """Everyone's first weights, lazily: those that `init_state` draws with `random.key(0)`."""
+        return self.model.init(random.split(random.key(0))[0])
+
+
+class _Unit(nn.Module):
+    """A pure function and the weights that it takes, which it sees in the dtype of compute."""
+
+    def __init__(self, fn: Callable[..., Any], values: Tree, task: Task) -> None:
+        super().__init__()
+        leaves, self.structure = tree.flatten(values)
+        self.fn, self.dtype = fn, task.dtype
+        self.leaves = nn.ParameterList(nn.Parameter(x.to(task.mesh.device_type)) for x in leaves)
+
+    def forward(self, *args: Any) -> Any:
+        return self.fn(tree.unflatten(self.structure, [x.to(self.dtype) for x in self.leaves]), *args)
+
+
+def _rows(stack: Tree) -> list[Tree]:
+    leaves, structure = tree.flatten(stack)
+    return [tree.unflatten(structure, [x.clone() for x in row]) for row in zip(*leaves, strict=True)]
+
+
+class _Decoder(nn.Module):
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        values = tree.map(lambda draw: draw.tensor(), task.draws())
+        units = [(block, row) for path, block in stacks_of(task.model) for row in _rows(tree.at(values, path))]
+        self.embed = _Unit(task.model.embed, values["embed"], task)
+        self.blocks = nn.ModuleList(_Unit(block, row, task) for block, row in units)
+        self.head = _Unit(task.model.head, values["head"], task)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        total, weight = self.head(x, batch)
+        return total.float() / weight
+
+
+def _trained(module: nn.Module, task: Task) -> Callable[[], Tensor]:
+    """Forward, backward and torch's fused AdamW."""
+    opt = torch.optim.AdamW(module.parameters(), lr=RATE, betas=(B1, B2), weight_decay=0.0, fused=True)
+
+    def run() -> Tensor:
+        loss = cast(Tensor, module(task.batch))
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return run
+
+
+def _alone(task: Task) -> Callable[[], Tensor]:
+    return _trained(_Decoder(task), task)
+
+
+def _ddp(task: Task) -> Callable[[], Tensor]:
+    return _trained(DistributedDataParallel(_Decoder(task), gradient_as_bucket_view=True), task)
+
+
+def _fsdp2(task: Task) -> Callable[[], Tensor]:
+    module = _Decoder(task)
+    policy = MixedPrecisionPolicy(param_dtype=task.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for unit in (module.embed, *module.blocks):
+        fully_shard(unit, mesh=task.mesh, mp_policy=policy)
+    # Backward begins with the head, so it stays as it is between the two.
+    fully_shard(module.head, mesh=task.mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(module, mesh=task.mesh, mp_policy=policy)
+    return _trained(module, task)
+
+
+def _simple_fsdp(task: Task) -> Callable[[], Tensor]:
+    # lazy: an extra
+    simple: Any = importlib.import_module("torchtitan.experiments.simple_fsdp.simple_fsdp")
+    policy = simple.MixedPrecisionPolicy(param_dtype=task.dtype, reduce_dtype=torch.float32)
+    return _trained(simple.data_parallel(_Decoder(task), task.mesh, mode="fully_shard", mp_policy=policy), task)
+
+
+def _deepspeed(level: int) -> Callable[[Task], Callable[[], Tensor]]:
+    def build(task: Task) -> Callable[[], Tensor]:
+        deepspeed: Any = importlib.import_module("deepspeed")
+        module = _Decoder(task)
+        opt = torch.optim.AdamW(module.parameters(), lr=RATE, betas=(B1, B2), weight_decay=0.0, fused=True)
+        settings = {
+            "train_micro_batch_size_per_gpu": len(task.batch["tokens"]),
+            "zero_optimization": {"stage": level, "overlap_comm": True},
+            "bf16": {"enabled": task.dtype == torch.bfloat16},
+            "zero_allow_untested_optimizer": True,
+            "wall_clock_breakdown": False,
+        }
+        engine = deepspeed.initialize(model=module, optimizer=opt, config=settings)[0]
+
+        def run() -> Tensor:
+            loss = engine(task.batch)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+
+        return run
+
+    return build
+
+
+PEERS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
+    "compute-only": _alone,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+    "simple-fsdp": _simple_fsdp,
+    **{f"deepspeed-zero{level}": _deepspeed(level) for level in (1, 2, 3)},
+}
+"""Makers of peers by name. `compute-only` sends nothing: each rank trains alone, which is the least time there is."""
+
+
+def missing(name: str) -> bool:
+    """Whether the package of a peer is not there."""
+    package = {"simple-fsdp": "torchtitan"}.get(name, "deepspeed" if name.startswith("deepspeed") else "torch")
+    return importlib.util.find_spec(package) is None

@@ -1,0 +1,127 @@
+"""Rounds of a benchmark: contenders take turns in the same processes, and are compared by their medians.
+
+In: named functions that do one step each. Out: the time of each step, the slowest rank's, and what each step returned.
+Law: everyone runs once before anyone runs again, so that a noisy machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+__all__ = ["Steps", "machine", "print_rows", "take_turns"]
+
+
+class Steps(NamedTuple):
+    """The counted steps of one contender.
+
+    Attributes:
+        times: milliseconds of each, on the slowest rank.
+        losses: of each, those of the warm-up before them.
+    """
+
+    times: list[float]
+    losses: list[float]
+
+    @property
+    def median(self) -> float:
+        """Milliseconds."""
+        return statistics.median(self.times)
+
+    @property
+    def iqr(self) -> float:
+        """Milliseconds between the quartiles; 0 for a single step."""
+        if len(self.times) < 2:
+            return 0.0
+        quarters = statistics.quantiles(self.times, n=4)
+        return quarters[2] - quarters[0]
+
+
+def take_turns(contenders: Mapping[str, Callable[[], Tensor]], rounds: int, *, warm_up: int = 2) -> dict[str, Steps]:
+    """Runs one step of each contender in turn. Collective.
+
+    Args:
+        contenders: each does one step and returns its loss, this rank's or everyone's (0-d).
+        rounds: counted steps of each.
+        warm_up: steps of each before them.
+
+    Returns:
+        Times and losses, the losses as means over all ranks.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    losses: dict[str, list[Tensor]] = {name: [] for name in contenders}
+    for number in range(warm_up + rounds):
+        for name, run in contenders.items():
+            _meet()
+            began = time.perf_counter()
+            losses[name].append(run().detach())
+            _finish(losses[name][-1])
+            if number >= warm_up:
+                times[name].append(1e3 * (time.perf_counter() - began))
+    return {name: Steps(_slowest(times[name]), _mean(losses[name])) for name in contenders}
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _finish(loss: Tensor) -> None:
+    if loss.is_cuda:
+        torch.cuda.synchronize()
+
+
+def _slowest(times: Sequence[float]) -> list[float]:
+    found = torch.tensor(times, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def _mean(losses: Sequence[Tensor]) -> list[float]:
+    found = torch.stack(list(losses)).double().cpu()
+    if dist.is_initialized():
+        dist.all_reduce(found)
+        found /= dist.get_world_size()
+    return found.tolist()
+
+
+def machine() -> dict[str, Any]:
+    """What the figures of a run depend on."""
+    return {
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def print_rows(title: str, columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any], *, as_json: bool) -> None:
+    """Prints one JSON object of the machine and all rows, or a table of some of what is in them.
+
+    Args:
+        title: of the table.
+        columns: by name, what a row has there.
+        rows: dicts.
+        as_json: which of the two.
+    """
+    if as_json:
+        print(json.dumps({"machine": machine(), "rows": list(rows)}), flush=True)
+        return
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(show(row) for show in columns.values()))
+    Console(width=120).print(table)

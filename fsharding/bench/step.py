@@ -1,0 +1,252 @@
+"""A training step beside its peers, and beside the least time that it can take.
+
+In: a `StepConfig`. Out: one object of rows, printed as a table or as JSON by rank 0, and a chart. Every contender
+trains the same decoder on the same tokens from the same weights, in the same processes, one step each in turn.
+Law: losses agree before a time counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsharding import _compat, optim, random, tree
+from fsharding.bench.peers import B1, B2, PEERS, RATE, Task, missing
+from fsharding.bench.rounds import Steps, print_rows, take_turns
+from fsharding.counts import counting_bytes
+from fsharding.errors import ConfigError, message
+from fsharding.layout import plan_layout
+from fsharding.mesh import axis_group, make_mesh, own_rank
+from fsharding.models.base import Model
+from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.ops import wire
+from fsharding.precision import Precision
+from fsharding.recipes import recipe
+from fsharding.show import Bar, draw_bars, require_matplotlib
+from fsharding.stacks import stacks_of
+from fsharding.state import init_state
+from fsharding.step import make_train_step
+from fsharding.strategy import HSDP, Strategy, zero
+
+__all__ = ["StepConfig", "bench_step", "measure"]
+
+_OURS: dict[str, Strategy] = {f"fsharding-zero{level}": zero(level) for level in range(4)} | {"fsharding-hybrid": HSDP}
+_USUAL = ("compute-only", "ddp", "fsdp2", *(name for name in _OURS if name != "fsharding-hybrid"))
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """A training step beside DDP, FSDP2 and others.
+
+    Attributes:
+        ranks: local ranks to start; left out, 2, or those that torchrun started.
+        preset: the decoder; see `fsharding train`.
+        contenders: who takes part; by default all but fsharding-hybrid, simple-fsdp and deepspeed-zero1 to 3.
+        dtype: of compute.
+        compiled: whether blocks go through torch.compile.
+        batch: sequences of a rank.
+        seq_len: tokens of a sequence.
+        rounds: counted steps of each contender.
+        json: print one JSON object instead of a table.
+        plot: where to draw the bars, a PNG.
+    """
+
+    ranks: int | None = None
+    preset: str = "bench-34m"
+    contenders: tuple[str, ...] = _USUAL
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    compiled: bool = False
+    batch: int = 2
+    seq_len: int = 128
+    rounds: int = 9
+    json: bool = False
+    plot: Path | None = None
+
+
+def bench_step(config: StepConfig) -> None:
+    """Measures on the ranks that are there, and prints on rank 0.
+
+    Raises:
+        ConfigError: a number below 1, an unknown contender, or one whose package is not there.
+    """
+    _check(config)
+    replica = 2 if "fsharding-hybrid" in config.contenders else 1
+    mesh = make_mesh(dp=-1, timeout=timedelta(seconds=120))
+    try:
+        if mesh.size() % replica:
+            text = f"cannot run fsharding-hybrid on {mesh.size()} ranks."
+            raise ConfigError(message("fsharding bench step", text, mend="Use an even number of ranks."))
+        rows = measure(config, mesh)
+        if own_rank() == 0:
+            _show(config, rows)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _check(config: StepConfig) -> None:
+    wrong = [f"{name}: {n}" for name in ("batch", "seq_len", "rounds") if (n := getattr(config, name)) < 1]
+    wrong += [f"{name}: not known" for name in config.contenders if name not in PEERS and name not in _OURS]
+    wrong += [f"{name}: its package is not installed" for name in config.contenders if name in PEERS and missing(name)]
+    if not config.contenders:
+        wrong.append("contenders: none")
+    if wrong:
+        mend = f"Numbers are at least 1; contenders are {', '.join([*PEERS, *_OURS])}."
+        raise ConfigError(message("fsharding bench step", "cannot measure this.", wrong, mend))
+    recipe(config.preset)
+    if config.plot is not None:
+        require_matplotlib("fsharding bench", "bars", instead=", or leave --plot out")
+
+
+def measure(config: StepConfig, mesh: Any) -> list[dict[str, Any]]:
+    """One row for each contender: time, memory, loss, and the least time of ours. Collective."""
+    sizes = recipe(config.preset).config
+    task = Task(_model(config, sizes), mesh, _batch(config, sizes, mesh), _DTYPES[config.dtype])
+    runs: dict[str, Callable[[], Tensor]] = {}
+    memory: dict[str, int] = {}
+    first: dict[str, float] = {}
+    floors: dict[str, float] = {}
+    for name in config.contenders:
+        make = PEERS[name] if name in PEERS else functools.partial(_ours, _OURS[name])
+        runs[name], memory[name], first[name] = _built(functools.partial(make, task))
+        if name in _OURS:
+            floors[name] = _wire_time(task, runs[name])
+    steps = take_turns(runs, config.rounds)
+    _agree(first, steps, _TOLERANCE[config.dtype])
+    alone = steps["compute-only"].median if "compute-only" in steps else None
+    return [
+        {
+            "contender": name, "compiled": config.compiled, "dtype": config.dtype, "ranks": mesh.size(),
+            "median_ms": found.median, "iqr_ms": found.iqr, "peak_bytes": memory[name], "loss": found.losses[-1],
+            "wire_ms": floors.get(name),
+            "floor_ms": alone + floors[name] if alone is not None and name in floors else None,
+        }
+        for name, found in steps.items()
+    ]  # fmt: skip
+
+
+def _model(config: StepConfig, sizes: DecoderConfig) -> Model:
+    model = decoder(sizes)
+    if not config.compiled:
+        return model
+    if callable(model.block):
+        return model._replace(block=torch.compile(model.block))
+    return model._replace(block={name: torch.compile(block) for name, block in model.block.items()})
+
+
+def _batch(config: StepConfig, sizes: DecoderConfig, mesh: Any) -> dict[str, Tensor]:
+    """Random tokens of this rank."""
+    source = torch.Generator().manual_seed(own_rank())
+    tokens = torch.randint(sizes.vocab, (config.batch, config.seq_len + 1), generator=source).to(mesh.device_type)
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def _ours(strategy: Strategy, task: Task) -> Callable[[], Tensor]:
+    mesh = make_mesh(replica=2, dp=-1) if strategy == HSDP else task.mesh
+    how = Precision(compute=task.dtype)
+    layout = plan_layout(task.draws(), mesh, strategy=strategy, names=task.model.names, precision=how)
+    opt = optim.adamw(RATE, b1=B1, b2=B2)
+    state = init_state(task.model.init, opt, random.key(0), layout)
+    step = make_train_step(task.model, opt, donate=True)
+
+    def run() -> Tensor:
+        nonlocal state
+        state, metrics = step(state, task.batch)
+        return metrics.loss
+
+    return run
+
+
+def _built(make: Callable[[], Callable[[], Tensor]]) -> tuple[Callable[[], Tensor], int, float]:
+    """A contender that has done two steps, the most bytes that it had allocated at once, and its first loss.
+
+    What it keeps is what building it and its first step left behind; what it needs besides is measured in its second.
+    """
+    made: list[Callable[[], Tensor]] = []
+    losses: list[Tensor] = []
+    kept, _ = _compat.allocated(lambda: made.append(make()))
+    warm, _ = _compat.allocated(lambda: losses.append(made[0]()))
+    _, peak = _compat.allocated(made[0])
+    found = torch.tensor([float(losses[0]), kept + warm + peak], dtype=torch.float64)
+    if dist.is_initialized():
+        everyone = [torch.empty_like(found) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, found)
+        found = torch.stack(everyone)
+    else:
+        found = found[None]
+    return made[0], int(found[:, 1].max()), float(found[:, 0].mean())
+
+
+def _wire_time(task: Task, run: Callable[[], Tensor]) -> float:
+    """Milliseconds that the bytes of a step take alone: all-to-alls of one block between warm buffers, in a row."""
+    with counting_bytes() as traffic:
+        run()
+    if not traffic.bytes:
+        return 0.0
+    group = axis_group(task.mesh, ("dp",))
+    draws = tree.leaves(tree.at(task.draws(), stacks_of(task.model)[-1][0]))
+    width = -(-sum(math.prod(draw.shape[1:]) for draw in draws) // group.size)
+    # Written once: memory that was never written is one page of zeros, which stays in the cache.
+    send, received = torch.ones(2, group.size, width, dtype=task.dtype, device=task.mesh.device_type)
+    messages = max(1, round(traffic.bytes / ((group.size - 1) * send[0].nbytes)))
+    times: list[float] = []
+    for _ in range(4):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(messages):
+            wire.exchange_rows(send, received, group).wait()
+        times.append(1e3 * (time.perf_counter() - began))
+    slowest = torch.tensor(statistics.median(times[1:]))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _agree(first: dict[str, float], steps: dict[str, Steps], tolerance: float) -> None:
+    """Everyone has the same losses; who trains alone has the first one, before its ranks go apart."""
+    together = {name: [first[name], *found.losses] for name, found in steps.items() if name != "compute-only"}
+    if "compute-only" in steps:
+        together["compute-only"] = [first["compute-only"]]
+    name, expected = next(iter(together.items()))
+    for other, found in together.items():
+        for a, b in zip(expected, found, strict=False):
+            assert abs(a - b) <= tolerance * abs(a), f"{other} has a loss of {b}, {name} of {a}"
+
+
+def _show(config: StepConfig, rows: list[dict[str, Any]]) -> None:
+    by_name = {row["contender"]: row["median_ms"] for row in rows}
+
+    def ratio(peer: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row['median_ms'] / by_name[peer]:.2f}" if peer in by_name else "-"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "contender": lambda row: row["contender"],
+        "median ms": lambda row: f"{row['median_ms']:.1f}",
+        "iqr ms": lambda row: f"{row['iqr_ms']:.1f}",
+        "to fsdp2": ratio("fsdp2"),
+        "to ddp": ratio("ddp"),
+        "floor ms": lambda row: f"{row['floor_ms']:.1f}" if row["floor_ms"] else "-",
+        "to floor": lambda row: f"{row['median_ms'] / row['floor_ms']:.2f}" if row["floor_ms"] else "-",
+        "peak MiB": lambda row: f"{row['peak_bytes'] / 2**20:.0f}",
+        "loss": lambda row: f"{row['loss']:.4f}",
+    }
+    how = f"{config.dtype}, compiled" if config.compiled else config.dtype
+    title = (
+        f"a step of {config.preset}, {config.batch} x {config.seq_len} tokens a rank, {rows[0]['ranks']} ranks, {how}"
+    )
+    print_rows(title, columns, rows, as_json=config.json)
+    if config.plot is not None:
+        bars = [Bar(row["contender"], row["median_ms"], row["iqr_ms"], row["floor_ms"]) for row in rows]
+        draw_bars(bars, config.plot, title=title, unit="ms a step", limit="compute alone + bytes alone")

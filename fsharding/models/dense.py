@@ -1,0 +1,49 @@
+"""The dense feed-forward part of a block: SwiGLU (Shazeer 2020, arXiv:2002.05202).
+
+In: normalized activations [B, T, D] and the leaves of a block. Out: what the part adds to the stream.
+`tp` cuts the hidden dim F. Law: values and gradients are those of all of it on one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsharding.models.parts import Cuts, Draws, How, columns, rows
+from fsharding.random import Draw
+from fsharding.spec import DimName
+from fsharding.tree import Tree
+
+__all__ = ["Dense"]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Sizes of a dense feed-forward part.
+
+    Attributes:
+        hidden: F.
+    """
+
+    hidden: int
+
+    def init(self, dim: int, draws: Draws) -> dict[str, Draw]:
+        """First values of the leaves; see `Part`."""
+        gate, up = draws.normal(self.hidden, dim), draws.normal(self.hidden, dim)
+        return {"gate": gate, "up": up, "down": draws.into_stream(self.hidden, dim)}
+
+    def names(self) -> dict[str, tuple[DimName, ...]]:
+        """Dim names of the leaves; see `Part`."""
+        return dict.fromkeys(("gate", "up", "down"), ("layers", "mlp", "embed"))
+
+    def apply(self, params: Tree, x_BTD: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
+        """`down(silu(gate(x)) * up(x))`; see `Part`."""
+        whole = params["gate"].shape[0] == self.hidden
+        gate_BTF, up_BTF = columns(x_BTD, [params["gate"], params["up"]], whole=whole, how=how)
+        return rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, how=how), None
+
+    def objections(self, cuts: Cuts) -> list[str]:
+        """Why the mesh cannot cut the hidden dim; see `Part`."""
+        return [f"mlp of size {self.hidden}: less than 2"] if cuts.tp > 1 and self.hidden < 2 else []

@@ -1,0 +1,147 @@
+"""Matrix products of groups of rows, each group with a matrix of its own: what experts compute.
+
+In: rows sorted by group, one matrix a group, and how many rows each group has. Out: the products, in the order of rows.
+torch's grouped kernel where it has one, else a loop over groups; groups without rows cost nothing and have gradient 0.
+Law: both ways give what a product for each row with the matrix of its group gives, in every derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from fsharding import _compat
+from fsharding.errors import SpecError, TransformError, message
+
+__all__ = ["grouped_matmul"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """Where groups of rows begin and end.
+
+    Attributes:
+        counts: rows of each group (int64[X]).
+        outer: whether the map is `outer` below, and not `rows`.
+    """
+
+    counts: Tensor
+    outer: bool = False
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        start = 0
+        for count in self.counts.tolist():
+            yield start, start + count
+            start += count
+
+    def offsets(self, device: torch.device) -> Tensor:
+        return self.counts.to(device).cumsum(0).to(torch.int32)
+
+    def rows(self, x_MK: Tensor, w_XKN: Tensor) -> Tensor:
+        """Each row times the matrix of its group: `[M, N]`."""
+        if _compat.takes_grouped_mm(x_MK, w_XKN):
+            return _compat.grouped_mm(x_MK, w_XKN, self.offsets(x_MK.device))
+        out_MN = x_MK.new_empty(x_MK.shape[0], w_XKN.shape[-1])
+        for w_KN, (start, stop) in zip(w_XKN, self.bounds(), strict=True):
+            torch.mm(x_MK[start:stop], w_KN, out=out_MN[start:stop])
+        return out_MN
+
+    def sums(self, x_MK: Tensor, y_MN: Tensor) -> Tensor:
+        """For each group the sum of outer products of its rows: `[X, K, N]`."""
+        if _compat.takes_grouped_mm(x_MK.mT, y_MN):
+            return _compat.grouped_mm(x_MK.mT, y_MN, self.offsets(x_MK.device))
+        out_XKN = x_MK.new_empty(self.counts.numel(), x_MK.shape[-1], y_MN.shape[-1])
+        for out_KN, (start, stop) in zip(out_XKN, self.bounds(), strict=True):
+            torch.mm(x_MK[start:stop].mT, y_MN[start:stop], out=out_KN)
+        return out_XKN
+
+
+class _Grouped(Function):
+    """Both maps of `_Groups`: each is bilinear, and the derivative of each is made of the two."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, groups: _Groups) -> Tensor:
+        return groups.sums(a, b) if groups.outer else groups.rows(a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, _Groups], output: Tensor) -> None:
+        a, b, ctx.groups = inputs
+        ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (a, b), (grad,), counts = ctx.saved_tensors, grads, ctx.groups.counts
+        wants_a, wants_b, _ = ctx.needs_input_grad
+        if ctx.groups.outer:
+            return _rows(b, grad.mT, counts) if wants_a else None, _rows(a, grad, counts) if wants_b else None, None
+        grad_b = None
+        if wants_b:
+            # In the memory order of b, whose transpose is what the caller has where it stands column by column.
+            by_column = b.stride(-2) == 1 and b.stride(-1) != 1
+            grad_b = _sums(grad, a, counts).mT if by_column else _sums(a, grad, counts)
+        return _rows(grad, b.mT, counts) if wants_a else None, grad_b, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        (a, b), (da, db) = ctx.saved_tensors, tangents[:2]
+        terms = [_grouped(x, y, ctx.groups) for x, y in ((da, b), (a, db)) if x is not None and y is not None]
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], a: Tensor, b: Tensor, groups: _Groups) -> tuple[Tensor, int]:
+        def at(x: Tensor, dim: int | None, i: int) -> Tensor:
+            return x if dim is None else x.select(dim, i)
+
+        return torch.stack(
+            [_grouped(at(a, in_dims[0], i), at(b, in_dims[1], i), groups) for i in range(info.batch_size)]
+        ), 0
+
+
+def _grouped(a: Tensor, b: Tensor, groups: _Groups) -> Tensor:
+    return cast(Tensor, _Grouped.apply(a, b, groups))
+
+
+def _rows(x_MK: Tensor, w_XKN: Tensor, counts_X: Tensor) -> Tensor:
+    return _grouped(x_MK, w_XKN, _Groups(counts_X))
+
+
+def _sums(x_MK: Tensor, y_MN: Tensor, counts_X: Tensor) -> Tensor:
+    return _grouped(x_MK, y_MN, _Groups(counts_X, outer=True))
+
+
+def grouped_matmul(x_MD: Tensor, w_XDF: Tensor, counts_X: Tensor) -> Tensor:
+    """Multiplies the first `counts_X[0]` rows with the first matrix, the next `counts_X[1]` with the second, and so on.
+
+    Args:
+        x_MD: rows sorted by group.
+        w_XDF: a matrix for each group; a transposed view, as `w_XFD.mT`, is as good.
+        counts_X: rows of each group (whole numbers, which sum to M); any of them may be 0.
+
+    Returns:
+        `[M, F]`, of the dtype of `x_MD`.
+
+    Raises:
+        SpecError: shapes or dtypes that do not fit.
+        TransformError: `counts_X` differs within a `vmap`.
+    """
+    counts = _compat.unwrapped(counts_X)
+    if counts is None:
+        mend = "Keep the counts out of the vmap, or loop over the batch."
+        raise TransformError(message("ops.grouped_matmul", "cannot run under a vmap over its counts.", mend=mend))
+    fits = x_MD.ndim == 2 and w_XDF.ndim == 3 and counts.shape == w_XDF.shape[:1] and x_MD.shape[1] == w_XDF.shape[1]
+    # Elsewhere than on the CPU the sum would have to be waited for.
+    whole = counts.device.type != "cpu" or int(counts.sum()) == x_MD.shape[0]
+    if not fits or x_MD.dtype != w_XDF.dtype or not whole:
+        rows = [
+            f"x is {x_MD.dtype}{list(x_MD.shape)}, w is {w_XDF.dtype}{list(w_XDF.shape)}",
+            f"counts are {counts.tolist()}",
+        ]
+        text = "needs x [M, D], w [X, D, F] of one dtype, and X counts that sum to M."
+        raise SpecError(message("ops.grouped_matmul", text, rows))
+    return _rows(x_MD, w_XDF, counts)

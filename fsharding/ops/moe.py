@@ -1,0 +1,270 @@
+"""Experts along an axis: tokens go to the ranks that own their experts, and the results come back.
+
+In: this rank's tokens and their `Routing`. Out: rows sorted by the experts of this rank, then the weighted results.
+Nothing is dropped: counts are exchanged first, then as many rows as there are, be it none or all for one expert.
+Shapes: N tokens here, D model, k experts a token, X experts of all ranks, E of them here, M rows here, F hidden.
+Law: what comes out is what one rank with all experts would give; `dispatch` and an unweighted `combine` are transposes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsharding import _compat, boxes
+from fsharding.axes import AXES, unknown_axis
+from fsharding.errors import MeshError, SpecError, TransformError, message
+from fsharding.mesh import Group, Mesh, axis_group, axis_size, current_mesh
+from fsharding.ops import wire
+from fsharding.ops.collectives import Linear, all_to_all_rows, apply_linear, psum, vary
+from fsharding.ops.grouped import grouped_matmul
+from fsharding.ops.routing import Routing
+
+__all__ = ["Dispatched", "Plan", "combine", "dispatch", "experts_swiglu", "owned_experts"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Reorder:
+    """Puts rows in another order: row j of the result is row `order[j]`; `inverse` is the way back."""
+
+    order: Tensor
+    inverse: Tensor
+    dim: int = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        return x.index_select(self.dim, self.order)
+
+    def dual(self) -> Linear:
+        return replace(self, order=self.inverse, inverse=self.order)
+
+    def batched(self) -> Linear:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Spread:
+    """Each row `copies` times, then reordered. The transpose sums the copies, in the order of choices on any device."""
+
+    rows: _Reorder
+    copies: int
+    back: bool = False
+
+    def run(self, x: Tensor) -> Tensor:
+        dim = self.rows.dim
+        if not self.back:
+            return x.index_select(dim, self.rows.order // self.copies)
+        count = self.rows.inverse.numel() // self.copies
+        return x.index_select(dim, self.rows.inverse).unflatten(dim, (count, self.copies)).sum(dim + 1)
+
+    def dual(self) -> Linear:
+        return replace(self, back=not self.back)
+
+    def batched(self) -> Linear:
+        return replace(self, rows=replace(self.rows, dim=self.rows.dim + 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What `combine` needs of a `dispatch`.
+
+    Attributes:
+        send: rows that went to each rank of the axis.
+        receive: rows that came from each.
+        weights: with what results are multiplied ([N, k]).
+        axis: along which rows travel.
+        mesh: on which; None where they do not travel.
+        by_expert: from copies of tokens to the order of experts.
+        arrived: from the order of ranks to that of this rank's experts; None where they are one.
+    """
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    weights: Tensor = field(repr=False)
+    axis: tuple[str, ...]
+    mesh: Mesh | None = field(repr=False)
+    by_expert: _Reorder = field(repr=False)
+    arrived: _Reorder | None = field(repr=False)
+
+
+class Dispatched(NamedTuple):
+    """What this rank's experts get.
+
+    Attributes:
+        rows: tokens, sorted by expert (`[M, D]`).
+        counts: rows of each expert of this rank (int64[E]).
+        plan: for `combine`.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    plan: Plan
+
+
+@functools.lru_cache(maxsize=256)
+def owned_experts(experts: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Which experts (start, stop) each rank owns: ceil-chunks, as a dim named "expert" is cut.
+
+    Args:
+        experts: how many there are.
+        sizes: of the axes that cut them, major first.
+    """
+    cuts = product(*(range(size) for size in sizes))
+    return tuple(boxes.nested_chunk(experts, list(zip(sizes, cut, strict=True))) for cut in cuts)
+
+
+def dispatch(
+    x_ND: Tensor,
+    routing: Routing,
+    experts: int,
+    *,
+    axis: str | Sequence[str] = "ep",
+    mesh: Mesh | None = None,
+) -> Dispatched:
+    """Sends each token to the ranks that own its experts. Collective along the axis; dropless.
+
+    Args:
+        x_ND: this rank's tokens; N may be 0, and another one on every rank.
+        routing: of these tokens.
+        experts: X, how many there are on all ranks.
+        axis: along which experts are owned; where the mesh lacks it, or there is no mesh, nothing is sent.
+        mesh: by default that of `fs.set_mesh`.
+
+    Raises:
+        MeshError: an axis that does not exist.
+        SpecError: a routing of other tokens, or to an expert that does not exist.
+        TransformError: the routing differs within a `vmap`: ranks would not know how much to expect.
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in axes:
+        if name not in AXES:
+            raise MeshError(message("ops.dispatch", unknown_axis(name)))
+    axes = tuple(name for name in axes if axis_size(name, mesh) > 1)
+    where = mesh if mesh is not None or not axes else current_mesh("ops.dispatch")
+    group = Group((0,), 0, None) if where is None else axis_group(where, axes)
+    chosen_NK = _compat.unwrapped(routing.experts)
+    if chosen_NK is None:
+        mend = "Flatten the batch into the tokens before routing."
+        raise TransformError(message("ops.dispatch", "cannot run under a vmap over tokens.", mend=mend))
+    if chosen_NK.ndim != 2 or x_ND.ndim != 2 or chosen_NK.shape[0] != x_ND.shape[0]:
+        rows = [f"x is {list(x_ND.shape)}, experts are {list(chosen_NK.shape)}"]
+        raise SpecError(message("ops.dispatch", "needs x [N, D] and experts [N, k] of the same tokens.", rows))
+    owned = owned_experts(experts, tuple(axis_size(a, where) for a in axes))
+    with _compat.outside_transforms():
+        by_expert = _order(chosen_NK.reshape(-1))
+        counts_X = torch.bincount(chosen_NK.reshape(-1), minlength=experts)
+        if counts_X.numel() > experts:
+            rows = [f"a token goes to expert {counts_X.numel() - 1}"]
+            raise SpecError(message("ops.dispatch", f"has {experts} experts, from 0 on.", rows))
+        coming_RE, going = _coming(counts_X, owned, group), counts_X.tolist()
+        send = tuple(sum(going[start:stop]) for start, stop in owned)
+        counts_E, receive = coming_RE.sum(0), tuple(map(int, coming_RE.sum(1).tolist()))
+        arrived = None
+        if group.size > 1:
+            numbers = torch.arange(coming_RE.shape[1], device=x_ND.device).expand_as(coming_RE).reshape(-1)
+            arrived = _order(numbers.repeat_interleave(coming_RE.reshape(-1), output_size=sum(receive)))
+    plan = Plan(send, receive, routing.weights, axes, where, by_expert, arrived)
+    rows = apply_linear(x_ND, _Spread(by_expert, chosen_NK.shape[1]))
+    if arrived is not None:
+        rows = all_to_all_rows(rows, axes, send=send, receive=receive, mesh=where)
+        rows = apply_linear(rows, arrived)
+    return Dispatched(rows, counts_E, plan)
+
+
+def _order(keys: Tensor) -> _Reorder:
+    """The stable order of keys, and its inverse."""
+    order = keys.argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return _Reorder(order, inverse)
+
+
+def _coming(counts_X: Tensor, owned: Sequence[tuple[int, int]], group: Group) -> Tensor:
+    """How many rows each rank of the group has for each expert of this rank: int64[ranks, E]."""
+    width = max(stop - start for start, stop in owned)
+    send = counts_X.new_zeros(group.size, width)
+    for row, (start, stop) in zip(send, owned, strict=True):
+        row[: stop - start] = counts_X[start:stop]
+    received = torch.empty_like(send)
+    wire.exchange_rows(send, received, group).wait()
+    start, stop = owned[group.index]
+    return received[:, : stop - start]
+
+
+def combine(y_MD: Tensor, plan: Plan) -> Tensor:
+    """Brings the results of experts back to their tokens and sums them with the weights of the routing.
+
+    Args:
+        y_MD: results for the rows of the `dispatch`, in their order.
+        plan: of that `dispatch`.
+
+    Returns:
+        `[N, D]`, of the dtype of `y_MD`.
+
+    Raises:
+        SpecError: not as many rows as were dispatched.
+    """
+    if y_MD.ndim != 2 or y_MD.shape[0] != sum(plan.receive):
+        text = f"needs results [M, D] for the {sum(plan.receive)} rows of the dispatch."
+        raise SpecError(message("ops.combine", text, [f"y is {list(y_MD.shape)}"]))
+    if plan.arrived is not None:
+        y_MD = apply_linear(y_MD, plan.arrived.dual())
+        y_MD = all_to_all_rows(y_MD, plan.axis, send=plan.receive, receive=plan.send, mesh=plan.mesh)
+    y_NKD = apply_linear(y_MD, plan.by_expert.dual()).unflatten(0, plan.weights.shape)
+    return (y_NKD * plan.weights.to(y_MD.dtype).unsqueeze(-1)).sum(1)
+
+
+def experts_swiglu(
+    x_ND: Tensor,
+    gate_EFD: Tensor,
+    up_EFD: Tensor,
+    down_EFD: Tensor,
+    routing: Routing,
+    *,
+    axis: str | Sequence[str] = "ep",
+    tp: str | None = "tp",
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """SwiGLU experts (Shazeer 2020): `sum_j weight_j * down(silu(gate(x)) * up(x))` over the k experts of each token.
+
+    Weights are what `gather_unit` gives of leaves named `("expert", "mlp", "embed")`: the experts of this rank, whose
+    hidden dim `tp` may cut. Then x has to be the same on all ranks of `tp`, and the result is.
+
+    Args:
+        x_ND: this rank's tokens.
+        gate_EFD: of the experts of this rank.
+        up_EFD: the same.
+        down_EFD: the same, applied transposed.
+        routing: of these tokens, over all experts.
+        axis: along which experts are owned.
+        tp: the axis that cuts F, where the mesh has it; None when F is whole.
+        mesh: by default that of `fs.set_mesh`.
+
+    Returns:
+        `[N, D]`.
+
+    Raises:
+        SpecError: the weights are not those of this rank's experts.
+    """
+    experts = routing.scores.shape[-1]
+    cut = tp is not None and axis_size(tp, mesh) > 1
+    if cut:
+        assert tp is not None
+        x_ND = vary(x_ND, tp, mesh=mesh)
+        routing = routing._replace(weights=vary(routing.weights, tp, mesh=mesh))
+    x_MD, counts_E, plan = dispatch(x_ND, routing, experts, axis=axis, mesh=mesh)
+    held = {name: list(w.shape) for name, w in (("gate", gate_EFD), ("up", up_EFD), ("down", down_EFD))}
+    if any(shape[0] != counts_E.numel() for shape in held.values()):
+        rows = [f"{name} is {shape}" for name, shape in held.items()]
+        text = f"needs weights of the {counts_E.numel()} experts of this rank, of {experts} in all."
+        mend = 'Name their dim "expert" in plan_layout(names=...), with the rule expert="ep".'
+        raise SpecError(message("ops.experts_swiglu", text, rows, mend))
+    hidden_MF = F.silu(grouped_matmul(x_MD, gate_EFD.mT, counts_E)) * grouped_matmul(x_MD, up_EFD.mT, counts_E)
+    y_ND = combine(grouped_matmul(hidden_MF, down_EFD, counts_E), plan)
+    return psum(y_ND, tp, mesh=mesh) if cut and tp is not None else y_ND

@@ -1,0 +1,54 @@
+"""Benchmarks measure what they say, on sizes that take no time: who takes part, equal losses, bytes that follow."""
+
+from datetime import timedelta
+
+import pytest
+
+from fsharding.bench.step import StepConfig, bench_step, measure
+from fsharding.errors import ConfigError
+from fsharding.mesh import make_mesh
+from fsharding.testing import run_ranks
+
+ALL = ("compute-only", "ddp", "fsdp2", "fsharding-zero0", "fsharding-zero1", "fsharding-zero2", "fsharding-zero3")
+SMALL = {"preset": "tiny", "batch": 1, "seq_len": 16, "rounds": 2}
+
+
+def measured(config):
+    return measure(config, make_mesh(dp=-1, device="cpu", timeout=timedelta(seconds=20)))
+
+
+def test_everyone_trains_the_same_and_is_measured():
+    rows = {row["contender"]: row for row in run_ranks(measured, 2, StepConfig(**SMALL))[0]}
+    assert tuple(rows) == ALL
+    losses = [row["loss"] for name, row in rows.items() if name != "compute-only"]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+    for name, row in rows.items():
+        assert row["median_ms"] > 0 and row["ranks"] == 2
+        assert (row["floor_ms"] is not None) == name.startswith("fsharding")
+        assert row["floor_ms"] is None or row["floor_ms"] > row["wire_ms"] > 0
+    peak = {name: row["peak_bytes"] for name, row in rows.items()}
+    assert peak["fsharding-zero3"] < peak["fsharding-zero1"] < peak["ddp"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"compiled": True}], ids=str)
+def test_other_dtypes_and_compiled_blocks(how):
+    contenders = ("ddp", "fsdp2", "fsharding-zero3", "fsharding-hybrid")
+    config = StepConfig(**SMALL, **how, contenders=contenders)
+    rows = run_ranks(measured, 2, config, timeout=100)[0]
+    assert [row["contender"] for row in rows] == [*contenders]
+    assert all((row["dtype"], row["compiled"]) == (config.dtype, config.compiled) for row in rows)
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        bench_step(StepConfig(contenders=("ddp", "deepspeed-zero3", "ours"), rounds=0))
+    assert str(caught.value) == (
+        "fsharding bench step cannot measure this.\n"
+        "  rounds: 0\n"
+        "  ours: not known\n"
+        "  deepspeed-zero3: its package is not installed\n"
+        "Numbers are at least 1; contenders are compute-only, ddp, fsdp2, simple-fsdp, deepspeed-zero1, "
+        "deepspeed-zero2, deepspeed-zero3, fsharding-zero0, fsharding-zero1, fsharding-zero2, fsharding-zero3, "
+        "fsharding-hybrid."
+    )

@@ -1,0 +1,169 @@
+"""Experts on one rank, against each token through each of its experts: values, every derivative, and what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsharding import _compat, ops
+from fsharding.errors import MeshError, SpecError, TransformError
+from fsharding.testing import assert_bitwise_equal, assert_trees_close
+
+COUNTS = [(3, 0, 4), (7, 0, 0), (0, 0, 7), (2, 3, 2)]
+
+
+def values(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def refusal(kind, call):
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- products of groups
+def one_by_one(x, w, counts):
+    groups = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return torch.einsum("md,mdf->mf", x, w[groups])
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("dims", [(4, 8), (3, 5)], ids=["aligned", "not_aligned"])
+@pytest.mark.parametrize("by_column", [False, True])
+def test_products_of_groups(counts, dims, by_column):
+    d, f = dims
+    x = values(7, d, dtype=torch.float32).requires_grad_()
+    w = (
+        values(3, f, d, seed=1, dtype=torch.float32).mT if by_column else values(3, d, f, seed=1, dtype=torch.float32)
+    ).requires_grad_()
+    assert _compat.takes_grouped_mm(x, w) == (dims == (4, 8)), "both ways are tested"
+    y, want = ops.grouped_matmul(x, w, torch.tensor(counts)), one_by_one(x, w, counts)
+    ahead = values(7, f, seed=2, dtype=torch.float32)
+    found = torch.autograd.grad(y, [x, w], ahead)
+    assert_trees_close([y, *found], [want, *torch.autograd.grad(want, [x, w], ahead)], rtol=1e-5, atol=1e-6)
+    assert found[1].stride() == w.stride()
+
+
+def test_every_derivative_of_products_of_groups():
+    x, w, counts = values(7, 2).requires_grad_(), values(3, 2, 3, seed=1).requires_grad_(), torch.tensor([3, 0, 4])
+
+    def product(x, w):
+        return ops.grouped_matmul(x, w, counts)
+
+    assert torch.autograd.gradcheck(product, (x, w), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(product, (x, w))
+    many = torch.stack([x.detach(), 2 * x.detach()])
+    assert_bitwise_equal(torch.vmap(product, (0, None))(many, w.detach())[0], product(x.detach(), w.detach()))
+    assert_trees_close(torch.func.jacrev(product, 1)(x, w), torch.func.jacfwd(product, 1)(x, w), rtol=1e-12)
+
+
+def test_no_rows_and_no_groups():
+    assert ops.grouped_matmul(torch.zeros(0, 4), torch.zeros(2, 4, 8), torch.tensor([0, 0])).shape == (0, 8)
+    x, w = torch.zeros(0, 4, requires_grad=True), torch.zeros(0, 4, 8, requires_grad=True)
+    y = ops.grouped_matmul(x, w, torch.zeros(0, dtype=torch.int64))
+    assert [g.shape for g in torch.autograd.grad(y.sum(), [x, w])] == [(0, 4), (0, 4, 8)]
+
+
+def test_products_that_do_not_fit():
+    x, w = torch.zeros(7, 2), torch.zeros(3, 2, 4)
+    rule = "ops.grouped_matmul needs x [M, D], w [X, D, F] of one dtype, and X counts that sum to M.\n"
+    assert refusal(SpecError, lambda: ops.grouped_matmul(x, w, torch.tensor([1, 2, 3]))) == (
+        f"{rule}  x is torch.float32[7, 2], w is torch.float32[3, 2, 4]\n  counts are [1, 2, 3]"
+    )
+    for other in (w.double(), w[:2], w.mT):
+        assert refusal(SpecError, lambda other=other: ops.grouped_matmul(x, other, torch.tensor([1, 2, 4]))).startswith(
+            rule
+        )
+    text = refusal(TransformError, lambda: torch.vmap(lambda c: ops.grouped_matmul(x, w, c))(torch.tensor([[7, 0, 0]])))
+    assert (
+        text
+        == "ops.grouped_matmul cannot run under a vmap over its counts.\nKeep the counts out of the vmap, or loop over the batch."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ experts
+def dense(x, router, gate, up, down, top_k):
+    """Each token through each of its experts."""
+    routing, rows = ops.route(x @ router.T, top_k=top_k), []
+    for n in range(x.shape[0]):
+        terms = [
+            routing.weights[n, j] * ((F.silu(gate[e] @ x[n]) * (up[e] @ x[n])) @ down[e])
+            for j, e in enumerate(routing.experts[n].tolist())
+        ]
+        rows.append(sum(terms[1:], terms[0]))
+    return torch.stack(rows)
+
+
+def sorted_by_expert(x, router, gate, up, down, top_k):
+    return ops.experts_swiglu(x, gate, up, down, ops.route(x @ router.T, top_k=top_k))
+
+
+def inputs(dtype=torch.float64):
+    shapes = [(5, 3), (4, 3), (4, 2, 3), (4, 2, 3), (4, 2, 3)]
+    return [values(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_experts_are_what_each_token_gets_from_each_of_its_experts(top_k):
+    args = [x.requires_grad_() for x in inputs()]
+    found, want = (fn(*args, top_k) for fn in (sorted_by_expert, dense))
+    ahead = values(5, 3, seed=9)
+    grads = [torch.autograd.grad(out, args, ahead) for out in (found, want)]
+    assert_trees_close([found, *grads[0]], [want, *grads[1]], rtol=1e-11, atol=1e-12)
+
+
+def test_experts_under_every_transform():
+    args, ahead = inputs(), values(5, 3, seed=9)
+    for x in args:
+        x.requires_grad_()
+
+    def whole(*args):
+        return sorted_by_expert(*args, 2)
+
+    assert torch.autograd.gradcheck(whole, args, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(whole, args, fast_mode=True)
+    want = torch.autograd.grad(whole(*args), args, ahead)
+    plain = [x.detach() for x in args]
+    assert_trees_close(torch.func.vjp(whole, *plain)[1](ahead), want, rtol=1e-12)
+    rows = torch.func.jacrev(whole, 2)(*plain)
+    assert_trees_close((rows * ahead[:, :, None, None, None]).sum((0, 1)), want[2], rtol=1e-11)
+    text = refusal(TransformError, lambda: torch.vmap(lambda x: whole(x, *plain[1:]))(plain[0][None]))
+    assert (
+        text == "ops.dispatch cannot run under a vmap over tokens.\nFlatten the batch into the tokens before routing."
+    )
+
+
+def test_rows_come_sorted_by_expert():
+    routing = ops.Routing(torch.tensor([[2, 0], [0, 1], [2, 3]]), torch.ones(3, 2), torch.zeros(3, 5))
+    rows, counts, plan = ops.dispatch(torch.tensor([[0.0], [1.0], [2.0]]), routing, 5)
+    assert rows.flatten().tolist() == [0.0, 1.0, 1.0, 0.0, 2.0, 2.0] and counts.tolist() == [2, 1, 2, 1, 0]
+    assert plan.send == plan.receive == (6,) and plan.mesh is None
+    assert ops.combine(rows, plan).flatten().tolist() == [0.0, 2.0, 4.0]
+    none = ops.dispatch(
+        torch.zeros(0, 3), ops.Routing(torch.zeros(0, 2, dtype=torch.int64), torch.ones(0, 2), torch.zeros(0, 5)), 5
+    )
+    assert none.rows.shape == (0, 3) and not none.counts.any() and ops.combine(none.rows, none.plan).shape == (0, 3)
+
+
+def test_what_experts_refuse():
+    x, routing = torch.zeros(3, 2), ops.route(torch.zeros(3, 4), top_k=1)
+    assert refusal(SpecError, lambda: ops.dispatch(x[:2], routing, 4)) == (
+        "ops.dispatch needs x [N, D] and experts [N, k] of the same tokens.\n  x is [2, 2], experts are [3, 1]"
+    )
+    far = routing._replace(experts=routing.experts + 4)
+    assert refusal(SpecError, lambda: ops.dispatch(x, far, 4)) == (
+        "ops.dispatch has 4 experts, from 0 on.\n  a token goes to expert 4"
+    )
+    assert refusal(MeshError, lambda: ops.dispatch(x, routing, 4, axis="epp")).startswith(
+        "ops.dispatch knows no axis 'epp'."
+    )
+    assert refusal(SpecError, lambda: ops.combine(x[:2], ops.dispatch(x, routing, 4).plan)) == (
+        "ops.combine needs results [M, D] for the 3 rows of the dispatch.\n  y is [2, 2]"
+    )
+    w = torch.zeros(3, 6, 2)
+    assert refusal(SpecError, lambda: ops.experts_swiglu(x, w, w, w, routing)) == (
+        "ops.experts_swiglu needs weights of the 4 experts of this rank, of 4 in all.\n"
+        "  gate is [3, 6, 2]\n  up is [3, 6, 2]\n  down is [3, 6, 2]\n"
+        'Name their dim "expert" in plan_layout(names=...), with the rule expert="ep".'
+    )
