@@ -3,6 +3,7 @@
 import os
 
 import torch
+import torch._dynamo  # the fork server has what is imported here; ranks would each take seconds for it
 from hypothesis import settings
 
 # As the ranks have: on shared cores, threads of tiny operations wait for each other ten times longer than they work.

@@ -120,15 +120,14 @@ def _fsdp2(task: Task) -> Callable[[], Tensor]:
 
 
 def _simple_fsdp(task: Task) -> Callable[[], Tensor]:
-    # lazy: an extra
-    simple: Any = importlib.import_module("torchtitan.experiments.simple_fsdp.simple_fsdp")
+    simple: Any = importlib.import_module("torchtitan.experiments.simple_fsdp.simple_fsdp")  # lazy: extra
     policy = simple.MixedPrecisionPolicy(param_dtype=task.dtype, reduce_dtype=torch.float32)
     return _trained(simple.data_parallel(_Decoder(task), task.mesh, mode="fully_shard", mp_policy=policy), task)
 
 
 def _deepspeed(level: int) -> Callable[[Task], Callable[[], Tensor]]:
     def build(task: Task) -> Callable[[], Tensor]:
-        deepspeed: Any = importlib.import_module("deepspeed")
+        deepspeed: Any = importlib.import_module("deepspeed")  # lazy: extra
         module = _Decoder(task)
         opt = torch.optim.AdamW(module.parameters(), lr=RATE, betas=(B1, B2), weight_decay=0.0, fused=True)
         settings = {

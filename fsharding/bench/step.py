@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,9 @@ from fsharding.strategy import HSDP, Strategy, zero
 
 __all__ = ["StepConfig", "bench_step", "measure"]
 
-_OURS: dict[str, Strategy] = {f"fsharding-zero{level}": zero(level) for level in range(4)} | {"fsharding-hybrid": HSDP}
+# Strategy, and how many replicas the mesh has.
+_OURS: dict[str, tuple[Strategy, int]] = {f"fsharding-zero{level}": (zero(level), 1) for level in range(4)}
+_OURS["fsharding-hybrid"] = HSDP, 2
 _USUAL = ("compute-only", "ddp", "fsdp2", *(name for name in _OURS if name != "fsharding-hybrid"))
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -115,24 +117,22 @@ def measure(config: StepConfig, mesh: Any) -> list[dict[str, Any]]:
     """One row for each contender: time, memory, loss, and the least time of ours. Collective."""
     sizes = recipe(config.preset).config
     task = Task(_model(config, sizes), mesh, _batch(config, sizes, mesh), _DTYPES[config.dtype])
-    runs: dict[str, Callable[[], Tensor]] = {}
-    memory: dict[str, int] = {}
-    first: dict[str, float] = {}
-    floors: dict[str, float] = {}
+    built: dict[str, _Built] = {}
+    wires: dict[str, float] = {}
     for name in config.contenders:
-        make = PEERS[name] if name in PEERS else functools.partial(_ours, _OURS[name])
-        runs[name], memory[name], first[name] = _built(functools.partial(make, task))
+        make = PEERS[name] if name in PEERS else functools.partial(_ours, *_OURS[name])
+        built[name] = _build(functools.partial(make, task))
         if name in _OURS:
-            floors[name] = _wire_time(task, runs[name])
-    steps = take_turns(runs, config.rounds)
-    _agree(first, steps, _TOLERANCE[config.dtype])
+            wires[name] = _wire_time(task, built[name].sent)
+    steps = take_turns({name: found.run for name, found in built.items()}, config.rounds)
+    _agree(built, steps, _TOLERANCE[config.dtype])
     alone = steps["compute-only"].median if "compute-only" in steps else None
     return [
         {
             "contender": name, "compiled": config.compiled, "dtype": config.dtype, "ranks": mesh.size(),
-            "median_ms": found.median, "iqr_ms": found.iqr, "peak_bytes": memory[name], "loss": found.losses[-1],
-            "wire_ms": floors.get(name),
-            "floor_ms": alone + floors[name] if alone is not None and name in floors else None,
+            "median_ms": found.median, "iqr_ms": found.iqr, "peak_bytes": built[name].peak, "loss": found.losses[-1],
+            "wire_ms": wires.get(name),
+            "floor_ms": alone + wires[name] if alone is not None and name in wires else None,
         }
         for name, found in steps.items()
     ]  # fmt: skip
@@ -154,8 +154,8 @@ def _batch(config: StepConfig, sizes: DecoderConfig, mesh: Any) -> dict[str, Ten
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def _ours(strategy: Strategy, task: Task) -> Callable[[], Tensor]:
-    mesh = make_mesh(replica=2, dp=-1) if strategy == HSDP else task.mesh
+def _ours(strategy: Strategy, replicas: int, task: Task) -> Callable[[], Tensor]:
+    mesh = make_mesh(replica=replicas, dp=-1) if replicas > 1 else task.mesh
     how = Precision(compute=task.dtype)
     layout = plan_layout(task.draws(), mesh, strategy=strategy, names=task.model.names, precision=how)
     opt = optim.adamw(RATE, b1=B1, b2=B2)
@@ -170,16 +170,30 @@ def _ours(strategy: Strategy, task: Task) -> Callable[[], Tensor]:
     return run
 
 
-def _built(make: Callable[[], Callable[[], Tensor]]) -> tuple[Callable[[], Tensor], int, float]:
-    """A contender that has done two steps, the most bytes that it had allocated at once, and its first loss.
+class _Built(NamedTuple):
+    """A contender that has done two steps.
 
-    What it keeps is what building it and its first step left behind; what it needs besides is measured in its second.
+    Attributes:
+        run: does one more.
+        peak: most bytes that it had allocated at once, on the fullest rank.
+        first: its first loss, the mean over ranks.
+        sent: bytes that this rank sent in a step, as far as `counting_bytes` sees them.
     """
+
+    run: Callable[[], Tensor]
+    peak: int
+    first: float
+    sent: int
+
+
+def _build(make: Callable[[], Callable[[], Tensor]]) -> _Built:
+    """What it keeps is what building it and its first step left behind; what it needs besides shows in its second."""
     made: list[Callable[[], Tensor]] = []
     losses: list[Tensor] = []
     kept, _ = _compat.allocated(lambda: made.append(make()))
     warm, _ = _compat.allocated(lambda: losses.append(made[0]()))
-    _, peak = _compat.allocated(made[0])
+    with counting_bytes() as traffic:
+        _, peak = _compat.allocated(made[0])
     found = torch.tensor([float(losses[0]), kept + warm + peak], dtype=torch.float64)
     if dist.is_initialized():
         everyone = [torch.empty_like(found) for _ in range(dist.get_world_size())]
@@ -187,21 +201,19 @@ def _built(make: Callable[[], Callable[[], Tensor]]) -> tuple[Callable[[], Tenso
         found = torch.stack(everyone)
     else:
         found = found[None]
-    return made[0], int(found[:, 1].max()), float(found[:, 0].mean())
+    return _Built(made[0], int(found[:, 1].max()), float(found[:, 0].mean()), traffic.bytes)
 
 
-def _wire_time(task: Task, run: Callable[[], Tensor]) -> float:
-    """Milliseconds that the bytes of a step take alone: all-to-alls of one block between warm buffers, in a row."""
-    with counting_bytes() as traffic:
-        run()
-    if not traffic.bytes:
+def _wire_time(task: Task, sent: int) -> float:
+    """Milliseconds that so many bytes take alone: all-to-alls of one block between warm buffers, in a row."""
+    if not sent:
         return 0.0
     group = axis_group(task.mesh, ("dp",))
     draws = tree.leaves(tree.at(task.draws(), stacks_of(task.model)[-1][0]))
     width = -(-sum(math.prod(draw.shape[1:]) for draw in draws) // group.size)
     # Written once: memory that was never written is one page of zeros, which stays in the cache.
     send, received = torch.ones(2, group.size, width, dtype=task.dtype, device=task.mesh.device_type)
-    messages = max(1, round(traffic.bytes / ((group.size - 1) * send[0].nbytes)))
+    messages = max(1, round(sent / ((group.size - 1) * send[0].nbytes)))
     times: list[float] = []
     for _ in range(4):
         dist.barrier()
@@ -214,11 +226,11 @@ def _wire_time(task: Task, run: Callable[[], Tensor]) -> float:
     return float(slowest)
 
 
-def _agree(first: dict[str, float], steps: dict[str, Steps], tolerance: float) -> None:
+def _agree(built: dict[str, _Built], steps: dict[str, Steps], tolerance: float) -> None:
     """Everyone has the same losses; who trains alone has the first one, before its ranks go apart."""
-    together = {name: [first[name], *found.losses] for name, found in steps.items() if name != "compute-only"}
+    together = {name: [built[name].first, *found.losses] for name, found in steps.items() if name != "compute-only"}
     if "compute-only" in steps:
-        together["compute-only"] = [first["compute-only"]]
+        together["compute-only"] = [built["compute-only"].first]
     name, expected = next(iter(together.items()))
     for other, found in together.items():
         for a, b in zip(expected, found, strict=False):
