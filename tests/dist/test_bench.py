@@ -27,7 +27,7 @@ def test_everyone_trains_the_same_and_is_measured():
         assert (row["floor_ms"] is not None) == name.startswith("fsharding")
         assert row["floor_ms"] is None or row["floor_ms"] > row["wire_ms"] > 0
     peak = {name: row["peak_bytes"] for name, row in rows.items()}
-    assert peak["fsharding-zero3"] < peak["fsharding-zero1"] < peak["ddp"]
+    assert peak["fsharding-zero3"] < peak["fsharding-zero0"] < 1.5 * peak["ddp"]
 
 
 @pytest.mark.full
