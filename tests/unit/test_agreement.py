@@ -30,8 +30,11 @@ def test_a_model_is_told_by_its_config():
     def told(**changes):
         return facts_of("model", fs.models.decoder(fs.models.DecoderConfig(**changes), attention="ring"))
 
-    assert told() == told() and told()["model.block.config.dim"] == "128"
-    assert {name.rpartition(".")[2] for name, text in told(dim=64).items() if told()[name] != text} == {"dim"}
+    assert told() == told() and told()["model.embed.config.dim"] == "128"
+    assert {name.rpartition(".")[2] for name, text in told(dim=64).items() if told()[name] != text} == {
+        "dim",
+        "head_dim",
+    }
 
 
 def test_what_may_differ_between_ranks_is_told_by_its_type():
