@@ -111,6 +111,7 @@ class Tape:
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
         ledger: of its units.
+        adds_in_place: whether all gradients end in what was given as `accumulate`.
 
     Raises:
         TransformError: nobody says who owns a leaf with an explicit assignment.
@@ -130,6 +131,7 @@ class Tape:
             held = tree.flatten_up_to(self._spec, accumulate, "fs.value_and_grad")
         triples = zip(flat, self._targets, held, strict=True)
         self._goals = [_goal(leaf, target, h, precision) for leaf, target, h in triples]
+        self.adds_in_place = all(goal is None or goal.held == goal.target for goal in self._goals)
         self._flying = [_fly(leaf, goal is not None) for leaf, goal in zip(flat, self._goals, strict=True)]
         self._raw: list[Tensor | None] = [None] * count
         locals_ = [x if isinstance(x, Local) else None for x in self._flying]

@@ -87,7 +87,7 @@ def expected_traffic(
     step = _Step(config, sender, tokens, sequence, attention, policy)
     tied = ("embed.table",) if config.tied else ()
     for stage in sender.stages(config.layers):
-        stage = stage._replace(walks=1) if policy.activations == "dots" else stage
+        stage = stage._replace(walks=microbatches) if policy.activations == "dots" else stage
         _activations(step, stage)
         parameters(sender, stage, tied=tied, kept=policy.gathered)
     _messages(step)
@@ -129,16 +129,15 @@ def _activations(step: _Step, stage: Stage) -> None:
     """Everything over `tp` and `cp`."""
     mlp, attention = _mlp(step), _attention(step)
     layers = [(mlp, stage.layers), (attention, stage.layers), (_embed(step), stage.first), (_head(step), stage.last)]
-    walks = stage.walks * step.sender.microbatches
     for calls, count in layers:
         once, each = [*calls.forward, *calls.weights], calls.backward
-        for found, times in ((once, step.sender.microbatches), (each, walks)):
+        for found, times in ((once, step.sender.microbatches), (each, stage.walks)):
             for axis, sent in found:
                 step.sender.send((axis,), sent, times * count)
     if step.policy.activations != "all":
         # Computing again ends with the last tensor that backward needs, which comes before the last sum.
         for axis, sent in [*attention.forward, *mlp.forward[:-1]]:
-            step.sender.send((axis,), sent, walks * stage.layers)
+            step.sender.send((axis,), sent, stage.walks * stage.layers)
 
 
 def _messages(step: _Step) -> None:

@@ -215,6 +215,7 @@ class _Run:
         spec, leaves = (None, []) if stage == 0 else self._inputs("F", stage, m)
         x_leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in leaves]
         tape = Tape(*self.work[stage], self.precision, self.pool)
+        assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
         flight = self.flights[stage, m] = _Flight(tape, x_leaves)
         x = None if spec is None else tree.unflatten(spec, x_leaves)
         out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])

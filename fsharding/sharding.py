@@ -21,7 +21,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharding import _compat, at_rest, boxes, tree
 from fsharding import mesh as meshes
-from fsharding.axes import DATA_AXES, AbstractMesh
+from fsharding.axes import AXES, DATA_AXES, AbstractMesh
 from fsharding.boxes import Box, Grid, Runs
 from fsharding.errors import SpecError, message
 from fsharding.mesh import Mesh, abstract, coordinate
@@ -79,7 +79,7 @@ class NamedSharding:
     Attributes:
         mesh: with devices, or abstract.
         spec: axes by dim. On a dim that is assigned, they cut what a coordinate owns.
-        partial: axes whose ranks hold different terms of a sum that has not been taken.
+        partial: axes whose ranks hold different terms of a sum that has not been taken, kept in the order of `AXES`.
         assigned: explicit ownership along axes that the spec does not use, one dim each.
         owned: data axes of the spec along which ranks compute with their own part, such as `ep` for experts. The leaf
             is not gathered over them, and its gradient is not summed over them: tokens come to the owner.
@@ -100,6 +100,8 @@ class NamedSharding:
             raise SpecError(message("NamedSharding", text, mend="Give an axis one role."))
         if len({*dims}) < len(dims):
             raise SpecError(message("NamedSharding", f"got two assignments of one dim: {dims}.", mend="Give one."))
+        # They are a set: shardings that mean the same are equal, whatever the order of the mesh.
+        object.__setattr__(self, "partial", tuple(sorted(self.partial, key=lambda a: (*AXES, a).index(a))))
         if lost := [axis for axis in self.owned if axis not in self.spec.all_axes or axis not in DATA_AXES]:
             text = f"cannot own {', '.join(lost)} with the spec {self.spec}."
             raise SpecError(message("NamedSharding", text, mend=f"Own axes of the spec among {', '.join(DATA_AXES)}."))

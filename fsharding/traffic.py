@@ -43,7 +43,7 @@ class Stage(NamedTuple):
         layers: how many.
         first: it has the embedding.
         last: it has the head.
-        walks: how often it goes back for each microbatch: once, or for inputs and weights.
+        walks: how often it goes back in a step: once for each microbatch, or for inputs and again for weights.
     """
 
     layers: int
@@ -90,13 +90,13 @@ class Sender:
     def stages(self, layers: int) -> list[Stage]:
         """The stages of this rank; without a pipeline, one with all layers."""
         if self.schedule is None:
-            return [Stage(layers, True, True, 1)]
+            return [Stage(layers, True, True, self.microbatches)]
         counts, row = layers_by_stage(self.model, self.schedule, self.layout), self.schedule.table[self.where["pp"]]
         found: list[Stage] = []
         for stage in self.schedule.stages_on(self.where["pp"]):
             # The first stage has no inputs to differentiate.
             kinds = ("B", "I", "W") if stage else ("B", "W")
-            walks = sum(a.stage == stage and a.microbatch == 0 and a.kind in kinds for a in row)
+            walks = sum(a.stage == stage and a.kind in kinds for a in row)
             found.append(Stage(sum(counts[stage]), stage == 0, stage == self.schedule.stages - 1, walks))
         return found
 
@@ -161,11 +161,10 @@ def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: 
             [_Move(*move) for move in zip(part, homes, map(whole, homes), [d.itemsize for d in dtypes], strict=True)],
         )
         return
-    again = stage.walks * m
     for unit, count, back in (
         (_leaves(sender, "embed"), int(stage.first), 0),
-        (_leaves(sender, "blocks"), stage.layers, 0 if kept else again),
-        (_leaves(sender, "head", *tied), int(stage.last), again if sender.schedule else 0),
+        (_leaves(sender, "blocks"), stage.layers, 0 if kept else stage.walks),
+        (_leaves(sender, "head", *tied), int(stage.last), stage.walks if sender.schedule else 0),
     ):
         _gather(sender, unit, count * (m + back))
         _reduce(sender, unit, count)

@@ -71,6 +71,12 @@ def test_the_rank_orders_of_megatron(order, axes):
     close(replace(CASE, mesh=ordered(order, **axes)))
 
 
+def test_sums_over_axes_in_any_order_of_the_mesh():
+    """Stages add their sums in place wherever two data axes are open, whichever is the outer one."""
+    mesh = ordered(("dp", "replica", "pp"), dp=2, replica=2, pp=2)
+    close(replace(CASE, mesh=mesh, strategy=fs.zero(0), sequence=False))
+
+
 def test_products_that_are_kept_are_walked_once():
     """torch's selective checkpoint has one backward, schedules with I and W have two."""
     close(replace(CASE, mesh=ordered((), pp=2), schedule="zbv", microbatches=4, policy="dots_saveable"))
@@ -94,7 +100,7 @@ SENT = [
     ({"cp": 2}, {"attention": "ring", "policy": "nothing_saveable"}),
     ({"cp": 4}, {"attention": "gather", "strategy": fs.zero(0)}),
     ({"pp": 2, "tp": 2}, {"schedule": "interleaved_zero_bubble", "microbatches": 4, "policy": "dots_saveable"}),
-    ({"pp": 2, "dp": 2, "tp": 2}, {"schedule": "dualpipev", "microbatches": 4, "sequence": True}),
+    ({"pp": 2, "dp": 2, "tp": 2}, {"schedule": "dualpipev", "microbatches": 5, "rows": 20, "sequence": True}),
 ]
 
 
