@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from fsharding.ops.transition import Step
 from fsharding.sharding import NamedSharding, like, local_of, sharding_of
 from fsharding.tree import Tree
 
-__all__ = ["BUCKET_BYTES", "redistribute", "reduce_grads"]
+__all__ = ["BUCKET_BYTES", "in_buckets", "redistribute", "reduce_grads"]
+
+Item = TypeVar("Item")
 
 BUCKET_BYTES = 32 << 20
 """Largest bucket of whole leaves that is gathered at once; a larger leaf travels alone."""
@@ -155,12 +157,23 @@ def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:
     return tree.unflatten(spec, result)
 
 
-def _batches(moves: Sequence[_Move]) -> Iterator[list[_Move]]:
-    batch: list[_Move] = []
+def in_buckets(moves: Sequence[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Cuts a sequence, in order, into buckets of at most `BUCKET_BYTES`; what is larger is in one of its own.
+
+    Args:
+        moves: anything that travels.
+        size: bytes of one.
+    """
+    bucket, held = list[Item](), 0
     for move in moves:
-        if batch and sum(m.bytes for m in batch) + move.bytes > BUCKET_BYTES:
-            yield batch
-            batch = []
-        batch.append(move)
-    if batch:
-        yield batch
+        if bucket and held + size(move) > BUCKET_BYTES:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(move)
+        held += size(move)
+    if bucket:
+        yield bucket
+
+
+def _batches(moves: Sequence[_Move]) -> Iterator[list[_Move]]:
+    return in_buckets(moves, lambda move: move.bytes)

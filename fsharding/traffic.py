@@ -23,17 +23,15 @@ from fsharding.mesh import abstract, data_axes
 from fsharding.ops import transition
 from fsharding.ops.transition import Step
 from fsharding.ops.unit import unreduced, whole
+from fsharding.ops.wire import SMALL_SUM
 from fsharding.planning import LeafLayout
-from fsharding.redistribute import BUCKET_BYTES
+from fsharding.redistribute import in_buckets
 from fsharding.schedule import Schedule
 from fsharding.sharding import NamedSharding
 from fsharding.stages import begins
 from fsharding.staging import layers_by_stage, owners
 
 __all__ = ["Sender", "Stage", "parameters", "sum_over", "update"]
-
-_SMALL = 1 << 14
-"""Up to so many elements a sum is a gather, and every rank adds."""
 
 
 class Stage(NamedTuple):
@@ -110,7 +108,7 @@ def sum_over(n: int, k: int, b: int, s: int = 4) -> Sent:
     """A sum of n elements over k ranks: b bytes a term, s bytes an element of the sum."""
     if k == 1 or n == 0:
         return Sent(0, 0)
-    return Sent(1, (k - 1) * n * b) if n <= _SMALL else Sent(2, (k - 1) * -(-n // k) * (b + s))
+    return Sent(1, (k - 1) * n * b) if n <= SMALL_SUM else Sent(2, (k - 1) * -(-n // k) * (b + s))
 
 
 # ----------------------------------------------------------------------------------------------------- units and leaves
@@ -257,17 +255,14 @@ def _together(sender: Sender, moves: Iterable[_Move]) -> None:
     for move in moves:
         if steps := transition.plan_steps(move.source, move.target):
             groups.setdefault((transition.kinds(steps), move.first), []).append(move)
+
+    def size(move: _Move) -> int:
+        larger = move.source if move.source.partial else move.target
+        return math.prod(larger.local_shape(move.leaf.shape, sender.where)) * move.first
+
     for members in groups.values():
-        batch, held = list[_Move](), 0
-        for move in members:
-            larger = move.source if move.source.partial else move.target
-            size = math.prod(larger.local_shape(move.leaf.shape, sender.where)) * move.first
-            if batch and held + size > BUCKET_BYTES:
-                _take(sender, batch)
-                batch, held = [], 0
-            batch.append(move)
-            held += size
-        _take(sender, batch)
+        for batch in in_buckets(members, size):
+            _take(sender, batch)
 
 
 def _take(sender: Sender, bucket: Sequence[_Move], times: int = 1) -> None:
@@ -277,25 +272,15 @@ def _take(sender: Sender, bucket: Sequence[_Move], times: int = 1) -> None:
     for place, (kind, axes) in enumerate(transition.kinds(steps[0])):
         k, n = sender.size(*axes), 0
         for i, move in enumerate(bucket):
-            after = _after(now[i], steps[i][place])
-            local = (after if kind == "gather" else now[i]).local_shape(move.leaf.shape, sender.where)
+            left = transition.after(now[i], steps[i][place])
+            local = (left if kind == "gather" else now[i]).local_shape(move.leaf.shape, sender.where)
             n += math.prod(local) if kind == "sum" else _piece(sender, steps[i][place], local)
-            now[i] = after
+            now[i] = left
         b = bucket[0].later if place else bucket[0].first
         if kind == "sum":
             sender.send(axes, sum_over(n, k, b, bucket[0].later), times)
         elif kind != "slice" and n:
             sender.send(axes, Sent(1, (k - 1) * n * b), times)
-
-
-def _after(source: NamedSharding, step: Step) -> NamedSharding:
-    """The sharding that a step leaves."""
-    cut = source.spec.axes(step.dim) if step.kind != "sum" else ()
-    if step.kind == "gather":
-        return replace(source, spec=source.spec.replace(step.dim, cut[: len(cut) - len(step.axes)]))
-    left = tuple(axis for axis in source.partial if axis not in step.axes)
-    spec = source.spec if step.kind == "sum" else source.spec.replace(step.dim, (*cut, *step.axes))
-    return replace(source, spec=spec, partial=left)
 
 
 def _piece(sender: Sender, taken: Step, local: tuple[int, ...]) -> int:

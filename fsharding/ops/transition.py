@@ -22,7 +22,7 @@ from fsharding.ops import wire
 from fsharding.sharding import NamedSharding
 from fsharding.spec import PartitionSpec
 
-__all__ = ["Step", "Transit", "kinds", "move", "plan_steps", "start", "whole_sizes"]
+__all__ = ["Step", "Transit", "after", "kinds", "move", "plan_steps", "start", "whole_sizes"]
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,16 @@ def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
+def after(source: NamedSharding, step: Step) -> NamedSharding:
+    """The sharding that a step leaves."""
+    cut = source.spec.axes(step.dim) if step.kind != "sum" else ()
+    if step.kind == "gather":
+        return replace(source, spec=source.spec.replace(step.dim, cut[: len(cut) - len(step.axes)]))
+    left = tuple(axis for axis in source.partial if axis not in step.axes)
+    spec = source.spec if step.kind == "sum" else source.spec.replace(step.dim, (*cut, *step.axes))
+    return replace(source, spec=spec, partial=left)
+
+
 def whole_sizes(source: NamedSharding, steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[int, ...]:
     """For each step, how long this rank's piece of the joined dim is after a "gather"; 0 for the other kinds.
 
@@ -201,15 +211,8 @@ def whole_sizes(source: NamedSharding, steps: Sequence[Step], shape: tuple[int, 
     """
     sizes: list[int] = []
     for step in steps:
-        cut = source.spec.axes(step.dim) if step.kind != "sum" else ()
-        if step.kind == "gather":
-            source = replace(source, spec=source.spec.replace(step.dim, cut[: len(cut) - len(step.axes)]))
-            sizes.append(source.local_shape(shape)[step.dim])
-            continue
-        if step.kind != "sum":
-            left = tuple(axis for axis in source.partial if axis not in step.axes)
-            source = replace(source, spec=source.spec.replace(step.dim, (*cut, *step.axes)), partial=left)
-        sizes.append(0)
+        source = after(source, step)
+        sizes.append(source.local_shape(shape)[step.dim] if step.kind == "gather" else 0)
     return tuple(sizes)
 
 

@@ -23,6 +23,7 @@ from fsharding.counts import record_sent
 from fsharding.mesh import Group
 
 __all__ = [
+    "SMALL_SUM",
     "Pending",
     "algorithm",
     "as_bytes",
@@ -37,7 +38,7 @@ __all__ = [
     "sum_rows",
 ]
 
-_SMALL = 1 << 14
+SMALL_SUM = 1 << 14
 """Up to so many elements a sum over ranks is one gather: every rank adds all terms itself."""
 
 _SHORT = 1 << 17
@@ -283,7 +284,7 @@ class PendingSum:
         if self.rows is None:
             return self.x.to(self.dtype, copy=True)
         self.pending.wait()
-        if self.x.numel() <= _SMALL:
+        if self.x.numel() <= SMALL_SUM:
             return sum_rows(self.rows, self.group.terms, self.dtype)
         total = torch.empty(self.rows.shape, dtype=self.dtype, device=self.x.device)
         sum_rows(self.rows, self.group.terms, self.dtype, out=total[self.group.index])
@@ -301,7 +302,7 @@ def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> PendingSum:
     """
     if group.process_group is None:
         return PendingSum(x, group, dtype)
-    if x.numel() <= _SMALL:
+    if x.numel() <= SMALL_SUM:
         rows = x.new_empty(group.size, x.numel())
         rows[group.index].copy_(x)
         return PendingSum(x, group, dtype, rows, gather_rows(rows, group))
