@@ -15,7 +15,7 @@ from fsharding import _compat, tree
 from fsharding.axes import AXES
 from fsharding.errors import LayoutError, message
 from fsharding.mesh import axis_group, coordinate
-from fsharding.ops import wire
+from fsharding.ops.rows import start_sum
 from fsharding.optim.base import EmptyState, GradientTransformation, like, local_leaves
 from fsharding.sharding import NamedSharding, is_assigned, local_of, sharding_of
 from fsharding.tree import Tree
@@ -64,7 +64,7 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     for axes, paths in groups.items():
         if axes:
             mine = torch.stack([squares[path] for path in paths])
-            total = wire.start_sum(mine, axis_group(meshes[axes].mesh, axes), torch.float64).wait()
+            total = start_sum(mine, axis_group(meshes[axes].mesh, axes), torch.float64).wait()
             squares.update(zip(paths, total.unbind(), strict=True))
     if not squares:
         return torch.zeros(())
