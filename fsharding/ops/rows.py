@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsharding import _compat
 from fsharding.counts import record_sent
 from fsharding.mesh import Group
 from fsharding.ops import shared, wire
@@ -148,7 +149,7 @@ def open_exchange(
 
 
 def _make(size: int, dtype: torch.dtype, device: torch.device, empty: Empty | None) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device) if empty is None else empty(size, dtype)
+    return _compat.fresh((size,), dtype, device) if empty is None else empty(size, dtype)
 
 
 def _shown(nbytes: int, group: Group, device: torch.device) -> bool:
@@ -174,11 +175,12 @@ def sum_rows(rows: Rows, terms: Sequence[int], dtype: torch.dtype, *, out: Tenso
     """
     if len(terms) == 1:
         return rows[terms[0]].to(dtype) if out is None else out.copy_(rows[terms[0]])
+    if out is None:
+        out = _compat.fresh(rows[0].shape, dtype, rows[0].device)
     if len(terms) == 2 and rows[0].dtype == dtype:
         return torch.add(rows[terms[0]], rows[terms[1]], out=out)
     half = 1 << ((len(terms) - 1).bit_length() - 1)
     left = sum_rows(rows, terms[:half], dtype, out=out)
-    left = left.clone() if left.data_ptr() == rows[terms[0]].data_ptr() else left
     right = rows[terms[half]] if len(terms) == half + 1 else sum_rows(rows, terms[half:], dtype)
     return left.add_(right)
 
@@ -206,9 +208,14 @@ class PendingSum:
         self.delivery.done()
         gather.start()
         whole = gather.wait()
-        flat = whole.view(-1) if isinstance(whole, Tensor) else torch.cat([*whole])
+        flat = whole.view(-1) if isinstance(whole, Tensor) else _joined(whole)
         gather.done()
         return flat[:n]
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    out = _compat.fresh((len(rows) * rows[0].numel(),), rows[0].dtype, rows[0].device)
+    return torch.cat([*rows], out=out)
 
 
 def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> PendingSum:

@@ -26,7 +26,7 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.mesh import Group
 
-__all__ = ["Posted", "allocated_bytes", "can_share", "post", "take"]
+__all__ = ["Posted", "allocated_bytes", "can_share", "most_bytes", "post", "take"]
 
 _HEAD = 4096
 """Bytes before the data of a block: one int64 for each reader, which signs with the number of the posting."""
@@ -50,7 +50,7 @@ class _Block:
         self.inode = os.fstat(self.fd).st_ino
         self.head, whole = _map(self.fd, self.size)
         self.data = whole[_HEAD:]
-        self.number = 0
+        self.used = self.number = 0
         self.readers: dict[int, int] = {}
         self._storage = _compat.storage_id(whole)
         del whole
@@ -75,6 +75,7 @@ class _Arena:
 
     def __init__(self) -> None:
         self.blocks: dict[int, _Block] = {}
+        self.most = 0
 
     def take(self, nbytes: int) -> Tensor:
         size = 1 << (nbytes + _HEAD - 1).bit_length()
@@ -82,7 +83,9 @@ class _Arena:
         if block is None:
             block = _Block(nbytes)
             self.blocks[_compat.storage_id(block.data)] = block
-        return block.data[:nbytes]
+        result, block.used = block.data[:nbytes], nbytes
+        self.most = max(self.most, sum(b.used for b in self.blocks.values() if not b.free()))
+        return result
 
     def drain(self) -> None:
         """A reader opens a block through the process that made it, so that this one must not be gone before."""
@@ -117,8 +120,15 @@ def take(nbytes: int) -> Tensor:
 
 
 def allocated_bytes() -> int:
-    """Bytes of all blocks that this process has made, read and unread: an upper bound of the memory they take."""
+    """Bytes of all blocks that this process has made, in use or not: an upper bound of the memory they take."""
     return sum(block.size for block in _arena().blocks.values())
+
+
+def most_bytes() -> int:
+    """Most bytes that were in use at once, here or by a reader, since the last call of this function."""
+    arena = _arena()
+    most, arena.most = arena.most, 0
+    return most
 
 
 @dataclass

@@ -255,6 +255,6 @@ def _gather(
     delivery = open_gather(plan.width, leaves[0].dtype, group, leaves[0].device)
     _compat.foreach_copy_(buckets.piece_views(delivery.mine, plan, group.index), list(leaves))
     delivery.start()
-    joined = buckets.copy_out(delivery.wait(), leaves[0].new_empty(plan.size), plan)
+    joined = buckets.copy_out(delivery.wait(), _compat.fresh((plan.size,), leaves[0].dtype, leaves[0].device), plan)
     delivery.done()
     return joined
