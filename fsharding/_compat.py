@@ -14,7 +14,7 @@ import mmap
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +53,7 @@ __all__ = [
     "meshless_device_mesh",
     "outside_transforms",
     "reduce_scatter_flat",
+    "region",
     "save_record",
     "save_without_data",
     "set_group_timeout",
@@ -175,6 +176,14 @@ def storage_id(x: Tensor) -> int:
 def storage_users(storage_cdata: int) -> int:
     """How many tensors and Python objects hold a storage."""
     return torch._C._storage_Use_Count(storage_cdata)
+
+
+def region(name: str) -> AbstractContextManager[Any]:
+    """Names what is inside in the profiler's trace; free where nobody profiles."""
+    return torch.profiler.record_function(f"fsharding: {name}") if torch.autograd._profiler_enabled() else _NOWHERE
+
+
+_NOWHERE: AbstractContextManager[Any] = nullcontext()
 
 
 def in_functorch() -> bool:

@@ -66,12 +66,15 @@ class Unit:
     @torch.no_grad()
     def start(self) -> None:
         """Casts the shards into rows and starts to gather them."""
-        if self._coming is not None or self.flats is not None:
-            return
-        self._coming = []
+        if self._coming is None and self.flats is None:
+            with _compat.region("gather"):
+                self._coming = self._started()
+
+    def _started(self) -> list[Delivery | None]:
+        coming: list[Delivery | None] = []
         for g in self.plan.gathers:
             if not g.axes:
-                self._coming.append(None)
+                coming.append(None)
                 continue
             group, shards = axis_group(self.plan.mesh, g.axes), [self.leaves[i].value for i in g.leaves]
             empty = functools.partial(self.ledger.take, owner=self)
@@ -79,12 +82,17 @@ class Unit:
             _compat.foreach_copy_(buckets.piece_views(delivery.mine, g.bucket, group.index), shards)
             self.ledger.counts.gathers.append(self.ledger.name_of(self.places))
             delivery.start()
-            self._coming.append(delivery)
+            coming.append(delivery)
+        return coming
 
     @torch.no_grad()
     def wait(self) -> list[list[Tensor]]:
         """Puts together what has come; the unit is alive from here. Returns the whole leaves of each gather."""
         self.start()
+        with _compat.region("gather"):
+            return self._joined()
+
+    def _joined(self) -> list[list[Tensor]]:
         assert self._coming is not None
         wholes: list[list[Tensor]] = []
         self.flats = []

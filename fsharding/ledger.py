@@ -205,13 +205,15 @@ class Ledger:
         """Backward of a unit is over: drops its buffers and starts to reduce its gradients."""
         unit.release()
         self.settle()
-        for plan in unit.plan.reductions:
-            self._returning.append(self._reduce(unit, plan, [grads[i] for i in plan.leaves]))
+        with _compat.region("scatter"):
+            for plan in unit.plan.reductions:
+                self._returning.append(self._reduce(unit, plan, [grads[i] for i in plan.leaves]))
 
     def settle(self) -> None:
         """Finishes the reductions under way."""
-        for finish in self._returning:
-            finish()
+        with _compat.region("scatter"):
+            for finish in self._returning:
+                finish()
         self._returning.clear()
 
     def _reduce(self, unit: Unit, plan: Reducing, grads: list[Tensor | None]) -> Callable[[], None]:

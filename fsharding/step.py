@@ -140,8 +140,10 @@ def make_train_step(
         else:
             grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
         grads, loads = set_loads_apart(grads, rates)
-        _compat.foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
-        loss, norm = (total.double() / (weight.double() * scale)).float(), global_norm(grads, shardings=layout.main)
+        with _compat.region("norm"):
+            _compat.foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
+            norm = global_norm(grads, shardings=layout.main)
+        loss = (total.double() / (weight.double() * scale)).float()
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         metrics = Metrics(loss, norm, weight, skipped=not finite)
         if not finite and state.loss_scale is None:
@@ -278,17 +280,32 @@ def _update(
     donate: bool,
 ) -> TrainState:
     layout = state.layout
-    main = main_of(state)
-    if steer is None:
-        main, opt_state = apply_gradients(opt, grads, state.opt_state, main, donate=donate, norm=norm)
-    else:
-        updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm)
-        main = apply_updates(main, steer(updates), donate=donate)
+    with _compat.region("optimizer"):
+        main, opt_state = _move(state, grads, norm, opt, steer, donate=donate)
     scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
+    with _compat.region("spread"):
+        params = spread_main(main, state.params, layout)
     return state.replace(
         step=state.step + 1,
-        params=spread_main(main, state.params, layout),
+        params=params,
         main=main if state.main is not None else None,
         opt_state=opt_state,
         loss_scale=scale,
     )
+
+
+def _move(
+    state: TrainState,
+    grads: Tree,
+    norm: Tensor,
+    opt: GradientTransformation,
+    steer: Callable[[Tree], Tree] | None,
+    *,
+    donate: bool,
+) -> tuple[Tree, Tree]:
+    """The main parameters and the optimizer state after an update."""
+    main = main_of(state)
+    if steer is None:
+        return apply_gradients(opt, grads, state.opt_state, main, donate=donate, norm=norm)
+    updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm)
+    return apply_updates(main, steer(updates), donate=donate), opt_state

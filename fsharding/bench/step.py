@@ -64,6 +64,8 @@ class StepConfig:
         rounds: counted steps of each contender.
         json: print one JSON object instead of a table.
         plot: where to draw the bars, a PNG.
+        trace: where to write a trace of one more step of the last contender, for Perfetto or chrome://tracing; what
+            `fsharding` does in it has names: gather, scatter, norm, optimizer, spread.
     """
 
     ranks: int | None = None
@@ -76,6 +78,7 @@ class StepConfig:
     rounds: int = 9
     json: bool = False
     plot: Path | None = None
+    trace: Path | None = None
 
 
 def bench_step(config: StepConfig) -> None:
@@ -139,6 +142,8 @@ def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -
             wires[name] = _wire_time(task, built[name].sent)
     steps = take_turns({name: found.run for name, found in built.items()}, config.rounds)
     agree(built, steps, _TOLERANCE[config.dtype])
+    if config.trace is not None:
+        _trace(built[config.contenders[-1]].run, config.trace)
     alone = steps["compute-only"].median if "compute-only" in steps else None
     return [
         {
@@ -230,6 +235,15 @@ def build(task: Task, name: str) -> Built:
         found = found[None]
     state, peak = map(int, found[:, 1:].amax(0))
     return Built(made[0], state, peak, float(found[:, 0].mean()), traffic.bytes)
+
+
+def _trace(run: Callable[[], Tensor], path: Path) -> None:
+    """Profiles one step; rank 0 writes what it saw."""
+    with torch.profiler.profile() as profile:
+        run()
+    if own_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
 
 
 def _wire_time(task: Task, sent: int) -> float:
