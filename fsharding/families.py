@@ -1,0 +1,123 @@
+"""Tables of model families as Hugging Face writes them: units, names of dims, roles of layers; plain data.
+
+In: a module with a `config.model_type`. Out: its `Family`, or None. Nothing here imports transformers.
+Names of dims are those of `DEFAULT_RULES`. Experts have no name that cuts them: every rank gathers them whole, and a
+mesh with `ep` uses it for data alone. Law: every parameter of the family's causal language model has names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from fsharding.anatomy import NameTable
+from fsharding.module_axes import Roles
+
+__all__ = ["FAMILIES", "Family", "family_of"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What `fs.functionalize` has to know of a module, other than the module.
+
+    Attributes:
+        units: as in `fs.functionalize`.
+        names: as in `fs.functionalize`.
+        roles: as in `fs.functionalize`.
+        heads: attributes of the config that `tp` has to divide.
+        reset: method of the module that gives a submodule its first values.
+    """
+
+    units: tuple[str | tuple[str, ...], ...]
+    names: NameTable
+    roles: Roles = field(default_factory=dict)
+    heads: tuple[str, ...] = ()
+    reset: str | None = "_init_weights"
+
+    def heads_of(self, module: nn.Module) -> Mapping[str, int]:
+        """The numbers that `tp` has to divide, by name."""
+        config = getattr(module, "config", None)
+        return {name: int(getattr(config, name)) for name in self.heads}
+
+
+_LLAMA = Family(
+    units=("model.embed_tokens", "model.layers.*", ("model.norm", "lm_head")),
+    names={
+        "model.embed_tokens.weight": ("vocab", "embed"),
+        "lm_head.weight": ("vocab", "embed"),
+        "*.q_proj.weight": ("heads", "embed"),
+        "*.k_proj.weight": ("kv_heads", "embed"),
+        "*.v_proj.weight": ("kv_heads", "embed"),
+        "*.o_proj.weight": ("embed", "heads"),
+        "*.q_proj.bias": ("heads",),
+        "*.k_proj.bias": ("kv_heads",),
+        "*.v_proj.bias": ("kv_heads",),
+        "*.o_proj.bias": ("embed",),
+        "*.mlp.gate_proj.weight": ("mlp", "embed"),
+        "*.mlp.up_proj.weight": ("mlp", "embed"),
+        "*.mlp.down_proj.weight": ("embed", "mlp"),
+        "*.mlp.gate_proj.bias": ("mlp",),
+        "*.mlp.up_proj.bias": ("mlp",),
+        "*.mlp.down_proj.bias": ("embed",),
+        "*norm.weight": (None,),
+    },
+    roles={
+        "model.embed_tokens": "vocab",
+        "lm_head": "logits",
+        "*.self_attn.q_proj": "column",
+        "*.self_attn.k_proj": "column",
+        "*.self_attn.v_proj": "column",
+        "*.self_attn.o_proj": "row",
+        "*.self_attn.q_norm": "inside",
+        "*.self_attn.k_norm": "inside",
+        "*.mlp.gate_proj": "column",
+        "*.mlp.up_proj": "column",
+        "*.mlp.down_proj": "row",
+    },
+    heads=("num_attention_heads", "num_key_value_heads"),
+)
+
+_MIXTURE = replace(
+    _LLAMA,
+    names={
+        **_LLAMA.names,
+        "*.mlp.gate.weight": (None, "embed"),
+        "*.experts.gate_up_proj": (None, None, "embed"),
+        "*.experts.down_proj": (None, "embed", None),
+    },
+)
+
+_GPT2 = Family(
+    units=("transformer.wte", "transformer.h.*", ("transformer.ln_f", "lm_head")),
+    names={
+        "transformer.wte.weight": ("vocab", "embed"),
+        "transformer.wpe.weight": (None, "embed"),
+        "lm_head.weight": ("vocab", "embed"),
+        "*.attn.c_attn.weight": ("embed", "heads"),
+        "*.attn.c_attn.bias": ("heads",),
+        "*.attn.c_proj.weight": ("heads", "embed"),
+        "*.mlp.c_fc.weight": ("embed", "mlp"),
+        "*.mlp.c_fc.bias": ("mlp",),
+        "*.mlp.c_proj.weight": ("mlp", "embed"),
+        "*.c_proj.bias": ("embed",),
+        "*ln_?.weight": (None,),
+        "*ln_?.bias": (None,),
+    },
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "mixtral": _MIXTURE,
+    "qwen3_moe": _MIXTURE,
+    "gpt2": _GPT2,
+}
+"""By `config.model_type`."""
+
+
+def family_of(module: nn.Module) -> Family | None:
+    """The family of a module, by the `model_type` of its config."""
+    return FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
