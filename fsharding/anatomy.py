@@ -225,7 +225,7 @@ def _find_units(modules: Mapping[str, nn.Module], patterns: Sequence[str | tuple
 def _fits(name: str, pattern: str) -> bool:
     """Whether a path fits a pattern, part by part."""
     parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
+    return name != "" and len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
 
 
 def _why_not(module: nn.Module) -> str | None:

@@ -347,9 +347,18 @@ class _Run:
             weights = {n: x for n, x in self._together[number].items() if n.startswith(f"{member}.")}
         else:
             weights = self._gather(number)
-        if unit.stack is not None:
-            body = remat(body, policy=self._policy)
-        return body(weights, args, kwargs, self._seed())
+        if unit.stack is None:
+            return body(weights, args, kwargs, self._seed())
+        rest: list[Any] = []
+
+        def tensors(*inputs: Any) -> tuple[Tensor, ...]:  # all that a transform can differentiate
+            leaves, spec = tree.flatten(body(*inputs))
+            rest[:] = [spec, [None if isinstance(x, Tensor) else x for x in leaves]]
+            return tuple(x for x in leaves if isinstance(x, Tensor))
+
+        found = iter(remat(tensors, policy=self._policy)(weights, args, kwargs, self._seed()))
+        spec, others = rest
+        return tree.unflatten(spec, [next(found) if x is None else x for x in others])
 
     def _gather(self, number: int) -> dict[str, Tensor]:
         """The weights of a unit by name; the next unit is sent for."""

@@ -88,9 +88,7 @@ def install(module: nn.Module, roles: Roles) -> Entrances:
             siblings = [child for child in module.get_submodule(parent).children() if isinstance(child, nn.Linear)]
             layer.forward = _inside(layer, layer.forward, siblings)
     if wrong:
-        mend = (
-            "Give the role to plain nn.Linear and nn.Embedding, and leave the names of other layers out of the rules."
-        )
+        mend = "Give roles to plain nn.Linear and nn.Embedding, and leave the names of other layers out of the rules."
         raise ConfigError(message(FUNCTION, "cannot compute some layers over tp.", wrong, mend))
     return entrances
 
