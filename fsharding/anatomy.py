@@ -84,6 +84,18 @@ class ModuleLeaf:
     trainable: bool
     names: tuple[DimName, ...]
 
+    def pattern(self) -> str | None:
+        """The name of its parameters, with `{i}` for the row; None where rows are not numbered from 0."""
+        if not self.stacked:
+            return self.sources[0]
+        parts = self.sources[0].split(".")
+        for k in range(len(parts)):
+            head, tail = parts[:k], parts[k + 1 :]
+            numbered = all(name.split(".") == [*head, str(i), *tail] for i, name in enumerate(self.sources))
+            if numbered and ".".join([*head, *tail]) == self.path:
+                return ".".join([*head, "{i}", *tail])
+        return None
+
 
 @dataclass(frozen=True)
 class Anatomy:

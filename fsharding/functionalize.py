@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, policies, random, tree
 from fsharding.anatomy import FUNCTION, Anatomy, ModuleUnit, NameTable, UnitPatterns, nested, plan_module
 from fsharding.axes import DATA_AXES
 from fsharding.errors import ConfigError, TransformError, message
 from fsharding.families import family_of
-from fsharding.mesh import Mesh, axis_index, axis_size
+from fsharding.mesh import Mesh, axis_index, axis_size, set_mesh
 from fsharding.module_axes import Bare, Entrances, Roles, check_axes, install
 from fsharding.module_values import Reset, lazy_leaves, random_state, real_buffers, seed_of, seeded
 from fsharding.planning import type_text
 from fsharding.policies import Policy
 from fsharding.scan import unstack_units
-from fsharding.sharding import Local
+from fsharding.sharding import Local, typeof
 from fsharding.spec import AxisRules
 from fsharding.transforms import gather_unit, remat
 from fsharding.tree import Tree
@@ -43,6 +45,8 @@ class PureModule:
         anatomy: leaves and units, printable.
         names: tree of tuples of dim names, for `plan_layout`.
         frozen: paths of leaves whose parameters do not require gradients; `plan_layout` freezes them.
+        sources: what the leaves are called in a state dict of the module, for `checkpoint.load_weights` and `export`:
+            `layers.up.weight` is `layers.{i}.up.weight`. Stacks whose blocks are not numbered from 0 are left out.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class PureModule:
         self.anatomy = anatomy
         self.names = nested({leaf.path: leaf.names for leaf in anatomy.leaves})
         self.frozen = tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable)
+        self.sources = {leaf.path: name for leaf in anatomy.leaves if (name := leaf.pattern()) is not None}
         self._module, self._reset, self._policy = module, reset, policy
         self._roles, self._heads = dict(roles), dict(heads)
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
@@ -242,10 +247,10 @@ class _Engine:
         inner = self.module.get_submodule(member)
         bare = Bare(inner, inner.forward)
 
-        def body(weights: dict[str, Tensor], args: Any, kwargs: Any, seed: int | None) -> Any:
+        def body(weights: dict[str, Tensor], args: Any, kwargs: Any, seed: int | None, mesh: Mesh | None) -> Any:
             device = next((x.device for x in weights.values()), "cpu")
             named = {f"inner.{name[len(member) + 1 :]}": x for name, x in weights.items()}
-            with seeded(seed, device):
+            with seeded(seed, device), _on(mesh):
                 try:
                     return torch.func.functional_call(bare, named, args, kwargs, tie_weights=False)
                 finally:
@@ -310,10 +315,12 @@ class _Run:
         self._trees: dict[int, dict[str, Any]] = {}
         self._together: dict[int, dict[str, Tensor]] = {}
         self._entered = 0
+        shardings = (typeof(x).sharding for x in leaves if isinstance(x, Local | DTensor))
+        self._mesh = next((s.mesh for s in shardings if s is not None), None)
         if key is not None:  # ranks along data axes have other tokens
             where = 0
             for axis in DATA_AXES:
-                where = where * axis_size(axis) + axis_index(axis)
+                where = where * axis_size(axis, self._mesh) + axis_index(axis, self._mesh)
             self._key = random.fold_in(key, where)
 
     def forward(self, args: Any, kwargs: Any) -> Any:
@@ -328,7 +335,7 @@ class _Run:
         token = _running.set(self)
         try:
             root = self._gather(0)
-            with seeded(self._seed(), device):
+            with seeded(self._seed(), device), _on(self._mesh):
                 out = torch.func.functional_call(engine.module, root, args, kwargs, tie_weights=False)
         finally:
             _running.reset(token)
@@ -348,7 +355,7 @@ class _Run:
         else:
             weights = self._gather(number)
         if unit.stack is None:
-            return body(weights, args, kwargs, self._seed())
+            return body(weights, args, kwargs, self._seed(), self._mesh)
         rest: list[Any] = []
 
         def tensors(*inputs: Any) -> tuple[Tensor, ...]:  # all that a transform can differentiate
@@ -356,7 +363,7 @@ class _Run:
             rest[:] = [spec, [None if isinstance(x, Tensor) else x for x in leaves]]
             return tuple(x for x in leaves if isinstance(x, Tensor))
 
-        found = iter(remat(tensors, policy=self._policy)(weights, args, kwargs, self._seed()))
+        found = iter(remat(tensors, policy=self._policy)(weights, args, kwargs, self._seed(), self._mesh))
         spec, others = rest
         return tree.unflatten(spec, [next(found) if x is None else x for x in others])
 
@@ -386,6 +393,10 @@ class _Run:
             return None
         self._entered += 1
         return seed_of(random.fold_in(self._key, self._entered))
+
+
+def _on(mesh: Mesh | None) -> AbstractContextManager[None]:
+    return nullcontext() if mesh is None else set_mesh(mesh)
 
 
 def _keyless(rows: list[str]) -> tuple[str, str, list[str], str]:

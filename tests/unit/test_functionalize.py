@@ -10,29 +10,10 @@ from torch import nn
 import fsharding as fs
 from fsharding.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
-from tests.dist.test_functionalize import UNITS, VOCAB, Net
+from tests.dist.test_functionalize import UNITS, VOCAB, Net, Shared
 
 TOKENS = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
 KEY = fs.random.key(0)
-
-
-class Shared(nn.Module):
-    """One block that is called three times, and two lists of unlike blocks that share a bias."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = nn.ModuleList([nn.Linear(4, 4)] * 3)
-        self.wide = nn.ModuleList(nn.Linear(4, 6) for _ in range(2))
-        self.back = nn.ModuleList(nn.Linear(6, 4) for _ in range(2))
-        for layer in self.back:
-            layer.bias = self.back[0].bias
-
-    def forward(self, x):
-        for step in self.steps:
-            x = torch.tanh(step(x))
-        for wide, back in zip(self.wide, self.back, strict=True):
-            x = x + back(torch.relu(wide(x)))
-        return x
 
 
 class Count(nn.Module):
@@ -53,8 +34,8 @@ def whole_params(net):
     return fs.unshard(state.params)
 
 
-def shared_input():
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+def values(width):
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(0))
 
 
 CASES = {
@@ -62,8 +43,8 @@ CASES = {
     "blocks": (Net, "layers.*", TOKENS),
     "no units": (Net, (), TOKENS),
     "a block of its own": (Net, ("layers.1", "layers.*"), TOKENS),
-    "shared": (Shared, ("steps.*", "wide.*", "back.*"), shared_input()),
-    "a list": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "*", shared_input()),
+    "shared": (Shared, ("steps.*", "wide.*", "back.*"), values(5)),
+    "a list": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "*", values(4)),
 }
 
 
@@ -107,6 +88,8 @@ def test_the_plan_is_a_value_that_says_what_is_gathered_together():
     assert leaves["layers.norm.bias"].names == ("layers", None)
     assert "embed.weight" in leaves and "head.weight" not in leaves
     assert "\n  layers.up.weight: float32[3, 10, 7] ('layers', 'mlp', 'embed')\n" in str(anatomy)
+    sources = fs.functionalize(Net(), UNITS).sources
+    assert sources["layers.up.weight"] == "layers.{i}.up.weight" and sources["heat"] == "heat"
     shared = fs.functionalize(Shared(), ("steps.*", "wide.*", "back.*")).anatomy
     assert [leaf.path for leaf in shared.leaves] == [
         "steps.weight", "steps.bias", "wide.weight", "wide.bias", "back.weight", "back.0.bias",
@@ -197,7 +180,7 @@ fs.functionalize needs a forward that changes no buffers.
   1 is BatchNorm1d: its forward changes running_mean, running_var, num_batches_tracked
   2.0 is BatchNorm1d: its forward changes running_mean, running_var, num_batches_tracked
 Put them in eval mode, or use a norm without statistics, such as nn.GroupNorm or nn.LayerNorm."""),
-    "in place": (lambda: call(Count(), (), shared_input()), TransformError, """
+    "in place": (lambda: call(Count(), (), values(4)), TransformError, """
 fs.functionalize needs a forward that changes no buffers and no other tensors of the module.
   calls is float32[]
   last is float32[4]
