@@ -113,9 +113,10 @@ class Anatomy:
         def title(unit: ModuleUnit) -> str:
             return ", ".join(unit.members) if unit.members else "root"
 
-        rows = [f"  {title(unit)}: {len(unit.weights)} weights" for unit in self.units]
+        units = [unit for unit in self.units if unit.weights]
+        rows = [f"  {title(unit)}: {len(unit.weights)} weights" for unit in units]
         rows += [f"  {leaf.path}: {type_text(leaf.shape, leaf.dtype)} {leaf.names}" for leaf in self.leaves]
-        return "\n".join([f"{len(self.units)} units, {len(self.leaves)} leaves", *rows])
+        return "\n".join([f"{len(units)} units, {len(self.leaves)} leaves", *rows])
 
 
 def nested(values: Mapping[str, Any]) -> Tree:

@@ -132,6 +132,9 @@ def test_a_module_can_be_let_go_after_init():
     net = fs.functionalize(module, UNITS)
     params = whole_params(net)
     want = module(TOKENS)["logits"]
+    other = Net()
+    other.load_state_dict(net.state_dict(params), strict=False)
+    assert_bitwise_equal(other(TOKENS)["logits"], want, "another module with these parameters")
     module.to("meta")
     assert_bitwise_equal(net(params, TOKENS)["logits"], want, "logits")
 
