@@ -27,7 +27,8 @@ class Family:
         names: as in `fs.functionalize`.
         roles: as in `fs.functionalize`.
         heads: attributes of the config that `tp` has to divide.
-        reset: method of the module that gives a submodule its first values.
+        reset: method of the module that gives a submodule its first values. What it does for the whole model alone,
+            such as the narrower output projections of a new GPT-2, does not happen on the meta device.
     """
 
     units: tuple[str | tuple[str, ...], ...]

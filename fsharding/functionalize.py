@@ -71,7 +71,7 @@ class PureModule:
             key: of what is drawn (int64[2]).
 
         Raises:
-            ConfigError: parameters on the meta device that nothing draws; all are listed.
+            ConfigError: when values are taken: parameters on the meta device that nothing draws; all are listed.
         """
         return nested(lazy_leaves(self._module, self.anatomy.leaves, key, self._reset))
 

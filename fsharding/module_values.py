@@ -92,11 +92,15 @@ def lazy_leaves(
         reset: as in `fs.functionalize`.
 
     Raises:
-        ConfigError: parameters on the meta device whose submodules cannot draw them; all are listed.
+        ConfigError: when values are asked for: parameters on the meta device that nothing draws; all are listed.
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     order = {name: i for i, name in enumerate(owners)}
     wrong: list[str] = []
+
+    def refuse() -> Tensor:  # only when values are asked for: a plan needs none, nor do weights from files
+        mend = "Make the module with real tensors, or pass reset=, a function that fills the parameters of a submodule."
+        raise ConfigError(message(FUNCTION, "cannot draw parameters on the meta device.", wrong, mend))
 
     def part(name: str) -> Callable[[], Tensor]:
         path, _, last = name.rpartition(".")
@@ -106,17 +110,13 @@ def lazy_leaves(
         if (how := _reset_of(owner, reset)) is None:
             text = type_text(tuple(getattr(owner, last).shape), getattr(owner, last).dtype)
             wrong.append(f"{name} is {text} of {type(owner).__name__}, which has no reset_parameters")
-            return lambda: getattr(owner, last)
+            return refuse
         return lambda: _drawn(owner, path, last, how, random.fold_in(key, order[path]))
 
-    found = {
+    return {
         leaf.path: LazyLeaf(leaf.shape, leaf.dtype, tuple(part(name) for name in leaf.sources), leaf.stacked)
         for leaf in leaves
     }
-    if wrong:
-        mend = "Make the module with real tensors, or pass reset=, a function that fills the parameters of a submodule."
-        raise ConfigError(message(FUNCTION, "cannot draw parameters on the meta device.", wrong, mend))
-    return found
 
 
 def _reset_of(owner: nn.Module, reset: Reset | None) -> Reset | None:

@@ -9,6 +9,7 @@ from torch import nn
 
 import fsharding as fs
 from fsharding.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
+from fsharding.module_axes import check_axes
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.dist.test_functionalize import UNITS, VOCAB, Net, Shared
 
@@ -273,6 +274,15 @@ def test_what_cannot_work_is_refused_in_one_error(case):
     with pytest.raises(FshardingError) as caught:
         run()
     assert type(caught.value) is kind and str(caught.value) == text.strip()
+
+
+def test_heads_that_tp_cannot_share_are_refused():
+    names = {"*.up.weight": ("heads", None), "*": None}
+    anatomy = fs.functionalize(Net(), UNITS, names=names).anatomy
+    with pytest.raises(ConfigError, match="num_key_value_heads is 2: no multiple of tp=4"):
+        check_axes(
+            anatomy, {"*.up": "column"}, fs.AbstractMesh(("tp",), (4,)), fs.DEFAULT_RULES, {"num_key_value_heads": 2}
+        )
 
 
 def test_every_family_names_what_it_computes_over_tp():
