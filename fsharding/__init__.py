@@ -36,6 +36,7 @@ from fsharding.sharding import Assigned, Local, NamedSharding, typeof
 from fsharding.show import draw_schedule
 from fsharding.spec import DEFAULT_RULES, AxisRules, Fused, P, PartitionSpec
 from fsharding.stacks import scan_stacks
+from fsharding.staged_module import model_from
 from fsharding.staging import stages_of
 from fsharding.state import TrainState, init_state, main_params, spread_main, state_bytes, state_from
 from fsharding.step import Metrics, make_train_step, model_loss
@@ -61,10 +62,10 @@ __all__ = [
     "Strategy", "Traffic", "TrainState", "adamw", "apply_updates", "chain", "check_schedule", "checkpoint",
     "clip_by_global_norm", "constant", "counting_bytes", "data", "data_position", "draw_schedule", "expected_traffic",
     "explain_reshard", "families", "functionalize", "gather_unit", "global_norm", "hybrid", "init_state", "is_member",
-    "layers_of", "linear", "main_params", "make_mesh", "make_schedule", "make_train_step", "masked", "model_loss",
-    "models", "ops", "optim", "parse_strategy", "pipeline_grads", "plan_layout", "plan_schedule", "policies", "random",
-    "recipes", "recording", "redistribute", "remat", "reshard", "run_ranks", "scan", "scan_stacks", "scan_units",
-    "scatter_grads", "select_unit", "set_mesh", "sgd", "shard", "spread_main", "stack_units", "stages_of",
-    "stages_for", "state_bytes", "state_from", "tree", "typeof", "unshard", "unstack_units", "value_and_grad",
-    "warmup_cosine", "zero",
+    "layers_of", "linear", "main_params", "make_mesh", "make_schedule", "make_train_step", "masked", "model_from",
+    "model_loss", "models", "ops", "optim", "parse_strategy", "pipeline_grads", "plan_layout", "plan_schedule",
+    "policies", "random", "recipes", "recording", "redistribute", "remat", "reshard", "run_ranks", "scan",
+    "scan_stacks", "scan_units", "scatter_grads", "select_unit", "set_mesh", "sgd", "shard", "spread_main",
+    "stack_units", "stages_of", "stages_for", "state_bytes", "state_from", "tree", "typeof", "unshard",
+    "unstack_units", "value_and_grad", "warmup_cosine", "zero",
 ]  # fmt: skip

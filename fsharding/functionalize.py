@@ -35,6 +35,7 @@ class PureModule:
         anatomy: leaves and units, printable.
         names: tree of tuples of dim names, for `plan_layout`.
         frozen: paths of leaves whose parameters do not require gradients; `plan_layout` freezes them.
+        roles: of its layers over `tp`.
         sources: what the leaves are called in a state dict of the module, for `checkpoint.load_weights` and `export`:
             `layers.up.weight` is `layers.{i}.up.weight`. Stacks whose blocks are not numbered from 0 are left out.
     """
@@ -55,10 +56,11 @@ class PureModule:
         self.frozen = tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable)
         self.sources = {leaf.path: name for leaf in anatomy.leaves if (name := leaf.pattern()) is not None}
         self._module, self._reset, self._policy = module, reset, policy
-        self._roles, self._heads = dict(roles), dict(heads)
+        self.roles, self._heads = dict(roles), dict(heads)
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
         self._order: list[int] = order
         self._engine = Engine(module, anatomy, roles, real_buffers(module, reset))
+        self._engine.open()
 
     def init(self, key: Tensor) -> Tree:
         """First values, for `init_state`: those of the module's tensors; those on the meta device are drawn.
@@ -81,7 +83,7 @@ class PureModule:
         Raises:
             ConfigError: a model axis over which some layer does not compute; all are listed.
         """
-        check_axes(self.anatomy, self._roles, mesh, rules, self._heads)
+        check_axes(self.anatomy, self.roles, mesh, rules, self._heads)
 
     def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:
         """What the module returns for these parameters; on a rank, for its part of the batch.

@@ -164,7 +164,9 @@ class Bare(nn.Module):
         return self._call(*args, **kwargs)
 
 
-def check_axes(anatomy: Anatomy, roles: Roles, mesh: Mesh, rules: AxisRules, heads: Mapping[str, int]) -> None:
+def check_axes(
+    anatomy: Anatomy, roles: Roles, mesh: Mesh, rules: AxisRules, heads: Mapping[str, int], *, staged: bool = False
+) -> None:
     """Refuses a mesh over which the module does not compute.
 
     Args:
@@ -173,12 +175,15 @@ def check_axes(anatomy: Anatomy, roles: Roles, mesh: Mesh, rules: AxisRules, hea
         mesh: with devices, or abstract.
         rules: axes by dim name.
         heads: numbers that `tp` has to divide, by name, where it cuts heads.
+        staged: the module is computed in stages.
 
     Raises:
         ConfigError: an axis that the module cannot be cut over; all leaves and numbers are listed.
     """
     shape = abstract(mesh)
-    reasons = {"pp": "a forward in one piece has no stages", "cp": "the layers take whole sequences"}
+    reasons = {"cp": "the layers take whole sequences"}
+    if not staged:
+        reasons = {"pp": "a forward in one piece has no stages; see fs.model_from", **reasons}
     wrong = [f"{axis}={shape.axis_size(axis)}: {why}" for axis, why in reasons.items() if shape.axis_size(axis) > 1]
     called_by: dict[int, list[str]] = {}
     for unit in anatomy.units:

@@ -9,8 +9,8 @@ Law: a forward that changes tensors of the module, or draws without a key, is re
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -89,9 +89,6 @@ class Engine:
             setattr(self.module.get_submodule(owner), last, value)
         self.entrances: Entrances = install(self.module, roles)
         self.units, self.bodies = anatomy.units, dict[str, Callable[..., Any]]()
-        for number, unit in enumerate(anatomy.units):
-            for member in unit.members:
-                self._open(number, member)
         self._constants = list(_constants(self.module))
         self.drops = [
             f"{name} is {m}"
@@ -99,8 +96,34 @@ class Engine:
             if m.training and isinstance(p := getattr(m, "p", None), float) and p > 0 and "Drop" in type(m).__name__
         ]
 
+    def open(self) -> None:
+        """Makes every unit ask for its weights when it is called."""
+        for number, unit in enumerate(self.units):
+            for member in unit.members:
+                self._open(number, member)
+
+    @contextmanager
+    def guard(self, leaves: Iterable[Any], *, keyed: bool) -> Generator[torch.device]:
+        """Brings constants to the device of some leaves; what runs inside must not change them, nor draw without a key.
+
+        Raises:
+            TransformError: it does; all is listed.
+        """
+        if self.drops and not keyed:
+            raise TransformError(message(*_keyless(self.drops)))
+        first = next((x for x in leaves if isinstance(x, Local | Tensor)), None)
+        device = torch.device("cpu") if first is None else (first.value if isinstance(first, Local) else first).device
+        self._move(device)
+        before, state = [_compat.version_of(constant.value) for constant in self._constants], random_state(device)
+        try:
+            yield device
+        finally:
+            self.entrances.clear()
+        self._refuse_changes(before)
+        if not keyed and not torch.equal(state, random_state(device)):
+            raise TransformError(message(*_keyless([f"{type(self.module).__name__} in its forward"])))
+
     def _open(self, number: int, member: str) -> None:
-        """Makes a member of a unit ask for its weights when it is called."""
         inner = self.module.get_submodule(member)
         bare = Bare(inner, inner.forward)
 
@@ -121,7 +144,7 @@ class Engine:
         self.bodies[member] = body
         inner.forward = forward
 
-    def move(self, device: torch.device) -> None:
+    def _move(self, device: torch.device) -> None:
         """Constants to the device of the weights."""
         for constant in self._constants:
             if constant.value.device != device:
@@ -130,16 +153,8 @@ class Engine:
         for absent in self._absent:
             absent.home = device
 
-    def versions(self) -> list[int]:
-        """How often each constant has been changed in place."""
-        return [_compat.version_of(constant.value) for constant in self._constants]
-
-    def refuse_changes(self, before: list[int]) -> None:
-        """Refuses a forward that has changed constants, which get their place back.
-
-        Raises:
-            TransformError: it has; all are listed.
-        """
+    def _refuse_changes(self, before: list[int]) -> None:
+        """Refuses a forward that has changed constants; one that was replaced gets its place back."""
         rows: list[str] = []
         for constant, version in zip(self._constants, before, strict=True):
             now = getattr(constant.owner, constant.key, None)
@@ -183,25 +198,14 @@ class Run:
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """Runs the module."""
-        engine = self._engine
-        if self._first_seed is None and engine.drops:
-            raise TransformError(message(*_keyless(engine.drops)))
-        first = next((x for x in self._leaves if isinstance(x, Local | Tensor)), None)
-        device = torch.device("cpu") if first is None else (first.value if isinstance(first, Local) else first).device
-        engine.move(device)
-        before, state = engine.versions(), random_state(device)
-        token = _running.set(self)
-        try:
-            root = self._gather(0)
-            with seeded(self._seed(), device), _on(self._mesh):
-                out = torch.func.functional_call(engine.module, root, args, kwargs, tie_weights=False)
-        finally:
-            _running.reset(token)
-            engine.entrances.clear()
-        engine.refuse_changes(before)
-        if self._first_seed is None and not torch.equal(state, random_state(device)):
-            raise TransformError(message(*_keyless([f"{type(engine.module).__name__} in its forward"])))
-        return out
+        with self._engine.guard(self._leaves, keyed=self._first_seed is not None) as device:
+            token = _running.set(self)
+            try:
+                root = self._gather(0)
+                with seeded(self._seed(), device), _on(self._mesh):
+                    return torch.func.functional_call(self._engine.module, root, args, kwargs, tie_weights=False)
+            finally:
+                _running.reset(token)
 
     def enter(self, number: int, member: str, args: Any, kwargs: Any) -> Any:
         """Runs a member of a unit with its weights."""

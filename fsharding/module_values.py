@@ -151,7 +151,8 @@ def _reset_copy(owner: nn.Module, how: Reset) -> Any:
 
     own = [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
     filled = copy.deepcopy(owner, {**{id(x): fresh(x) for x in own}, **{id(c): c for c in owner.children()}})
-    how(filled)
+    with torch.device("cpu"):  # the caller may still be where the module was made, on the meta device
+        how(filled)
     return filled
 
 

@@ -62,7 +62,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (11.2, "decoder_traffic anatomy"),
     (11.3, "module_axes module_values"),
     (11.4, "module_run families"),
-    (11.5, "functionalize recipes swaps launch testing.* show plan plan.*"),
+    (11.5, "functionalize staged_module recipes swaps launch testing.* show plan plan.*"),
     (11.8, "config"),
     (12, "train tools preview bench.*"),
     (13, "cli"),

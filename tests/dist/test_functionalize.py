@@ -1,5 +1,6 @@
 """Modules of others on real ranks: losses, and what is gathered, against the module and torch's AdamW on one process."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -231,63 +232,73 @@ FAMILIES = {
     "tied llama": ("Llama", {**SMALL, "tie_word_embeddings": True, "attention_bias": True, "pad_token_id": 3}),
     "qwen2": ("Qwen2", SMALL),
     "qwen3": ("Qwen3", {**SMALL, "head_dim": 8, "vocab_size": 65, "tie_word_embeddings": True}),
-    "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4}),
-    "qwen3_moe": ("Qwen3Moe", {**SMALL, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+    "mixtral, experts": ("Mixtral", {**SMALL, "num_local_experts": 4}),
+    "qwen3_moe, experts": ("Qwen3Moe", {**SMALL, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
                                "moe_intermediate_size": 16}),
     "gpt2": ("GPT2", GPT2),
 }  # fmt: skip
 
 
-def read_from_files(module, layout, folder):
-    """What transformers saves is read into the slices of each rank, for a module that never has any memory."""
+def logits_of(module, tokens, *params):
+    return module(*params, tokens, use_cache=False).logits
+
+
+def family_loss(net):
+    def loss(params, batch):
+        logits = logits_of(net, batch["tokens"], params)
+        return fs.ops.cross_entropy(logits, batch["targets"]).sum(), batch["targets"].numel()
+
+    return loss
+
+
+def check_module(name, module, batch, want, losses, folder):
+    """The module in one piece: its logits, its losses, and its weights from files, where it never has any memory."""
     import transformers
 
+    net = fs.functionalize(module)
+    for axes in ({"dp": 2}, {"tp": 2}) if net.roles else ({"dp": 2},):
+        layout = fs.plan_layout(net, fs.make_mesh(**axes))
+        assert {axis for leaf in layout.leaves for axis in leaf.params.spec.all_axes} == {*axes}
+        state = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout)
+        logits = logits_of(net, batch["tokens"], state.params).detach()
+        assert_trees_close(logits, want, rtol=1e-5, atol=1e-6, what=f"logits of {name} on {axes}")
+        found, _ = our_losses(net, family_loss(net), batch, layout)
+        assert_trees_close(found, losses, rtol=1e-5, what=f"losses of {name} on {axes}")
+    if "experts" in name:  # they have other names in files
+        return
     if torch.distributed.get_rank() == 0:
         module.save_pretrained(folder)
     torch.distributed.barrier()
     with torch.device("meta"):
-        hollow = transformers.AutoModelForCausalLM.from_config(module.config).train(module.training)
-    net = fs.functionalize(hollow)
-    return net, fs.checkpoint.load_weights(folder, layout, net.sources)
+        hollow = fs.functionalize(transformers.AutoModelForCausalLM.from_config(module.config))
+    params = fs.checkpoint.load_weights(folder, layout, hollow.sources)
+    assert_bitwise_equal(params, state.params, "read from files")
+    assert_bitwise_equal(logits_of(hollow, batch["tokens"], params).detach(), logits, "buffers")
 
 
-def train_families(names, folder):
+def check_model(name, module, batch, losses, axes):
+    """The module in stages."""
+    model = fs.model_from(module)
+    stages = fs.stages_of(model, fs.plan_schedule("1f1b", 2, 2)) if "pp" in axes else None
+    layout = fs.plan_layout(model, fs.make_mesh(**axes), stages=stages)
+    found, _ = our_losses(model, model, batch, layout, microbatches=2)
+    assert_trees_close(found, losses, rtol=1e-5, what=f"losses of {name} in stages on {axes}")
+
+
+def train_families(folder):
     import transformers
 
-    found = {}
-    for name in names:
-        kind, sizes = FAMILIES[name]
+    for name, (kind, sizes) in FAMILIES.items():
         torch.manual_seed(0)
         config = getattr(transformers, f"{kind}Config")(**sizes)
-        module = transformers.AutoModelForCausalLM.from_config(config)
-        batch = batch_of(64)
-        net = fs.functionalize(module)
-
-        def loss(params, batch, net=net):
-            logits = net(params, input_ids=batch["tokens"], use_cache=False).logits
-            return fs.ops.cross_entropy(logits, batch["targets"]).sum(), batch["targets"].numel()
-
-        want = module(batch["tokens"], use_cache=False).logits.detach()
-        for axes in ({"dp": 2}, {"tp": 2}) if name != "gpt2" else ({"dp": 2},):
-            mesh = fs.make_mesh(**axes)
-            layout = fs.plan_layout(net, mesh)
-            cut = {axis for leaf in layout.leaves for axis in leaf.params.spec.all_axes}
-            assert cut == {*axes}, cut
-            losses, _ = our_losses(net, loss, batch, layout)
-            state = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout)
-            logits = net(state.params, batch["tokens"], use_cache=False).logits.detach()
-            found[name, *axes] = losses, logits, want
-        if kind not in ("Mixtral", "Qwen3Moe"):  # whose experts have other names in files
-            hollow, params = read_from_files(module, layout, Path(folder, name))
-            assert_bitwise_equal(params, state.params, "read from files")
-            assert_bitwise_equal(hollow(params, batch["tokens"], use_cache=False).logits.detach(), logits, "buffers")
-        found[name] = torch_losses(module, lambda m, b=batch: m(b["tokens"], use_cache=False).logits, batch)
-    return found
+        module, batch = transformers.AutoModelForCausalLM.from_config(config), batch_of(64)
+        reference, tokens = copy.deepcopy(module), batch["tokens"]
+        want = logits_of(module, tokens).detach()
+        losses = torch_losses(reference, lambda m, t=tokens: logits_of(m, t), batch)
+        check_module(name, module, batch, want, losses, Path(folder, name))
+        check_model(name, module, batch, losses, {"pp": 2})
+    check_model(name, module, batch, losses, {"dp": 2})
 
 
 def test_families_of_hugging_face(tmp_path):
-    for rank, found in enumerate(run_ranks(train_families, 2, [*FAMILIES], str(tmp_path), timeout=110.0)):
-        for key in (k for k in found if isinstance(k, tuple)):
-            losses, logits, want = found[key]
-            assert_trees_close(logits, want, rtol=1e-5, atol=1e-6, what=f"logits of {key} on rank {rank}")
-            assert_trees_close(losses, found[key[0]], rtol=1e-5, what=f"losses of {key} on rank {rank}")
+    run_ranks(train_families, 2, str(tmp_path), timeout=110.0)

@@ -249,7 +249,7 @@ Make the module with real tensors, or pass reset=, a function that fills the par
     "axes": (lambda: plan(Net(), UNITS, {"*.up.weight": ("mlp", "embed"), "*": None}, {"*.up": "row"},
                           {"pp": 2, "cp": 2, "tp": 2}), ConfigError, """
 fs.plan_layout cannot cut this module on mesh {pp: 2, cp: 2, tp: 2}.
-  pp=2: a forward in one piece has no stages
+  pp=2: a forward in one piece has no stages; see fs.model_from
   cp=2: the layers take whole sequences
   layers.up.weight is float32[3, 10, 7], dim 1 ('mlp') over tp: layers.0.up.weight is of a layer with role 'row'
 Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
