@@ -89,7 +89,7 @@ class Engine:
             setattr(self.module.get_submodule(owner), last, value)
         self.entrances: Entrances = install(self.module, roles)
         self.units, self.bodies = anatomy.units, dict[str, Callable[..., Any]]()
-        self._constants = list(_constants(self.module))
+        self._constants, self._home = _constants(self.module), None
         self.drops = [
             f"{name} is {m}"
             for name, m in self.module.named_modules()
@@ -146,6 +146,9 @@ class Engine:
 
     def _move(self, device: torch.device) -> None:
         """Constants to the device of the weights."""
+        if device == self._home:
+            return
+        self._home = device
         for constant in self._constants:
             if constant.value.device != device:
                 constant.value = constant.value.to(device)

@@ -100,7 +100,7 @@ def model_from(
         mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
         raise ConfigError(message(_FUNCTION, "has no parts for this config.", rows, mend))
     roles = roles or {}
-    plan = _plan(plan_module(module, units, names))
+    plan = _plan(module, plan_module(module, units, names))
     engine = Engine(module, plan.anatomy, roles, real_buffers(module, reset))
     heads = family.heads_of(module) if family is not None else {}
     layer = engine.module.get_submodule(plan.template)
@@ -133,7 +133,7 @@ def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[.
     return run
 
 
-def _plan(anatomy: Anatomy) -> _Plan:
+def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
     """Sorts the units of a module into parts, or refuses them."""
     root, *units = anatomy.units
     stacks = list(dict.fromkeys(unit.stack for unit in units if unit.stack is not None))
@@ -154,6 +154,11 @@ def _plan(anatomy: Anatomy) -> _Plan:
         for weight in unit.weights
         if unit.stack is not None and weight.row is None
     ]
+    known_as: dict[int, list[str]] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        known_as.setdefault(id(child), []).append(path)
+    blocks_named = (known_as[id(module.get_submodule(m))] for u in units if u.stack is not None for m in u.members)
+    wrong += [f"{paths[0]} is {', '.join(paths[1:])} as well: one block" for paths in blocks_named if len(paths) > 1]
     if wrong:
         mend = "Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."
         raise ConfigError(

@@ -9,6 +9,7 @@ from torch import nn
 
 import fsharding as fs
 from fsharding.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
+from fsharding.families import Parts
 from fsharding.module_axes import check_axes
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.dist.test_functionalize import UNITS, VOCAB, Net, Shared
@@ -140,6 +141,12 @@ def test_a_module_can_be_let_go_after_init():
     assert_bitwise_equal(net(params, TOKENS)["logits"], want, "logits")
 
 
+def half_frozen():
+    module = Net()
+    module.norm.requires_grad_(False)
+    return module
+
+
 class Unlike(nn.Module):
     def __init__(self):
         super().__init__()
@@ -258,6 +265,27 @@ Leave the axis out of the mesh, set the rule to None (all ranks then compute ali
 fs.plan_layout cannot cut this module on mesh {tp: 2}.
   embed.weight is float32[13, 7], dim 0 ('vocab') over tp: head.weight is of a layer with no role
 Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
+    "no parts": (lambda: fs.model_from(Net()), ConfigError, """
+fs.model_from does not know the units and parts of Net.
+Pass units=('embed', 'layers.*', 'head') and parts=Parts(embed, block, head)."""),
+    "no stages": (lambda: fs.model_from(half_frozen(), ("layers.*", "norm"), net_parts()), ConfigError, """
+fs.model_from needs units for an embedding, one stack of blocks, and a head.
+  heat is in no unit
+  embed.weight is in no unit
+  head.weight is in no unit
+  there is no unit before the blocks
+  norm.weight is frozen
+  norm.bias is frozen
+Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."""),
+    "two stacks": (lambda: fs.model_from(Shared(), ("steps.*", "wide.*", "back.*"), net_parts()), ConfigError, """
+fs.model_from needs units for an embedding, one stack of blocks, and a head.
+  there are 3 stacks: 'steps', 'wide', 'back'
+  there is no unit before the blocks
+  there is no unit after the blocks
+  back.0.bias of a block is tied to back.0.bias
+  back.1.bias of a block is tied to back.0.bias
+  steps.0 is steps.1, steps.2 as well: one block
+Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."""),
     "roles": (lambda: fs.functionalize(Net(), UNITS, roles={"*.norm": "column", "embed": "row"}), ConfigError, """
 fs.functionalize cannot compute some layers over tp.
   embed is Embedding, role 'row' needs Linear
@@ -274,6 +302,37 @@ def test_what_cannot_work_is_refused_in_one_error(case):
     with pytest.raises(FshardingError) as caught:
         run()
     assert type(caught.value) is kind and str(caught.value) == text.strip()
+
+
+def net_parts():
+    def loss(module, x, batch):
+        logits = module.head(module.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum"), logits[
+            ..., 0
+        ].numel()
+
+    return Parts(
+        lambda module, batch: module.embed(batch["tokens"]), lambda module, layer, x: layer(x, shift=0.1)[0], loss
+    )
+
+
+def test_a_module_in_stages_is_a_model_with_its_leaves_by_part():
+    torch.manual_seed(0)
+    module = Net()
+    del module.heat
+    model = fs.model_from(module, UNITS, net_parts(), names={"*.up.weight": ("mlp", "embed"), "*": None})
+    assert model.names["blocks"]["up"]["weight"] == ("layers", "mlp", "embed")
+    assert model.tied == (("head.weight", "embed.embed.weight"),)
+    layout = fs.plan_layout(model, fs.make_mesh())
+    state = fs.init_state(model, fs.sgd(0.1), KEY, layout)
+    batch = {"tokens": TOKENS, "targets": TOKENS.flip(1)}
+    (loss, _), grads = fs.value_and_grad(fs.model_loss(model))(state.params, batch)
+    module.heat = 1.0
+    want = F.cross_entropy(module(TOKENS)["logits"].flatten(0, 1), batch["targets"].flatten())
+    table, up = torch.autograd.grad(want, [module.embed.weight, module.layers[2].up.weight])
+    assert_trees_close(loss, want.detach(), rtol=1e-6)
+    assert_trees_close(grads["embed"]["embed"]["weight"].full_tensor(), table, rtol=1e-5, atol=1e-6)
+    assert_trees_close(grads["blocks"]["up"]["weight"].full_tensor()[2], up, rtol=1e-5, atol=1e-6)
 
 
 def test_heads_that_tp_cannot_share_are_refused():
