@@ -10,7 +10,7 @@ from torch import nn
 import fsharding as fs
 from fsharding.mesh import data_position
 
-RANKS, STEPS, BATCH, LENGTH, WIDTH, DEPTH = 2, 60, 64, 6, 32, 3
+RANKS, STEPS, BATCH, LENGTH, WIDTH, DEPTH = 2, 40, 64, 6, 32, 3
 KEY = fs.random.key(0)
 
 
@@ -63,7 +63,7 @@ def train(strategy):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
     layout = fs.plan_layout(net, mesh, strategy=strategy)
-    opt = fs.adamw(fs.warmup_cosine(1e-2, 10, STEPS))
+    opt = fs.adamw(fs.warmup_cosine(2e-2, 5, STEPS))
     state = fs.init_state(net, opt, KEY, layout)
     step = fs.make_train_step(loss_fn, opt, donate=True)
     index, count = data_position(mesh)
@@ -82,7 +82,7 @@ if __name__ == "__main__":
         results[name] = losses
         if name == "zero0":
             print(anatomy)
-        shown = " ".join(f"{loss:.4f}" for loss in losses[::12] + losses[-1:])
+        shown = " ".join(f"{loss:.4f}" for loss in losses[::8] + losses[-1:])
         print(f"{name}: {size:6d} bytes of state a rank, losses {shown}")
     module = Backwards().eval()
     module.load_state_dict(weights)

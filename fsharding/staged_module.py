@@ -88,6 +88,9 @@ def model_from(
         TransformError: from the parts: something is drawn, or tensors of the module are changed.
     """
     family = family_of(module) if units is None else None
+    if family is not None and parts is None and (rows := family.objections(module)):
+        mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
+        raise ConfigError(message(_FUNCTION, "has no parts for this config.", rows, mend))
     if family is not None:
         units, names, roles = family.units, names or family.names, family.roles if roles is None else roles
         reset, parts = reset or getattr(module, family.reset or "", None), parts or family.parts
@@ -96,9 +99,6 @@ def model_from(
         raise ConfigError(
             message(_FUNCTION, f"does not know the units and parts of {type(module).__name__}.", mend=mend)
         )
-    if family is not None and (rows := family.objections(module)):
-        mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
-        raise ConfigError(message(_FUNCTION, "has no parts for this config.", rows, mend))
     roles = roles or {}
     plan = _plan(module, plan_module(module, units, names))
     engine = Engine(module, plan.anatomy, roles, real_buffers(module, reset))

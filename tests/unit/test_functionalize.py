@@ -1,6 +1,7 @@
 """Modules as pure functions, on one process: values, derivatives, what is drawn, what is refused and in which words."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,15 @@ def test_a_module_can_be_let_go_after_init():
     assert_bitwise_equal(net(params, TOKENS)["logits"], want, "logits")
 
 
+def sliding():
+    module = Net()
+    kinds = ["full_attention", "sliding_attention"]
+    module.config = SimpleNamespace(
+        model_type="qwen3", _attn_implementation="eager", layer_types=kinds, sliding_window=8
+    )
+    return module
+
+
 def half_frozen():
     module = Net()
     module.norm.requires_grad_(False)
@@ -265,6 +275,12 @@ Leave the axis out of the mesh, set the rule to None (all ranks then compute ali
 fs.plan_layout cannot cut this module on mesh {tp: 2}.
   embed.weight is float32[13, 7], dim 0 ('vocab') over tp: head.weight is of a layer with no role
 Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
+    "no parts of a family": (lambda: fs.model_from(sliding()), ConfigError, """
+fs.model_from has no parts for this config.
+  attention is 'eager', not 'sdpa'
+  layers have sliding_attention
+  sliding_window is 8
+Pass parts= of your own, or functionalize the module: its own forward knows what to do."""),
     "no parts": (lambda: fs.model_from(Net()), ConfigError, """
 fs.model_from does not know the units and parts of Net.
 Pass units=('embed', 'layers.*', 'head') and parts=Parts(embed, block, head)."""),
