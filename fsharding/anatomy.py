@@ -139,11 +139,15 @@ def nested(values: Mapping[str, Any]) -> Tree:
             if last not in node:
                 node[last] = value
                 continue
-        clashes.append(f"{path}: there is a leaf at, above or below this path")
-    if clashes:
-        mend = "Rename what stands beside the blocks, or name the blocks by another pattern."
-        raise ConfigError(message(FUNCTION, "gets two leaves at one path.", clashes, mend))
+        clashes.append(f"{path}: there is a leaf above or below it")
+    _refuse_clashes(clashes)
     return tree
+
+
+def _refuse_clashes(rows: list[str]) -> None:
+    if rows:
+        mend = "Rename what stands beside the blocks, or name each block as a unit of its own, without a star."
+        raise ConfigError(message(FUNCTION, "gets two leaves at one path.", rows, mend))
 
 
 _Homes: TypeAlias = dict[int, list[tuple[int, str]]]
@@ -167,7 +171,8 @@ def plan_module(module: nn.Module, units: UnitPatterns, names: NameTable | None 
         names: as in `fs.functionalize`.
 
     Raises:
-        ConfigError: a pattern that fits no module that can be a unit, or units inside units; all are listed.
+        ConfigError: a pattern that fits no module that can be a unit, units inside units, or a parameter with the path
+            of a stack; all are listed.
         TreeError: blocks of one stack that differ; every parameter that does is listed.
         LayoutError: leaves that `names` misses; all are listed.
     """
@@ -180,7 +185,7 @@ def plan_module(module: nn.Module, units: UnitPatterns, names: NameTable | None 
             homes.setdefault(id(parameter), []).append((number, name))
     own = [_own(unit, named, homes) for unit, named in zip(found, uses, strict=True)]
     _check_alike(found, uses, own)
-    sources: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    sources: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
     places: dict[int, tuple[str, int | None]] = {}
     for unit, named, stacked in zip(found, uses, own, strict=True):
         for name, parameter in named.items():
@@ -190,11 +195,11 @@ def plan_module(module: nn.Module, units: UnitPatterns, names: NameTable | None 
                 path = ".".join(filter(None, (unit.stack, name[len(unit.members[0]) + 1 :])))
             else:
                 path = next((n for i, n in homes[id(parameter)] if found[i].stack is None), name)
-            rows = sources.setdefault(path, [])
+            rows = sources.setdefault((path, name in stacked), [])
             places[id(parameter)] = path, len(rows) if name in stacked else None
             rows.append((name, parameter))
-    stacks = {path for path, row in places.values() if row is not None}
-    leaves = tuple(_leaf(path, rows, path in stacks) for path, rows in sources.items())
+    _refuse_clashes([f"{path}: {rows[0][0]}" for (path, s), rows in sources.items() if (path, not s) in sources])
+    leaves = tuple(_leaf(path, rows, stacked) for (path, stacked), rows in sources.items())
     numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
     planned: list[ModuleUnit] = []
     for unit, named in zip(found, uses, strict=True):

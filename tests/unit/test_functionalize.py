@@ -179,6 +179,12 @@ def plain_meta():
         return nn.ModuleDict({"count": Count(), "own": Drawless()})
 
 
+class Beside(nn.Sequential):
+    def __init__(self, depth):
+        super().__init__(*(nn.Linear(4, 4, bias=False) for _ in range(depth)))
+        self.weight = nn.Parameter(torch.ones(()))
+
+
 class Drawless(nn.Module):
     def __init__(self):
         super().__init__()
@@ -238,6 +244,11 @@ Name blocks by the path of their list and a star, such as units='layers.*'."""),
 fs.functionalize got units inside units.
   layers.1.up is inside layers.1
 Keep the outer or the inner ones."""),
+    "clash": (lambda: fs.functionalize(Beside(2), "*"), ConfigError, """
+fs.functionalize gets two leaves at one path.
+  weight: weight
+  weight: 0.weight
+Rename what stands beside the blocks, or name each block as a unit of its own, without a star."""),
     "unlike": (lambda: fs.functionalize(Unlike(), "layers.*"), TreeError, """
 fs.functionalize can stack only blocks that are alike.
   bias: float32[4] in layers.0, not there in layers.1
