@@ -3,12 +3,13 @@
 `docs/tour.md` teaches all of it on one page. Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
 """
 
-from fsharding import checkpoint, data, models, ops, optim, policies, random, recipes, tree
+from fsharding import checkpoint, data, families, models, ops, optim, policies, random, recipes, tree
 from fsharding.actions import Action
 from fsharding.autodiff import value_and_grad
 from fsharding.axes import AbstractMesh
 from fsharding.counts import Traffic, counting_bytes, recording
 from fsharding.decoder_traffic import expected_traffic
+from fsharding.functionalize import PureModule, functionalize
 from fsharding.layout import Layout, Memory, plan_layout
 from fsharding.mesh import data_position, is_member, make_mesh, set_mesh
 from fsharding.models.base import Model
@@ -35,6 +36,7 @@ from fsharding.sharding import Assigned, Local, NamedSharding, typeof
 from fsharding.show import draw_schedule
 from fsharding.spec import DEFAULT_RULES, AxisRules, Fused, P, PartitionSpec
 from fsharding.stacks import scan_stacks
+from fsharding.staged_module import model_from
 from fsharding.staging import stages_of
 from fsharding.state import TrainState, init_state, main_params, spread_main, state_bytes, state_from
 from fsharding.step import Metrics, make_train_step, model_loss
@@ -57,10 +59,12 @@ __all__ = [
     "BF16", "DEFAULT_RULES", "FP16", "FP32", "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS", "OPTIM_GRADS_PARAMS",
     "P", "AbstractMesh", "Action", "Assigned", "AxisRules", "Fused", "GradientTransformation", "Layout", "Local",
     "LossScale", "Memory", "Metrics", "Model", "NamedSharding", "PartitionSpec", "Precision", "Schedule", "Strategy",
-    "Traffic", "TrainState", "adamw", "apply_updates", "chain", "check_schedule", "checkpoint", "clip_by_global_norm",
+    "PureModule", "Traffic", "TrainState", "adamw", "apply_updates", "chain", "check_schedule", "checkpoint",
+    "clip_by_global_norm",
     "constant", "counting_bytes", "data", "data_position", "draw_schedule", "expected_traffic", "explain_reshard",
+    "families", "functionalize",
     "gather_unit", "global_norm", "hybrid", "init_state", "is_member", "layers_of", "linear", "main_params",
-    "make_mesh", "make_schedule", "make_train_step", "masked", "model_loss", "models", "ops", "optim",
+    "make_mesh", "make_schedule", "make_train_step", "masked", "model_from", "model_loss", "models", "ops", "optim",
     "parse_strategy", "pipeline_grads", "plan_layout", "plan_schedule", "policies", "random", "recipes",
     "recording", "redistribute", "remat", "reshard", "run_ranks", "scan", "scan_stacks", "scan_units", "scatter_grads",
     "select_unit", "set_mesh", "sgd", "shard", "spread_main", "stack_units", "stages_of", "stages_for", "state_bytes",

@@ -63,6 +63,7 @@ __all__ = [
     "takes_grouped_mm",
     "torch_pipeline_order",
     "unwrapped",
+    "version_of",
 ]
 
 
@@ -171,6 +172,11 @@ def allocated(run: Callable[[], object]) -> tuple[int, int]:
 def storage_id(x: Tensor) -> int:
     """Identity of a tensor's storage: equal for all views of one buffer, also for fake tensors."""
     return x.untyped_storage()._cdata
+
+
+def version_of(x: Tensor) -> int:
+    """How often a tensor has been changed in place."""
+    return x._version
 
 
 def storage_users(storage_cdata: int) -> int:

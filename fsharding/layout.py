@@ -204,7 +204,7 @@ def plan_layout(
         precision: dtypes at rest.
         names: tree of tuples of dim names; by default the model's. Leaves without names are cut along their first dim.
             A dim that is made of parts has a `Fused` name, and each part is cut by itself.
-        frozen: dotted paths, or beginnings of them, of leaves without gradients and moments.
+        frozen: dotted paths, or beginnings of them, of leaves without gradients and moments, besides the model's own.
         stages: who owns what along `pp`, by path or beginning of one: for a stack the layers of each coordinate, such
             as `{"blocks": [[0, 2], [1, 3]]}`, else the coordinates that have the leaf, such as `{"embed": 0}`. What
             is left out is cut by the rules.
@@ -219,7 +219,7 @@ def plan_layout(
         names = model.names if names is None else names
     else:
         shapes = model
-    frozen = (frozen,) if isinstance(frozen, str) else frozen
+    frozen = (*((frozen,) if isinstance(frozen, str) else frozen), *getattr(model, "frozen", ()))
     flat, structure = tree.flatten(shapes)
     paths = tree.paths(shapes)
     dims = [None] * len(flat) if names is None else tree.flatten_up_to(structure, names, "fs.plan_layout")

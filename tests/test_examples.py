@@ -17,6 +17,12 @@ SECONDS = 100
 # What each example prints at its end, and what has to be in its output besides.
 EXPECTED: dict[str, list[str]] = {
     "mlp.py": [r"^zero0: +\d+ bytes of state a rank", r"^zero3: +\d+ bytes of state a rank", "equal in every bit$"],
+    "own_module.py": [
+        r"^5 units, 13 leaves$",
+        r"^zero3: +\d+ bytes of state a rank, losses 2\.\d+",
+        r"^right digits of the module by itself: (0\.9|1\.0)\d$",
+        "equal in every bit$",
+    ],
     "research_step.py": [
         r"^zero\(0\) on 2 ranks$",
         r"^  step 4  loss \d\.\d{6} .* gathers 0  reductions 6  units alive 0$",

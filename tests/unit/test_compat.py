@@ -24,6 +24,14 @@ def test_views_share_a_storage_id_and_other_tensors_have_others():
         assert _compat.storage_id(a) == _compat.storage_id(a[1:]) != _compat.storage_id(b)
 
 
+def test_a_change_in_place_shows_in_the_version():
+    x = torch.zeros(4)
+    before = _compat.version_of(x)
+    assert _compat.version_of(x + 1) == before
+    x[1:].add_(1)
+    assert _compat.version_of(x) == before + 1
+
+
 def test_storage_users_counts_who_holds_it():
     base = torch.empty(8)
     identity = _compat.storage_id(base)

@@ -1,0 +1,269 @@
+"""One call of a module as a function: the module without weights, and the units that get theirs where they are called.
+
+In: a module, its anatomy, leaves at rest, in flight or whole. Out: what the module's forward returns.
+A copy of the module is made once. In it each weight is a place that nothing can be computed with, and a unit's forward
+asks the current call for its weights, gathers, computes and lets go. Every unit draws from a seed of its own.
+Law: a forward that changes tensors of the module, or draws without a key, is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsharding import _compat, policies, random, tree
+from fsharding.anatomy import FUNCTION, Anatomy, ModuleUnit
+from fsharding.axes import DATA_AXES
+from fsharding.errors import TransformError, message
+from fsharding.mesh import Mesh, axis_index, axis_size, set_mesh
+from fsharding.module_axes import Bare, Entrances, Roles, install
+from fsharding.module_values import random_state, seed_of, seeded
+from fsharding.planning import type_text
+from fsharding.policies import Policy
+from fsharding.scan import unstack_units
+from fsharding.sharding import Local, typeof
+from fsharding.transforms import gather_unit, remat
+
+__all__ = ["Engine", "Run"]
+
+
+class _Absent(Tensor):
+    """The place of a weight while its unit is not gathered: it has a shape, and nothing can be computed with it."""
+
+    path: str
+    home: torch.device
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == cls.device.__get__:
+            return getattr(args[0], "home", torch.device("cpu"))
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "detach", "requires_grad_", "size", "dim", "numel", "is_floating_point", "__repr__"):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        rows = [getattr(x, "path", "") for x in tree.leaves((args, kwargs)) if isinstance(x, _Absent)]
+        text = f"needs weights that are used where their unit is called; {name} asked for them elsewhere."
+        mend = "Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."
+        raise TransformError(message(FUNCTION, text, rows, mend))
+
+
+def _absent(name: str, parameter: nn.Parameter) -> Any:
+    hollow = torch.empty_like(parameter, device="meta").detach().as_subclass(_Absent)
+    result: Any = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
+    result.path = name
+    return result
+
+
+@dataclass
+class _Constant:
+    """A tensor of a module that is no parameter: a buffer, or a plain attribute."""
+
+    name: str
+    owner: nn.Module
+    key: str
+    value: Tensor
+
+
+_ODD = 0x9E3779B97F4A7C15
+"""Between seeds that follow each other, so that all their bits differ (the step of splitmix64)."""
+
+_running: ContextVar[Run | None] = ContextVar("fsharding_module_run", default=None)
+
+
+class Engine:
+    """A copy of the module without weights, whose units ask the current run for theirs."""
+
+    def __init__(self, module: nn.Module, anatomy: Anatomy, roles: Roles, buffers: Mapping[str, Tensor]) -> None:
+        absent = {id(p): _absent(name, p) for name, p in module.named_parameters()}
+        self._absent = list(absent.values())
+        self.module: nn.Module = copy.deepcopy(module, absent)
+        for name, value in buffers.items():
+            owner, _, last = name.rpartition(".")
+            setattr(self.module.get_submodule(owner), last, value)
+        self.entrances: Entrances = install(self.module, roles)
+        self.units, self.bodies = anatomy.units, dict[str, Callable[..., Any]]()
+        self._constants, self._home = _constants(self.module), None
+        self.drops = [
+            f"{name} is {m}"
+            for name, m in self.module.named_modules()
+            if m.training and isinstance(p := getattr(m, "p", None), float) and p > 0 and "Drop" in type(m).__name__
+        ]
+
+    def open(self) -> None:
+        """Makes every unit ask for its weights when it is called."""
+        for number, unit in enumerate(self.units):
+            for member in unit.members:
+                self._open(number, member)
+
+    @contextmanager
+    def guard(self, leaves: Iterable[Any], *, keyed: bool) -> Generator[torch.device]:
+        """Brings constants to the device of some leaves; what runs inside must not change them, nor draw without a key.
+
+        Raises:
+            TransformError: it does; all is listed.
+        """
+        if self.drops and not keyed:
+            raise TransformError(message(*_keyless(self.drops)))
+        first = next((x for x in leaves if isinstance(x, Local | Tensor)), None)
+        device = torch.device("cpu") if first is None else (first.value if isinstance(first, Local) else first).device
+        self._move(device)
+        before, state = [_compat.version_of(constant.value) for constant in self._constants], random_state(device)
+        try:
+            yield device
+        finally:
+            self.entrances.clear()
+        self._refuse_changes(before)
+        if not keyed and not torch.equal(state, random_state(device)):
+            raise TransformError(message(*_keyless([f"{type(self.module).__name__} in its forward"])))
+
+    def _open(self, number: int, member: str) -> None:
+        inner = self.module.get_submodule(member)
+        bare = Bare(inner, inner.forward)
+
+        def body(weights: dict[str, Tensor], args: Any, kwargs: Any, seed: int | None, mesh: Mesh | None) -> Any:
+            device = next((x.device for x in weights.values()), "cpu")
+            named = {f"inner.{name[len(member) + 1 :]}": x for name, x in weights.items()}
+            with seeded(seed, device), _on(mesh):
+                try:
+                    return torch.func.functional_call(bare, named, args, kwargs, tie_weights=False)
+                finally:
+                    self.entrances.clear()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run = _running.get()
+            assert run is not None
+            return run.enter(number, member, args, kwargs)
+
+        self.bodies[member] = body
+        inner.forward = forward
+
+    def _move(self, device: torch.device) -> None:
+        """Constants to the device of the weights."""
+        if device == self._home:
+            return
+        self._home = device
+        for constant in self._constants:
+            if constant.value.device != device:
+                constant.value = constant.value.to(device)
+                setattr(constant.owner, constant.key, constant.value)
+        for absent in self._absent:
+            absent.home = device
+
+    def _refuse_changes(self, before: list[int]) -> None:
+        """Refuses a forward that has changed constants; one that was replaced gets its place back."""
+        rows: list[str] = []
+        for constant, version in zip(self._constants, before, strict=True):
+            now = getattr(constant.owner, constant.key, None)
+            if now is not constant.value or _compat.version_of(constant.value) != version:
+                kind = type_text(tuple(constant.value.shape), constant.value.dtype)
+                rows.append(f"{constant.name} is {kind}")
+                setattr(constant.owner, constant.key, constant.value)
+        if rows:
+            mend = "Keep such state outside of the module: give it as an input, and return it as an output."
+            text = "needs a forward that changes no buffers and no other tensors of the module."
+            raise TransformError(message(FUNCTION, text, rows, mend))
+
+
+def _constants(module: nn.Module) -> list[_Constant]:
+    """Every tensor of a module that is no parameter."""
+    return [
+        _Constant(".".join(filter(None, (path, key))), child, key, value)
+        for path, child in module.named_modules()
+        for key, value in (*child.named_buffers(recurse=False), *vars(child).items())
+        if isinstance(value, Tensor)
+    ]
+
+
+class Run:
+    """One call of a module: its leaves, what has been gathered, and what it draws with."""
+
+    def __init__(self, engine: Engine, policy: Policy, leaves: list[Any], key: Tensor | None) -> None:
+        self._engine, self._policy, self._leaves = engine, policy, leaves
+        self._rows: dict[int, Any] = {}
+        self._trees: dict[int, dict[str, Any]] = {}
+        self._together: dict[int, dict[str, Tensor]] = {}
+        self._entered = 0
+        shardings = (typeof(x).sharding for x in leaves if isinstance(x, Local | DTensor))
+        self._mesh = next((s.mesh for s in shardings if s is not None), None)
+        self._first_seed: int | None = None
+        if key is not None:  # ranks along data axes have other tokens
+            where = 0
+            for axis in DATA_AXES:
+                where = where * axis_size(axis, self._mesh) + axis_index(axis, self._mesh)
+            self._first_seed = seed_of(random.fold_in(key, where))
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """Runs the module."""
+        with self._engine.guard(self._leaves, keyed=self._first_seed is not None) as device:
+            token = _running.set(self)
+            try:
+                root = self._gather(0)
+                with seeded(self._seed(), device), _on(self._mesh):
+                    return torch.func.functional_call(self._engine.module, root, args, kwargs, tie_weights=False)
+            finally:
+                _running.reset(token)
+
+    def enter(self, number: int, member: str, args: Any, kwargs: Any) -> Any:
+        """Runs a member of a unit with its weights."""
+        unit, body = self._engine.units[number], self._engine.bodies[member]
+        if len(unit.members) > 1:
+            if number not in self._together:
+                self._together[number] = self._gather(number)
+            weights = {n: x for n, x in self._together[number].items() if n.startswith(f"{member}.")}
+        else:
+            weights = self._gather(number)
+        if unit.stack is None:
+            return body(weights, args, kwargs, self._seed(), self._mesh)
+        rest: list[Any] = []
+
+        def tensors(*inputs: Any) -> tuple[Tensor, ...]:  # all that a transform can differentiate
+            leaves, spec = tree.flatten(body(*inputs))
+            rest[:] = [spec, [None if isinstance(x, Tensor) else x for x in leaves]]
+            return tuple(x for x in leaves if isinstance(x, Tensor))
+
+        found = iter(remat(tensors, policy=self._policy)(weights, args, kwargs, self._seed(), self._mesh))
+        spec, others = rest
+        return tree.unflatten(spec, [next(found) if x is None else x for x in others])
+
+    def _gather(self, number: int) -> dict[str, Tensor]:
+        """The weights of a unit by name; the next unit is sent for."""
+        units = self._engine.units
+        policy = self._policy if units[number].stack is not None else policies.save_except_gathered
+        then = self._tree(number + 1) if number + 1 < len(units) else None
+        return gather_unit(self._tree(number), policy=policy, then=then)
+
+    def _tree(self, number: int) -> dict[str, Any]:
+        if number not in self._trees:
+            self._trees[number] = self._made(self._engine.units[number])
+        return self._trees[number]
+
+    def _made(self, unit: ModuleUnit) -> dict[str, Any]:
+        return {w.name: self._leaves[w.leaf] if w.row is None else self._row(w.leaf, w.row) for w in unit.weights}
+
+    def _row(self, leaf: int, row: int) -> Any:
+        if leaf not in self._rows:
+            self._rows[leaf] = unstack_units(self._leaves[leaf])
+        return self._rows[leaf][row]
+
+    def _seed(self) -> int | None:
+        """A seed for the unit that is entered now."""
+        if self._first_seed is None:
+            return None
+        self._entered += 1
+        return (self._first_seed + self._entered * _ODD) % 2**64
+
+
+def _on(mesh: Mesh | None) -> AbstractContextManager[None]:
+    return nullcontext() if mesh is None else set_mesh(mesh)
+
+
+def _keyless(rows: list[str]) -> tuple[str, str, list[str], str]:
+    mend = "Pass random_key=, another one at each step, or put the module in eval mode before functionalize."
+    return FUNCTION, "needs a random_key for a forward that draws.", rows, mend

@@ -1,0 +1,182 @@
+"""A module as a `Model`: embed, one stack of equal blocks, head. What a pipeline needs, whose stages are these parts.
+
+In: a module, its units, and three functions that say how its parts are put together, as its forward does. Out: a
+`Model` with the leaves of the module under `embed`, `blocks` and `head`; `functionalize` takes a forward in one piece.
+Law: losses and gradients are those of the module on one process, on every mesh with `pp`, `tp` and data axes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsharding import tree
+from fsharding.anatomy import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested, plan_module
+from fsharding.errors import ConfigError, message
+from fsharding.families import Parts, family_of
+from fsharding.models.base import Model
+from fsharding.module_axes import Bare, Roles, check_axes
+from fsharding.module_run import Engine
+from fsharding.module_values import Reset, lazy_leaves, real_buffers
+from fsharding.tree import Tree
+
+__all__ = ["model_from"]
+
+_FUNCTION = "fs.model_from"
+
+
+class _Places(NamedTuple):
+    """Where the weights of a part come from: name in the module to path in the part's tree."""
+
+    paths: dict[str, str]
+    tied: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The leaves of a module, by part; paths are below the part."""
+
+    anatomy: Anatomy
+    embed: _Places
+    block: _Places
+    head: _Places
+    template: str
+
+    def spread(self, values: Mapping[str, Any]) -> Tree:
+        """A tree of `embed`, `blocks` and `head` from a value for each leaf of the anatomy."""
+        stack = next(unit.stack for unit in self.anatomy.units if unit.stack is not None)
+        below = {leaf.path: leaf.path[len(stack) + 1 :] for leaf in self.anatomy.leaves if leaf.stacked}
+        embed = {*self.embed.paths.values()}
+        return {
+            "embed": nested({path: x for path, x in values.items() if path in embed}),
+            "blocks": nested({below[path]: x for path, x in values.items() if path in below}),
+            "head": nested({path: x for path, x in values.items() if path not in embed and path not in below}),
+        }
+
+
+def model_from(
+    module: nn.Module,
+    units: UnitPatterns | None = None,
+    parts: Parts | None = None,
+    *,
+    names: NameTable | None = None,
+    roles: Roles | None = None,
+    reset: Reset | None = None,
+) -> Model:
+    """Makes a `Model` out of a module, which is not changed.
+
+    Args:
+        module: with real or meta tensors, of which nothing may be drawn: in eval mode, or without dropout.
+        units: as in `functionalize`, with one stack. What the module defines before it is `embed`, what comes after it
+            `head`; there is no root. By default those of the family.
+        parts: how these are put together: `embed(module, batch) -> x`, `block(module, layer, x) -> x` and
+            `head(module, x, batch) -> (sum of losses, number of tokens)`. They get the module with the weights of their
+            part alone. All blocks run as the first one, with weights of their own. By default those of the family,
+            for a batch of `tokens` and `targets`.
+        names: as in `functionalize`.
+        roles: as in `functionalize`.
+        reset: as in `functionalize`.
+
+    Raises:
+        ConfigError: units that are no `embed`, one stack and `head`, parameters outside of them or shared in other ways
+            than between the two ends, frozen parameters, or a config whose parts are other ones; all are listed.
+        TransformError: from the parts: something is drawn, or tensors of the module are changed.
+    """
+    family = family_of(module) if units is None else None
+    if family is not None and parts is None and (rows := family.objections(module)):
+        mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
+        raise ConfigError(message(_FUNCTION, "has no parts for this config.", rows, mend))
+    if family is not None:
+        units, names, roles = family.units, names or family.names, family.roles if roles is None else roles
+        reset, parts = reset or getattr(module, family.reset or "", None), parts or family.parts
+    if units is None or parts is None:
+        mend = "Pass units=('embed', 'layers.*', 'head') and parts=Parts(embed, block, head)."
+        raise ConfigError(
+            message(_FUNCTION, f"does not know the units and parts of {type(module).__name__}.", mend=mend)
+        )
+    roles = roles or {}
+    plan = _plan(module, plan_module(module, units, names))
+    engine = Engine(module, plan.anatomy, roles, real_buffers(module, reset))
+    heads = family.heads_of(module) if family is not None else {}
+    layer = engine.module.get_submodule(plan.template)
+
+    def init(key: Tensor) -> Tree:
+        return plan.spread(lazy_leaves(module, plan.anatomy.leaves, key, reset))
+
+    return Model(
+        init=init,
+        embed=_part(engine, functools.partial(parts.embed, engine.module), plan.embed),
+        block=_part(engine, functools.partial(parts.block, engine.module, layer), plan.block),
+        head=_part(engine, functools.partial(parts.head, engine.module), plan.head),
+        names=plan.spread({leaf.path: leaf.names for leaf in plan.anatomy.leaves}),
+        tied=tuple((name, f"embed.{path}") for name, path in plan.head.tied.items()),
+        axes=("tp",),
+        check=lambda mesh, rules: check_axes(plan.anatomy, roles, mesh, rules, heads, staged=True),
+    )
+
+
+def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[..., Any]:
+    """A part as a function of its parameters."""
+    bare = Bare(engine.module, fn)
+
+    def run(params: Tree, *args: Any) -> Any:
+        weights = {f"inner.{name}": tree.at(params, path) for name, path in places.paths.items()}
+        weights |= {f"inner.{name}": params[name] for name in places.tied}
+        with engine.guard(weights.values(), keyed=False):
+            return torch.func.functional_call(bare, weights, args, tie_weights=False)
+
+    return run
+
+
+def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
+    """Sorts the units of a module into parts, or refuses them."""
+    root, *units = anatomy.units
+    stacks = list(dict.fromkeys(unit.stack for unit in units if unit.stack is not None))
+    blocks = [i for i, unit in enumerate(units) if unit.stack is not None]
+    wrong = [f"{weight.name} is in no unit" for weight in root.weights]
+    if len(stacks) != 1:
+        wrong.append(f"there are {len(stacks)} stacks: {', '.join(map(repr, stacks)) or 'no pattern has a star'}")
+    first, last = min(blocks, default=0), max(blocks, default=-1)
+    wrong += [f"{', '.join(u.members)} stands between the blocks" for u in units[first:last] if u.stack is None]
+    ends = units[:first], units[last + 1 :]
+    sides = zip(("before", "after"), ends, strict=True)
+    wrong += [f"there is no unit {side} the blocks" for side, end in sides if blocks and not end]
+    frozen = [leaf.path for leaf in anatomy.leaves if leaf.dtype.is_floating_point and not leaf.trainable]
+    wrong += [f"{path} is frozen" for path in frozen]
+    wrong += [
+        f"{weight.name} of a block is tied to {anatomy.leaves[weight.leaf].path}"
+        for unit in units
+        for weight in unit.weights
+        if unit.stack is not None and weight.row is None
+    ]
+    known_as: dict[int, list[str]] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        known_as.setdefault(id(child), []).append(path)
+    blocks_named = (known_as[id(module.get_submodule(m))] for u in units if u.stack is not None for m in u.members)
+    wrong += [f"{paths[0]} is {', '.join(paths[1:])} as well: one block" for paths in blocks_named if len(paths) > 1]
+    if wrong:
+        mend = "Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."
+        raise ConfigError(
+            message(_FUNCTION, "needs units for an embedding, one stack of blocks, and a head.", wrong, mend)
+        )
+    (template,) = units[first].members
+    block = {w.name: anatomy.leaves[w.leaf].path[len(stacks[0] or "") + 1 :] for w in units[first].weights}
+    known = {weight.leaf for unit in ends[0] for weight in unit.weights}
+    return _Plan(
+        anatomy, _places(anatomy, ends[0], set()), _Places(block, {}), _places(anatomy, ends[1], known), template
+    )
+
+
+def _places(anatomy: Anatomy, units: Sequence[ModuleUnit], elsewhere: set[int]) -> _Places:
+    """Paths of the weights of an end; those of leaves that are elsewhere are tied."""
+    weights = [weight for unit in units for weight in unit.weights]
+    paths = {w.name: anatomy.leaves[w.leaf].path for w in weights}
+    return _Places(
+        {w.name: paths[w.name] for w in weights if w.leaf not in elsewhere},
+        {w.name: paths[w.name] for w in weights if w.leaf in elsewhere},
+    )

@@ -1,0 +1,310 @@
+"""Modules of others on real ranks: losses, and what is gathered, against the module and torch's AdamW on one process."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fsharding as fs
+from fsharding.mesh import data_position
+from fsharding.sharding import Local, to_local
+from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
+
+STEPS, VOCAB = 5, 13
+
+
+class Block(nn.Module):
+    """A bias, a buffer, a dropout, an input by keyword, and an output that is no tensor."""
+
+    def __init__(self, width, p=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 10), nn.Linear(10, width, bias=False)
+        self.drop = nn.Dropout(p)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x, *, shift=0.0):
+        y = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + self.scale * self.drop(y) + shift, {"shift": shift}
+
+
+class Net(nn.Module):
+    """Tied embedding and head, a parameter in no unit, blocks of odd widths."""
+
+    def __init__(self, width=7, p=0.0):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.layers = nn.ModuleList(Block(width, p) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.heat = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x, _ = layer(x, shift=0.1)
+        return {"logits": self.head(self.norm(x)) * self.heat, "depth": len(self.layers)}
+
+
+UNITS = ("embed", "layers.*", ("norm", "head"))
+
+
+def net_loss(net, key=None):
+    def loss(params, batch):
+        logits = net(params, batch["tokens"], random_key=key)["logits"]
+        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum"), logits[
+            ..., 0
+        ].numel()
+
+    return loss
+
+
+def batch_of(vocab):
+    tokens = torch.randint(vocab, (4, 9), generator=torch.Generator().manual_seed(1))
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def mine(batch, mesh):
+    index, count = data_position(mesh)
+    return {name: x.chunk(count)[index] for name, x in batch.items()}
+
+
+def torch_losses(module, logits_of, batch):
+    opt, losses = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.01), []
+    for _ in range(STEPS):
+        loss = F.cross_entropy(logits_of(module).flatten(0, -2), batch["targets"].flatten())
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+def our_losses(net, loss, batch, layout, **settings):
+    opt = fs.adamw(1e-2, b2=0.999, weight_decay=0.01)
+    state, losses = fs.init_state(net, opt, fs.random.key(0), layout), []
+    step = fs.make_train_step(loss, opt, **settings)
+    for _ in range(STEPS):
+        state, metrics = step(state, mine(batch, layout.mesh))
+        losses.append(metrics.loss.item())
+    return losses, state
+
+
+def train_net(units):
+    mesh, batch = fs.make_mesh(dp=2), batch_of(VOCAB)
+    torch.manual_seed(0)
+    module = Net()
+    net = fs.functionalize(module, units)
+    frugal = fs.functionalize(module, units, policy=fs.policies.nothing_saveable)
+    found = {}
+    for name, strategy, precision, one in (
+        ("zero1", fs.zero(1), fs.FP32, net),
+        ("zero3", fs.zero(3), fs.FP32, net),
+        ("remat", fs.zero(3), fs.FP32, frugal),
+        ("bf16", fs.zero(3), fs.BF16, net),
+    ):
+        layout = fs.plan_layout(one, mesh, strategy=strategy, precision=precision)
+        with fs.recording() as calls:
+            losses, state = our_losses(one, net_loss(one), batch, layout)
+        found[name] = losses, len(calls[0].gathers), calls[0].peak_units
+        if name == "remat":
+            sums = torch.func.grad(lambda p: net_loss(frugal)(p, mine(batch, mesh))[0])(
+                fs.tree.map(to_local, state.params)
+            )
+            _, grads = fs.value_and_grad(net_loss(net), mean=False)(state.params, mine(batch, mesh))
+            ours = fs.tree.map(lambda x: x.to_local(), grads)
+            theirs = fs.tree.map(lambda x: x.value, sums, is_leaf=lambda x: isinstance(x, Local))
+            assert_trees_close(theirs, ours, rtol=1e-5, atol=1e-5, what="torch.func.grad")
+    return found, torch_losses(module, lambda m: m(batch["tokens"])["logits"], batch)
+
+
+@pytest.mark.parametrize("units", [UNITS, "layers.*"], ids=str)
+def test_a_module_trains_as_on_one_process(units):
+    found, want = run_ranks(train_net, 2, units, timeout=60.0)[0]
+    for name, (losses, _, _) in found.items():
+        assert_trees_close(losses, want, rtol=2e-2 if name == "bf16" else 1e-5, what=name)
+    assert found["zero1"][0] == found["zero3"][0] == found["remat"][0]
+    # Five units, all of them but the last and the embedding twice; the root is one number, which every rank has. Where
+    # only blocks are units the root has all else and stays: it and three blocks, each twice.
+    for name in ("zero3", "remat"):
+        assert found[name][1:] == ((8, 2) if units == UNITS else (8, 3)), name
+
+
+class Shared(nn.Module):
+    """One block that is called three times, and two lists of unlike blocks that share a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.ModuleList([nn.Linear(5, 5)] * 3)
+        self.wide = nn.ModuleList(nn.Linear(5, 6) for _ in range(2))
+        self.back = nn.ModuleList(nn.Linear(6, 5) for _ in range(2))
+        for layer in self.back:
+            layer.bias = self.back[0].bias
+
+    def forward(self, x):
+        for step in self.steps:
+            x = torch.tanh(step(x))
+        for wide, back in zip(self.wide, self.back, strict=True):
+            x = x + back(torch.relu(wide(x)))
+        return x
+
+
+def train_shared(folder):
+    mesh, x = fs.make_mesh(dp=2), torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    module = Shared()
+    net = fs.functionalize(module, ("steps.*", "wide.*", "back.*"))
+    layout = fs.plan_layout(net, mesh)
+
+    def loss(params, batch):
+        return F.cross_entropy(net(params, batch["x"]), batch["targets"], reduction="sum"), len(batch["x"])
+
+    batch = {"x": x, "targets": torch.arange(4)}
+    losses, state = our_losses(net, loss, batch, layout)
+    fs.checkpoint.save(folder, state)
+    again = fs.checkpoint.load(folder, layout.with_strategy(fs.zero(1)))
+    assert_bitwise_equal(fs.unshard(again.params), fs.unshard(state.params), "from a checkpoint")
+    return losses, torch_losses(module, lambda m: m(x), batch)
+
+
+def test_shared_blocks_and_weights_train_as_on_one_process(tmp_path):
+    losses, want = run_ranks(train_shared, 2, str(tmp_path / "ckpt"), timeout=60.0)[0]
+    assert_trees_close(losses, want, rtol=1e-5)
+
+
+def train_with_dropout():
+    mesh, batch = fs.make_mesh(dp=2), batch_of(VOCAB)
+    torch.manual_seed(0)
+    module, key = Net(p=0.5), fs.random.key(3)
+    found = []
+    for strategy, policy in ((0, "save_except_gathered"), (3, "save_except_gathered"), (3, "nothing_saveable")):
+        net = fs.functionalize(module, UNITS, policy=getattr(fs.policies, policy))
+        layout = fs.plan_layout(net, mesh, strategy=fs.zero(strategy))
+        found.append(our_losses(net, net_loss(net, key), batch, layout)[0])
+    state = fs.init_state(net, fs.sgd(0.1), key, layout)
+    alike = net(state.params, batch["tokens"], random_key=key)["logits"]
+    return found, alike.detach()
+
+
+def test_dropout_is_a_function_of_the_key_under_every_strategy_and_policy():
+    (found, first), (_, second) = run_ranks(train_with_dropout, 2, timeout=60.0)
+    assert found[0] == found[1] == found[2]
+    assert not torch.allclose(first, second), "ranks along data axes draw masks of their own"
+
+
+def draw_on_meta(axes, ranks):
+    with torch.device("meta"):
+        module = Net()
+
+    def reset(part):
+        part.scale.fill_(0.5) if isinstance(part, Block) else part.heat.fill_(1) if isinstance(part, Net) else None
+        if not isinstance(part, Block | Net):
+            part.reset_parameters()
+
+    net = fs.functionalize(module, UNITS, reset=reset)
+    mesh = fs.make_mesh(**axes, ranks=ranks)
+    layout = fs.plan_layout(net, mesh)
+    return fs.tree.map(lambda x: x.full_tensor(), fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout).params)
+
+
+def test_parameters_on_the_meta_device_are_drawn_alike_in_every_layout():
+    whole = draw_on_meta({"dp": 1}, None)
+    for rank, cut in enumerate(run_ranks(draw_on_meta, 2, {"dp": 2}, None, timeout=60.0)):
+        assert_bitwise_equal(cut, whole, f"rank {rank}")
+    up = whole["layers"]["up"]["weight"]
+    assert not torch.equal(up[0], up[1]) and up.std() > 0.1
+
+
+# ------------------------------------------------------------------------------------------------------- Hugging Face
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES = {
+    "llama": ("Llama", SMALL),
+    "tied llama": ("Llama", {**SMALL, "tie_word_embeddings": True, "attention_bias": True, "pad_token_id": 3}),
+    "qwen2": ("Qwen2", SMALL),
+    "qwen3": ("Qwen3", {**SMALL, "head_dim": 8, "vocab_size": 65, "tie_word_embeddings": True}),
+    "mixtral, experts": ("Mixtral", {**SMALL, "num_local_experts": 4}),
+    "qwen3_moe, experts": ("Qwen3Moe", {**SMALL, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+                               "moe_intermediate_size": 16}),
+    "gpt2": ("GPT2", GPT2),
+}  # fmt: skip
+
+
+def logits_of(module, tokens, *params):
+    return module(*params, tokens, use_cache=False).logits
+
+
+def family_loss(net):
+    def loss(params, batch):
+        logits = logits_of(net, batch["tokens"], params)
+        return fs.ops.cross_entropy(logits, batch["targets"]).sum(), batch["targets"].numel()
+
+    return loss
+
+
+def check_module(name, module, batch, want, losses, folder):
+    """The module in one piece: its logits, its losses, and its weights from files, where it never has any memory."""
+    import transformers
+
+    net = fs.functionalize(module)
+    for axes in ({"dp": 2}, {"tp": 2}) if net.roles else ({"dp": 2},):
+        layout = fs.plan_layout(net, fs.make_mesh(**axes))
+        assert {axis for leaf in layout.leaves for axis in leaf.params.spec.all_axes} == {*axes}
+        state = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout)
+        logits = logits_of(net, batch["tokens"], state.params).detach()
+        assert_trees_close(logits, want, rtol=1e-5, atol=1e-6, what=f"logits of {name} on {axes}")
+        found, _ = our_losses(net, family_loss(net), batch, layout)
+        assert_trees_close(found, losses, rtol=1e-5, what=f"losses of {name} on {axes}")
+    if "experts" in name:  # they have other names in files
+        return
+    if torch.distributed.get_rank() == 0:
+        module.save_pretrained(folder)
+    torch.distributed.barrier()
+    with torch.device("meta"):
+        hollow = fs.functionalize(transformers.AutoModelForCausalLM.from_config(module.config))
+    params = fs.checkpoint.load_weights(folder, layout, hollow.sources)
+    assert_bitwise_equal(params, state.params, "read from files")
+    assert_bitwise_equal(logits_of(hollow, batch["tokens"], params).detach(), logits, "buffers")
+
+
+def check_model(name, module, batch, losses, axes):
+    """The module in stages."""
+    model = fs.model_from(module)
+    stages = fs.stages_of(model, fs.plan_schedule("1f1b", 2, 2)) if "pp" in axes else None
+    layout = fs.plan_layout(model, fs.make_mesh(**axes), stages=stages)
+    found, _ = our_losses(model, model, batch, layout, microbatches=2)
+    assert_trees_close(found, losses, rtol=1e-5, what=f"losses of {name} in stages on {axes}")
+
+
+def train_families(names, folder):
+    import transformers
+
+    for name in names:
+        kind, sizes = FAMILIES[name]
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        module, batch = transformers.AutoModelForCausalLM.from_config(config), batch_of(64)
+        reference, tokens = copy.deepcopy(module), batch["tokens"]
+        want = logits_of(module, tokens).detach()
+        losses = torch_losses(reference, lambda m, t=tokens: logits_of(m, t), batch)
+        check_module(name, module, batch, want, losses, Path(folder, name))
+        check_model(name, module, batch, losses, {"pp": 2})
+    check_model(name, module, batch, losses, {"tp": 2})
+
+
+def test_families_of_hugging_face(tmp_path):
+    run_ranks(train_families, 2, ["gpt2", "qwen3_moe, experts", "qwen3"], str(tmp_path), timeout=110.0)
+
+
+@pytest.mark.full
+def test_other_families_of_hugging_face(tmp_path):
+    run_ranks(train_families, 2, ["mixtral, experts", "llama", "qwen2", "tied llama"], str(tmp_path), timeout=110.0)

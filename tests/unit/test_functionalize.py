@@ -1,0 +1,378 @@
+"""Modules as pure functions, on one process: values, derivatives, what is drawn, what is refused and in which words."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fsharding as fs
+from fsharding.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
+from fsharding.families import Parts
+from fsharding.module_axes import check_axes
+from fsharding.testing import assert_bitwise_equal, assert_trees_close
+from tests.dist.test_functionalize import UNITS, VOCAB, Net, Shared
+
+TOKENS = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
+KEY = fs.random.key(0)
+
+
+class Count(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.last = torch.zeros(4)
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = x.detach().mean(0)
+        return self.fc(x)
+
+
+def whole_params(net):
+    state = fs.init_state(net, fs.sgd(0.1), KEY, fs.plan_layout(net, fs.make_mesh()))
+    return fs.unshard(state.params)
+
+
+def values(width):
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+
+
+CASES = {
+    "units": (Net, UNITS, TOKENS),
+    "blocks": (Net, "layers.*", TOKENS),
+    "no units": (Net, (), TOKENS),
+    "a block of its own": (Net, ("layers.1", "layers.*"), TOKENS),
+    "shared": (Shared, ("steps.*", "wide.*", "back.*"), values(5)),
+    "a list": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "*", values(4)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_the_module(case):
+    make, units, inputs = CASES[case]
+    torch.manual_seed(0)
+    module = make()
+    before = copy.deepcopy(module.state_dict())
+    net = fs.functionalize(module, units)
+    mesh = fs.make_mesh()
+    layout = fs.plan_layout(net, mesh)
+    state = fs.init_state(net, fs.sgd(0.1), KEY, layout)
+
+    def total(out):
+        return (out["logits"] if isinstance(out, dict) else out).square().sum()
+
+    (loss, _), grads = fs.value_and_grad(lambda p: (total(net(p, inputs)), 1))(state.params)
+    want = total(module(inputs))
+    named = dict(
+        zip(dict(module.named_parameters()), torch.autograd.grad(want, list(module.parameters())), strict=True)
+    )
+    assert_bitwise_equal(loss, want.detach(), "loss")
+    found = fs.tree.named_leaves(fs.unshard(grads))
+    for leaf in net.anatomy.leaves:
+        rows = found[leaf.path] if leaf.stacked else [found[leaf.path]]
+        for source, row in zip(leaf.sources, rows, strict=True):
+            assert_trees_close(row, named[source], rtol=1e-5, atol=1e-6, what=source)
+    assert {source for leaf in net.anatomy.leaves for source in leaf.sources} == {*named}
+    assert_bitwise_equal(dict(module.state_dict()), dict(before), "the module itself")
+
+
+def test_the_plan_is_a_value_that_says_what_is_gathered_together():
+    anatomy = fs.functionalize(Net(), UNITS, names={"*.up.weight": ("mlp", "embed"), "*": None}).anatomy
+    assert [unit.members for unit in anatomy.units] == [
+        (), ("embed",), ("layers.0",), ("layers.1",), ("layers.2",), ("norm", "head"),
+    ]  # fmt: skip
+    leaves = {leaf.path: leaf for leaf in anatomy.leaves}
+    assert leaves["layers.up.weight"].names == ("layers", "mlp", "embed")
+    assert leaves["layers.up.weight"].sources == tuple(f"layers.{i}.up.weight" for i in range(3))
+    assert leaves["layers.norm.bias"].names == ("layers", None)
+    assert "embed.weight" in leaves and "head.weight" not in leaves
+    assert "\n  layers.up.weight: float32[3, 10, 7] ('layers', 'mlp', 'embed')\n" in str(anatomy)
+    sources = fs.functionalize(Net(), UNITS).sources
+    assert sources["layers.up.weight"] == "layers.{i}.up.weight" and sources["heat"] == "heat"
+    shared = fs.functionalize(Shared(), ("steps.*", "wide.*", "back.*")).anatomy
+    assert [leaf.path for leaf in shared.leaves] == [
+        "steps.weight", "steps.bias", "wide.weight", "wide.bias", "back.weight", "back.0.bias",
+    ]  # fmt: skip
+
+
+def test_transforms_of_torch_func_see_a_function():
+    torch.manual_seed(0)
+    net = fs.functionalize(Net(), UNITS, policy=fs.policies.nothing_saveable)
+    params = whole_params(net)
+
+    def loss(p, tokens):
+        return net(p, tokens)["logits"].square().mean()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, TOKENS[:, None])
+    mean = torch.func.grad(loss)(params, TOKENS)
+    assert_trees_close(fs.tree.map(lambda g: g.mean(0), each), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_drawn_follows_from_the_key():
+    net = fs.functionalize(Net(p=0.5), UNITS)
+    params, state = whole_params(net), torch.get_rng_state()
+    one, again, other = (net(params, TOKENS, random_key=fs.random.key(i))["logits"] for i in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), state), "torch's own generator goes on as before"
+    calm = fs.functionalize(Net(p=0.5).eval(), UNITS)
+    calm(params, TOKENS)
+
+
+def test_frozen_parameters_are_frozen_leaves():
+    module = Net()
+    module.embed.requires_grad_(False)
+    net = fs.functionalize(module, UNITS)
+    layout = fs.plan_layout(net, fs.make_mesh())
+    assert [leaf.path for leaf in layout.leaves if not leaf.trainable] == ["embed.weight"]
+
+
+def test_a_module_can_be_let_go_after_init():
+    module = Net()
+    net = fs.functionalize(module, UNITS)
+    params = whole_params(net)
+    want = module(TOKENS)["logits"]
+    other = Net()
+    other.load_state_dict(net.state_dict(params), strict=False)
+    assert_bitwise_equal(other(TOKENS)["logits"], want, "another module with these parameters")
+    module.to("meta")
+    assert_bitwise_equal(net(params, TOKENS)["logits"], want, "logits")
+
+
+def sliding():
+    module = Net()
+    kinds = ["full_attention", "sliding_attention"]
+    module.config = SimpleNamespace(
+        model_type="qwen3", _attn_implementation="eager", layer_types=kinds, sliding_window=8
+    )
+    return module
+
+
+def half_frozen():
+    module = Net()
+    module.norm.requires_grad_(False)
+    return module
+
+
+class Unlike(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Linear(4, 4), nn.Linear(4, 5, bias=False), nn.Linear(4, 4).requires_grad_(False)]
+        )
+
+
+class Elsewhere(Net):
+    def forward(self, tokens):
+        return F.linear(self.norm(self.embed(tokens)), self.head.weight)
+
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
+
+
+def plain_meta():
+    with torch.device("meta"):
+        return nn.ModuleDict({"count": Count(), "own": Drawless()})
+
+
+class Beside(nn.Sequential):
+    def __init__(self, depth):
+        super().__init__(*(nn.Linear(4, 4, bias=False) for _ in range(depth)))
+        self.weight = nn.Parameter(torch.ones(()))
+
+
+class Drawless(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(3))
+
+
+def call(module, units, x, **settings):
+    net = fs.functionalize(module, units, **settings)
+    return net(whole_params(net), x)
+
+
+def plan(module, units, names, roles, axes, **settings):
+    mesh = fs.AbstractMesh(tuple(axes), tuple(axes.values()))
+    return fs.plan_layout(fs.functionalize(module, units, names=names, roles=roles, **settings), mesh)
+
+
+ERRORS = {
+    "statistics": (lambda: fs.functionalize(normed(), "*"), TransformError, """
+fs.functionalize needs a forward that changes no buffers.
+  1 is BatchNorm1d: its forward changes running_mean, running_var, num_batches_tracked
+  2.0 is BatchNorm1d: its forward changes running_mean, running_var, num_batches_tracked
+Put them in eval mode, or use a norm without statistics, such as nn.GroupNorm or nn.LayerNorm."""),
+    "in place": (lambda: call(Count(), (), values(4)), TransformError, """
+fs.functionalize needs a forward that changes no buffers and no other tensors of the module.
+  calls is float32[]
+  last is float32[4]
+Keep such state outside of the module: give it as an input, and return it as an output."""),
+    "no key": (lambda: call(Net(p=0.5), UNITS, TOKENS), TransformError, """
+fs.functionalize needs a random_key for a forward that draws.
+  layers.0.drop is Dropout(p=0.5, inplace=False)
+  layers.1.drop is Dropout(p=0.5, inplace=False)
+  layers.2.drop is Dropout(p=0.5, inplace=False)
+Pass random_key=, another one at each step, or put the module in eval mode before functionalize."""),
+    "unknown family": (lambda: fs.functionalize(Net()), ConfigError, """
+fs.functionalize does not know the units of Net.
+  embed is Embedding
+  layers is ModuleList
+  norm is LayerNorm
+  head is Linear
+Say which modules are gathered together, such as units='layers.*'."""),
+    "unknown pattern": (lambda: fs.functionalize(Shared(), ("blocks.*", "wide", ("back.0", "gone"))), ConfigError, """
+fs.functionalize finds no units for a pattern.
+  'blocks.*' fits no module
+  wide is a ModuleList, which is never called itself
+  'gone' fits no module
+  modules are
+    steps is ModuleList of 1 Linear
+    steps.0 is Linear
+    wide is ModuleList of 2 Linear
+    wide.0 is Linear
+    wide.1 is Linear
+    back is ModuleList of 2 Linear
+    back.0 is Linear
+    back.1 is Linear
+Name blocks by the path of their list and a star, such as units='layers.*'."""),
+    "nested": (lambda: fs.functionalize(Net(), ("layers.*", "layers.1.up")), ConfigError, """
+fs.functionalize got units inside units.
+  layers.1.up is inside layers.1
+Keep the outer or the inner ones."""),
+    "clash": (lambda: fs.functionalize(Beside(2), "*"), ConfigError, """
+fs.functionalize gets two leaves at one path.
+  weight: weight
+  weight: 0.weight
+Rename what stands beside the blocks, or name each block as a unit of its own, without a star."""),
+    "unlike": (lambda: fs.functionalize(Unlike(), "layers.*"), TreeError, """
+fs.functionalize can stack only blocks that are alike.
+  bias: float32[4] in layers.0, not there in layers.1
+  weight: float32[4, 4] in layers.0, float32[5, 4] in layers.1
+  bias: float32[4] in layers.0, float32[4], frozen in layers.2
+  weight: float32[4, 4] in layers.0, float32[4, 4], frozen in layers.2
+Give unlike blocks patterns of their own, which come first: units=('layers.0', 'layers.*')."""),
+    "names": (lambda: fs.functionalize(Net(), UNITS, names={"*.weight": None, "heat": ()}), LayoutError, """
+fs.functionalize finds no names for 3 leaves; the table has '*.weight', 'heat'.
+  layers.norm.bias is float32[3, 7]
+  layers.up.bias is float32[3, 10]
+  norm.bias is float32[7]
+Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."""),
+    "elsewhere": (lambda: call(Elsewhere(), UNITS, TOKENS), TransformError, """
+fs.functionalize needs weights that are used where their unit is called; linear asked for them elsewhere.
+  embed.weight
+Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."""),
+    "meta buffers": (lambda: fs.functionalize(plain_meta(), ()), ConfigError, """
+fs.functionalize finds buffers on the meta device that nothing fills.
+  count.calls is float32[] of Count
+Make these submodules with real tensors, or pass reset=, a function that fills the buffers of one."""),
+    "meta parameters": (lambda: whole_params(fs.functionalize(Drawless().to("meta"), ())), ConfigError, """
+fs.functionalize cannot draw parameters on the meta device.
+  w is float32[3] of Drawless, which has no reset_parameters
+Make the module with real tensors, or pass reset=, a function that fills the parameters of a submodule."""),
+    "axes": (lambda: plan(Net(), UNITS, {"*.up.weight": ("mlp", "embed"), "*": None}, {"*.up": "row"},
+                          {"pp": 2, "cp": 2, "tp": 2}), ConfigError, """
+fs.plan_layout cannot cut this module on mesh {pp: 2, cp: 2, tp: 2}.
+  pp=2: a forward in one piece has no stages; see fs.model_from
+  cp=2: the layers take whole sequences
+  layers.up.weight is float32[3, 10, 7], dim 1 ('mlp') over tp: layers.0.up.weight is of a layer with role 'row'
+Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
+    "tied roles": (lambda: plan(Net(), UNITS, {"embed.weight": ("vocab", None), "*": None}, {"embed": "vocab"},
+                                {"tp": 2}), ConfigError, """
+fs.plan_layout cannot cut this module on mesh {tp: 2}.
+  embed.weight is float32[13, 7], dim 0 ('vocab') over tp: head.weight is of a layer with no role
+Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
+    "no parts of a family": (lambda: fs.model_from(sliding()), ConfigError, """
+fs.model_from has no parts for this config.
+  attention is 'eager', not 'sdpa'
+  layers have sliding_attention
+  sliding_window is 8
+Pass parts= of your own, or functionalize the module: its own forward knows what to do."""),
+    "no parts": (lambda: fs.model_from(Net()), ConfigError, """
+fs.model_from does not know the units and parts of Net.
+Pass units=('embed', 'layers.*', 'head') and parts=Parts(embed, block, head)."""),
+    "no stages": (lambda: fs.model_from(half_frozen(), ("layers.*", "norm"), net_parts()), ConfigError, """
+fs.model_from needs units for an embedding, one stack of blocks, and a head.
+  heat is in no unit
+  embed.weight is in no unit
+  head.weight is in no unit
+  there is no unit before the blocks
+  norm.weight is frozen
+  norm.bias is frozen
+Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."""),
+    "two stacks": (lambda: fs.model_from(Shared(), ("steps.*", "wide.*", "back.*"), net_parts()), ConfigError, """
+fs.model_from needs units for an embedding, one stack of blocks, and a head.
+  there are 3 stacks: 'steps', 'wide', 'back'
+  there is no unit before the blocks
+  there is no unit after the blocks
+  back.0.bias of a block is tied to back.0.bias
+  back.1.bias of a block is tied to back.0.bias
+  steps.0 is steps.1, steps.2 as well: one block
+Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."""),
+    "roles": (lambda: fs.functionalize(Net(), UNITS, roles={"*.norm": "column", "embed": "row"}), ConfigError, """
+fs.functionalize cannot compute some layers over tp.
+  embed is Embedding, role 'row' needs Linear
+  layers.0.norm is LayerNorm, role 'column' needs Linear
+  layers.1.norm is LayerNorm, role 'column' needs Linear
+  layers.2.norm is LayerNorm, role 'column' needs Linear
+Give roles to plain nn.Linear and nn.Embedding, and leave the names of other layers out of the rules."""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_work_is_refused_in_one_error(case):
+    run, kind, text = ERRORS[case]
+    with pytest.raises(FshardingError) as caught:
+        run()
+    assert type(caught.value) is kind and str(caught.value) == text.strip()
+
+
+def net_parts():
+    def loss(module, x, batch):
+        logits = module.head(module.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum"), logits[
+            ..., 0
+        ].numel()
+
+    return Parts(
+        lambda module, batch: module.embed(batch["tokens"]), lambda module, layer, x: layer(x, shift=0.1)[0], loss
+    )
+
+
+def test_a_module_in_stages_is_a_model_with_its_leaves_by_part():
+    torch.manual_seed(0)
+    module = Net()
+    del module.heat
+    model = fs.model_from(module, UNITS, net_parts(), names={"*.up.weight": ("mlp", "embed"), "*": None})
+    assert model.names["blocks"]["up"]["weight"] == ("layers", "mlp", "embed")
+    assert model.tied == (("head.weight", "embed.embed.weight"),)
+    layout = fs.plan_layout(model, fs.make_mesh())
+    state = fs.init_state(model, fs.sgd(0.1), KEY, layout)
+    batch = {"tokens": TOKENS, "targets": TOKENS.flip(1)}
+    (loss, _), grads = fs.value_and_grad(fs.model_loss(model))(state.params, batch)
+    module.heat = 1.0
+    want = F.cross_entropy(module(TOKENS)["logits"].flatten(0, 1), batch["targets"].flatten())
+    table, up = torch.autograd.grad(want, [module.embed.weight, module.layers[2].up.weight])
+    assert_trees_close(loss, want.detach(), rtol=1e-6)
+    assert_trees_close(grads["embed"]["embed"]["weight"].full_tensor(), table, rtol=1e-5, atol=1e-6)
+    assert_trees_close(grads["blocks"]["up"]["weight"].full_tensor()[2], up, rtol=1e-5, atol=1e-6)
+
+
+def test_heads_that_tp_cannot_share_are_refused():
+    names = {"*.up.weight": ("heads", None), "*": None}
+    anatomy = fs.functionalize(Net(), UNITS, names=names).anatomy
+    with pytest.raises(ConfigError, match="num_key_value_heads is 2: no multiple of tp=4"):
+        check_axes(
+            anatomy, {"*.up": "column"}, fs.AbstractMesh(("tp",), (4,)), fs.DEFAULT_RULES, {"num_key_value_heads": 2}
+        )
+
+
+def test_every_family_names_what_it_computes_over_tp():
+    for family in fs.families.FAMILIES.values():
+        assert not family.roles or family.heads
+        called = {name for names in family.names.values() for name in names or () if name is not None}
+        assert called <= {*fs.DEFAULT_RULES} - {"expert", "layers"}
