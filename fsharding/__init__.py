@@ -3,7 +3,7 @@
 `docs/tour.md` teaches all of it on one page. Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
 """
 
-from fsharding import checkpoint, data, models, ops, optim, policies, random, recipes, tree
+from fsharding import checkpoint, data, hf, models, ops, optim, policies, random, recipes, tree
 from fsharding.actions import Action
 from fsharding.autodiff import value_and_grad
 from fsharding.axes import AbstractMesh
@@ -59,7 +59,7 @@ __all__ = [
     "LossScale", "Memory", "Metrics", "Model", "NamedSharding", "PartitionSpec", "Precision", "Schedule", "Strategy",
     "Traffic", "TrainState", "adamw", "apply_updates", "chain", "check_schedule", "checkpoint", "clip_by_global_norm",
     "constant", "counting_bytes", "data", "data_position", "draw_schedule", "expected_traffic", "explain_reshard",
-    "gather_unit", "global_norm", "hybrid", "init_state", "is_member", "layers_of", "linear", "main_params",
+    "gather_unit", "global_norm", "hf", "hybrid", "init_state", "is_member", "layers_of", "linear", "main_params",
     "make_mesh", "make_schedule", "make_train_step", "masked", "model_loss", "models", "ops", "optim",
     "parse_strategy", "pipeline_grads", "plan_layout", "plan_schedule", "policies", "random", "recipes",
     "recording", "redistribute", "remat", "reshard", "run_ranks", "scan", "scan_stacks", "scan_units", "scatter_grads",

@@ -58,7 +58,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (10, "checkpoint.*"),
     (10.5, "corpus"),
     (11, "models.* data"),
-    (11.2, "decoder_traffic"),
+    (11.2, "decoder_traffic hf.*"),
     (11.5, "recipes swaps launch testing.* show plan plan.*"),
     (11.8, "config"),
     (12, "train tools preview bench.*"),
