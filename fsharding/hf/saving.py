@@ -310,7 +310,7 @@ def _write_box(handle: int, start: int, tensor: LeafInfo, box: Box, x: Tensor) -
     size, strides = tensor.dtype.itemsize, contiguous(tensor.shape)
     for piece in pieces(box, size):
         flat = x[boxes.relative(piece, box)].to("cpu", tensor.dtype).contiguous().reshape(-1)
-        data = memoryview(flat.view(torch.uint8).numpy())
+        data = flat.view(torch.uint8).numpy().data
         outer = _outer_dims(boxes.shape_of(piece), tensor.shape)
         first = start + sum(a * step for (a, _), step in zip(piece, strides, strict=True)) * size
         rows = product(*(range(stop - begin) for begin, stop in piece[:outer]))
