@@ -16,6 +16,12 @@ SECONDS = 100
 
 # What each example prints at its end, and what has to be in its output besides.
 EXPECTED: dict[str, list[str]] = {
+    "finetune_llama.py": [
+        r"^mesh \{'tp': 2\}: \d+ bytes of parameters, on each rank \[\d+, \d+\]$",
+        r"^before: loss 4\.\d{6} on 2 ranks, 4\.\d{6} in transformers$",
+        r"^ after: loss \d\.\d{6} on 2 ranks, \d\.\d{6} in transformers$",
+        r"^fine-tuned on the mesh, and the same in transformers$",
+    ],
     "mlp.py": [r"^zero0: +\d+ bytes of state a rank", r"^zero3: +\d+ bytes of state a rank", "equal in every bit$"],
     "research_step.py": [
         r"^zero\(0\) on 2 ranks$",
