@@ -160,6 +160,9 @@ def _rope(entries: Mapping[str, Any]) -> dict[str, Any]:
 def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
     """How rotary frequencies are scaled; what cannot be said is added to the rows."""
     rope = _rope(entries)
+    if nested := sorted(key for key, value in rope.items() if isinstance(value, dict)):
+        rows.append(f"the rotary positions differ between {', '.join(nested)}: {_LACKS}")
+        return None
     kind, theta = rope["rope_type"], rope.get("rope_theta", 1.0)
     known = {
         "default": (),

@@ -100,11 +100,11 @@ def in_and_out(folder, axes, strategy, out):
     config = hf.config_of(folder)
     layout = layout_of(config, axes, strategy)
     params = hf.load(folder, layout)
-    hf.save(out, params, config, layout, max_file_bytes=4000)
+    ready = fs.spread_main(params, params, layout)
+    hf.save(out, ready, config, layout, max_file_bytes=4000)
     assert_bitwise_equal(params, hf.load(out, layout))
     index, count = data_position(layout.mesh)
     rows = slice(index * 4 // count, (index + 1) * 4 // count)
-    ready = fs.spread_main(params, params, layout)
     logits = None if "pp" in axes else logits_of(config, ready, layout.mesh, TOKENS[rows])
     return rows, logits, loss_of(config, params, layout, TOKENS[rows])
 
@@ -267,6 +267,23 @@ def test_every_rank_refuses_what_does_not_fit(theirs, tmp_path):
 
 def json_bytes(file):
     return int.from_bytes(file.read_bytes()[:8], "little")
+
+
+def over_one_rank(folder, out):
+    """In and out on rank 1 alone; rank 0 takes part in the calls."""
+    config = hf.config_of(folder)
+    layout = fs.plan_layout(fs.models.decoder(config), fs.make_mesh(device="cpu", dp=1, ranks=(1,)))
+    params = hf.load(folder, layout)
+    hf.save(out, params, config)
+    return fs.state_bytes(params)
+
+
+def test_ranks_outside_of_the_mesh_hold_nothing(theirs, tmp_path):
+    folder, model, _ = theirs("llama")
+    held = sum(x.nbytes for x in model.parameters())
+    assert run_ranks(over_one_rank, 2, folder, tmp_path / "out") == [0, held]
+    found = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
+    assert_bitwise_equal(found, {**model.state_dict()})
 
 
 def save_on_a_full_disk(out):

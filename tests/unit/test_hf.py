@@ -128,6 +128,10 @@ def test_configs_that_the_decoder_cannot_be(tmp_path):
         "  high_freq_factor of the rotary positions is None: a number",
         "  attention_factor of the rotary positions is 2.0: models.decoder has no such thing",
     ]
+    by_kind = {**QWEN_72B, "rope_parameters": {"full_attention": {"rope_theta": 1e4}, "other": {"rope_theta": 1e5}}}
+    assert refusal(ConfigError, hf.config_of, by_kind).splitlines()[1:-1] == [
+        "  the rotary positions differ between full_attention, other: models.decoder has no such thing"
+    ]
     assert "No such file or directory" in refusal(ConfigError, hf.config_of, tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("[1]")
     assert "it holds a list, not an object" in refusal(ConfigError, hf.config_of, tmp_path)
@@ -162,6 +166,8 @@ def test_weights_come_back(name, tmp_path, monkeypatch):
     assert all(size == (tmp_path / "out" / file).stat().st_size for file, size in saved.files.items())
     assert hf.config_of(tmp_path / "out") == CONFIGS[name]
     assert_bitwise_equal(hf.load(tmp_path / "out", layout), params)
+    hf.save(tmp_path / "plain", fs.unshard(params), CONFIGS[name])
+    assert_bitwise_equal(in_files(tmp_path / "plain"), in_files(tmp_path / "out"))
     # Each tensor against our leaf, taken apart by hand.
     found, whole = in_files(tmp_path / "out"), fs.unshard(params)
     blocks, layer = whole["blocks"], "model.layers.1."
