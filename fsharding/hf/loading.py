@@ -7,21 +7,20 @@ Law: what is loaded does not depend on the layout, bit for bit; a rank holds its
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from fsharding import boxes, tree
+from fsharding import _compat, boxes, tree
 from fsharding.checkpoint.agree import together
-from fsharding.checkpoint.leaves import Want, main_wants, staged
+from fsharding.checkpoint.leaves import Shards, Want, main_wants, staged
 from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.store import StrPath
-from fsharding.errors import CheckpointError, message
+from fsharding.errors import CheckpointError, FshardingError, message
 from fsharding.hf.families import config_of
 from fsharding.hf.folder import Folder, open_folder
 from fsharding.hf.naming import Names, Piece, declared, names_of, pieces_of
 from fsharding.layout import Layout
+from fsharding.models.decoder import DecoderConfig
 from fsharding.precision import DTYPES
 from fsharding.tree import Tree
 
@@ -57,8 +56,8 @@ def load(
     looked: list[tuple[Folder, dict[str, list[Piece]]]] = []
 
     def look() -> str:
-        folder = open_folder(path)
-        found = _default_names(path, folder) if names is None else (names, ())
+        folder, config = _opened(path, with_config=names is None)
+        found = (names or {}, ()) if config is None else _default_names(config, folder)
         looked.append((folder, _compare(folder, layout, wants, *found, strict=extra == "refuse")))
         return folder.digest()
 
@@ -67,14 +66,34 @@ def load(
     if rows:
         raise CheckpointError(message(_FUNCTION, f"finds {path} different on different ranks.", rows))
     ((folder, pieces),) = looked
-    read: list[Tensor] = []
-    together(_FUNCTION, lambda: read.extend(_read(folder, pieces[leaf], want) for leaf, want in wants.items()))
+    # All of the memory that stays comes first: what is needed between then lies in one place, and goes.
+    shards = {leaf: _room(want) for leaf, want in wants.items()}
+
+    def fill() -> None:
+        for leaf, shard in shards.items():
+            _fill(folder, pieces[leaf], shard)
+
+    together(_FUNCTION, fill)
+    read = [x.local if x.sharding is None else x.sharding.to_dtensor(x.local, x.shape) for x in shards.values()]
     return tree.unflatten(layout.structure, read)
 
 
-def _default_names(path: StrPath, folder: Folder) -> tuple[Names, tuple[str, ...]]:
-    """The names that the `config.json` means, and tensors that may be there besides."""
-    config = config_of(path)
+def _opened(path: StrPath, *, with_config: bool) -> tuple[Folder, DecoderConfig | None]:
+    """The headers, and the config where it is asked for; what is wrong with both is told at once."""
+    found: list[Any] = []
+    wrong: list[str] = []
+    for read in (open_folder, config_of) if with_config and os.path.isdir(path) else (open_folder,):
+        try:
+            found.append(read(path))
+        except FshardingError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise CheckpointError("\n".join(wrong))
+    return found[0], found[1] if with_config else None
+
+
+def _default_names(config: DecoderConfig, folder: Folder) -> tuple[Names, tuple[str, ...]]:
+    """The names that a config means, and tensors that may be there besides."""
     return names_of(config, stacked_experts=_STACKED in folder.leaves), (_HEAD,) if config.tied else ()
 
 
@@ -117,15 +136,18 @@ def _objection(piece: Piece, want: Want, found: LeafInfo | None) -> str | None:
     return None
 
 
-def _read(folder: Folder, pieces: list[Piece], want: Want) -> Tensor:
-    """One leaf in new memory."""
+def _room(want: Want) -> Shards:
+    """New memory for what this rank holds of a leaf."""
     size = want.shape if want.sharding is None else want.sharding.local_shape(want.shape)
-    local = torch.empty(size, dtype=want.dtype, device=want.device)
-    for box, x in staged(want.shape, want.sharding, local).kept().values():
+    return staged(want.shape, want.sharding, _compat.fresh(size, want.dtype, want.device))
+
+
+def _fill(folder: Folder, pieces: list[Piece], shard: Shards) -> None:
+    """Reads what this rank holds of a leaf."""
+    for box, x in shard.kept().values():
         for piece in pieces:
             shared = boxes.intersect(box, piece.box)
             if shared is not None:
                 out = x[boxes.relative(shared, box)]
                 out = out[(0,) * piece.lead]
                 folder.read(piece.name, piece.there(shared), out.mT if piece.transposed else out)
-    return local if want.sharding is None else want.sharding.to_dtensor(local, want.shape)

@@ -9,7 +9,6 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 
 import fsharding as fs
 from fsharding import hf, ops
@@ -31,12 +30,12 @@ LONG = {
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 MOE = {"num_experts_per_tok": 2, "num_experts": 4}
 FAMILIES = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES),
-    "tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LONG),
-    "qwen2": lambda: transformers.Qwen2Config(**SIZES, rope_parameters=YARN, max_position_embeddings=64),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=6),
-    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_experts_per_tok=2, num_local_experts=4),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **MOE, moe_intermediate_size=12, head_dim=8),
+    "llama": ("LlamaConfig", {}),
+    "tied": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": LONG}),
+    "qwen2": ("Qwen2Config", {"rope_parameters": YARN, "max_position_embeddings": 64}),
+    "qwen3": ("Qwen3Config", {"head_dim": 6}),
+    "mixtral": ("MixtralConfig", {"num_experts_per_tok": 2, "num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**MOE, "moe_intermediate_size": 12, "head_dim": 8}),
 }
 TOKENS = torch.randint(40, (4, 20), generator=torch.Generator().manual_seed(1))
 
@@ -51,15 +50,25 @@ def moved(model):
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
-    """Of a family: the directory, the model, its logits."""
+def transformers():
+    """The package; imported here, because every process that collects these tests would need seconds for it."""
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory, transformers):
+    """Of a family: the directory, the model, its logits."""
 
     @functools.cache
     def make(name):
+        kind, entries = FAMILIES[name]
+        config = getattr(transformers, kind)(**SIZES, **entries)
         folder = tmp_path_factory.mktemp(name) / "model"
         torch.manual_seed(0)
-        model = moved(transformers.AutoModelForCausalLM.from_config(FAMILIES[name]()).float())
+        model = moved(transformers.AutoModelForCausalLM.from_config(config).float())
         model.save_pretrained(folder, max_shard_size="5KB")
         return folder, model, model(TOKENS).logits.detach()
 
@@ -91,7 +100,8 @@ def loss_of(config, params, layout, tokens):
     """The mean token loss of all ranks, by a step that changes nothing."""
     opt = fs.sgd(0.0)
     state = fs.state_from(params, opt, fs.random.key(0), layout)
-    step = fs.make_train_step(fs.models.decoder(config), opt, microbatches=2)
+    pieces = 2 if "pp" in layout.mesh.mesh_dim_names else 1
+    step = fs.make_train_step(fs.models.decoder(config), opt, microbatches=pieces)
     return step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})[1].loss
 
 
@@ -137,7 +147,7 @@ DEFAULT |= {name: ["one", "zero3", "tp", "ep", "pp"] for name in ("mixtral", "qw
         if "ep" not in where or name in ("mixtral", "qwen3_moe")
     ],
 )
-def test_a_model_of_transformers_goes_in_and_out(name, where, theirs, tmp_path):
+def test_a_model_of_transformers_goes_in_and_out(name, where, theirs, transformers, tmp_path):
     folder, model, logits = theirs(name)
     axes, strategy = LAYOUTS[where]
     size = functools.reduce(int.__mul__, axes.values())
@@ -234,11 +244,10 @@ def test_a_rank_holds_its_shard_and_a_window(tmp_path):
         old = json.loads(index.read_text())["weight_map"] if index.exists() else {}
         index.write_text(json.dumps({"weight_map": old | table}))
     (tmp_path / "model/config.json").write_text(json.dumps(hf.config_json(BIG)))
-    largest = 8192 * 1024 * 4 // 2
     for shard, loading, saving in run_ranks(peak, 2, tmp_path / "model", tmp_path / "out"):
         assert shard > 100 << 20
-        assert shard * 0.9 < loading < shard + largest + (64 << 20)
-        assert saving < largest + (64 << 20)
+        assert shard * 0.9 < loading < shard + (64 << 20)
+        assert saving < 64 << 20
 
 
 # -------------------------------------------------------------------------------------------------------------- refusals

@@ -310,7 +310,10 @@ def test_files_that_cannot_be_read(saved, tmp_path):
     assert "it has 0 .safetensors files and no model.safetensors.index.json" in refusal(
         CheckpointError, hf.load, tmp_path, layout
     )
+    (folder / "config.json").write_text("{}")
     (folder / "model.safetensors.index.json").write_text("{}")
+    text = refusal(CheckpointError, hf.load, folder, layout)
+    assert "model.safetensors.index.json: KeyError" in text and "\n  model_type is None\n" in text
     assert "model.safetensors.index.json: KeyError: 'weight_map'" in refusal(CheckpointError, hf.load, folder, layout)
 
 
