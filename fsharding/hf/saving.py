@@ -239,7 +239,8 @@ def _plan(
             continue
         for piece in found[leaf]:
             by_name.setdefault(piece.name, []).append(piece)
-            tensors[piece.name] = LeafInfo(piece.shape, kind)
+            if (other := tensors.setdefault(piece.name, LeafInfo(piece.shape, kind)).dtype) != kind:
+                rows.append(f"{leaf}: {piece.name} would be both {kind} and {other}: give dtype=")
     rows += untiled(by_name)
     if rows:
         mend = "Give the tree of models.decoder(config), or say where its leaves go: names={ours: theirs}."

@@ -161,6 +161,8 @@ def test_weights_come_back(name, tmp_path, monkeypatch):
     layout = layout_of(CONFIGS[name])
     params = params_of(layout)
     monkeypatch.setattr(ranges, "WINDOW_BYTES", 100)
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial/model.safetensors").touch()  # what a save that was killed has left
     saved = hf.save(tmp_path / "out", params, CONFIGS[name], max_file_bytes=1200)
     assert len(saved.files) > 3 and saved.tensors == len(in_files(tmp_path / "out"))
     assert all(size == (tmp_path / "out" / file).stat().st_size for file, size in saved.files.items())
@@ -168,6 +170,7 @@ def test_weights_come_back(name, tmp_path, monkeypatch):
     assert_bitwise_equal(hf.load(tmp_path / "out", layout), params)
     hf.save(tmp_path / "plain", fs.unshard(params), CONFIGS[name])
     assert_bitwise_equal(in_files(tmp_path / "plain"), in_files(tmp_path / "out"))
+    assert sorted(os.listdir(tmp_path)) == ["out", "plain"]
     # Each tensor against our leaf, taken apart by hand.
     found, whole = in_files(tmp_path / "out"), fs.unshard(params)
     blocks, layer = whole["blocks"], "model.layers.1."
