@@ -1,7 +1,7 @@
 """Optimizers as pairs of pure functions over trees of sharded leaves; see `fsharding.optim.base`."""
 
 from fsharding.optim.adam import AdamState, adamw
-from fsharding.optim.apply import apply_updates
+from fsharding.optim.apply import apply_gradients, apply_updates
 from fsharding.optim.balance import against_load, set_loads_apart
 from fsharding.optim.base import (
     ChainState,
@@ -27,6 +27,7 @@ __all__ = [
     "SgdState",
     "adamw",
     "against_load",
+    "apply_gradients",
     "apply_updates",
     "chain",
     "clip_by_global_norm",
