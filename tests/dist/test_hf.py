@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding import hf, ops
-from fsharding.bench.memory import give_back
+from fsharding.bench.rounds import give_back
 from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.tensor_files import tensor_files
 from fsharding.errors import CheckpointError, RankError
