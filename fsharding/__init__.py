@@ -3,7 +3,7 @@
 `docs/tour.md` teaches all of it on one page. Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
 """
 
-from fsharding import checkpoint, data, families, models, ops, optim, policies, random, recipes, tree
+from fsharding import checkpoint, data, families, hf, models, ops, optim, policies, random, recipes, tree
 from fsharding.actions import Action
 from fsharding.autodiff import value_and_grad
 from fsharding.axes import AbstractMesh
@@ -63,7 +63,7 @@ __all__ = [
     "clip_by_global_norm",
     "constant", "counting_bytes", "data", "data_position", "draw_schedule", "expected_traffic", "explain_reshard",
     "families", "functionalize",
-    "gather_unit", "global_norm", "hybrid", "init_state", "is_member", "layers_of", "linear", "main_params",
+    "gather_unit", "global_norm", "hf", "hybrid", "init_state", "is_member", "layers_of", "linear", "main_params",
     "make_mesh", "make_schedule", "make_train_step", "masked", "model_from", "model_loss", "models", "ops", "optim",
     "parse_strategy", "pipeline_grads", "plan_layout", "plan_schedule", "policies", "random", "recipes",
     "recording", "redistribute", "remat", "reshard", "run_ranks", "scan", "scan_stacks", "scan_units", "scatter_grads",

@@ -109,12 +109,18 @@ def local_tensor(x: DTensor) -> Tensor:
 def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]) -> DTensor:
     """A DTensor of a local tensor as it stands: `from_local` takes the shape `()` for none given, and is slower."""
     # Not DTensor(...): its empty __init__ is wrapped so that the first call imports torch._dynamo, a second or two.
-    return DTensor.__new__(DTensor, local, _spec_of(mesh, tuple(placements), shape, local.dtype), requires_grad=False)
+    spec = _spec_of(id(mesh), mesh, tuple(placements), shape, local.dtype)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 @functools.lru_cache(maxsize=4096)
 def _spec_of(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+    # Meshes that are equal may be different things: that of one rank, and the slice of another mesh with this rank.
+    _identity: int,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> DTensorSpec:
     strides: list[int] = []
     step = 1

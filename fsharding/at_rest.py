@@ -51,7 +51,6 @@ def order(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]
     return tuple(result)
 
 
-@functools.lru_cache(maxsize=1024)
 def view(
     mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[str, ...] = (), owned: tuple[str, ...] = ()
 ) -> DeviceMesh:
@@ -63,13 +62,21 @@ def view(
         assigned: axes whose coordinates own explicitly; the view is of this rank's slice along the others.
         owned: axes of the spec under whose own name the leaf would be taken for one that is gathered over them.
     """
+    return _found(id(mesh), mesh, spec, assigned, owned)
+
+
+# By identity as well: meshes that are equal may be different things, see `_bases`.
+@functools.lru_cache(maxsize=1024)
+def _found(
+    identity: int, mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[str, ...], owned: tuple[str, ...]
+) -> DeviceMesh:
     names = abstract(mesh).names
     axes = order(names, spec, assigned)
-    return mesh if axes == names and not owned else _view(mesh, axes, owned)
+    return mesh if axes == names and not owned else _view(identity, mesh, axes, owned)
 
 
 @functools.lru_cache(maxsize=256)
-def _view(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
+def _view(_identity: int, mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
     names = abstract(mesh).names
     kept = tuple(name for name in names if name in axes)
     part = mesh if kept == names else _slice_of(mesh, kept)

@@ -16,6 +16,12 @@ SECONDS = 100
 
 # What each example prints at its end, and what has to be in its output besides.
 EXPECTED: dict[str, list[str]] = {
+    "finetune_llama.py": [
+        r"^mesh \{'tp': 2\}: \d+ bytes of parameters, on each rank \[\d+, \d+\]$",
+        r"^before: loss 4\.\d{6} on 2 ranks, 4\.\d{6} in transformers$",
+        r"^ after: loss \d\.\d{6} on 2 ranks, \d\.\d{6} in transformers$",
+        r"^fine-tuned on the mesh, and the same in transformers$",
+    ],
     "mlp.py": [r"^zero0: +\d+ bytes of state a rank", r"^zero3: +\d+ bytes of state a rank", "equal in every bit$"],
     "own_module.py": [
         r"^5 units, 13 leaves$",
@@ -59,11 +65,11 @@ def test_blocks_keep_their_lines():
     assert found == {3: "a = 1", 10: "b = 2"}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_example_runs(path: Path, tmp_path: Path):
+def run_example(path: Path, folder: Path, *arguments: str) -> str:
+    """What an example prints, and that it ends well."""
     run = subprocess.run(
-        [sys.executable, "-W", "error", str(path)],
-        cwd=tmp_path,
+        [sys.executable, "-W", "error", str(path), *arguments],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
         timeout=SECONDS,
         stdout=subprocess.PIPE,
@@ -72,5 +78,18 @@ def test_example_runs(path: Path, tmp_path: Path):
         check=False,
     )
     assert run.returncode == 0, run.stdout
-    missing = [text for text in EXPECTED[path.name] if not re.search(text, run.stdout, re.MULTILINE)]
-    assert not missing, f"not in the output: {missing}\n{run.stdout}"
+    return run.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_example_runs(path: Path, tmp_path: Path):
+    printed = run_example(path, tmp_path)
+    missing = [text for text in EXPECTED[path.name] if not re.search(text, printed, re.MULTILINE)]
+    assert not missing, f"not in the output: {missing}\n{printed}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axes", ["ep=2", "replica=2 dp=2", "pp=2 cp=2", "pp=2 dp=2 tp=2"])
+def test_a_llama_is_finetuned_over_any_mesh(axes: str, tmp_path: Path):
+    printed = run_example(ROOT / "examples" / "finetune_llama.py", tmp_path, *axes.split())
+    assert printed.endswith("fine-tuned on the mesh, and the same in transformers\n")

@@ -59,7 +59,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (10, "checkpoint.*"),
     (10.5, "corpus"),
     (11, "models.* data"),
-    (11.2, "decoder_traffic anatomy"),
+    (11.2, "decoder_traffic anatomy hf.*"),
     (11.3, "module_axes module_values"),
     (11.4, "module_run families"),
     (11.5, "functionalize staged_module recipes swaps launch testing.* show plan plan.*"),

@@ -7,7 +7,6 @@ Law: what was exported loads bitwise; under the final name is everything or noth
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -15,7 +14,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,9 @@ from fsharding.checkpoint import store
 from fsharding.checkpoint.files import Writer, write_metadata
 from fsharding.checkpoint.names import Names, Part, naming, our_box, parts, unknown
 from fsharding.checkpoint.ranges import pieces
-from fsharding.checkpoint.source import Source, open_source
+from fsharding.checkpoint.source import LeafInfo, Source, open_source
 from fsharding.checkpoint.store import StrPath
+from fsharding.checkpoint.tensor_files import INDEX, in_groups, index_text, tensor_files
 from fsharding.checkpoint.weights import SAFETENSORS
 from fsharding.errors import CheckpointError, message
 
@@ -117,7 +117,7 @@ def export(
         else:
             partial.mkdir()
             write = _write_safetensors if format == "safetensors" else _write_dcp
-            write(leaves, _in_files(items, max_file_bytes), partial)
+            write(leaves, items, max_file_bytes, partial)
     files = sorted(where.iterdir()) if where.is_dir() else [where]
     return Exported(where, format, len(items), {file.name: file.stat().st_size for file in files})
 
@@ -150,12 +150,7 @@ def _plan(leaves: Source, names: Names, what: str, format: str) -> list[_Item]:
 
 def _in_files(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
     """Fills files in order, each up to the limit; there is at least one."""
-    files: list[list[_Item]] = [[]]
-    for item in items:
-        if files[-1] and sum(other.bytes for other in files[-1]) + item.bytes > limit:
-            files.append([])
-        files[-1].append(item)
-    return files
+    return [[items[place] for place in group] for group in in_groups([item.bytes for item in items], limit)]
 
 
 def _windows(leaves: Source, item: _Item) -> Iterator[tuple[Box, Tensor]]:
@@ -192,41 +187,26 @@ def _write_torch(leaves: Source, items: Sequence[_Item], file: Path) -> None:
         _sync(stream)
 
 
-def _write_safetensors(leaves: Source, files: Sequence[Sequence[_Item]], folder: Path) -> None:
-    codes = {dtype: code for code, dtype in SAFETENSORS.items()}
-    count = len(files)
-    table: dict[str, str] = {}
-    for number, items in enumerate(files, start=1):
-        # Wide elements first, so that all are aligned.
-        ordered = sorted(items, key=lambda item: -item.dtype.itemsize)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for item in ordered:
-            offsets = [at, at + item.bytes]
-            header[item.part.name] = {"dtype": codes[item.dtype], "shape": item.part.shape, "data_offsets": offsets}
-            at += item.bytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        name = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-        with (folder / name).open("xb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for item in ordered:
-                _copy(leaves, item, stream)
+def _write_safetensors(leaves: Source, items: Sequence[_Item], limit: int, folder: Path) -> None:
+    named = {item.part.name: item for item in items}
+    files = tensor_files({name: LeafInfo(item.part.shape, item.dtype) for name, item in named.items()}, limit)
+    for file in files:
+        with (folder / file.name).open("xb") as stream:
+            stream.write(file.header)
+            for name in file.offsets:
+                _copy(leaves, named[name], stream)
             _sync(stream)
-        table |= {item.part.name: name for item in items}
-    if count > 1:
-        total = sum(item.bytes for items in files for item in items)
-        index = {"metadata": {"total_size": total}, "weight_map": table}
-        with (folder / "model.safetensors.index.json").open("xb") as stream:
-            stream.write(json.dumps(index, indent=2).encode() + b"\n")
+    if len(files) > 1:
+        with (folder / INDEX).open("xb") as stream:
+            stream.write(index_text(files))
             _sync(stream)
 
 
-def _write_dcp(leaves: Source, files: Sequence[Sequence[_Item]], folder: Path) -> None:
+def _write_dcp(leaves: Source, items: Sequence[_Item], limit: int, folder: Path) -> None:
     written = []
-    for number, items in enumerate(files):
+    for number, group in enumerate(_in_files(items, limit)):
         with Writer(folder, number) as writer:
-            for item in items:
+            for item in group:
                 for box, x in _windows(leaves, item):
                     writer.add(item.part.name, item.part.shape, box, x)
                     writer.settle()

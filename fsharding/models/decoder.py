@@ -69,6 +69,7 @@ class DecoderConfig:
         head_size: of a head; by default `dim / heads`.
         bias: queries, keys and values have a bias.
         rope_scaling: of the rotary frequencies, for a longer context.
+        qk_norm: each query and key head has an RMSNorm before it turns.
         attention: another attention than the grouped-query one of the numbers above.
         experts: in the place of the dense feed-forward part.
         stacks: of unlike blocks, in order; by default all blocks are one stack, at `blocks`.
@@ -86,6 +87,7 @@ class DecoderConfig:
     head_size: int | None = None
     bias: bool = False
     rope_scaling: Scaling | None = None
+    qk_norm: bool = False
     attention: Grouped | Latent | None = None
     experts: Experts | None = None
     stacks: tuple[Stack, ...] = ()
@@ -120,7 +122,7 @@ class DecoderConfig:
         attention = stack.attention if stack is not None and stack.attention is not None else self.attention
         if attention is None:
             numbers = self.heads, self.kv_heads, self.head_dim, self.bias, self.rope_base, self.rope_scaling
-            attention = Grouped(*numbers)
+            attention = Grouped(*numbers, qk_norm=self.qk_norm)
         experts, hidden = self.experts, self.hidden
         if stack is not None and (stack.hidden is not None or stack.experts is not None):
             experts, hidden = stack.experts, stack.hidden or hidden

@@ -1,8 +1,9 @@
 """Grouped-query attention: several query heads share a key head (Ainslie et al. 2023, arXiv:2305.13245).
 
 In: normalized activations [B, T, D] and the leaves of a block. Out: what attention adds to the stream.
-Queries and keys turn by their positions; queries, keys and values may have a bias. `tp` cuts heads; the key heads that
-it cannot cut are gathered, and each rank takes those of its query heads.
+Queries and keys turn by their positions, and may be normalized before, head by head (Henry et al. 2020,
+arXiv:2010.04245); queries, keys and values may have a bias. `tp` cuts heads; the key heads that it cannot cut are
+gathered, and each rank takes those of its query heads.
 Law: values and gradients are those of all heads on one process. Shapes: H query heads, K key heads, E head dim.
 """
 
@@ -36,6 +37,7 @@ class Grouped:
         bias: queries, keys and values have a bias.
         rope_base: base of the rotary frequencies.
         rope_scaling: of these frequencies, for a longer context.
+        qk_norm: RMSNorm of each query and key head before it turns, with one scale [E] for all heads of a layer.
     """
 
     heads: int
@@ -44,6 +46,7 @@ class Grouped:
     bias: bool = False
     rope_base: float = 10_000.0
     rope_scaling: Scaling | None = None
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         wrong = [f"head_dim {self.head_dim} is not even"] if self.head_dim % 2 or self.head_dim < 1 else []
@@ -62,6 +65,7 @@ class Grouped:
             "wv": draws.normal(kv, dim),
             "wo": draws.into_stream(q, dim),
             **{name: draws.zeros(size) for name, size in biases.items()},
+            **({name: draws.ones(self.head_dim) for name in ("q_norm", "k_norm")} if self.qk_norm else {}),
         }
 
     def names(self) -> dict[str, tuple[DimName, ...]]:
@@ -69,7 +73,8 @@ class Grouped:
         of = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
         matrices = {f"w{x}": ("layers", name, "embed") for x, name in of.items()}
         biases = {f"{x}_bias": ("layers", name) for x, name in of.items()} if self.bias else {}
-        return {**matrices, "wo": ("layers", "heads", "embed"), **biases}
+        norms = dict.fromkeys(("q_norm", "k_norm"), ("layers", None)) if self.qk_norm else {}
+        return {**matrices, "wo": ("layers", "heads", "embed"), **biases, **norms}
 
     def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
         """Attention of a block; see `Part`."""
@@ -81,6 +86,10 @@ class Grouped:
             kv = [self._kv_rows(params[name], heads) for name in ("k_bias", "v_bias")]
             found = [y + bias for y, bias in zip(found, [params["q_bias"], *kv], strict=True)]
         q_BHTE, k_BKTE, v_BKTE = (rearrange(y, "b t (h e) -> b h t e", e=self.head_dim) for y in found)
+        if self.qk_norm:
+            over = () if whole else "tp"
+            q_BHTE = ops.rms_norm(q_BHTE, params["q_norm"], eps=how.eps, over=over)
+            k_BKTE = ops.rms_norm(k_BKTE, params["k_norm"], eps=how.eps, over=over)
         at = positions_of(stream, q_BHTE.shape[2])
         q_BHTE, k_BKTE = (ops.rotary(y, at, base=self.rope_base, scaling=self.rope_scaling) for y in (q_BHTE, k_BKTE))
         scale = scale_of(self.head_dim, self.rope_scaling)

@@ -15,7 +15,7 @@ LATENT = Latent(
     4, q_rank=12, kv_rank=8, plain_dim=6, rotary_dim=4, value_dim=5, rope_scaling=ops.YarnScaling(length=8, fast=2.0)
 )
 BASE = DecoderConfig(vocab=50, dim=16, layers=2, heads=4, kv_heads=2, hidden=20)
-BIASED = replace(BASE, heads=8, bias=True, head_size=6, rope_scaling=ops.LlamaScaling(length=4))
+BIASED = replace(BASE, heads=8, bias=True, head_size=6, rope_scaling=ops.LlamaScaling(length=4), qk_norm=True)
 NARROW = replace(BASE, attention=LATENT)
 UNLIKE = replace(
     BASE, layers=8, stacks=(Stack("first", 3, LATENT), Stack("second", 1), Stack("third", 4, hidden=12))

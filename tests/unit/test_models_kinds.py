@@ -23,6 +23,7 @@ KINDS = {
     "bias": DecoderConfig(**SIZES, layers=2, bias=True),
     "wide heads": DecoderConfig(**SIZES, layers=2, head_size=10),
     "scaled": DecoderConfig(**SIZES, layers=2, rope_base=50.0, rope_scaling=LLAMA),
+    "head norms": DecoderConfig(**SIZES, layers=2, qk_norm=True),
     "grouped yarn": DecoderConfig(**SIZES, layers=2, rope_scaling=YARN),
     "latent": DecoderConfig(**SIZES, layers=2, attention=LATENT),
     "stacks": DecoderConfig(
@@ -94,13 +95,15 @@ def plain_norm(scale, x, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * scale
 
 
-def plain_grouped(a, p, x_TD, at_T):
+def plain_grouped(a, p, x_TD, at_T, eps):
     out, size = 0, a.head_dim
     factor = (0.1 * math.log(40) + 1) ** 2 if isinstance(a.rope_scaling, ops.YarnScaling) else 1
     for head in range(a.heads):
         rows = {"q": head, "k": head * a.kv_heads // a.heads, "v": head * a.kv_heads // a.heads}
         at = {name: slice(i * size, (i + 1) * size) for name, i in rows.items()}
         q, k, v = (x_TD @ p[f"w{n}"][at[n]].T + (p[f"{n}_bias"][at[n]] if a.bias else 0) for n in "qkv")
+        if a.qk_norm:
+            q, k = plain_norm(p["q_norm"], q, eps), plain_norm(p["k_norm"], k, eps)
         q, k = (plain_turn(y, at_T, a.rope_base, a.rope_scaling) for y in (q, k))
         out = out + plain_attend(q, k, v, factor / size**0.5) @ p["wo"][at["q"]]
     return out
@@ -136,7 +139,7 @@ def plain_row(config, params, tokens_T, targets_T):
             if isinstance(attention, Latent):
                 x_TD = x_TD + plain_latent(attention, p, h, at_T, config.eps)
             else:
-                x_TD = x_TD + plain_grouped(attention, p, h, at_T)
+                x_TD = x_TD + plain_grouped(attention, p, h, at_T, config.eps)
             h = plain_norm(p["norm2"], x_TD, config.eps)
             x_TD = x_TD + (F.silu(h @ p["gate"].T) * (h @ p["up"].T)) @ p["down"]
     table = params["embed"]["table"] if config.tied else params["head"]["unembed"]

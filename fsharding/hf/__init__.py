@@ -1,0 +1,23 @@
+"""Hugging Face in and out: `config.json` as a decoder, safetensors straight into a layout, and back.
+
+`fs.hf.load(path, layout)` reads each rank's slices; `fs.hf.save(path, params, config)` writes what transformers loads.
+"""
+
+from fsharding.hf.families import config_json, config_of
+from fsharding.hf.loading import load
+from fsharding.hf.naming import Joined, Name, Names, Section, Transposed, names_of
+from fsharding.hf.saving import Saved, save
+
+__all__ = [
+    "Joined",
+    "Name",
+    "Names",
+    "Saved",
+    "Section",
+    "Transposed",
+    "config_json",
+    "config_of",
+    "load",
+    "names_of",
+    "save",
+]

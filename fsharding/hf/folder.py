@@ -1,0 +1,122 @@
+"""A Hugging Face directory as it lies on the disk: the entries of its `config.json`, and where its tensors are.
+
+In: a path. Out: names, shapes and dtypes, and any slice of any tensor. Reads headers alone.
+Law: every file that cannot be read is named in one error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fsharding.boxes import Box
+from fsharding.checkpoint.manifest import is_plain_name
+from fsharding.checkpoint.source import LeafInfo
+from fsharding.checkpoint.store import StrPath
+from fsharding.checkpoint.tensor_files import INDEX
+from fsharding.checkpoint.weights import Weights, open_weights
+from fsharding.errors import CheckpointError, message
+
+__all__ = ["Folder", "open_folder"]
+
+_FUNCTION = "fs.hf.load"
+_RUNTIME = re.compile(r"\.rotary_emb\.inv_freq$")
+"""What old versions of transformers stored although it follows from the config."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Tensors by name in safetensors files.
+
+    Attributes:
+        path: the directory.
+        leaves: shape and dtype by name.
+        files: of each tensor, the file that it is in.
+    """
+
+    path: Path
+    leaves: Mapping[str, LeafInfo]
+    files: Mapping[str, Weights]
+
+    def read(self, name: str, box: Box, out: Tensor) -> None:
+        """Reads a slice of a tensor, a window of 16 MiB at a time.
+
+        Args:
+            name: which tensor.
+            box: which part of it.
+            out: of the box's shape, strided in any way; elements are cast to its dtype.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        self.files[name].read(name, box, out)
+
+    def digest(self) -> str:
+        """A hash of names, shapes and dtypes, which all ranks have to see alike."""
+        return hashlib.sha256(repr(sorted(self.leaves.items())).encode()).hexdigest()
+
+
+def open_folder(path: StrPath) -> Folder:
+    """Reads the headers of all safetensors files of a directory.
+
+    Args:
+        path: a directory with `model.safetensors`, or several files and `model.safetensors.index.json`.
+
+    Raises:
+        CheckpointError: no such directory, files that are missing, torn or foreign, tensors that are not where the
+            index says; all of them are listed.
+    """
+    folder = Path(os.path.realpath(path))
+    rows: list[str] = []
+    table = _table(folder, rows)
+    opened: dict[str, Weights] = {}
+    for name in sorted({*table.values()} if table is not None else _files(folder, rows)):
+        if not is_plain_name(name) or not (folder / name).is_file():
+            rows.append(f"{name} is missing")
+            continue
+        try:
+            opened[name] = open_weights(folder / name)
+        except CheckpointError as error:
+            # The first line of that error says which file, which the row says already.
+            rows += [f"{name}: {row.strip()}" for row in str(error).splitlines()[1:2]]
+    leaves, files = dict[str, LeafInfo](), dict[str, Weights]()
+    for name, weights in opened.items():
+        mine = [tensor for tensor in weights.leaves if table is None or table.get(tensor) == name]
+        leaves |= {tensor: weights.leaves[tensor] for tensor in mine if not _RUNTIME.search(tensor)}
+        files |= dict.fromkeys(mine, weights)
+    lost = [(tensor, name) for tensor, name in (table or {}).items() if name in opened and tensor not in files]
+    rows += [f"{tensor} is not in {name}, where the index has it" for tensor, name in lost]
+    if rows:
+        mend = "Get the directory again, as save_pretrained(safe_serialization=True) of transformers makes it."
+        raise CheckpointError(message(_FUNCTION, f"cannot read {folder}.", rows, mend))
+    return Folder(folder, leaves, files)
+
+
+def _table(folder: Path, rows: list[str]) -> dict[str, str] | None:
+    """The file of each tensor, by the index; None where there is no index."""
+    if not (folder / INDEX).is_file():
+        return None
+    try:
+        entries: Any = json.loads((folder / INDEX).read_bytes())
+        table = {str(tensor): str(name) for tensor, name in entries["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        rows.append(f"{INDEX}: {type(error).__name__}: {error}")
+        return {}
+    return table
+
+
+def _files(folder: Path, rows: list[str]) -> list[str]:
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    found = [name for name in names if name.endswith(".safetensors")]
+    if len(found) != 1:
+        what = "there is no such directory" if not folder.is_dir() else f"it has {len(found)} .safetensors files"
+        rows.append(what if not folder.is_dir() else f"{what} and no {INDEX}")
+    return found[:1]

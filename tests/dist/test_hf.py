@@ -1,0 +1,342 @@
+"""Models of transformers on real ranks: bits, logits and losses in every kind of layout, and back into transformers."""
+
+import functools
+import json
+import os
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import fsharding as fs
+from fsharding import hf, ops
+from fsharding.bench.rounds import give_back
+from fsharding.checkpoint.source import LeafInfo
+from fsharding.checkpoint.tensor_files import tensor_files
+from fsharding.errors import CheckpointError, RankError
+from fsharding.mesh import data_position
+from fsharding.sharding import sharding_of
+from fsharding.testing import assert_bitwise_equal, run_ranks
+
+SIZES = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+LONG = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+MOE = {"num_experts_per_tok": 2, "num_experts": 4}
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "tied": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": LONG}),
+    "qwen2": ("Qwen2Config", {"rope_parameters": YARN, "max_position_embeddings": 64}),
+    "qwen3": ("Qwen3Config", {"head_dim": 6}),
+    "mixtral": ("MixtralConfig", {"num_experts_per_tok": 2, "num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**MOE, "moe_intermediate_size": 12, "head_dim": 8}),
+}
+TOKENS = torch.randint(40, (4, 20), generator=torch.Generator().manual_seed(1))
+
+
+def moved(model):
+    """A model whose norms and biases matter, too."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(0.2 * torch.randn(x.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """The package; imported here, because every process that collects these tests would need seconds for it."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory, transformers):
+    """Of a family: the directory, the model, its logits."""
+
+    @functools.cache
+    def make(name):
+        kind, entries = FAMILIES[name]
+        config = getattr(transformers, kind)(**SIZES, **entries)
+        folder = tmp_path_factory.mktemp(name) / "model"
+        torch.manual_seed(0)
+        model = moved(transformers.AutoModelForCausalLM.from_config(config).float())
+        model.save_pretrained(folder, max_shard_size="5KB")
+        return folder, model, model(TOKENS).logits.detach()
+
+    return make
+
+
+# ---------------------------------------------------------------------------------------------------------- on the ranks
+def layout_of(config, axes, strategy):
+    mesh, model, stages = fs.make_mesh(device="cpu", **axes), fs.models.decoder(config), None
+    if axes.get("pp", 1) > 1:
+        stages = fs.stages_of(model, fs.plan_schedule("1f1b", axes["pp"], 2))
+    return fs.plan_layout(model, mesh, strategy=strategy, stages=stages)
+
+
+def logits_of(config, params, mesh, tokens):
+    """All logits of this rank's rows."""
+    model = fs.models.decoder(config)
+
+    def head(params, stream, batch):
+        logits_BTV = F.linear(ops.rms_norm(stream.x, params["norm"], eps=config.eps), params["unembed"])
+        whole = logits_BTV.shape[-1] == config.vocab
+        return logits_BTV if whole else ops.gather(logits_BTV, "tp", dim=2, size=config.vocab)
+
+    with fs.set_mesh(mesh), torch.no_grad():
+        return fs.model_loss(model._replace(head=head))(params, {"tokens": tokens})
+
+
+def loss_of(config, params, layout, tokens):
+    """The mean token loss of all ranks, by a step that changes nothing."""
+    opt = fs.sgd(0.0)
+    state = fs.state_from(params, opt, fs.random.key(0), layout)
+    pieces = 2 if "pp" in layout.mesh.mesh_dim_names else 1
+    step = fs.make_train_step(fs.models.decoder(config), opt, microbatches=pieces)
+    return step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})[1].loss
+
+
+def in_and_out(folder, axes, strategy, out):
+    """Loads, computes and saves; returns logits, the rows that they are of, and a loss."""
+    config = hf.config_of(folder)
+    layout = layout_of(config, axes, strategy)
+    params = hf.load(folder, layout)
+    ready = fs.spread_main(params, params, layout)
+    hf.save(out, ready, config, layout, max_file_bytes=4000)
+    assert_bitwise_equal(params, hf.load(out, layout))
+    index, count = data_position(layout.mesh)
+    rows = slice(index * 4 // count, (index + 1) * 4 // count)
+    logits = None if "pp" in axes else logits_of(config, ready, layout.mesh, TOKENS[rows])
+    return rows, logits, loss_of(config, params, layout, TOKENS[rows])
+
+
+LAYOUTS = {
+    "one": ({"dp": 1}, fs.zero(3)),
+    "zero3": ({"dp": 2}, fs.zero(3)),
+    "tp": ({"tp": 2}, fs.zero(3)),
+    "ep": ({"ep": 2}, fs.zero(3)),
+    "pp": ({"pp": 2}, fs.zero(3)),
+    "zero0": ({"dp": 2}, fs.zero(0)),
+    "zero1": ({"dp": 2}, fs.zero(1)),
+    "hsdp": ({"replica": 2, "dp": 2}, fs.HSDP),
+    "tp4": ({"tp": 4}, fs.zero(3)),
+    "dp_tp": ({"dp": 2, "tp": 2}, fs.zero(3)),
+    "pp_tp": ({"pp": 2, "tp": 2}, fs.zero(1)),
+    "ep_tp": ({"ep": 2, "tp": 2}, fs.zero(3)),
+    "pp_ep": ({"pp": 2, "ep": 2}, fs.zero(3)),
+}
+DEFAULT = {name: ["one", "zero3", "tp"] for name in FAMILIES}
+DEFAULT |= {name: ["one", "zero3", "tp", "ep", "pp"] for name in ("mixtral", "qwen3_moe")}
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        pytest.param(name, where, marks=[] if where in DEFAULT[name] else pytest.mark.full)
+        for name in FAMILIES
+        for where in LAYOUTS
+        if "ep" not in where or name in ("mixtral", "qwen3_moe")
+    ],
+)
+def test_a_model_of_transformers_goes_in_and_out(name, where, theirs, transformers, tmp_path):
+    folder, model, logits = theirs(name)
+    axes, strategy = LAYOUTS[where]
+    size = functools.reduce(int.__mul__, axes.values())
+    what = folder, axes, strategy, tmp_path / "out"
+    found = [in_and_out(*what)] if size == 1 else run_ranks(in_and_out, size, *what)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+    for rows, mine, mean in found:
+        torch.testing.assert_close(mean, loss, rtol=1e-5, atol=0)
+        if mine is not None:
+            torch.testing.assert_close(mine, logits[rows], rtol=1e-5, atol=2e-6)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert_bitwise_equal({**again.state_dict()}, {**model.state_dict()})
+    assert torch.equal(again(TOKENS).logits, logits)
+
+
+def fused_in_and_out(folder, out):
+    """A tree with fused leaves, of which each rank has a piece of each part."""
+    shapes = {"wqkv": fs.random.zeros((2, 16, 32)), "gate_up": fs.random.zeros((2, 48, 16))}
+    dims = {
+        "wqkv": ("layers", "embed", fs.Fused("heads", (16, 8, 8))),
+        "gate_up": ("layers", fs.Fused("mlp", (24, 24)), "embed"),
+    }
+    layer = "model.layers.{i}."
+    names = {
+        "wqkv": hf.Joined(tuple(hf.Transposed(f"{layer}self_attn.{x}_proj.weight") for x in "qkv")),
+        "gate_up": hf.Joined(tuple(f"{layer}mlp.{x}_proj.weight" for x in ("gate", "up"))),
+    }
+    layout = fs.plan_layout(shapes, fs.make_mesh(device="cpu", tp=-1), names=dims)
+    params = hf.load(folder, layout, names, extra="ignore")
+    hf.save(out, params, {"model_type": "fused"}, layout, names=names)
+    return {
+        leaf.path: (leaf.main.boxes(leaf.shape), x.to_local())
+        for leaf, x in zip(layout.leaves, fs.tree.leaves(params), strict=True)
+    }
+
+
+def test_fused_leaves_are_made_of_their_parts_on_every_rank(theirs, tmp_path):
+    folder, model, _ = theirs("llama")
+    x = model.state_dict()
+    layer = "model.layers.{}.{}_proj.weight"
+    wqkv = torch.stack([torch.cat([x[layer.format(i, f"self_attn.{n}")] for n in "qkv"]).T for i in range(2)])
+    gate_up = torch.stack([torch.cat([x[layer.format(i, f"mlp.{n}")] for n in ("gate", "up")]) for i in range(2)])
+    for found in run_ranks(fused_in_and_out, 2, folder, tmp_path / "out"):
+        for path, whole in (("wqkv", wqkv), ("gate_up", gate_up)):
+            held, local = found[path]
+            dim = 2 if path == "wqkv" else 1
+            parts = [whole[tuple(slice(a, b) for a, b in box)] for box in held]
+            assert torch.equal(torch.cat(parts, dim), local)
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        for name, tensor in safetensors.torch.load_file(file).items():
+            assert torch.equal(tensor, x[name])
+
+
+def bytes_read(folder, axes):
+    """What a rank reads of the tensors, and what it holds."""
+    layout, count, read = layout_of(hf.config_of(folder), axes, fs.zero(0)), [], os.preadv
+
+    def counting(*args):
+        count.append(read(*args))
+        return count[-1]
+
+    os.preadv = counting
+    try:
+        params = hf.load(folder, layout)
+    finally:
+        os.preadv = read
+    return sum(count), fs.state_bytes(params)
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"ep": 2}], ids=str)
+def test_a_rank_reads_what_it_holds_and_nothing_else(axes, theirs):
+    folder, model, _ = theirs("mixtral")
+    for read, held in run_ranks(bytes_read, 2, folder, axes):
+        assert read == held < 0.8 * sum(x.nbytes for x in model.parameters())
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+BIG = fs.models.DecoderConfig(vocab=8192, dim=1024, layers=4, heads=8, kv_heads=8, hidden=3072, tied=True)
+
+
+def peak(folder, out):
+    """Bytes of the shard, and how far loading and saving went above what was there before."""
+    layout = fs.plan_layout(fs.models.decoder(BIG), fs.make_mesh(device="cpu", dp=2))
+    params, loading = risen(functools.partial(hf.load, folder, layout))
+    _, saving = risen(functools.partial(hf.save, out, params, BIG))
+    return layout.memory().params, loading, saving
+
+
+def risen(run):
+    """What a function returns, and by how much the resident memory rose at most."""
+    give_back()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    return run(), status("VmHWM") - before
+
+
+def status(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+
+def test_a_rank_holds_its_shard_and_a_window(tmp_path):
+    """Of 240 MB of weights; the files are holes, which read as zeros."""
+    names = hf.names_of(BIG)
+    shapes = {
+        leaf.path: leaf.shape for leaf in fs.plan_layout(fs.models.decoder(BIG), fs.AbstractMesh(("dp",), (1,))).leaves
+    }
+    pieces = [piece for path, name in names.items() for piece in hf.naming.pieces_of(name, shapes[path])]
+    (tmp_path / "model").mkdir()
+    for file in tensor_files({piece.name: LeafInfo(piece.shape, torch.float32) for piece in pieces}, 100 << 20):
+        with (tmp_path / "model" / file.name).open("xb") as stream:
+            stream.write(file.header)
+            stream.truncate(file.size)
+        table = dict.fromkeys(file.offsets, file.name)
+        index = tmp_path / "model/model.safetensors.index.json"
+        old = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+        index.write_text(json.dumps({"weight_map": old | table}))
+    (tmp_path / "model/config.json").write_text(json.dumps(hf.config_json(BIG)))
+    for shard, loading, saving in run_ranks(peak, 2, tmp_path / "model", tmp_path / "out"):
+        assert shard > 100 << 20
+        assert shard * 0.9 < loading < shard + (64 << 20)
+        assert saving < 64 << 20
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+def load_at(folder):
+    return hf.load(folder, layout_of(hf.config_of(folder.parent / "model"), {"dp": 2}, fs.zero(3))) and None
+
+
+def test_every_rank_refuses_what_does_not_fit(theirs, tmp_path):
+    folder, _, _ = theirs("llama")
+    (tmp_path / "model").mkdir()
+    for name in os.listdir(folder):
+        (tmp_path / "model" / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "torn").symlink_to(tmp_path / "model")
+    first, second = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))[:2]
+    os.truncate(tmp_path / "model" / first, 100)
+    (tmp_path / "model" / second).unlink()
+    with pytest.raises(RankError) as caught:
+        run_ranks(load_at, 2, tmp_path / "torn")
+    refusals = [caught.value.exceptions[r] for r in range(2)]
+    assert all(isinstance(e, CheckpointError) for e in refusals) and str(refusals[0]) == str(refusals[1])
+    assert str(refusals[0]).splitlines()[1:-1] == [
+        f"  {first}: ValueError: it is cut off: its header has {json_bytes(folder / first):,} bytes, the file 100",
+        f"  {second} is missing",
+    ]
+
+
+def json_bytes(file):
+    return int.from_bytes(file.read_bytes()[:8], "little")
+
+
+def over_one_rank(folder, out):
+    """In and out on rank 1 alone; rank 0 takes part in the calls."""
+    config = hf.config_of(folder)
+    # The slice of a pipeline's mesh that has its last stage is equal to a mesh over rank 1, and must not be taken for it.
+    fs.tree.map(lambda x: sharding_of(x).device_mesh(), hf.load(folder, layout_of(config, {"pp": 2}, fs.zero(3))))
+    layout = fs.plan_layout(fs.models.decoder(config), fs.make_mesh(device="cpu", dp=1, ranks=(1,)))
+    params = hf.load(folder, layout)
+    hf.save(out, params, config)
+    return fs.state_bytes(params)
+
+
+def test_ranks_outside_of_the_mesh_hold_nothing(theirs, tmp_path):
+    folder, model, _ = theirs("llama")
+    held = sum(x.nbytes for x in model.parameters())
+    assert run_ranks(over_one_rank, 2, folder, tmp_path / "out") == [0, held]
+    found = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
+    assert_bitwise_equal(found, {**model.state_dict()})
+
+
+def save_on_a_full_disk(out):
+    config = fs.models.DecoderConfig(vocab=8, dim=8, layers=1, heads=2, kv_heads=2, hidden=8)
+    layout = layout_of(config, {"dp": 2}, fs.zero(3))
+    state = fs.init_state(fs.models.decoder(config), fs.sgd(0.1), fs.random.key(0), layout)
+    put = os.pwrite
+    try:
+        if dist.get_rank() == 1:
+            os.pwrite = lambda *_: os.write(-1, b"")
+        hf.save(out, state, config)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        os.pwrite = put
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
+    found = run_ranks(save_on_a_full_disk, 2, tmp_path / "out")
+    text = "fs.hf.save failed on 1 of 2 ranks.\n  rank 1: OSError: [Errno 9] Bad file descriptor"
+    assert found == [text, text] and os.listdir(tmp_path) == []

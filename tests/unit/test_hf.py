@@ -1,0 +1,377 @@
+"""Hugging Face directories on one process: configs, names and pieces, reading, writing, and what is refused."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+import safetensors.torch
+import torch
+
+import fsharding as fs
+from fsharding import hf, ops
+from fsharding.checkpoint import ranges
+from fsharding.errors import CheckpointError, ConfigError
+from fsharding.hf.families import FAMILIES
+from fsharding.models import DecoderConfig, Experts, Latent, Stack
+from fsharding.testing import assert_bitwise_equal
+
+SIZES = {"vocab": 10, "dim": 8, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 12, "eps": 1e-6}
+CONFIGS = {
+    "llama": DecoderConfig(**SIZES, rope_scaling=ops.LlamaScaling(length=32)),
+    "tied": DecoderConfig(**SIZES, tied=True, head_size=6),
+    "qwen2": DecoderConfig(**SIZES, bias=True, rope_base=1e6, rope_scaling=ops.YarnScaling(4.0, 32)),
+    "qwen3": DecoderConfig(**SIZES, qk_norm=True, head_size=6),
+    "mixtral": DecoderConfig(**SIZES, experts=Experts(4, 2, 12, balance=0.02)),
+    "qwen3_moe": DecoderConfig(**SIZES, qk_norm=True, experts=Experts(3, 2, 6, normalize=False)),
+}
+
+
+def layout_of(config, **how):
+    return fs.plan_layout(fs.models.decoder(config), fs.make_mesh(dp=1), **how)
+
+
+def params_of(layout, seed=0):
+    """Random parameters in a layout."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(leaf.shape, generator=generator) for leaf in layout.leaves]
+    return fs.shard(fs.tree.unflatten(layout.structure, values), layout)
+
+
+def in_files(folder):
+    """All tensors of a directory, as the package of the format reads them."""
+    return {k: v for file in folder.glob("*.safetensors") for k, v in safetensors.torch.load_file(file).items()}
+
+
+def refusal(kind, fn, *args, **kwargs):
+    with pytest.raises(kind) as caught:
+        fn(*args, **kwargs)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------------- configs
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                     "original_max_position_embeddings": 8192}, "vocab_size": 128256,
+}  # fmt: skip
+QWEN_72B = {
+    "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 8192, "intermediate_size": 29568,
+    "max_window_layers": 70, "model_type": "qwen2", "num_attention_heads": 64, "num_hidden_layers": 80,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": 131072,
+    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
+MIXTRAL = {
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "model_type": "mixtral",
+    "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
+}  # fmt: skip
+
+
+def test_published_configs_are_the_recipes():
+    assert hf.config_of(LLAMA_8B) == fs.recipes.llama3_8b().config
+    assert hf.config_of(QWEN_72B) == fs.recipes.qwen2_5_72b().config
+    wanted = fs.recipes.mixtral_8x7b().config
+    experts = Experts(8, 2, 14336)
+    assert hf.config_of(MIXTRAL) == dataclasses.replace(wanted, hidden=14336, experts=experts)
+    balanced = hf.config_of({**MIXTRAL, "output_router_logits": True}).experts
+    assert balanced == dataclasses.replace(experts, balance=0.02)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_comes_back(name):
+    entries = hf.config_json(CONFIGS[name], eos_token_id=7)
+    assert entries["model_type"] == {"tied": "llama"}.get(name, name) and entries["eos_token_id"] == 7
+    assert entries["architectures"] == [FAMILIES[entries["model_type"]].architecture]
+    assert hf.config_of(json.loads(json.dumps(entries))) == CONFIGS[name]
+
+
+def test_configs_that_the_decoder_cannot_be(tmp_path):
+    assert refusal(ConfigError, hf.config_of, {"model_type": "gpt2"}) == (
+        "fs.hf.config_of knows no such family.\n"
+        "  model_type is 'gpt2': it has learned positions, LayerNorm with biases, and a GELU in the place of SwiGLU\n"
+        "Families are llama, qwen2, qwen3, mixtral, qwen3_moe. Use another model, or bring its weights into a tree of "
+        "your own: fs.hf.load(path, layout, names)."
+    )
+    odd = {
+        **LLAMA_8B, "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "vocab_size": "many",
+        "hidden_size": 0, "rope_scaling": {"type": "longrope"}, "quantization_config": {"bits": 4},
+    }  # fmt: skip
+    assert refusal(ConfigError, hf.config_of, odd).splitlines()[:-1] == [
+        "fs.hf.config_of cannot make a decoder of this llama.",
+        "  vocab_size is 'many': a whole number above 0",
+        "  hidden_size is 0: a whole number above 0",
+        "  hidden_act is 'gelu': models.decoder has no such thing",
+        "  attention_bias is True: models.decoder has no such thing",
+        "  mlp_bias is True: models.decoder has no such thing",
+        "  quantization_config is {'bits': 4}: models.decoder has no such thing",
+        "  rope_type is 'longrope': types are default, llama3, yarn",
+    ]
+    windows = {**QWEN_72B, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 80}
+    assert "  sliding_window is 131072: models" in refusal(ConfigError, hf.config_of, windows)
+    assert "  layer_types is ['sliding" in refusal(ConfigError, hf.config_of, windows)
+    assert "  sliding_window is 4096" in refusal(ConfigError, hf.config_of, {**MIXTRAL, "sliding_window": 4096})
+    sparse = hf.config_json(CONFIGS["qwen3_moe"], num_experts=None, mlp_only_layers=[0], decoder_sparse_step=2)
+    assert refusal(ConfigError, hf.config_of, sparse).splitlines()[1:-1] == [
+        "  num_experts is None: a whole number above 0",
+        "  mlp_only_layers is [0]: models.decoder has no such thing",
+        "  decoder_sparse_step is 2: models.decoder has no such thing",
+    ]
+    half = {**LLAMA_8B, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "attention_factor": 2.0}}
+    assert refusal(ConfigError, hf.config_of, half).splitlines()[1:-1] == [
+        "  original_max_position_embeddings of the rotary positions is None: a number",
+        "  low_freq_factor of the rotary positions is None: a number",
+        "  high_freq_factor of the rotary positions is None: a number",
+        "  attention_factor of the rotary positions is 2.0: models.decoder has no such thing",
+    ]
+    by_kind = {**QWEN_72B, "rope_parameters": {"full_attention": {"rope_theta": 1e4}, "other": {"rope_theta": 1e5}}}
+    assert refusal(ConfigError, hf.config_of, by_kind).splitlines()[1:-1] == [
+        "  the rotary positions differ between full_attention, other: models.decoder has no such thing"
+    ]
+    assert "No such file or directory" in refusal(ConfigError, hf.config_of, tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("[1]")
+    assert "it holds a list, not an object" in refusal(ConfigError, hf.config_of, tmp_path)
+
+
+def test_decoders_that_no_family_is():
+    latent = Latent(4, 8, 8, 6, 4, 8)
+    stacks = (Stack("a", 1), Stack("b", 1))
+    experts = Experts(4, 2, 8, shared=1, normalize=False, scale=2.0)
+    odd = DecoderConfig(**SIZES, attention=latent, stacks=stacks, experts=experts, bias=True)
+    assert refusal(ConfigError, hf.config_json, odd) == (
+        "fs.hf.config_json finds no family that computes as this decoder.\n"
+        "  it has stacks of unlike blocks\n"
+        "  its attention is Latent\n"
+        "  its experts have shared=1\n"
+        "  its experts have scale=2.0\n"
+        "  weights of its experts are not normalized, which only qwen3_moe knows, with qk_norm\n"
+        "  bias=True and qk_norm=False, with experts, go not together\n"
+        "Families are llama, qwen2, qwen3, mixtral, qwen3_moe; give the entries of a config.json of another one yourself."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- out and in
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_come_back(name, tmp_path, monkeypatch):
+    """In files of some tensors each, through windows of a few elements."""
+    layout = layout_of(CONFIGS[name])
+    params = params_of(layout)
+    monkeypatch.setattr(ranges, "WINDOW_BYTES", 100)
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial/model.safetensors").touch()  # what a save that was killed has left
+    saved = hf.save(tmp_path / "out", params, CONFIGS[name], max_file_bytes=1200)
+    assert len(saved.files) > 3 and saved.tensors == len(in_files(tmp_path / "out"))
+    assert all(size == (tmp_path / "out" / file).stat().st_size for file, size in saved.files.items())
+    assert hf.config_of(tmp_path / "out") == CONFIGS[name]
+    assert_bitwise_equal(hf.load(tmp_path / "out", layout), params)
+    hf.save(tmp_path / "plain", fs.unshard(params), CONFIGS[name])
+    assert_bitwise_equal(in_files(tmp_path / "plain"), in_files(tmp_path / "out"))
+    assert sorted(os.listdir(tmp_path)) == ["out", "plain"]
+    # Each tensor against our leaf, taken apart by hand.
+    found, whole = in_files(tmp_path / "out"), fs.unshard(params)
+    blocks, layer = whole["blocks"], "model.layers.1."
+    assert torch.equal(found["model.embed_tokens.weight"], whole["embed"]["table"])
+    assert ("lm_head.weight" in found) != (name == "tied")
+    assert torch.equal(found[f"{layer}self_attn.k_proj.weight"], blocks["wk"][1])
+    assert torch.equal(found[f"{layer}self_attn.o_proj.weight"], blocks["wo"][1].T)
+    if name == "mixtral":
+        assert torch.equal(found[f"{layer}block_sparse_moe.experts.3.w2.weight"], blocks["experts"]["down"][1, 3].T)
+        assert torch.equal(found[f"{layer}block_sparse_moe.experts.3.w3.weight"], blocks["experts"]["up"][1, 3])
+
+
+def test_a_state_is_saved_in_its_main_parameters_or_another_dtype(tmp_path):
+    config = CONFIGS["qwen2"]
+    layout = layout_of(config, precision=fs.BF16, strategy=fs.zero(1), frozen="embed")
+    state = fs.state_from(params_of(layout), fs.adamw(1e-3), fs.random.key(0), layout)
+    assert state.main is not None and state.params["blocks"]["wq"].dtype == torch.bfloat16
+    hf.save(tmp_path / "main", state, config)
+    assert_bitwise_equal(hf.load(tmp_path / "main", layout), params_of(layout))
+    assert json.loads((tmp_path / "main/config.json").read_text())["dtype"] == "float32"
+    given = hf.config_json(config) | {"torch_dtype": "float32", "bos_token_id": 3}
+    hf.save(tmp_path / "half", state, given, dtype=torch.bfloat16)
+    assert {x.dtype for x in in_files(tmp_path / "half").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "half/config.json").read_text()) == {
+        **hf.config_json(config),
+        "dtype": "bfloat16",
+        "bos_token_id": 3,
+    }
+    rounded = fs.tree.map(lambda x: x.full_tensor().bfloat16().float(), params_of(layout))
+    assert_bitwise_equal(fs.unshard(hf.load(tmp_path / "half", layout)), rounded)
+
+
+FUSED = {
+    "table": fs.random.zeros((10, 8)),
+    "blocks": {
+        "wqkv": fs.random.zeros((2, 8, 12)),
+        "gate": fs.random.zeros((2, 6, 8)),
+        "up": fs.random.zeros((2, 6, 8)),
+    },
+}
+FUSED_DIMS = {
+    "table": ("vocab", "embed"),
+    "blocks": {
+        "wqkv": ("layers", "embed", fs.Fused("heads", (6, 4, 2))),
+        **dict.fromkeys(("gate", "up"), ("layers", "mlp", "embed")),
+    },
+}
+FUSED_NAMES = {
+    "table": hf.Transposed("e"),
+    "blocks.wqkv": hf.Joined(tuple(hf.Transposed(f"{{i}}.{x}") for x in "qkv")),
+    "blocks.gate": hf.Section("{i}.gate_up", 0, (6, 6)),
+    "blocks.up": hf.Section("{i}.gate_up", 1, (6, 6)),
+}  # fmt: skip
+
+
+def test_fused_leaves_are_taken_apart_and_put_together(tmp_path):
+    layout = fs.plan_layout(FUSED, fs.make_mesh(dp=1), names=FUSED_DIMS)
+    params = params_of(layout)
+    hf.save(tmp_path / "out", params, LLAMA_8B, layout, names=FUSED_NAMES)
+    found, whole = in_files(tmp_path / "out"), fs.unshard(params)
+    assert {name: [*x.shape] for name, x in found.items() if not name.startswith("1")} == {
+        "e": [8, 10], "0.q": [6, 8], "0.k": [4, 8], "0.v": [2, 8], "0.gate_up": [12, 8],
+    }  # fmt: skip
+    assert torch.equal(torch.cat([found[f"1.{x}"] for x in "qkv"]).T, whole["blocks"]["wqkv"][1])
+    assert torch.equal(found["1.gate_up"], torch.cat((whole["blocks"]["gate"][1], whole["blocks"]["up"][1])))
+    assert_bitwise_equal(hf.load(tmp_path / "out", layout, FUSED_NAMES), params)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+@pytest.fixture
+def saved(tmp_path):
+    """A directory of several files, and its layout."""
+    layout = layout_of(CONFIGS["llama"])
+    hf.save(tmp_path / "model", params_of(layout), CONFIGS["llama"], max_file_bytes=1200)
+    return tmp_path / "model", layout
+
+
+def rewrite(folder, change):
+    """The directory with changed tensors, in one file."""
+    tensors = in_files(folder)
+    for file in folder.glob("model*"):
+        file.unlink()
+    change(tensors)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+def test_tensors_that_are_not_as_they_should_be(saved):
+    folder, layout = saved
+
+    def change(tensors):
+        del tensors["lm_head.weight"], tensors["model.layers.1.self_attn.q_proj.weight"]
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(8, 12)
+        tensors["model.layers.0.input_layernorm.weight"] = torch.ones(8, dtype=torch.int8)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)  # what old versions have stored
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(8)
+
+    rewrite(folder, change)
+    assert refusal(CheckpointError, hf.load, folder, layout) == (
+        f"fs.hf.load cannot use {folder}: 5 tensors are not as they should be.\n"
+        "  blocks.norm1: model.layers.0.input_layernorm.weight is int8[8], wanted is float32[8]\n"
+        "  blocks.up: model.layers.0.mlp.up_proj.weight is float32[8, 12], wanted is float32[12, 8]\n"
+        "  blocks.wq: model.layers.1.self_attn.q_proj.weight is missing; wanted is float32[8, 8]\n"
+        "  head.unembed: lm_head.weight is missing; wanted is float32[10, 8]\n"
+        "  model.layers.0.self_attn.q_proj.bias is extra: float32[8]\n"
+        "Plan the layout with models.decoder(fs.hf.config_of(path)), or give names={ours: theirs}; extra='ignore' leaves "
+        "the rest."
+    )
+    other = layout_of(CONFIGS["qwen2"])
+    rows = refusal(CheckpointError, hf.load, folder, other, extra="ignore").splitlines()
+    assert "  blocks.q_bias has no name there" in rows and not any(" is extra: " in row for row in rows)
+
+
+def test_a_tied_model_may_have_its_head_twice(tmp_path):
+    layout = layout_of(CONFIGS["tied"])
+    hf.save(tmp_path / "model", params_of(layout), CONFIGS["tied"])
+    rewrite(
+        tmp_path / "model", lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0})
+    )
+    assert_bitwise_equal(hf.load(tmp_path / "model", layout), params_of(layout))
+
+
+def test_files_that_cannot_be_read(saved, tmp_path):
+    folder, layout = saved
+    names = sorted(file.name for file in folder.glob("*.safetensors"))
+    os.truncate(folder / names[0], (folder / names[0]).stat().st_size - 1)
+    (folder / names[1]).unlink()
+    (folder / names[2]).write_bytes(b"nonsense, all of it")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= {"ghost": names[3], "far": "../far.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    rows = refusal(CheckpointError, hf.load, folder, layout).splitlines()
+    assert rows[0] == f"fs.hf.load cannot read {folder}." and rows[1] == "  ../far.safetensors is missing"
+    assert rows[2].startswith(f"  {names[0]}: ") and " ends at byte " in rows[2]
+    assert rows[3:-1] == [
+        f"  {names[1]} is missing",
+        f"  {names[2]}: its first bytes are of no format that is known here",
+        f"  ghost is not in {names[3]}, where the index has it",
+    ]
+    assert "  there is no such directory" in refusal(CheckpointError, hf.load, tmp_path / "nowhere", layout)
+    assert "it has 0 .safetensors files and no model.safetensors.index.json" in refusal(
+        CheckpointError, hf.load, tmp_path, layout
+    )
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    text = refusal(CheckpointError, hf.load, folder, layout)
+    assert "model.safetensors.index.json: KeyError" in text and "\n  model_type is None\n" in text
+    assert "model.safetensors.index.json: KeyError: 'weight_map'" in refusal(CheckpointError, hf.load, folder, layout)
+
+
+def test_an_unknown_family_is_refused_before_anything_is_read(saved):
+    folder, layout = saved
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    text = refusal(CheckpointError, hf.load, folder, layout)
+    assert text == refusal(ConfigError, hf.config_of, folder)
+    assert_bitwise_equal(hf.load(folder, layout, hf.names_of(CONFIGS["llama"])), params_of(layout))
+
+
+def test_what_cannot_be_saved(saved, tmp_path):
+    folder, layout = saved
+    params = params_of(layout)
+    assert refusal(CheckpointError, hf.save, folder, params, CONFIGS["qwen3"]) == (
+        f"fs.hf.save cannot write {folder}.\n"
+        f"  {folder}: something is there, and nothing is ever overwritten\n"
+        "  blocks.wk is [2, 4, 8]; the config says [2, 12, 8]\n"
+        "  blocks.wo is [2, 8, 8]; the config says [2, 24, 8]\n"
+        "  blocks.wq is [2, 8, 8]; the config says [2, 24, 8]\n"
+        "  blocks.wv is [2, 4, 8]; the config says [2, 12, 8]\n"
+        "  blocks.q_norm is no leaf of ours; its name is 'model.layers.{i}.self_attn.q_norm.weight'\n"
+        "  blocks.k_norm is no leaf of ours; its name is 'model.layers.{i}.self_attn.k_norm.weight'\n"
+        "Give the tree of models.decoder(config), or say where its leaves go: names={ours: theirs}."
+    )
+    fused = fs.plan_layout(FUSED, fs.make_mesh(dp=1), names=FUSED_DIMS)
+    names = {
+        **FUSED_NAMES,
+        "blocks.up": hf.Section("{i}.gate_up", 0, (6, 6)),
+        "blocks.gate": "{j}",
+        "table": hf.Joined(("a", "b")),
+    }
+    rows = refusal(
+        CheckpointError, hf.save, tmp_path / "x", params_of(fused), LLAMA_8B, fused, names=names
+    ).splitlines()
+    assert rows[1:-1] == [
+        "  blocks.gate: '{j}': indices are {i}, {j}, {k} in this order, at most one for each dim",
+        "  table: 2 names are joined, its layout declares none: name a dim fs.Fused(...)",
+        "  0.gate_up of 96 elements gets 48, or some twice",
+        "  1.gate_up of 96 elements gets 48, or some twice",
+    ]
+    wrong = {**FUSED_NAMES, "blocks.up": hf.Section("{i}.gate_up", 1, (6, 7))}
+    assert "  blocks.up: '{i}.gate_up': part 1 has 7 along dim -2, ours 6" in refusal(
+        CheckpointError, hf.load, folder, fused, wrong
+    )
+    assert sorted(os.listdir(tmp_path)) == ["model"]
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    layout = layout_of(CONFIGS["llama"])
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    text = refusal(CheckpointError, hf.save, tmp_path / "out", params_of(layout), CONFIGS["llama"])
+    assert text == "fs.hf.save failed.\n  OSError: [Errno 28] No space left on device"
+    assert os.listdir(tmp_path) == []
