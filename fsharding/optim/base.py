@@ -115,7 +115,10 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 def masked(
     groups: Mapping[str, GradientTransformation], labels: Tree | Callable[[str, Any], str]
 ) -> GradientTransformation:
-    """Gives every group of leaves a transformation of its own, such as no weight decay for norms.
+    """Gives every group of leaves a transformation of its own: other rates or optimizers, no weight decay for norms.
+
+    optax calls this `multi_transform`; its own `masked`, one transformation for some leaves and none for the others, is
+    the case with a group of `chain()`, which does nothing. For a group, leaves of the others are None.
 
     Args:
         groups: transformation by label.
