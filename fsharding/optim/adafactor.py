@@ -146,7 +146,8 @@ def _moments(
             leaf = leaves[i].leaf
             mean = found[k * len(matrices) + at] / max(leaf.shape[dim], 1)
             old = _old(olds[k][i], leaf, dim)
-            result[k][i] = old.lerp(mean.to(old.dtype).reshape(old.shape), weight)
+            # A stage without the leaf has nothing of its means either.
+            result[k][i] = old.lerp(mean.to(old.dtype), weight) if old.shape == mean.shape else old
     for i, x in enumerate(leaves):
         if not x.factored:
             result[2][i] = _old(olds[2][i], x.leaf, 0).lerp(squares[i], weight)
@@ -188,7 +189,8 @@ def _shape(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
 def _mean_zeros(x: Tensor, dim: int) -> Tensor:
     """Zeros for the mean over a dim, cut as the leaf along the others."""
     if not isinstance(x, DTensor):
-        return x.new_zeros(_shape(tuple(x.shape), dim), dtype=wide(x.dtype))
+        at = x.ndim + dim
+        return x.new_zeros((*x.shape[:at], 1, *x.shape[at + 1 :]), dtype=wide(x.dtype))
     where, shape = _sharding(x, dim), _shape(tuple(x.shape), dim)
     local = local_of(x).new_zeros(where.local_shape(shape), dtype=wide(x.dtype))
     return where.at_rest(local, shape)
