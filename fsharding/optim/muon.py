@@ -130,15 +130,21 @@ def _orthogonal(x: Tensor, *, coefficients: tuple[float, float, float], steps: i
     if not x.numel():
         return x
     a, b, c = coefficients
-    wide_BMN = x.reshape(-1, *x.shape[-2:])
+    # Most processors multiply bfloat16 fifty times slower than float32, which rounded to it is the same.
+    work = torch.float32 if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x.dtype
+
+    def rounded(y: Tensor) -> Tensor:
+        return y if work == x.dtype else y.to(x.dtype).to(work)
+
+    y_BMN = x.reshape(-1, *x.shape[-2:]).to(work)
     tall = x.shape[-2] > x.shape[-1]
-    x_BMN = wide_BMN.mT if tall else wide_BMN
-    x_BMN = x_BMN / x_BMN.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    y_BMN = y_BMN.mT.contiguous() if tall else y_BMN
+    y_BMN = rounded(y_BMN / rounded(y_BMN.norm(dim=(-2, -1), keepdim=True)).clamp(min=eps))
     for _ in range(steps):
-        gram_BMM = x_BMN @ x_BMN.mT
-        both_BMM = torch.baddbmm(gram_BMM, gram_BMM, gram_BMM, beta=b, alpha=c)
-        x_BMN = torch.baddbmm(x_BMN, both_BMM, x_BMN, beta=a)
-    return (x_BMN.mT if tall else x_BMN).reshape(x.shape)
+        gram_BMM = rounded(y_BMN @ y_BMN.mT)
+        both_BMM = rounded(torch.baddbmm(gram_BMM, gram_BMM, gram_BMM, beta=b, alpha=c))
+        y_BMN = rounded(torch.baddbmm(y_BMN, both_BMM, y_BMN, beta=a))
+    return (y_BMN.mT if tall else y_BMN).reshape(x.shape).to(x.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------- whole matrices
