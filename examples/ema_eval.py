@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import fsharding as fs
 from fsharding.mesh import data_position
 
-RANKS, STEPS, BATCH, WIDTH, NOISE = 2, 200, 64, 33, 0.5
+RANKS, STEPS, BATCH, WIDTH, NOISE = 2, 120, 64, 33, 0.5
 RULES = fs.AxisRules(hidden=("dp",))
 NAMES = {"w1": ("hidden", None), "b1": ("hidden",), "w2": (None, "hidden"), "b2": (None,)}
 

@@ -8,7 +8,7 @@ import torch
 import fsharding as fs
 from fsharding.mesh import data_position
 
-RANKS, PRETRAINING, STEPS, BATCH, LENGTH, RANK = 2, 30, 30, 8, 32, 4
+RANKS, PRETRAINING, STEPS, BATCH, LENGTH, RANK = 2, 20, 20, 8, 32, 4
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=160)
 BASE = fs.models.decoder(CONFIG)
 ADAPTED = ("wq", "wv")  # [layers, out, in]

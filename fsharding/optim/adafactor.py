@@ -84,7 +84,7 @@ def adafactor(
         clip: largest root mean square of an update, before the learning rate.
         weight_decay: decoupled decay, times the learning rate.
         stacks: dotted paths, or beginnings of them, of leaves whose first dim counts units: each unit has statistics of
-            its own. Those of a `Model` are under `blocks`.
+            its own. Those of a `Model` are under `blocks`; name whatever else stages cut by layers.
     """
     rate = as_schedule(learning_rate)
 

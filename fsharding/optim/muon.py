@@ -204,6 +204,8 @@ def _move(
     found = at_rest.base(mesh)
     group = axis_group(found.mesh if found.whole is None else found.whole, abstract(found.mesh).names)
     dtypes, device = [x.dtype for x in local], local[0].device
-    moved = exchange(plan_routes(tuple(routes)), [*local], dtypes, rank=own_rank(), group=group, device=device)
+    moved = exchange(
+        plan_routes(tuple(routes)), [*local], dtypes, rank=own_rank(), group=group, device=device, donate=True
+    )
     coord = abstract(found.mesh).coordinate(own_rank())
     return [x.reshape(t.local_shape(s, coord)) for x, t, s in zip(moved, targets, shapes, strict=True)]

@@ -1,10 +1,13 @@
 """Lion, Adafactor, Muon, averages, noise and torch's own optimizers, on plain tensors: against torch and the papers."""
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import optim
@@ -246,6 +249,45 @@ def test_frozen_leaves_stay_frozen(name):
         updates, state = opt.update(params, state, whole)
         assert updates["blocks"]["frozen"] is None
     assert fs.apply_updates(whole, updates)["blocks"]["frozen"] is whole["blocks"]["frozen"]
+
+
+# ------------------------------------------------------------------------------------------- where an element stands
+@given(
+    st.integers(1, 150),
+    st.lists(st.integers(0, 150), max_size=3),
+    st.sampled_from(["lion", "from_torch", "ema", "lookahead"]),
+    st.integers(0, 9),
+)
+def test_an_element_does_not_know_where_it_stands(size, cuts, name, seed):
+    generator = torch.Generator().manual_seed(seed)
+    param, *grads = (torch.randn(size, generator=generator) for _ in range(4))
+    opt = MAKES[name]()
+    points = sorted({0, size, *(cut for cut in cuts if cut < size)})
+
+    def run(pieces):
+        params = [param[a:b].clone() for a, b in pieces]
+        state = opt.init(params)
+        for grad in grads:
+            updates, state = opt.update([grad[a:b] for a, b in pieces], state, params)
+            params = fs.apply_updates(params, updates)
+        return torch.cat(params)
+
+    assert_bitwise_equal(run(list(itertools.pairwise(points))), run([(0, size)]))
+
+
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.sampled_from(["muon", "adafactor"]))
+def test_a_unit_of_a_stack_is_as_the_unit_alone(layers, rows, columns, name):
+    make = {"muon": lambda: optim.muon(0.1, dtype=torch.float32), "adafactor": MAKES["adafactor"]}[name]
+    stack = {"blocks": {"w": (layers, rows, columns)}}
+    whole = ours(make(), 3, stack)["blocks"]["w"]
+    generator = [values(step, stack)["blocks"]["w"] for step in range(4)]
+    for layer in range(layers):
+        opt, params = make(), {"w": generator[0][layer]}
+        state = opt.init(params)
+        for grads in generator[1:]:
+            updates, state = opt.update({"w": grads[layer]}, state, params)
+            params = fs.apply_updates(params, updates)
+        assert_trees_close(params["w"], whole[layer], rtol=1e-4, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------------- averages
