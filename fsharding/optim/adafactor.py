@@ -9,6 +9,7 @@ Law: `torch.optim.Adafactor` has the same updates; a unit of a stack has those o
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -16,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import sharding, tree
-from fsharding.optim.base import GradientTransformation, like, local_leaves, new_zeros, shardings_of
+from fsharding import tree
+from fsharding.optim.base import GradientTransformation, like, like_leaf, local_leaves, new_zeros, shardings_of
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.units import STACKS, refuse_hidden, required, stacked_dims, sum_dims
 from fsharding.planning import mean_over
 from fsharding.precision import wide
 from fsharding.redistribute import redistribute
-from fsharding.sharding import local_of, sharding_of
+from fsharding.sharding import NamedSharding, local_of, sharding_of
 from fsharding.tree import Tree
 
 __all__ = ["AdafactorState", "adafactor"]
@@ -95,7 +96,7 @@ def adafactor(
             factored = x.ndim - stacked_dims(path, stacks) >= 2
             if factored == (dim == 0):
                 return None
-            return _mean_zeros(x, dim) if dim else _wrapped(x, new_zeros(local_of(x), wide(x.dtype)))
+            return _mean_zeros(x, dim) if dim else like_leaf(x, new_zeros(local_of(x), wide(x.dtype)))
 
         row, col, full = (tree.map_with_path(lambda p, x, d=dim: zeros(p, x, d), params) for dim in (-1, -2, 0))
         return AdafactorState(torch.zeros((), dtype=torch.int64), row, col, full)
@@ -113,7 +114,7 @@ def adafactor(
         olds = [tree.flatten_up_to(spec, x, _NAME) for x in (state.row, state.col, state.full)]
         moments, sizes = _moments(leaves, olds, t**beta2_decay)
         lr, scaled = rate(t - 1), _normalized(leaves, moments, eps[0])
-        norms = sum_dims([u * u for u in scaled], grads, [x.unit for x in leaves])
+        norms = sum_dims((u.square() for u in scaled), grads, [x.unit for x in leaves])
         deltas: list[Tensor] = []
         for x, u, p2, u2 in zip(leaves, scaled, sizes, norms, strict=True):
             size = (p2 / x.count).sqrt().clamp(min=eps[1]) * min(lr, t**-0.5)
@@ -131,15 +132,13 @@ def _moments(
     leaves: list[_Leaf], olds: list[list[Any]], weight: float
 ) -> tuple[tuple[list[Any], list[Any], list[Any]], list[Tensor]]:
     """New local statistics (row, col, full), None where a leaf has none, and sums of squares of the parameters."""
-    squares = [x.grad * x.grad for x in leaves]
     matrices = [i for i, x in enumerate(leaves) if x.factored]
-    cut = [leaves[i].leaf for i in matrices]
+    cut = [leaves[i] for i in matrices]
     found = sum_dims(
-        [*(squares[i] for i in matrices), *(squares[i] for i in matrices), *(x.param * x.param for x in leaves)],
-        [*cut, *cut, *(x.leaf for x in leaves)],
-        [*((x.leaf.ndim - 1,) for x in leaves if x.factored), *((x.leaf.ndim - 2,) for x in leaves if x.factored),
-         *(x.unit for x in leaves)],
-    )  # fmt: skip
+        itertools.chain((x.grad.square() for x in (*cut, *cut)), (x.param.square() for x in leaves)),
+        [x.leaf for x in (*cut, *cut, *leaves)],
+        [*((x.leaf.ndim - 1,) for x in cut), *((x.leaf.ndim - 2,) for x in cut), *(x.unit for x in leaves)],
+    )
     result: tuple[list[Any], list[Any], list[Any]] = tuple([None] * len(leaves) for _ in range(3))  # pyright: ignore[reportAssignmentType]
     for k, dim in enumerate((-1, -2)):
         for at, i in enumerate(matrices):
@@ -150,7 +149,7 @@ def _moments(
             result[k][i] = old.lerp(mean.to(old.dtype), weight) if old.shape == mean.shape else old
     for i, x in enumerate(leaves):
         if not x.factored:
-            result[2][i] = _old(olds[2][i], x.leaf, 0).lerp(squares[i], weight)
+            result[2][i] = _old(olds[2][i], x.leaf, 0).lerp(x.grad.square(), weight)
     return result, found[2 * len(matrices) :]
 
 
@@ -177,7 +176,7 @@ def _normalized(
 # ---------------------------------------------------------------------------------------------- where statistics are
 
 
-def _sharding(x: DTensor, dim: int) -> sharding.NamedSharding:
+def _sharding(x: DTensor, dim: int) -> NamedSharding:
     return mean_over(sharding_of(x), x.ndim, dim) if dim else sharding_of(x)
 
 
@@ -211,7 +210,3 @@ def _placed(news: list[Any], olds: list[Any], grads: list[Any], dim: int) -> lis
         at_grad = _sharding(grad, dim).at_rest(new, _shape(tuple(grad.shape), dim))
         result.append(redistribute(at_grad, sharding_of(old)))
     return result
-
-
-def _wrapped(x: Tensor, local: Tensor) -> Tensor:
-    return sharding.like(x, local) if isinstance(x, DTensor) else local

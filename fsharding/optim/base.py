@@ -29,6 +29,7 @@ __all__ = [
     "chain",
     "clone",
     "like",
+    "like_leaf",
     "local_leaves",
     "masked",
     "new_zeros",
@@ -169,8 +170,12 @@ def local_leaves(values: Tree) -> list[Tensor]:
 def like(values: Tree, local: Sequence[Tensor]) -> Tree:
     """A tree sharded as `values`, made of other local tensors."""
     leaves, spec = tree.flatten(values)
-    wrapped = [sharding.like(x, new) if isinstance(x, DTensor) else new for x, new in zip(leaves, local, strict=True)]
-    return tree.unflatten(spec, wrapped)
+    return tree.unflatten(spec, [like_leaf(x, new) for x, new in zip(leaves, local, strict=True)])
+
+
+def like_leaf(x: Tensor, local: Tensor) -> Tensor:
+    """Another local tensor in the place of a leaf's: a DTensor where the leaf is one."""
+    return sharding.like(x, local) if isinstance(x, DTensor) else local
 
 
 def new_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fsharding import sharding, tree
+from fsharding import tree
 from fsharding.errors import ConfigError, message
-from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, new_zeros, shardings_of
+from fsharding.optim.base import GradientTransformation, clone, like, like_leaf, local_leaves, new_zeros, shardings_of
 from fsharding.optim.schedules import as_schedule
 from fsharding.optim.units import required
 from fsharding.redistribute import redistribute
@@ -64,7 +63,8 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **settings: Any) -> Gradi
 
     Args:
         optimizer: the class, such as `torch.optim.NAdam`.
-        **settings: its arguments but for the parameters. `lr` may be a function of the number of updates so far.
+        **settings: its arguments but for the parameters. `lr` may be a function of the number of updates so far. With
+            `fused=True` the last bits may depend on where a leaf is cut.
 
     Raises:
         ConfigError: the optimizer couples elements of a parameter, keeps state apart from parameters, or wants a
@@ -116,7 +116,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **settings: Any) -> Gradi
         deltas = [p.detach() - old for p, old in zip(held, main, strict=True)]
         after = [cast(dict[str, Any], made.state[p]) for p in held]
         new_slots = {
-            n: tree.unflatten(spec, [_like(old, s[n].detach()) for old, s in zip(x, after, strict=True)])
+            n: tree.unflatten(spec, [like_leaf(old, s[n].detach()) for old, s in zip(x, after, strict=True)])
             for n, x in slots.items()
         }
         new_scalars = {
@@ -132,12 +132,8 @@ def _own(x: Tensor, donate: bool) -> Tensor:
     return x.contiguous() if donate else clone(x)
 
 
-def _like(x: Tensor, local: Tensor) -> Tensor:
-    return sharding.like(x, local) if isinstance(x, DTensor) else local
-
-
 def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return _like(x, new_zeros(local_of(x), dtype))
+    return like_leaf(x, new_zeros(local_of(x), dtype))
 
 
 def _number(value: Any, kind: Any) -> Tensor:

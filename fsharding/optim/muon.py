@@ -60,6 +60,7 @@ def muon(
     With `m = momentum * m + (1 - momentum) * g`, and `x = momentum * m + (1 - momentum) * g` again (Nesterov) or `m`,
     the update is `-lr * ratio * orthogonal(x) - lr * weight_decay * p`. Other leaves need another optimizer:
     `fs.masked({"matrix": fs.optim.muon(1e-2), "other": fs.adamw(3e-4)}, fs.optim.label_matrices())`.
+    A matrix that is not in a stack is iterated on by every rank.
 
     Args:
         learning_rate: a number, or a function of the number of updates so far.

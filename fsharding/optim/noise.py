@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import random, sharding, tree
-from fsharding.optim.base import GradientTransformation
+from fsharding import random, tree
+from fsharding.optim.base import GradientTransformation, like_leaf
 from fsharding.optim.schedules import Schedule
 from fsharding.optim.units import refuse_hidden
 from fsharding.sharding import local_of, sharding_of
@@ -65,4 +65,4 @@ def _noisy(x: Tensor, key: Tensor, std: float) -> Tensor:
     if not isinstance(x, DTensor):
         return x + draw.tensor(device=x.device)
     local = local_of(x)
-    return sharding.like(x, local + draw.slice(sharding_of(x).box(x.shape), device=local.device))
+    return like_leaf(x, local + draw.slice(sharding_of(x).box(x.shape), device=local.device))

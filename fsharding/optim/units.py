@@ -7,7 +7,7 @@ Law: a sum does not depend on the layout beyond the rounding of float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -85,11 +85,11 @@ def refuse_hidden(function: str, named: dict[str, Any], known: Sequence[str] = (
         raise LayoutError(message(function, "cannot tell who owns leaves with assignments.", rows, mend))
 
 
-def sum_dims(terms: Sequence[Tensor], leaves: Sequence[Tensor], dims: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def sum_dims(terms: Iterable[Tensor], leaves: Sequence[Tensor], dims: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Sums over dims of whole leaves, from what each rank has. Collective over the axes that cut these dims.
 
     Args:
-        terms: this rank's part of what is summed.
+        terms: this rank's part of what is summed; made one by one, if a generator makes them.
         leaves: a leaf for each that is cut as the term is: a DTensor, or a plain tensor that is whole.
         dims: which; they stay, with size 1.
 

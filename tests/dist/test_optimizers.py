@@ -4,6 +4,7 @@ Gradients are given, so nothing is reduced, and what an element-wise optimizer d
 """
 
 import functools
+import importlib
 from datetime import timedelta
 from typing import Any
 
@@ -304,6 +305,35 @@ def test_a_state_leaves_other_axes(name, axis, config):
     assert_trees_close(losses, reference[0], rtol=1e-5)
     assert_trees_close(params, reference[1], rtol=0, atol=2e-4)
     assert_trees_close(state, reference[2], rtol=1e-3, atol=1e-4 if name == "from_torch" else 1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------ whole matrices
+def muon_traffic():
+    mesh, shape = mesh_of(dp=-1), (4, 6, 10)
+    x = fs.shard(torch.ones(shape), fs.NamedSharding(mesh, fs.P(None, None, "dp")))
+    opt = optim.muon(0.1)
+    state = opt.init(x)
+    opt.update(x, state, x)
+    with fs.counting_bytes() as traffic:
+        opt.update(x, state, x)
+    return traffic.bytes
+
+
+def test_muon_sends_what_others_iterate_on_and_gets_it_back():
+    # Of a rank's half of 240 elements half goes to the other one, in bfloat16; as much comes back.
+    assert run_ranks(muon_traffic, 2) == [240, 240]
+
+
+def test_matrices_of_a_stack_are_spread_over_all_free_axes():
+    spread = importlib.import_module("fsharding.optim.muon")._spread
+    mesh = fs.AbstractMesh(("pp", "dp", "ep", "tp"), (2, 2, 2, 2))
+    cases = {
+        (("pp", "tp", "dp"), (8, 6, 10)): fs.P(("pp", "dp", "ep", "tp")),
+        (("pp", "ep", "tp", "dp"), (2, 64, 6, 10)): fs.P("pp", ("ep", "dp", "tp")),
+        (("tp", "dp"), (6, 10)): fs.P(),
+    }
+    for (cuts, shape), goal in cases.items():
+        assert spread(fs.NamedSharding(mesh, fs.P(*cuts)), shape).spec == goal
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
