@@ -131,7 +131,7 @@ def _orthogonal(x: Tensor, *, coefficients: tuple[float, float, float], steps: i
     if not x.numel():
         return x
     a, b, c = coefficients
-    # Most processors multiply bfloat16 fifty times slower than float32, which rounded to it is the same.
+    # A processor without bfloat16 products takes fifty times as long for them as in float32, which rounds to the same.
     work = torch.float32 if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x.dtype
 
     def rounded(y: Tensor) -> Tensor:

@@ -249,7 +249,7 @@ TRAINED = {
 }
 
 
-def batches(mesh, steps=4):
+def batches(mesh, steps=3):
     generator = torch.Generator().manual_seed(1)
     index, count = data_position(mesh)
     for _ in range(steps):
