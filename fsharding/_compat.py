@@ -310,11 +310,12 @@ def fused_adamw_(
     b1: float,
     b2: float,
     eps: float,
+    weight_decay: float,
 ) -> None:
-    """torch's fused Adam kernel without weight decay: updates params, mu and nu in place."""
+    """torch's fused AdamW kernel: updates params, mu and nu in place."""
     torch._fused_adamw_(
         params, grads, mu, nu, [], steps,
-        lr=lr, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+        lr=lr, beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from fsharding.axes import AXES
 from fsharding.errors import TransformError, message
 from fsharding.ledger import Ledger, opened
 from fsharding.mesh import Mesh, axis_group, data_axes, set_mesh
-from fsharding.ops import wire
 from fsharding.ops.pool import Pool
+from fsharding.ops.rows import start_sum
 from fsharding.ops.unit import Goal
 from fsharding.precision import FP32, Precision
 from fsharding.sharding import Local, NamedSharding, is_assigned, sharding_of, to_local, typeof
@@ -277,7 +277,7 @@ def _global_sums(loss: _Loss, mesh: Mesh | None) -> Tensor:
     if mesh is None:
         return mine
     axes = tuple(sorted(data_axes(mesh), key=AXES.index))
-    return wire.start_sum(mine, axis_group(mesh, axes), torch.float64).wait()
+    return start_sum(mine, axis_group(mesh, axes), torch.float64).wait()
 
 
 def _plain(grad: Tensor | None, leaf: Any, goal: Goal | None) -> Tensor | None:

@@ -15,11 +15,15 @@ import tyro
 
 from fsharding.bench import (
     CheckpointConfig,
+    MemoryConfig,
     OverheadConfig,
     ReshardBenchConfig,
+    ScalingConfig,
     StepConfig,
     bench_checkpoint,
+    bench_memory,
     bench_reshard,
+    bench_scaling,
     bench_step,
     overhead,
 )
@@ -45,9 +49,18 @@ _Checkpoint = Annotated[
 _Moving = Annotated[
     ReshardBenchConfig, tyro.conf.subcommand("reshard", description="Resharding, beside a raw all-to-all.")
 ]
+_Memory = Annotated[
+    MemoryConfig,
+    tyro.conf.subcommand("memory", description="Memory of a step, beside DDP and FSDP2."),
+]
+_Scaling = Annotated[
+    ScalingConfig, tyro.conf.subcommand("scaling", description="How a step grows with ranks, units and parameters.")
+]
 _Step = Annotated[StepConfig, tyro.conf.subcommand("step", description="A training step, beside DDP and FSDP2.")]
 _Bench = Annotated[
     _Step
+    | _Memory
+    | _Scaling
     | _Overhead
     | _Checkpoint
     | _Moving
@@ -78,7 +91,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
             status = run_tool(config)
         elif config is None:
-            print("step, overhead, checkpoint, reshard")
+            print("step, memory, scaling, overhead, checkpoint, reshard")
+        elif isinstance(config, ScalingConfig):
+            bench_scaling(config)
         else:
             _bench(config)
     except FshardingError as error:
@@ -106,16 +121,18 @@ def _train(config: TrainConfig) -> None:
 _BENCHES: dict[type[Any], Callable[[Any], None]] = {
     StepConfig: bench_step,
     OverheadConfig: overhead,
+    MemoryConfig: bench_memory,
     CheckpointConfig: bench_checkpoint,
     ReshardBenchConfig: bench_reshard,
 }
 
 
-def _bench(config: StepConfig | OverheadConfig | CheckpointConfig | ReshardBenchConfig) -> None:
+def _bench(config: StepConfig | MemoryConfig | OverheadConfig | CheckpointConfig | ReshardBenchConfig) -> None:
     ranks, run = _ranks(config.ranks, default=2), _BENCHES[type(config)]
-    if under_launcher() or ranks == 1:
+    if under_launcher():
         run(config)
     else:
+        # One rank, too: torch's DDP and FSDP2 want a process group.
         launch_ranks(run, ranks, config)
 
 

@@ -6,8 +6,9 @@ Law: a buffer is let go as soon as nobody holds a view of it, and what is in fli
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from fsharding import _compat
 from fsharding.counts import Counts
 from fsharding.mesh import axis_group
 from fsharding.ops import bucket as buckets
-from fsharding.ops import wire
+from fsharding.ops.rows import Delivery, open_gather
 from fsharding.ops.unit import Place, UnitPlan
 from fsharding.policies import Policy
 from fsharding.sharding import Local
@@ -59,58 +60,61 @@ class Unit:
         """Notes what the unit is; nothing is sent yet."""
         self.ledger, self.plan, self.leaves, self.places = ledger, plan, leaves, places
         self.order, self.saved, self.kept, self.returned = -1, 0, False, False
-        self._rows: list[tuple[Tensor, wire.Pending]] | None = None
+        self._coming: list[Delivery | None] | None = None
         self.flats: list[Tensor] | None = None
 
     @torch.no_grad()
     def start(self) -> None:
         """Casts the shards into rows and starts to gather them."""
-        if self._rows is not None or self.flats is not None:
+        if self._coming is not None or self.flats is not None:
             return
-        self._rows = []
+        self._coming = []
         for g in self.plan.gathers:
-            group = axis_group(self.plan.mesh, g.axes)
-            members = g.bucket.members if g.axes else 0
-            rows = self.ledger.take(members * g.bucket.width, g.dtype, self if members else None)
-            rows = rows.view(members, g.bucket.width)
-            if members:
-                shards = [self.leaves[i].value for i in g.leaves]
-                _compat.foreach_copy_(buckets.piece_views(rows[group.index], g.bucket, group.index), shards)
-                self.ledger.counts.gathers.append(self.ledger.name_of(self.places))
-            self._rows.append((rows, wire.gather_rows(rows, group)))
+            if not g.axes:
+                self._coming.append(None)
+                continue
+            group, shards = axis_group(self.plan.mesh, g.axes), [self.leaves[i].value for i in g.leaves]
+            empty = functools.partial(self.ledger.take, owner=self)
+            delivery = open_gather(g.bucket.width, g.dtype, group, shards[0].device, empty)
+            _compat.foreach_copy_(buckets.piece_views(delivery.mine, g.bucket, group.index), shards)
+            self.ledger.counts.gathers.append(self.ledger.name_of(self.places))
+            delivery.start()
+            self._coming.append(delivery)
 
     @torch.no_grad()
     def wait(self) -> list[list[Tensor]]:
         """Puts together what has come; the unit is alive from here. Returns the whole leaves of each gather."""
         self.start()
-        assert self._rows is not None
+        assert self._coming is not None
         wholes: list[list[Tensor]] = []
         self.flats = []
         for number, g in enumerate(self.plan.gathers):
-            rows, pending = self._rows[number]
-            pending.wait()
+            delivery = self._coming[number]
+            rows = delivery.wait() if delivery is not None else ()
             flat = self.ledger.take(g.bucket.size, g.dtype, self)
-            if g.axes:
+            if delivery is not None:
                 wholes.append(buckets.copy_out(rows, flat, g.bucket))
+                delivery.done()
             else:
                 wholes.append(buckets.whole_views(flat, g.bucket))
                 _compat.foreach_copy_(wholes[-1], [self.leaves[i].value for i in g.leaves])
             self.flats.append(flat)
             self.ledger.watch(flat, self, number)
-            del rows, pending
-        self._rows = None
+            del rows, delivery
+            self._coming[number] = None
+        self._coming = None
         return wholes
 
     def release(self) -> None:
         """Lets the gathered buffers go; whoever still holds a view keeps it."""
-        self._rows, self.flats = None, None
+        self._coming, self.flats = None, None
 
     def abandon(self, *, failed: bool = False) -> None:
         """Waits for what is in flight, which nobody will ask for, and lets it go; after a failure, not for long."""
-        for _, pending in self._rows or ():
-            if failed:
-                with suppress(RuntimeError):
-                    pending.wait(timedelta(seconds=1))
-            else:
-                pending.wait()
+        for delivery in self._coming or ():
+            if delivery is None:
+                continue
+            with suppress(RuntimeError) if failed else nullcontext():
+                delivery.wait(timedelta(seconds=1) if failed else None)
+            delivery.done()
         self.release()

@@ -1,6 +1,6 @@
 """Local ranks: starts a function on n processes through torchrun's own launcher.
 
-In: an importable function, its arguments, a number of ranks. Out: nothing; the ranks do the work.
+In: an importable function, its arguments, a number of ranks. Out: what each rank returned.
 A rank that dies ends all others, and its error comes up here. Law: no rank outlives the launcher.
 """
 
@@ -28,13 +28,16 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch_ranks(fn: Callable[..., None], ranks: int, *args: Any) -> None:
+def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """Runs `fn(*args)` on local ranks and waits for them.
 
     Args:
         fn: a module-level function; sent by name.
         ranks: how many processes.
         *args: what can be pickled.
+
+    Returns:
+        What each rank returned, in order.
 
     Raises:
         RankError: a rank raised or died; the text has its number and its error.
@@ -59,13 +62,14 @@ def launch_ranks(fn: Callable[..., None], ranks: int, *args: Any) -> None:
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        elastic_launch(config, fn)(*args)
+        results = elastic_launch(config, fn)(*args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         text = f"lost rank {rank} (exit code {failure.exitcode})."
         raise RankError(message("fsharding", text, [_reason(failure.message)])) from error
     except SignalException as error:
         raise KeyboardInterrupt from error
+    return [results[rank] for rank in range(ranks)]
 
 
 def _reason(recorded: Any) -> str:

@@ -257,25 +257,34 @@ class Ledger:
 
     def _land(self, places: Sequence[Place], terms: Sequence[Tensor]) -> None:
         """Adds reduced gradients to what is at their place; a plain copy where nothing can be there."""
-        targets = [self._target(place) for place in places]
-        if any(map(self._is_begun, places)):
-            _compat.foreach_add_(targets, list(terms))
-        else:
-            _compat.foreach_copy_(targets, list(terms))
-        for place in places:
-            self._written.setdefault(place.leaf, set()).add(place.row)
+        adds: list[tuple[Tensor, Tensor]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        for place, term in zip(places, terms, strict=True):
+            rows = self._written.setdefault(place.leaf, set())
+            if place.row is None and rows:
+                self._complete(place.leaf)
+            begun = place.leaf in self._begun or None in rows or place.row in rows
+            (adds if begun else copies).append((self._target(place), term))
+            rows.add(place.row)
+        _compat.foreach_copy_([to for to, _ in copies], [term for _, term in copies])
+        _compat.foreach_add_([to for to, _ in adds], [term for _, term in adds])
 
-    def _is_begun(self, place: Place) -> bool:
-        """Whether there is something at a place: what is held, or a gradient of the leaf whole or by this row."""
-        rows = self._written.get(place.leaf, set())
-        return place.leaf in self._begun or None in rows or place.row in rows or (place.row is None and bool(rows))
+    def _complete(self, i: int) -> Tensor:
+        """The gradient of a leaf, with zeros wherever nothing was written."""
+        out, rows = self._target(Place(i, None)), self._written.setdefault(i, set())
+        if i not in self._begun and None not in rows:
+            blank = [out[row] for row in range(out.shape[0]) if row not in rows] if rows else [out]
+            _compat.foreach_zero_(blank)
+            rows.add(None)
+        return out
 
     def _target(self, place: Place) -> Tensor:
+        """Where a gradient goes; what it holds before the first one is garbage."""
         out = self.out[place.leaf]
         if out is None:
             leaf, goal = self.leaves[place.leaf], self.goals[place.leaf]
             assert leaf is not None and goal is not None
-            out = torch.zeros(goal.target.local_shape(leaf.shape), dtype=goal.dtype, device=self._device)
+            out = _compat.fresh(goal.target.local_shape(leaf.shape), goal.dtype, self._device)
             self.out[place.leaf] = out
         return out if place.row is None else out[place.row]
 
@@ -296,7 +305,7 @@ class Ledger:
         return result
 
     def _carry_over(self, i: int, leaf: Local, goal: Goal) -> None:
-        out, held, taken = self._target(Place(i, None)), self.held[i], self._taken.get(i, set())
+        out, held, taken = self._complete(i), self.held[i], self._taken.get(i, set())
         if held is None or goal.held is None or goal.held == goal.target or None in taken:
             return
         for row in (row for row in range(held.shape[0]) if row not in taken) if taken else (None,):
@@ -311,7 +320,7 @@ class Ledger:
 
     def add_reduced(self, i: int, grad: Tensor) -> None:
         """Adds a gradient that came through plain autograd, in the sharding of the leaf and summed over its ranks."""
-        leaf, goal, out = self.leaves[i], self.goals[i], self._target(Place(i, None))
+        leaf, goal, out = self.leaves[i], self.goals[i], self._complete(i)
         assert leaf is not None and goal is not None
         source = leaf.sharding
         steps = transition.plan_steps(source, goal.target)

@@ -27,6 +27,7 @@ from fsharding.layout import Layout
 from fsharding.mesh import axis_group, axis_index, data_axes
 from fsharding.ops import wire
 from fsharding.ops.pool import Pool
+from fsharding.ops.rows import start_sum
 from fsharding.ops.unit import unreduced, whole
 from fsharding.planning import LeafLayout
 from fsharding.policies import Policy
@@ -355,7 +356,7 @@ class _Run:
         for total, weight in self.losses:
             mine += torch.stack((total.double(), torch.as_tensor(weight, dtype=torch.float64, device=self.device)))
         axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
-        total, weight = wire.start_sum(mine, axis_group(self.layout.mesh, axes), torch.float64).wait()
+        total, weight = start_sum(mine, axis_group(self.layout.mesh, axes), torch.float64).wait()
         return total.float(), weight.float()
 
 

@@ -2,7 +2,7 @@
 
 In: a name, or a function of this module. Out: a `Recipe`, a pure value. Published models have their published sizes.
 Each family has a tiny twin, of about a million parameters, that goes the same way through the code and learns bytes on
-a laptop; `tiny`, `tiny-moe` and `bench-34m` are of this library alone.
+a laptop; `tiny`, `tiny-moe`, `bench-34m` and `bench-1b` are of this library alone.
 Law: a recipe holds no tensors, so planning one of any size is free.
 """
 
@@ -159,6 +159,7 @@ RECIPES = {
     "tiny-moe": _tiny(
         DecoderConfig(experts=Experts(8, 2, 192, shared=1, score="sigmoid", balance=1e-3, z=1e-3, bias_rate=1e-3))
     ),
+    "bench-1b": Recipe(DecoderConfig(vocab=32768, dim=2048, layers=16, heads=16, kv_heads=16, hidden=5632)),
     "bench-34m": Recipe(DecoderConfig(vocab=8192, dim=512, layers=8, heads=8, kv_heads=8, hidden=1408)),
     **{make.__name__: make() for make in _MAKERS},
 }

@@ -17,6 +17,7 @@ from fsharding.errors import LayoutError, message
 from fsharding.layout import Layout
 from fsharding.mesh import Group
 from fsharding.ops import wire
+from fsharding.ops.rows import sum_rows
 from fsharding.precision import wide
 from fsharding.schedule import Schedule, layers_of
 from fsharding.sharding import NamedSharding, like, local_of
@@ -162,4 +163,4 @@ def over_owners(grad: DTensor, home: NamedSharding, group: Group, rank: int) -> 
     sends = [wire.Message(peer, 0, wire.as_bytes(mine)) for _, peer in others]
     receives = [wire.Message(peer, 0, wire.as_bytes(terms[i])) for i, peer in others]
     wire.exchange_messages(sends, receives, group).wait()
-    return like(grad, wire.sum_rows(terms, range(len(shared)), wide(mine.dtype)).to(mine.dtype).view(mine.shape))
+    return like(grad, sum_rows(terms, range(len(shared)), wide(mine.dtype)).to(mine.dtype).view(mine.shape))

@@ -21,8 +21,8 @@ from fsharding.axes import AXES
 from fsharding.errors import BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout
 from fsharding.mesh import abstract, axis_group, everyone
-from fsharding.ops import wire
-from fsharding.optim.apply import apply_updates
+from fsharding.ops.rows import start_sum
+from fsharding.optim.apply import apply_gradients, apply_updates
 from fsharding.optim.balance import against_load, set_loads_apart
 from fsharding.optim.base import GradientTransformation, local_leaves, run_update
 from fsharding.optim.clip import global_norm
@@ -152,7 +152,7 @@ def make_train_step(
             assert state.loss_scale is not None
             kept = state if donate else tree.map(torch.clone, state)
             return kept.replace(loss_scale=how.next_scale(state.loss_scale, finite=False)), metrics
-        steer = functools.partial(against_load, loads=loads, rates=rates)
+        steer = functools.partial(against_load, loads=loads, rates=rates) if rates else None
         return _update(state, grads, norm, opt, how, steer, donate=donate), metrics
 
     return step
@@ -199,7 +199,7 @@ def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
     named = tree.named_leaves(grads)
     flags = torch.stack([torch.isfinite(local_of(x)).all().logical_not() for x in named.values()]).double()
     axes = tuple(axis for axis in AXES if abstract(state.layout.mesh).axis_size(axis) > 1)
-    found = wire.start_sum(flags, axis_group(state.layout.mesh, axes), torch.float64).wait()
+    found = start_sum(flags, axis_group(state.layout.mesh, axes), torch.float64).wait()
     rows = [f"step {int(state.step)}: loss {float(loss)}, gradient norm {float(norm)}"]
     rows += [
         f"params.{path}: its gradient is not finite" for path, bad in zip(named, found.tolist(), strict=True) if bad
@@ -273,14 +273,17 @@ def _update(
     norm: Tensor,
     opt: GradientTransformation,
     how: Precision,
-    steer: Callable[[Tree], Tree],
+    steer: Callable[[Tree], Tree] | None,
     *,
     donate: bool,
 ) -> TrainState:
     layout = state.layout
     main = main_of(state)
-    updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm)
-    main = apply_updates(main, steer(updates), donate=donate)
+    if steer is None:
+        main, opt_state = apply_gradients(opt, grads, state.opt_state, main, donate=donate, norm=norm)
+    else:
+        updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm)
+        main = apply_updates(main, steer(updates), donate=donate)
     scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
     return state.replace(
         step=state.step + 1,

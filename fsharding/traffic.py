@@ -21,9 +21,9 @@ from fsharding.counts import Sent, Traffic
 from fsharding.layout import Layout
 from fsharding.mesh import abstract, data_axes
 from fsharding.ops import transition
+from fsharding.ops.rows import SMALL_SUM
 from fsharding.ops.transition import Step
 from fsharding.ops.unit import unreduced, whole
-from fsharding.ops.wire import SMALL_SUM
 from fsharding.planning import LeafLayout
 from fsharding.redistribute import in_buckets
 from fsharding.schedule import Schedule

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import checkpoint, optim, random, tree
-from fsharding.bench.memory import give_back
+from fsharding.bench.rounds import give_back
 from fsharding.checkpoint.leaves import content
 from fsharding.errors import ConfigError, message
 from fsharding.layout import plan_layout

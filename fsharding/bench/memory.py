@@ -1,18 +1,132 @@
-"""Memory between rounds of a benchmark.
+"""Memory of a training step beside its peers, and beside what a strategy has to hold.
 
-In: nothing. Out: freed memory goes back to the system, so that no contender gets pages that another has paid for.
-Law: every contender begins a round with the same memory.
+In: a `MemoryConfig`. Out: one object of rows, printed as a table or as JSON by rank 0. Contenders train as for
+`fsharding bench step`; what they keep and the most they have at once are counted by the allocator, and shared memory by
+who made it. Law: what a contender keeps between steps is its state and nothing else.
 """
 
 from __future__ import annotations
 
-import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
 
-__all__ = ["give_back"]
+import torch.distributed as dist
+
+from fsharding import tree
+from fsharding.bench.peers import Task, forward_bytes
+from fsharding.bench.rounds import print_rows
+from fsharding.bench.step import OURS, StepConfig, build, check, make_task
+from fsharding.layout import plan_layout
+from fsharding.mesh import make_mesh, own_rank
+from fsharding.precision import Precision
+from fsharding.recipes import recipe
+from fsharding.stacks import stacks_of
+from fsharding.strategy import Strategy
+
+__all__ = ["MemoryConfig", "bench_memory"]
 
 
-def give_back() -> None:
-    """Returns freed memory to the system, where the C library can."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Memory of a training step beside DDP's and FSDP2's, and beside what its strategy has to hold.
+
+    Attributes:
+        ranks: local ranks to start; left out, 2, or those that torchrun started.
+        preset: the decoder; see `fsharding train`.
+        contenders: who takes part.
+        dtype: of compute.
+        batch: sequences of a rank.
+        seq_len: tokens of a sequence.
+        json: print one JSON object instead of a table.
+    """
+
+    ranks: int | None = None
+    preset: str = "bench-34m"
+    contenders: tuple[str, ...] = ("ddp", "fsdp2", "fsharding-zero0", "fsharding-zero1", "fsharding-zero3")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    batch: int = 2
+    seq_len: int = 128
+    json: bool = False
+
+
+def bench_memory(config: MemoryConfig) -> None:
+    """Measures on the ranks that are there, and prints on rank 0.
+
+    Raises:
+        ConfigError: a number below 1, an unknown contender, or one whose package is not there.
+    """
+    step = StepConfig(
+        contenders=config.contenders, preset=config.preset, dtype=config.dtype,
+        batch=config.batch, seq_len=config.seq_len,
+    )  # fmt: skip
+    check(step, "fsharding bench memory")
+    mesh = make_mesh(dp=-1, timeout=timedelta(seconds=120))
+    try:
+        rows = measure(step, mesh)
+        if own_rank() == 0:
+            _show(config, rows)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def measure(step: StepConfig, mesh: Any) -> list[dict[str, Any]]:
+    """One row for each contender: bytes that it keeps, most at once, and what its strategy has to hold. Collective."""
+    task = make_task(step, mesh, recipe(step.preset).config)
+    forward = forward_bytes(task)
+    rows: list[dict[str, Any]] = []
+    for name in step.contenders:
+        built = build(task, name)
+        needed = least_bytes(task, OURS[name][0], forward) if name in OURS else None
+        rows.append(
+            {
+                "contender": name, "dtype": step.dtype, "ranks": mesh.size(), "kept_bytes": built.kept,
+                "peak_bytes": built.peak, "needed_bytes": needed, "forward_bytes": forward, "loss": built.first,
+            }
+        )  # fmt: skip
+        del built
+    return rows
+
+
+def least_bytes(task: Task, strategy: Strategy, forward: int) -> int:
+    """State, gradients, two whole units, and what a forward of the whole model keeps.
+
+    Args:
+        task: what is trained.
+        strategy: of the layout.
+        forward: `forward_bytes` of the task.
+    """
+    how = Precision(compute=task.dtype)
+    layout = plan_layout(task.draws(), task.mesh, strategy=strategy, names=task.model.names, precision=how)
+    memory = layout.memory()
+    # One microbatch: gradients are cut as the moments, of which there are two, in float32 all three.
+    grads, draws = memory.opt_state // 2, task.draws()
+    blocks = [tree.leaves(tree.at(draws, path)) for path, _ in stacks_of(task.model)]
+    units = [sum(math.prod(draw.shape[1:]) for draw in stack) for stack in blocks]
+    units += [sum(math.prod(draw.shape) for draw in tree.leaves(draws[name])) for name in ("embed", "head")]
+    return memory.state + grads + 2 * max(units) * task.dtype.itemsize + forward
+
+
+def _show(config: MemoryConfig, rows: list[dict[str, Any]]) -> None:
+    by_name = {row["contender"]: row["peak_bytes"] for row in rows}
+
+    def ratio(peer: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row['peak_bytes'] / by_name[peer]:.2f}" if peer in by_name else "-"
+
+    def mib(name: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row[name] / 2**20:.0f}" if row[name] is not None else "-"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "contender": lambda row: row["contender"],
+        "kept MiB": mib("kept_bytes"),
+        "peak MiB": mib("peak_bytes"),
+        "to fsdp2": ratio("fsdp2"),
+        "to ddp": ratio("ddp"),
+        "has to hold MiB": mib("needed_bytes"),
+        "to that": lambda row: f"{row['peak_bytes'] / row['needed_bytes']:.2f}" if row["needed_bytes"] else "-",
+    }
+    title = f"memory of a step of {config.preset}, {config.batch} x {config.seq_len} tokens a rank, {config.dtype}"
+    print_rows(title, columns, rows, as_json=config.json)

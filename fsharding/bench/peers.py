@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsharding import random, tree
+from fsharding import _compat, random, tree
 from fsharding.models.base import Model
 from fsharding.stacks import stacks_of
 from fsharding.tree import Tree
 
-__all__ = ["B1", "B2", "PEERS", "RATE", "Task", "missing"]
+__all__ = ["B1", "B2", "PEERS", "RATE", "Task", "forward_bytes", "missing"]
 
 RATE, B1, B2 = 1e-3, 0.9, 0.95
 """Of everyone's AdamW, without weight decay."""
@@ -98,6 +98,18 @@ def _trained(module: nn.Module, task: Task) -> Callable[[], Tensor]:
         return loss.detach()
 
     return run
+
+
+def forward_bytes(task: Task) -> int:
+    """Most bytes that a forward of the whole model, not cut, has allocated at once: what it keeps for backward.
+
+    Weights that are cast for compute are not among them: they are gathered units, which others count.
+    """
+    module = _Decoder(task)
+    losses: list[Tensor] = []
+    _, peak = _compat.allocated(lambda: losses.append(module(task.batch)))
+    cast_bytes = sum(x.numel() * task.dtype.itemsize for x in module.parameters() if x.dtype != task.dtype)
+    return peak - cast_bytes
 
 
 def _alone(task: Task) -> Callable[[], Tensor]:

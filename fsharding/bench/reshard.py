@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fsharding import checkpoint, optim, random, tree
-from fsharding.bench.memory import give_back
+from fsharding.bench.rounds import give_back
 from fsharding.counts import counting_bytes
 from fsharding.errors import ConfigError, message
 from fsharding.layout import Layout, plan_layout

@@ -6,6 +6,7 @@ Law: everyone runs once before anyone runs again, so that a noisy machine hits a
 
 from __future__ import annotations
 
+import ctypes
 import json
 import platform
 import statistics
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-__all__ = ["Steps", "machine", "print_rows", "take_turns"]
+__all__ = ["Steps", "give_back", "machine", "print_rows", "take_turns"]
 
 
 class Steps(NamedTuple):
@@ -94,6 +95,13 @@ def _mean(losses: Sequence[Tensor]) -> list[float]:
         dist.all_reduce(found)
         found /= dist.get_world_size()
     return found.tolist()
+
+
+def give_back() -> None:
+    """Returns freed memory to the system, where the C library can, so that nobody gets pages that another paid for."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def machine() -> dict[str, Any]:

@@ -30,7 +30,7 @@ from fsharding.layout import plan_layout
 from fsharding.mesh import axis_group, make_mesh, own_rank
 from fsharding.models.base import Model
 from fsharding.models.decoder import DecoderConfig, decoder
-from fsharding.ops import wire
+from fsharding.ops import shared, wire
 from fsharding.precision import Precision
 from fsharding.recipes import recipe
 from fsharding.show import Bar, draw_bars, require_matplotlib
@@ -39,12 +39,12 @@ from fsharding.state import init_state
 from fsharding.step import make_train_step
 from fsharding.strategy import HSDP, Strategy, zero
 
-__all__ = ["StepConfig", "bench_step", "measure"]
+__all__ = ["OURS", "Built", "StepConfig", "agree", "bench_step", "build", "check", "make_task", "measure"]
 
-# Strategy, and how many replicas the mesh has.
-_OURS: dict[str, tuple[Strategy, int]] = {f"fsharding-zero{level}": (zero(level), 1) for level in range(4)}
-_OURS["fsharding-hybrid"] = HSDP, 2
-_USUAL = ("compute-only", "ddp", "fsdp2", *(name for name in _OURS if name != "fsharding-hybrid"))
+OURS: dict[str, tuple[Strategy, int]] = {f"fsharding-zero{level}": (zero(level), 1) for level in range(4)}
+"""Our contenders by name: strategy, and how many replicas the mesh has."""
+OURS["fsharding-hybrid"] = HSDP, 2
+_USUAL = ("compute-only", "ddp", "fsdp2", *(name for name in OURS if name != "fsharding-hybrid"))
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
@@ -84,7 +84,7 @@ def bench_step(config: StepConfig) -> None:
     Raises:
         ConfigError: a number below 1, an unknown contender, or one whose package is not there.
     """
-    _check(config)
+    check(config, "fsharding bench step")
     replica = 2 if "fsharding-hybrid" in config.contenders else 1
     mesh = make_mesh(dp=-1, timeout=timedelta(seconds=120))
     try:
@@ -99,33 +99,46 @@ def bench_step(config: StepConfig) -> None:
             dist.destroy_process_group()
 
 
-def _check(config: StepConfig) -> None:
+def check(config: StepConfig, command: str) -> None:
+    """Refuses what cannot be measured.
+
+    Args:
+        config: what was asked for.
+        command: that asks.
+
+    Raises:
+        ConfigError: a number below 1, an unknown contender, or one whose package is not there; all are listed.
+    """
     wrong = [f"{name}: {n}" for name in ("batch", "seq_len", "rounds") if (n := getattr(config, name)) < 1]
-    wrong += [f"{name}: not known" for name in config.contenders if name not in PEERS and name not in _OURS]
+    wrong += [f"{name}: not known" for name in config.contenders if name not in PEERS and name not in OURS]
     wrong += [f"{name}: its package is not installed" for name in config.contenders if name in PEERS and missing(name)]
     if not config.contenders:
         wrong.append("contenders: none")
     if wrong:
-        mend = f"Numbers are at least 1; contenders are {', '.join([*PEERS, *_OURS])}."
-        raise ConfigError(message("fsharding bench step", "cannot measure this.", wrong, mend))
+        mend = f"Numbers are at least 1; contenders are {', '.join([*PEERS, *OURS])}."
+        raise ConfigError(message(command, "cannot measure this.", wrong, mend))
     recipe(config.preset)
     if config.plot is not None:
         require_matplotlib("fsharding bench", "bars", instead=", or leave --plot out")
 
 
-def measure(config: StepConfig, mesh: Any) -> list[dict[str, Any]]:
-    """One row for each contender: time, memory, loss, and the least time of ours. Collective."""
-    sizes = recipe(config.preset).config
-    task = Task(_model(config, sizes), mesh, _batch(config, sizes, mesh), _DTYPES[config.dtype])
-    built: dict[str, _Built] = {}
+def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -> list[dict[str, Any]]:
+    """One row for each contender: time, memory, loss, and the least time of ours. Collective.
+
+    Args:
+        config: what to measure.
+        mesh: with the one axis `dp`.
+        sizes: of the decoder; by default those of the preset.
+    """
+    task = make_task(config, mesh, recipe(config.preset).config if sizes is None else sizes)
+    built: dict[str, Built] = {}
     wires: dict[str, float] = {}
     for name in config.contenders:
-        make = PEERS[name] if name in PEERS else functools.partial(_ours, *_OURS[name])
-        built[name] = _build(functools.partial(make, task))
-        if name in _OURS:
+        built[name] = build(task, name)
+        if name in OURS:
             wires[name] = _wire_time(task, built[name].sent)
     steps = take_turns({name: found.run for name, found in built.items()}, config.rounds)
-    _agree(built, steps, _TOLERANCE[config.dtype])
+    agree(built, steps, _TOLERANCE[config.dtype])
     alone = steps["compute-only"].median if "compute-only" in steps else None
     return [
         {
@@ -136,6 +149,11 @@ def measure(config: StepConfig, mesh: Any) -> list[dict[str, Any]]:
         }
         for name, found in steps.items()
     ]  # fmt: skip
+
+
+def make_task(config: StepConfig, mesh: Any, sizes: DecoderConfig) -> Task:
+    """What all contenders train."""
+    return Task(_model(config, sizes), mesh, _batch(config, sizes, mesh), _DTYPES[config.dtype])
 
 
 def _model(config: StepConfig, sizes: DecoderConfig) -> Model:
@@ -170,38 +188,48 @@ def _ours(strategy: Strategy, replicas: int, task: Task) -> Callable[[], Tensor]
     return run
 
 
-class _Built(NamedTuple):
+class Built(NamedTuple):
     """A contender that has done two steps.
 
     Attributes:
         run: does one more.
+        kept: bytes that it holds between steps, on the fullest rank.
         peak: most bytes that it had allocated at once, on the fullest rank.
         first: its first loss, the mean over ranks.
         sent: bytes that this rank sent in a step, as far as `counting_bytes` sees them.
     """
 
     run: Callable[[], Tensor]
+    kept: int
     peak: int
     first: float
     sent: int
 
 
-def _build(make: Callable[[], Callable[[], Tensor]]) -> _Built:
-    """What it keeps is what building it and its first step left behind; what it needs besides shows in its second."""
+def build(task: Task, name: str) -> Built:
+    """Makes a contender and lets it do two steps. Collective.
+
+    What it keeps is what building it and its first step left behind; what it needs besides shows in its second.
+    """
+    make = functools.partial(PEERS[name] if name in PEERS else functools.partial(_ours, *OURS[name]), task)
     made: list[Callable[[], Tensor]] = []
     losses: list[Tensor] = []
     kept, _ = _compat.allocated(lambda: made.append(make()))
     warm, _ = _compat.allocated(lambda: losses.append(made[0]()))
+    shared.most_bytes()
     with counting_bytes() as traffic:
         _, peak = _compat.allocated(made[0])
-    found = torch.tensor([float(losses[0]), kept + warm + peak], dtype=torch.float64)
+    # The allocator does not see shared memory; the two may not be at their most at once, so this is an upper bound.
+    state = kept + warm
+    found = torch.tensor([float(losses[0]), state, state + peak + shared.most_bytes()], dtype=torch.float64)
     if dist.is_initialized():
         everyone = [torch.empty_like(found) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, found)
         found = torch.stack(everyone)
     else:
         found = found[None]
-    return _Built(made[0], int(found[:, 1].max()), float(found[:, 0].mean()), traffic.bytes)
+    state, peak = map(int, found[:, 1:].amax(0))
+    return Built(made[0], state, peak, float(found[:, 0].mean()), traffic.bytes)
 
 
 def _wire_time(task: Task, sent: int) -> float:
@@ -226,8 +254,8 @@ def _wire_time(task: Task, sent: int) -> float:
     return float(slowest)
 
 
-def _agree(built: dict[str, _Built], steps: dict[str, Steps], tolerance: float) -> None:
-    """Everyone has the same losses; who trains alone has the first one, before its ranks go apart."""
+def agree(built: dict[str, Built], steps: dict[str, Steps], tolerance: float) -> None:
+    """Asserts that everyone has the same losses; who trains alone has the first one, before its ranks go apart."""
     together = {name: [built[name].first, *found.losses] for name, found in steps.items() if name != "compute-only"}
     if "compute-only" in steps:
         together["compute-only"] = [built["compute-only"].first]

@@ -138,17 +138,25 @@ def _leaf_views(leaf: Tensor, slot: Slot) -> list[Tensor]:
     return [flat[:, start:stop] for start, stop in slot.pieces]
 
 
-def copy_out(rows: Tensor, flat: Tensor, bucket: Bucket) -> list[Tensor]:
+def copy_out(rows: Tensor | Sequence[Tensor], flat: Tensor, bucket: Bucket) -> list[Tensor]:
     """Puts gathered rows together: fills the flat buffer and returns its whole leaves.
 
     Args:
-        rows: [members, width].
+        rows: [members, width], or as many tensors [width].
         flat: [size] of the same dtype.
         bucket: the plan of both.
     """
     leaves = whole_views(flat, bucket)
-    sources = [view for slot in bucket.slots for view in _row_views(rows, slot, bucket.width)]
-    targets = [view for leaf, slot in zip(leaves, bucket.slots, strict=True) for view in _leaf_views(leaf, slot)]
+    if isinstance(rows, Tensor):
+        sources = [view for slot in bucket.slots for view in _row_views(rows, slot, bucket.width)]
+        targets = [view for leaf, slot in zip(leaves, bucket.slots, strict=True) for view in _leaf_views(leaf, slot)]
+    else:
+        sources = [piece for member, row in enumerate(rows) for piece in piece_views(row, bucket, member)]
+        targets = [
+            leaf.narrow(slot.dim, slot.pieces[member][0], slot.pieces[member][1] - slot.pieces[member][0])
+            for member in range(bucket.members)
+            for leaf, slot in zip(leaves, bucket.slots, strict=True)
+        ]
     _compat.foreach_copy_(targets, sources)
     return leaves
 

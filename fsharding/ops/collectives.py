@@ -7,6 +7,7 @@ serves them all. Law: `<op x, y> == <x, dual(op) y>`, summed over ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -20,6 +21,7 @@ from fsharding.axes import AXES, unknown_axis
 from fsharding.errors import MeshError, SpecError, message
 from fsharding.mesh import Group, Mesh, axis_group, current_mesh
 from fsharding.ops import wire
+from fsharding.ops.rows import open_exchange, open_gather, start_sum, sum_rows
 from fsharding.precision import wide
 
 __all__ = [
@@ -93,10 +95,15 @@ class _Gather:
         pieces = [boxes.chunk(self.size, self.group.size, i) for i in range(self.group.size)]
         counts = [stop - start for start, stop in pieces]
         front = x.movedim(self.dim, 0)
-        rows = x.new_empty(self.group.size, counts[0], *front.shape[1:])
-        rows[self.group.index, : counts[self.group.index]].copy_(front)
-        wire.gather_rows(rows.view(self.group.size, -1), self.group).wait()
-        return rows.flatten(0, 1)[: self.size].movedim(0, self.dim).contiguous()
+        shape = (counts[0], *front.shape[1:])
+        delivery = open_gather(math.prod(shape), x.dtype, self.group, x.device)
+        delivery.mine.view(shape)[: counts[self.group.index]].copy_(front)
+        delivery.start()
+        rows = [row.view(shape)[:n] for row, n in zip(delivery.wait(), counts, strict=True)]
+        # The copy is laid out by the result's dims, even where one piece is all there is.
+        joined = torch.cat([row.movedim(0, self.dim) for row in rows], self.dim)
+        delivery.done()
+        return joined
 
     def dual(self) -> Linear:
         return _Scatter(self.group, self.dim, self.size)
@@ -117,12 +124,13 @@ class _Scatter:
         start, stop = boxes.chunk(self.size, self.group.size, self.group.index)
         width = -(-self.size // self.group.size)
         front = x.movedim(self.dim, 0)
-        send = x.new_zeros(self.group.size * width, *front.shape[1:])
+        delivery = open_exchange(width * math.prod(front.shape[1:]), x.dtype, self.group, x.device)
+        send = delivery.mine.view(self.group.size * width, *front.shape[1:])
         send[: self.size].copy_(front)
-        send = send.view(self.group.size, -1)
-        received = torch.empty_like(send)
-        wire.exchange_rows(send, received, self.group).wait()
-        mine = wire.sum_rows(received, self.group.terms, wide(x.dtype)).to(x.dtype)
+        send[self.size :].zero_()
+        delivery.start()
+        mine = sum_rows(delivery.wait(), self.group.terms, wide(x.dtype)).to(x.dtype)
+        delivery.done()
         return mine.view(width, *front.shape[1:])[: stop - start].movedim(0, self.dim).contiguous()
 
     def dual(self) -> Linear:
@@ -139,7 +147,7 @@ class _Psum:
     group: Group
 
     def run(self, x: Tensor) -> Tensor:
-        return wire.start_sum(x.reshape(-1), self.group, wide(x.dtype)).wait().to(x.dtype).view(x.shape)
+        return start_sum(x.reshape(-1), self.group, wide(x.dtype)).wait().to(x.dtype).view(x.shape)
 
     def dual(self) -> Linear:
         return _Vary(self.group)
@@ -173,11 +181,13 @@ class _AllToAll:
     concat_dim: int
 
     def run(self, x: Tensor) -> Tensor:
-        send = torch.stack(x.chunk(self.group.size, self.split_dim))
-        received = torch.empty_like(send)
-        flat = (self.group.size, -1)
-        wire.exchange_rows(send.view(flat), received.view(flat), self.group).wait()
-        return torch.cat(received.unbind(0), self.concat_dim)
+        pieces = x.chunk(self.group.size, self.split_dim)
+        delivery = open_exchange(pieces[0].numel(), x.dtype, self.group, x.device)
+        torch.stack(pieces, out=delivery.mine.view(self.group.size, *pieces[0].shape))
+        delivery.start()
+        joined = torch.cat([row.view(pieces[0].shape) for row in delivery.wait()], self.concat_dim)
+        delivery.done()
+        return joined
 
     def dual(self) -> Linear:
         return _AllToAll(self.group, self.concat_dim, self.split_dim)

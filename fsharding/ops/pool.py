@@ -65,7 +65,7 @@ class Pool:
         self._buffers.clear()
 
     def _make(self, need: int, device: torch.device) -> _Buffer:
-        base = torch.empty(need, dtype=torch.uint8, device=device)
+        base = _compat.fresh((need,), torch.uint8, device)
         buffer = _Buffer(base, _compat.storage_id(base))
         self._idle = _compat.storage_users(buffer.storage)
         self._buffers.append(buffer)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fsharding import _compat, boxes
 from fsharding.mesh import Mesh, abstract, axis_group
 from fsharding.ops import bucket as buckets
-from fsharding.ops import wire
+from fsharding.ops.rows import Empty, open_exchange, open_gather, start_sum, sum_rows
 from fsharding.sharding import NamedSharding
 from fsharding.spec import PartitionSpec
 
@@ -133,7 +133,7 @@ def start(
     dtype: torch.dtype,
     device: torch.device,
     wholes: Sequence[tuple[int, ...]] = (),
-    empty: Callable[[int, torch.dtype], Tensor] | None = None,
+    empty: Empty | None = None,
 ) -> Transit:
     """Starts a bucket on its steps.
 
@@ -148,7 +148,6 @@ def start(
         wholes: `whole_sizes` of each leaf; needed when a step gathers.
         empty: makes a flat buffer from a size and a dtype; by default a fresh one.
     """
-    make = empty or functools.partial(_fresh, device=device)
     if not steps or not steps[0]:
         return Transit(lambda: [_zeros(x, s, dtype, device) for x, s in zip(leaves, shapes, strict=True)])
     first, rest, later = steps[0][0], [s[1:] for s in steps], [sizes[1:] for sizes in wholes]
@@ -156,26 +155,21 @@ def start(
     if first.kind == "scatter":
         cut = tuple((shape, s[0].dim) for shape, s in zip(shapes, steps, strict=True))
         plan = buckets.plan_bucket(cut, _sizes(mesh, first.axes))
-        send = make(plan.members * plan.width, wire_dtype).view(plan.members, plan.width)
-        received = make(plan.members * plan.width, wire_dtype).view(plan.members, plan.width)
-        buckets.copy_in(leaves, send, plan)
-        pending = wire.exchange_rows(send, received, group)
+        delivery = open_exchange(plan.width, wire_dtype, group, device, empty)
+        buckets.copy_in(leaves, delivery.mine, plan)
+        delivery.start()
 
         def finish() -> list[Tensor]:
-            pending.wait()
-            mine = wire.sum_rows(received, group.terms, dtype)
+            mine = sum_rows(delivery.wait(), group.terms, dtype)
+            delivery.done()
             return move(buckets.piece_views(mine, plan, group.index), rest, mesh, later)
 
         return Transit(finish)
     values = [_zeros(x, s, wire_dtype, device) for x, s in zip(leaves, shapes, strict=True)]
     if first.kind != "sum":
         return Transit(lambda: move([x.to(dtype) for x in values], steps, mesh, wholes))
-    total = wire.start_sum(torch.cat([x.reshape(-1) for x in values]), group, dtype)
+    total = start_sum(torch.cat([x.reshape(-1) for x in values]), group, dtype)
     return Transit(lambda: move(_split(total.wait(), shapes), rest, mesh, later))
-
-
-def _fresh(size: int, dtype: torch.dtype, *, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
 
 
 def _zeros(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -258,7 +252,9 @@ def _gather(
     group = axis_group(mesh, axes)
     shapes = [(*x.shape[:d], whole, *x.shape[d + 1 :]) for x, whole, d in zip(leaves, wholes, dims, strict=True)]
     plan = buckets.plan_bucket(tuple(zip(shapes, dims, strict=True)), _sizes(mesh, axes))
-    rows = leaves[0].new_empty(plan.members, plan.width)
-    _compat.foreach_copy_(buckets.piece_views(rows[group.index], plan, group.index), list(leaves))
-    wire.gather_rows(rows, group).wait()
-    return buckets.copy_out(rows, leaves[0].new_empty(plan.size), plan)
+    delivery = open_gather(plan.width, leaves[0].dtype, group, leaves[0].device)
+    _compat.foreach_copy_(buckets.piece_views(delivery.mine, plan, group.index), list(leaves))
+    delivery.start()
+    joined = buckets.copy_out(delivery.wait(), _compat.fresh((plan.size,), leaves[0].dtype, leaves[0].device), plan)
+    delivery.done()
+    return joined

@@ -1,8 +1,8 @@
-"""What moves over a process group: rows of bytes to everybody, rows to their owners, and sums in a fixed order.
+"""What moves over a process group: rows of bytes to everybody, rows to their owners, and messages between two.
 
 In: a group and a `[members, width]` buffer. Out: a `Pending` whose `wait` says that the buffer is ready.
 On gloo a point-to-point gather and an all-to-all beat its own collectives two- to threefold, so they are the default;
-`algorithm("native")` asks for the backend's own. Law: a sum adds its terms in one balanced tree, whoever takes it.
+`algorithm("native")` asks for the backend's own. Law: every algorithm gives the same bytes.
 """
 
 from __future__ import annotations
@@ -23,23 +23,17 @@ from fsharding.counts import record_sent
 from fsharding.mesh import Group
 
 __all__ = [
-    "SMALL_SUM",
     "Pending",
     "algorithm",
     "as_bytes",
+    "chosen",
     "Message",
     "exchange_messages",
     "exchange_pieces",
     "exchange_rows",
     "gather_rows",
-    "PendingSum",
     "send_receive",
-    "start_sum",
-    "sum_rows",
 ]
-
-SMALL_SUM = 1 << 14
-"""Up to so many elements a sum over ranks is one gather: every rank adds all terms itself."""
 
 _SHORT = 1 << 17
 """Up to so many bytes a row, an all-to-all of equal rows is a gather at least as fast as sends and receives on gloo."""
@@ -91,10 +85,14 @@ class Pending:
                 work.wait(timeout)
 
 
+def chosen() -> str:
+    """The algorithm of the innermost `algorithm` block."""
+    return _algorithm.get()
+
+
 def _choose(rows: Tensor, group: Group) -> str:
-    chosen = _algorithm.get()
-    if chosen != "auto":
-        return chosen
+    if chosen() != "auto":
+        return chosen()
     if dist.get_backend(group.process_group) != "gloo":
         return "native"
     return "exchange" if rows[0].nbytes <= _SHORT else "p2p"
@@ -109,11 +107,11 @@ def gather_rows(rows: Tensor, group: Group) -> Pending:
     """
     if group.process_group is None or rows.numel() == 0:
         return Pending()
-    chosen = _choose(rows, group)
-    if chosen == "exchange":
+    way = _choose(rows, group)
+    if way == "exchange":
         return exchange_rows(rows[group.index].expand_as(rows).contiguous(), rows, group)
     record_sent((group.size - 1) * rows[0].nbytes, group.axes)
-    if chosen == "p2p":
+    if way == "p2p":
         works: list[dist.Work] = []
         for step in range(1, group.size):
             source, target = (group.index - step) % group.size, (group.index + step) % group.size
@@ -241,73 +239,3 @@ def send_receive(x: Tensor, out: Tensor, group: Group, *, target: int | None, so
     if source == group.index:
         out.copy_(x)
     return Pending(tuple(works), (x, out))
-
-
-def sum_rows(rows: Tensor, terms: Sequence[int], dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-    """Adds the rows of a buffer pairwise in a balanced tree.
-
-    A tree over 4 ranks is the sum of two trees over 2, so sums taken in one step or axis by axis agree bitwise when
-    sizes are powers of two.
-
-    Args:
-        rows: [members, width].
-        terms: the order of the rows.
-        dtype: of the sum and of all partial sums.
-        out: where the sum goes.
-
-    Returns:
-        [width].
-    """
-    if len(terms) == 1:
-        return rows[terms[0]].to(dtype) if out is None else out.copy_(rows[terms[0]])
-    if len(terms) == 2 and rows.dtype == dtype:
-        return torch.add(rows[terms[0]], rows[terms[1]], out=out)
-    half = 1 << ((len(terms) - 1).bit_length() - 1)
-    left = sum_rows(rows, terms[:half], dtype, out=out)
-    left = left.clone() if left.data_ptr() == rows[terms[0]].data_ptr() else left
-    right = rows[terms[half]] if len(terms) == half + 1 else sum_rows(rows, terms[half:], dtype)
-    return left.add_(right)
-
-
-@dataclass(frozen=True)
-class PendingSum:
-    """A sum over a group under way; see `start_sum`."""
-
-    x: Tensor
-    group: Group
-    dtype: torch.dtype
-    rows: Tensor | None = None
-    pending: Pending = Pending()
-
-    def wait(self) -> Tensor:
-        """The sum, flat, on every member."""
-        if self.rows is None:
-            return self.x.to(self.dtype, copy=True)
-        self.pending.wait()
-        if self.x.numel() <= SMALL_SUM:
-            return sum_rows(self.rows, self.group.terms, self.dtype)
-        total = torch.empty(self.rows.shape, dtype=self.dtype, device=self.x.device)
-        sum_rows(self.rows, self.group.terms, self.dtype, out=total[self.group.index])
-        gather_rows(total, self.group).wait()
-        return total.view(-1)[: self.x.numel()]
-
-
-def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> PendingSum:
-    """Starts the sum of a flat tensor over a group, added as by `sum_rows`.
-
-    Args:
-        x: contiguous [width].
-        group: who takes part.
-        dtype: of the sum; the terms travel as they are, the sum travels in this dtype.
-    """
-    if group.process_group is None:
-        return PendingSum(x, group, dtype)
-    if x.numel() <= SMALL_SUM:
-        rows = x.new_empty(group.size, x.numel())
-        rows[group.index].copy_(x)
-        return PendingSum(x, group, dtype, rows, gather_rows(rows, group))
-    width = -(-x.numel() // group.size)
-    send = x.new_zeros(group.size * width)
-    send[: x.numel()].copy_(x)
-    received = x.new_empty(group.size, width)
-    return PendingSum(x, group, dtype, received, exchange_rows(send.view(group.size, width), received, group))

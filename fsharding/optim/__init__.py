@@ -2,7 +2,7 @@
 
 from fsharding.optim.adafactor import AdafactorState, adafactor
 from fsharding.optim.adam import AdamState, adamw
-from fsharding.optim.apply import apply_updates
+from fsharding.optim.apply import apply_gradients, apply_updates
 from fsharding.optim.averages import EmaState, LookaheadState, ema, ema_of, lookahead
 from fsharding.optim.balance import against_load, set_loads_apart
 from fsharding.optim.base import (
@@ -44,6 +44,7 @@ __all__ = [
     "add_noise",
     "against_load",
     "annealed",
+    "apply_gradients",
     "apply_updates",
     "chain",
     "clip_by_global_norm",

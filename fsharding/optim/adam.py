@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
+from fsharding.optim.apply import change_slices
 from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, new_zeros, shardings_of
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.precision import wide
@@ -61,28 +62,49 @@ def adamw(
         return AdamState(torch.zeros((), dtype=torch.int64), zeros(), zeros())
 
     def update(updates: Tree, state: AdamState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, AdamState]:
-        grads = local_leaves(redistribute(updates, shardings_of(state.mu)))
-        mu, nu = ([x.contiguous() if donate else clone(x) for x in local_leaves(m)] for m in (state.mu, state.nu))
-        lr = rate(int(state.count))
+        grads, mu, nu = inputs(updates, state, donate)
         deltas = [new_zeros(x, x.dtype) for x in mu]
-        grads = [g.to(m.dtype) for g, m in zip(grads, mu, strict=True)]
-        _fused(deltas, grads, mu, nu, step=int(state.count) + 1, lr=lr, b1=b1, b2=b2, eps=eps)
+        kernel(deltas, grads, mu, nu, int(state.count), decay=0.0)
         if weight_decay and params is not None:
             main = local_leaves(redistribute(tree.prune(params, state.mu), shardings_of(state.mu)))
-            decay = _compat.foreach_mul([p.to(d.dtype) for p, d in zip(main, deltas, strict=True)], -lr * weight_decay)
+            shrink = -rate(int(state.count)) * weight_decay
+            decay = _compat.foreach_mul([p.to(d.dtype) for p, d in zip(main, deltas, strict=True)], shrink)
             _compat.foreach_add_(deltas, decay)
-        new_state = AdamState(state.count + 1, like(state.mu, mu), like(state.nu, nu))
-        return like(state.mu, deltas), new_state
+        return like(state.mu, deltas), successor(state, mu, nu)
 
-    return GradientTransformation(init, update)
+    def apply(updates: Tree, state: AdamState, params: Tree, *, donate: bool = False) -> tuple[Tree, AdamState]:
+        grads, mu, nu = inputs(updates, state, donate)
+
+        def change(slices: list[Tensor]) -> list[Tensor]:
+            main = [p.to(m.dtype) for p, m in zip(slices, mu, strict=True)]
+            main = [x.contiguous() if donate or x is not p else clone(x) for x, p in zip(main, slices, strict=True)]
+            kernel(main, grads, mu, nu, int(state.count), decay=weight_decay)
+            return [x.to(p.dtype) for x, p in zip(main, slices, strict=True)]
+
+        return change_slices(params, state.mu, change), successor(state, mu, nu)
+
+    def inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        grads = local_leaves(redistribute(updates, shardings_of(state.mu)))
+        mu, nu = ([x.contiguous() if donate else clone(x) for x in local_leaves(m)] for m in (state.mu, state.nu))
+        return [g.to(m.dtype) for g, m in zip(grads, mu, strict=True)], mu, nu
+
+    def kernel(
+        values: list[Tensor], grads: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: int, *, decay: float
+    ) -> None:
+        settings = {"lr": rate(count), "b1": b1, "b2": b2, "eps": eps, "weight_decay": decay}
+        _fused(values, grads, mu, nu, count + 1, settings)
+
+    def successor(state: AdamState, mu: list[Tensor], nu: list[Tensor]) -> AdamState:
+        return AdamState(state.count + 1, like(state.mu, mu), like(state.nu, nu))
+
+    return GradientTransformation(init, update, apply)
 
 
 def _fused(
-    deltas: list[Tensor], grads: list[Tensor], mu: list[Tensor], nu: list[Tensor],
-    *, step: int, lr: float, b1: float, b2: float, eps: float,
-) -> None:  # fmt: skip
+    values: list[Tensor], grads: list[Tensor], mu: list[Tensor], nu: list[Tensor], step: int, settings: dict[str, float]
+) -> None:
     """Runs the kernel on whole vectors of each leaf, and on all the tails in padded copies."""
-    columns = [[x.reshape(-1) for x in column] for column in (deltas, grads, mu, nu)]
+    columns = [[x.reshape(-1) for x in column] for column in (values, grads, mu, nu)]
     bodies: list[list[Tensor]] = [[], [], [], []]
     tails: list[list[Tensor]] = [[], [], [], []]
     for leaf in zip(*columns, strict=True):
@@ -98,7 +120,7 @@ def _fused(
     if not bodies[0]:
         return
     steps = [torch.tensor(float(step), device=x.device) for x in bodies[0]]
-    _compat.fused_adamw_(bodies[0], bodies[1], bodies[2], bodies[3], steps, lr=lr, b1=b1, b2=b2, eps=eps)
+    _compat.fused_adamw_(bodies[0], bodies[1], bodies[2], bodies[3], steps, **settings)
     for (_, views), tail in zip(padded, tails, strict=False):
         _compat.foreach_copy_(tail, views)
 

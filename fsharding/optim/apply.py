@@ -1,4 +1,4 @@
-"""`apply_updates`: parameters plus updates, wherever the two are cut.
+"""`apply_updates`: parameters plus updates, wherever the two are cut; `apply_gradients`: a whole optimizer step.
 
 In: parameters, and updates in the sharding of the optimizer state. Out: parameters in their own sharding.
 Where updates are cut further than parameters, each rank adds its slice and the slices are gathered once.
@@ -7,18 +7,47 @@ Law: without `donate` the parameters that came in are unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import sharding, tree
-from fsharding.optim.base import shardings_of
+from fsharding.optim.base import GradientTransformation, call, local_leaves, run_update, shardings_of
 from fsharding.redistribute import redistribute
 from fsharding.sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
-__all__ = ["apply_updates"]
+__all__ = ["apply_gradients", "apply_updates", "change_slices"]
+
+
+def apply_gradients(
+    opt: GradientTransformation,
+    grads: Tree,
+    state: Tree,
+    params: Tree,
+    *,
+    donate: bool = False,
+    norm: Tensor | None = None,
+) -> tuple[Tree, Tree]:
+    """One optimizer step: `update` and `apply_updates`, or the optimizer's own way to do both at once.
+
+    Args:
+        opt: the optimizer.
+        grads: mean gradients; None at a leaf leaves the parameter as it is.
+        state: of the optimizer.
+        params: tree of DTensors or plain tensors.
+        donate: gradients, state and parameters may be overwritten.
+        norm: the global norm of the gradients, where it is known.
+
+    Returns:
+        (parameters, state), in the shardings and dtypes that they had.
+    """
+    if opt.apply is not None:
+        return call(opt.apply, grads, state, params, donate=donate, norm=norm)
+    updates, state = run_update(opt, grads, state, params, donate=donate, norm=norm)
+    return apply_updates(params, updates, donate=donate), state
 
 
 def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
@@ -32,17 +61,29 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     Returns:
         The new parameters in the shardings and dtypes of `params`.
     """
+    deltas = local_leaves(updates)
+    return change_slices(
+        params, updates, lambda slices: [_add(*pair, donate) for pair in zip(slices, deltas, strict=True)]
+    )
+
+
+def change_slices(params: Tree, where: Tree, change: Callable[[list[Tensor]], list[Tensor]]) -> Tree:
+    """Changes parameters where something else is cut: brings them there and back.
+
+    Args:
+        params: tree of DTensors or plain tensors.
+        where: the same tree, cut as the slices shall be; None at a leaf leaves the parameter as it is.
+        change: from local slices, in order, to new ones of the same shapes.
+    """
     leaves, spec = tree.flatten(params)
-    deltas = tree.flatten_up_to(spec, updates, "fs.apply_updates")
-    targets = tree.unflatten(spec, [sharding_of(d) if isinstance(d, DTensor) else None for d in deltas])
+    marks = tree.flatten_up_to(spec, where, "fs.apply_updates")
+    targets = tree.unflatten(spec, [sharding_of(m) if isinstance(m, DTensor) else None for m in marks])
     slices = tree.flatten_up_to(spec, redistribute(params, targets), "fs.apply_updates")
+    changed = iter(change([local_of(x) for x, mark in zip(slices, marks, strict=True) if mark is not None]))
     moved: list[Any] = []
-    for leaf, part, delta in zip(leaves, slices, deltas, strict=True):
-        if delta is None:
-            moved.append(leaf)
-            continue
-        new = _add(local_of(part), local_of(delta), donate)
-        moved.append(sharding.like(part, new) if isinstance(part, DTensor) else new)
+    for leaf, part, mark in zip(leaves, slices, marks, strict=True):
+        new = next(changed) if mark is not None else leaf
+        moved.append(sharding.like(part, new) if mark is not None and isinstance(part, DTensor) else new)
     return redistribute(tree.unflatten(spec, moved), shardings_of(params))
 
 

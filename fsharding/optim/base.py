@@ -26,6 +26,7 @@ __all__ = [
     "EmptyState",
     "GradientTransformation",
     "MaskedState",
+    "call",
     "chain",
     "clone",
     "like",
@@ -45,10 +46,13 @@ class GradientTransformation(NamedTuple):
         init: `init(params) -> state`.
         update: `update(updates, state, params) -> (updates, state)`. It may take two keywords more: `donate=True`
             allows it to overwrite updates and state, and `norm` is the global norm of the gradients where it is known.
+        apply: `apply(updates, state, params) -> (params, state)`, with the same keywords: `update` and `apply_updates`
+            in fewer passes over memory, for those that can; the results may differ in the last bit.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[..., tuple[Tree, Tree]]
+    apply: Callable[..., tuple[Tree, Tree]] | None = None
 
 
 class EmptyState(NamedTuple):
@@ -85,13 +89,18 @@ def run_update(
     norm: Tensor | None = None,
 ) -> tuple[Tree, Tree]:
     """Calls `update` with the keywords that it takes."""
-    takes_donate, takes_norm = _keywords(transformation.update)
+    return call(transformation.update, updates, state, params, donate=donate, norm=norm)
+
+
+def call(function: Callable[..., Any], *args: Any, donate: bool, norm: Tensor | None) -> Any:
+    """Calls a function of a transformation with those of the two keywords that it takes."""
+    takes_donate, takes_norm = _keywords(function)
     keywords: dict[str, Any] = {}
     if takes_donate:
         keywords["donate"] = donate
     if takes_norm:
         keywords["norm"] = norm
-    return transformation.update(updates, state, params, **keywords)
+    return function(*args, **keywords)
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
@@ -110,7 +119,20 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             norm = None
         return updates, ChainState(tuple(states))
 
-    return GradientTransformation(init, update)
+    if not transformations or transformations[-1].apply is None:
+        return GradientTransformation(init, update)
+    before, last = chain(*transformations[:-1]), transformations[-1].apply
+
+    def apply(
+        updates: Tree, state: ChainState, params: Tree, *, donate: bool = False, norm: Tensor | None = None
+    ) -> tuple[Tree, ChainState]:
+        first = ChainState(state.states[:-1])
+        updates, first = run_update(before, updates, first, params, donate=donate, norm=norm)
+        norm = norm if len(transformations) == 1 else None
+        params, inner = call(last, updates, state.states[-1], params, donate=donate, norm=norm)
+        return params, ChainState((*first.states, inner))
+
+    return GradientTransformation(init, update, apply)
 
 
 def masked(
@@ -152,14 +174,28 @@ def masked(
         labelled = label(params if params is not None else updates)
         parts, params_of = split(updates, labelled), split(params, labelled) if params is not None else {}
         done = {g: run_update(t, parts[g], state.groups[g], params_of.get(g), donate=donate) for g, t in groups.items()}
-        flat, spec = tree.flatten(updates)
-        chosen = tree.flatten_up_to(spec, labelled, "fs.masked")
-        by_group = {g: tree.named_leaves(result) for g, (result, _) in done.items()}
-        merged = [by_group[g][path] for g, path in zip(chosen, tree.paths(updates), strict=True)]
-        assert len(merged) == len(flat)
-        return tree.unflatten(spec, merged), MaskedState({g: inner for g, (_, inner) in done.items()})
+        return merge(updates, labelled, done)
 
-    return GradientTransformation(init, update)
+    def merge(values: Tree, labelled: Tree, done: dict[str, tuple[Tree, Tree]]) -> tuple[Tree, MaskedState]:
+        by_group = {g: tree.named_leaves(result) for g, (result, _) in done.items()}
+        chosen = tree.named_leaves(labelled)
+        merged = tree.map_with_path(lambda path, x: by_group[chosen[path]][path] if path in chosen else x, values)
+        return merged, MaskedState({g: inner for g, (_, inner) in done.items()})
+
+    if any(t.apply is None for t in groups.values()):
+        return GradientTransformation(init, update)
+
+    def apply(updates: Tree, state: MaskedState, params: Tree, *, donate: bool = False) -> tuple[Tree, MaskedState]:
+        labelled = label(tree.prune(params, updates))
+        parts, params_of = split(updates, labelled), split(tree.prune(params, updates), labelled)
+        done = {
+            g: call(t.apply, parts[g], state.groups[g], params_of[g], donate=donate, norm=None)
+            for g, t in groups.items()
+            if t.apply is not None
+        }
+        return merge(params, labelled, done)
+
+    return GradientTransformation(init, update, apply)
 
 
 def local_leaves(values: Tree) -> list[Tensor]:

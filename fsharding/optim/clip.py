@@ -15,14 +15,14 @@ from fsharding import _compat, tree
 from fsharding.axes import AXES
 from fsharding.errors import LayoutError, message
 from fsharding.mesh import axis_group, coordinate
-from fsharding.ops import wire
+from fsharding.ops.rows import start_sum
 from fsharding.optim.base import EmptyState, GradientTransformation, like, local_leaves
 from fsharding.sharding import NamedSharding, is_assigned, local_of, sharding_of
 from fsharding.tree import Tree
 
 __all__ = ["clip_by_global_norm", "global_norm"]
 
-_CHUNK = 1 << 15
+_CHUNK = 1 << 18
 """Elements that are widened at once: small enough for a core's cache."""
 
 
@@ -64,7 +64,7 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     for axes, paths in groups.items():
         if axes:
             mine = torch.stack([squares[path] for path in paths])
-            total = wire.start_sum(mine, axis_group(meshes[axes].mesh, axes), torch.float64).wait()
+            total = start_sum(mine, axis_group(meshes[axes].mesh, axes), torch.float64).wait()
             squares.update(zip(paths, total.unbind(), strict=True))
     if not squares:
         return torch.zeros(())
@@ -89,8 +89,9 @@ def _square_sum(x: Tensor) -> Tensor:
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     total = torch.zeros((), dtype=torch.float64)
+    buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float64)
     for part in flat.split(_CHUNK):
-        wide = part.double()
+        wide = buffer[: part.numel()].copy_(part)
         total += torch.dot(wide, wide)
     return total
 

@@ -18,7 +18,7 @@ from fsharding.at_rest import base
 from fsharding.axes import AXES
 from fsharding.errors import LayoutError, TreeError, message
 from fsharding.mesh import Mesh, abstract, axis_group
-from fsharding.ops import wire
+from fsharding.ops.rows import start_sum
 from fsharding.sharding import NamedSharding, is_assigned, to_local
 from fsharding.stages import begins
 from fsharding.tree import Tree
@@ -108,7 +108,7 @@ def sum_dims(terms: Iterable[Tensor], leaves: Sequence[Tensor], dims: Sequence[t
     pending = [
         (
             members,
-            wire.start_sum(torch.cat([sums[i].reshape(-1) for i in members]), axis_group(mesh, axes), torch.float64),
+            start_sum(torch.cat([sums[i].reshape(-1) for i in members]), axis_group(mesh, axes), torch.float64),
         )
         for (mesh, axes), members in groups.items()
     ]

@@ -18,7 +18,8 @@ import fsharding as fs
 from fsharding import boxes, random
 from fsharding.axes import AXES, DATA_AXES, AbstractMesh
 from fsharding.ops import bucket as buckets
-from fsharding.ops import transition, wire
+from fsharding.ops import transition
+from fsharding.ops.rows import sum_rows
 from fsharding.ops.unit import unreduced
 from fsharding.sharding import Assigned, sharding_of
 from fsharding.spec import P
@@ -373,7 +374,7 @@ def test_rows_are_summed_in_a_balanced_tree(members, width, dtype, into, seed):
     )
     order = torch.randperm(members, generator=generator).tolist()
     before, out = rows.clone(), torch.empty(width) if into else None
-    total = wire.sum_rows(rows, order, torch.float32, out=out)
+    total = sum_rows(rows, order, torch.float32, out=out)
     assert_bitwise_equal(total, tree_sum([rows[i] for i in order], torch.float32))
     assert_bitwise_equal(rows, before, "the rows that went in")
     assert out is None or total.data_ptr() == out.data_ptr()
@@ -382,9 +383,9 @@ def test_rows_are_summed_in_a_balanced_tree(members, width, dtype, into, seed):
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 99))
 def test_a_sum_over_two_axes_is_the_sum_of_sums(major, minor, seed):
     rows = torch.randn(major * minor, 3, generator=torch.Generator().manual_seed(seed))
-    once = wire.sum_rows(rows, range(major * minor), torch.float32)
-    inner = torch.stack([wire.sum_rows(part, range(minor), torch.float32) for part in rows.view(major, minor, 3)])
-    assert_bitwise_equal(wire.sum_rows(inner, range(major), torch.float32), once)
+    once = sum_rows(rows, range(major * minor), torch.float32)
+    inner = torch.stack([sum_rows(part, range(minor), torch.float32) for part in rows.view(major, minor, 3)])
+    assert_bitwise_equal(sum_rows(inner, range(major), torch.float32), once)
 
 
 # ------------------------------------------------------------------------------------------------------------- draws

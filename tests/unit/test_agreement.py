@@ -16,7 +16,7 @@ def settings(**changes):
 
 def test_an_optimizer_is_told_by_what_it_closes_over():
     facts = settings(weight_decay=0.1)
-    assert facts["optimizer"] == "GradientTransformation of 2"
+    assert facts["optimizer"] == "GradientTransformation of 3"
     assert facts["optimizer.update"] == "chain.update"
     assert facts["optimizer.update.transformations.0.update.max_norm"] == "1.0"
     assert facts["optimizer.update.transformations.1.update.rate.peak"] == "0.0003"

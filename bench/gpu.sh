@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Everything that wants a GPU, in one call and without a download: the tests of tests/gpu, then `fsharding bench` on one
+# process and on several ranks of the same GPU. Without a GPU it does the same on the CPU at a tiny size.
+#
+#   bench/gpu.sh [OUT]     results go to OUT (default: runs/gpu): one JSON and one log for each measurement
+#
+# PYTHON names the interpreter (default: .venv/bin/python if it is there, else python3); fsharding has to be importable.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out="${1:-runs/gpu}"
+mkdir -p "$out"
+python="${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv | tee "$out/machine.txt"
+    preset=bench-1b dtype=bfloat16 batch=4 length=2048 rounds=10 many=(2 4)
+else
+    echo "no GPU: the same on the CPU, at a tiny size" | tee "$out/machine.txt"
+    preset=tiny dtype=float32 batch=1 length=16 rounds=2 many=(2)
+fi
+
+failed=0
+measure() { # name, then the command
+    local name="$1"; shift
+    echo "== $name: $*"
+    if timeout 540 "$@" >"$out/$name.json" 2>"$out/$name.log"; then
+        "$python" bench/show_rows.py "$out/$name.json"
+    else
+        echo "   failed with status $?; the end of $out/$name.log:"; tail -n 5 "$out/$name.log" | sed 's/^/   /'; failed=1
+    fi
+}
+step() { # ranks, then options
+    local ranks="$1"; shift
+    "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m fsharding bench step --json \
+        --preset "$preset" --dtype "$dtype" --batch "$batch" --seq-len "$length" --rounds "$rounds" "$@"
+}
+export -f step; export python preset dtype batch length rounds
+
+echo "== tests/gpu"
+timeout 540 "$python" -m pytest -q -p no:cacheprovider -m '' tests/gpu 2>&1 | tee "$out/tests.log" | tail -n 15
+[[ ${PIPESTATUS[0]} -eq 0 ]] || failed=1
+
+measure one-rank bash -c 'step 1'
+measure one-rank-compiled bash -c 'step 1 --compiled'
+for ranks in "${many[@]}"; do
+    NCCL_MULTI_RANK_GPU_ENABLE=1 measure "ranks-$ranks" bash -c "step $ranks"
+done
+measure memory "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m fsharding bench memory --json \
+    --preset "$preset" --dtype "$dtype" --batch "$batch" --seq-len "$length"
+measure overhead "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m fsharding bench overhead --json
+exit "$failed"

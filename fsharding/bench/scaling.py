@@ -1,0 +1,138 @@
+"""How the time of a step grows with ranks, units and parameters, ours and FSDP2's.
+
+In: a `ScalingConfig`. Out: one object of rows, printed as a table or as JSON: the time of each point, and for each
+number of ranks and width the line through its points, milliseconds a step + milliseconds a unit. One set of processes
+for each number of ranks; in it contenders take turns as for `fsharding bench step`.
+Law: a line says how well it fits.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from fsharding.bench.rounds import print_rows
+from fsharding.bench.step import StepConfig, check, measure
+from fsharding.errors import ConfigError, message
+from fsharding.launch import launch_ranks, under_launcher
+from fsharding.mesh import make_mesh
+from fsharding.models.decoder import DecoderConfig
+
+__all__ = ["ScalingConfig", "bench_scaling", "fit"]
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """How a step grows with ranks, units and parameters.
+
+    Attributes:
+        ranks: numbers of local ranks, each started in turn; one rank has no peers that need a group.
+        units: numbers of blocks.
+        dims: widths of the decoder; a block has about 10 x dim^2 parameters.
+        contenders: who takes part.
+        batch: sequences of a rank.
+        seq_len: tokens of a sequence.
+        rounds: counted steps of each contender at each point.
+        json: print one JSON object instead of a table.
+    """
+
+    ranks: tuple[int, ...] = (1, 2, 4, 8)
+    units: tuple[int, ...] = (4, 16, 64)
+    dims: tuple[int, ...] = (64, 256)
+    contenders: tuple[str, ...] = ("fsdp2", "fsharding-zero3")
+    batch: int = 1
+    seq_len: int = 16
+    rounds: int = 5
+    json: bool = False
+
+
+def bench_scaling(config: ScalingConfig) -> None:
+    """Starts each number of ranks in turn, and prints.
+
+    Raises:
+        ConfigError: a number below 1, an unknown contender, or one whose package is not there; or it runs under
+            torchrun.
+    """
+    step = StepConfig(
+        contenders=config.contenders, batch=config.batch, seq_len=config.seq_len, rounds=config.rounds
+    )  # fmt: skip
+    check(step, "fsharding bench scaling")
+    if min(*config.ranks, *config.units, *config.dims, 1) < 1 or any(dim % 64 for dim in config.dims):
+        mend = "Numbers are at least 1; dims are multiples of 64."
+        raise ConfigError(message("fsharding bench scaling", "cannot measure these points.", mend=mend))
+    if under_launcher():
+        mend = "Run it without torchrun."
+        raise ConfigError(message("fsharding bench scaling", "starts its own ranks.", mend=mend))
+    rows: list[dict[str, Any]] = []
+    for ranks in config.ranks:
+        rows += points(config) if ranks == 1 else launch_ranks(points, ranks, config)[0]
+    _show(config, fit(rows))
+
+
+def points(config: ScalingConfig) -> list[dict[str, Any]]:
+    """One row for each contender, number of units and width, on the ranks that are there. Collective."""
+    mesh = make_mesh(dp=-1, timeout=timedelta(seconds=120))
+    alone = mesh.size() == 1
+    contenders = tuple(name for name in config.contenders if not alone or name.startswith("fsharding-zero"))
+    step = StepConfig(contenders=contenders, batch=config.batch, seq_len=config.seq_len, rounds=config.rounds)
+    rows: list[dict[str, Any]] = []
+    try:
+        for dim in config.dims if contenders else ():
+            for units in config.units:
+                sizes = DecoderConfig(vocab=256, dim=dim, layers=units, heads=2, kv_heads=2, hidden=2 * dim)
+                rows += [{**row, "units": units, "dim": dim} for row in measure(step, mesh, sizes)]
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return rows
+
+
+def fit(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds to each row the line through all points of its contender, ranks and width.
+
+    Returns:
+        The rows with `fixed_ms`, `unit_ms` and `r2`, the share of the variance that the line explains (least squares);
+        None where there is one point.
+    """
+    lines: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["contender"], row["ranks"], row["dim"]
+
+    for row in rows:
+        lines.setdefault(key(row), []).append((row["units"], row["median_ms"]))
+    return [{**row, **_line(lines[key(row)])} for row in rows]
+
+
+def _line(found: list[tuple[int, float]]) -> dict[str, float | None]:
+    units, times = zip(*found, strict=True)
+    if len(set(units)) < 2:
+        return {"fixed_ms": None, "unit_ms": None, "r2": None}
+    slope, start = statistics.linear_regression(units, times)
+    left = sum((t - start - slope * n) ** 2 for n, t in found)
+    spread = sum((t - statistics.fmean(times)) ** 2 for t in times)
+    return {"fixed_ms": start, "unit_ms": slope, "r2": 1 - left / spread if spread else 1.0}
+
+
+def _show(config: ScalingConfig, rows: list[dict[str, Any]]) -> None:
+    def number(name: str, digits: int) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row[name]:.{digits}f}" if row[name] is not None else "-"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "contender": lambda row: row["contender"],
+        "ranks": lambda row: str(row["ranks"]),
+        "dim": lambda row: str(row["dim"]),
+        "units": lambda row: str(row["units"]),
+        "median ms": number("median_ms", 1),
+        "iqr ms": number("iqr_ms", 1),
+        "line: ms a step": number("fixed_ms", 1),
+        "ms a unit": number("unit_ms", 2),
+        "r2": number("r2", 3),
+    }
+    title = f"growth of a step, {config.batch} x {config.seq_len} tokens a rank"
+    print_rows(title, columns, rows, as_json=config.json)

@@ -1,0 +1,241 @@
+"""Rows from every member of a group, for every member or for one, and sums of them in a fixed order.
+
+In: what one rank fills, a row for a gather, a row for each member for an exchange. Out: a row from each member.
+Rows of ranks on one machine are read where they were written, if they are long enough; others go over the wire.
+Law: a sum adds its terms in one balanced tree, whoever takes it and however the rows came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.counts import record_sent
+from fsharding.mesh import Group
+from fsharding.ops import shared, wire
+
+__all__ = [
+    "SMALL_SUM",
+    "Delivery",
+    "Empty",
+    "PendingSum",
+    "Rows",
+    "open_exchange",
+    "open_gather",
+    "start_sum",
+    "sum_rows",
+]
+
+SMALL_SUM = 1 << 14
+"""Up to so many elements a sum over ranks is one gather: every rank adds all terms itself."""
+
+_LONG = 1 << 16
+"""From so many bytes a row, it is faster to show rows to the processes of this machine than to send them."""
+
+Rows: TypeAlias = Tensor | Sequence[Tensor]
+Empty: TypeAlias = Callable[[int, torch.dtype], Tensor]
+
+
+class Delivery(Protocol):
+    """Rows on their way. Fill `mine`, `start`, `wait`, read the rows, say `done`.
+
+    Attributes:
+        mine: what this rank fills: [width] for a gather, [members, width] for an exchange.
+    """
+
+    mine: Tensor
+
+    def start(self) -> None:
+        """Sends what was filled in, which must not change from here."""
+        ...
+
+    def wait(self, timeout: timedelta | None = None) -> Rows:
+        """A row from each member, [width] each, which must not be changed, nor read after `done`.
+
+        Raises:
+            RuntimeError: torch's own, when a member is gone or the timeout is over.
+        """
+        ...
+
+    def done(self) -> None:
+        """The rows have been read. After a failure it may come without `wait`."""
+        ...
+
+
+class _Sent:
+    """Over the wire, into a buffer of this rank."""
+
+    def __init__(self, mine: Tensor, rows: Tensor, start: Callable[[], wire.Pending]) -> None:
+        self.mine, self._rows, self._start = mine, rows, start
+        self._pending = wire.Pending()
+
+    def start(self) -> None:
+        self._pending = self._start()
+
+    def wait(self, timeout: timedelta | None = None) -> Rows:
+        self._pending.wait(timeout)
+        return self._rows
+
+    def done(self) -> None:
+        pass
+
+
+class _Shown:
+    """In memory that the members share; `row` says which row of another member's buffer is for this rank."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, group: Group, row: int | None) -> None:
+        self.mine = shared.take(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
+        self._group, self._row = group, row
+        self._posted: shared.Posted | None = None
+
+    def start(self) -> None:
+        row = self.mine if self._row is None else self.mine[0]
+        record_sent((self._group.size - 1) * row.nbytes, self._group.axes)
+        self._posted = shared.post(wire.as_bytes(self.mine), self._group)
+
+    def wait(self, timeout: timedelta | None = None) -> Rows:
+        assert self._posted is not None
+        found = [buffer.view(self.mine.dtype).view(self.mine.shape) for buffer in self._posted.wait(timeout)]
+        return found if self._row is None else [rows[self._row] for rows in found]
+
+    def done(self) -> None:
+        if self._posted is not None:
+            self._posted.sign()
+
+
+def open_gather(
+    width: int, dtype: torch.dtype, group: Group, device: torch.device, empty: Empty | None = None
+) -> Delivery:
+    """A gather: every member fills a row, and gets all of them.
+
+    Args:
+        width: elements of a row, the same on every member.
+        dtype: of the rows.
+        group: who takes part; collective over it.
+        device: where rows live.
+        empty: makes a flat buffer for rows that come over the wire; by default a fresh one.
+    """
+    if _shown(width * dtype.itemsize, group, device):
+        return _Shown((width,), dtype, group, None)
+    rows = _make(group.size * width, dtype, device, empty).view(group.size, width)
+    return _Sent(rows[group.index], rows, lambda: wire.gather_rows(rows, group))
+
+
+def open_exchange(
+    width: int, dtype: torch.dtype, group: Group, device: torch.device, empty: Empty | None = None
+) -> Delivery:
+    """An exchange: every member fills a row for each member, and gets those that are for it.
+
+    Args:
+        width: elements of a row, the same on every member.
+        dtype: of the rows.
+        group: who takes part; collective over it.
+        device: where rows live.
+        empty: makes a flat buffer for rows that go over the wire; by default a fresh one.
+    """
+    shape = (group.size, width)
+    if _shown(width * dtype.itemsize, group, device):
+        return _Shown(shape, dtype, group, group.index)
+    send, received = (_make(group.size * width, dtype, device, empty).view(shape) for _ in range(2))
+    return _Sent(send, received, lambda: wire.exchange_rows(send, received, group))
+
+
+def _make(size: int, dtype: torch.dtype, device: torch.device, empty: Empty | None) -> Tensor:
+    return _compat.fresh((size,), dtype, device) if empty is None else empty(size, dtype)
+
+
+def _shown(nbytes: int, group: Group, device: torch.device) -> bool:
+    if group.process_group is None or nbytes < _LONG or device.type != "cpu" or wire.chosen() != "auto":
+        return False
+    return dist.get_backend(group.process_group) == "gloo" and shared.can_share(group)
+
+
+def sum_rows(rows: Rows, terms: Sequence[int], dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    """Adds the rows of a buffer pairwise in a balanced tree.
+
+    A tree over 4 ranks is the sum of two trees over 2, so sums taken in one step or axis by axis agree bitwise when
+    sizes are powers of two.
+
+    Args:
+        rows: [members, width], or as many tensors [width].
+        terms: the order of the rows.
+        dtype: of the sum and of all partial sums.
+        out: where the sum goes.
+
+    Returns:
+        [width].
+    """
+    if len(terms) == 1:
+        return rows[terms[0]].to(dtype) if out is None else out.copy_(rows[terms[0]])
+    if out is None:
+        out = _compat.fresh(rows[0].shape, dtype, rows[0].device)
+    if len(terms) == 2 and rows[0].dtype == dtype:
+        return torch.add(rows[terms[0]], rows[terms[1]], out=out)
+    half = 1 << ((len(terms) - 1).bit_length() - 1)
+    left = sum_rows(rows, terms[:half], dtype, out=out)
+    right = rows[terms[half]] if len(terms) == half + 1 else sum_rows(rows, terms[half:], dtype)
+    return left.add_(right)
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """A sum over a group under way; see `start_sum`."""
+
+    x: Tensor
+    group: Group
+    dtype: torch.dtype
+    delivery: Delivery | None = None
+
+    def wait(self) -> Tensor:
+        """The sum, flat, on every member."""
+        if self.delivery is None:
+            return self.x.to(self.dtype, copy=True)
+        rows, terms, n = self.delivery.wait(), self.group.terms, self.x.numel()
+        if n <= SMALL_SUM:
+            total = sum_rows(rows, terms, self.dtype)
+            self.delivery.done()
+            return total
+        gather = open_gather(rows[0].numel(), self.dtype, self.group, self.x.device)
+        sum_rows(rows, terms, self.dtype, out=gather.mine)
+        self.delivery.done()
+        gather.start()
+        whole = gather.wait()
+        flat = whole.view(-1) if isinstance(whole, Tensor) else _joined(whole)
+        gather.done()
+        return flat[:n]
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    out = _compat.fresh((len(rows) * rows[0].numel(),), rows[0].dtype, rows[0].device)
+    return torch.cat([*rows], out=out)
+
+
+def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> PendingSum:
+    """Starts the sum of a flat tensor over a group, added as by `sum_rows`.
+
+    Args:
+        x: contiguous [width].
+        group: who takes part.
+        dtype: of the sum; the terms travel as they are, the sum travels in this dtype.
+    """
+    if group.process_group is None:
+        return PendingSum(x, group, dtype)
+    n = x.numel()
+    if n <= SMALL_SUM:
+        delivery = open_gather(n, x.dtype, group, x.device)
+        delivery.mine.copy_(x)
+    else:
+        delivery = open_exchange(-(-n // group.size), x.dtype, group, x.device)
+        flat = delivery.mine.view(-1)
+        flat[:n].copy_(x)
+        flat[n:].zero_()
+    delivery.start()
+    return PendingSum(x, group, dtype, delivery)

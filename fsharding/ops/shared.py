@@ -1,0 +1,290 @@
+"""Rows that the processes of one machine read where they were written, in memory that all of them map.
+
+In: a number of bytes. Out: a buffer in a block of shared memory; `post` tells the other members of a group where it is,
+and each reads it in place. Only that note of 32 bytes travels over the group, so its errors and timeouts stay as they
+are. A block is written again when nobody here views it and every reader has signed for it.
+Law: what a member reads is what was in the buffer when it was posted; a group of several machines never comes here.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import util
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.mesh import Group
+
+__all__ = ["Posted", "allocated_bytes", "can_share", "most_bytes", "post", "take"]
+
+_HEAD = 4096
+"""Bytes before the data of a block: one int64 for each reader, which signs with the number of the posting."""
+
+_TAG = 1 << 20
+"""Of notes, so that they are never taken for a message of somebody else."""
+
+_FAREWELL_S = 2.0
+"""How long a process that ends waits for what it posted to be read."""
+
+_SWITCH = "FSHARDING_SHARED_MEMORY"
+
+
+class _Block:
+    """Memory without a name, which is gone with the last process that maps it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.size = 1 << (nbytes + _HEAD - 1).bit_length()
+        self.fd = os.memfd_create("fsharding")
+        os.ftruncate(self.fd, self.size)
+        self.inode = os.fstat(self.fd).st_ino
+        self.head, whole = _map(self.fd, self.size)
+        self.data = whole[_HEAD:]
+        self.used = self.number = 0
+        self.readers: dict[int, int] = {}
+        self._storage = _compat.storage_id(whole)
+        del whole
+        self._idle = _compat.storage_users(self._storage)
+
+    def unread(self) -> list[int]:
+        """Processes that have not signed for what was posted last."""
+        return [pid for slot, pid in self.readers.items() if self.head[slot] != self.number]
+
+    def free(self) -> bool:
+        return _compat.storage_users(self._storage) <= self._idle and not self.unread()
+
+
+def _map(fd: int, size: int) -> tuple[memoryview[int], Tensor]:
+    """The head as integers, and all of it as bytes."""
+    mapped = mmap.mmap(fd, size)
+    return memoryview(mapped)[:_HEAD].cast("q"), torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+class _Arena:
+    """The blocks that this process writes."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, _Block] = {}
+        self.most = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        size = 1 << (nbytes + _HEAD - 1).bit_length()
+        block = next((b for b in self.blocks.values() if b.size == size and b.free()), None)
+        if block is None:
+            block = _Block(nbytes)
+            self.blocks[_compat.storage_id(block.data)] = block
+        result, block.used = block.data[:nbytes], nbytes
+        self.most = max(self.most, sum(b.used for b in self.blocks.values() if not b.free()))
+        return result
+
+    def drain(self) -> None:
+        """A reader opens a block through the process that made it, so that this one must not be gone before."""
+        until = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < until and any(map(_alive, {p for b in self.blocks.values() for p in b.unread()})):
+            time.sleep(1e-3)
+
+
+@functools.lru_cache(maxsize=1)
+def _arena_of(pid: int) -> _Arena:
+    """A process that was forked begins anew."""
+    del pid
+    arena = _Arena()
+    util.Finalize(None, arena.drain, exitpriority=0)
+    return arena
+
+
+def _arena() -> _Arena:
+    return _arena_of(os.getpid())
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def take(nbytes: int) -> Tensor:
+    """A flat buffer of bytes that can be posted, with garbage inside; it is free when nobody views it any more."""
+    return _arena().take(nbytes)
+
+
+def allocated_bytes() -> int:
+    """Bytes of all blocks that this process has made, in use or not: an upper bound of the memory they take."""
+    return sum(block.size for block in _arena().blocks.values())
+
+
+def most_bytes() -> int:
+    """Most bytes that were in use at once, here or by a reader, since the last call of this function."""
+    arena = _arena()
+    most, arena.most = arena.most, 0
+    return most
+
+
+@dataclass
+class _Channel:
+    """Who the members of a group are on this machine, and which of their blocks this process has mapped."""
+
+    pids: tuple[int, ...]
+    mapped: dict[tuple[int, int, int], tuple[memoryview[int], Tensor]] = field(default_factory=dict)
+
+    def open(self, member: int, fd: int, inode: int, size: int) -> tuple[memoryview[int], Tensor]:
+        known = self.mapped.get((member, fd, inode))
+        if known is None:
+            known = self.mapped[member, fd, inode] = _open(self.pids[member], fd, inode, size)
+        return known
+
+
+def _open(pid: int, fd: int, inode: int, size: int) -> tuple[memoryview[int], Tensor]:
+    """Maps a block of another process.
+
+    Raises:
+        RuntimeError: that process is gone, or keeps it to itself.
+    """
+    try:
+        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    except OSError as e:
+        raise RuntimeError(f"Process {pid} is gone, or does not let this one map what it shares: {e}.") from e
+    try:
+        if os.fstat(mine).st_ino != inode:
+            raise RuntimeError(f"Process {pid} is gone; another one has its number.")
+        return _map(mine, size)
+    finally:
+        os.close(mine)
+
+
+_channels: WeakKeyDictionary[dist.ProcessGroup, _Channel | None] = WeakKeyDictionary()
+
+
+def can_share(group: Group) -> bool:
+    """Whether all members of a group are processes of one machine that can map each other's memory.
+
+    Collective over the group the first time. `FSHARDING_SHARED_MEMORY=0` on any member says no.
+
+    Args:
+        group: of gloo, with several members.
+    """
+    assert group.process_group is not None
+    if group.process_group not in _channels:
+        _channels[group.process_group] = _introduce(group)
+    return _channels[group.process_group] is not None
+
+
+def _introduce(group: Group) -> _Channel | None:
+    """Every member writes its name into a block; all must be able to read it there."""
+    pid, machine = os.getpid(), _machine()
+    wanted = machine >= 0 and os.environ.get(_SWITCH, "1") != "0" and group.size <= _HEAD // 8
+    block = _arena().blocks[_compat.storage_id(take(8))] if wanted else None
+    if block is not None:
+        block.data[:8].view(torch.int64).fill_(pid)
+    card = [machine, pid, block.fd, block.inode, block.size] if block is not None else [-1, pid, -1, -1, -1]
+    cards = _swap(torch.tensor(card), group).wait()
+    channel = _Channel(tuple(int(c[1]) for c in cards))
+    fine = block is not None and all(int(c[0]) == machine for c in cards)
+    try:
+        for member, c in enumerate(cards):
+            if fine and member != group.index:
+                _, found = channel.open(member, *map(int, c[2:]))
+                fine = int(found[_HEAD : _HEAD + 8].view(torch.int64)) == channel.pids[member]
+    except (RuntimeError, ValueError):
+        fine = False
+    # The block may be written again only after everybody's answer.
+    answers = _swap(torch.tensor([int(fine)]), group).wait()
+    return channel if all(map(bool, answers)) else None
+
+
+def _machine() -> int:
+    """A number that processes share if they see the same processes under the same numbers; -1 where there is none."""
+    if not hasattr(os, "memfd_create"):
+        return -1
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return int(boot.replace("-", "")[:15], 16) ^ Path("/proc/self/ns/pid").stat().st_ino
+    except (OSError, ValueError):
+        return -1
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """One small tensor from each member, under way."""
+
+    rows: list[Tensor]
+    works: tuple[dist.Work, ...]
+
+    def wait(self, timeout: timedelta | None = None) -> list[Tensor]:
+        for work in self.works:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+        return self.rows
+
+
+def _swap(row: Tensor, group: Group) -> _Notes:
+    """Starts to give every member this one's row."""
+    rows = [row if member == group.index else torch.empty_like(row) for member in range(group.size)]
+    works: list[dist.Work | None] = []
+    for step in range(1, group.size):
+        source, target = (group.index - step) % group.size, (group.index + step) % group.size
+        works.append(dist.irecv(rows[source], group.ranks[source], group.process_group, _TAG))
+        works.append(dist.isend(row, group.ranks[target], group.process_group, _TAG))
+    return _Notes(rows, tuple(work for work in works if work is not None))
+
+
+class Posted:
+    """A buffer of each member, once all of them have posted theirs."""
+
+    def __init__(self, mine: Tensor, group: Group) -> None:
+        """Posts; see `post`."""
+        assert group.process_group is not None
+        channel = _channels[group.process_group]
+        assert channel is not None
+        block = _arena().blocks[_compat.storage_id(mine)]
+        block.number += 1
+        block.readers = {i: pid for i, pid in enumerate(channel.pids) if i != group.index}
+        self._mine, self._group, self._channel = mine, group, channel
+        self._notes = _swap(torch.tensor([block.fd, block.inode, block.size, block.number]), group)
+        self._unsigned: list[tuple[memoryview[int], int]] = []
+
+    def wait(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
+        """The buffer of each member as bytes, to be read until `sign`.
+
+        Raises:
+            RuntimeError: torch's own, when a member is gone or the timeout is over.
+        """
+        buffers: list[Tensor] = []
+        for member, note in enumerate(self._notes.wait(timeout)):
+            if member == self._group.index:
+                buffers.append(self._mine)
+                continue
+            fd, inode, size, number = note.tolist()
+            head, whole = self._channel.open(member, fd, inode, size)
+            self._unsigned.append((head, number))
+            buffers.append(whole[_HEAD : _HEAD + self._mine.numel()])
+        return buffers
+
+    def sign(self) -> None:
+        """The buffers have been read, and may be written again."""
+        for head, number in self._unsigned:
+            head[self._group.index] = number
+        self._unsigned.clear()
+
+
+def post(mine: Tensor, group: Group) -> Posted:
+    """Starts to show a buffer to the other members of a group, who post one of the same size each.
+
+    Args:
+        mine: from `take`, filled; it must not change any more.
+        group: for which `can_share` is true.
+    """
+    return Posted(mine, group)

@@ -1,0 +1,170 @@
+"""Rows come whole and in order whether they are sent or read where they were written, and no sooner written again.
+
+What the wire brings is the reference: `wire.algorithm` keeps rows out of shared memory.
+"""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsharding as fs
+from fsharding.counts import counting_bytes
+from fsharding.errors import RankError
+from fsharding.mesh import axis_group
+from fsharding.ops import shared, wire
+from fsharding.ops.rows import open_exchange, open_gather, start_sum
+from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
+
+CPU = torch.device("cpu")
+LONG = 1 << 15  # float32 elements whose row is worth showing
+SHOWN, SENT = "_Shown", "_Sent"
+
+
+def group_of(ranks):
+    return axis_group(fs.make_mesh(dp=ranks), ("dp",))
+
+
+def gathered(group, fill):
+    delivery = open_gather(fill.numel(), fill.dtype, group, CPU)
+    delivery.mine.copy_(fill)
+    delivery.start()
+    found = torch.stack([row.clone() for row in delivery.wait()])
+    delivery.done()
+    return type(delivery).__name__, found
+
+
+def exchanged(group, fill):
+    delivery = open_exchange(fill.shape[1], fill.dtype, group, CPU)
+    delivery.mine.copy_(fill)
+    delivery.start()
+    found = torch.stack([row.clone() for row in delivery.wait()])
+    delivery.done()
+    return type(delivery).__name__, found
+
+
+def both_ways(ranks, width, dtype, way):
+    group = group_of(ranks)
+    noise = torch.Generator().manual_seed(dist.get_rank())
+    row = torch.randn(ranks, width, generator=noise).to(dtype)
+    with wire.algorithm(way), counting_bytes() as traffic:
+        how, rows = gathered(group, row[0])
+        assert exchanged(group, row)[0] == how
+        exchange = exchanged(group, row)[1]
+        total = start_sum(row[0], group, torch.float32).wait()
+    return how, rows, exchange, total, traffic.bytes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "width", "dtype", "how"),
+    [
+        (2, LONG, torch.float32, SHOWN),
+        (2, LONG + 3, torch.bfloat16, SHOWN),
+        (4, LONG - 1, torch.float64, SHOWN),
+        (2, 100, torch.float32, SENT),
+        (2, 0, torch.float32, SENT),
+    ],
+)
+def test_shown_rows_are_those_that_are_sent(ranks, width, dtype, how):
+    shown, sent = (run_ranks(both_ways, ranks, ranks, width, dtype, way) for way in ("auto", "p2p"))
+    for mine, other in zip(shown, sent, strict=True):
+        assert (mine[0], other[0]) == (how, SENT)
+        assert_bitwise_equal(mine[1:4], other[1:4])
+        assert mine[4] == other[4], "bytes count alike"
+    rows = [mine[1] for mine in shown]
+    assert all(torch.equal(rows[0], other) for other in rows), "a gather is the same everywhere"
+
+
+def many_in_flight(ranks):
+    """Starts some, keeps them, reads the last first, while other ranks are ahead or behind."""
+    group, mine = group_of(ranks), dist.get_rank()
+    for round_ in range(3):
+        under_way = []
+        for number in range(5):
+            delivery = open_gather(LONG, torch.float32, group, CPU)
+            delivery.mine.fill_(100 * round_ + 10 * number + mine)
+            delivery.start()
+            under_way.append((number, delivery))
+            time.sleep(0.01 * mine)
+        for number, delivery in reversed(under_way):
+            rows = delivery.wait()
+            time.sleep(0.01 * (ranks - mine))
+            for member in range(ranks):
+                assert (rows[member] == 100 * round_ + 10 * number + member).all()
+            delivery.done()
+        del under_way, delivery, rows
+    return shared.allocated_bytes()
+
+
+def test_a_row_stays_until_all_have_read_it_and_its_memory_is_used_again():
+    with RankPool(4) as pool:
+        sizes = pool.run(many_in_flight, 4)
+    # Five in flight, and a rank may be one round ahead of those that read.
+    assert all(size <= 11 * 2 * LONG * 4 for size in sizes), sizes
+
+
+def one_refuses(ranks):
+    if dist.get_rank() == 1:
+        os.environ["FSHARDING_SHARED_MEMORY"] = "0"
+    return gathered(group_of(ranks), torch.full((LONG,), float(dist.get_rank())))
+
+
+def test_one_rank_that_cannot_share_is_enough_for_all_to_send():
+    with RankPool(2) as pool:
+        for how, rows in pool.run(one_refuses, 2):
+            assert how == SENT
+            assert rows[:, -1].tolist() == [0.0, 1.0]
+
+
+def leaves_at_once(ranks):
+    group = group_of(ranks)
+    gathered(group, torch.zeros(LONG))
+    delivery = open_gather(4 * LONG, torch.float32, group, CPU)
+    delivery.mine.fill_(dist.get_rank() + 1)
+    delivery.start()
+    time.sleep(0.5 * dist.get_rank())
+    total = sum(float(row[-1]) for row in delivery.wait())
+    delivery.done()
+    return total
+
+
+def test_a_rank_that_is_done_first_is_read_by_those_that_come_later():
+    with RankPool(3) as pool:
+        assert pool.run(leaves_at_once, 3) == [6.0, 6.0, 6.0]
+
+
+def dies_before_the_second(ranks):
+    group = group_of(ranks)
+    gathered(group, torch.zeros(LONG))
+    if dist.get_rank() == 1:
+        os._exit(3)
+    gathered(group, torch.zeros(LONG))
+
+
+def test_a_rank_that_is_gone_is_an_error_at_once():
+    began = time.monotonic()
+    with RankPool(2) as pool, pytest.raises(RankError, match="rank 1"):
+        pool.run(dies_before_the_second, 2)
+    assert time.monotonic() - began < 15
+
+
+def a_forked_process_begins_anew(ranks):
+    group = group_of(ranks)
+    gathered(group, torch.zeros(LONG))
+    before = shared.allocated_bytes()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, str(shared.allocated_bytes()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return before, int(os.read(read, 100))
+
+
+def test_a_fork_has_no_block_of_its_parent():
+    with RankPool(2) as pool:
+        for before, after in pool.run(a_forked_process_begins_anew, 2):
+            assert before > 0
+            assert after == 0

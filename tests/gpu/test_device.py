@@ -1,0 +1,99 @@
+"""A GPU trains as the CPU does: strategies, dtypes, compiled blocks, a captured step, checkpoints.
+
+On a machine without a GPU the same runs on the CPU, except for what only a GPU has: streams, its allocator and graphs.
+One process; several ranks on one GPU are measured by `bench/gpu.sh`.
+"""
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding import _compat, checkpoint, optim, random
+from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.precision import Precision
+from fsharding.sharding import local_of
+from fsharding.testing import assert_bitwise_equal, assert_trees_close
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SIZES = DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=128)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def batch(seed=0):
+    tokens = torch.randint(64, (4, 33), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def start(strategy, *, precision=None, model=None):
+    model = model or decoder(SIZES)
+    mesh = fs.make_mesh(dp=1, device=DEVICE)
+    how = precision or Precision()
+    layout = fs.plan_layout(model.init(random.key(1)), mesh, strategy=strategy, names=model.names, precision=how)
+    opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2, weight_decay=0.1))
+    state = fs.init_state(model.init, opt, random.key(0), layout)
+    return state, fs.make_train_step(model, opt, donate=True)
+
+
+def losses(state, step, steps=4):
+    found = []
+    for _ in range(steps):
+        state, metrics = step(state, batch())
+        found.append(metrics.loss.cpu())
+    return torch.stack(found), state
+
+
+def test_every_strategy_has_the_same_losses_where_the_state_lives():
+    found = [losses(*start(fs.zero(level))) for level in range(4)]
+    assert all(torch.equal(found[0][0], other) for other, _ in found[1:])
+    assert found[0][0][-1] < found[0][0][0]
+    for _, state in found:
+        assert {local_of(x).device.type for x in fs.tree.leaves(state.params)} == {DEVICE}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DTYPES)
+def test_compiled_blocks_have_the_losses_of_eager_ones(name):
+    how = Precision(compute=DTYPES[name])
+    model = decoder(SIZES)
+    eager, _ = losses(*start(fs.zero(3), precision=how, model=model))
+    compiled, _ = losses(*start(fs.zero(3), precision=how, model=model._replace(block=torch.compile(model.block))))
+    tolerance = 1e-5 if name == "fp32" else 2e-2
+    torch.testing.assert_close(compiled, eager, rtol=tolerance, atol=tolerance)
+
+
+def test_half_precision_scales_its_losses():
+    found, state = losses(*start(fs.zero(3), precision=fs.FP16), steps=6)
+    assert torch.isfinite(found).all() and found[-1] < found[0]
+    assert float(state.loss_scale.scale) > 0
+
+
+def test_a_checkpoint_comes_back_to_the_device(tmp_path):
+    state, step = start(fs.zero(3))
+    _, state = losses(state, step)
+    checkpoint.save(tmp_path / "step", state)
+    fresh, _ = start(fs.zero(1))
+    loaded = checkpoint.load(tmp_path / "step", fresh.layout)
+    assert {local_of(x).device.type for x in fs.tree.leaves(loaded.params)} == {DEVICE}
+    assert_bitwise_equal(fs.tree.map(local_of, loaded.params), fs.tree.map(local_of, state.params))
+
+
+def test_gradients_are_those_of_the_cpu():
+    model, here = decoder(SIZES), {}
+    for device in {"cpu", DEVICE}:
+        mesh = fs.make_mesh(dp=1, device=device)
+        layout = fs.plan_layout(model.init(random.key(1)), mesh, strategy=fs.zero(3), names=model.names)
+        state = fs.init_state(model.init, optim.sgd(0.1), random.key(0), layout)
+        data = {name: x.to(device) for name, x in batch().items()}
+        (loss, _), grads = fs.value_and_grad(fs.model_loss(model))(state.params, data)
+        here[device] = loss.cpu(), fs.tree.map(lambda x: local_of(x).cpu(), grads)
+    assert_trees_close(here["cpu"], here[DEVICE], rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_leaves_nothing_behind():
+    state, step = start(fs.zero(3))
+    _, state = losses(state, step)
+    held = [state]
+    kept, peak = _compat.allocated(lambda: held.append(losses(held.pop(), step, steps=2)[1]))
+    assert kept < 1 << 16
+    assert 0 < peak < 64 << 20
