@@ -28,10 +28,13 @@ from fsharding.staging import stages_of
 from fsharding.strategy import parse_strategy
 from fsharding.swaps import parse_swaps
 
-__all__ = ["PRECISIONS", "TrainConfig", "check", "model_of", "open_tokens", "stages"]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "TrainConfig", "check", "model_of", "open_tokens", "stages"]
 
 PRECISIONS = {"float32": FP32, "bfloat16": BF16, "float16": FP16}
 """Precisions by the dtype of compute."""
+
+OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}
+"""What `--optimizer` takes, and by how much its peak rate is that of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class TrainConfig:
         resume: go on from the newest complete checkpoint in `out`.
         policy: what blocks keep for backward: save_except_gathered, nothing_saveable, dots_saveable,
             everything_saveable.
-        lr: peak learning rate; left out, the preset's.
+        optimizer: adamw, lion, muon (for the matrices of blocks, AdamW for the rest) or adafactor.
+        lr: peak learning rate; left out, the preset's, which is one of AdamW, times 0.2 for lion and 10 for adafactor.
         decay_steps: step at which a cosine decay to a tenth ends; 0 for a constant rate after the warm-up.
         clip: largest global gradient norm.
         timeout: seconds that a collective waits for its peers.
@@ -87,6 +91,7 @@ class TrainConfig:
     swap_at: str = ""
     resume: bool = False
     policy: str = "save_except_gathered"
+    optimizer: str = "adamw"
     lr: float | None = None
     decay_steps: int = 0
     clip: float = 1.0
@@ -120,8 +125,9 @@ def check(config: TrainConfig, world: int) -> None:
     """
     recipe(config.preset)
     parse_strategy(config.strategy)
-    for option, value, known in (("dtype", config.dtype, PRECISIONS), ("policy", config.policy, policies.POLICIES)):
-        if value not in known:
+    options: dict[str, Any] = {"dtype": PRECISIONS, "policy": policies.POLICIES, "optimizer": OPTIMIZERS}
+    for option, known in options.items():
+        if (value := getattr(config, option)) not in known:
             mend = f"Use one of {', '.join(known)}."
             raise ConfigError(message("fsharding train", f"knows no --{option} {value!r}.", mend=mend))
     least = {"steps": 1, "microbatches": 1, "batch": 1, "seq": 1, "save_every": 0, "decay_steps": 0}
@@ -235,8 +241,11 @@ def _check_resume(config: TrainConfig, data: Tokens) -> None:
     extra = checkpoint.metadata(newest).extra
     now = {"preset": config.preset, "data": data.fingerprint()}
     rows = [f"{k}: {extra.get(k)} in the checkpoint, {v} now" for k, v in now.items() if extra.get(k) != v]
+    before = extra.get("config", {}).get("optimizer", "adamw")
+    rows += [f"optimizer: {before} in the checkpoint, {config.optimizer} now"] if before != config.optimizer else []
     if rows:
-        mend = "Give the --preset, --data, --batch, --seq and --seed of the run, or start a new one in another --out."
+        options = "--preset, --data, --batch, --seq, --seed and --optimizer"
+        mend = f"Give the {options} of the run, or start a new one in another --out."
         raise CheckpointError(
             message("fsharding train --resume", f"cannot go on from {newest}: it is another run.", rows, mend)
         )

@@ -20,7 +20,7 @@ from fsharding.axes import AbstractMesh
 from fsharding.errors import LayoutError, message
 from fsharding.layout import Layout
 from fsharding.mesh import Mesh, abstract
-from fsharding.planning import LeafLayout, type_text
+from fsharding.planning import LeafLayout, moment_of, type_text
 from fsharding.routes import Leaf
 from fsharding.sharding import Local, NamedSharding, local_of, sharding_of
 from fsharding.state import TrainState, owner_of
@@ -185,8 +185,9 @@ def _other(path: str, x: Any, old: Layout, new: Layout, ranks: Sequence[int]) ->
     owner = owner_of(path, x, old)
     if owner is None:
         return Moving(path, tuple(x.shape), sharding_of(x), NamedSharding(new.mesh), x.dtype, local_of(x))
-    target = next(leaf.main for leaf in new.leaves if leaf.path == owner.path)
-    return Moving(path, owner.shape, owner.main, target, x.dtype, local_of(x))
+    goal = moment_of(path, new.leaves, lambda leaf: leaf.path == owner.path and leaf.shape == owner.shape)
+    assert goal is not None, "the layouts are of one model"
+    return Moving(path, owner.shape, owner.main, goal.main, x.dtype, local_of(x))
 
 
 def _placed(moving: Moving, local: Tensor) -> Tensor:

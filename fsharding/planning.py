@@ -8,8 +8,8 @@ Law: planning needs no memory and no devices, and the boxes of every sharding ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -28,9 +28,12 @@ __all__ = [
     "LAYERS",
     "LeafLayout",
     "NamedLeaf",
+    "STATISTICS",
     "check_leaves",
     "check_stages",
     "is_trainable",
+    "mean_over",
+    "moment_of",
     "plan_leaf",
     "type_text",
 ]
@@ -41,6 +44,9 @@ LAYERS = "layers"
 
 EXPERT = "expert"
 """The dim name of experts; the axes that a rule puts on it own them as `tp` owns heads, even if they are data axes."""
+
+STATISTICS = {"row": -1, "col": -2}
+"""Trees of an optimizer state whose leaves are means over one dim of the parameters, by name; the dim stays, as 1."""
 
 
 @dataclass(frozen=True)
@@ -254,3 +260,45 @@ def _present(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
 def _leaves_open(axis: str, strategy: Strategy) -> bool:
     """Whether accumulated gradients stay unreduced over an axis: reduced once a step rather than once a microbatch."""
     return axis == "replica" or not strategy.grads
+
+
+# ------------------------------------------------------------------------------------------- leaves of optimizer states
+
+
+def mean_over(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:
+    """Where a mean over one dim of a leaf is: cut as the leaf along all others, whole along this one.
+
+    Args:
+        sharding: of the leaf.
+        ndim: of the leaf.
+        dim: of the mean, counted from the end.
+    """
+    spec = sharding.spec.replace(ndim + dim, ())
+    assigned = tuple(a for a in sharding.assigned if a.dim != ndim + dim)
+    owned = tuple(axis for axis in sharding.owned if axis in spec.all_axes)
+    return replace(sharding, spec=P(*spec), assigned=assigned, owned=owned)
+
+
+def moment_of(path: str, leaves: Sequence[LeafLayout], fits: Callable[[LeafLayout], bool]) -> LeafLayout | None:
+    """The parameter that a leaf of an optimizer state is a moment of: the longest one that its path ends with.
+
+    Under one of the names in `STATISTICS` it is a mean over a dim of the parameter; then shape and sharding are those
+    of the mean.
+
+    Args:
+        path: of the leaf, such as `opt_state.states.1.mu.blocks.wq`.
+        leaves: of the layout.
+        fits: whether the leaf can be one of these.
+    """
+    found: list[LeafLayout] = []
+    for leaf in leaves:
+        ending = f".{leaf.path}" if leaf.path else ""
+        if not f".{path}".endswith(ending):
+            continue
+        dim = STATISTICS.get(path[: len(path) - len(ending)].rpartition(".")[2])
+        if dim is not None and len(leaf.shape) >= -dim:
+            at = len(leaf.shape) + dim
+            shape = (*leaf.shape[:at], min(leaf.shape[at], 1), *leaf.shape[at + 1 :])
+            found.append(replace(leaf, shape=shape, main=mean_over(leaf.main, len(shape), dim)))
+        found.append(leaf)
+    return max((leaf for leaf in found if fits(leaf)), key=lambda leaf: len(leaf.path), default=None)

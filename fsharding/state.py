@@ -19,7 +19,7 @@ from fsharding.boxes import Box
 from fsharding.errors import DonatedError, message
 from fsharding.layout import Layout
 from fsharding.optim.base import GradientTransformation
-from fsharding.planning import LeafLayout
+from fsharding.planning import LeafLayout, moment_of
 from fsharding.precision import ScaleState
 from fsharding.random import Draw
 from fsharding.redistribute import redistribute
@@ -197,13 +197,11 @@ def owner_of(path: str, x: Tensor, layout: Layout) -> LeafLayout | None:
         path: of the leaf, such as `opt_state.1.mu.blocks.wq`.
         x: the leaf.
         layout: where the state is.
+
+    Returns:
+        Its layout; for a mean over a dim, such as Adafactor's, with shape and sharding of the mean. None for others.
     """
     if not isinstance(x, DTensor):
         return None
-    fits = [
-        leaf
-        for leaf in layout.leaves
-        if f".{path}".endswith(f".{leaf.path}" if leaf.path else "")
-        and leaf.main.shape_at_rest(leaf.shape) == tuple(x.shape)
-    ]
-    return max(fits, key=lambda leaf: len(leaf.path), default=None)
+    held = tuple(x.shape)
+    return moment_of(path, layout.leaves, lambda leaf: leaf.main.shape_at_rest(leaf.shape) == held)

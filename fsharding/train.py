@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fsharding import checkpoint, ops, optim, policies, random
 from fsharding.agreement import agree
 from fsharding.axes import parse_axes
-from fsharding.config import PRECISIONS, TrainConfig, model_of, open_tokens, stages
+from fsharding.config import OPTIMIZERS, PRECISIONS, TrainConfig, model_of, open_tokens, stages
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
 from fsharding.layout import Layout, plan_layout
@@ -60,7 +60,7 @@ def train(config: TrainConfig) -> None:
 def _train(config: TrainConfig) -> None:
     chosen = recipe(config.preset)
     model, schedule = model_of(config), _schedule(config, chosen)
-    opt = optim.chain(optim.clip_by_global_norm(config.clip), _adamw(chosen, schedule))
+    opt = optim.chain(optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
     swaps = {swap.step: swap for swap in parse_swaps(config.swap_at)}
     newest = checkpoint.latest(config.checkpoints) if config.resume else None
     first = checkpoint.metadata(newest).step if newest is not None else 0
@@ -149,23 +149,32 @@ def _save(config: TrainConfig, state: TrainState, data: Tokens) -> None:
 
 def _schedule(config: TrainConfig, chosen: Recipe) -> optim.Schedule:
     """Warm-up, then constant: independent of the number of steps, so that a longer run begins as a shorter one."""
-    peak = config.lr or chosen.learning_rate
+    peak = config.lr or chosen.learning_rate * OPTIMIZERS[config.optimizer]
     if config.decay_steps:
         return optim.warmup_cosine(peak, chosen.warmup, config.decay_steps, end=peak / 10)
     return lambda count: peak * min(1.0, (count + 1) / chosen.warmup)
 
 
-def _adamw(chosen: Recipe, schedule: optim.Schedule) -> optim.GradientTransformation:
-    groups = {
-        "matrix": optim.adamw(schedule, weight_decay=chosen.weight_decay),
-        "vector": optim.adamw(schedule),
-    }
+def _optimizer(config: TrainConfig, chosen: Recipe, schedule: optim.Schedule) -> optim.GradientTransformation:
+    """Weights that are no norms and no biases decay; Muon has the matrices of blocks, and AdamW what is left."""
+
+    def make(decay: float) -> optim.GradientTransformation:
+        if config.optimizer == "lion":
+            return optim.lion(schedule, weight_decay=decay / OPTIMIZERS["lion"])
+        if config.optimizer == "adafactor":
+            return optim.adafactor(schedule, weight_decay=decay / OPTIMIZERS["adafactor"])
+        return optim.adamw(schedule, weight_decay=decay)
 
     def group(path: str, leaf: Any) -> str:
         last = path.rpartition(".")[2]
-        return "vector" if "norm" in last or "bias" in last else "matrix"
+        if "norm" in last or "bias" in last:
+            return "vector"
+        return "stacked" if config.optimizer == "muon" and labels(path, leaf) == "matrix" else "matrix"
 
-    return optim.masked(groups, group)
+    # Muon takes the rates of AdamW when its updates have about the same size.
+    muon = optim.muon(schedule, weight_decay=chosen.weight_decay, adjust="match_rms_adamw")
+    labels, groups = optim.label_matrices(), {"matrix": make(chosen.weight_decay), "vector": make(0.0)}
+    return optim.masked({**groups, "stacked": muon} if config.optimizer == "muon" else groups, group)
 
 
 class _Log:

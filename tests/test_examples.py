@@ -22,6 +22,21 @@ EXPECTED: dict[str, list[str]] = {
         r"^ after: loss \d\.\d{6} on 2 ranks, \d\.\d{6} in transformers$",
         r"^fine-tuned on the mesh, and the same in transformers$",
     ],
+    "ema_eval.py": [
+        r"^step 120  error of the parameters 0\.\d{4}  of their average 0\.\d{4}$",
+        r"^the average of w1 is float32\[33@dp, 2\], here \[17, 2\]$",
+        r"^the average has \d\.\d times less error over the second half$",
+    ],
+    "lora.py": [
+        r"^trained all  +275328 bytes of parameters   550664 bytes of optimizer state a rank$",
+        r"^trained adapters   280704 bytes of parameters    10760 bytes of optimizer state a rank$",
+        r"^the base has not changed in any bit, and the optimizer state is 51 times smaller$",
+    ],
+    "muon_vs_adamw.py": [
+        r"^adamw  274760 bytes of optimizer state a rank  losses",
+        r"^       groups\.matrix\.mu\.blocks\.wq is float32\[3, 48, 48@dp\]$",
+        r"^muon is where adamw ends after [123]\d of 40 steps$",
+    ],
     "mlp.py": [r"^zero0: +\d+ bytes of state a rank", r"^zero3: +\d+ bytes of state a rank", "equal in every bit$"],
     "own_module.py": [
         r"^5 units, 13 leaves$",

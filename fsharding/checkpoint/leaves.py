@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from fsharding.boxes import Box, Grid
 from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
 from fsharding.errors import CheckpointError, LayoutError, message
 from fsharding.layout import Layout, LeafLayout
+from fsharding.planning import moment_of
 from fsharding.sharding import NamedSharding, local_of, sharding_of
 from fsharding.state import TrainState, main_of, owner_of
 
@@ -119,12 +119,6 @@ def param_path(leaf: LeafLayout) -> str:
     return f"params.{leaf.path}" if leaf.path else "params"
 
 
-def _owner(path: str, shape: Sequence[int], layout: Layout) -> LeafLayout | None:
-    """The parameter that a leaf of the optimizer state is a moment of: its path ends the leaf's, the shapes agree."""
-    fits = [p for p in layout.leaves if p.shape == tuple(shape) and f".{path}".endswith(f".{p.path}" if p.path else "")]
-    return max(fits, key=lambda p: len(p.path), default=None)
-
-
 def home_of(path: str, saved: SavedLeaf, layout: Layout) -> NamedSharding | None:
     """Where a leaf of a checkpoint belongs in a layout, by its path; None for one that is on no mesh."""
     if saved.spec is None:
@@ -132,8 +126,8 @@ def home_of(path: str, saved: SavedLeaf, layout: Layout) -> NamedSharding | None
     for param in layout.leaves:
         if path == param_path(param):
             return param.home
-    moment_of = _owner(path, saved.shape, layout)
-    return moment_of.main if moment_of is not None else NamedSharding(layout.mesh)
+    owner = moment_of(path, layout.leaves, lambda leaf: leaf.shape == tuple(saved.shape))
+    return owner.main if owner is not None else NamedSharding(layout.mesh)
 
 
 def device_of(layout: Layout, function: str) -> torch.device:

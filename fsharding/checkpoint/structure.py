@@ -12,14 +12,31 @@ from typing import Any
 
 from fsharding import tree
 from fsharding.errors import CheckpointError, message
-from fsharding.optim import AdamState, ChainState, EmptyState, MaskedState, SgdState
+from fsharding.optim import (
+    AdafactorState,
+    AdamState,
+    ChainState,
+    EmaState,
+    EmptyState,
+    LionState,
+    LookaheadState,
+    MaskedState,
+    MuonState,
+    NoiseState,
+    SgdState,
+    TorchState,
+)
 from fsharding.precision import ScaleState
 from fsharding.tree import Tree
 
 __all__ = ["KNOWN", "LEAF", "describe", "rebuild"]
 
 KNOWN: dict[str, Any] = {
-    kind.__name__: kind for kind in (AdamState, SgdState, ChainState, EmptyState, MaskedState, ScaleState)
+    kind.__name__: kind
+    for kind in (
+        *(AdamState, SgdState, LionState, AdafactorState, MuonState, TorchState, EmaState, LookaheadState, NoiseState),
+        *(ChainState, EmptyState, MaskedState, ScaleState),
+    )
 }
 """NamedTuples that are rebuilt, by name."""
 

@@ -30,6 +30,7 @@ __all__ = [
     "chain",
     "clone",
     "like",
+    "like_leaf",
     "local_leaves",
     "masked",
     "new_zeros",
@@ -137,7 +138,10 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 def masked(
     groups: Mapping[str, GradientTransformation], labels: Tree | Callable[[str, Any], str]
 ) -> GradientTransformation:
-    """Gives every group of leaves a transformation of its own, such as no weight decay for norms.
+    """Gives every group of leaves a transformation of its own: other rates or optimizers, no weight decay for norms.
+
+    optax calls this `multi_transform`; its own `masked`, one transformation for some leaves and none for the others, is
+    the case with a group of `chain()`, which does nothing. For a group, leaves of the others are None.
 
     Args:
         groups: transformation by label.
@@ -202,8 +206,12 @@ def local_leaves(values: Tree) -> list[Tensor]:
 def like(values: Tree, local: Sequence[Tensor]) -> Tree:
     """A tree sharded as `values`, made of other local tensors."""
     leaves, spec = tree.flatten(values)
-    wrapped = [sharding.like(x, new) if isinstance(x, DTensor) else new for x, new in zip(leaves, local, strict=True)]
-    return tree.unflatten(spec, wrapped)
+    return tree.unflatten(spec, [like_leaf(x, new) for x, new in zip(leaves, local, strict=True)])
+
+
+def like_leaf(x: Tensor, local: Tensor) -> Tensor:
+    """Another local tensor in the place of a leaf's: a DTensor where the leaf is one."""
+    return sharding.like(x, local) if isinstance(x, DTensor) else local
 
 
 def new_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
+from fsharding.errors import ConfigError, message
 from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, new_zeros, shardings_of
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.precision import wide
@@ -29,16 +30,30 @@ class SgdState(NamedTuple):
 
 
 def sgd(
-    learning_rate: float | Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+    learning_rate: float | Schedule,
+    *,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
 ) -> GradientTransformation:
-    """SGD: `t = momentum * t + g + weight_decay * p`, update `-lr * t`; with Nesterov's, `-lr * (g + momentum * t)`.
+    """SGD: `t = momentum * t + d`, update `-lr * t`; with Nesterov's, `-lr * (d + momentum * t)`.
+
+    Here `d = g + weight_decay * p`, of which `t` gets the share `1 - dampening`, but all of the first one.
 
     Args:
         learning_rate: a number, or a function of the number of updates so far.
         momentum: decay of the trace; 0 keeps none.
-        nesterov: look ahead.
+        dampening: what the trace does not get of a gradient.
+        nesterov: look ahead; without dampening only.
         weight_decay: added to the gradient, as in `torch.optim.SGD`.
+
+    Raises:
+        ConfigError: Nesterov's with dampening, or without momentum.
     """
+    if nesterov and (dampening or not momentum):
+        text = f"got nesterov=True with momentum={momentum} and dampening={dampening}."
+        raise ConfigError(message("fs.sgd", text, mend="Nesterov's needs momentum and no dampening."))
     rate = as_schedule(learning_rate)
 
     def init(params: Tree) -> SgdState:
@@ -58,7 +73,8 @@ def sgd(
         if momentum:
             kept = [x if donate else clone(x) for x in local_leaves(state.trace)]
             _compat.foreach_mul_(kept, momentum)
-            _compat.foreach_add_(kept, list(grads))
+            damped = dampening and int(state.count)
+            _compat.foreach_add_(kept, _compat.foreach_mul(list(grads), 1 - dampening) if damped else list(grads))
             trace = like(state.trace, kept)
             grads = _compat.foreach_add(grads, _compat.foreach_mul(kept, momentum)) if nesterov else kept
         deltas = _compat.foreach_mul(list(grads), -rate(int(state.count)))

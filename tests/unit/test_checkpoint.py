@@ -19,7 +19,7 @@ import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint import store
-from fsharding.checkpoint.structure import describe, rebuild
+from fsharding.checkpoint.structure import KNOWN, describe, rebuild
 from fsharding.errors import CheckpointError, DonatedError, LayoutError
 from fsharding.precision import ScaleState
 from fsharding.sharding import local_of
@@ -155,7 +155,7 @@ def test_state_of_an_unknown_class_needs_opt(tmp_path):
     name = f"{Wrapped.__module__}.Wrapped"
     assert refusal(ck.load, tmp_path / "a", layout) == (
         "fs.checkpoint.load cannot rebuild the optimizer state from the manifest alone.\n"
-        f"  opt_state is a {name}(inner, mean); known are AdamState, SgdState, ChainState, EmptyState, MaskedState, ScaleState\n"
+        f"  opt_state is a {name}(inner, mean); known are {', '.join(KNOWN)}\n"
         "Pass the optimizer that made it: opt=..."
     )
 

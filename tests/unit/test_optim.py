@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.errors import LayoutError, TreeError
+from fsharding.errors import ConfigError, LayoutError, TreeError
 from fsharding.optim import AdamState, ChainState, EmptyState, MaskedState
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
@@ -48,6 +48,7 @@ SGDS: list[dict[str, Any]] = [
     {"momentum": 0.9},
     {"momentum": 0.9, "nesterov": True},
     {"weight_decay": 0.1},
+    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
     {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
 ]
 
@@ -56,6 +57,14 @@ SGDS: list[dict[str, Any]] = [
 def test_sgd_is_that_of_torch(how):
     assert_trees_close(
         ours(fs.sgd(0.1, **how)), theirs(lambda p: torch.optim.SGD(p, lr=0.1, **how)), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_nesterov_needs_momentum_without_dampening():
+    with pytest.raises(ConfigError) as caught:
+        fs.sgd(0.1, nesterov=True, momentum=0.9, dampening=0.1)
+    assert str(caught.value) == (
+        "fs.sgd got nesterov=True with momentum=0.9 and dampening=0.1.\nNesterov's needs momentum and no dampening."
     )
 
 

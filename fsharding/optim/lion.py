@@ -1,0 +1,66 @@
+"""Lion: the sign of an interpolated momentum (Chen et al. 2023, algorithm 2), on local tensors.
+
+In: gradients, momentum and main parameters cut alike. Out: updates to be added, and the new momentum.
+Every weight moves by the learning rate, so rates are three to ten times smaller than AdamW's, and decay as much larger.
+Law: one operation at a time on each element, so an update does not depend on where a leaf is cut, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat, tree
+from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, new_zeros, shardings_of
+from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.precision import wide
+from fsharding.redistribute import redistribute
+from fsharding.tree import Tree
+
+__all__ = ["LionState", "lion"]
+
+
+class LionState(NamedTuple):
+    """Number of updates (int64, 0-d, on the CPU), and the momentum."""
+
+    count: Tensor
+    mu: Tree
+
+
+def lion(
+    learning_rate: float | Schedule, *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
+) -> GradientTransformation:
+    """Lion: update `-lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)`, then `m = b2 * m + (1 - b2) * g`.
+
+    Args:
+        learning_rate: a number, or a function of the number of updates so far.
+        b1: share of the momentum in what is updated with.
+        b2: decay of the momentum.
+        weight_decay: decoupled decay, times the learning rate.
+    """
+    rate = as_schedule(learning_rate)
+
+    def init(params: Tree) -> LionState:
+        mu = like(params, [new_zeros(x, wide(x.dtype)) for x in local_leaves(params)])
+        return LionState(torch.zeros((), dtype=torch.int64), mu)
+
+    def update(updates: Tree, state: LionState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, LionState]:
+        where, lr = shardings_of(state.mu), rate(int(state.count))
+        mu = [x if donate else clone(x) for x in local_leaves(state.mu)]
+        grads = [g.to(m.dtype) for g, m in zip(local_leaves(redistribute(updates, where)), mu, strict=True)]
+        deltas = _compat.foreach_mul(mu, b1)
+        _compat.foreach_add_(deltas, _compat.foreach_mul(grads, 1 - b1))
+        for delta in deltas:
+            delta.sign_()
+        _compat.foreach_mul_(deltas, -lr)
+        if weight_decay and params is not None:
+            main = local_leaves(redistribute(tree.prune(params, state.mu), where))
+            decay = _compat.foreach_mul([p.to(d.dtype) for p, d in zip(main, deltas, strict=True)], -lr * weight_decay)
+            _compat.foreach_add_(deltas, decay)
+        _compat.foreach_mul_(mu, b2)
+        _compat.foreach_add_(mu, _compat.foreach_mul(grads, 1 - b2))
+        return like(state.mu, deltas), LionState(state.count + 1, like(state.mu, mu))
+
+    return GradientTransformation(init, update)

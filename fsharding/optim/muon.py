@@ -1,0 +1,212 @@
+"""Muon: momentum, made orthogonal matrix by matrix with a Newton-Schulz iteration (Jordan et al. 2024).
+
+In: gradients, momentum and main parameters of matrices and stacks of them, cut alike in any way. Out: updates to be
+added. The momentum stays where it is; what is made orthogonal travels once to ranks that hold whole matrices, each
+some of a stack, and comes back, in the dtype of the iteration both times.
+Law: a matrix is iterated on by the same kernel whatever the strategy, so zero(0) to zero(3) agree in every bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import at_rest, tree
+from fsharding.errors import ConfigError, LayoutError, message
+from fsharding.mesh import Mesh, abstract, axis_group, own_rank
+from fsharding.ops.exchange import exchange
+from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, new_zeros, shardings_of
+from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.units import refuse_hidden
+from fsharding.precision import wide
+from fsharding.redistribute import redistribute
+from fsharding.routes import Leaf, plan_routes
+from fsharding.sharding import NamedSharding, sharding_of
+from fsharding.spec import P
+from fsharding.tree import Tree
+
+__all__ = ["MuonState", "muon"]
+
+_NAME = "fs.optim.muon"
+_ADJUST = ("original", "match_rms_adamw")
+
+
+class MuonState(NamedTuple):
+    """Number of updates (int64, 0-d, on the CPU), and the momentum."""
+
+    count: Tensor
+    mu: Tree
+
+
+def muon(
+    learning_rate: float | Schedule,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    adjust: str = "original",
+    coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    steps: int = 5,
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
+) -> GradientTransformation:
+    """Muon, with the parameters of `torch.optim.Muon` and its numbers, on matrices [..., M, N].
+
+    With `m = momentum * m + (1 - momentum) * g`, and `x = momentum * m + (1 - momentum) * g` again (Nesterov) or `m`,
+    the update is `-lr * ratio * orthogonal(x) - lr * weight_decay * p`. Other leaves need another optimizer:
+    `fs.masked({"matrix": fs.optim.muon(1e-2), "other": fs.adamw(3e-4)}, fs.optim.label_matrices())`.
+    A matrix that is not in a stack is iterated on by every rank.
+
+    Args:
+        learning_rate: a number, or a function of the number of updates so far.
+        momentum: decay of the momentum.
+        nesterov: look ahead.
+        weight_decay: decoupled decay, times the learning rate.
+        adjust: the ratio: "original", `sqrt(max(1, M / N))`; or "match_rms_adamw", `0.2 * sqrt(max(M, N))`, which takes
+            the learning rates of AdamW (Liu et al. 2025).
+        coefficients: of x, x x^T x and (x x^T)^2 x in the iteration.
+        steps: iterations.
+        eps: smallest norm that a matrix is divided by.
+        dtype: in which the iteration runs, and its matrices travel.
+
+    Raises:
+        ConfigError: an unknown `adjust`.
+        LayoutError: at `init`: leaves with fewer than two dims; all of them are listed.
+    """
+    if adjust not in _ADJUST:
+        text = f"knows no adjust={adjust!r}."
+        raise ConfigError(message(_NAME, text, mend=f"Use one of {', '.join(map(repr, _ADJUST))}."))
+    rate = as_schedule(learning_rate)
+    orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)
+
+    def init(params: Tree) -> MuonState:
+        _refuse_vectors(params)
+        mu = like(params, [new_zeros(x, wide(x.dtype)) for x in local_leaves(params)])
+        return MuonState(torch.zeros((), dtype=torch.int64), mu)
+
+    def update(updates: Tree, state: MuonState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, MuonState]:
+        where, lr = shardings_of(state.mu), rate(int(state.count))
+        leaves = tree.leaves(state.mu)
+        mu = [x if donate else clone(x) for x in local_leaves(state.mu)]
+        ahead: list[Tensor] = []
+        for g, m in zip(local_leaves(redistribute(updates, where)), mu, strict=True):
+            grad = g.to(m.dtype)
+            m.lerp_(grad, 1 - momentum)
+            ahead.append((grad.lerp(m, momentum) if nesterov else m).to(dtype))
+        deltas = [
+            x.to(m.dtype) * (-lr * _ratio(adjust, leaf.shape))
+            for x, m, leaf in zip(_on_whole_matrices(orthogonal, ahead, leaves), mu, leaves, strict=True)
+        ]
+        if weight_decay and params is not None:
+            main = local_leaves(redistribute(tree.prune(params, state.mu), where))
+            for delta, p in zip(deltas, main, strict=True):
+                delta.add_(p, alpha=-lr * weight_decay)
+        return like(state.mu, deltas), MuonState(state.count + 1, like(state.mu, mu))
+
+    return GradientTransformation(init, update)
+
+
+def _refuse_vectors(params: Tree) -> None:
+    named = tree.named_leaves(params)
+    if rows := [f"{path} is {list(x.shape)}" for path, x in named.items() if x.ndim < 2]:
+        mend = (
+            'fs.masked({"matrix": fs.optim.muon(...), "other": fs.adamw(...)}, fs.optim.label_matrices()) splits them.'
+        )
+        raise LayoutError(message(_NAME, "takes matrices and stacks of them only.", rows, mend))
+    refuse_hidden(_NAME, named, ("pp",))
+
+
+def _ratio(adjust: str, shape: torch.Size) -> float:
+    rows, columns = max(shape[-2], 1), max(shape[-1], 1)
+    return math.sqrt(max(1.0, rows / columns)) if adjust == "original" else 0.2 * math.sqrt(max(rows, columns))
+
+
+def _orthogonal(x: Tensor, *, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Of each matrix of [..., M, N] about the nearest one with orthonormal rows or columns, in its dtype."""
+    if not x.numel():
+        return x
+    a, b, c = coefficients
+    # A processor without bfloat16 products takes fifty times as long for them as in float32, which rounds to the same.
+    work = torch.float32 if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x.dtype
+
+    def rounded(y: Tensor) -> Tensor:
+        return y if work == x.dtype else y.to(x.dtype).to(work)
+
+    y_BMN = x.reshape(-1, *x.shape[-2:]).to(work)
+    tall = x.shape[-2] > x.shape[-1]
+    y_BMN = y_BMN.mT.contiguous() if tall else y_BMN
+    y_BMN = rounded(y_BMN / rounded(y_BMN.norm(dim=(-2, -1), keepdim=True)).clamp(min=eps))
+    for _ in range(steps):
+        gram_BMM = rounded(y_BMN @ y_BMN.mT)
+        both_BMM = rounded(torch.baddbmm(gram_BMM, gram_BMM, gram_BMM, beta=b, alpha=c))
+        y_BMN = rounded(torch.baddbmm(y_BMN, both_BMM, y_BMN, beta=a))
+    return (y_BMN.mT if tall else y_BMN).reshape(x.shape).to(x.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------- whole matrices
+
+
+def _on_whole_matrices(fn: functools.partial[Tensor], local: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """Runs a function on whole matrices: of a stack, each rank has some. Collective over the meshes of the leaves."""
+    result = list(local)
+    groups: dict[Mesh, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, DTensor) and abstract(sharding_of(leaf).mesh).size > 1:
+            groups.setdefault(sharding_of(leaf).mesh, []).append(i)
+        else:
+            result[i] = fn(local[i])
+    for members in groups.values():
+        here = [_abstract(sharding_of(leaves[i])) for i in members]  # pyright: ignore[reportArgumentType]
+        there = [_spread(s, tuple(leaves[i].shape)) for s, i in zip(here, members, strict=True)]
+        moved = _move([local[i] for i in members], [leaves[i] for i in members], here, there)
+        back = _move([fn(x) for x in moved], [leaves[i] for i in members], there, here)
+        for i, x in zip(members, back, strict=True):
+            result[i] = x
+    return result
+
+
+def _abstract(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(abstract(sharding.mesh), sharding.spec).simplified()
+
+
+@functools.lru_cache(maxsize=1024)
+def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Where the matrices of a stack are whole: its largest dim is cut over all axes that cut no other dim of it.
+
+    A matrix that is not stacked goes to every rank.
+
+    Args:
+        sharding: of the stack, on an abstract mesh.
+        shape: of the stack.
+    """
+    lead = range(len(shape) - 2)
+    if not lead:
+        return NamedSharding(sharding.mesh)
+    cuts = [sharding.axes(dim) for dim in lead]
+    free = tuple(a for a in abstract(sharding.mesh).names if all(a not in axes for axes in cuts))
+    widest = max(lead, key=lambda dim: shape[dim])
+    return NamedSharding(sharding.mesh, P(*((*axes, *free) if d == widest else axes for d, axes in enumerate(cuts))))
+
+
+def _move(
+    local: list[Tensor], leaves: list[Tensor], sources: list[NamedSharding], targets: list[NamedSharding]
+) -> list[Tensor]:
+    shapes = [tuple(x.shape) for x in leaves]
+    routes = (
+        Leaf(shape, x.dtype.itemsize, source, target)
+        for shape, x, source, target in zip(shapes, local, sources, targets, strict=True)
+    )
+    mesh = leaves[0].device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    found = at_rest.base(mesh)
+    group = axis_group(found.mesh if found.whole is None else found.whole, abstract(found.mesh).names)
+    dtypes, device = [x.dtype for x in local], local[0].device
+    moved = exchange(
+        plan_routes(tuple(routes)), [*local], dtypes, rank=own_rank(), group=group, device=device, donate=True
+    )
+    coord = abstract(found.mesh).coordinate(own_rank())
+    return [x.reshape(t.local_shape(s, coord)) for x, t, s in zip(moved, targets, shapes, strict=True)]

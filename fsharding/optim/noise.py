@@ -1,0 +1,68 @@
+"""Gradient noise (Neelakantan et al. 2015), drawn for whole leaves under keys; each rank draws its own part alone.
+
+In: gradients, cut in any way. Out: gradients with noise, in their sharding.
+Law: the noise follows from key, number of updates and place of the leaf in the tree, so it is the same in every layout.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import random, tree
+from fsharding.optim.base import GradientTransformation, like_leaf
+from fsharding.optim.schedules import Schedule
+from fsharding.optim.units import refuse_hidden
+from fsharding.sharding import local_of, sharding_of
+from fsharding.tree import Tree
+
+__all__ = ["NoiseState", "add_noise", "annealed"]
+
+
+class NoiseState(NamedTuple):
+    """Number of updates (int64, 0-d) and the key of all draws (int64[2]), both on the CPU."""
+
+    count: Tensor
+    key: Tensor
+
+
+def annealed(eta: float, gamma: float = 0.55) -> Schedule:
+    """Standard deviations `sqrt(eta / (1 + count)^gamma)`, those of the paper."""
+    return lambda count: (eta / (1 + count) ** gamma) ** 0.5
+
+
+def add_noise(std: float | Schedule, key: Tensor) -> GradientTransformation:
+    """Adds normal noise to gradients; put it before the optimizer, and before clipping if that should see it.
+
+    Args:
+        std: standard deviation: a number, or a function of the number of updates so far, such as `annealed(0.3)`.
+        key: random key.
+
+    Raises:
+        LayoutError: from the update: leaves with explicit assignments; all of them are listed.
+    """
+
+    def init(params: Tree) -> NoiseState:
+        return NoiseState(torch.zeros((), dtype=torch.int64), key.clone())
+
+    def update(updates: Tree, state: NoiseState, params: Tree = None) -> tuple[Tree, NoiseState]:
+        named = tree.named_leaves(updates)
+        refuse_hidden("fs.optim.add_noise", named)
+        count = int(state.count)
+        scale = std(count) if callable(std) else std
+        drawn = random.fold_in(state.key, count)
+        noisy = [_noisy(x, random.fold_in(drawn, i), scale) for i, x in enumerate(named.values())]
+        return tree.unflatten(tree.flatten(updates)[1], noisy), NoiseState(state.count + 1, state.key)
+
+    return GradientTransformation(init, update)
+
+
+def _noisy(x: Tensor, key: Tensor, std: float) -> Tensor:
+    draw = random.normal(key, tuple(x.shape), std=std, dtype=x.dtype)
+    if not isinstance(x, DTensor):
+        return x + draw.tensor(device=x.device)
+    local = local_of(x)
+    return like_leaf(x, local + draw.slice(sharding_of(x).box(x.shape), device=local.device))

@@ -1,0 +1,363 @@
+"""Every optimizer at every strategy, on ranks against one process: shards of any shape, moves, files, and a decoder.
+
+Gradients are given, so nothing is reduced, and what an element-wise optimizer does is the same in every bit.
+"""
+
+import functools
+import importlib
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding import checkpoint, optim
+from fsharding.errors import LayoutError
+from fsharding.mesh import data_position
+from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
+
+SHAPES = {
+    "w": (7, 15),
+    "tall": (15, 3),
+    "row": (1, 9),
+    "b": (7,),
+    "s": (),
+    "blocks": {"w": (3, 6, 10), "tall": (3, 5, 2), "norm": (3, 10)},
+    "frozen": (4,),
+}
+NAMES = {
+    "w": ("rows", "cols"),
+    "tall": ("cols", "rows"),
+    "row": ("cols", "rows"),
+    "b": ("rows",),
+    "s": (),
+    "blocks": {"w": ("layers", "rows", "cols"), "tall": ("layers", "cols", "rows"), "norm": ("layers", "cols")},
+    "frozen": (None,),
+}
+RULES = fs.AxisRules(layers="pp", rows="tp", cols=("dp",))
+STEPS = 5
+ZEROS = [fs.zero(level) for level in range(4)]
+
+
+class Heavy(torch.optim.Optimizer):
+    """Somebody's own."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["count"] = state.get("count", 0) + 1
+            state["m"] = 0.9 * state.get("m", torch.zeros_like(p)) + p.grad
+            p.data.add_(state["m"] / state["count"], alpha=-self.param_groups[0]["lr"])
+
+
+def clipped_signs(rate):
+    """A pair of functions as optax has them, that knows nothing of this library but its trees."""
+
+    def init(params):
+        return {"m": fs.tree.map(torch.zeros_like, params), "count": torch.zeros(())}
+
+    def update(updates, state, params=None):
+        m = fs.tree.map(lambda m, g: 0.5 * m + g.clamp(-1, 1), state["m"], updates)
+        count = state["count"] + 1
+        params = fs.tree.prune(params, updates)
+        moves = fs.tree.map(lambda m, p: -rate / count.item() * (m.sign() + 0.1 * p), m, params)
+        return moves, {"m": m, "count": count}
+
+    return fs.GradientTransformation(init, update)
+
+
+def groups(path, leaf):
+    return "fast" if path.startswith("blocks") else "slow"
+
+
+def matrices(path, leaf):
+    return "matrix" if leaf.ndim - path.startswith("blocks") >= 2 else "other"
+
+
+OPTIMIZERS = {
+    "sgd": lambda: fs.sgd(0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "lion": lambda: optim.lion(0.01, weight_decay=0.1),
+    "nadam": lambda: optim.from_torch(torch.optim.NAdam, lr=lambda count: 0.1 / (1 + count), weight_decay=0.1),
+    "rprop": lambda: optim.from_torch(torch.optim.Rprop),
+    "own": lambda: optim.from_torch(Heavy, lr=0.2),
+    "user": lambda: clipped_signs(0.1),
+    "ema": lambda: fs.chain(fs.adamw(0.1, weight_decay=0.1), optim.ema(0.9)),
+    "lookahead": lambda: optim.lookahead(fs.adamw(0.1), every=2),
+    "noise": lambda: fs.chain(optim.add_noise(optim.annealed(0.3), fs.random.key(3)), fs.sgd(0.1)),
+    "groups": lambda: fs.masked({"fast": fs.adamw(0.1), "slow": optim.lion(0.01, weight_decay=0.5)}, groups),
+    "muon": lambda: fs.masked({"matrix": optim.muon(0.02, dtype=torch.float32), "other": fs.adamw(0.1)}, matrices),
+    "adafactor": lambda: optim.adafactor(0.5, weight_decay=0.1),
+}
+SUMS = ("adafactor",)
+"""Those that add over ranks."""
+
+
+def values(seed):
+    generator = torch.Generator().manual_seed(seed)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return fs.tree.map(lambda shape: torch.randn(shape, generator=generator), SHAPES, is_leaf=is_shape)
+
+
+@functools.cache
+def mesh_of(**axes):
+    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **axes)
+
+
+def planned(strategy, **axes):
+    mesh = mesh_of(**(axes or {"dp": -1}))
+    return fs.plan_layout(values(0), mesh, RULES, strategy, names=NAMES, frozen="frozen")
+
+
+def first(opt, layout):
+    return fs.init_state(lambda key: values(0), opt, fs.random.key(0), layout)
+
+
+def stepped(state, opt, steps, *, donate=False):
+    """What `make_train_step` does once it has gradients."""
+    for step in steps:
+        layout = state.layout
+        given = {**values(step), "frozen": None}
+        grads = fs.shard(given, layout.main)
+        if donate:
+            state = state.donate()
+        main = state.main if state.main is not None else fs.main_params(state.params, layout)
+        updates, inner = optim.base.run_update(opt, grads, state.opt_state, main, donate=donate)
+        main = fs.apply_updates(main, updates, donate=donate)
+        params = fs.spread_main(main, state.params, layout)
+        state = state.replace(
+            step=state.step + 1, params=params, main=main if state.main is not None else None, opt_state=inner
+        )
+    return state
+
+
+def whole(tree):
+    return {path: getattr(x, "full_tensor", lambda x=x: x)() for path, x in fs.tree.named_leaves(tree).items()}
+
+
+def run_all(levels, names):
+    """Parameters and state after all steps, by optimizer and strategy; the bytes that were planned and those there are."""
+    found: dict[Any, Any] = {}
+    for name in names:
+        for level in levels:
+            opt, layout = OPTIMIZERS[name](), planned(fs.zero(level))
+            state = stepped(first(opt, layout), opt, range(1, STEPS + 1), donate=level % 2 == 1)
+            sizes = fs.state_bytes(state.opt_state), layout.memory(opt).opt_state
+            found[name, level] = whole(state.params), whole(state.opt_state), sizes
+    return found
+
+
+@functools.cache
+def alone(name):
+    """One process, no process group."""
+    opt, layout = OPTIMIZERS[name](), planned(fs.zero(0))
+    state = stepped(first(opt, layout), opt, range(1, STEPS + 1))
+    return whole(state.params), whole(state.opt_state)
+
+
+# Where gradients are given, zero(2) does what zero(1) does.
+LEVELS = [pytest.param((0, 1, 3), id="zero013"), pytest.param((2, 3), id="zero23", marks=pytest.mark.full)]
+
+
+@functools.cache
+def on_two(levels):
+    return run_ranks(run_all, 2, levels, tuple(OPTIMIZERS))
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_strategies_are_those_of_one_process(name, levels):
+    params, state = alone(name)
+    for level in levels:
+        for there in on_two(levels):
+            found = there[name, level]
+            exact = name not in SUMS
+            check = (
+                assert_bitwise_equal if exact and name != "muon" else functools.partial(assert_trees_close, atol=1e-5)
+            )
+            check(found[0], params, what=f"parameters under zero({level})")
+            check(found[1], state, what=f"state under zero({level})")
+            if exact:
+                assert_bitwise_equal(found[:2], on_two(levels)[0][name, 3][:2])
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bytes_are_those_that_were_planned(name, levels):
+    for there in on_two(levels):
+        for level in levels:
+            held, planned_bytes = there[name, level][2]
+            assert held == planned_bytes, f"zero({level})"
+
+
+# ---------------------------------------------------------------------------------------------------- moves and files
+MOVES = [({"dp": 2}, 3), ({"tp": 2}, 1), ({"pp": 2}, 3), ({"dp": 2}, 1), ({"dp": 1}, 0)]
+
+
+def move_all(names, folder):
+    """Parameters after a run whose state moves after every step; and each state, saved after three steps."""
+    found = {}
+    for name in names:
+        opt = OPTIMIZERS[name]()
+        state = first(opt, planned(fs.zero(3)))
+        state = stepped(state, opt, range(1, 4))
+        checkpoint.save(folder / name, state)
+        saved = whole(state.opt_state)
+        state = first(opt, planned(fs.zero(3)))
+        for step, (axes, level) in enumerate(MOVES, 1):
+            layout = planned(fs.zero(level), **({**axes, "dp": -1} if "dp" not in axes else {"dp": -1}))
+            state = stepped(fs.reshard(state, layout), opt, [step])
+        found[name] = whole(state.params), saved
+    return found
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("states")
+    return folder, run_ranks(move_all, 2, tuple(OPTIMIZERS), folder)[0]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_moves_between_layouts_in_mid_run(name, moved):
+    params, _ = alone(name)
+    check = functools.partial(assert_trees_close, atol=1e-5) if name in (*SUMS, "muon") else assert_bitwise_equal
+    check(moved[1][name][0], params)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_file_of_two_ranks_is_loaded_by_one(name, moved):
+    folder, found = moved
+    opt = OPTIMIZERS[name]()
+    # From the manifest alone; somebody's own state is known by its optimizer only.
+    state = checkpoint.load(folder / name, planned(fs.zero(2)), opt=None if name != "user" else opt)
+    assert_bitwise_equal(whole(state.opt_state), found[name][1])
+    check = functools.partial(assert_trees_close, atol=1e-5) if name in (*SUMS, "muon") else assert_bitwise_equal
+    check(whole(stepped(state, opt, (4, 5)).params), alone(name)[0])
+
+
+# ------------------------------------------------------------------------------------------------------------ a decoder
+CONFIG = fs.models.DecoderConfig(vocab=32, dim=24, layers=3, heads=2, kv_heads=1, hidden=40)
+TRAINED = {
+    "muon": lambda: fs.masked(
+        {"matrix": optim.muon(0.02, dtype=torch.float32), "other": fs.adamw(3e-3, eps=1e-3)}, optim.label_matrices()
+    ),
+    "adafactor": lambda: optim.adafactor(0.05),
+    "from_torch": lambda: optim.from_torch(torch.optim.RMSprop, lr=3e-3, eps=1e-3, momentum=0.5),
+}
+
+
+def batches(mesh, steps=3):
+    generator = torch.Generator().manual_seed(1)
+    index, count = data_position(mesh)
+    for _ in range(steps):
+        tokens = torch.randint(0, CONFIG.vocab, (8, 9), generator=generator)
+        yield {"tokens": tokens[:, :-1].chunk(count)[index], "targets": tokens[:, 1:].chunk(count)[index]}
+
+
+def train(name, levels, config=CONFIG, **axes):
+    """Losses and parameters of a decoder under some strategies, or in a pipeline with its embedding on one stage."""
+    model, mesh, found = fs.models.decoder(config), mesh_of(**(axes or {"dp": -1})), []
+    for level in levels:
+        ranks = axes.get("pp", 1)
+        stages = fs.stages_of(model, fs.plan_schedule("1f1b", ranks, 2)) if ranks > 1 else None
+        layout = fs.plan_layout(model, mesh, strategy=fs.zero(level), stages=stages)
+        opt = fs.chain(fs.clip_by_global_norm(1.0), TRAINED[name]())
+        state = fs.init_state(model, opt, fs.random.key(0), layout)
+        step = fs.make_train_step(model, opt, donate=True, microbatches=ranks)
+        losses = []
+        for batch in batches(mesh):
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss.item())
+        if axes:
+            state = fs.reshard(state, fs.plan_layout(model, mesh_of(dp=-1), strategy=fs.zero(3)))
+        found.append((losses, whole(state.params), whole(state.opt_state)))
+    return found
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_decoder_learns_the_same_under_every_strategy(name):
+    losses, params, _ = train(name, [0])[0]
+    runs = run_ranks(train, 2, name, range(4))[0]
+    for run in runs:
+        assert_trees_close(run[0], losses, rtol=1e-5)
+        assert_trees_close(run[1], params, rtol=0, atol=2e-4)
+        if name != "adafactor":
+            assert_bitwise_equal(run, runs[3])
+        assert_trees_close(run, runs[3], rtol=1e-5, atol=1e-5)
+
+
+ROUTED = fs.models.DecoderConfig(**{**vars(CONFIG), "experts": fs.models.Experts(4, 2, 16)})
+PLACES = [
+    ("pp", CONFIG),
+    pytest.param("tp", CONFIG, marks=pytest.mark.full),
+    pytest.param("ep", ROUTED, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(("axis", "config"), PLACES, ids=["pp", "tp", "ep"])
+def test_a_state_leaves_other_axes(name, axis, config):
+    reference = train(name, [0], config)[0]
+    losses, params, state = run_ranks(train, 2, name, [1], config, **{axis: 2})[0][0]
+    assert_trees_close(losses, reference[0], rtol=1e-5)
+    assert_trees_close(params, reference[1], rtol=0, atol=2e-4)
+    assert_trees_close(state, reference[2], rtol=1e-3, atol=1e-4 if name == "from_torch" else 1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------ whole matrices
+def muon_traffic():
+    mesh, shape = mesh_of(dp=-1), (4, 6, 10)
+    x = fs.shard(torch.ones(shape), fs.NamedSharding(mesh, fs.P(None, None, "dp")))
+    opt = optim.muon(0.1)
+    state = opt.init(x)
+    opt.update(x, state, x)
+    with fs.counting_bytes() as traffic:
+        opt.update(x, state, x)
+    return traffic.bytes
+
+
+def test_muon_sends_what_others_iterate_on_and_gets_it_back():
+    # Of a rank's half of 240 elements half goes to the other one, in bfloat16; as much comes back.
+    assert run_ranks(muon_traffic, 2) == [240, 240]
+
+
+def test_matrices_of_a_stack_are_spread_over_all_free_axes():
+    spread = importlib.import_module("fsharding.optim.muon")._spread
+    mesh = fs.AbstractMesh(("pp", "dp", "ep", "tp"), (2, 2, 2, 2))
+    cases = {
+        (("pp", "tp", "dp"), (8, 6, 10)): fs.P(("pp", "dp", "ep", "tp")),
+        (("pp", "ep", "tp", "dp"), (2, 64, 6, 10)): fs.P("pp", ("ep", "dp", "tp")),
+        (("tp", "dp"), (6, 10)): fs.P(),
+    }
+    for (cuts, shape), goal in cases.items():
+        assert spread(fs.NamedSharding(mesh, fs.P(*cuts)), shape).spec == goal
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+def hidden_leaves():
+    mesh = mesh_of(tp=2)
+    shapes = {"qkv": torch.ones(4, 8), "w": torch.ones(4, 8)}
+    names = {"qkv": (None, fs.Fused("rows", (4, 2, 2))), "w": (None, "rows")}
+    layout = fs.plan_layout(shapes, mesh, RULES, names=names)
+    params, texts = fs.shard(shapes, layout), []
+    for opt in (optim.adafactor(), optim.muon(0.1)):
+        with pytest.raises(LayoutError) as caught:
+            opt.init(params)
+        texts.append(str(caught.value))
+    opt = optim.add_noise(0.1, fs.random.key(0))
+    state = opt.init(params)
+    with pytest.raises(LayoutError) as caught:
+        opt.update(params, state)
+    return [*texts, str(caught.value)]
+
+
+def test_what_a_dtensor_does_not_tell_is_refused():
+    names = ("fs.optim.adafactor", "fs.optim.muon", "fs.optim.add_noise")
+    for name, text in zip(names, run_ranks(hidden_leaves, 2)[0], strict=True):
+        assert text == (
+            f"{name} cannot tell who owns leaves with assignments.\n  qkv is assigned over tp\n"
+            "Cut these leaves by rules instead of Fused names or stages, or give them another optimizer with fs.masked."
+        )
