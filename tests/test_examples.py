@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import re
 import subprocess
@@ -96,11 +98,36 @@ def run_example(path: Path, folder: Path, *arguments: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_example_runs(path: Path, tmp_path: Path):
-    printed = run_example(path, tmp_path)
-    missing = [text for text in EXPECTED[path.name] if not re.search(text, printed, re.MULTILINE)]
+def run_here(name: str) -> None:
+    """Does in this process what an example does as a script, so that it finds the ranks that are already there."""
+    module = importlib.import_module(f"examples.{name}")
+    source = ast.parse((ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8"))
+    guarded = [node.body for node in source.body if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)]
+    assert len(guarded) == 1, 'what runs stands below `if __name__ == "__main__":`'
+    exec(compile(ast.Module(guarded[0], []), f"{name}.py", "exec"), module.__dict__)
+
+
+def compare(name: str, printed: str) -> None:
+    missing = [text for text in EXPECTED[name] if not re.search(text, printed, re.MULTILINE)]
     assert not missing, f"not in the output: {missing}\n{printed}"
+
+
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name])
+    run_here(name.removesuffix(".py"))
+    compare(name, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "mlp.py" else pytest.param(name, marks=pytest.mark.full) for name in EXAMPLES]
+)
+def test_example_is_a_script(name: str, tmp_path: Path):
+    compare(name, run_example(ROOT / "examples" / name, tmp_path))
 
 
 @pytest.mark.full
