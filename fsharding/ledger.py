@@ -26,7 +26,7 @@ from fsharding.ops.unit import Goal, LeafPlan, Place, Reducing, plan_unit
 from fsharding.policies import Policy
 from fsharding.sharding import Local
 
-__all__ = ["Ledger", "current_ledger", "opened"]
+__all__ = ["Ledger", "current_ledger", "opened", "without_ledger"]
 
 
 _ALIGN = 64
@@ -344,6 +344,16 @@ def opened(ledger: Ledger) -> Generator[None]:
     try:
         with torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack):
             yield
+    finally:
+        _ledger.reset(token)
+
+
+@contextmanager
+def without_ledger() -> Generator[None]:
+    """Hides the ledger, from what may be computed again when it is no longer there."""
+    token = _ledger.set(None)
+    try:
+        yield
     finally:
         _ledger.reset(token)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding import _compat
+from fsharding import _compat, _functorch
 from fsharding.errors import SpecError, TransformError, message
 
 __all__ = ["grouped_matmul"]
@@ -104,7 +104,7 @@ class _Grouped(Function):
 
 
 def _grouped(a: Tensor, b: Tensor, groups: _Groups) -> Tensor:
-    return cast(Tensor, _Grouped.apply(a, b, groups))
+    return cast(Tensor, _Grouped.apply(_functorch.shown(a), _functorch.shown(b), groups))
 
 
 def _rows(x_MK: Tensor, w_XKN: Tensor, counts_X: Tensor) -> Tensor:
