@@ -8,13 +8,28 @@ A level is a transform that runs; a wrapper is what a tensor is in at a level, a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["innermost", "is_basis_of_jacfwd", "is_foreign", "map_tensors", "shown"]
+__all__ = ["batch_dims", "in_jvp", "innermost", "is_basis_of_jacfwd", "is_foreign", "shown"]
+
+
+def batch_dims(x: Tensor) -> list[int]:
+    """Which dims of a tensor the vmaps around it have taken away, each of what the ones before had left."""
+    dims: list[int] = []
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            dims.append(torch._C._functorch.maybe_get_bdim(x))
+        x = torch._C._functorch.get_unwrapped(x)
+    return dims[::-1]
+
+
+def in_jvp() -> bool:
+    """Whether a `torch.func.jvp` runs here."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
 
 
 def innermost(x: Any) -> Any:
@@ -40,11 +55,6 @@ def is_foreign(x: Tensor) -> bool:
 def shown(x: Tensor) -> Tensor:
     """A tensor before it goes to an autograd Function, which torch function modes do not see; a foreign one they do."""
     return x.view_as(x) if is_foreign(x) else x
-
-
-def map_tensors(fn: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """Applies a function to the tensors in nested arguments."""
-    return torch.utils._pytree.tree_map_only(Tensor, fn, values)
 
 
 def is_basis_of_jacfwd(tangent: Tensor, count: int) -> bool:

@@ -152,15 +152,18 @@ class _Lifting(TorchFunctionMode):
         self._given, self._found = given, found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = _functorch.map_tensors(self._look, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*map(self._look, args), **{name: self._look(x) for name, x in (kwargs or {}).items()})
 
-    def _look(self, x: Tensor) -> Tensor:
-        known = self._given.get(id(x))
-        if known is not None:
-            return known
-        if self._found is not None and _functorch.is_foreign(x):
-            self._found[id(x)] = x
+    def _look(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            known = self._given.get(id(x))
+            if known is not None:
+                return known
+            if self._found is not None and _functorch.is_foreign(x):
+                self._found[id(x)] = x
+        elif type(x) is list or type(x) is tuple:
+            items = cast("list[Any] | tuple[Any, ...]", x)
+            return type(items)(map(self._look, items))
         return x
 
 
@@ -174,21 +177,26 @@ class _Again(Function):
 
     @staticmethod
     def forward(call: _Call, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return call(*inputs)
+        # torch wants no input among the outputs.
+        given = {id(x) for x in inputs}
+        return tuple(x.view_as(x) if id(x) in given else x for x in call(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call = inputs[0]
+        ctx.set_materialize_grads(False)
         ctx.floats = tuple(x.is_floating_point() for x in output)
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         inputs = ctx.saved_tensors
         chosen = tuple(i for i, x in enumerate(inputs) if x.is_floating_point() and ctx.needs_input_grad[1 + i])
-        given = [g for g, is_float in zip(grads, ctx.floats, strict=True) if is_float]
-        found = dict(zip(chosen, _again(_pull(ctx.call, len(inputs), chosen), [*inputs, *given]), strict=True))
+        used = tuple(i for i, g in enumerate(grads) if g is not None and ctx.floats[i])
+        given = cast("list[Tensor]", [grads[i] for i in used])
+        pull = _pull(ctx.call, len(inputs), chosen, used)
+        found = dict(zip(chosen, _again(pull, [*inputs, *given]) if used else [None] * len(chosen), strict=True))
         return None, *(found.get(i) for i in range(len(inputs)))
 
     @staticmethod
@@ -196,8 +204,11 @@ class _Again(Function):
         inputs = ctx.saved_tensors
         chosen = tuple(i for i, t in enumerate(tangents[1:]) if t is not None and inputs[i].is_floating_point())
         given = [tangents[1 + i] for i in chosen]
-        found = iter(_again(_push(ctx.call, len(inputs), chosen), [*inputs, *given]))
-        return tuple(next(found) if is_float else None for is_float in ctx.floats)
+        results = tuple(i for i, is_float in enumerate(ctx.floats) if is_float)
+        found = dict(
+            zip(results, _again(_push(ctx.call, len(inputs), chosen, results), [*inputs, *given]), strict=True)
+        )
+        return tuple(found.get(i) for i in range(len(ctx.floats)))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: _Call, *inputs: Tensor) -> Any:
@@ -205,36 +216,40 @@ class _Again(Function):
         return out, (0,) * len(out)
 
 
-def _of_chosen(call: _Call, inputs: Sequence[Tensor], chosen: Sequence[int]) -> _Call:
-    """The floating point results as a function of some of the inputs; the others are constants."""
+def _of_chosen(call: _Call, inputs: Sequence[Tensor], chosen: Sequence[int], results: Sequence[int]) -> _Call:
+    """Some of the results as a function of some of the inputs; the others are constants."""
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         filled = list(inputs)
         for i, value in zip(chosen, values, strict=True):
             filled[i] = value
-        return tuple(x for x in call(*filled) if x.is_floating_point())
+        out = call(*filled)
+        return tuple(out[i] for i in results)
 
     return run
 
 
-def _pull(call: _Call, count: int, chosen: tuple[int, ...]) -> _Call:
-    """From inputs and gradients of the results to gradients of the chosen inputs."""
+def _pull(call: _Call, count: int, chosen: tuple[int, ...], results: tuple[int, ...]) -> _Call:
+    """From inputs and gradients of some results to gradients of the chosen inputs."""
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         inputs = values[:count]
-        back = torch.func.vjp(_of_chosen(call, inputs, chosen), *(inputs[i] for i in chosen))[1]
-        # No gradients of gradients here, but where somebody runs this to differentiate it.
-        keep = torch.is_grad_enabled()
+        back = torch.func.vjp(_of_chosen(call, inputs, chosen, results), *(inputs[i] for i in chosen))[1]
+        # Gradients of gradients only where this is differentiated: by reverse mode, or by forward mode, which some
+        # formulas of torch know in their differentiable form alone.
+        keep = torch.is_grad_enabled() or _functorch.in_jvp()
         return back(values[count:], retain_graph=keep, create_graph=keep)
 
     return run
 
 
-def _push(call: _Call, count: int, chosen: tuple[int, ...]) -> _Call:
-    """From inputs and tangents of the chosen ones to tangents of the results."""
+def _push(call: _Call, count: int, chosen: tuple[int, ...], results: tuple[int, ...]) -> _Call:
+    """From inputs and tangents of the chosen ones to tangents of some results."""
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         inputs = values[:count]
-        return torch.func.jvp(_of_chosen(call, inputs, chosen), tuple(inputs[i] for i in chosen), values[count:])[1]
+        return torch.func.jvp(
+            _of_chosen(call, inputs, chosen, results), tuple(inputs[i] for i in chosen), values[count:]
+        )[1]
 
     return run

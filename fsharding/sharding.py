@@ -318,8 +318,9 @@ tree.register_node(Local, _flatten_local, _unflatten_local)
 
 def _unflatten_in_torch(children: Iterable[Any], aux: tuple[NamedSharding, tuple[int, ...]]) -> Local:
     value = next(iter(children))
-    if isinstance(value, Local):
-        rows = [f"{typeof(Local(value.value, *aux))} with respect to {typeof(value)}"]
+    inside = [] if isinstance(value, Tensor) else torch_pytree.tree_leaves(value, is_leaf=lambda x: type(x) is Local)
+    if nodes := [x for x in inside if isinstance(x, Local)]:
+        rows = [f"{typeof(Local(x.value, *aux))} with respect to {typeof(x)}" for x in nodes]
         rule = "cannot give the Jacobian of nodes with respect to nodes: it knows what one rank holds of them."
         raise TransformError(message("torch.func", rule, rows, "Use fs.jacfwd, or fs.hessian in the place of both."))
     return Local(value, *aux)

@@ -7,7 +7,6 @@ composed of differentiable collectives. Law: `<gather_unit(x), y> == <x, scatter
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -26,7 +25,7 @@ from fsharding.ops import collectives, transition
 from fsharding.ops.unit import Goal, LeafPlan, Place, plan_unit
 from fsharding.policies import Policy
 from fsharding.precision import wide
-from fsharding.sharding import Local, NamedSharding, to_local, typeof
+from fsharding.sharding import Local, to_local, typeof
 from fsharding.sharding import like as like_leaf
 from fsharding.tree import Tree
 
@@ -77,7 +76,7 @@ def _is_local(x: Any) -> bool:
 def flying(function: str, unit: Tree) -> tuple[list[Any], Any]:
     """The leaves of a unit with nodes in the place of DTensors, and its structure.
 
-    Under a vmap over a dim of a leaf, its node says what it is inside: that dim is gone.
+    Under a vmap over the first dim of a leaf, its node says what it is inside: that dim is gone.
 
     Raises:
         TransformError: DTensors went through a torch.func transform, or a node does not hold what it says.
@@ -102,24 +101,22 @@ def flying(function: str, unit: Tree) -> tuple[list[Any], Any]:
         mend = "Transform what takes local nodes: fs.shard_map(torch.func.grad(f))(params)."
         raise TransformError(message(function, "got DTensors out of a torch.func transform.", lost, mend))
     if odd:
-        mend = 'Under vmap only a dim that nothing cuts can be gone: name it "layers", and give vmap in_dims=0.'
+        mend = 'Give vmap in_dims=0 for nodes, over a dim that nothing cuts: name it "layers".'
         raise TransformError(message(function, "got nodes that do not hold what they say.", odd, mend))
     return leaves, spec
 
 
 def _held(node: Local) -> Local | None:
-    """A node that says what it holds, where a vmap has taken dims away; None where that cannot be."""
-    gone = len(node.shape) - node.value.ndim
-    found: set[tuple[NamedSharding, tuple[int, ...]]] = set()
-    for dims in itertools.combinations(reversed(range(len(node.shape))), max(gone, 0)):
-        if not any(node.sharding.axes(dim) for dim in dims):
-            sharding, shape = node.sharding, list(node.shape)
-            for dim in dims:
-                sharding = sharding.drop(dim)
-                del shape[dim]
-            if sharding.local_shape(shape) == tuple(node.value.shape):
-                found.add((sharding, tuple(shape)))
-    return Local(node.value, *found.pop()) if len(found) == 1 else None
+    """A node that says what it holds, where vmaps have taken its first dims away; None where that cannot be."""
+    gone, sharding = len(node.shape) - node.value.ndim, node.sharding
+    if gone < 0 or (gone and any(_functorch.batch_dims(node.value))):
+        return None
+    for _ in range(gone):
+        if sharding.axes(0):
+            return None
+        sharding = sharding.drop(0)
+    shape = node.shape[gone:]
+    return Local(node.value, sharding, shape) if sharding.local_shape(shape) == tuple(node.value.shape) else None
 
 
 def _cast(x: Any, dtype: torch.dtype | None, ledger: Ledger | None) -> Any:
