@@ -11,7 +11,7 @@ from torch.func import vmap
 import fsharding as fs
 from fsharding.mesh import data_position
 
-RANKS, MEMBERS, WIDTH, DEPTH, POINTS, STEPS = 2, 8, 32, 2, 64, 150
+RANKS, MEMBERS, WIDTH, DEPTH, POINTS, STEPS = 2, 8, 32, 2, 64, 100
 
 
 def init(key):

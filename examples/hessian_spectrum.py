@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import fsharding as fs
 from fsharding.mesh import data_position
 
-RANKS, WIDTH, DEPTH, POINTS, STEPS, KRYLOV, TOP = 2, 16, 2, 128, 150, 20, 5
+RANKS, WIDTH, DEPTH, POINTS, STEPS, KRYLOV, TOP = 2, 16, 2, 128, 100, 15, 5
 
 
 def init(key):

@@ -13,7 +13,7 @@ from torch.func import grad, grad_and_value, vmap
 import fsharding as fs
 from fsharding.mesh import data_position
 
-RANKS, WIDTH, TASKS, SHOTS, STEPS, INNER_RATE = 2, 32, 16, 10, 150, 0.05
+RANKS, WIDTH, TASKS, SHOTS, STEPS, INNER_RATE = 2, 32, 16, 10, 80, 0.05
 
 
 def init(key):

@@ -8,12 +8,13 @@ A level is a transform that runs; a wrapper is what a tensor is in at a level, a
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["batch_dims", "in_jvp", "innermost", "is_basis_of_jacfwd", "is_foreign", "shown"]
+__all__ = ["batch_dims", "in_jvp", "innermost", "is_basis_of_jacfwd", "is_foreign", "shown", "without_own_graph"]
 
 
 def batch_dims(x: Tensor) -> list[int]:
@@ -71,3 +72,32 @@ def is_basis_of_jacfwd(tangent: Tensor, count: int) -> bool:
 
 def _is_jacfwd(code: Any) -> bool:
     return code.co_name == "push_jvp" and code.co_filename.endswith("eager_transforms.py")
+
+
+def without_own_graph(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors in a backward pass that need no graph of that pass at its own level; outer levels keep theirs.
+
+    `torch.func.grad` asks for a graph of its backward so that outer transforms see it, and throws away what this makes
+    at its own level. Only it does: the tensors come back as they are where anybody else runs the backward pass, and
+    where that cannot be seen, since it runs on a thread of its own.
+    """
+    top = torch._C._functorch.peek_interpreter_stack()
+    if top is None or not _in_last_step_of_grad():
+        return list(xs)
+    unwrap, wrap = torch._C._functorch._unwrap_for_grad, torch._C._functorch._wrap_for_grad
+    return [wrap(unwrap(x, top.level()), top.level()) for x in xs]
+
+
+_LAST_STEP = ("_engine_run_backward", "grad", "_autograd_grad", "grad_and_value_impl")
+
+
+def _in_last_step_of_grad() -> bool:
+    """Whether `torch.func.grad` itself runs the innermost backward pass."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != _LAST_STEP[0]:
+        frame = frame.f_back
+    names: list[str] = []
+    while frame is not None and len(names) < len(_LAST_STEP):
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return tuple(names) == _LAST_STEP

@@ -196,7 +196,9 @@ class _Again(Function):
         used = tuple(i for i, g in enumerate(grads) if g is not None and ctx.floats[i])
         given = cast("list[Tensor]", [grads[i] for i in used])
         pull = _pull(ctx.call, len(inputs), chosen, used)
-        found = dict(zip(chosen, _again(pull, [*inputs, *given]) if used else [None] * len(chosen), strict=True))
+        if not used:
+            return (None,) * (1 + len(inputs))
+        found = dict(zip(chosen, _again(pull, _functorch.without_own_graph([*inputs, *given])), strict=True))
         return None, *(found.get(i) for i in range(len(inputs)))
 
     @staticmethod
