@@ -53,8 +53,9 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
     Function that saves the inputs and differentiates again in backward, to any order.
 
     Args:
-        fn: a pure function of trees of tensors. It may close over tensors; under torch.func the first call then
-            computes it twice, once to see which, unless it hands them to an `autograd.Function` of its own alone.
+        fn: a pure function of trees of tensors. It may close over tensors: under torch.func the first call then
+            computes it twice, once to see which. What it hands to an `autograd.Function` of the user and to nothing
+            else cannot be seen, and has to be an argument.
         policy: what is kept: `nothing_saveable`, `dots_saveable` (under torch.func: inputs only); others change
             nothing. Under `dots_saveable` torch refuses a function that changes the result of a matrix product in
             place, as `x @ w` does by itself for a 1-d `x`.
@@ -83,6 +84,7 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
 # --------------------------------------------------------------------------------------------------- under torch.func
 def _functional(fn: Callable[..., Any], leaves: list[Any], captured: list[weakref.ref[Tensor]]) -> Any:
     """`fn(*leaves)`; notes in `captured` what it closes over, and gives it that as arguments."""
+    captured[:] = [ref for ref in captured if ref() is not None]
     while True:
         lifted = [x for ref in captured if (x := ref()) is not None]
         flat = _Flat(fn, leaves, lifted, mesh_here())
