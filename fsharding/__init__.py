@@ -10,6 +10,8 @@ from fsharding.axes import AbstractMesh
 from fsharding.counts import Traffic, counting_bytes, recording
 from fsharding.decoder_traffic import expected_traffic
 from fsharding.functionalize import PureModule, functionalize
+from fsharding.in_flight import global_dot, shard_map
+from fsharding.jacobians import hessian, jacfwd
 from fsharding.layout import Layout, Memory, plan_layout
 from fsharding.mesh import data_position, is_member, make_mesh, set_mesh
 from fsharding.models.base import Model
@@ -29,6 +31,7 @@ from fsharding.optim import (
 from fsharding.pipeline import pipeline_grads
 from fsharding.precision import BF16, FP16, FP32, LossScale, Precision
 from fsharding.redistribute import redistribute
+from fsharding.remat import remat
 from fsharding.reshard import explain_reshard, reshard, shard, unshard
 from fsharding.scan import scan, scan_units, stack_units, unstack_units
 from fsharding.schedule import Schedule, check_schedule, layers_of, make_schedule, plan_schedule, stages_for
@@ -53,7 +56,7 @@ from fsharding.strategy import (
     zero,
 )
 from fsharding.testing import run_ranks
-from fsharding.transforms import gather_unit, remat, scatter_grads, select_unit
+from fsharding.transforms import gather_unit, scatter_grads, select_unit
 
 __all__ = [
     "BF16", "DEFAULT_RULES", "FP16", "FP32", "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS", "OPTIM_GRADS_PARAMS",
@@ -62,11 +65,12 @@ __all__ = [
     "PureModule", "Traffic", "TrainState", "adamw", "apply_updates", "chain", "check_schedule", "checkpoint",
     "clip_by_global_norm",
     "constant", "counting_bytes", "data", "data_position", "draw_schedule", "expected_traffic", "explain_reshard",
-    "families", "functionalize",
-    "gather_unit", "global_norm", "hf", "hybrid", "init_state", "is_member", "layers_of", "linear", "main_params",
-    "make_mesh", "make_schedule", "make_train_step", "masked", "model_from", "model_loss", "models", "ops", "optim",
-    "parse_strategy", "pipeline_grads", "plan_layout", "plan_schedule", "policies", "random", "recipes",
+    "families", "functionalize", "gather_unit", "global_dot", "global_norm", "hessian", "hf", "hybrid", "init_state",
+    "is_member", "jacfwd", "layers_of", "linear", "main_params", "make_mesh", "make_schedule", "make_train_step",
+    "masked", "model_from", "model_loss", "models", "ops", "optim", "parse_strategy", "pipeline_grads", "plan_layout",
+    "plan_schedule", "policies", "random", "recipes",
     "recording", "redistribute", "remat", "reshard", "run_ranks", "scan", "scan_stacks", "scan_units", "scatter_grads",
-    "select_unit", "set_mesh", "sgd", "shard", "spread_main", "stack_units", "stages_of", "stages_for", "state_bytes",
-    "state_from", "tree", "typeof", "unshard", "unstack_units", "value_and_grad", "warmup_cosine", "zero",
+    "select_unit", "set_mesh", "sgd", "shard", "shard_map", "spread_main", "stack_units", "stages_of", "stages_for",
+    "state_bytes", "state_from", "tree", "typeof", "unshard", "unstack_units", "value_and_grad", "warmup_cosine",
+    "zero",
 ]  # fmt: skip

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -46,12 +45,10 @@ __all__ = [
     "fused_adamw_",
     "grouped_mm",
     "group_timeout",
-    "in_functorch",
     "like_dtensor",
     "local_tensor",
     "make_dtensor",
     "meshless_device_mesh",
-    "outside_transforms",
     "reduce_scatter_flat",
     "region",
     "save_record",
@@ -62,7 +59,6 @@ __all__ = [
     "storage_users",
     "takes_grouped_mm",
     "torch_pipeline_order",
-    "unwrapped",
     "version_of",
 ]
 
@@ -196,25 +192,6 @@ def region(name: str) -> AbstractContextManager[Any]:
 
 
 _NOWHERE: AbstractContextManager[Any] = nullcontext()
-
-
-def in_functorch() -> bool:
-    """Whether we run under a torch.func transform."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Under it we compute as outside all torch.func transforms; what is wrapped has to be `unwrapped` first."""
-    return pyfunctorch.temporarily_clear_interpreter_stack()
-
-
-def unwrapped(x: Tensor) -> Tensor | None:
-    """The values of a tensor under torch.func transforms; None under a vmap over it, where there is no one value."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        if torch._C._functorch.is_batchedtensor(x):
-            return None
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

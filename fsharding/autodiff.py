@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
+from fsharding import _compat, _functorch, tree
 from fsharding.axes import AXES
 from fsharding.errors import TransformError, message
 from fsharding.ledger import Ledger, opened
@@ -121,6 +121,7 @@ class Tape:
     def __init__(
         self, params: Tree, grads: Tree, accumulate: Tree, precision: Precision, pool: Pool | None = None
     ) -> None:
+        _refuse_transforms(params)
         self._leaves, self._spec = tree.flatten(params)
         flat, count = self._leaves, len(self._leaves)
         self._targets = [_same] * count
@@ -141,8 +142,18 @@ class Tape:
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
-        with torch.enable_grad(), _on(self.mesh), opened(self.ledger):
-            return fn(tree.unflatten(self._spec, self._flying), *args)
+        try:
+            with torch.enable_grad(), _on(self.mesh), opened(self.ledger):
+                return fn(tree.unflatten(self._spec, self._flying), *args)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            rule = "has a loss function that calls torch.func.grad, vjp, jacrev or hessian, which refuse its hooks."
+            mend = (
+                "Take the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner one"
+                " with torch.autograd.grad(..., create_graph=True)."
+            )
+            raise TransformError(message("fs.value_and_grad", rule, mend=mend)) from error
 
     def backward(
         self,
@@ -200,6 +211,16 @@ class Tape:
             for g, goal, x, target in zip(grads, self._goals, self._flying, self._targets, strict=True)
         ]
         return tree.unflatten(self._spec, wrapped)
+
+
+def _refuse_transforms(params: Tree) -> None:
+    if _functorch.in_functorch():
+        mend = "Use torch.func.grad_and_value of a function of local nodes, inside fs.shard_map."
+        raise TransformError(message("fs.value_and_grad", "cannot run under a torch.func transform.", mend=mend))
+    leaves = tree.named_leaves(params, is_leaf=lambda x: isinstance(x, Local))
+    if flying := [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local)]:
+        mend = "Call it outside of fs.shard_map, or use torch.func.grad_and_value inside."
+        raise TransformError(message("fs.value_and_grad", "needs parameters at rest.", flying, mend))
 
 
 _same: Any = object()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding import _compat, _functorch
 from fsharding.counts import Counts, record
 from fsharding.gathering import Unit
 from fsharding.mesh import coordinate
@@ -26,7 +26,7 @@ from fsharding.ops.unit import Goal, LeafPlan, Place, Reducing, plan_unit
 from fsharding.policies import Policy
 from fsharding.sharding import Local
 
-__all__ = ["Ledger", "current_ledger", "opened"]
+__all__ = ["Ledger", "current_ledger", "opened", "without_ledger"]
 
 
 _ALIGN = 64
@@ -359,6 +359,16 @@ def opened(ledger: Ledger) -> Generator[None]:
         _ledger.reset(token)
 
 
+@contextmanager
+def without_ledger() -> Generator[None]:
+    """Hides the ledger, from what may be computed again when it is no longer there."""
+    token = _ledger.set(None)
+    try:
+        yield
+    finally:
+        _ledger.reset(token)
+
+
 def current_ledger() -> Ledger | None:
     """The ledger of the innermost `value_and_grad` that is running its forward; None outside and under torch.func."""
-    return None if _compat.in_functorch() else _ledger.get()
+    return None if _functorch.in_functorch() else _ledger.get()

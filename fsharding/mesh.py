@@ -39,6 +39,7 @@ __all__ = [
     "data_position",
     "everyone",
     "is_member",
+    "mesh_here",
     "own_rank",
     "make_mesh",
     "set_mesh",
@@ -263,6 +264,11 @@ def set_mesh(mesh: Mesh) -> Generator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def mesh_here() -> Mesh | None:
+    """The mesh of the innermost `set_mesh`, if there is one."""
+    return _current.get()
 
 
 def current_mesh(function: str) -> Mesh:

@@ -28,9 +28,10 @@ from fsharding.module_axes import Bare, Entrances, Roles, install
 from fsharding.module_values import random_state, seed_of, seeded
 from fsharding.planning import type_text
 from fsharding.policies import Policy
+from fsharding.remat import remat
 from fsharding.scan import unstack_units
 from fsharding.sharding import Local, typeof
-from fsharding.transforms import gather_unit, remat
+from fsharding.transforms import gather_unit
 
 __all__ = ["Engine", "Run"]
 

@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fsharding import policies, tree
+from fsharding import _functorch, policies, tree
 from fsharding.errors import TreeError, message
 from fsharding.ledger import current_ledger
 from fsharding.policies import Policy
-from fsharding.sharding import Local, to_local
-from fsharding.transforms import gather_unit, refuse_cut_layers, remat, rows_of
+from fsharding.remat import remat
+from fsharding.sharding import Local
+from fsharding.transforms import flying, gather_unit, refuse_cut_layers, rows_of
 from fsharding.tree import Tree
 
 __all__ = ["scan", "scan_units", "stack_units", "unstack_units"]
@@ -81,16 +81,29 @@ def scan_units(
     """
     rows = list(units) if isinstance(units, list | tuple) else unstack_units(units)
     inputs = [(x,) for x in _rows(xs, len(rows), "fs.scan_units")] if xs is not None else [()] * len(rows)
-    body = remat(block, policy=policy)
+    step = _step(block, policy)
     auxes: list[Tree] = []
     for i, unit in enumerate(rows):
         following = rows[i + 1] if i + 1 < len(rows) else then
-        params = gather_unit(unit, policy=policy, then=following)
-        out = body(params, carry, *inputs[i])
-        del params
+        out = step(unit, following, carry, *inputs[i])
         carry, aux = out if has_aux else (out, None)
         auxes.append(aux)
     return (carry, _stack(auxes)) if has_aux else carry
+
+
+def _step(block: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """A block of a sharded unit, of the unit after it, and of what the block takes."""
+    if not _functorch.in_functorch() or policy.activations == "all":
+        body = remat(block, policy=policy)
+        return lambda unit, following, *args: body(gather_unit(unit, policy=policy, then=following), *args)
+    # Without a ledger, what is gathered outside is kept for backward; inside it is gathered again with the rest.
+    again = remat(lambda unit, *args: block(gather_unit(unit, policy=policy), *args), policy=policy)
+    return lambda unit, following, *args: again(_in_flight(unit), *args)
+
+
+def _in_flight(unit: Tree) -> Tree:
+    nodes, spec = flying("fs.scan_units", unit)
+    return tree.unflatten(spec, nodes)
 
 
 def stack_units(units: Sequence[Tree]) -> Tree:
@@ -122,14 +135,13 @@ def unstack_units(stack: Tree) -> list[Tree]:
         TreeError: the leaves have different first dims.
         SpecError: the layers are cut over an axis, so that no rank has all units.
     """
-    leaves, spec = tree.flatten(stack, is_leaf=lambda x: isinstance(x, Local))
-    nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    nodes, spec = flying("fs.scan_units", stack)
     lengths = {path: _length(node) for path, node in zip(tree.paths(stack, is_leaf=_is_local), nodes, strict=True)}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         rows = [f"{path}: {'0-d' if n is None else n}" for path, n in lengths.items()]
         mend = "Pass unlike units as a list, and shared leaves apart from the stack."
         raise TreeError(message("fs.scan_units", "needs leaves [layers, ...] of one length.", rows, mend))
-    refuse_cut_layers("fs.scan_units", stack)
+    refuse_cut_layers("fs.scan_units", tree.unflatten(spec, nodes))
     ledger = current_ledger()
     columns: list[Sequence[Any]] = []
     for node in nodes:

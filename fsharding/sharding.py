@@ -8,7 +8,7 @@ Law: `sharding_of(s.to_dtensor(x, shape)) == s`, and the boxes of all ranks tile
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from fsharding import _compat, at_rest, boxes, tree
 from fsharding import mesh as meshes
 from fsharding.axes import AXES, DATA_AXES, AbstractMesh
 from fsharding.boxes import Box, Grid, Runs
-from fsharding.errors import SpecError, message
+from fsharding.errors import SpecError, TransformError, message
 from fsharding.mesh import Mesh, abstract, coordinate
 from fsharding.spec import P, PartitionSpec
 
@@ -314,11 +314,19 @@ def _unflatten_local(aux: tuple[NamedSharding, tuple[int, ...]], children: Seque
 
 
 tree.register_node(Local, _flatten_local, _unflatten_local)
-torch_pytree.register_pytree_node(
-    Local,
-    lambda node: ([node.value], (node.sharding, node.shape)),
-    lambda children, aux: Local(next(iter(children)), *aux),
-)
+
+
+def _unflatten_in_torch(children: Iterable[Any], aux: tuple[NamedSharding, tuple[int, ...]]) -> Local:
+    value = next(iter(children))
+    inside = [] if isinstance(value, Tensor) else torch_pytree.tree_leaves(value, is_leaf=lambda x: type(x) is Local)
+    if nodes := [x for x in inside if isinstance(x, Local)]:
+        rows = [f"{typeof(Local(x.value, *aux))} with respect to {typeof(x)}" for x in nodes]
+        rule = "cannot give the Jacobian of nodes with respect to nodes: it knows what one rank holds of them."
+        raise TransformError(message("torch.func", rule, rows, "Use fs.jacfwd, or fs.hessian in the place of both."))
+    return Local(value, *aux)
+
+
+torch_pytree.register_pytree_node(Local, lambda node: ([node.value], (node.sharding, node.shape)), _unflatten_in_torch)
 
 
 def to_local(x: DTensor) -> Local:

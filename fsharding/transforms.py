@@ -1,4 +1,4 @@
-"""The two transforms between the sharded and the whole form of a unit, and recomputation.
+"""The two transforms between the sharded and the whole form of a unit.
 
 In: a subtree of `Local` nodes (inside a loss function) or DTensors (outside). Out: the same subtree of whole tensors.
 Inside `value_and_grad` the ledger gathers, frees, gathers again and reduces; under torch.func the same maps are
@@ -7,8 +7,7 @@ composed of differentiable collectives. Law: `<gather_unit(x), y> == <x, scatter
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsharding import _compat, policies, tree
+from fsharding import _functorch, policies, tree
 from fsharding.axes import AXES
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.gathering import Unit
@@ -31,7 +29,7 @@ from fsharding.sharding import Local, to_local, typeof
 from fsharding.sharding import like as like_leaf
 from fsharding.tree import Tree
 
-__all__ = ["gather_unit", "remat", "scatter_grads", "select_unit"]
+__all__ = ["flying", "gather_unit", "refuse_cut_layers", "rows_of", "scatter_grads", "select_unit"]
 
 
 def gather_unit(
@@ -52,8 +50,7 @@ def gather_unit(
     Returns:
         The same tree of plain tensors, whole over the data axes.
     """
-    leaves, spec = tree.flatten(unit, is_leaf=_is_local)
-    nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    nodes, spec = flying("fs.gather_unit", unit)
     ledger = current_ledger()
     sharded: dict[int, Local] = {}
     for node in nodes:
@@ -74,6 +71,52 @@ def gather_unit(
 
 def _is_local(x: Any) -> bool:
     return isinstance(x, Local)
+
+
+def flying(function: str, unit: Tree) -> tuple[list[Any], Any]:
+    """The leaves of a unit with nodes in the place of DTensors, and its structure.
+
+    Under a vmap over the first dim of a leaf, its node says what it is inside: that dim is gone.
+
+    Raises:
+        TransformError: DTensors went through a torch.func transform, or a node does not hold what it says.
+    """
+    leaves, spec = tree.flatten(unit, is_leaf=_is_local)
+    if not _functorch.in_functorch():
+        return [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec
+    lost: list[str] = []
+    odd: list[str] = []
+    for i, (path, leaf) in enumerate(zip(tree.paths(unit, is_leaf=_is_local), leaves, strict=True)):
+        inside = _functorch.innermost(leaf.value if isinstance(leaf, Local) else leaf)
+        if inside is leaf and isinstance(leaf, DTensor):
+            leaves[i] = to_local(leaf)
+        elif isinstance(inside, DTensor):
+            lost.append(f"{path or 'the leaf'} is {typeof(inside)}")
+        elif isinstance(leaf, Local):
+            leaves[i] = _held(leaf)
+            if leaves[i] is None:
+                here = list(leaf.sharding.local_shape(leaf.shape))
+                odd.append(f"{path or 'the leaf'} is {typeof(leaf)}, {here} here, and holds {list(leaf.value.shape)}")
+    if lost:
+        mend = "Transform what takes local nodes: fs.shard_map(torch.func.grad(f))(params)."
+        raise TransformError(message(function, "got DTensors out of a torch.func transform.", lost, mend))
+    if odd:
+        mend = 'Give vmap in_dims=0 for nodes, over a dim that nothing cuts: name it "layers".'
+        raise TransformError(message(function, "got nodes that do not hold what they say.", odd, mend))
+    return leaves, spec
+
+
+def _held(node: Local) -> Local | None:
+    """A node that says what it holds, where vmaps have taken its first dims away; None where that cannot be."""
+    gone, sharding = len(node.shape) - node.value.ndim, node.sharding
+    if gone < 0 or (gone and any(_functorch.batch_dims(node.value))):
+        return None
+    for _ in range(gone):
+        if sharding.axes(0):
+            return None
+        sharding = sharding.drop(0)
+    shape = node.shape[gone:]
+    return Local(node.value, sharding, shape) if sharding.local_shape(shape) == tuple(node.value.shape) else None
 
 
 def _cast(x: Any, dtype: torch.dtype | None, ledger: Ledger | None) -> Any:
@@ -137,6 +180,7 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, ledger: Led
         row = torch.cat([_padded(values[i].reshape(-1), width) for i, width in zip(g.leaves, widths, strict=True)])
         others = tuple(axis for axis in _data_axes(nodes[g.leaves[0]]) if axis not in g.axes)
         row = collectives.vary(row, others, mesh=plan.mesh) if others else row
+        row = cast(Tensor, _Own.apply(row, sum(values[i].numel() for i in g.leaves))) if g.axes else row
         rows = collectives.gather(row, g.axes, dim=0, mesh=plan.mesh).view(g.bucket.members, g.bucket.width)
         for i, slot in zip(g.leaves, g.bucket.slots, strict=True):
             pieces = [
@@ -147,6 +191,36 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, ledger: Led
             ]
             result[i] = torch.cat(pieces, slot.dim)
     return result
+
+
+class _Own(Function):
+    """The identity of elements that a rank alone holds, `count` of them and padding."""
+
+    @staticmethod
+    def forward(row: Tensor, count: int) -> Tensor:
+        return row.view_as(row)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.count = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        if _functorch.is_basis_of_jacfwd(tangents[0], ctx.count):
+            rule = (
+                "cannot be differentiated by torch.func.jacfwd or hessian: they move an element of every rank at once."
+            )
+            mend = "Use fs.jacfwd and fs.hessian, which know the whole leaves."
+            raise TransformError(message("fs.gather_unit", rule, mend=mend))
+        return tangents[0].view_as(tangents[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], row: Tensor, count: int) -> tuple[Tensor, int | None]:
+        return cast(Tensor, _Own.apply(row, count)), in_dims[0]
 
 
 def _data_axes(node: Local) -> tuple[str, ...]:
@@ -161,16 +235,14 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 def select_unit(stack: Tree, index: int) -> Tree:
     """One unit of a stack: index `index` along the first dim of every leaf, such as `then=select_unit(blocks, 0)`."""
-    refuse_cut_layers("fs.select_unit", stack)
+    nodes, spec = flying("fs.select_unit", stack)
+    refuse_cut_layers("fs.select_unit", tree.unflatten(spec, nodes))
     ledger = current_ledger()
 
     def select(leaf: Any) -> Any:
-        if not isinstance(leaf, Local | DTensor):
-            return leaf[index]
-        node = to_local(leaf) if isinstance(leaf, DTensor) else leaf
-        return rows_of(node, [node.value[index]], ledger, first=index)[0]
+        return rows_of(leaf, [leaf.value[index]], ledger, first=index)[0] if isinstance(leaf, Local) else leaf[index]
 
-    return tree.map(select, stack, is_leaf=_is_local)
+    return tree.unflatten(spec, [select(node) for node in nodes])
 
 
 def refuse_cut_layers(function: str, stack: Tree) -> None:
@@ -213,7 +285,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
         TransformError: called under a torch.func transform.
         TreeError: the trees do not match.
     """
-    if _compat.in_functorch():
+    if _functorch.in_functorch():
         text = "cannot run under a torch.func transform."
         mend = "Call it on the result of the transform; inside, differentiate through gather_unit instead."
         raise TransformError(message("fs.scatter_grads", text, mend=mend))
@@ -239,113 +311,3 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
             leaf = leaves[i]
             result[i] = like_leaf(leaf, local) if isinstance(leaf, DTensor) else replace(leaf, value=local)
     return tree.unflatten(spec, result)
-
-
-_DOTS = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_grouped_mm",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-    )
-)
-
-
-def _keep_dots(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _DOTS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable) -> Callable[..., Any]:
-    """Makes a function that keeps less for backward and computes it again there.
-
-    Under autograd this is torch's own non-reentrant checkpoint; under torch.func, which refuses saved-tensor hooks, a
-    Function that saves the inputs and differentiates again in backward.
-
-    Args:
-        fn: a pure function of trees of tensors.
-        policy: what is kept: `nothing_saveable`, `dots_saveable` (under torch.func: inputs only); others change
-            nothing. Under `dots_saveable` torch refuses a function that changes the result of a matrix product in
-            place, as `x @ w` does by itself for a 1-d `x`.
-    """
-    if policy.activations == "all":
-        return fn
-
-    @functools.wraps(fn)
-    def run(*args: Any) -> Any:
-        leaves, spec = tree.flatten(args)
-        if _compat.in_functorch():
-            return _remat_functional(fn, leaves, spec)
-
-        def flat(*values: Any) -> Any:
-            return fn(*tree.unflatten(spec, values))
-
-        if policy.activations == "dots":
-            context = functools.partial(create_selective_checkpoint_contexts, _keep_dots)
-            return checkpoint(flat, *leaves, use_reentrant=False, context_fn=context)
-        return checkpoint(flat, *leaves, use_reentrant=False)
-
-    return run
-
-
-def _remat_functional(fn: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
-    tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    shape: list[Any] = []
-
-    def flat(*values: Tensor) -> tuple[Tensor, ...]:
-        filled = list(leaves)
-        for i, value in zip(tensors, values, strict=True):
-            filled[i] = value
-        out, out_spec = tree.flatten(fn(*tree.unflatten(spec, filled)))
-        shape[:] = [out_spec]
-        return tuple(out)
-
-    out = _Again.apply(flat, *(leaves[i] for i in tensors))
-    return tree.unflatten(shape[0], cast(Sequence[Tensor], out))
-
-
-class _Again(Function):
-    """Saves inputs only; every derivative runs the function again, with respect to what can have one."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(fn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
-        return fn(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.fn = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        fn, chosen = _floating(ctx.fn, ctx.saved_tensors)
-        found = iter(torch.func.vjp(fn, *(ctx.saved_tensors[i] for i in chosen))[1](grads))
-        return None, *(next(found) if i in chosen else None for i in range(len(ctx.saved_tensors)))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        fn, chosen = _floating(ctx.fn, ctx.saved_tensors)
-        inputs = tuple(ctx.saved_tensors[i] for i in chosen)
-        given = (tangents[1 + i] for i in chosen)
-        filled = tuple(torch.zeros_like(x) if t is None else t for x, t in zip(inputs, given, strict=True))
-        return torch.func.jvp(fn, inputs, filled)[1]
-
-
-def _floating(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Callable[..., Any], list[int]]:
-    """The function of its floating point inputs alone, and which these are; the others, such as keys, are constants."""
-    chosen = [i for i, x in enumerate(inputs) if x.is_floating_point()]
-
-    def run(*values: Tensor) -> Any:
-        filled = list(inputs)
-        for i, value in zip(chosen, values, strict=True):
-            filled[i] = value
-        return fn(*filled)
-
-    return run, chosen

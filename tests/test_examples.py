@@ -39,6 +39,22 @@ EXPECTED: dict[str, list[str]] = {
         r"^       groups\.matrix\.mu\.blocks\.wq is float32\[3, 48, 48@dp\]$",
         r"^muon is where adamw ends after [123]\d of 40 steps$",
     ],
+    "dp_sgd.py": [
+        r"^zero\(0\): accuracy 0\.\d+, 328 bytes",
+        r"^zero\(3\): accuracy 0\.\d+, 164 bytes",
+        r"^  norms of 128 samples: ",
+        "the same noise$",
+    ],
+    "ensemble.py": [
+        r"^zero\(3\): 8 members, hidden weights are float32\[2, 8, 32@dp, 32\], loss",
+        "equal in every bit$",
+    ],
+    "hessian_spectrum.py": [
+        r"^loss 0\.\d+; hidden weights are float32\[2, 16@dp, 16\]$",
+        r"^zero\(3\) on 2 ranks: \d+\.\d{5} ",
+        "agree$",
+    ],
+    "maml.py": [r"^zero\(3\): meta-gradients are float32\[32@dp, 32\], meta-loss", "learn to learn alike$"],
     "mlp.py": [r"^zero0: +\d+ bytes of state a rank", r"^zero3: +\d+ bytes of state a rank", "equal in every bit$"],
     "own_module.py": [
         r"^5 units, 13 leaves$",

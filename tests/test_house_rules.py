@@ -28,7 +28,7 @@ README_SECONDS = 110
 # every module of ops/ that has no entry of its own. A fraction orders the modules within one level.
 LEVEL_TABLE: list[tuple[float, str]] = [
     (0, "errors"),
-    (0.5, "tree _compat counts"),
+    (0.5, "tree _compat _functorch counts"),
     (0.8, "axes agreement"),
     (1, "mesh boxes"),
     (1.5, "spec"),
@@ -43,7 +43,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (3.5, "ledger"),
     (4, "redistribute autodiff"),
     (4.5, "optim.*"),
-    (5, "transforms"),
+    (5, "transforms remat in_flight jacobians"),
     (6, "scan"),
     (6.5, "stacks"),
     (7, "actions"),

@@ -163,9 +163,10 @@ def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None
 
 def _extra_loss(c: Experts, routing: ops.Routing, logits_NX: Tensor, *, cut: bool) -> Tensor:
     """What the router adds to the loss; inside a region each rank has an equal term of it."""
+    # Tensors, not numbers: under forward over reverse torch takes a 0-d float32 times a number for a float64.
     extra = logits_NX.new_zeros(())
     if c.balance:
-        extra = extra + c.balance * ops.balance_loss(routing)[0]
+        extra = extra + logits_NX.new_tensor(c.balance) * ops.balance_loss(routing)[0]
     if c.z:
-        extra = extra + c.z * ops.z_loss(logits_NX)[0]
+        extra = extra + logits_NX.new_tensor(c.z) * ops.z_loss(logits_NX)[0]
     return ops.leave(extra / axis_size("tp")) if cut and extra.requires_grad else extra

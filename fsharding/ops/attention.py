@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsharding import _compat
+from fsharding import _compat, _functorch
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops import wire
@@ -109,7 +109,7 @@ def attention(
             q, k, v, causal=causal, documents=documents, axis=axis, kind=kind, scale=scale, mesh=mesh
         )  # fmt: skip
         return found[..., :value_E]
-    if size == 1 and (documents is None or q_BHTE.shape[2] <= _TILE or not q_BHTE.numel() or _compat.in_functorch()):
+    if size == 1 and (documents is None or q_BHTE.shape[2] <= _TILE or not q_BHTE.numel() or _functorch.in_functorch()):
         return _whole(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
     if size == 1:
         return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, _How(causal, scale, axis, mesh, _ALONE))
@@ -117,7 +117,7 @@ def attention(
     how = _How(causal, scale, axis, mesh, axis_group(mesh, (axis,)))
     if kind == "ulysses":
         return _by_heads(q_BHTE, k_BKTE, v_BKTE, documents, how)
-    if kind == "gather" or not q_BHTE.numel() or _compat.in_functorch():
+    if kind == "gather" or not q_BHTE.numel() or _functorch.in_functorch():
         return _gathered(q_BHTE, k_BKTE, v_BKTE, documents, how)
     return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, how)
 
@@ -150,7 +150,7 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     if mask is not None and causal:
         mask, causal = mask & torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(), False
     # The fast kernels have no forward derivative, and no second one.
-    with sdpa_kernel(SDPBackend.MATH) if _compat.in_functorch() else nullcontext():
+    with sdpa_kernel(SDPBackend.MATH) if _functorch.in_functorch() else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
 
 
@@ -188,7 +188,7 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _H
     q, k, v = joined.index_select(2, ascending).split(heads, 1)
     if documents is not None:
         documents = gather(documents, how.axis, dim=1, mesh=how.mesh).index_select(1, ascending)
-    if documents is None or not q.numel() or _compat.in_functorch():
+    if documents is None or not q.numel() or _functorch.in_functorch():
         out = _whole(q, k, v, _same_document(documents, documents), how.causal, how.scale)
     else:
         out = _blockwise(q, k, v, documents, replace(how, group=_ALONE))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding import boxes
+from fsharding import _functorch, boxes
 from fsharding.axes import AXES, unknown_axis
 from fsharding.errors import MeshError, SpecError, message
 from fsharding.mesh import Group, Mesh, axis_group, current_mesh
@@ -80,7 +80,7 @@ class _Apply(Function):
 
 def apply_linear(x: Tensor, op: Linear) -> Tensor:
     """Applies a linear map so that autograd and torch.func know its derivatives."""
-    return cast(Tensor, _Apply.apply(x, op))
+    return cast(Tensor, _Apply.apply(_functorch.shown(x), op))
 
 
 @dataclass(frozen=True)

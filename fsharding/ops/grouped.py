@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding import _compat
+from fsharding import _compat, _functorch
 from fsharding.errors import SpecError, TransformError, message
 
 __all__ = ["grouped_matmul"]
@@ -104,7 +104,7 @@ class _Grouped(Function):
 
 
 def _grouped(a: Tensor, b: Tensor, groups: _Groups) -> Tensor:
-    return cast(Tensor, _Grouped.apply(a, b, groups))
+    return cast(Tensor, _Grouped.apply(_functorch.shown(a), _functorch.shown(b), groups))
 
 
 def _rows(x_MK: Tensor, w_XKN: Tensor, counts_X: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Tensor, counts_X: Tensor) -> Tensor:
         SpecError: shapes or dtypes that do not fit.
         TransformError: `counts_X` differs within a `vmap`.
     """
-    counts = _compat.unwrapped(counts_X)
+    counts = _functorch.unwrapped(counts_X)
     if counts is None:
         mend = "Keep the counts out of the vmap, or loop over the batch."
         raise TransformError(message("ops.grouped_matmul", "cannot run under a vmap over its counts.", mend=mend))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding import _compat, boxes
+from fsharding import _functorch, boxes
 from fsharding.axes import AXES, unknown_axis
 from fsharding.errors import MeshError, SpecError, TransformError, message
 from fsharding.mesh import Group, Mesh, axis_group, axis_size, current_mesh
@@ -148,7 +148,7 @@ def dispatch(
     axes = tuple(name for name in axes if axis_size(name, mesh) > 1)
     where = mesh if mesh is not None or not axes else current_mesh("ops.dispatch")
     group = Group((0,), 0, None) if where is None else axis_group(where, axes)
-    chosen_NK = _compat.unwrapped(routing.experts)
+    chosen_NK = _functorch.unwrapped(routing.experts)
     if chosen_NK is None:
         mend = "Flatten the batch into the tokens before routing."
         raise TransformError(message("ops.dispatch", "cannot run under a vmap over tokens.", mend=mend))
@@ -156,7 +156,7 @@ def dispatch(
         rows = [f"x is {list(x_ND.shape)}, experts are {list(chosen_NK.shape)}"]
         raise SpecError(message("ops.dispatch", "needs x [N, D] and experts [N, k] of the same tokens.", rows))
     owned = owned_experts(experts, tuple(axis_size(a, where) for a in axes))
-    with _compat.outside_transforms():
+    with _functorch.outside_transforms():
         by_expert = _order(chosen_NK.reshape(-1))
         counts_X = torch.bincount(chosen_NK.reshape(-1), minlength=experts)
         if counts_X.numel() > experts:

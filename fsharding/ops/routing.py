@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding import _compat
+from fsharding import _functorch
 from fsharding.axes import DATA_AXES
 from fsharding.errors import ConfigError, SpecError, TransformError, message
 from fsharding.mesh import Mesh, axis_size
@@ -129,12 +129,12 @@ def expert_counts(
     Raises:
         TransformError: the routing differs within a `vmap`.
     """
-    known = [_compat.unwrapped(x) for x in (routing.experts, *([] if counted_N is None else [counted_N]))]
+    known = [_functorch.unwrapped(x) for x in (routing.experts, *([] if counted_N is None else [counted_N]))]
     if any(x is None for x in known):
         mend = "Loop over the batch, or flatten it into the tokens."
         raise TransformError(message("ops.expert_counts", "cannot run under a vmap over tokens.", mend=mend))
     size = routing.scores.shape[-1]
-    with _compat.outside_transforms():
+    with _functorch.outside_transforms():
         experts_NK = known[0]
         assert experts_NK is not None
         chosen = experts_NK if counted_N is None else experts_NK[known[1]]
@@ -185,7 +185,7 @@ def tell_load(routing: Routing, bias_X: Tensor) -> Routing:
     """
     counts_X = expert_counts(routing, axes=())
     load_X = (counts_X * counts_X.numel() - counts_X.sum()).to(wide(bias_X.dtype)) * _LOAD_UNIT
-    weights_NK = cast(Tensor, _TellLoad.apply(routing.weights, bias_X, load_X))
+    weights_NK = cast(Tensor, _TellLoad.apply(_functorch.shown(routing.weights), _functorch.shown(bias_X), load_X))
     return routing._replace(weights=weights_NK)
 
 

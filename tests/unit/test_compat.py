@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsharding import _compat
+from fsharding import _compat, _functorch
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 
@@ -80,14 +80,14 @@ def test_functorch_is_noticed():
     seen = []
 
     def f(x):
-        seen.append(_compat.in_functorch())
+        seen.append(_functorch.in_functorch())
         return x.sum()
 
     f(torch.ones(2))
     torch.func.grad(f)(torch.ones(2))
     torch.func.vmap(f)(torch.ones(2, 2))
     torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
-    assert seen == [False, True, True, True] and not _compat.in_functorch()
+    assert seen == [False, True, True, True] and not _functorch.in_functorch()
 
 
 def test_a_mesh_needs_no_process_group():
@@ -182,9 +182,9 @@ def test_values_come_out_of_transforms_but_for_vmap():
     seen = []
 
     def look(x):
-        value = _compat.unwrapped(x)
+        value = _functorch.unwrapped(x)
         if value is not None:
-            with _compat.outside_transforms():
+            with _functorch.outside_transforms():
                 seen.append((value + 1).tolist())
         else:
             seen.append(None)

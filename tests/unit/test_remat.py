@@ -1,0 +1,208 @@
+"""`remat` under torch.func: what it closes over, what it returns, how often it computes, and what we ask torch for."""
+
+import pytest
+import torch
+from torch.func import grad, jvp, vjp, vmap
+
+import fsharding as fs
+from fsharding import _functorch, ops
+from fsharding.axes import AbstractMesh
+from fsharding.testing import assert_bitwise_equal, assert_trees_close
+
+W, X = torch.linspace(-1, 1, 12).view(4, 3), torch.linspace(0, 2, 8).view(2, 4)
+
+
+def plain(fn):
+    return fn
+
+
+TRANSFORMS = {
+    "grad": lambda f: grad(f)(W),
+    "jvp": lambda f: jvp(f, (W,), (W.cos(),)),
+    "vmap": lambda f: vmap(f)(torch.stack([W, W.cos()])),
+    "vmap of grad": lambda f: vmap(grad(f))(torch.stack([W, W.cos()])),
+    "grad of vmap": lambda f: grad(lambda w: vmap(lambda s: f(w * s))(torch.arange(3.0)).sum())(W),
+    "jvp of grad": lambda f: jvp(grad(f), (W,), (W.cos(),))[1],
+    "grad of grad": lambda f: grad(lambda w: (grad(f)(w) * W.cos()).sum())(W),
+    "grad of jvp": lambda f: grad(lambda w: jvp(f, (w,), (W.cos(),))[1])(W),
+    "third": lambda f: grad(lambda w: jvp(grad(f), (w,), (W.cos(),))[1].square().sum())(W),
+    "autograd inside": lambda f: grad(lambda w: torch.autograd.grad(f(w), w, create_graph=True)[0].square().sum())(W),
+}
+
+
+def closing(remat):
+    """A remat that closes over what is differentiated, around one that does, too."""
+
+    def f(w):
+        inner = remat(lambda y: torch.tanh(y @ w) * w.sum())
+        return remat(lambda x: inner(x + w[:2].sum()).square().sum() + (x @ w).sin().sum())(X)
+
+    return f
+
+
+def handing_on(remat):
+    """What is closed over goes to a Function of ours first; integers and unused results come and go."""
+
+    def f(w):
+        def body(x, number, unused):
+            shared = ops.psum(w, "dp")
+            return {"x": torch.sin(x @ shared) * number, "number": number, "as it is": x, "unused": unused.exp()}
+
+        out = remat(body)(X, torch.tensor(3), w)
+        return out["x"].square().sum() + out["as it is"].sum()
+
+    return f
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("make", [closing, handing_on])
+def test_no_derivative_depends_on_it(name, make):
+    with fs.set_mesh(AbstractMesh(("dp",), (1,))):
+        found, want = (TRANSFORMS[name](make(remat)) for remat in (fs.remat, plain))
+    assert_trees_close(found, want, rtol=1e-5, atol=1e-4)
+
+
+def test_it_computes_once_forward_and_once_back():
+    calls = []
+
+    def block(p, x):
+        calls.append(1)
+        return torch.tanh(x @ p)
+
+    stack = torch.stack([torch.eye(4), torch.ones(4, 4)])
+    policy = fs.policies.nothing_saveable
+    grad(lambda s: fs.scan_units(block, s, X, policy=policy).sum())(stack)
+    assert len(calls) == 4
+    calls.clear()
+    # What it closes over is found out by one more call, not by one a layer.
+    grad(lambda s: fs.scan_units(lambda p, x: block(p, x) * s.sum(), s, X, policy=policy).sum())(stack)
+    assert len(calls) == 5
+
+
+def test_a_pullback_finds_the_mesh_of_its_forward():
+    def f(w):
+        return fs.remat(lambda w: ops.psum(w.sin(), "dp").sum())(w)
+
+    with fs.set_mesh(AbstractMesh(("dp",), (1,))):
+        _, pull = vjp(f, W)
+    assert_bitwise_equal(pull(torch.ones(()))[0], W.cos())
+
+
+# ------------------------------------------------------------------------------------------------------------ canaries
+def test_what_is_inside_a_wrapper():
+    seen = {}
+
+    def f(x):
+        seen["dims"], seen["inside"] = _functorch.batch_dims(x), _functorch.innermost(x)
+        return x.sum()
+
+    vmap(grad(f), in_dims=1)(W)
+    assert seen["dims"] == [1] and seen["inside"].shape == W.shape
+    vmap(vmap(f, in_dims=1))(torch.zeros(2, 3, 4))
+    assert seen["dims"] == [0, 1]
+    assert _functorch.innermost(W) is W and _functorch.innermost(3) == 3 and _functorch.batch_dims(W) == []
+
+
+class Call(torch.autograd.Function):
+    """The identity, which calls something where torch has taken the transforms off its arguments."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, fn):
+        fn()
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        return None
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+    @staticmethod
+    def jvp(ctx, t, _):
+        return t
+
+
+def test_tensors_of_other_transforms_are_foreign():
+    seen = []
+
+    def f(x):
+        assert not _functorch.is_foreign(x) and _functorch.shown(x) is x
+        return Call.apply(x, lambda: seen.append(_functorch.is_foreign(x))).sum()
+
+    grad(f)(W), jvp(f, (W,), (W,)), jvp(grad(f), (W,), (W,)), vmap(grad(f))(W), grad(lambda w: vmap(f)(w).sum())(W)
+    assert seen == [True] * 5
+    assert not _functorch.is_foreign(W) and _functorch.shown(W) is W
+
+
+def test_which_transform_runs():
+    seen = []
+
+    def f(x):
+        seen.append(_functorch.in_jvp())
+        return x.sum()
+
+    f(W), grad(f)(W), jvp(f, (W,), (W,)), vmap(f)(W), jvp(grad(f), (W,), (W,))
+    assert seen == [False, False, True, False, True]
+
+
+def test_the_basis_of_jacfwd():
+    seen = []
+
+    class Tangent(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.view_as(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            return None
+
+        @staticmethod
+        def jvp(ctx, t):
+            seen.append(_functorch.is_basis_of_jacfwd(t, t.numel()))
+            return t.view_as(t)
+
+        @staticmethod
+        def vmap(info, in_dims, x):
+            return Tangent.apply(x), in_dims[0]
+
+    x = torch.linspace(1, 2, 3)
+    torch.func.jacfwd(Tangent.apply)(x)
+    torch.func.jacfwd(lambda a: Tangent.apply(a * x))(torch.ones(2, 1))
+    jvp(Tangent.apply, (x,), (x,))
+    vmap(lambda t: jvp(Tangent.apply, (x,), (t,))[1])(torch.eye(3))
+    assert seen == [True, False, False, False]
+
+
+def test_only_grad_itself_needs_no_graph_of_its_backward():
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            (kept,) = _functorch.without_own_graph([x])
+            seen.append((x.requires_grad, kept.requires_grad))
+            return g * x
+
+    def f(x):
+        return Look.apply(x).sum()
+
+    grad(f)(W)
+    grad(lambda x: torch.autograd.grad(f(x), x, create_graph=True)[0].sum())(W)
+    leaf = W.clone().requires_grad_()
+    torch.autograd.grad(f(leaf), leaf)
+    # The last step of the second line goes through the node again, for the graph of the first derivative.
+    assert seen[:2] == [(True, False), (True, True)] and seen[-1] == (True, True)
