@@ -39,15 +39,23 @@ class _Move(NamedTuple):
     steps: tuple[Step, ...]
     wholes: tuple[int, ...]
     bytes: int
+    home: Tensor | None = None
 
 
-def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None) -> Tree:
+def _home(x: Any, dtype: torch.dtype) -> Tensor | None:
+    """Memory that can take a result."""
+    local = local_of(x) if isinstance(x, DTensor) else None
+    return local if local is not None and local.dtype == dtype and local.is_contiguous() else None
+
+
+def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tree = None) -> Tree:
     """The same values elsewhere.
 
     Args:
         values: tree of DTensors; plain tensors stay where they are. Nothing may be partial.
         shardings: tree of `NamedSharding`; None leaves a leaf as it is.
         dtypes: tree of dtypes of the result; None keeps a leaf's own.
+        into: tree of DTensors in the new shardings, whose memory a gather may fill and hand on as its result.
 
     Returns:
         The tree in its new shardings; slices are views of the input, everything else is new.
@@ -59,8 +67,9 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None) -> Tree:
     leaves, spec = tree.flatten(values)
     targets = tree.flatten_up_to(spec, shardings, "fs.redistribute")
     kinds = tree.flatten_up_to(spec, dtypes, "fs.redistribute") if dtypes is not None else [None] * len(leaves)
+    homes = tree.flatten_up_to(spec, into, "fs.redistribute") if into is not None else [None] * len(leaves)
     result: list[Any] = list(leaves)
-    groups: dict[tuple[Any, Any, torch.dtype], list[_Move]] = {}
+    groups: dict[tuple[Any, ...], list[_Move]] = {}
     wrong: list[int] = []
     for i, (leaf, target, dtype) in enumerate(zip(leaves, targets, kinds, strict=True)):
         if not isinstance(leaf, DTensor) or target is None:
@@ -74,15 +83,19 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None) -> Tree:
             result[i] = like(leaf, local) if route.stays else route.target.at_rest(local, tuple(leaf.shape))
         else:
             move = _Move(i, local, route.steps, route.wholes, route.size * local.element_size())
-            groups.setdefault((route.mesh, transition.kinds(route.steps), local.dtype), []).append(move)
+            home = _home(homes[i], local.dtype)
+            key = (route.mesh, transition.kinds(route.steps), local.dtype, home is not None)
+            groups.setdefault(key, []).append(move if home is None else move._replace(home=home))
     if wrong:
         text = "moves reduced leaves along data axes of one mesh only."
         named = tree.paths(values)
         rows = [f"{named[i]}: from {sharding_of(leaves[i])} to {targets[i].simplified()}" for i in wrong]
         raise LayoutError(message("fs.redistribute", text, rows))
-    for (mesh, _, _), moves in groups.items():
+    for (mesh, *_), moves in groups.items():
         for batch in _batches(moves):
-            moved = transition.move([m.local for m in batch], [m.steps for m in batch], mesh, [m.wholes for m in batch])
+            at_home = [m.home for m in batch if m.home is not None] or None
+            wholes = [m.wholes for m in batch]
+            moved = transition.move([m.local for m in batch], [m.steps for m in batch], mesh, wholes, at_home)
             for m, local in zip(batch, moved, strict=True):
                 result[m.index] = targets[m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
     return tree.unflatten(spec, result)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsharding import _compat, boxes
 
-__all__ = ["Bucket", "Slot", "copy_in", "copy_out", "piece_views", "plan_bucket", "whole_views"]
+__all__ = ["Bucket", "Slot", "copy_in", "copy_out", "fill", "piece_views", "plan_bucket", "whole_views"]
 
 _ALIGN = 64
 """Whole leaves begin at multiples of so many elements, as fresh tensors would, so that kernels take the same path."""
@@ -146,7 +146,11 @@ def copy_out(rows: Tensor | Sequence[Tensor], flat: Tensor, bucket: Bucket) -> l
         flat: [size] of the same dtype.
         bucket: the plan of both.
     """
-    leaves = whole_views(flat, bucket)
+    return fill(rows, whole_views(flat, bucket), bucket)
+
+
+def fill(rows: Tensor | Sequence[Tensor], leaves: list[Tensor], bucket: Bucket) -> list[Tensor]:
+    """Puts gathered rows together in whole leaves, which are contiguous and of the same dtype, and returns these."""
     if isinstance(rows, Tensor):
         sources = [view for slot in bucket.slots for view in _row_views(rows, slot, bucket.width)]
         targets = [view for leaf, slot in zip(leaves, bucket.slots, strict=True) for view in _leaf_views(leaf, slot)]

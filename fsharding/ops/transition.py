@@ -211,7 +211,11 @@ def whole_sizes(source: NamedSharding, steps: Sequence[Step], shape: tuple[int, 
 
 
 def move(
-    leaves: Sequence[Tensor], steps: Sequence[tuple[Step, ...]], mesh: Mesh, wholes: Sequence[tuple[int, ...]] = ()
+    leaves: Sequence[Tensor],
+    steps: Sequence[tuple[Step, ...]],
+    mesh: Mesh,
+    wholes: Sequence[tuple[int, ...]] = (),
+    into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Takes the steps one after the other, waiting for each.
 
@@ -220,6 +224,7 @@ def move(
         steps: as planned, for each leaf; of the same `kinds`.
         mesh: with devices.
         wholes: `whole_sizes` of each leaf; needed when a step gathers.
+        into: contiguous tensors for the results, which a gather as the last step fills; other last steps do not look.
     """
     current = list(leaves)
     for place, step in enumerate(steps[0] if steps else ()):
@@ -228,7 +233,8 @@ def move(
             index = axis_group(mesh, step.axes).index
             current = [_slice(x, dim, sizes, index) for x, dim in zip(current, dims, strict=True)]
         elif step.kind == "gather":
-            current = _gather(current, [w[place] for w in wholes], dims, step.axes, mesh)
+            last = place + 1 == len(steps[0])
+            current = _gather(current, [w[place] for w in wholes], dims, step.axes, mesh, into if last else None)
         else:
             x = current[0]
             shapes = [tuple(leaf.shape) for leaf in current]
@@ -247,7 +253,12 @@ def _slice(x: Tensor, dim: int, sizes: tuple[int, ...], index: int) -> Tensor:
 
 
 def _gather(
-    leaves: Sequence[Tensor], wholes: Sequence[int], dims: Sequence[int], axes: tuple[str, ...], mesh: Mesh
+    leaves: Sequence[Tensor],
+    wholes: Sequence[int],
+    dims: Sequence[int],
+    axes: tuple[str, ...],
+    mesh: Mesh,
+    into: Sequence[Tensor] | None,
 ) -> list[Tensor]:
     group = axis_group(mesh, axes)
     shapes = [(*x.shape[:d], whole, *x.shape[d + 1 :]) for x, whole, d in zip(leaves, wholes, dims, strict=True)]
@@ -255,6 +266,10 @@ def _gather(
     delivery = open_gather(plan.width, leaves[0].dtype, group, leaves[0].device)
     _compat.foreach_copy_(buckets.piece_views(delivery.mine, plan, group.index), list(leaves))
     delivery.start()
-    joined = buckets.copy_out(delivery.wait(), _compat.fresh((plan.size,), leaves[0].dtype, leaves[0].device), plan)
+    rows = delivery.wait()
+    if into is None:
+        joined = buckets.copy_out(rows, _compat.fresh((plan.size,), leaves[0].dtype, leaves[0].device), plan)
+    else:
+        joined = buckets.fill(rows, list(into), plan)
     delivery.done()
     return joined

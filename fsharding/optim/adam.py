@@ -81,7 +81,7 @@ def adamw(
             kernel(main, grads, mu, nu, int(state.count), decay=weight_decay)
             return [x.to(p.dtype) for x, p in zip(main, slices, strict=True)]
 
-        return change_slices(params, state.mu, change), successor(state, mu, nu)
+        return change_slices(params, state.mu, change, donate=donate), successor(state, mu, nu)
 
     def inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         grads = local_leaves(redistribute(updates, shardings_of(state.mu)))

@@ -62,18 +62,23 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
         The new parameters in the shardings and dtypes of `params`.
     """
     deltas = local_leaves(updates)
-    return change_slices(
-        params, updates, lambda slices: [_add(*pair, donate) for pair in zip(slices, deltas, strict=True)]
-    )
+
+    def add(slices: list[Tensor]) -> list[Tensor]:
+        return [_add(*pair, donate) for pair in zip(slices, deltas, strict=True)]
+
+    return change_slices(params, updates, add, donate=donate)
 
 
-def change_slices(params: Tree, where: Tree, change: Callable[[list[Tensor]], list[Tensor]]) -> Tree:
+def change_slices(
+    params: Tree, where: Tree, change: Callable[[list[Tensor]], list[Tensor]], *, donate: bool = False
+) -> Tree:
     """Changes parameters where something else is cut: brings them there and back.
 
     Args:
         params: tree of DTensors or plain tensors.
         where: the same tree, cut as the slices shall be; None at a leaf leaves the parameter as it is.
         change: from local slices, in order, to new ones of the same shapes.
+        donate: the parameters may be overwritten.
     """
     leaves, spec = tree.flatten(params)
     marks = tree.flatten_up_to(spec, where, "fs.apply_updates")
@@ -84,7 +89,7 @@ def change_slices(params: Tree, where: Tree, change: Callable[[list[Tensor]], li
     for leaf, part, mark in zip(leaves, slices, marks, strict=True):
         new = next(changed) if mark is not None else leaf
         moved.append(sharding.like(part, new) if mark is not None and isinstance(part, DTensor) else new)
-    return redistribute(tree.unflatten(spec, moved), shardings_of(params))
+    return redistribute(tree.unflatten(spec, moved), shardings_of(params), into=params if donate else None)
 
 
 def _add(param: Tensor, delta: Tensor, donate: bool) -> Tensor:
