@@ -137,6 +137,7 @@ def test_model_axes_have_the_same_losses(alone: Path, tmp_path: Path, ranks: int
     assert train(tmp_path / "run", *options, ranks=ranks) == pytest.approx(losses(alone), rel=1e-5)
 
 
+@pytest.mark.full
 def test_experts_move_from_their_axis_to_a_pipeline_in_mid_run(tmp_path: Path):
     alone = train(tmp_path / "alone", "--preset", "tiny-moe", ranks=1)
     moved = train(tmp_path / "run", "--preset", "tiny-moe", "--mesh", "ep=2", "--swap-at", "2=zero1,4=zero3:pp=2")

@@ -266,13 +266,13 @@ def test_gradients_do_not_depend_on_the_policy(strategy):
             assert_bitwise_equal(result, found["everything_saveable"], f"{name} and everything_saveable")
 
 
-@pytest.mark.parametrize("strategy", [fs.zero(1), fs.zero(3), fs.HFSDP], ids=name_of)
+@pytest.mark.parametrize("strategy", some([fs.zero(1), fs.zero(3), fs.HFSDP], 2), ids=name_of)
 def test_native_and_point_to_point_agree_bitwise(strategy):
     native, p2p = (on_ranks(4, strategy, wires=wires, axes=OUTER) for wires in ("native", "p2p"))
     assert_bitwise_equal(native, p2p)
 
 
-@pytest.mark.parametrize("strategy", [fs.zero(0), fs.zero(3), fs.HFSDP], ids=name_of)
+@pytest.mark.parametrize("strategy", some([fs.zero(0), fs.zero(3), fs.HFSDP], 1), ids=name_of)
 def test_two_runs_of_one_program_agree_bitwise(strategy):
     again = run_ranks(train, 4, strategy, placed(strategy), opt="adamw", microbatches=3)[0]
     assert_bitwise_equal(again, on_ranks(4, strategy, opt="adamw", microbatches=3))
@@ -674,7 +674,7 @@ def test_unlike_parameters_train_as_in_plain_torch(name, microbatches):
             assert_trees_close(final, params, rtol=rtol, atol=max(rtol, 1e-3), what=f"parameters of {what}")
 
 
-@pytest.mark.parametrize("name", some(list(TOYS), *range(1, len(TOYS), 2)))
+@pytest.mark.parametrize("name", some(list(TOYS), *range(1, len(TOYS), 4)))
 def test_unlike_parameters_agree_bitwise_among_strategies(name):
     results = toys_on_ranks(name, 4, False, 1) | toys_on_ranks(name, 4, True, 1)
     for strategy, result in results.items():
@@ -1025,7 +1025,7 @@ def pure(strategy, axes, precision, opt, microbatches):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("strategy", [*ZEROS, fs.HSDP, fs.HFSDP], ids=name_of)
+@pytest.mark.parametrize("strategy", some([*ZEROS, fs.HSDP, fs.HFSDP], 0, 3, 5), ids=name_of)
 def test_a_step_changes_nothing_that_went_in(strategy, precision):
     opt, microbatches = ("adamw", 1) if precision == fs.FP32 else ("momentum", 3)
     run_ranks(pure, 4, strategy, placed(strategy), precision, opt, microbatches)
@@ -1065,7 +1065,7 @@ def test_a_donated_state_says_so():
     ],
     ids=name_of,
 )
-@pytest.mark.parametrize("strategy", [*ZEROS, fs.HSDP, fs.HFSDP], ids=name_of)
+@pytest.mark.parametrize("strategy", some([*ZEROS, fs.HSDP, fs.HFSDP], 0, 1, 5), ids=name_of)
 def test_donation_changes_no_bit(strategy, how):
     assert_bitwise_equal(on_ranks(4, strategy, **how), on_ranks(4, strategy, donate=True, **how))
 
@@ -1153,7 +1153,7 @@ def by_hand(strategy, axes, opt, frozen=()):
     return losses, whole(params), whole(state.params), whole(opt_state.states[1].mu) if opt == "adamw" else None
 
 
-@pytest.mark.parametrize("opt", ["adamw", "sgd", "momentum"])
+@pytest.mark.parametrize("opt", some(["adamw", "sgd", "momentum"], 0))
 @pytest.mark.parametrize("strategy", ZEROS, ids=name_of)
 def test_the_step_by_hand_is_the_step(strategy, opt):
     for losses, params, reference, _ in run_ranks(by_hand, 2, strategy, DP, opt):
