@@ -175,14 +175,21 @@ def main_of(state: TrainState) -> Tree:
     return state.main if state.main is not None else main_params(state.params, state.layout)
 
 
-def spread_main(main: Tree, params: Tree, layout: Layout) -> Tree:
-    """Parameters from updated main parameters: cast, and gathered once where they are less cut; frozen leaves stay."""
+def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = False) -> Tree:
+    """Parameters from updated main parameters: cast, and gathered once where they are less cut; frozen leaves stay.
+
+    Args:
+        main: the main parameters; None for frozen leaves.
+        params: the parameters before.
+        layout: of both.
+        donate: the memory of `params` may be used.
+    """
     targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
     dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
     flat = tree.flatten_up_to(layout.structure, main, "fs.spread_main")
     merged = [p if m is None else m for p, m in zip(tree.leaves(params), flat, strict=True)]
     values, where, kinds = (tree.unflatten(layout.structure, x) for x in (merged, targets, dtypes))
-    return redistribute(values, where, dtypes=kinds)
+    return redistribute(values, where, dtypes=kinds, into=params if donate else None)
 
 
 def state_bytes(state: Tree) -> int:

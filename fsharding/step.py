@@ -284,7 +284,7 @@ def _update(
         main, opt_state = _move(state, grads, norm, opt, steer, donate=donate)
     scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
     with _compat.region("spread"):
-        params = spread_main(main, state.params, layout)
+        params = spread_main(main, state.params, layout, donate=donate)
     return state.replace(
         step=state.step + 1,
         params=params,

@@ -147,7 +147,7 @@ class _Psum:
     group: Group
 
     def run(self, x: Tensor) -> Tensor:
-        return start_sum(x.reshape(-1), self.group, wide(x.dtype)).wait().to(x.dtype).view(x.shape)
+        return start_sum(x, self.group, wide(x.dtype)).wait().to(x.dtype).view(x.shape)
 
     def dual(self) -> Linear:
         return _Vary(self.group)

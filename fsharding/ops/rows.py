@@ -189,7 +189,7 @@ def sum_rows(rows: Rows, terms: Sequence[int], dtype: torch.dtype, *, out: Tenso
 class PendingSum:
     """A sum over a group under way; see `start_sum`."""
 
-    x: Tensor
+    terms: list[Tensor]
     group: Group
     dtype: torch.dtype
     delivery: Delivery | None = None
@@ -197,14 +197,14 @@ class PendingSum:
     def wait(self) -> Tensor:
         """The sum, flat, on every member."""
         if self.delivery is None:
-            return self.x.to(self.dtype, copy=True)
-        rows, terms, n = self.delivery.wait(), self.group.terms, self.x.numel()
+            return torch.cat([x.reshape(-1) for x in self.terms]).to(self.dtype)
+        rows, order, n = self.delivery.wait(), self.group.terms, _count(self.terms)
         if n <= SMALL_SUM:
-            total = sum_rows(rows, terms, self.dtype)
+            total = sum_rows(rows, order, self.dtype)
             self.delivery.done()
             return total
-        gather = open_gather(rows[0].numel(), self.dtype, self.group, self.x.device)
-        sum_rows(rows, terms, self.dtype, out=gather.mine)
+        gather = open_gather(rows[0].numel(), self.dtype, self.group, self.terms[0].device)
+        sum_rows(rows, order, self.dtype, out=gather.mine)
         self.delivery.done()
         gather.start()
         whole = gather.wait()
@@ -218,24 +218,27 @@ def _joined(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat([*rows], out=out)
 
 
-def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> PendingSum:
-    """Starts the sum of a flat tensor over a group, added as by `sum_rows`.
+def _count(terms: Sequence[Tensor]) -> int:
+    return sum(x.numel() for x in terms)
+
+
+def start_sum(x: Tensor | Sequence[Tensor], group: Group, dtype: torch.dtype) -> PendingSum:
+    """Starts the sum of a tensor over a group, added as by `sum_rows`.
 
     Args:
-        x: contiguous [width].
+        x: of any shape; or several of one dtype, which travel one after the other.
         group: who takes part.
         dtype: of the sum; the terms travel as they are, the sum travels in this dtype.
     """
+    terms = [x] if isinstance(x, Tensor) else list(x)
     if group.process_group is None:
-        return PendingSum(x, group, dtype)
-    n = x.numel()
-    if n <= SMALL_SUM:
-        delivery = open_gather(n, x.dtype, group, x.device)
-        delivery.mine.copy_(x)
-    else:
-        delivery = open_exchange(-(-n // group.size), x.dtype, group, x.device)
-        flat = delivery.mine.view(-1)
-        flat[:n].copy_(x)
-        flat[n:].zero_()
+        return PendingSum(terms, group, dtype)
+    n, kind, device = _count(terms), terms[0].dtype, terms[0].device
+    whole = n <= SMALL_SUM
+    delivery = (open_gather if whole else open_exchange)(n if whole else -(-n // group.size), kind, group, device)
+    flat = delivery.mine.view(-1)
+    parts = flat[:n].split([term.numel() for term in terms])
+    _compat.foreach_copy_([part.view(x.shape) for part, x in zip(parts, terms, strict=True)], terms)
+    flat[n:].zero_()
     delivery.start()
-    return PendingSum(x, group, dtype, delivery)
+    return PendingSum(terms, group, dtype, delivery)

@@ -168,7 +168,7 @@ def start(
     values = [_zeros(x, s, wire_dtype, device) for x, s in zip(leaves, shapes, strict=True)]
     if first.kind != "sum":
         return Transit(lambda: move([x.to(dtype) for x in values], steps, mesh, wholes))
-    total = start_sum(torch.cat([x.reshape(-1) for x in values]), group, dtype)
+    total = start_sum(values, group, dtype)
     return Transit(lambda: move(_split(total.wait(), shapes), rest, mesh, later))
 
 
