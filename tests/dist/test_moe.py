@@ -271,7 +271,8 @@ def test_experts_train_with_remat_and_in_microbatches(how):
     results = run_ranks(train, 4, {"dp": 2, "ep": 2}, [fs.zero(2), fs.zero(3)], **how)
     for found in results[0]:
         want = alone(aux=how.get("aux", 0.05), steps=how.get("steps", 3))[0]
-        assert_trees_close(found[0], want, rtol=1e-5, what="losses and norms")
+        # Microbatches add in another order, and AdamW's first steps turn that into more than a rounding of the norm.
+        assert_trees_close(found[0], want, rtol=2e-5 if "microbatches" in how else 1e-5, what="losses and norms")
 
 
 def in_bfloat16():
