@@ -1,6 +1,6 @@
 """Variants that `make test` leaves out to stay short: each has a neighbour that runs, by default, the same code.
 
-A line is the end of a test's id, or the name of a whole test. `make test-full` runs all of them.
+A line is the end of a test's id. `make test-full` runs all of them.
 """
 
 FULL_ONLY = (
@@ -56,4 +56,11 @@ FULL_ONLY = (
     "test_training.py::test_bytes_are_those_that_the_layout_says[16-17-8-bf16]",
     "test_training.py::test_bytes_are_those_that_the_layout_says[scalars-bf16]",
     "test_training.py::test_bytes_are_those_that_the_layout_says[dtypes-bf16]",
+    "test_checkpoint_background.py::test_the_end_of_the_process_waits",
+    "test_checkpoint_offline.py::test_a_checkpoint_larger_than_the_memory_passes[25600]",
+    "test_cli.py::test_swapping_strategies_in_mid_run_changes_no_loss",
+    "test_examples.py::test_example_is_a_script[mlp.py]",
+    "test_moe.py::test_experts_train_with_remat_and_in_microbatches[{'aux': 0.0, 'microbatches': 2}]",
+    "test_testing.py::test_ranks_end_with_their_caller",
+    "test_training.py::test_losses_are_those_of_one_process[zero1-dp-3-adamw]",
 )
