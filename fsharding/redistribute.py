@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -170,16 +170,17 @@ def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:
     return tree.unflatten(spec, result)
 
 
-def in_buckets(moves: Sequence[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Cuts a sequence, in order, into buckets of at most `BUCKET_BYTES`; what is larger is in one of its own.
+def in_buckets(moves: Iterable[Item], size: Callable[[Item], int], limit: int = BUCKET_BYTES) -> Iterator[list[Item]]:
+    """Cuts a sequence, in order, into buckets of at most some bytes; what is larger is in one of its own.
 
     Args:
         moves: anything that travels.
         size: bytes of one.
+        limit: bytes of a bucket.
     """
     bucket, held = list[Item](), 0
     for move in moves:
-        if bucket and held + size(move) > BUCKET_BYTES:
+        if bucket and held + size(move) > limit:
             yield bucket
             bucket, held = [], 0
         bucket.append(move)

@@ -58,10 +58,7 @@ def bench_scaling(config: ScalingConfig) -> None:
         ConfigError: a number below 1, an unknown contender, or one whose package is not there; or it runs under
             torchrun.
     """
-    step = StepConfig(
-        contenders=config.contenders, batch=config.batch, seq_len=config.seq_len, rounds=config.rounds
-    )  # fmt: skip
-    check(step, "fsharding bench scaling")
+    check(_step(config, config.contenders), "fsharding bench scaling")
     if min(*config.ranks, *config.units, *config.dims, 1) < 1 or any(dim % 64 for dim in config.dims):
         mend = "Numbers are at least 1; dims are multiples of 64."
         raise ConfigError(message("fsharding bench scaling", "cannot measure these points.", mend=mend))
@@ -74,12 +71,16 @@ def bench_scaling(config: ScalingConfig) -> None:
     _show(config, fit(rows))
 
 
+def _step(config: ScalingConfig, contenders: tuple[str, ...]) -> StepConfig:
+    return StepConfig(contenders=contenders, batch=config.batch, seq_len=config.seq_len, rounds=config.rounds)
+
+
 def points(config: ScalingConfig) -> list[dict[str, Any]]:
     """One row for each contender, number of units and width, on the ranks that are there. Collective."""
     mesh = make_mesh(dp=-1, timeout=timedelta(seconds=120))
     alone = mesh.size() == 1
     contenders = tuple(name for name in config.contenders if not alone or name.startswith("fsharding-zero"))
-    step = StepConfig(contenders=contenders, batch=config.batch, seq_len=config.seq_len, rounds=config.rounds)
+    step = _step(config, contenders)
     rows: list[dict[str, Any]] = []
     try:
         for dim in config.dims if contenders else ():

@@ -27,9 +27,10 @@ from fsharding.checkpoint.names import Names, Part, naming, our_box, parts, unkn
 from fsharding.checkpoint.ranges import pieces
 from fsharding.checkpoint.source import LeafInfo, Source, open_source
 from fsharding.checkpoint.store import StrPath
-from fsharding.checkpoint.tensor_files import INDEX, in_groups, index_text, tensor_files
+from fsharding.checkpoint.tensor_files import INDEX, index_text, tensor_files
 from fsharding.checkpoint.weights import SAFETENSORS
 from fsharding.errors import CheckpointError, message
+from fsharding.redistribute import in_buckets
 
 __all__ = ["FORMATS", "Exported", "export"]
 
@@ -150,7 +151,7 @@ def _plan(leaves: Source, names: Names, what: str, format: str) -> list[_Item]:
 
 def _in_files(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
     """Fills files in order, each up to the limit; there is at least one."""
-    return [[items[place] for place in group] for group in in_groups([item.bytes for item in items], limit)]
+    return list(in_buckets(items, lambda item: item.bytes, limit)) or [[]]
 
 
 def _windows(leaves: Source, item: _Item) -> Iterator[tuple[Box, Tensor]]:

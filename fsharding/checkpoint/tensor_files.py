@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.weights import SAFETENSORS
+from fsharding.redistribute import in_buckets
 
-__all__ = ["INDEX", "TensorFile", "in_groups", "index_text", "tensor_files"]
+__all__ = ["INDEX", "TensorFile", "index_text", "tensor_files"]
 
 INDEX = "model.safetensors.index.json"
 """The file that says which tensor is in which file, where there are several."""
@@ -37,19 +38,6 @@ class TensorFile(NamedTuple):
     size: int
 
 
-def in_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Fills groups in order, each up to a limit, with the positions of what has these sizes; there is at least one."""
-    groups: list[list[int]] = [[]]
-    held = 0
-    for place, size in enumerate(sizes):
-        if groups[-1] and held + size > limit:
-            groups.append([])
-            held = 0
-        groups[-1].append(place)
-        held += size
-    return groups
-
-
 def tensor_files(tensors: Mapping[str, LeafInfo], max_file_bytes: int) -> list[TensorFile]:
     """The files of a directory.
 
@@ -57,13 +45,12 @@ def tensor_files(tensors: Mapping[str, LeafInfo], max_file_bytes: int) -> list[T
         tensors: shape and dtype by name, in the order in which they fill the files.
         max_file_bytes: files of more than one tensor are at most this large, but for their header.
     """
-    names = list(tensors)
-    groups = in_groups([_bytes(info) for info in tensors.values()], max_file_bytes)
+    groups = list(in_buckets(tensors, lambda name: _bytes(tensors[name]), max_file_bytes)) or [[]]
     count = len(groups)
     files: list[TensorFile] = []
-    for number, places in enumerate(groups, start=1):
+    for number, names in enumerate(groups, start=1):
         name = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-        files.append(_file(name, {names[place]: tensors[names[place]] for place in places}))
+        files.append(_file(name, {tensor: tensors[tensor] for tensor in names}))
     return files
 
 

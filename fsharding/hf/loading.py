@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from fsharding import _compat, boxes, tree
+from fsharding import _compat, tree
 from fsharding.checkpoint.agree import together
 from fsharding.checkpoint.leaves import Shards, Want, main_wants, staged
 from fsharding.checkpoint.source import LeafInfo
@@ -18,7 +18,7 @@ from fsharding.checkpoint.store import StrPath
 from fsharding.errors import CheckpointError, FshardingError, message
 from fsharding.hf.families import config_of
 from fsharding.hf.folder import Folder, open_folder
-from fsharding.hf.naming import Names, Piece, declared, names_of, pieces_of
+from fsharding.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of
 from fsharding.layout import Layout
 from fsharding.models.decoder import DecoderConfig
 from fsharding.precision import DTYPES
@@ -145,9 +145,5 @@ def _room(want: Want) -> Shards:
 def _fill(folder: Folder, pieces: list[Piece], shard: Shards) -> None:
     """Reads what this rank holds of a leaf."""
     for box, x in shard.kept().values():
-        for piece in pieces:
-            shared = boxes.intersect(box, piece.box)
-            if shared is not None:
-                out = x[boxes.relative(shared, box)]
-                out = out[(0,) * piece.lead]
-                folder.read(piece.name, piece.there(shared), out.mT if piece.transposed else out)
+        for name, there, out in in_tensors(box, x, pieces):
+            folder.read(name, there, out)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from torch import Tensor
+
 from fsharding import boxes
 from fsharding.boxes import Box
 from fsharding.checkpoint.names import Name as SimpleName
@@ -19,7 +21,19 @@ from fsharding.models.decoder import DecoderConfig
 from fsharding.planning import LeafLayout
 from fsharding.spec import Fused
 
-__all__ = ["Joined", "Name", "Names", "Piece", "Section", "Transposed", "declared", "names_of", "pieces_of", "untiled"]
+__all__ = [
+    "Joined",
+    "Name",
+    "Names",
+    "Piece",
+    "Section",
+    "Transposed",
+    "declared",
+    "in_tensors",
+    "names_of",
+    "pieces_of",
+    "untiled",
+]
 
 
 class Joined(NamedTuple):
@@ -84,6 +98,21 @@ class Piece(NamedTuple):
         moved = [(a + self.shift, b + self.shift) if d == self.dim else (a, b) for d, (a, b) in enumerate(box)]
         inner = tuple(moved[self.lead :])
         return (*inner[:-2], inner[-1], inner[-2]) if self.transposed else inner
+
+
+def in_tensors(box: Box, x: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[str, Box, Tensor]]:
+    """What a box of our leaf has of each tensor: its name, the box there, and a view of our values laid out as there.
+
+    Args:
+        box: of our leaf.
+        x: its values.
+        pieces: of the leaf.
+    """
+    for piece in pieces:
+        shared = boxes.intersect(box, piece.box)
+        if shared is not None:
+            view = x[boxes.relative(shared, box)][(0,) * piece.lead]
+            yield piece.name, piece.there(shared), view.mT if piece.transposed else view
 
 
 def declared(leaf: LeafLayout) -> Declared:

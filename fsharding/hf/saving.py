@@ -36,7 +36,7 @@ from fsharding.checkpoint.tensor_files import INDEX, TensorFile, index_text, ten
 from fsharding.checkpoint.weights import SAFETENSORS
 from fsharding.errors import CheckpointError, message
 from fsharding.hf.families import config_json, config_of
-from fsharding.hf.naming import Names, Piece, declared, names_of, pieces_of, untiled
+from fsharding.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of, untiled
 from fsharding.layout import Layout
 from fsharding.mesh import own_rank, world_size
 from fsharding.models.decoder import DecoderConfig, decoder
@@ -180,11 +180,8 @@ class _Job:
         writers = shares(self.leaves, range(world_size()))
         for path, leaf in self.leaves.items():
             for corner, (box, x) in leaf.kept().items():
-                for piece in self.pieces[path] if writers[path][corner] == own_rank() else ():
-                    shared = boxes.intersect(box, piece.box)
-                    if shared is not None:
-                        mine = x[boxes.relative(shared, box)][(0,) * piece.lead]
-                        yield piece.name, piece.there(shared), mine.mT if piece.transposed else mine
+                if writers[path][corner] == own_rank():
+                    yield from in_tensors(box, x, self.pieces[path])
 
     def commit(self) -> None:
         """Puts the directory in its place. On one rank."""

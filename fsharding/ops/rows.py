@@ -99,7 +99,7 @@ class _Shown:
     def start(self) -> None:
         row = self.mine if self._row is None else self.mine[0]
         record_sent((self._group.size - 1) * row.nbytes, self._group.axes)
-        self._posted = shared.post(wire.as_bytes(self.mine), self._group)
+        self._posted = shared.Posted(wire.as_bytes(self.mine), self._group)
 
     def wait(self, timeout: timedelta | None = None) -> Rows:
         assert self._posted is not None

@@ -1,8 +1,8 @@
 """Rows that the processes of one machine read where they were written, in memory that all of them map.
 
-In: a number of bytes. Out: a buffer in a block of shared memory; `post` tells the other members of a group where it is,
-and each reads it in place. Only that note of 32 bytes travels over the group, so its errors and timeouts stay as they
-are. A block is written again when nobody here views it and every reader has signed for it.
+In: a number of bytes. Out: a buffer in a block of shared memory; `Posted` tells the other members of a group where it
+is, and each reads it in place. Only that note of 32 bytes travels over the group, so errors and timeouts are its own.
+A block is written again when nobody here views it and every reader has signed for it.
 Law: what a member reads is what was in the buffer when it was posted; a group of several machines never comes here.
 """
 
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from fsharding import _compat
 from fsharding.mesh import Group
+from fsharding.ops import wire
 
-__all__ = ["Posted", "allocated_bytes", "can_share", "most_bytes", "post", "take"]
+__all__ = ["Posted", "allocated_bytes", "can_share", "most_bytes", "take"]
 
 _HEAD = 4096
 """Bytes before the data of a block: one int64 for each reader, which signs with the number of the posting."""
@@ -43,8 +44,8 @@ _SWITCH = "FSHARDING_SHARED_MEMORY"
 class _Block:
     """Memory without a name, which is gone with the last process that maps it."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.size = 1 << (nbytes + _HEAD - 1).bit_length()
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.fd = os.memfd_create("fsharding")
         os.ftruncate(self.fd, self.size)
         self.inode = os.fstat(self.fd).st_ino
@@ -81,7 +82,7 @@ class _Arena:
         size = 1 << (nbytes + _HEAD - 1).bit_length()
         block = next((b for b in self.blocks.values() if b.size == size and b.free()), None)
         if block is None:
-            block = _Block(nbytes)
+            block = _Block(size)
             self.blocks[_compat.storage_id(block.data)] = block
         result, block.used = block.data[:nbytes], nbytes
         self.most = max(self.most, sum(b.used for b in self.blocks.values() if not b.free()))
@@ -188,19 +189,25 @@ def _introduce(group: Group) -> _Channel | None:
     if block is not None:
         block.data[:8].view(torch.int64).fill_(pid)
     card = [machine, pid, block.fd, block.inode, block.size] if block is not None else [-1, pid, -1, -1, -1]
-    cards = _swap(torch.tensor(card), group).wait()
-    channel = _Channel(tuple(int(c[1]) for c in cards))
-    fine = block is not None and all(int(c[0]) == machine for c in cards)
+    cards = _numbers(card, group)
+    channel = _Channel(tuple(c[1] for c in cards))
+    fine = block is not None and all(c[0] == machine for c in cards)
     try:
         for member, c in enumerate(cards):
             if fine and member != group.index:
-                _, found = channel.open(member, *map(int, c[2:]))
+                _, found = channel.open(member, *c[2:])
                 fine = int(found[_HEAD : _HEAD + 8].view(torch.int64)) == channel.pids[member]
     except (RuntimeError, ValueError):
         fine = False
     # The block may be written again only after everybody's answer.
-    answers = _swap(torch.tensor([int(fine)]), group).wait()
-    return channel if all(map(bool, answers)) else None
+    return channel if all(answer for (answer,) in _numbers([int(fine)], group)) else None
+
+
+def _numbers(mine: Sequence[int], group: Group) -> list[list[int]]:
+    """What every member gives."""
+    rows, pending = _swap(mine, group)
+    pending.wait()
+    return rows.tolist()
 
 
 def _machine() -> int:
@@ -214,38 +221,23 @@ def _machine() -> int:
         return -1
 
 
-@dataclass(frozen=True)
-class _Notes:
-    """One small tensor from each member, under way."""
-
-    rows: list[Tensor]
-    works: tuple[dist.Work, ...]
-
-    def wait(self, timeout: timedelta | None = None) -> list[Tensor]:
-        for work in self.works:
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
-        return self.rows
-
-
-def _swap(row: Tensor, group: Group) -> _Notes:
-    """Starts to give every member this one's row."""
-    rows = [row if member == group.index else torch.empty_like(row) for member in range(group.size)]
-    works: list[dist.Work | None] = []
-    for step in range(1, group.size):
-        source, target = (group.index - step) % group.size, (group.index + step) % group.size
-        works.append(dist.irecv(rows[source], group.ranks[source], group.process_group, _TAG))
-        works.append(dist.isend(row, group.ranks[target], group.process_group, _TAG))
-    return _Notes(rows, tuple(work for work in works if work is not None))
+def _swap(mine: Sequence[int], group: Group) -> tuple[Tensor, wire.Pending]:
+    """Starts to give every member some numbers of this one: int64[members, len(mine)], and what to wait for."""
+    rows = torch.empty(group.size, len(mine), dtype=torch.int64)
+    rows[group.index] = torch.tensor(mine)
+    return rows, wire.swap_rows(rows, group, tag=_TAG)
 
 
 class Posted:
-    """A buffer of each member, once all of them have posted theirs."""
+    """A buffer of each member, once all of them have posted theirs, of one size each.
+
+    Args:
+        mine: from `take`, filled; it must not change any more.
+        group: for which `can_share` is true.
+    """
 
     def __init__(self, mine: Tensor, group: Group) -> None:
-        """Posts; see `post`."""
+        """Starts to show the buffer to the other members."""
         assert group.process_group is not None
         channel = _channels[group.process_group]
         assert channel is not None
@@ -253,7 +245,7 @@ class Posted:
         block.number += 1
         block.readers = {i: pid for i, pid in enumerate(channel.pids) if i != group.index}
         self._mine, self._group, self._channel = mine, group, channel
-        self._notes = _swap(torch.tensor([block.fd, block.inode, block.size, block.number]), group)
+        self._notes, self._pending = _swap([block.fd, block.inode, block.size, block.number], group)
         self._unsigned: list[tuple[memoryview[int], int]] = []
 
     def wait(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
@@ -262,12 +254,12 @@ class Posted:
         Raises:
             RuntimeError: torch's own, when a member is gone or the timeout is over.
         """
+        self._pending.wait(timeout)
         buffers: list[Tensor] = []
-        for member, note in enumerate(self._notes.wait(timeout)):
+        for member, (fd, inode, size, number) in enumerate(self._notes.tolist()):
             if member == self._group.index:
                 buffers.append(self._mine)
                 continue
-            fd, inode, size, number = note.tolist()
             head, whole = self._channel.open(member, fd, inode, size)
             self._unsigned.append((head, number))
             buffers.append(whole[_HEAD : _HEAD + self._mine.numel()])
@@ -278,13 +270,3 @@ class Posted:
         for head, number in self._unsigned:
             head[self._group.index] = number
         self._unsigned.clear()
-
-
-def post(mine: Tensor, group: Group) -> Posted:
-    """Starts to show a buffer to the other members of a group, who post one of the same size each.
-
-    Args:
-        mine: from `take`, filled; it must not change any more.
-        group: for which `can_share` is true.
-    """
-    return Posted(mine, group)

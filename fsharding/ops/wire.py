@@ -33,6 +33,7 @@ __all__ = [
     "exchange_rows",
     "gather_rows",
     "send_receive",
+    "swap_rows",
 ]
 
 _SHORT = 1 << 17
@@ -112,12 +113,7 @@ def gather_rows(rows: Tensor, group: Group) -> Pending:
         return exchange_rows(rows[group.index].expand_as(rows).contiguous(), rows, group)
     record_sent((group.size - 1) * rows[0].nbytes, group.axes)
     if way == "p2p":
-        works: list[dist.Work] = []
-        for step in range(1, group.size):
-            source, target = (group.index - step) % group.size, (group.index + step) % group.size
-            works.append(_started(dist.irecv(rows[source], group.ranks[source], group.process_group)))
-            works.append(_started(dist.isend(rows[group.index], group.ranks[target], group.process_group)))
-        return Pending(tuple(works))
+        return swap_rows(rows, group)
     if group.order == tuple(range(group.size)):
         mine = rows[group.index].clone()
         return Pending((_compat.all_gather_flat(rows.view(-1), mine, group.process_group),), (mine,))
@@ -125,6 +121,22 @@ def gather_rows(rows: Tensor, group: Group) -> Pending:
     _compat.all_gather_flat(landed.view(-1), mine, group.process_group).wait()
     rows.copy_(landed[list(group.order)])
     return Pending()
+
+
+def swap_rows(rows: Tensor, group: Group, *, tag: int = 0) -> Pending:
+    """Starts to fill a buffer as `gather_rows` does, by sends and receives of whole rows, which are not counted here.
+
+    Args:
+        rows: contiguous [members, width], row i from member i.
+        group: who takes part.
+        tag: of the messages.
+    """
+    works: list[dist.Work] = []
+    for step in range(1, group.size):
+        source, target = (group.index - step) % group.size, (group.index + step) % group.size
+        works.append(_started(dist.irecv(rows[source], group.ranks[source], group.process_group, tag)))
+        works.append(_started(dist.isend(rows[group.index], group.ranks[target], group.process_group, tag)))
+    return Pending(tuple(works))
 
 
 def _started(work: dist.Work | None) -> dist.Work:
