@@ -12,11 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat, tree
+from fsharding import _compat
 from fsharding.optim.apply import change_slices
-from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, new_zeros, shardings_of
+from fsharding.optim.base import (
+    GradientTransformation,
+    add_decay_,
+    clone,
+    like,
+    local_leaves,
+    new_zeros,
+    shardings_of,
+    zeros,
+)
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.precision import wide
 from fsharding.redistribute import redistribute
 from fsharding.tree import Tree
 
@@ -56,20 +64,14 @@ def adamw(
     rate = as_schedule(learning_rate)
 
     def init(params: Tree) -> AdamState:
-        def zeros() -> Tree:
-            return like(params, [new_zeros(x, moments or wide(x.dtype)) for x in local_leaves(params)])
-
-        return AdamState(torch.zeros((), dtype=torch.int64), zeros(), zeros())
+        return AdamState(torch.zeros((), dtype=torch.int64), zeros(params, moments), zeros(params, moments))
 
     def update(updates: Tree, state: AdamState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, AdamState]:
         grads, mu, nu = inputs(updates, state, donate)
         deltas = [new_zeros(x, x.dtype) for x in mu]
         kernel(deltas, grads, mu, nu, int(state.count), decay=0.0)
         if weight_decay and params is not None:
-            main = local_leaves(redistribute(tree.prune(params, state.mu), shardings_of(state.mu)))
-            shrink = -rate(int(state.count)) * weight_decay
-            decay = _compat.foreach_mul([p.to(d.dtype) for p, d in zip(main, deltas, strict=True)], shrink)
-            _compat.foreach_add_(deltas, decay)
+            add_decay_(deltas, params, state.mu, -rate(int(state.count)) * weight_decay)
         return like(state.mu, deltas), successor(state, mu, nu)
 
     def apply(updates: Tree, state: AdamState, params: Tree, *, donate: bool = False) -> tuple[Tree, AdamState]:

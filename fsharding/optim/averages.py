@@ -14,7 +14,15 @@ from torch import Tensor
 
 from fsharding import tree
 from fsharding.errors import TreeError, message
-from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, run_update, shardings_of
+from fsharding.optim.base import (
+    GradientTransformation,
+    clone,
+    like,
+    local_leaves,
+    local_where,
+    run_update,
+    shardings_of,
+)
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.units import required
 from fsharding.redistribute import redistribute
@@ -108,7 +116,7 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
         if int(count) % every == 0:
             old = local_leaves(slow)
             new = [s + share * (fast - s) for s, fast in zip(old, _after(updates, params, slow), strict=True)]
-            now = local_leaves(redistribute(tree.prune(params, slow), shardings_of(slow)))
+            now = local_where(params, slow)
             slow = like(slow, new)
             updates = like(slow, [s - p for s, p in zip(new, now, strict=True)])
         return updates, LookaheadState(count, slow, inside)
@@ -118,8 +126,6 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
 
 def _after(updates: Tree, params: Tree, where: Tree) -> list[Tensor]:
     """Local tensors of the parameters after the update, where another tree has them; in new memory."""
-    places = shardings_of(where)
-    now = local_leaves(redistribute(tree.prune(params, where), places))
-    moves = local_leaves(redistribute(updates, places))
-    kept = local_leaves(where)
+    moves = local_leaves(redistribute(updates, shardings_of(where)))
+    now, kept = local_where(params, where), local_leaves(where)
     return [(p + u).to(x.dtype) for p, u, x in zip(now, moves, kept, strict=True)]

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import sharding, tree
+from fsharding import _compat, sharding, tree
 from fsharding.errors import TreeError, message
+from fsharding.precision import wide
+from fsharding.redistribute import redistribute
 from fsharding.sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -26,16 +28,19 @@ __all__ = [
     "EmptyState",
     "GradientTransformation",
     "MaskedState",
+    "add_decay_",
     "call",
     "chain",
     "clone",
     "like",
     "like_leaf",
     "local_leaves",
+    "local_where",
     "masked",
     "new_zeros",
     "run_update",
     "shardings_of",
+    "zeros",
 ]
 
 
@@ -214,6 +219,11 @@ def like_leaf(x: Tensor, local: Tensor) -> Tensor:
     return sharding.like(x, local) if isinstance(x, DTensor) else local
 
 
+def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:
+    """Zeros for every parameter, cut as it is; float32 at least by default."""
+    return like(params, [new_zeros(x, dtype or wide(x.dtype)) for x in local_leaves(params)])
+
+
 def new_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros of the shape of a local tensor, contiguous whatever its strides are: kernels write through flat views."""
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
@@ -227,3 +237,14 @@ def clone(x: Tensor) -> Tensor:
 def shardings_of(values: Tree) -> Tree:
     """The sharding of each DTensor; None for plain tensors."""
     return tree.map(lambda x: sharding_of(x) if isinstance(x, DTensor) else None, values)
+
+
+def local_where(values: Tree, where: Tree) -> list[Tensor]:
+    """The local tensors of the leaves that another tree has, cut as they are there."""
+    return local_leaves(redistribute(tree.prune(values, where), shardings_of(where)))
+
+
+def add_decay_(updates: Sequence[Tensor], params: Tree, where: Tree, factor: float) -> None:
+    """Adds a multiple of the parameters to updates, which are the local tensors of another tree."""
+    main = [p.to(u.dtype) for p, u in zip(local_where(params, where), updates, strict=True)]
+    _compat.foreach_add_(updates, _compat.foreach_mul(main, factor))

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat, tree
-from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, new_zeros, shardings_of
+from fsharding import _compat
+from fsharding.optim.base import GradientTransformation, add_decay_, clone, like, local_leaves, shardings_of, zeros
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.precision import wide
 from fsharding.redistribute import redistribute
 from fsharding.tree import Tree
 
@@ -43,8 +42,7 @@ def lion(
     rate = as_schedule(learning_rate)
 
     def init(params: Tree) -> LionState:
-        mu = like(params, [new_zeros(x, wide(x.dtype)) for x in local_leaves(params)])
-        return LionState(torch.zeros((), dtype=torch.int64), mu)
+        return LionState(torch.zeros((), dtype=torch.int64), zeros(params))
 
     def update(updates: Tree, state: LionState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, LionState]:
         where, lr = shardings_of(state.mu), rate(int(state.count))
@@ -56,9 +54,7 @@ def lion(
             delta.sign_()
         _compat.foreach_mul_(deltas, -lr)
         if weight_decay and params is not None:
-            main = local_leaves(redistribute(tree.prune(params, state.mu), where))
-            decay = _compat.foreach_mul([p.to(d.dtype) for p, d in zip(main, deltas, strict=True)], -lr * weight_decay)
-            _compat.foreach_add_(deltas, decay)
+            add_decay_(deltas, params, state.mu, -lr * weight_decay)
         _compat.foreach_mul_(mu, b2)
         _compat.foreach_add_(mu, _compat.foreach_mul(grads, 1 - b2))
         return like(state.mu, deltas), LionState(state.count + 1, like(state.mu, mu))

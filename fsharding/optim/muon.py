@@ -20,10 +20,9 @@ from fsharding import at_rest, tree
 from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.mesh import Mesh, abstract, axis_group, own_rank
 from fsharding.ops.exchange import exchange
-from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, new_zeros, shardings_of
+from fsharding.optim.base import GradientTransformation, add_decay_, clone, like, local_leaves, shardings_of, zeros
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.units import refuse_hidden
-from fsharding.precision import wide
 from fsharding.redistribute import redistribute
 from fsharding.routes import Leaf, plan_routes
 from fsharding.sharding import NamedSharding, sharding_of
@@ -86,8 +85,7 @@ def muon(
 
     def init(params: Tree) -> MuonState:
         _refuse_vectors(params)
-        mu = like(params, [new_zeros(x, wide(x.dtype)) for x in local_leaves(params)])
-        return MuonState(torch.zeros((), dtype=torch.int64), mu)
+        return MuonState(torch.zeros((), dtype=torch.int64), zeros(params))
 
     def update(updates: Tree, state: MuonState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, MuonState]:
         where, lr = shardings_of(state.mu), rate(int(state.count))
@@ -103,9 +101,7 @@ def muon(
             for x, m, leaf in zip(_on_whole_matrices(orthogonal, ahead, leaves), mu, leaves, strict=True)
         ]
         if weight_decay and params is not None:
-            main = local_leaves(redistribute(tree.prune(params, state.mu), where))
-            for delta, p in zip(deltas, main, strict=True):
-                delta.add_(p, alpha=-lr * weight_decay)
+            add_decay_(deltas, params, state.mu, -lr * weight_decay)
         return like(state.mu, deltas), MuonState(state.count + 1, like(state.mu, mu))
 
     return GradientTransformation(init, update)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fsharding import _compat, tree
 from fsharding.errors import ConfigError, message
-from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, new_zeros, shardings_of
+from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, shardings_of, zeros
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.precision import wide
 from fsharding.redistribute import redistribute
 from fsharding.tree import Tree
 
@@ -57,8 +56,7 @@ def sgd(
     rate = as_schedule(learning_rate)
 
     def init(params: Tree) -> SgdState:
-        trace = like(params, [new_zeros(x, wide(x.dtype)) for x in local_leaves(params)])
-        return SgdState(torch.zeros((), dtype=torch.int64), trace if momentum else None)
+        return SgdState(torch.zeros((), dtype=torch.int64), zeros(params) if momentum else None)
 
     def update(updates: Tree, state: SgdState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, SgdState]:
         params = tree.prune(params, updates) if params is not None else None

@@ -40,7 +40,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 FULL = settings.default.max_examples >= 500
 SECONDS = 60.0
-CALLS = 60
+CALLS = 20
 
 
 def examples(few, many):
