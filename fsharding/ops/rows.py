@@ -61,7 +61,7 @@ class Delivery(Protocol):
         """A row from each member, [width] each, which must not be changed, nor read after `done`.
 
         Raises:
-            RuntimeError: torch's own, when a member is gone or the timeout is over.
+            RuntimeError: a member is gone, or the timeout is over.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Rows that the processes of one machine read where they were written, in memory that all of them map.
 
 In: a number of bytes. Out: a buffer in a block of shared memory; `Posted` tells the other members of a group where it
-is, and each reads it in place. Only that note of 32 bytes travels over the group, so errors and timeouts are its own.
+is, in a note of 32 bytes through a pipe, and each reads it in place.
 A block is written again when nobody here views it and every reader has signed for it.
 Law: what a member reads is what was in the buffer when it was posted; a group of several machines never comes here.
 """
@@ -26,6 +26,7 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.mesh import Group
 from fsharding.ops import wire
+from fsharding.ops.pipes import Pipes
 
 __all__ = ["Posted", "allocated_bytes", "can_share", "most_bytes", "take"]
 
@@ -33,7 +34,10 @@ _HEAD = 4096
 """Bytes before the data of a block: one int64 for each reader, which signs with the number of the posting."""
 
 _TAG = 1 << 20
-"""Of notes, so that they are never taken for a message of somebody else."""
+"""Of introductions, so that they are never taken for a message of somebody else."""
+
+_NOTE = 4
+"""Integers of a note: file descriptor, inode and size of a block, and the number of its posting."""
 
 _FAREWELL_S = 2.0
 """How long a process that ends waits for what it posted to be read."""
@@ -137,6 +141,7 @@ class _Channel:
     """Who the members of a group are on this machine, and which of their blocks this process has mapped."""
 
     pids: tuple[int, ...]
+    pipes: Pipes
     mapped: dict[tuple[int, int, int], tuple[memoryview[int], Tensor]] = field(default_factory=dict)
 
     def open(self, member: int, fd: int, inode: int, size: int) -> tuple[memoryview[int], Tensor]:
@@ -144,6 +149,19 @@ class _Channel:
         if known is None:
             known = self.mapped[member, fd, inode] = _open(self.pids[member], fd, inode, size)
         return known
+
+    def check(self, index: int, cards: Sequence[Sequence[int]]) -> None:
+        """Reaches every other member.
+
+        Raises:
+            RuntimeError: there is one that it cannot reach.
+        """
+        self.pipes.connect(self.pids, [card[5 + index] for card in cards])
+        for member, card in enumerate(cards):
+            if member != index:
+                _, found = self.open(member, *card[2:5])
+                if int(found[_HEAD : _HEAD + 8].view(torch.int64)) != self.pids[member]:
+                    raise RuntimeError(f"Process {self.pids[member]} is another one than it says.")
 
 
 def _open(pid: int, fd: int, inode: int, size: int) -> tuple[memoryview[int], Tensor]:
@@ -182,31 +200,45 @@ def can_share(group: Group) -> bool:
 
 
 def _introduce(group: Group) -> _Channel | None:
-    """Every member writes its name into a block; all must be able to read it there."""
+    """Every member writes its name into a block, and opens pipes; all must be able to reach them there."""
     pid, machine = os.getpid(), _machine()
     wanted = machine >= 0 and os.environ.get(_SWITCH, "1") != "0" and group.size <= _HEAD // 8
-    block = _arena().blocks[_compat.storage_id(take(8))] if wanted else None
-    if block is not None:
-        block.data[:8].view(torch.int64).fill_(pid)
-    card = [machine, pid, block.fd, block.inode, block.size] if block is not None else [-1, pid, -1, -1, -1]
+    pipes = _pipes(group) if wanted else None
+    card, mine = [-1] * (5 + group.size), None
+    if pipes is not None:
+        mine = take(8)
+        block = _arena().blocks[_compat.storage_id(mine)]
+        mine.view(torch.int64).fill_(pid)
+        card = [machine, pid, block.fd, block.inode, block.size, *pipes.doors]
     cards = _numbers(card, group)
-    channel = _Channel(tuple(c[1] for c in cards))
-    fine = block is not None and all(c[0] == machine for c in cards)
+    channel = None
+    if pipes is not None and all(c[0] == machine for c in cards):
+        try:
+            channel = _Channel(tuple(c[1] for c in cards), pipes)
+            channel.check(group.index, cards)
+        except (RuntimeError, ValueError):
+            channel = None
+    # The block may be written again, and the pipes shut, only after everybody's answer.
+    answers = _numbers([int(channel is not None)], group)
+    del mine
+    if pipes is not None:
+        pipes.shut()
+    return channel if all(answer for (answer,) in answers) else None
+
+
+def _pipes(group: Group) -> Pipes | None:
+    """None where this process may open no more files."""
     try:
-        for member, c in enumerate(cards):
-            if fine and member != group.index:
-                _, found = channel.open(member, *c[2:])
-                fine = int(found[_HEAD : _HEAD + 8].view(torch.int64)) == channel.pids[member]
-    except (RuntimeError, ValueError):
-        fine = False
-    # The block may be written again only after everybody's answer.
-    return channel if all(answer for (answer,) in _numbers([int(fine)], group)) else None
+        return Pipes(group.size, group.index, _NOTE)
+    except OSError:
+        return None
 
 
 def _numbers(mine: Sequence[int], group: Group) -> list[list[int]]:
-    """What every member gives."""
-    rows, pending = _swap(mine, group)
-    pending.wait()
+    """What every member gives, over the group itself."""
+    rows = torch.empty(group.size, len(mine), dtype=torch.int64)
+    rows[group.index] = torch.tensor(mine)
+    wire.swap_rows(rows, group, tag=_TAG).wait()
     return rows.tolist()
 
 
@@ -219,13 +251,6 @@ def _machine() -> int:
         return int(boot.replace("-", "")[:15], 16) ^ Path("/proc/self/ns/pid").stat().st_ino
     except (OSError, ValueError):
         return -1
-
-
-def _swap(mine: Sequence[int], group: Group) -> tuple[Tensor, wire.Pending]:
-    """Starts to give every member some numbers of this one: int64[members, len(mine)], and what to wait for."""
-    rows = torch.empty(group.size, len(mine), dtype=torch.int64)
-    rows[group.index] = torch.tensor(mine)
-    return rows, wire.swap_rows(rows, group, tag=_TAG)
 
 
 class Posted:
@@ -245,24 +270,22 @@ class Posted:
         block.number += 1
         block.readers = {i: pid for i, pid in enumerate(channel.pids) if i != group.index}
         self._mine, self._group, self._channel = mine, group, channel
-        self._notes, self._pending = _swap([block.fd, block.inode, block.size, block.number], group)
+        self._number = channel.pipes.send((block.fd, block.inode, block.size, block.number))
         self._unsigned: list[tuple[memoryview[int], int]] = []
 
     def wait(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
         """The buffer of each member as bytes, to be read until `sign`.
 
         Raises:
-            RuntimeError: torch's own, when a member is gone or the timeout is over.
+            RuntimeError: a member is gone, or the timeout is over, which is that of the group where none is given.
         """
-        self._pending.wait(timeout)
-        buffers: list[Tensor] = []
-        for member, (fd, inode, size, number) in enumerate(self._notes.tolist()):
-            if member == self._group.index:
-                buffers.append(self._mine)
-                continue
+        assert self._group.process_group is not None
+        limit = _compat.group_timeout(self._group.process_group) if timeout is None else timeout
+        buffers = [self._mine] * self._group.size
+        for member, (fd, inode, size, number) in self._channel.pipes.receive(self._number, limit).items():
             head, whole = self._channel.open(member, fd, inode, size)
             self._unsigned.append((head, number))
-            buffers.append(whole[_HEAD : _HEAD + self._mine.numel()])
+            buffers[member] = whole[_HEAD : _HEAD + self._mine.numel()]
         return buffers
 
     def sign(self) -> None:

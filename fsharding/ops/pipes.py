@@ -1,0 +1,122 @@
+"""Short notes between the processes of one machine: a pipe from each to each, which is what wakes a reader soonest.
+
+In: some integers for everybody. Out: those of each member of a group, in the order in which it sent them.
+A member that is gone is noticed at once: nobody else holds the end of the pipe into which it wrote.
+Law: the note with a number from a member is the one that it sent under that number, in whatever order they are read.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from struct import Struct
+
+__all__ = ["Pipes"]
+
+_GONE = "Process {} is gone, or does not let this one send to it: {}."
+
+
+class Pipes:
+    """The pipes between this process and the other members of a group.
+
+    Each member makes those into which the others write, and opens theirs once it knows their numbers.
+
+    Args:
+        size: members of the group.
+        index: this one's place among them.
+        length: integers of a note.
+    """
+
+    def __init__(self, size: int, index: int, length: int) -> None:
+        self._note = Struct(f"<{length}q")
+        self._members = [member for member in range(size) if member != index]
+        made = {member: os.pipe() for member in self._members}
+        self.doors = tuple(made[member][1] if member in made else -1 for member in range(size))
+        """What each member opens to write here: a file descriptor of this process."""
+        self._read = {member: ends[0] for member, ends in made.items()}
+        self._write: dict[int, int] = {}
+        self._pids: tuple[int, ...] = ()
+        self._sent = 0
+        self._taken = dict.fromkeys(self._members, 0)
+        self._kept: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._open = {*self._read.values(), *(ends[1] for ends in made.values())}
+        weakref.finalize(self, _close, self._open)
+
+    def connect(self, pids: Sequence[int], doors: Sequence[int]) -> None:
+        """Opens the pipes of the others; after all have done so, `shut` closes what was open for them.
+
+        Args:
+            pids: process of each member.
+            doors: what each member has open for this one.
+
+        Raises:
+            RuntimeError: a process is gone, or does not let this one in.
+        """
+        self._pids = tuple(pids)
+        for member in self._members:
+            try:
+                self._write[member] = os.open(f"/proc/{pids[member]}/fd/{doors[member]}", os.O_WRONLY)
+            except OSError as e:
+                raise RuntimeError(_GONE.format(pids[member], e)) from e
+            self._open.add(self._write[member])
+
+    def shut(self) -> None:
+        """Closes the ends that the others write to, which they have opened: with them goes the pipe's last writer."""
+        mine = {door for door in self.doors if door >= 0}
+        _close(mine)
+        self._open -= mine
+
+    def send(self, note: Sequence[int]) -> int:
+        """Sends a note to all the others, and gives its number.
+
+        Raises:
+            RuntimeError: a member is gone.
+        """
+        data = self._note.pack(*note)
+        for member, end in self._write.items():
+            try:
+                os.write(end, data)
+            except OSError as e:
+                raise RuntimeError(_GONE.format(self._pids[member], e)) from e
+        self._sent += 1
+        return self._sent - 1
+
+    def receive(self, number: int, timeout: timedelta) -> dict[int, tuple[int, ...]]:
+        """The note with a number of each other member, once.
+
+        Args:
+            number: as `send` gave it; all send the same number of notes.
+            timeout: how long to wait for all of them.
+
+        Raises:
+            RuntimeError: a member is gone, or the timeout is over.
+        """
+        until = time.monotonic() + timeout.total_seconds()
+        for member in self._members:
+            while self._taken[member] <= number:
+                self._take(member, until)
+        return {member: self._kept.pop((member, number)) for member in self._members}
+
+    def _take(self, member: int, until: float) -> None:
+        """Takes what a member has sent, at least one note."""
+        poll = select.poll()
+        poll.register(self._read[member], select.POLLIN)
+        left = until - time.monotonic()
+        if not poll.poll(max(left, 0) * 1000):
+            raise RuntimeError(f"Timed out waiting for a note of process {self._pids[member]} (member {member}).")
+        # A write of a whole note is atomic, so there are whole notes here, or nothing and nobody.
+        data = os.read(self._read[member], 64 * self._note.size)
+        if not data:
+            raise RuntimeError(f"Process {self._pids[member]} (member {member} of the group) is gone.")
+        for note in self._note.iter_unpack(data):
+            self._kept[member, self._taken[member]] = note
+            self._taken[member] += 1
+
+
+def _close(ends: set[int]) -> None:
+    for end in ends:
+        os.close(end)
