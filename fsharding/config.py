@@ -28,10 +28,13 @@ from fsharding.staging import stages_of
 from fsharding.strategy import parse_strategy
 from fsharding.swaps import parse_swaps
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "TrainConfig", "check", "model_of", "open_tokens", "stages"]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "TrainConfig", "batches_seen", "check", "model_of", "open_tokens", "stages"]
 
 PRECISIONS = {"float32": FP32, "bfloat16": BF16, "float16": FP16}
 """Precisions by the dtype of compute."""
+
+_LONGEST_S = 10_000_000
+"""Of a timeout: some months."""
 
 OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}
 """What `--optimizer` takes, and by how much its peak rate is that of AdamW."""
@@ -69,6 +72,7 @@ class TrainConfig:
         clip: largest global gradient norm.
         timeout: seconds that a collective waits for its peers.
         plot: draw `loss.png`.
+        json: print one JSON object at the end, and progress on standard error.
     """
 
     out: Path
@@ -97,6 +101,7 @@ class TrainConfig:
     clip: float = 1.0
     timeout: float = 120.0
     plot: bool = True
+    json: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -139,6 +144,7 @@ def check(config: TrainConfig, world: int) -> None:
     wrong += [
         f"--{k} {v}: above 0" for k in ("lr", "clip", "timeout") if (v := getattr(config, k)) is not None and not v > 0
     ]
+    wrong += [f"--timeout {config.timeout}: at most {_LONGEST_S:,}"] if config.timeout > _LONGEST_S else []
     if wrong:
         raise ConfigError(message("fsharding train", "got numbers out of range.", wrong))
     if config.plot:
@@ -150,6 +156,12 @@ def check(config: TrainConfig, world: int) -> None:
     if config.resume:
         _check_resume(config, data)
     _check_out(config)
+
+
+def batches_seen(newest: Path) -> int:
+    """How many batches a run had seen when it saved a checkpoint."""
+    found = checkpoint.metadata(newest)
+    return found.extra.get("batches", found.step)
 
 
 def model_of(config: TrainConfig) -> Model:

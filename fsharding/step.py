@@ -111,7 +111,8 @@ def make_train_step(
             on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
             layout, ranks whose layouts, models, optimizers or arguments of this function differ.
         BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`.
-        NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling.
+        NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling or at
+            the least scale.
     """
     is_model = hasattr(model, "block")
     loss_fn, rates = (model_loss(model, policy=policy), dict(model.balanced)) if is_model else (model, {})
@@ -146,7 +147,7 @@ def make_train_step(
         loss = (total.double() / (weight.double() * scale)).float()
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         metrics = Metrics(loss, norm, weight, skipped=not finite)
-        if not finite and state.loss_scale is None:
+        if not finite and (how.loss_scale is None or scale <= how.loss_scale.least):
             raise NonFiniteError(_refusal(state, grads, loss, norm))
         if donate:
             state = state.donate()
