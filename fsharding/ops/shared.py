@@ -1,7 +1,7 @@
 """Rows that the processes of one machine read where they were written, in memory that all of them map.
 
 In: a number of bytes. Out: a buffer in a block of shared memory; `Posted` tells the other members of a group where it
-is, in a note of 32 bytes through a pipe, and each reads it in place.
+is, in a note of 40 bytes through a pipe, and each reads it in place.
 A block is written again when nobody here views it and every reader has signed for it.
 Law: what a member reads is what was in the buffer when it was posted; a group of several machines never comes here.
 """
