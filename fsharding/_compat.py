@@ -309,11 +309,14 @@ def fused_adamw_(
     b2: float,
     eps: float,
     weight_decay: float,
+    scale: float,
 ) -> None:
-    """torch's fused AdamW kernel: updates params, mu and nu in place."""
+    """torch's fused AdamW kernel on gradients times a number: updates params, mu, nu and, unless it is 1, grads."""
+    divisor = torch.tensor(1.0 / scale, device=params[0].device) if scale != 1.0 else None
     torch._fused_adamw_(
         params, grads, mu, nu, [], steps,
         lr=lr, beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        grad_scale=divisor,
     )  # fmt: skip
 
 

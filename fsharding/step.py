@@ -24,7 +24,7 @@ from fsharding.mesh import abstract, axis_group, everyone
 from fsharding.ops.rows import start_sum
 from fsharding.optim.apply import apply_gradients, apply_updates
 from fsharding.optim.balance import against_load, set_loads_apart
-from fsharding.optim.base import GradientTransformation, local_leaves, run_update
+from fsharding.optim.base import GradientTransformation, multiply, run_update
 from fsharding.optim.clip import global_norm
 from fsharding.pipeline import Messages, pipeline_grads
 from fsharding.policies import Policy
@@ -142,8 +142,8 @@ def make_train_step(
             grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
         grads, loads = set_loads_apart(grads, rates)
         with _compat.region("norm"):
-            _compat.foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
-            norm = global_norm(grads, shardings=layout.main)
+            mean = float(1.0 / (weight.double() * scale))
+            norm = (global_norm(grads, shardings=layout.main).double() * mean).float()
         loss = (total.double() / (weight.double() * scale)).float()
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         metrics = Metrics(loss, norm, weight, skipped=not finite)
@@ -156,7 +156,7 @@ def make_train_step(
             kept = state if donate else tree.map(torch.clone, state)
             return kept.replace(loss_scale=how.next_scale(state.loss_scale, finite=False)), metrics
         steer = functools.partial(against_load, loads=loads, rates=rates) if rates else None
-        return _update(state, grads, norm, opt, how, steer, donate=donate), metrics
+        return _update(state, grads, mean, norm, opt, how, steer, donate=donate), metrics
 
     return step
 
@@ -273,6 +273,7 @@ def _accumulate(
 def _update(
     state: TrainState,
     grads: Tree,
+    mean: float,
     norm: Tensor,
     opt: GradientTransformation,
     how: Precision,
@@ -282,7 +283,9 @@ def _update(
 ) -> TrainState:
     layout = state.layout
     with _compat.region("optimizer"):
-        main, opt_state = _move(state, grads, norm, opt, steer, donate=donate)
+        if not donate:
+            grads, mean = multiply(grads, mean, donate=True), 1.0
+        main, opt_state = _move(state, grads, mean, norm, opt, steer, donate=donate)
     scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
     with _compat.region("spread"):
         params = spread_main(main, state.params, layout, donate=donate)
@@ -298,15 +301,16 @@ def _update(
 def _move(
     state: TrainState,
     grads: Tree,
+    mean: float,
     norm: Tensor,
     opt: GradientTransformation,
     steer: Callable[[Tree], Tree] | None,
     *,
     donate: bool,
 ) -> tuple[Tree, Tree]:
-    """The main parameters and the optimizer state after an update."""
+    """The main parameters and the optimizer state after an update; gradients times `mean` are their means."""
     main = main_of(state)
     if steer is None:
-        return apply_gradients(opt, grads, state.opt_state, main, donate=donate, norm=norm)
-    updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm)
+        return apply_gradients(opt, grads, state.opt_state, main, donate=donate, norm=norm, scale=mean)
+    updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm, scale=mean)
     return apply_updates(main, steer(updates), donate=donate), opt_state

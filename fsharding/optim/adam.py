@@ -20,6 +20,7 @@ from fsharding.optim.base import (
     clone,
     like,
     local_leaves,
+    multiply,
     new_zeros,
     shardings_of,
     zeros,
@@ -74,13 +75,17 @@ def adamw(
             add_decay_(deltas, params, state.mu, -rate(int(state.count)) * weight_decay)
         return like(state.mu, deltas), successor(state, mu, nu)
 
-    def apply(updates: Tree, state: AdamState, params: Tree, *, donate: bool = False) -> tuple[Tree, AdamState]:
+    def apply(
+        updates: Tree, state: AdamState, params: Tree, *, donate: bool = False, scale: float = 1.0
+    ) -> tuple[Tree, AdamState]:
+        if scale != 1.0 and not donate:
+            updates, scale = multiply(updates, scale), 1.0
         grads, mu, nu = inputs(updates, state, donate)
 
         def change(slices: list[Tensor]) -> list[Tensor]:
             main = [p.to(m.dtype) for p, m in zip(slices, mu, strict=True)]
             main = [x.contiguous() if donate or x is not p else clone(x) for x, p in zip(main, slices, strict=True)]
-            kernel(main, grads, mu, nu, int(state.count), decay=weight_decay)
+            kernel(main, grads, mu, nu, int(state.count), decay=weight_decay, scale=scale)
             return [x.to(p.dtype) for x, p in zip(main, slices, strict=True)]
 
         return change_slices(params, state.mu, change, donate=donate), successor(state, mu, nu)
@@ -91,9 +96,16 @@ def adamw(
         return [g.to(m.dtype) for g, m in zip(grads, mu, strict=True)], mu, nu
 
     def kernel(
-        values: list[Tensor], grads: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: int, *, decay: float
+        values: list[Tensor],
+        grads: list[Tensor],
+        mu: list[Tensor],
+        nu: list[Tensor],
+        count: int,
+        *,
+        decay: float,
+        scale: float = 1.0,
     ) -> None:
-        settings = {"lr": rate(count), "b1": b1, "b2": b2, "eps": eps, "weight_decay": decay}
+        settings = {"lr": rate(count), "b1": b1, "b2": b2, "eps": eps, "weight_decay": decay, "scale": scale}
         _fused(values, grads, mu, nu, count + 1, settings)
 
     def successor(state: AdamState, mu: list[Tensor], nu: list[Tensor]) -> AdamState:

@@ -30,6 +30,7 @@ def apply_gradients(
     *,
     donate: bool = False,
     norm: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tree, Tree]:
     """One optimizer step: `update` and `apply_updates`, or the optimizer's own way to do both at once.
 
@@ -40,13 +41,14 @@ def apply_gradients(
         params: tree of DTensors or plain tensors.
         donate: gradients, state and parameters may be overwritten.
         norm: the global norm of the gradients, where it is known.
+        scale: what the gradients are still to be multiplied by; `norm` is that of the product.
 
     Returns:
         (parameters, state), in the shardings and dtypes that they had.
     """
     if opt.apply is not None:
-        return call(opt.apply, grads, state, params, donate=donate, norm=norm)
-    updates, state = run_update(opt, grads, state, params, donate=donate, norm=norm)
+        return call(opt.apply, grads, state, params, donate=donate, norm=norm, scale=scale)
+    updates, state = run_update(opt, grads, state, params, donate=donate, norm=norm, scale=scale)
     return apply_updates(params, updates, donate=donate), state
 
 

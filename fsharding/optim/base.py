@@ -37,6 +37,7 @@ __all__ = [
     "local_leaves",
     "local_where",
     "masked",
+    "multiply",
     "new_zeros",
     "run_update",
     "shardings_of",
@@ -52,12 +53,15 @@ class GradientTransformation(NamedTuple):
         update: `update(updates, state, params) -> (updates, state)`. It may take two keywords more: `donate=True`
             allows it to overwrite updates and state, and `norm` is the global norm of the gradients where it is known.
         apply: `apply(updates, state, params) -> (params, state)`, with the same keywords: `update` and `apply_updates`
-            in fewer passes over memory, for those that can; the results may differ in the last bit.
+            in fewer passes over memory, for those that can; the results may differ in the last bit. It may take a
+            keyword more: `scale`, by which the updates that it is given are still to be multiplied.
+        factor: for one that has no state and only multiplies by a number: that number for a global norm.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[..., tuple[Tree, Tree]]
     apply: Callable[..., tuple[Tree, Tree]] | None = None
+    factor: Callable[[Tensor], float] | None = None
 
 
 class EmptyState(NamedTuple):
@@ -77,11 +81,12 @@ class MaskedState(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _keywords(update: Callable[..., Any]) -> tuple[bool, bool]:
+def _keywords(update: Callable[..., Any]) -> tuple[bool, bool, bool]:
     parameters = inspect.signature(update).parameters.values()
     names = {p.name for p in parameters}
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return "donate" in names or anything, "norm" in names or anything
+    # Who takes anything may well drop what it does not know, which for a scale would be wrong.
+    return "donate" in names or anything, "norm" in names or anything, "scale" in names
 
 
 def run_update(
@@ -92,20 +97,41 @@ def run_update(
     *,
     donate: bool = False,
     norm: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tree, Tree]:
     """Calls `update` with the keywords that it takes."""
-    return call(transformation.update, updates, state, params, donate=donate, norm=norm)
+    return call(transformation.update, updates, state, params, donate=donate, norm=norm, scale=scale)
 
 
-def call(function: Callable[..., Any], *args: Any, donate: bool, norm: Tensor | None) -> Any:
-    """Calls a function of a transformation with those of the two keywords that it takes."""
-    takes_donate, takes_norm = _keywords(function)
+def call(
+    function: Callable[..., tuple[Tree, Tree]],
+    updates: Tree,
+    *args: Any,
+    donate: bool,
+    norm: Tensor | None,
+    scale: float = 1.0,
+) -> tuple[Tree, Tree]:
+    """Calls a function of a transformation with those of the keywords that it takes; scales for one that does not."""
+    takes_donate, takes_norm, takes_scale = _keywords(function)
     keywords: dict[str, Any] = {}
     if takes_donate:
         keywords["donate"] = donate
     if takes_norm:
         keywords["norm"] = norm
-    return function(*args, **keywords)
+    if takes_scale:
+        keywords["scale"] = scale
+    elif scale != 1.0:
+        updates = multiply(updates, scale, donate=donate)
+    return function(updates, *args, **keywords)
+
+
+def multiply(values: Tree, factor: float, *, donate: bool = False) -> Tree:
+    """All leaves times a number, in place if they are donated."""
+    local = local_leaves(values)
+    if donate:
+        _compat.foreach_mul_(local, factor)
+        return values
+    return like(values, _compat.foreach_mul(local, factor))
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
@@ -126,16 +152,28 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
     if not transformations or transformations[-1].apply is None:
         return GradientTransformation(init, update)
-    before, last = chain(*transformations[:-1]), transformations[-1].apply
+    last = transformations[-1].apply
 
     def apply(
-        updates: Tree, state: ChainState, params: Tree, *, donate: bool = False, norm: Tensor | None = None
+        updates: Tree,
+        state: ChainState,
+        params: Tree,
+        *,
+        donate: bool = False,
+        norm: Tensor | None = None,
+        scale: float = 1.0,
     ) -> tuple[Tree, ChainState]:
-        first = ChainState(state.states[:-1])
-        updates, first = run_update(before, updates, first, params, donate=donate, norm=norm)
-        norm = norm if len(transformations) == 1 else None
-        params, inner = call(last, updates, state.states[-1], params, donate=donate, norm=norm)
-        return params, ChainState((*first.states, inner))
+        states: list[Tree] = []
+        for t, inner in zip(transformations[:-1], state.states[:-1], strict=True):
+            if t.factor is not None and norm is not None:
+                scale *= t.factor(norm)
+            else:
+                updates, inner = run_update(t, updates, inner, params, donate=donate, norm=norm, scale=scale)
+                scale = 1.0
+            states.append(inner)
+            norm = None
+        params, inner = call(last, updates, state.states[-1], params, donate=donate, norm=norm, scale=scale)
+        return params, ChainState((*states, inner))
 
     return GradientTransformation(init, update, apply)
 
@@ -190,11 +228,13 @@ def masked(
     if any(t.apply is None for t in groups.values()):
         return GradientTransformation(init, update)
 
-    def apply(updates: Tree, state: MaskedState, params: Tree, *, donate: bool = False) -> tuple[Tree, MaskedState]:
+    def apply(
+        updates: Tree, state: MaskedState, params: Tree, *, donate: bool = False, scale: float = 1.0
+    ) -> tuple[Tree, MaskedState]:
         labelled = label(tree.prune(params, updates))
         parts, params_of = split(updates, labelled), split(tree.prune(params, updates), labelled)
         done = {
-            g: call(t.apply, parts[g], state.groups[g], params_of[g], donate=donate, norm=None)
+            g: call(t.apply, parts[g], state.groups[g], params_of[g], donate=donate, norm=None, scale=scale)
             for g, t in groups.items()
             if t.apply is not None
         }

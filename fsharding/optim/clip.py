@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
+from fsharding import tree
 from fsharding.axes import AXES
 from fsharding.errors import LayoutError, message
 from fsharding.mesh import axis_group, coordinate
 from fsharding.ops.rows import start_sum
-from fsharding.optim.base import EmptyState, GradientTransformation, like, local_leaves
+from fsharding.optim.base import EmptyState, GradientTransformation, multiply
 from fsharding.sharding import NamedSharding, is_assigned, local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -105,14 +105,10 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     def update(
         updates: Tree, state: EmptyState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
     ) -> tuple[Tree, EmptyState]:
-        norm = global_norm(updates) if norm is None else norm
-        scale = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        if scale == 1.0:
-            return updates, state
-        local = local_leaves(updates)
-        if donate:
-            _compat.foreach_mul_(local, scale)
-            return updates, state
-        return like(updates, _compat.foreach_mul(local, scale)), state
+        scale = factor(global_norm(updates) if norm is None else norm)
+        return updates if scale == 1.0 else multiply(updates, scale, donate=donate), state
 
-    return GradientTransformation(init, update)
+    def factor(norm: Tensor) -> float:
+        return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+    return GradientTransformation(init, update, factor=factor)

@@ -300,3 +300,42 @@ def test_rates_follow_the_number_of_updates():
         updates, state = opt.update({"w": torch.ones(1)}, state, params)
         seen.append(float(updates["w"]))
     assert seen == pytest.approx([-1.0, -0.1, -0.01]) and int(state.count) == 3
+
+
+def anything_goes():
+    """Takes any keyword and looks at none."""
+    return fs.GradientTransformation(
+        lambda params: EmptyState(), lambda updates, state, params=None, **_: (updates, state)
+    )
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+    "opt",
+    [
+        fs.adamw(0.1),
+        fs.sgd(0.1, momentum=0.9),
+        fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(0.1, weight_decay=0.1)),
+        fs.chain(fs.clip_by_global_norm(0.5), fs.clip_by_global_norm(0.1), fs.adamw(0.1)),
+        fs.chain(fs.sgd(1.0), fs.clip_by_global_norm(0.5), fs.adamw(0.1)),
+        fs.chain(anything_goes(), fs.adamw(0.1)),
+        fs.chain(fs.clip_by_global_norm(0.5), fs.masked({"a": fs.adamw(0.1), "b": fs.adamw(0.2)}, lambda p, _: p)),
+        fs.chain(fs.clip_by_global_norm(0.5), fs.sgd(0.1)),
+    ],
+    ids=["adamw", "sgd", "clip", "clips", "late", "any", "masked", "plain"],
+)
+def test_a_scale_that_is_handed_on_is_one_that_was_multiplied(opt, donate):
+    def case():
+        random = torch.Generator().manual_seed(0)
+        return [{name: torch.randn(n, generator=random) for name, n in (("a", 5), ("b", 200))} for _ in range(2)]
+
+    (params, grads), (wanted, divided) = case(), case()
+    divided = {name: g * 0.125 for name, g in divided.items()}
+    norm = fs.global_norm(divided)
+    before = fs.tree.map(torch.clone, (params, grads))
+    found = fs.optim.apply_gradients(opt, grads, opt.init(params), params, donate=donate, norm=norm, scale=0.125)
+    assert donate or all(
+        torch.equal(x, y) for x, y in zip(*map(fs.tree.leaves, (before, (params, grads))), strict=True)
+    )
+    updates, state = opt.update(divided, opt.init(wanted), wanted)
+    assert_trees_close(found, (fs.apply_updates(wanted, updates), state), rtol=1e-6, atol=1e-7)
