@@ -126,10 +126,10 @@ class Tape:
         flat, count = self._leaves, len(self._leaves)
         self._targets = [_same] * count
         if grads is not None:
-            self._targets = tree.flatten_up_to(self._spec, grads, "fs.value_and_grad")
+            self._targets = tree.flatten_up_to(self._spec, grads, "fs.value_and_grad", ("params", "grads"))
         held: list[Any] = [None] * count
         if accumulate is not None:
-            held = tree.flatten_up_to(self._spec, accumulate, "fs.value_and_grad")
+            held = tree.flatten_up_to(self._spec, accumulate, "fs.value_and_grad", ("params", "accumulate"))
         triples = zip(flat, self._targets, held, strict=True)
         self._goals = [_goal(leaf, target, h, precision) for leaf, target, h in triples]
         self.adds_in_place = all(goal is None or goal.held == goal.target for goal in self._goals)

@@ -8,7 +8,7 @@ Law: the bytes that `memory()` says are the bytes that a state has.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import optree
 import torch
 
 from fsharding import tree
+from fsharding.errors import LayoutError, message
 from fsharding.mesh import Mesh, abstract
 from fsharding.planning import LAYERS, LeafLayout, check_leaves, check_stages, is_trainable, plan_leaf, type_text
 from fsharding.precision import FP32, Precision
@@ -25,7 +26,7 @@ from fsharding.stages import Stages, normal
 from fsharding.strategy import OPTIM_GRADS_PARAMS, Strategy
 from fsharding.tree import Tree
 
-__all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "plan_layout"]
+__all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "plan_layout"]
 
 
 class Memory(NamedTuple):
@@ -222,7 +223,11 @@ def plan_layout(
     frozen = (*((frozen,) if isinstance(frozen, str) else frozen), *getattr(model, "frozen", ()))
     flat, structure = tree.flatten(shapes)
     paths = tree.paths(shapes)
-    dims = [None] * len(flat) if names is None else tree.flatten_up_to(structure, names, "fs.plan_layout")
+    dims = (
+        [None] * len(flat)
+        if names is None
+        else tree.flatten_up_to(structure, names, "fs.plan_layout", ("the model", "names"))
+    )
     named = [(p, tuple(x.shape), x.dtype, tuple(n) if n else None) for p, x, n in zip(paths, flat, dims, strict=True)]
     check_leaves(named, mesh, rules, frozen)
     if getattr(model, "check", None) is not None:
@@ -233,6 +238,32 @@ def plan_layout(
         plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned) for leaf in named
     )
     return Layout(mesh, rules, strategy, precision, leaves, structure, owned)
+
+
+def check_fit(
+    function: str, layout: Layout, values: Sequence[Any], wanted: Iterable[tuple[tuple[int, ...], torch.dtype | None]]
+) -> None:
+    """Refuses values that are not those of a layout: what does not fit would be cut off, or left as garbage.
+
+    Args:
+        function: the public function, for the error.
+        layout: that they should be in.
+        values: one for each leaf of the layout: anything with shape and dtype.
+        wanted: shape and dtype for each of them; None takes any dtype.
+
+    Raises:
+        LayoutError: some differ; all of them are listed.
+    """
+    rows: list[str] = []
+    for leaf, x, (shape, dtype) in zip(layout.leaves, values, wanted, strict=True):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            rows.append(f"{leaf.path}: {type(x).__name__} given, {type_text(shape, dtype or leaf.init)} in the layout")
+        elif tuple(x.shape) != shape or x.dtype != (dtype or x.dtype):
+            given, want = type_text(tuple(x.shape), x.dtype), type_text(shape, dtype or x.dtype)
+            rows.append(f"{leaf.path}: {given} given, {want} in the layout")
+    if rows:
+        mend = "Plan the layout for what is given, with fs.plan_layout, or give what it was planned for."
+        raise LayoutError(message(function, f"got {len(rows)} leaves that do not fit the layout.", rows, mend))
 
 
 def _covers(params: NamedSharding, main: NamedSharding) -> bool:

@@ -40,7 +40,7 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     named = tree.named_leaves(values)
     known: dict[str, NamedSharding | None] = dict.fromkeys(named)
     if shardings is not None:
-        flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, "fs.global_norm")
+        flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, "fs.global_norm", ("values", "shardings"))
         known = dict(zip(named, flat, strict=True))
     elif hidden := [path for path, x in named.items() if isinstance(x, DTensor) and is_assigned(x)]:
         mend = "Say where they are: fs.global_norm(grads, shardings=layout.main)."

@@ -261,8 +261,8 @@ def test_names_that_do_not_fit_a_shape():
 def test_names_for_another_tree():
     text = refusal(TreeError, lambda: plan({"a": leaf(8, 6), "b": leaf(3)}, names={"a": ("mlp", "embed")}))
     lines = text.split("\n")
-    assert lines[0] == "fs.plan_layout got two trees that do not match."
-    assert "  b: only in the first tree" in lines and lines[-1] == "Give both trees the same keys."
+    assert lines[0] == "fs.plan_layout got the model and names that do not match."
+    assert "  b: only in the model" in lines and lines[-1] == "Give both the same keys."
 
 
 def test_frozen_paths_that_no_leaf_has():

@@ -71,7 +71,7 @@ def test_units_that_differ_are_not_stacked():
         "Pass unlike units to scan_units as a list."
     )
     assert refusal(lambda: fs.stack_units([a, {"w": torch.zeros(2, 3)}])) == (
-        "fs.stack_units got two trees that do not match.\n  b: only in the first tree\nGive both trees the same keys."
+        "fs.stack_units got unit 0 and unit 1 that do not match.\n  b: only in unit 0\nGive both the same keys."
     )
     with pytest.raises(TreeError):
         fs.stack_units([])
@@ -207,7 +207,7 @@ def test_plain_tensors_have_gradients_too():
 def test_gradients_for_another_tree():
     text = refusal(lambda: fs.value_and_grad(lambda p: p["w"].sum(), grads={"v": None})({"w": torch.zeros(2)}))
     assert text == (
-        "fs.value_and_grad got two trees that do not match.\n  w: only in the first tree\nGive both trees the same keys."
+        "fs.value_and_grad got params and grads that do not match.\n  w: only in params\nGive both the same keys."
     )
 
 
