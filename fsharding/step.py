@@ -263,7 +263,7 @@ def _accumulate(
     for i, piece in enumerate(pieces):
         target = layout.main if i + 1 == len(pieces) else layout.grads
         run = value_and_grad(scaled, grads=target, precision=how, mean=False)
-        (total, weight), held = run(params, piece, accumulate=held)
+        (total, weight), held = run(params, piece, accumulate=held, donate=True)
         totals.append(total)
         weights.append(weight)
     return held, torch.stack(totals).sum(), torch.stack(weights).sum()

@@ -5,6 +5,7 @@ import torch
 
 import fsharding as fs
 from fsharding.errors import TransformError, TreeError
+from fsharding.sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
 
@@ -202,6 +203,21 @@ def test_plain_tensors_have_gradients_too():
     loss, grads = fs.value_and_grad(lambda p: torch.tensor(1.0))(params)
     assert float(loss) == 1 and grads["w"].tolist() == [0, 0, 0], "a loss that depends on nothing"
     assert not params["w"].requires_grad
+
+
+@pytest.mark.parametrize("is_placed", [False, True], ids=["plain", "DTensors"])
+def test_sums_are_added_to_in_place_only_if_donated(is_placed):
+    params, x = {"w": torch.arange(3.0), "b": torch.ones(2)}, torch.tensor([1.0, 2.0, 4.0])
+    if is_placed:
+        params = fs.shard(params, fs.NamedSharding(fs.make_mesh(dp=1, device="cpu")))
+    run = fs.value_and_grad(lambda p, x: ((fs.gather_unit(p)["w"] * x).sum(), 1), mean=False)
+    first = run(params, x)[1]
+    second = run(params, 2 * x, accumulate=first)[1]
+    assert_bitwise_equal([local_of(g) for g in (first["w"], second["w"])], [x, 3 * x])
+    assert not local_of(second["b"]).any()
+    third = run(params, x, accumulate=second, donate=True)[1]
+    assert_bitwise_equal([local_of(g) for g in (second["w"], third["w"])], [4 * x, 4 * x])
+    assert local_of(third["w"]).data_ptr() == local_of(second["w"]).data_ptr() != local_of(first["w"]).data_ptr()
 
 
 def test_gradients_for_another_tree():
