@@ -132,11 +132,15 @@ class Layout:
         if opt is None:
             moments = sum(2 * size(leaf.main, leaf, how.moment_dtype(how.main_dtype(leaf.init))) for leaf in trained)
         else:
-            moments = sum(x.nbytes for x in tree.leaves(opt.init(self._meta_main(coord))))
+            moments = sum(x.nbytes for x in tree.leaves(opt.init(self.meta_main(coord))))
         return Memory(params, main if self.has_main else 0, grads, moments)
 
-    def _meta_main(self, coord: dict[str, int] | None) -> Tree:
-        """Main parameters of one rank on the meta device."""
+    def meta_main(self, coord: dict[str, int] | None = None) -> Tree:
+        """Main parameters of one rank as plain tensors on the meta device; None for frozen leaves.
+
+        Args:
+            coord: the rank's coordinate, as in `memory`.
+        """
         leaves = [
             torch.empty(
                 leaf.main.local_shape(leaf.shape, coord), dtype=self.precision.main_dtype(leaf.init), device="meta"
