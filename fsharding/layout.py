@@ -23,7 +23,7 @@ from fsharding.precision import FP32, Precision
 from fsharding.sharding import NamedSharding
 from fsharding.spec import DEFAULT_RULES, AxisRules
 from fsharding.stages import Stages, normal
-from fsharding.strategy import OPTIM_GRADS_PARAMS, Strategy
+from fsharding.strategy import OPTIM_GRADS_PARAMS, Strategy, parse_strategy
 from fsharding.tree import Tree
 
 __all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "plan_layout"]
@@ -151,9 +151,13 @@ class Layout:
         ]
         return tree.unflatten(self.structure, leaves)
 
-    def with_strategy(self, strategy: Strategy) -> Layout:
-        """The layout of the same model on the same mesh under another strategy."""
-        return self._replan(strategy=strategy)
+    def with_strategy(self, strategy: Strategy | str) -> Layout:
+        """The layout of the same model on the same mesh under another strategy, or one of that name.
+
+        Raises:
+            ConfigError: an unknown name.
+        """
+        return self._replan(strategy=_strategy(strategy))
 
     def with_precision(self, precision: Precision) -> Layout:
         """The same layout with other dtypes at rest."""
@@ -192,7 +196,7 @@ def plan_layout(
     model: Any,
     mesh: Mesh,
     rules: AxisRules = DEFAULT_RULES,
-    strategy: Strategy = OPTIM_GRADS_PARAMS,
+    strategy: Strategy | str = OPTIM_GRADS_PARAMS,
     *,
     precision: Precision = FP32,
     names: Tree = None,
@@ -205,7 +209,7 @@ def plan_layout(
         model: a `Model` (its `init` and `names` are used), or a tree of anything with `shape` and `dtype`.
         mesh: with devices, or abstract.
         rules: axes by dim name.
-        strategy: what is cut over the data axes.
+        strategy: what is cut over the data axes, or the name of a strategy, such as "zero3".
         precision: dtypes at rest.
         names: tree of tuples of dim names; by default the model's. Leaves without names are cut along their first dim.
             A dim that is made of parts has a `Fused` name, and each part is cut by itself.
@@ -216,9 +220,10 @@ def plan_layout(
 
     Raises:
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
-        ConfigError: the mesh cannot cut a `Model` as the rules ask.
+        ConfigError: the mesh cannot cut a `Model` as the rules ask, or there is no strategy of that name.
         LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path that no leaf has.
     """
+    strategy = _strategy(strategy)
     if hasattr(model, "init") and hasattr(model, "names"):
         shapes = model.init(torch.zeros(2, dtype=torch.int64))
         names = model.names if names is None else names
@@ -242,6 +247,10 @@ def plan_layout(
         plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned) for leaf in named
     )
     return Layout(mesh, rules, strategy, precision, leaves, structure, owned)
+
+
+def _strategy(strategy: Strategy | str) -> Strategy:
+    return strategy if isinstance(strategy, Strategy) else parse_strategy(strategy)
 
 
 def check_fit(

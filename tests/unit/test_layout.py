@@ -5,7 +5,7 @@ import torch
 
 import fsharding as fs
 from fsharding.axes import AbstractMesh
-from fsharding.errors import LayoutError, SpecError, TreeError
+from fsharding.errors import ConfigError, LayoutError, SpecError, TreeError
 from fsharding.spec import P
 
 MESH = AbstractMesh(("dp", "tp"), (4, 2))
@@ -287,3 +287,12 @@ def test_dtypes_that_kernels_lack():
         "  a is float8_e4m3fn[8]: kernels take float16, bfloat16, float32, float64, or whole numbers\n"
         "  c is complex64[2]: kernels take float16, bfloat16, float32, float64, or whole numbers"
     )
+
+
+def test_a_strategy_goes_by_its_name():
+    shapes = {"w": leaf(8, 6)}
+    assert plan(shapes, strategy="zero1") == plan(shapes, strategy=fs.zero(1))
+    assert plan(shapes).with_strategy("hfsdp") == plan(shapes, strategy=fs.HFSDP)
+    for odd in ("zero4", 3):
+        text = refusal(ConfigError, lambda odd=odd: plan(shapes, strategy=odd))
+        assert text.startswith(f"fs.parse_strategy knows no strategy {odd!r}.\nStrategies are zero0, ")

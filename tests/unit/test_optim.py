@@ -339,3 +339,17 @@ def test_updates_of_another_shape_are_refused():
     with pytest.raises(TreeError) as caught:
         fs.optim.apply_gradients(opt, params, opt.init(params), {"w": torch.ones(2)})
     assert str(caught.value).startswith("fs.adamw got parameters and moments of different shapes.\n  w: parameters [2]")
+
+
+def test_settings_that_can_never_be_right():
+    for norm in (-1.0, 0.0, math.nan):
+        with pytest.raises(ConfigError) as caught:
+            fs.clip_by_global_norm(norm)
+        assert str(caught.value) == (
+            f"fs.clip_by_global_norm got max_norm={norm}.\nGive a norm above 0; math.inf leaves gradients as they are."
+        )
+    grads = {"w": torch.ones(3)}
+    assert_bitwise_equal(fs.clip_by_global_norm(math.inf).update(grads, EmptyState())[0], grads)
+    with pytest.raises(ConfigError) as caught:
+        fs.linear(1.0, 0.0, 0)
+    assert str(caught.value) == "fs.linear got steps=0.\nGive 1 or more, or use fs.constant."
