@@ -35,10 +35,12 @@ __all__ = [
     "like",
     "like_leaf",
     "local_leaves",
+    "grads_where",
     "local_where",
     "masked",
     "multiply",
     "new_zeros",
+    "refuse_unlike",
     "run_update",
     "shardings_of",
     "zeros",
@@ -78,6 +80,9 @@ class MaskedState(NamedTuple):
     """The state of each group, by label."""
 
     groups: dict[str, Tree]
+
+
+_MASKED = ("fs.masked", ("parameters", "gradients"))
 
 
 @functools.lru_cache(maxsize=256)
@@ -198,7 +203,11 @@ def masked(
         return {g: tree.map(lambda x, label: x if label == g else None, values, labelled) for g in groups}  # noqa: B023
 
     def label(params: Tree) -> Tree:
-        return tree.map_with_path(labels, params) if callable(labels) else tree.prune(labels, params)
+        return (
+            tree.map_with_path(labels, params)
+            if callable(labels)
+            else tree.prune(labels, params, "fs.masked", ("labels", "parameters"))
+        )
 
     def init(params: Tree) -> MaskedState:
         labelled = label(params)
@@ -213,7 +222,7 @@ def masked(
     def update(
         updates: Tree, state: MaskedState, params: Tree = None, *, donate: bool = False
     ) -> tuple[Tree, MaskedState]:
-        params = tree.prune(params, updates) if params is not None else None
+        params = tree.prune(params, updates, *_MASKED) if params is not None else None
         labelled = label(params if params is not None else updates)
         parts, params_of = split(updates, labelled), split(params, labelled) if params is not None else {}
         done = {g: run_update(t, parts[g], state.groups[g], params_of.get(g), donate=donate) for g, t in groups.items()}
@@ -231,8 +240,9 @@ def masked(
     def apply(
         updates: Tree, state: MaskedState, params: Tree, *, donate: bool = False, scale: float = 1.0
     ) -> tuple[Tree, MaskedState]:
-        labelled = label(tree.prune(params, updates))
-        parts, params_of = split(updates, labelled), split(tree.prune(params, updates), labelled)
+        pruned = tree.prune(params, updates, *_MASKED)
+        labelled = label(pruned)
+        parts, params_of = split(updates, labelled), split(pruned, labelled)
         done = {
             g: call(t.apply, parts[g], state.groups[g], params_of[g], donate=donate, norm=None, scale=scale)
             for g, t in groups.items()
@@ -279,12 +289,64 @@ def shardings_of(values: Tree) -> Tree:
     return tree.map(lambda x: sharding_of(x) if isinstance(x, DTensor) else None, values)
 
 
-def local_where(values: Tree, where: Tree) -> list[Tensor]:
-    """The local tensors of the leaves that another tree has, cut as they are there."""
-    return local_leaves(redistribute(tree.prune(values, where), shardings_of(where)))
+def grads_where(function: str, grads: Tree, where: Tree) -> list[Tensor]:
+    """The local tensors of gradients, cut as the moments are.
+
+    Args:
+        function: the public function, for the error.
+        grads: tree of gradients.
+        where: tree of moments.
+
+    Raises:
+        TreeError: the two differ in paths or shapes; all such leaves are listed.
+    """
+    refuse_unlike(function, grads, where, ("gradients", "moments"))
+    return local_leaves(redistribute(grads, shardings_of(where)))
 
 
-def add_decay_(updates: Sequence[Tensor], params: Tree, where: Tree, factor: float) -> None:
+def local_where(function: str, params: Tree, where: Tree) -> list[Tensor]:
+    """The local tensors of those parameters that another tree has, cut as they are there.
+
+    Args:
+        function: the public function, for the error.
+        params: tree of parameters.
+        where: tree of moments or updates.
+
+    Raises:
+        TreeError: the two differ in paths or shapes; all such leaves are listed.
+    """
+    labels = ("parameters", "moments")
+    pruned = tree.prune(params, where, function, labels)
+    refuse_unlike(function, pruned, where, labels)
+    return local_leaves(redistribute(pruned, shardings_of(where)))
+
+
+def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, str]) -> None:
+    """Checks that two trees have the same paths and shapes: kernels would broadcast, or fill a part.
+
+    Args:
+        function: the public function, for the error.
+        first: tree of tensors.
+        second: another one.
+        labels: what the two are, for the error.
+
+    Raises:
+        TreeError: they differ; all such leaves are listed.
+    """
+    flat, spec = tree.flatten(first)
+    others = tree.flatten_up_to(spec, second, function, labels)
+    if all(isinstance(y, Tensor) and x.shape == y.shape for x, y in zip(flat, others, strict=True)):
+        return
+    rows = [
+        f"{path}: {labels[0]} {list(x.shape)}, {labels[1]} {list(getattr(y, 'shape', ()))}"
+        for path, x, y in zip(tree.paths(first), flat, others, strict=True)
+        if not isinstance(y, Tensor) or x.shape != y.shape
+    ]
+    text = f"got {labels[0]} and {labels[1]} of different shapes."
+    raise TreeError(message(function, text, rows, f"Give {labels[0]} and {labels[1]} of one model."))
+
+
+def add_decay_(function: str, updates: Sequence[Tensor], params: Tree, where: Tree, factor: float) -> None:
     """Adds a multiple of the parameters to updates, which are the local tensors of another tree."""
-    main = [p.to(u.dtype) for p, u in zip(local_where(params, where), updates, strict=True)]
+    main = [p.to(u.dtype) for p, u in zip(local_where(function, params, where), updates, strict=True)]
     _compat.foreach_add_(updates, _compat.foreach_mul(main, factor))

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from fsharding import tree
 from fsharding.errors import ConfigError, message
-from fsharding.optim.base import GradientTransformation, clone, like, like_leaf, local_leaves, new_zeros, shardings_of
+from fsharding.optim.base import (
+    GradientTransformation,
+    clone,
+    like,
+    like_leaf,
+    local_leaves,
+    new_zeros,
+    refuse_unlike,
+    shardings_of,
+)
 from fsharding.optim.schedules import as_schedule
 from fsharding.optim.units import required
 from fsharding.redistribute import redistribute
@@ -94,13 +103,14 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **settings: Any) -> Gradi
     def update(
         updates: Tree, state: TorchState, params: Tree = None, *, donate: bool = False
     ) -> tuple[Tree, TorchState]:
-        params = tree.prune(required(params, _NAME), updates)
+        params = tree.prune(required(params, _NAME), updates, _NAME, ("parameters", "gradients"))
+        refuse_unlike(_NAME, params, updates, ("parameters", "gradients"))
         where = shardings_of(next(iter(state.slots.values()), params))
         moved = redistribute(updates, where)
         main = local_leaves(redistribute(params, where))
         grads, spec = local_leaves(moved), tree.flatten(moved)[1]
-        slots = {n: tree.flatten_up_to(spec, t, _NAME) for n, t in state.slots.items()}
-        scalars = {n: tree.flatten_up_to(spec, t, _NAME) for n, t in state.scalars.items()}
+        slots = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.slots.items()}
+        scalars = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.scalars.items()}
         held = [torch.nn.Parameter(clone(p)) for p in main]
         for p, g in zip(held, grads, strict=True):
             p.grad = g.to(p.dtype).contiguous() if donate else clone(g.to(p.dtype))

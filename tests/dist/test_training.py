@@ -306,7 +306,10 @@ def count_with(strategy, mesh, microbatches):
     for m in rows.tolist():
         goal = layout.main if m + 1 == microbatches else layout.grads
         run = fs.value_and_grad(loss_fn, grads=goal, mean=False)
-        _, held = run(state.params, {name: x[m : m + 1] for name, x in batch.items()}, accumulate=held)
+        before, piece = held, {name: x[m : m + 1] for name, x in batch.items()}
+        copies = [local_of(x).clone() for x in fs.tree.leaves(before)]
+        _, held = run(state.params, piece, accumulate=before)
+        assert_bitwise_equal([local_of(x) for x in fs.tree.leaves(before)], copies)
     return count, metrics.loss.item(), metrics.weight.item(), whole(after.params), whole(held)
 
 
