@@ -93,14 +93,19 @@ class DecoderConfig:
     stacks: tuple[Stack, ...] = ()
 
     def __post_init__(self) -> None:
-        wrong: list[str] = []
-        if self.attention is None:
+        sizes = {"vocab": self.vocab, "dim": self.dim, "layers": self.layers, "heads": self.heads}
+        sizes |= {"kv_heads": self.kv_heads, "hidden": self.hidden, "head_size": self.head_size}
+        wrong = [f"{name}={size}: at least 1" for name, size in sizes.items() if size is not None and size < 1]
+        if self.attention is None and self.heads >= 1:
             if self.head_size is None and (self.dim % self.heads or self.head_dim % 2):
                 wrong.append(f"dim {self.dim} over {self.heads} heads is not an even head dim")
             elif self.head_dim % 2:
                 wrong.append(f"head_size {self.head_size} is not even")
-            if self.heads % self.kv_heads:
+            if self.kv_heads >= 1 and self.heads % self.kv_heads:
                 wrong.append(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
+        for stack in self.stacks:
+            own = {"layers": stack.layers, "hidden": stack.hidden}
+            wrong += [f"stack {stack.name!r}: {k}={v}: at least 1" for k, v in own.items() if v is not None and v < 1]
         names = [stack.name for stack in self.stacks]
         wrong += [f"two stacks have the name {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
         wrong += [

@@ -50,7 +50,9 @@ class Grouped:
 
     def __post_init__(self) -> None:
         wrong = [f"head_dim {self.head_dim} is not even"] if self.head_dim % 2 or self.head_dim < 1 else []
-        if self.heads % self.kv_heads:
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads}
+        wrong += [f"{name}={size}: at least 1" for name, size in sizes.items() if size < 1]
+        if self.kv_heads >= 1 and self.heads % self.kv_heads:
             wrong.append(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
         if wrong:
             raise ConfigError(message("models.Grouped", "has sizes that do not fit.", wrong))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding.errors import ConfigError
-from fsharding.models import DecoderConfig, decoder
+from fsharding.models import DecoderConfig, Grouped, Stack, decoder
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
 CONFIG = DecoderConfig(vocab=17, dim=24, layers=2, heads=4, kv_heads=2, hidden=20)
@@ -136,5 +136,20 @@ def test_sizes_that_do_not_fit():
         "  4 heads are not a multiple of 3 kv_heads"
     )
     assert DecoderConfig(dim=64, heads=8).head_dim == 8
+    with pytest.raises(ConfigError) as caught:
+        DecoderConfig(vocab=0, dim=30, layers=-3, heads=4, kv_heads=0, hidden=0, stacks=(Stack("a", 0),))
+    assert str(caught.value).splitlines()[1:] == [
+        "  vocab=0: at least 1",
+        "  layers=-3: at least 1",
+        "  kv_heads=0: at least 1",
+        "  hidden=0: at least 1",
+        "  dim 30 over 4 heads is not an even head dim",
+        "  stack 'a': layers=0: at least 1",
+        "  the stacks have 0 layers, not -3",
+    ]
+    with pytest.raises(ConfigError, match="heads=0: at least 1"):
+        DecoderConfig(heads=0)
+    with pytest.raises(ConfigError, match="kv_heads=-1: at least 1"):
+        Grouped(4, -1, 8)
     with pytest.raises(ConfigError, match="dim 12 over 4 heads is not an even head dim"):
         DecoderConfig(dim=12, heads=4)
