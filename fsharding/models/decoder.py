@@ -70,6 +70,8 @@ class DecoderConfig:
         bias: queries, keys and values have a bias.
         rope_scaling: of the rotary frequencies, for a longer context.
         qk_norm: each query and key head has an RMSNorm before it turns.
+        fused: queries, keys and values are one leaf `wqkv` and one product, and so are gate and up as `gate_up`. `tp`
+            cuts each part by itself.
         attention: another attention than the grouped-query one of the numbers above.
         experts: in the place of the dense feed-forward part.
         stacks: of unlike blocks, in order; by default all blocks are one stack, at `blocks`.
@@ -88,6 +90,7 @@ class DecoderConfig:
     bias: bool = False
     rope_scaling: Scaling | None = None
     qk_norm: bool = False
+    fused: bool = False
     attention: Grouped | Latent | None = None
     experts: Experts | None = None
     stacks: tuple[Stack, ...] = ()
@@ -127,11 +130,11 @@ class DecoderConfig:
         attention = stack.attention if stack is not None and stack.attention is not None else self.attention
         if attention is None:
             numbers = self.heads, self.kv_heads, self.head_dim, self.bias, self.rope_base, self.rope_scaling
-            attention = Grouped(*numbers, qk_norm=self.qk_norm)
+            attention = Grouped(*numbers, qk_norm=self.qk_norm, fused=self.fused)
         experts, hidden = self.experts, self.hidden
         if stack is not None and (stack.hidden is not None or stack.experts is not None):
             experts, hidden = stack.experts, stack.hidden or hidden
-        return attention, Dense(hidden) if experts is None else Mixture(experts)
+        return attention, Dense(hidden, self.fused) if experts is None else Mixture(experts)
 
     def kinds(self) -> list[tuple[AttentionPart, FeedPart]]:
         """Attention and feed-forward part of each stack, in order."""

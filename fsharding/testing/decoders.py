@@ -189,7 +189,8 @@ def expert_sizes(ep: int, tp: int) -> tuple[Experts | None, ...]:
     biased = Experts(
         4 * ep, 2, 2 * tp, shared=1, score="sigmoid", scale=2.5, groups=2, kept_groups=1, z=1e-2, bias_rate=1e-2
     )
-    return (None, one, some, biased) if ep > 1 else (None, None, None, some, biased)
+    # Without `ep` they are rarer: what a dense decoder sends is known to the byte, and so looked at.
+    return (None, one, some, biased) if ep > 1 else (*[None] * 8, some, biased)
 
 
 def key_heads(heads: int, ranks: int) -> tuple[int, ...]:

@@ -1,11 +1,14 @@
 """The decoder as pure functions: shapes, names, causality, an independent plain version, refused sizes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding.errors import ConfigError
+from fsharding import ops
+from fsharding.errors import ConfigError, SpecError
 from fsharding.models import DecoderConfig, Grouped, Stack, decoder
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
@@ -106,6 +109,38 @@ def test_names_fit_the_shapes(tied):
     assert draws["blocks"]["wk"].shape == (2, 12, 24) and draws["blocks"]["down"].shape == (2, 20, 24)
     assert ("unembed" in draws["head"]) == (not tied) == (not model.tied)
     assert all(leaf.shape[0] == 2 for leaf in draws["blocks"].values())
+
+
+def test_fused_leaves_are_the_others_joined():
+    config = replace(CONFIG, bias=True)
+    params = params_of(config)
+    params["blocks"] |= {f"{x}_bias": torch.randn_like(params["blocks"][f"{x}_bias"]) for x in "qkv"}
+    blocks = dict(params["blocks"])
+    joined = {"wqkv": ("wq", "wk", "wv"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
+    fused = {leaf: torch.cat([blocks.pop(part) for part in parts], 1) for leaf, parts in joined.items()} | blocks
+    other = replace(config, fused=True)
+    names = decoder(other).names["blocks"]
+    assert {**names} == {**dict.fromkeys(fused), **names}, "the same leaves"
+    assert names["wqkv"] == ("layers", fs.Fused("heads", (24, 12, 12)), "embed")
+    assert names["gate_up"][1] == fs.Fused("mlp", (20, 20)) and names["qkv_bias"][1] == names["wqkv"][1]
+    shapes = decoder(other).init(fs.random.key(0))["blocks"]
+    assert {path: draw.shape for path, draw in shapes.items()} == {path: x.shape for path, x in fused.items()}
+    batch = {"tokens": tokens(), "targets": tokens().roll(1, 0)}
+    want = logits_loss(config, params, batch)
+    assert_trees_close(logits_loss(other, {**params, "blocks": fused}, batch), want, rtol=1e-6)
+    with pytest.raises(ConfigError, match="2 kv_heads, in one leaf with the queries: no multiple of 4"):
+        fs.plan_layout(decoder(other), fs.AbstractMesh(("tp",), (4,)))
+
+
+def test_parts_of_another_leaf_are_refused():
+    q, k = ops.split_parts(torch.arange(6).view(1, 6), (4, 2))
+    assert q.tolist() == [[0, 1, 2, 3]] and k.tolist() == [[4, 5]]
+    with fs.set_mesh(fs.AbstractMesh(("tp",), (2,))), pytest.raises(SpecError) as caught:
+        ops.split_parts(torch.zeros(5, 3), (4, 3), dim=0)
+    assert str(caught.value) == (
+        "ops.split_parts cannot split dim 0 of size 5 into parts of (4, 3): this rank has (2, 2).\n"
+        "Give the sizes of the leaf's Fused name."
+    )
 
 
 def test_init_is_narrow_where_blocks_write_to_the_stream():
