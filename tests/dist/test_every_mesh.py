@@ -14,6 +14,8 @@ from tests.dist.test_model_axes import DEEP, alone, train
 
 __all__ = ["teardown_module"]
 
+pytestmark = pytest.mark.timeout(240)
+
 # Biases move by as much as scores differ, so that they change who gets which token at every step.
 EXPERTS = Experts(4, 2, 12, shared=1, score="sigmoid", scale=2.5, groups=2, kept_groups=2, z=1e-2, bias_rate=1e-2)
 MODELS = {"dense": DEEP, "experts": replace(DEEP, experts=EXPERTS)}
@@ -27,7 +29,8 @@ MESHES = {
     **{f"cp{n} {kind}": ({"cp": n}, {"attention": kind}) for n in (2, 4) for kind in KINDS},
     "ep2": ({"ep": 2}, {}),
     "ep4": ({"ep": 4}, {}),
-    **{f"pp{n} {name}": ({"pp": n}, {"microbatches": 8, "schedule": name}) for n in (2, 4) for name in SCHEDULES},
+    **{f"pp2 {name}": ({"pp": 2}, {"microbatches": 4, "schedule": name}) for name in SCHEDULES},
+    **{f"pp4 {name}": ({"pp": 4}, {"microbatches": 8, "schedule": name}) for name in SCHEDULES},
     "dp2 tp2": ({"dp": 2, "tp": 2}, ALONG),
     "dp2 cp2": ({"dp": 2, "cp": 2}, {}),
     "dp2 ep2": ({"dp": 2, "ep": 2}, {}),
@@ -58,7 +61,7 @@ def test_losses_and_norms_are_those_of_one_process(mesh, model, level):
     # As few layers as the schedules with two stages a rank can have.
     config = replace(MODELS[model], layers=2 * axes.get("pp", 1))
     ranks = torch.tensor([*axes.values()]).prod().item()
-    runs = on_ranks(trained, ranks, axes, level, config, how)
+    runs = on_ranks(trained, ranks, axes, level, config, how, seconds=200)
     for other in runs[1:]:
         assert_bitwise_equal(runs[0], other, "the ranks' results")
     torch.testing.assert_close(runs[0], alone(config), rtol=1e-5, atol=0)
