@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from rich.console import Console
@@ -23,11 +23,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fsharding import checkpoint, ops, optim, policies, random
 from fsharding.agreement import agree
 from fsharding.axes import parse_axes
-from fsharding.config import OPTIMIZERS, PRECISIONS, TrainConfig, batches_seen, model_of, open_tokens, stages
+from fsharding.config import (
+    OPTIMIZERS,
+    PRECISIONS,
+    TrainConfig,
+    batches_seen,
+    model_of,
+    open_tokens,
+    schedule_of,
+    stages,
+)
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
 from fsharding.layout import Layout, plan_layout
 from fsharding.mesh import data_position, everyone, make_mesh
+from fsharding.models.base import Model
 from fsharding.recipes import Recipe, recipe
 from fsharding.reshard import reshard
 from fsharding.show import plot_loss, read_metrics
@@ -35,8 +45,11 @@ from fsharding.state import TrainState, init_state, state_bytes
 from fsharding.step import Metrics, make_train_step
 from fsharding.strategy import parse_strategy
 from fsharding.swaps import Swap, parse_swaps
+from fsharding.tree import Tree
 
 __all__ = ["train"]
+
+Step: TypeAlias = Callable[[TrainState, Tree], tuple[TrainState, Metrics]]
 
 
 def train(config: TrainConfig) -> None:
@@ -71,14 +84,7 @@ def _train(config: TrainConfig) -> None:
         state = init_state(model, opt, random.key(config.seed), layout)
     else:
         state = checkpoint.load(newest, layout, opt=opt)
-    step = make_train_step(
-        model,
-        opt,
-        microbatches=config.microbatches,
-        schedule=config.schedule,
-        donate=True,
-        policy=policies.POLICIES[config.policy],
-    )
+    step = _step(config, model, opt, state)
     leader = not dist.is_initialized() or dist.get_rank() == 0
     saved = first if config.resume else -1
     if first < config.steps:
@@ -87,6 +93,7 @@ def _train(config: TrainConfig) -> None:
         for number in range(first, config.steps):
             if number in swaps and number > first:
                 state = _swap(config, state, swaps[number])
+                step = _step(config, model, opt, state)
             began, mesh, rate = time.perf_counter(), state.layout.mesh, schedule(int(state.step))
             with recording() as counts:
                 batch = ops.cut_sequence(data.batch(number, Shard(*data_position(mesh))), mesh=mesh)
@@ -98,6 +105,18 @@ def _train(config: TrainConfig) -> None:
         if saved < config.steps:
             _save(config, state, data, config.steps)
         log.finish()
+
+
+def _step(config: TrainConfig, model: Model, opt: optim.GradientTransformation, state: TrainState) -> Step:
+    """The step of a run on the mesh where its state is."""
+    return make_train_step(
+        model,
+        opt,
+        microbatches=config.microbatches,
+        schedule=schedule_of(config, state.layout.mesh) or config.schedule,
+        donate=True,
+        policy=policies.POLICIES[config.policy],
+    )
 
 
 _OWN = {"out", "data", "ranks", "plot", "timeout"}

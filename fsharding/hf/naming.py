@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 from torch import Tensor
 
@@ -222,6 +222,16 @@ _QWEN_MOE: dict[str, Name] = {
 }
 
 
+def _fused(names: dict[str, Name]) -> dict[str, Name]:
+    """The same with queries, keys and values as one leaf, their biases, and gate and up."""
+    joined = {"wqkv": ("wq", "wk", "wv"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
+    found, left = dict[str, Name](), dict(names)
+    for leaf, apart in joined.items():
+        if apart[0] in left:
+            found[leaf] = Joined(tuple(cast("SimpleName", left.pop(name)) for name in apart))
+    return {**left, **found}
+
+
 def names_of(config: DecoderConfig, *, stacked_experts: bool = False) -> dict[str, Name]:
     """Where each leaf of `models.decoder(config)` is in a directory of its family.
 
@@ -240,6 +250,7 @@ def names_of(config: DecoderConfig, *, stacked_experts: bool = False) -> dict[st
         blocks |= {"experts.down": Transposed(f"{_LAYER}mlp.experts.down_proj")}
     else:
         blocks |= _QWEN_MOE if config.qk_norm else _MIXTRAL
+    blocks = _fused(blocks) if config.fused else blocks
     ends: dict[str, Name] = {"embed.table": "model.embed_tokens.weight", "head.norm": "model.norm.weight"}
     if not config.tied:
         ends["head.unembed"] = "lm_head.weight"

@@ -171,6 +171,12 @@ def test_weights_come_back(name, tmp_path, monkeypatch):
     hf.save(tmp_path / "plain", fs.unshard(params), CONFIGS[name])
     assert_bitwise_equal(in_files(tmp_path / "plain"), in_files(tmp_path / "out"))
     assert sorted(os.listdir(tmp_path)) == ["out", "plain"]
+    # A decoder whose leaves are fused has the same files.
+    other = dataclasses.replace(CONFIGS[name], fused=True)
+    fused = hf.load(tmp_path / "out", layout_of(other), hf.names_of(other))
+    assert ("gate_up" in fused["blocks"]) == (other.experts is None) and "wqkv" in fused["blocks"]
+    hf.save(tmp_path / "fused", fused, other, layout=layout_of(other))
+    assert_bitwise_equal(in_files(tmp_path / "fused"), in_files(tmp_path / "out"))
     # Each tensor against our leaf, taken apart by hand.
     found, whole = in_files(tmp_path / "out"), fs.unshard(params)
     blocks, layer = whole["blocks"], "model.layers.1."

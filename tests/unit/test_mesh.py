@@ -100,6 +100,23 @@ def test_sizes_that_make_no_mesh(axes, text):
     assert refusal(lambda: make_shape(axes, world=8)) == text
 
 
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [
+        ((("dpp", "tp"), (2, 0)), [f"'dpp' is no axis: they are {', '.join(AXES)}", "tp=0: at least 1"]),
+        ((("dp", "tp", "dp"), (2, -1)), ["'dp' stands twice", "tp=-1: at least 1", "3 axes, but 2 sizes"]),
+        ((("dp",), (2,), (0, 1, 2)), ["2 positions, but 3 ranks: (0, 1, 2)"]),
+        ((("dp",), (2,), (1, 1)), ["2 positions, but 1 ranks: (1, 1)"]),
+    ],
+)
+def test_an_abstract_mesh_is_one(mesh, rows):
+    assert refusal(lambda: AbstractMesh(*mesh)).splitlines() == [
+        "fs.AbstractMesh cannot be made.",
+        *(f"  {row}" for row in rows),
+        'Write fs.AbstractMesh(("dp", "tp"), (4, 2)): each axis once, each size at least 1.',
+    ]
+
+
 def test_the_order_names_all_six_axes():
     assert refusal(lambda: make_shape({"dp": 8}, world=8, order=("dp", "tp"))) == (
         "fs.make_mesh needs an order of all six axes, got ('dp', 'tp').\nUse ('pp', 'replica', 'dp', 'ep', 'cp', 'tp')."
