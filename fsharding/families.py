@@ -70,7 +70,13 @@ class Family:
         sliding = getattr(config, "sliding_window", None) is not None
         rows = [f"attention is {kind!r}, not 'sdpa'"] if kind != "sdpa" else []
         rows += [f"layers have {', '.join(sorted(kinds))}"] if kinds else []
-        return rows + ([f"sliding_window is {config.sliding_window}"] if sliding else [])
+        rows += [f"sliding_window is {config.sliding_window}"] if sliding else []
+        by_layer = "scale_attn_by_inverse_layer_idx"
+        return rows + (
+            [f"{by_layer} is True: every layer scales its attention by another number"]
+            if getattr(config, by_layer, False)
+            else []
+        )
 
 
 def _loss(logits: Tensor, batch: Tree) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,50 @@ class Count(nn.Module):
         return self.fc(x)
 
 
+class Hidden(nn.Module):
+    """State that torch's version counters do not show."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("last", None)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean.data.mul_(0.9).add_(x.detach().mean(0))
+        self.last, self.cache = x.detach() + 1, x.detach()
+        return self.fc(x - self.mean)
+
+
+class Scaled(nn.Module):
+    """A block that knows its number and computes with it."""
+
+    def __init__(self, i):
+        super().__init__()
+        self.fc, self.layer_idx, self.alpha = nn.Linear(7, 7), i, 1.0 + i // 2
+        self.register_buffer("scale", torch.tensor(float(i + 1)))
+        self.drop, self.act = nn.Dropout(0.1 * i).eval(), [F.gelu, F.gelu, F.relu][i]
+
+    def forward(self, x, shift):
+        return x + self.alpha * self.scale * self.act(self.fc(self.drop(x))), None
+
+
+def scaled():
+    module = Net()
+    del module.heat
+    module.layers = nn.ModuleList(Scaled(i) for i in range(3))
+    return module
+
+
+def by_layer():
+    config = SimpleNamespace(model_type="gpt2", _attn_implementation="sdpa", scale_attn_by_inverse_layer_idx=True)
+    module = Net()
+    module.config = config
+    return module
+
+
 def whole_params(net):
     state = fs.init_state(net, fs.sgd(0.1), KEY, fs.plan_layout(net, fs.make_mesh()))
     return fs.unshard(state.params)
@@ -97,6 +141,16 @@ def test_the_plan_is_a_value_that_says_what_is_gathered_together():
     assert [leaf.path for leaf in shared.leaves] == [
         "steps.weight", "steps.bias", "wide.weight", "wide.bias", "back.weight", "back.0.bias",
     ]  # fmt: skip
+
+
+def test_a_forward_that_fails_or_changes_tensors_leaves_them_in_their_places():
+    net = fs.functionalize(Hidden(), ())
+    params = whole_params(net)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        net(params, values(5))
+    for _ in range(2):  # the second call has no values to compare: `.data` is seen at the first one alone
+        with pytest.raises(TransformError, match="\n  last is float32.*\n  cache is float32"):
+            net(params, values(4))
 
 
 def test_transforms_of_torch_func_see_a_function():
@@ -196,6 +250,11 @@ def call(module, units, x, **settings):
     return net(whole_params(net), x)
 
 
+def under(transform, module, x):
+    net = fs.functionalize(module, ())
+    return transform(lambda p: net(p, x).sum())(whole_params(net))
+
+
 def plan(module, units, names, roles, axes, **settings):
     mesh = fs.AbstractMesh(tuple(axes), tuple(axes.values()))
     return fs.plan_layout(fs.functionalize(module, units, names=names, roles=roles, **settings), mesh)
@@ -212,6 +271,31 @@ fs.functionalize needs a forward that changes no buffers and no other tensors of
   calls is float32[]
   last is float32[4]
 Keep such state outside of the module: give it as an input, and return it as an output."""),
+    "in place, hidden": (lambda: call(Hidden(), (), values(4)), TransformError, """
+fs.functionalize needs a forward that changes no buffers and no other tensors of the module.
+  mean is float32[4]
+  last is float32[3, 4]
+  cache is float32[3, 4]
+Keep such state outside of the module: give it as an input, and return it as an output."""),
+    "in place, under grad": (lambda: under(torch.func.grad, Count(), values(4)), TransformError, """
+fs.functionalize needs a forward that changes no buffers and no other tensors of the module.
+  under torch.func: During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place \
+operation (aten::add_.Tensor) that would mutate a captured Tensor. This is not supported; please rewrite the function \
+being transformed to explicitly accept the mutated Tensor(s) as inputs.
+Keep such state outside of the module: give it as an input, and return it as an output."""),
+    "unlike but for weights": (lambda: fs.model_from(scaled(), UNITS, net_parts()), ConfigError, """
+fs.model_from runs all blocks as the first one, but for the weights.
+  drop.p: 0.0 in layers.0, 0.1 in layers.1
+  scale: float32[] in layers.0, float32[] in layers.1 of other values
+  act: gelu in layers.0, relu in layers.2
+  alpha: 1.0 in layers.0, 2.0 in layers.2
+  drop.p: 0.0 in layers.0, 0.2 in layers.2
+  scale: float32[] in layers.0, float32[] in layers.2 of other values
+Make what differs an input of the blocks, or functionalize the module, which runs each block as itself."""),
+    "layers that scale by their number": (lambda: fs.model_from(by_layer()), ConfigError, """
+fs.model_from has no parts for this config.
+  scale_attn_by_inverse_layer_idx is True: every layer scales its attention by another number
+Pass parts= of your own, or functionalize the module: its own forward knows what to do."""),
     "no key": (lambda: call(Net(p=0.5), UNITS, TOKENS), TransformError, """
 fs.functionalize needs a random_key for a forward that draws.
   layers.0.drop is Dropout(p=0.5, inplace=False)
