@@ -2,8 +2,8 @@
 
 In: a module, and patterns that say which of its modules are gathered and let go together. Out: a `PureModule`, which
 `plan_layout` and `init_state` take as a model, and which is called inside a loss function: `net(params, *inputs)`.
-The module's own forward runs, whatever it does; where it calls a unit, the unit's weights are gathered, used, and let
-go, the next ones on their way. Law: outputs and gradients are those of the module on one process.
+The module's own forward runs, with any control flow; where it calls a unit, the unit's weights are gathered, used,
+and let go, the next ones on their way. Law: outputs and gradients are those of the module on one process.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class PureModule:
             params: `Local` nodes, as a loss function gets them, DTensors at rest, or whole plain tensors.
             *args: of the module's forward.
             random_key: of what the forward draws, such as dropout masks (int64[2]). The same key gives the same masks
-                on one mesh, under every strategy and policy. Ranks along data axes draw masks of their own, so another
-                mesh gives other ones.
+                on one mesh, under every strategy and policy. Ranks along data axes draw masks of their own, and so do
+                ranks of `tp` between a column and its row, so another mesh gives other ones.
             **kwargs: of the module's forward.
 
         Raises:
@@ -139,8 +139,9 @@ def functionalize(
     """Makes a pure function of its parameters out of a module, which is not changed.
 
     Args:
-        module: with real tensors, or on the meta device. Whether it is in train mode is taken over. Its buffers are
-            constants.
+        module: with real tensors, or on the meta device. Whether it is in train mode is taken over. Its tensors
+            besides parameters are constants: a forward that changes one is refused. What it keeps in Python, such as a
+            counter or a list, is not watched, and belongs to this copy.
         units: paths of the modules that are gathered when they are called, and let go after it. In `"layers.*"` the
             star stands for one part of a path, and the blocks that it finds are stacked: one leaf `[L, ...]` for each
             parameter. `("embed", "layers.*", ("norm", "head"))` has a unit of one module, a stack, and two modules

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding import _functorch, policies, random, tree
 from fsharding.anatomy import FUNCTION, Anatomy, ModuleUnit
@@ -25,14 +26,14 @@ from fsharding.errors import FshardingError, TransformError, message
 from fsharding.mesh import Mesh, axis_index, axis_size, set_mesh
 from fsharding.module_axes import Bare, Entrances, Roles, install
 from fsharding.module_state import Watch
-from fsharding.module_values import random_state, seed_of, seeded
+from fsharding.module_values import random_state, seed_of
 from fsharding.policies import Policy
 from fsharding.remat import remat
 from fsharding.scan import unstack_units
 from fsharding.sharding import Local, typeof
 from fsharding.transforms import gather_unit
 
-__all__ = ["Engine", "Run"]
+__all__ = ["Engine", "Run", "computing"]
 
 
 class _Absent(Tensor):
@@ -146,11 +147,8 @@ class Engine:
         def body(weights: dict[str, Tensor], args: Any, kwargs: Any, seed: int | None, mesh: Mesh | None) -> Any:
             device = next((x.device for x in weights.values()), "cpu")
             named = {f"inner.{name[len(member) + 1 :]}": x for name, x in weights.items()}
-            with seeded(seed, device), _on(mesh):
-                try:
-                    return torch.func.functional_call(bare, named, args, kwargs, tie_weights=False)
-                finally:
-                    self.entrances.clear()
+            with self.entrances.drawing(seed, device), computing(mesh):
+                return torch.func.functional_call(bare, named, args, kwargs, tie_weights=False)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = _running.get()
@@ -194,7 +192,7 @@ class Run:
             token = _running.set(self)
             try:
                 root = self._gather(0)
-                with seeded(self._seed(), device), _on(self._mesh):
+                with self._engine.entrances.drawing(self._seed(), device), computing(self._mesh):
                     return torch.func.functional_call(self._engine.module, root, args, kwargs, tie_weights=False)
             finally:
                 _running.reset(token)
@@ -249,8 +247,14 @@ class Run:
         return (self._first_seed + self._entered * _ODD) % 2**64
 
 
-def _on(mesh: Mesh | None) -> AbstractContextManager[None]:
-    return nullcontext() if mesh is None else set_mesh(mesh)
+@contextmanager
+def computing(mesh: Mesh | None) -> Generator[None]:
+    """Modules run inside: on a mesh, if there is one, and under torch.func with kernels that have every derivative."""
+    with (
+        nullcontext() if mesh is None else set_mesh(mesh),
+        sdpa_kernel(SDPBackend.MATH) if _functorch.in_functorch() else nullcontext(),
+    ):
+        yield
 
 
 @contextmanager

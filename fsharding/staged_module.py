@@ -21,7 +21,7 @@ from fsharding.errors import ConfigError, message
 from fsharding.families import Parts, family_of
 from fsharding.models.base import Model
 from fsharding.module_axes import Bare, Roles, check_axes
-from fsharding.module_run import Engine
+from fsharding.module_run import Engine, computing
 from fsharding.module_state import unlike_blocks
 from fsharding.module_values import Reset, lazy_leaves, real_buffers
 from fsharding.tree import Tree
@@ -134,7 +134,7 @@ def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[.
     def run(params: Tree, *args: Any) -> Any:
         weights = {f"inner.{name}": tree.at(params, path) for name, path in places.paths.items()}
         weights |= {f"inner.{name}": params[name] for name in places.tied}
-        with engine.guard(weights.values(), keyed=False):
+        with engine.guard(weights.values(), keyed=False), computing(None):
             return torch.func.functional_call(bare, weights, args, tie_weights=False)
 
     return run

@@ -195,6 +195,53 @@ def test_dropout_is_a_function_of_the_key_under_every_strategy_and_policy():
     assert not torch.allclose(first, second), "ranks along data axes draw masks of their own"
 
 
+class Wide(nn.Module):
+    """Its output says which hidden values its first dropout has kept; a second one follows after the region."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, hidden), nn.Linear(hidden, 1, bias=False)
+        self.inner, self.outer = nn.Dropout(0.5), nn.Dropout(0.5)
+        with torch.no_grad():
+            self.up.weight.zero_()
+            self.up.bias.fill_(0.5)
+            self.down.weight.copy_(2.0 ** torch.arange(hidden))
+
+    def forward(self, x):
+        kept = self.down(self.inner(self.up(x)))
+        return kept, self.outer(torch.ones_like(x)), self.down(self.inner(self.up(x)))
+
+
+def draw_inside_regions(hidden):
+    net = fs.functionalize(
+        nn.Sequential(Wide(hidden)), "*", policy=fs.policies.nothing_saveable, roles={"*.up": "column", "*.down": "row"},
+        names={"up.weight": ("mlp", None), "up.bias": ("mlp",), "down.weight": (None, "mlp")},
+    )  # fmt: skip
+    layout, key, x = fs.plan_layout(net, fs.make_mesh(tp=2)), fs.random.key(0), torch.ones(64, 4)
+    state = fs.init_state(net, fs.sgd(0.1), key, layout)
+
+    def loss(params):
+        outs = net(params, x, random_key=key)
+        return (outs[0].sum(), 1), [out.detach() for out in outs]
+
+    (_, outs), grads = fs.value_and_grad(loss, has_aux=True)(state.params)
+    return outs, fs.tree.map(lambda g: g.full_tensor(), grads)
+
+
+@pytest.mark.parametrize("hidden", [5, 4])
+def test_ranks_of_tp_draw_apart_inside_a_region_and_alike_outside(hidden):
+    (outs, grads), (others, _) = run_ranks(draw_inside_regions, 2, hidden, timeout=60.0)
+    assert_bitwise_equal(outs, others, "on both ranks")
+    first, outer, second = outs
+    assert 0.3 < (outer > 0).float().mean() < 0.7
+    bits = (first.long() >> torch.arange(hidden)) & 1
+    again = (second.long() >> torch.arange(hidden)) & 1
+    alike = (bits.T[:, None] == bits.T).all(-1)
+    assert torch.equal(alike, torch.eye(hidden, dtype=torch.bool)), "every hidden value has a mask of its own"
+    assert not torch.equal(bits, again), "and another one in each region"
+    assert torch.equal(grads["down"]["weight"][0, 0], bits.sum(0).float()), "recomputed with the same masks"
+
+
 def draw_on_meta(axes, ranks):
     with torch.device("meta"):
         module = Net()

@@ -149,7 +149,7 @@ def test_a_forward_that_fails_or_changes_tensors_leaves_them_in_their_places():
     with pytest.raises(RuntimeError, match="size of tensor"):
         net(params, values(5))
     for _ in range(2):  # the second call has no values to compare: `.data` is seen at the first one alone
-        with pytest.raises(TransformError, match="\n  last is float32.*\n  cache is float32"):
+        with pytest.raises(TransformError, match=r"\n  last is float32.*\n  cache is float32"):
             net(params, values(4))
 
 
