@@ -50,6 +50,8 @@ class _Absent(Tensor):
         if name in ("__get__", "detach", "requires_grad_", "size", "dim", "numel", "is_floating_point", "__repr__"):
             return super().__torch_function__(func, types, args, kwargs or {})
         rows = [getattr(x, "path", "") for x in tree.leaves((args, kwargs)) if isinstance(x, _Absent)]
+        if not _guarded.get():
+            raise _Elsewhere(message(*_recomputing([f"{row} is asked for by {name}" for row in rows])))
         text = f"needs weights that are used where their unit is called; {name} asked for them elsewhere."
         mend = "Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."
         raise _Elsewhere(message(FUNCTION, text, rows, mend))
@@ -70,6 +72,7 @@ _ODD = 0x9E3779B97F4A7C15
 """Between seeds that follow each other, so that all their bits differ (the step of splitmix64)."""
 
 _running: ContextVar[Run | None] = ContextVar("fsharding_module_run", default=None)
+_guarded: ContextVar[bool] = ContextVar("fsharding_module_guarded", default=False)
 
 
 class Engine:
@@ -91,7 +94,17 @@ class Engine:
             roles: of its layers.
             buffers: values of those on the meta device.
             idle: paths of blocks that never run, since another one runs for them.
+
+        Raises:
+            TransformError: it checkpoints its own layers.
+            ConfigError: layers that cannot have their role.
         """
+        own = {n: m for n, m in module.named_modules() if m.training and getattr(m, "gradient_checkpointing", False)}
+        if own:
+            rows = [
+                f"{name or 'the module'} is {type(m).__name__}, gradient_checkpointing=True" for name, m in own.items()
+            ]
+            raise TransformError(message(*_recomputing(rows)))
         absent = {id(p): _absent(name, p) for name, p in module.named_parameters()}
         self._absent = list(absent.values())
         self.module: nn.Module = copy.deepcopy(module, absent)
@@ -128,11 +141,13 @@ class Engine:
         self._move(device)
         self._watch.begin()
         state, done = random_state(device), False
+        token = _guarded.set(True)
         try:
             with _worded():
                 yield device
             done = True
         finally:
+            _guarded.reset(token)
             self.entrances.clear()
             changed = self._watch.end(done=done)
         if changed:
@@ -152,7 +167,8 @@ class Engine:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = _running.get()
-            assert run is not None
+            if run is None:
+                raise TransformError(message(*_recomputing([f"{member} is called again"])))
             return run.enter(number, member, args, kwargs)
 
         self.bodies[member] = body
@@ -285,6 +301,11 @@ _GROUPED = (
 def _changing(rows: list[str]) -> tuple[str, str, list[str], str]:
     mend = "Keep such state outside of the module: give it as an input, and return it as an output."
     return FUNCTION, "needs a forward that changes no buffers and no other tensors of the module.", rows, mend
+
+
+def _recomputing(rows: list[str]) -> tuple[str, str, list[str], str]:
+    mend = "Switch its own checkpointing off, and pass policy=fs.policies.nothing_saveable, which recomputes blocks."
+    return FUNCTION, "needs a module that does not run its layers again in the backward pass.", rows, mend
 
 
 def _keyless(rows: list[str]) -> tuple[str, str, list[str], str]:

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
 from fsharding.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
@@ -166,6 +168,45 @@ def test_transforms_of_torch_func_see_a_function():
     assert_trees_close(fs.tree.map(lambda g: g.mean(0), each), mean, rtol=1e-5, atol=1e-6)
 
 
+def global_dot(a, b):
+    return sum((x * y).sum() for x, y in zip(fs.tree.leaves(a), fs.tree.leaves(b), strict=True))
+
+
+HIGHER = {
+    "jvp": lambda f, p, v: torch.func.jvp(f, (p,), (v,))[1],
+    "forward over reverse": lambda f, p, v: torch.func.jvp(torch.func.grad(f), (p,), (v,))[1],
+    "reverse over reverse": lambda f, p, v: torch.func.grad(lambda p: global_dot(torch.func.grad(f)(p), v))(p),
+}
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("transform", HIGHER)
+@pytest.mark.parametrize("policy", ["save_except_gathered", "nothing_saveable"])
+def test_attention_of_torch_has_every_derivative(transform, policy):
+    torch.manual_seed(0)
+    module, x = Encoder(), values(4)[None]
+    net = fs.functionalize(module, "layers.*", policy=fs.policies.POLICIES[policy])
+    params = whole_params(net)
+    tangents = fs.tree.map(lambda p: torch.sin(1 + torch.arange(p.numel()).view(p.shape)), params)
+    found = HIGHER[transform](lambda p: net(p, x).sin().square().sum(), params, tangents)
+
+    def plain(p):
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.func.functional_call(module, net.state_dict(p), x).sin().square().sum()
+
+    assert_trees_close(found, HIGHER[transform](plain, params, tangents), rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_drawn_follows_from_the_key():
     net = fs.functionalize(Net(p=0.5), UNITS)
     params, state = whole_params(net), torch.get_rng_state()
@@ -222,6 +263,34 @@ class Unlike(nn.Module):
 class Elsewhere(Net):
     def forward(self, tokens):
         return F.linear(self.norm(self.embed(tokens)), self.head.weight)
+
+
+class Scaling(Net):
+    def forward(self, tokens):
+        return self.head(self.embed(tokens) * self.norm.weight)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers[:1]:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.layers[1](x)
+
+
+def switched_on():
+    module = Net()
+    module.layers[1].gradient_checkpointing = True
+    return module
+
+
+def backward(module, units):
+    net = fs.functionalize(module, units)
+    state = fs.init_state(net, fs.sgd(0.1), KEY, fs.plan_layout(net, fs.make_mesh()))
+    return fs.value_and_grad(lambda p: net(p, values(4)).sum())(state.params)
 
 
 def normed():
@@ -350,6 +419,18 @@ Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dim
 fs.functionalize needs weights that are used where their unit is called; linear asked for them elsewhere.
   embed.weight
 Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."""),
+    "elsewhere, by an operator": (lambda: call(Scaling(), UNITS, TOKENS), TransformError, """
+fs.functionalize needs weights that are used where their unit is called; mul asked for them elsewhere.
+  norm.weight
+Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."""),
+    "checkpoints": (lambda: backward(Checkpointed(), "layers.*"), TransformError, """
+fs.functionalize needs a module that does not run its layers again in the backward pass.
+  layers.0 is called again
+Switch its own checkpointing off, and pass policy=fs.policies.nothing_saveable, which recomputes blocks."""),
+    "checkpointing that is switched on": (lambda: fs.functionalize(switched_on(), "layers.*"), TransformError, """
+fs.functionalize needs a module that does not run its layers again in the backward pass.
+  layers.1 is Block, gradient_checkpointing=True
+Switch its own checkpointing off, and pass policy=fs.policies.nothing_saveable, which recomputes blocks."""),
     "meta buffers": (lambda: fs.functionalize(plain_meta(), ()), ConfigError, """
 fs.functionalize finds buffers on the meta device that nothing fills.
   count.calls is float32[] of Count
