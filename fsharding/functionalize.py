@@ -8,17 +8,19 @@ and let go, the next ones on their way. Law: outputs and gradients are those of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from fsharding import policies, tree
-from fsharding.anatomy import FUNCTION, Anatomy, NameTable, UnitPatterns, nested, plan_module
-from fsharding.errors import ConfigError, TransformError, message
+from fsharding.anatomy import Anatomy, NameTable, UnitPatterns, nested, plan_module
+from fsharding.errors import ConfigError, FshardingError, TransformError, message
 from fsharding.families import family_of
 from fsharding.mesh import Mesh
-from fsharding.module_axes import Roles, check_axes
+from fsharding.module_axes import Roles, check_axes, check_roles
+from fsharding.module_problems import FUNCTION, check_module
 from fsharding.module_run import Engine, Run
 from fsharding.module_values import Reset, lazy_leaves, real_buffers
 from fsharding.policies import Policy
@@ -160,33 +162,37 @@ def functionalize(
         A function `net(params, *inputs)` that is a model for `plan_layout` and `init_state`.
 
     Raises:
-        ConfigError: patterns that find no units, buffers on the meta device, layers that cannot have their role.
+        ConfigError: no module, patterns that find no units, roles for layers that are not there or cannot have them,
+            buffers on the meta device; or problems of several kinds.
         TreeError: blocks of one stack that are not alike.
-        LayoutError: a leaf that `names` misses.
-        TransformError: modules in train mode that change their buffers in forward. Of each kind all are listed.
+        LayoutError: leaves that `names` misses, or names for leaves that are not there.
+        TransformError: modules in train mode that change their buffers in forward, or checkpoint their own layers. Of
+            each kind all are listed.
     """
+    check_module(FUNCTION, module)
     family = family_of(module) if units is None else None
     if units is None and family is None:
         children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]
         mend = "Say which modules are gathered together, such as units='layers.*'."
         raise ConfigError(message(FUNCTION, f"does not know the units of {type(module).__name__}.", children, mend))
-    _refuse_statistics(module)
+    problems = [*_statistics(module), *check_roles(module, roles or {})]
+    plan = functools.partial(plan_module, general=names is None, problems=problems)
     if family is not None:
         units, names, roles = units or family.units, names or family.names, family.roles if roles is None else roles
         reset = reset or (getattr(module, family.reset, None) if family.reset else None)
     assert units is not None
-    anatomy = plan_module(module, units, names)
+    anatomy = plan(module, units, names)
     heads = family.heads_of(module) if family is not None else {}
     return PureModule(module, anatomy, roles=roles or {}, heads=heads, reset=reset, policy=policy)
 
 
-def _refuse_statistics(module: nn.Module) -> None:
-    """Refuses modules of torch that are known to change their buffers in forward."""
+def _statistics(module: nn.Module) -> list[FshardingError]:
+    """Modules of torch that are known to change their buffers in forward."""
     rows = [
         f"{name or 'the module'} is {type(m).__name__}: its forward changes {', '.join(dict(m.named_buffers()))}"
         for name, m in module.named_modules()
         if m.training and getattr(m, "track_running_stats", False) and dict(m.named_buffers())
     ]
-    if rows:
-        mend = "Put them in eval mode, or use a norm without statistics, such as nn.GroupNorm or nn.LayerNorm."
-        raise TransformError(message(FUNCTION, "needs a forward that changes no buffers.", rows, mend))
+    mend = "Put them in eval mode, or use a norm without statistics, such as nn.GroupNorm or nn.LayerNorm."
+    text = "needs a forward that changes no buffers."
+    return [TransformError(message(FUNCTION, text, rows, mend))] if rows else []

@@ -19,15 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsharding import boxes, ops
-from fsharding.anatomy import FUNCTION, Anatomy
+from fsharding.anatomy import Anatomy
 from fsharding.axes import DATA_AXES
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, FshardingError, message
 from fsharding.mesh import Mesh, abstract, axis_index, axis_size
+from fsharding.module_problems import FUNCTION
 from fsharding.module_values import random_state, reseed, seeded, set_random_state
 from fsharding.planning import EXPERT, type_text
 from fsharding.spec import AxisRules, rule_name
 
-__all__ = ["Role", "Roles", "check_axes", "install", "role_of"]
+__all__ = ["Role", "Roles", "check_axes", "check_roles", "install", "role_of"]
 
 Role: TypeAlias = Literal["column", "row", "inside", "vocab", "logits"]
 Roles: TypeAlias = Mapping[str, Role]
@@ -127,19 +128,11 @@ _ODD = 0xD1342543DE82EF95
 
 
 def install(module: nn.Module, roles: Roles) -> Entrances:
-    """Replaces the forwards of the layers that have a role.
-
-    Raises:
-        ConfigError: a layer with a role that its type cannot have; all are listed.
-    """
-    entrances, wrong = Entrances(), list[str]()
+    """Replaces the forwards of the layers that have a role; `check_roles` says whether they can have it."""
+    entrances = Entrances()
     for path, layer in list(module.named_modules()):
         role = role_of(path, roles)
         if role is None:
-            continue
-        wanted = nn.Embedding if role == "vocab" else nn.Module if role == "inside" else nn.Linear
-        if not isinstance(layer, wanted):
-            wrong.append(f"{path} is {type(layer).__name__}, role {role!r} needs {wanted.__name__}")
             continue
         parent = path.rpartition(".")[0]
         if isinstance(layer, nn.Linear) and role in ("column", "row", "logits"):
@@ -150,10 +143,28 @@ def install(module: nn.Module, roles: Roles) -> Entrances:
         else:
             siblings = [child for child in module.get_submodule(parent).children() if isinstance(child, nn.Linear)]
             layer.forward = _inside(layer, layer.forward, siblings)
-    if wrong:
-        mend = "Give roles to plain nn.Linear and nn.Embedding, and leave the names of other layers out of the rules."
-        raise ConfigError(message(FUNCTION, "cannot compute some layers over tp.", wrong, mend))
     return entrances
+
+
+def check_roles(module: nn.Module, roles: Roles, *, general: bool = False) -> list[FshardingError]:
+    """What is wrong with roles: such as there are none of, for layers that are not there, or cannot have them.
+
+    Args:
+        module: with the layers.
+        roles: of them.
+        general: they are those of a family, not all of which every module has.
+    """
+    layers = dict(module.named_modules())
+    wrong = [f"{pattern!r} has role {role!r}: there is none" for pattern, role in roles.items() if role not in _CUT]
+    for path, layer in layers.items():
+        role = role_of(path, roles)
+        wanted = nn.Embedding if role == "vocab" else nn.Module if role in ("inside", None) else nn.Linear
+        if role in _CUT and not isinstance(layer, wanted):
+            wrong.append(f"{path} is {type(layer).__name__}, role {role!r} needs {wanted.__name__}")
+    fits = {pattern for pattern in roles if any(fnmatchcase(path, pattern) for path in layers)}
+    wrong += [f"{pattern!r} fits no module" for pattern in roles if pattern not in fits and not general]
+    mend = f"Give plain nn.Linear and nn.Embedding one of the roles {', '.join(map(repr, _CUT))}, and others none."
+    return [ConfigError(message(FUNCTION, "cannot compute some layers over tp.", wrong, mend))] if wrong else []
 
 
 _Forward: TypeAlias = Callable[..., Any]

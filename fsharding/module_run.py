@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding import _functorch, policies, random, tree
-from fsharding.anatomy import FUNCTION, Anatomy, ModuleUnit
+from fsharding.anatomy import Anatomy, ModuleUnit
 from fsharding.axes import DATA_AXES
 from fsharding.errors import FshardingError, TransformError, message
 from fsharding.mesh import Mesh, axis_index, axis_size, set_mesh
 from fsharding.module_axes import Bare, Entrances, Roles, install
+from fsharding.module_problems import FUNCTION
 from fsharding.module_state import Watch
 from fsharding.module_values import random_state, seed_of
 from fsharding.policies import Policy

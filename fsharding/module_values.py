@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fsharding import random
-from fsharding.anatomy import FUNCTION, ModuleLeaf
+from fsharding.anatomy import ModuleLeaf
 from fsharding.errors import ConfigError, message
+from fsharding.module_problems import FUNCTION
 from fsharding.planning import type_text
 
 __all__ = [

@@ -20,7 +20,8 @@ from fsharding.anatomy import Anatomy, ModuleUnit, NameTable, UnitPatterns, nest
 from fsharding.errors import ConfigError, message
 from fsharding.families import Parts, family_of
 from fsharding.models.base import Model
-from fsharding.module_axes import Bare, Roles, check_axes
+from fsharding.module_axes import Bare, Roles, check_axes, check_roles
+from fsharding.module_problems import check_module
 from fsharding.module_run import Engine, computing
 from fsharding.module_state import unlike_blocks
 from fsharding.module_values import Reset, lazy_leaves, real_buffers
@@ -90,6 +91,9 @@ def model_from(
             more than weights: buffers, numbers, flags, functions; all are listed.
         TransformError: from the parts: something is drawn, or tensors of the module are changed.
     """
+    check_module(_FUNCTION, module)
+    problems = check_roles(module, roles or {})
+    plan_units = functools.partial(plan_module, general=names is None, problems=problems)
     family = family_of(module) if units is None else None
     if family is not None and parts is None and (rows := family.objections(module)):
         mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
@@ -103,7 +107,7 @@ def model_from(
             message(_FUNCTION, f"does not know the units and parts of {type(module).__name__}.", mend=mend)
         )
     roles = roles or {}
-    plan = _plan(module, plan_module(module, units, names))
+    plan = _plan(module, plan_units(module, units, names))
     blocks = [unit.members[0] for unit in plan.anatomy.units if unit.stack is not None]
     engine = Engine(module, plan.anatomy, roles, real_buffers(module, reset), idle=blocks[1:])
     if rows := unlike_blocks({path: engine.module.get_submodule(path) for path in blocks}):

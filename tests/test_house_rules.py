@@ -59,6 +59,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (10, "checkpoint.*"),
     (10.5, "corpus"),
     (11, "models.* data"),
+    (11.1, "module_problems"),
     (11.2, "decoder_traffic anatomy hf.*"),
     (11.25, "module_values module_state"),
     (11.3, "module_axes"),

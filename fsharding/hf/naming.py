@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from fsharding import boxes
 from fsharding.boxes import Box
 from fsharding.checkpoint.names import Name as SimpleName
 from fsharding.checkpoint.names import Transposed, our_box, parts
-from fsharding.models.decoder import DecoderConfig
+from fsharding.hf.families import decoder_config
 from fsharding.planning import LeafLayout
 from fsharding.spec import Fused
 
@@ -222,14 +222,15 @@ _QWEN_MOE: dict[str, Name] = {
 }
 
 
-def names_of(config: DecoderConfig, *, stacked_experts: bool = False) -> dict[str, Name]:
+def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
     """Where each leaf of `models.decoder(config)` is in a directory of its family.
 
     Args:
-        config: one that `hf.config_json` can say.
+        config: one that `hf.config_json` can say, or a recipe that has one.
         stacked_experts: a layer has all experts in one tensor, their gates and ups fused, as transformers has them in
             memory; by default each expert has tensors of its own, as published files have.
     """
+    config = decoder_config(config, "fs.hf.names_of")
     blocks = _ATTENTION | (_BIASES if config.bias else {}) | (_HEAD_NORMS if config.qk_norm else {})
     if config.experts is None:
         blocks |= _DENSE

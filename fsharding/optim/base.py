@@ -37,6 +37,7 @@ __all__ = [
     "local_leaves",
     "local_where",
     "masked",
+    "multi_transform",
     "new_zeros",
     "run_update",
     "shardings_of",
@@ -201,6 +202,10 @@ def masked(
         return merge(params, labelled, done)
 
     return GradientTransformation(init, update, apply)
+
+
+multi_transform = masked
+"""The name that optax has for `masked`."""
 
 
 def local_leaves(values: Tree) -> list[Tensor]:

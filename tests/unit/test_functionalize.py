@@ -281,6 +281,21 @@ class Checkpointed(nn.Module):
         return self.layers[1](x)
 
 
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, 16, 16))
+
+    def forward(self, x):
+        return F.grouped_mm(x, self.w, offs=torch.tensor([1, 3], dtype=torch.int32))
+
+
+def forward_mode(module, x):
+    net = fs.functionalize(module, ())
+    params = whole_params(net)
+    return torch.func.jvp(lambda x: net(params, x), (x,), (x,))
+
+
 def switched_on():
     module = Net()
     module.layers[1].gradient_checkpointing = True
@@ -330,7 +345,7 @@ def plan(module, units, names, roles, axes, **settings):
 
 
 ERRORS = {
-    "statistics": (lambda: fs.functionalize(normed(), "*"), TransformError, """
+    "statistics": (lambda: fs.functionalize(normed(), ()), TransformError, """
 fs.functionalize needs a forward that changes no buffers.
   1 is BatchNorm1d: its forward changes running_mean, running_var, num_batches_tracked
   2.0 is BatchNorm1d: its forward changes running_mean, running_var, num_batches_tracked
@@ -484,7 +499,64 @@ fs.functionalize cannot compute some layers over tp.
   layers.0.norm is LayerNorm, role 'column' needs Linear
   layers.1.norm is LayerNorm, role 'column' needs Linear
   layers.2.norm is LayerNorm, role 'column' needs Linear
-Give roles to plain nn.Linear and nn.Embedding, and leave the names of other layers out of the rules."""),
+Give plain nn.Linear and nn.Embedding one of the roles 'column', 'row', 'inside', 'vocab', 'logits', and others none."""),
+    "tables that fit nothing": (lambda: fs.functionalize(
+        Net(), UNITS, names={"*.up.wieght": ("mlp", "embed"), "*": None}, roles={"*.up": "colum", "*.dwn": "row"}
+    ), ConfigError, """
+fs.functionalize cannot compute some layers over tp.
+  '*.up' has role 'colum': there is none
+  '*.dwn' fits no module
+Give plain nn.Linear and nn.Embedding one of the roles 'column', 'row', 'inside', 'vocab', 'logits', and others none.
+fs.functionalize gets names for leaves that are not there.
+  '*.up.wieght'
+  leaves are
+    heat
+    embed.weight
+    layers.norm.weight
+    layers.norm.bias
+    layers.up.weight
+    layers.up.bias
+    layers.down.weight
+    norm.weight
+    norm.bias
+Take them out, or write them as the leaves are called; print(net) shows what names they get."""),
+    "many problems": (lambda: fs.functionalize(
+        Unlike(), ("layers.*", "blocks.*", 1), names={"bias": None, "gone": None}
+    ), ConfigError, """
+fs.functionalize needs patterns that are paths, or tuples of them.
+  1
+Name blocks by the path of their list and a star, such as units='layers.*'.
+fs.functionalize finds no units for a pattern.
+  'blocks.*' fits no module
+  modules are
+    layers is ModuleList of 3 Linear
+    layers.0 is Linear
+    layers.1 is Linear
+    layers.2 is Linear
+Name blocks by the path of their list and a star, such as units='layers.*'.
+fs.functionalize can stack only blocks that are alike.
+  bias: float32[4] in layers.0, not there in layers.1
+  weight: float32[4, 4] in layers.0, float32[5, 4] in layers.1
+  bias: float32[4] in layers.0, float32[4], frozen in layers.2
+  weight: float32[4, 4] in layers.0, float32[4, 4], frozen in layers.2
+Give unlike blocks patterns of their own, which come first: units=('layers.0', 'layers.*').
+fs.functionalize finds no names for 2 leaves; the table has 'bias', 'gone'.
+  layers.weight is float32[3, 4, 4]
+  layers.bias is float32[2, 4]
+Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."""),
+    "no module": (lambda: fs.functionalize(Net, UNITS), ConfigError, """
+fs.functionalize needs an nn.Module; got class Net.
+Make one, or write the functions of a Model yourself: see fs.Model."""),
+    "no shapes": (lambda: fs.model_from(nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))), ConfigError, """
+fs.model_from needs shapes.
+  0.weight
+  0.bias
+  1.weight
+  1.bias
+Call the module once, with inputs as they will be."""),
+    "grouped products": (lambda: forward_mode(Grouped(), torch.ones(3, 16)), TransformError, """
+fs.functionalize cannot differentiate grouped products of experts by forward mode: torch has no such derivative.
+Make the module with experts_implementation='eager' in its config, or use reverse mode: torch.func.grad, vjp."""),
 }  # fmt: skip
 
 
