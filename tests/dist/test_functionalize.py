@@ -72,25 +72,32 @@ def mine(batch, mesh):
     return {name: x.chunk(count)[index] for name, x in batch.items()}
 
 
+EPS = 1e-4  # so that parameters whose gradients are rounding errors move by little
+"""Of AdamW, here and there."""
+
+
 def torch_losses(module, logits_of, batch):
-    opt, losses = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.01), []
+    """Before each step, and after the last one; the module is trained."""
+    opt, losses = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.01, eps=EPS), []
     for _ in range(STEPS):
         loss = F.cross_entropy(logits_of(module).flatten(0, -2), batch["targets"].flatten())
         opt.zero_grad()
         loss.backward()
         opt.step()
         losses.append(loss.item())
-    return losses
+    return [*losses, F.cross_entropy(logits_of(module).flatten(0, -2), batch["targets"].flatten()).item()]
 
 
 def our_losses(net, loss, batch, layout, **settings):
-    opt = fs.adamw(1e-2, b2=0.999, weight_decay=0.01)
-    state, losses = fs.init_state(net, opt, fs.random.key(0), layout), []
+    """Before each step, and after the last one; and the state after it."""
+    opt = fs.adamw(1e-2, b2=0.999, weight_decay=0.01, eps=EPS)
+    states, losses = [fs.init_state(net, opt, fs.random.key(0), layout)], []
     step = fs.make_train_step(loss, opt, **settings)
-    for _ in range(STEPS):
-        state, metrics = step(state, mine(batch, layout.mesh))
+    for _ in range(STEPS + 1):
+        state, metrics = step(states[-1], mine(batch, layout.mesh))
+        states = [states[-1], state]
         losses.append(metrics.loss.item())
-    return losses, state
+    return losses, states[0]
 
 
 def train_net(units):
@@ -298,7 +305,7 @@ def family_loss(net):
     return loss
 
 
-def check_module(name, module, batch, want, losses, folder):
+def check_module(name, module, batch, want, losses, trained, folder):
     """The module in one piece: its logits, its losses, and its weights from files, where it never has any memory."""
     import transformers
 
@@ -309,8 +316,11 @@ def check_module(name, module, batch, want, losses, folder):
         state = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout)
         logits = logits_of(net, batch["tokens"], state.params).detach()
         assert_trees_close(logits, want, rtol=1e-5, atol=1e-6, what=f"logits of {name} on {axes}")
-        found, _ = our_losses(net, family_loss(net), batch, layout)
+        found, after = our_losses(net, family_loss(net), batch, layout)
         assert_trees_close(found, losses, rtol=1e-5, what=f"losses of {name} on {axes}")
+        named = net.state_dict(fs.unshard(after.params))
+        ours = {n: named[n] for n in trained}
+        assert_trees_close(ours, trained, rtol=1e-5, atol=1e-5, what=f"{name} on {axes} after {STEPS} steps")
     if "experts" in name:  # they have other names in files
         return
     if torch.distributed.get_rank() == 0:
@@ -343,7 +353,8 @@ def train_families(names, folder):
         reference, tokens = copy.deepcopy(module), batch["tokens"]
         want = logits_of(module, tokens).detach()
         losses = torch_losses(reference, lambda m, t=tokens: logits_of(m, t), batch)
-        check_module(name, module, batch, want, losses, Path(folder, name))
+        trained = {n: p.detach() for n, p in reference.named_parameters()}
+        check_module(name, module, batch, want, losses, trained, Path(folder, name))
         check_model(name, module, batch, losses, {"pp": 2})
     check_model(name, module, batch, losses, {"tp": 2})
 
