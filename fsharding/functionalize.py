@@ -18,6 +18,7 @@ from fsharding import policies, tree
 from fsharding.anatomy import Anatomy, NameTable, UnitPatterns, nested, plan_module
 from fsharding.errors import ConfigError, FshardingError, TransformError, message
 from fsharding.families import family_of
+from fsharding.hf.naming import Name
 from fsharding.mesh import Mesh
 from fsharding.module_axes import Roles, check_axes, check_roles
 from fsharding.module_problems import FUNCTION, check_module
@@ -40,6 +41,8 @@ class PureModule:
         roles: of its layers over `tp`.
         sources: what the leaves are called in a state dict of the module, for `checkpoint.load_weights` and `export`:
             `layers.up.weight` is `layers.{i}.up.weight`. Stacks whose blocks are not numbered from 0 are left out.
+        files: what they are called in files of Hugging Face, for `hf.load` and `hf.save`: the same, but for families
+            whose experts are apart there.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class PureModule:
         *,
         roles: Roles,
         heads: Mapping[str, int],
+        files: Mapping[str, Name],
         reset: Reset | None,
         policy: Policy,
     ) -> None:
@@ -57,6 +61,7 @@ class PureModule:
         self.names = nested({leaf.path: leaf.names for leaf in anatomy.leaves})
         self.frozen = tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable)
         self.sources = {leaf.path: name for leaf in anatomy.leaves if (name := leaf.pattern()) is not None}
+        self.files: dict[str, Name] = {path: files.get(path, name) for path, name in self.sources.items()}
         self._module, self._reset, self._policy = module, reset, policy
         self.roles, self._heads = dict(roles), dict(heads)
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
@@ -183,7 +188,8 @@ def functionalize(
     assert units is not None
     anatomy = plan(module, units, names)
     heads = family.heads_of(module) if family is not None else {}
-    return PureModule(module, anatomy, roles=roles or {}, heads=heads, reset=reset, policy=policy)
+    files = family.files if family is not None else {}
+    return PureModule(module, anatomy, roles=roles or {}, heads=heads, files=files, reset=reset, policy=policy)
 
 
 def _statistics(module: nn.Module) -> list[FshardingError]:

@@ -41,9 +41,12 @@ class Joined(NamedTuple):
 
     Attributes:
         names: of the parts, in the order of the leaf's `Fused` dim, which says their sizes.
+        dim: along which the parts are equally large, where the leaf has no such dim; counted from the last one: -1, -2
+            and so on.
     """
 
     names: tuple[SimpleName, ...]
+    dim: int | None = None
 
 
 class Section(NamedTuple):
@@ -147,6 +150,9 @@ def _plain(name: SimpleName, shape: tuple[int, ...]) -> Iterator[Piece]:
 
 
 def _joined(name: Joined, shape: tuple[int, ...], fused: Declared) -> Iterator[Piece]:
+    if fused is None and name.dim is not None and -len(shape) <= name.dim < 0:
+        size, rest = divmod(shape[name.dim], len(name.names))
+        fused = (len(shape) + name.dim, (size,) * len(name.names)) if not rest else None
     if fused is None or len(fused[1]) != len(name.names):
         said = "none" if fused is None else f"{len(fused[1])} parts"
         raise ValueError(f"{len(name.names)} names are joined, its layout declares {said}: name a dim fs.Fused(...)")
