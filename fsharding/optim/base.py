@@ -39,6 +39,7 @@ __all__ = [
     "local_where",
     "masked",
     "multiply",
+    "multi_transform",
     "new_zeros",
     "refuse_unlike",
     "run_update",
@@ -251,6 +252,10 @@ def masked(
         return merge(params, labelled, done)
 
     return GradientTransformation(init, update, apply)
+
+
+multi_transform = masked
+"""The name that optax has for `masked`."""
 
 
 def local_leaves(values: Tree) -> list[Tensor]:
