@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
@@ -22,8 +21,9 @@ from fsharding import _compat, policies, tree
 from fsharding.actions import Action
 from fsharding.autodiff import Tape
 from fsharding.axes import AXES
-from fsharding.errors import RankError, TransformError, message
+from fsharding.errors import TransformError, message
 from fsharding.layout import Layout
+from fsharding.lost import among, naming_lost
 from fsharding.mesh import axis_group, axis_index, data_axes
 from fsharding.ops import wire
 from fsharding.ops.pool import Pool
@@ -83,18 +83,21 @@ def pipeline_grads(
     Raises:
         LayoutError: the layout has other stages than the schedule.
         TransformError: a stage gives other activations than before for a microbatch of the same shapes.
-        RankError: another stage is gone, or did not answer within the timeout of the mesh.
+        RankError: another rank is gone, or did not answer within the timeout of the mesh; it is named.
     """
-    run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, {} if known is None else known)
+    run, known = None, {} if known is None else known
     try:
-        for action in schedule.table[run.rank]:
-            run.do(action)
-        run.settle()
-        run.pool.close()
+        with naming_lost("train step", layout.mesh):
+            run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, known)
+            for action in schedule.table[run.rank]:
+                run.do(action)
+            run.settle()
+            run.pool.close()
+            return run.grads(), *run.sums()
     except BaseException:
-        run.close()
+        if run is not None:
+            run.close()
         raise
-    return run.grads(), *run.sums()
 
 
 @dataclass
@@ -290,7 +293,7 @@ class _Run:
         """Says what activations look like, the first time that a stage sends them for such a microbatch."""
         key = action.stage, _shapes(tree.leaves(self.pieces[action.microbatch or 0]))
         if key not in self.known:
-            dist.send_object_list([told], peer, self.group.process_group)
+            wire.send_object(told, peer, self.group, self.device)
         if self.known.setdefault(key, told) != told:
             rule = f"got other activations of stage {action.stage} than before from a microbatch of the same shapes."
             rows = [f"{text} {list(types)}" for text, (_, types) in (("before:", self.known[key]), ("now:", told))]
@@ -303,9 +306,7 @@ class _Run:
         if action.kind == "RECV_F":
             key = action.stage - 1, _shapes(tree.leaves(self.pieces[action.microbatch]))
             if key not in self.known:
-                told: list[Any] = [None]
-                dist.recv_object_list(told, peer, self.group.process_group)
-                self.known[key] = told[0]
+                self.known[key] = wire.receive_object(peer, self.group, self.device)
             spec, types = self.known[key]
         else:
             flight = self.flights[action.stage, action.microbatch]
@@ -315,13 +316,9 @@ class _Run:
         return spec, leaves, wire.exchange_messages([], messages, self.group)
 
     def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
-        """Names who is missing if nobody answers."""
-        try:
+        """Says who it was with, and in what, if it fails."""
+        with among((self.group.ranks[self.schedule.peer(action)],), str(action)):
             return communicate()
-        except RuntimeError as error:
-            peer = self.schedule.peer(action)
-            text = f"lost the stage at pp={peer} (rank {self.group.ranks[peer]}) while pp={self.rank} was in {action}."
-            raise RankError(message("train step", text, [str(error).partition("\n")[0]])) from error
 
     # -------------------------------------------------------------------------------------------------------- results
     def settle(self, *, wait: bool = True) -> None:

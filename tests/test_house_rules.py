@@ -31,6 +31,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (0.5, "tree _compat _functorch counts"),
     (0.8, "axes agreement"),
     (1, "mesh boxes"),
+    (1.2, "lost"),
     (1.5, "spec"),
     (1.7, "at_rest"),
     (2, "sharding strategy precision policies ops.wire ops.shared ops.pipes"),
