@@ -52,7 +52,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (7.2, "lowering"),
     (7.3, "schedule"),
     (7.5, "staging"),
-    (7.6, "traffic"),
+    (7.6, "traffic holding"),
     (8, "pipeline"),
     (8.5, "state"),
     (8.7, "moving"),
