@@ -2,8 +2,9 @@
 
 In: a table (for each rank its actions in order) and the owner of each stage. Out: who is at the other end of a message,
 and which actions of the same rank have to come first.
-An action only *starts* something. A compute action (F, B, I, W) waits for what it needs; sends, receives, gathers and
-scatters are posted and run beside the computes that follow. Law: both ends of a message name each other.
+Sends, receives and gathers of one microbatch are posted and run beside the computes that follow; a compute action (F,
+B, I, W) waits for what it needs. Gathers and scatters of a whole stage are done where they stand, by all of its data
+ranks. Law: both ends of a message name each other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from fsharding.errors import ScheduleError, message
 
-__all__ = ["COMPUTES", "KINDS", "MESSAGES", "Action", "Kind", "Owner", "Table", "needs", "partner", "peer"]
+__all__ = [
+    "COMPUTES",
+    "KINDS",
+    "MESSAGES",
+    "Action",
+    "Kind",
+    "Owner",
+    "Table",
+    "needs",
+    "partner",
+    "peer",
+    "uses_parameters",
+]
 
 Kind: TypeAlias = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "SCATTER"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -34,11 +47,13 @@ class Action(NamedTuple):
     | W | backward for the weights only, some time after I |
     | SEND_F, RECV_F | activations to the next stage, from the stage before |
     | SEND_B, RECV_B | gradients to the stage before, from the next stage |
-    | GATHER | get the stage's parameters over the data axes and keep them to the end of its last F, B or I |
-    | SCATTER | reduce the stage's gradients over the data axes |
+    | GATHER | get the stage's parameters over the data axes and keep them to the end of its last F, B, I or W |
+    | SCATTER | reduce the stage's gradients over the data axes, to where the optimizer wants them |
 
-    A GATHER with a microbatch is for the next F, B or I of that microbatch alone; a SCATTER with one reduces the
-    gradients of that microbatch alone. W needs no gather: the gradient of a product by its weights has none in it.
+    A GATHER with a microbatch is for the next F, B, I or W of that microbatch alone: it starts the stage's first unit,
+    and the others follow one by one in the compute. A SCATTER with one waits for the gradients of that microbatch
+    alone, whose reductions B or W has started, to be where the layout holds them; the last of a stage takes the sums
+    from there to the optimizer. W walks through the weights again; I of the first stage has nothing to do.
 
     Attributes:
         kind: one of `KINDS`.
@@ -68,6 +83,11 @@ class Action(NamedTuple):
             raise ScheduleError(message("fs.Action.parse", f"cannot read {text!r}.", mend=mend))
         stage, kind, microbatch = found.groups()
         return Action(KINDS[KINDS.index(kind)], int(stage), int(microbatch) if microbatch else None)
+
+
+def uses_parameters(action: Action) -> bool:
+    """Whether an action computes with the parameters of its stage; the inputs of the first stage have no gradients."""
+    return action.kind in ("F", "B", "W") or (action.kind == "I" and action.stage > 0)
 
 
 Owner: TypeAlias = tuple[int, ...]

@@ -19,6 +19,7 @@ from fsharding import _compat, _functorch, tree
 from fsharding.axes import AXES
 from fsharding.errors import TransformError, message
 from fsharding.ledger import Ledger, opened
+from fsharding.lost import naming_lost
 from fsharding.mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.ops.pool import Pool
 from fsharding.ops.rows import start_sum
@@ -76,6 +77,7 @@ def value_and_grad(
 
     Raises:
         TransformError: the loss is not a 0-d floating point tensor.
+        RankError: from the function: another rank is gone, or does not answer within the timeout of the mesh.
         TreeError: `grads` or `accumulate` does not match the parameters.
     """
 
@@ -83,11 +85,12 @@ def value_and_grad(
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
         tape = Tape(params, grads, accumulate, precision)
         try:
-            loss = _take_apart(tape.forward(fn, *args), has_aux)
-            if loss.total.requires_grad:
-                tape.backward([loss.total])
-            totals = _global_sums(loss, tape.mesh)
-            found = tape.finish()
+            with naming_lost("fs.value_and_grad", tape.mesh):
+                loss = _take_apart(tape.forward(fn, *args), has_aux)
+                if loss.total.requires_grad:
+                    tape.backward([loss.total])
+                totals = _global_sums(loss, tape.mesh)
+                found = tape.finish()
         except BaseException:
             tape.close()
             raise

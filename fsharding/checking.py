@@ -12,7 +12,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from fsharding.actions import COMPUTES, KINDS, MESSAGES, Action, Kind, Owner, Table, needs, partner, peer
+from fsharding.actions import (
+    COMPUTES,
+    KINDS,
+    MESSAGES,
+    Action,
+    Kind,
+    Owner,
+    Table,
+    needs,
+    partner,
+    peer,
+    uses_parameters,
+)
 
 __all__ = ["compute_faults", "faults"]
 
@@ -80,7 +92,7 @@ def _incomplete(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
     """Computes that are missing, and whatever is there twice."""
     for rank, row in enumerate(table):
         for action, count in Counter(row).items():
-            allowed = 2 if action.kind == "GATHER" and action.microbatch is not None else 1
+            allowed = 3 if action.kind == "GATHER" and action.microbatch is not None else 1
             if count > allowed:
                 yield f"rank {rank}: {action} is there {count} times"
     there = {action for row in table for action in row}
@@ -138,7 +150,7 @@ def _ungathered(stage: int, own: list[Action]) -> Iterator[str]:
                 yield f"{action} is not needed, the parameters of stage {stage} are there"
             else:
                 waiting[m] = 1
-        elif kind in ("F", "B", "I"):
+        elif uses_parameters(action):
             used = True
             if not whole and not waiting.get(m):
                 yield f"{action} has no {stage}GATHER or {stage}GATHER{m} before it"

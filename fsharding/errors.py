@@ -86,7 +86,15 @@ class NonFiniteError(FshardingError, FloatingPointError):
 
 
 class RankError(FshardingError, RuntimeError):
-    """A rank of a pool raised, died or hung."""
+    """A rank raised, died or hung.
+
+    Attributes:
+        ranks: which, where that is known of a step.
+    """
+
+    def __init__(self, text: str = "", ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(text)
+        self.ranks = ranks
 
 
 def message(function: str, rule: str, rows: Iterable[str] = (), mend: str = "") -> str:

@@ -186,6 +186,12 @@ class Ledger:
         assert unit.flats is not None
         return unit.flats
 
+    def start_back(self) -> None:
+        """Starts to gather again the unit that backward will ask for first."""
+        last = next((unit for unit in reversed(self._units) if unit.saved), None)
+        if last is not None:
+            last.start()
+
     def rest(self) -> None:
         """Forward is over, and backward comes later: lets the last unit go, and what was started ahead."""
         for unit in (self._current, *self._ahead.values()):

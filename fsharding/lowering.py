@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Literal, NamedTuple, TypeAlias
 
-from fsharding.actions import Action, Owner, Table, partner
+from fsharding.actions import Action, Owner, Table, partner, uses_parameters
 from fsharding.timeline import Durations, Timeline, simulate
 
 __all__ = ["How", "lower"]
@@ -44,7 +44,7 @@ def lower(owner: Owner, computes: Table, *, gather: How, scatter: How, ahead: in
     Args:
         owner: the rank of each stage.
         computes: F, B, I and W of each rank, complete and in an order that has an end.
-        gather: a GATHER for each stage, or one for each F, B and I.
+        gather: a GATHER for each stage, or one for each F, B, I and W.
         scatter: a SCATTER for each stage, or one for each of its microbatches.
         ahead: how many computes before its use a receive or gather is posted.
         function: the public function that was called, for the error.
@@ -135,7 +135,7 @@ def _gathers(row: tuple[Action, ...], how: How, ahead: int) -> list[_Entry]:
     used: dict[Action, int] = {}  # by gather, the first slot after what it was last for
     for i, action in enumerate(row):
         gather = Action("GATHER", action.stage, action.microbatch if how == "microbatch" else None)
-        if action.kind != "W" and (how == "microbatch" or gather not in used):
+        if uses_parameters(action) and (how == "microbatch" or gather not in used):
             found.append(_Entry(max(used.get(gather, 0), i - ahead), 2, float(i), 0, gather))
             used[gather] = i + 1
     return found

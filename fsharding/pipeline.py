@@ -2,42 +2,40 @@
 
 In: a `Model`, a `Schedule`, parameters at rest in a layout whose stages are those of the schedule, microbatches.
 Out: the sums of losses and weights, and gradients where the optimizer wants them, as from `value_and_grad`.
-Parameters are gathered unit by unit for each microbatch, or once a step, as the schedule says.
+Parameters are gathered stage by stage, or unit by unit for each microbatch, and gradients reduced, as the row says.
 Law: losses and gradients are those of no pipeline, whatever the schedule.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, policies, tree
-from fsharding.actions import Action
+from fsharding import policies, tree
+from fsharding.actions import Action, uses_parameters
 from fsharding.autodiff import Tape
 from fsharding.axes import AXES
-from fsharding.errors import RankError, TransformError, message
+from fsharding.errors import TransformError, message
+from fsharding.holding import Holding
 from fsharding.layout import Layout
+from fsharding.lost import among, naming_lost
 from fsharding.mesh import axis_group, axis_index, data_axes
 from fsharding.ops import wire
 from fsharding.ops.pool import Pool
 from fsharding.ops.rows import start_sum
-from fsharding.ops.unit import unreduced, whole
-from fsharding.planning import LeafLayout
 from fsharding.policies import Policy
 from fsharding.precision import Precision
-from fsharding.redistribute import redistribute, reduce_grads
 from fsharding.schedule import Schedule
-from fsharding.sharding import NamedSharding, local_of
-from fsharding.stacks import first_unit, map_stacks, scan_stacks, stacks_of
-from fsharding.staging import check_ends, layers_by_stage, over_owners
-from fsharding.transforms import gather_unit
+from fsharding.sharding import local_of
+from fsharding.stacks import first_unit, scan_stacks
+from fsharding.staging import check_ends
+from fsharding.transforms import gather_unit, start_gather
 from fsharding.tree import Tree
 
 __all__ = ["Messages", "pipeline_grads"]
@@ -83,18 +81,21 @@ def pipeline_grads(
     Raises:
         LayoutError: the layout has other stages than the schedule.
         TransformError: a stage gives other activations than before for a microbatch of the same shapes.
-        RankError: another stage is gone, or did not answer within the timeout of the mesh.
+        RankError: another rank is gone, or did not answer within the timeout of the mesh; it is named.
     """
-    run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, {} if known is None else known)
+    run, known = None, {} if known is None else known
     try:
-        for action in schedule.table[run.rank]:
-            run.do(action)
-        run.settle()
-        run.pool.close()
+        with naming_lost("train step", layout.mesh):
+            run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, known)
+            for action in schedule.table[run.rank]:
+                run.do(action)
+            run.settle()
+            run.pool.close()
+            return run.held.grads(), *run.sums()
     except BaseException:
-        run.close()
+        if run is not None:
+            run.close()
         raise
-    return run.grads(), *run.sums()
 
 
 @dataclass
@@ -130,6 +131,8 @@ class _Run:
         default_factory=dict[tuple[str, int, int], Any]
     )
     sent: dict[Action, wire.Pending] = field(default_factory=dict[Action, wire.Pending])
+    begun: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
+    closing: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
     losses: list[tuple[Tensor, Any]] = field(default_factory=list[tuple[Tensor, Any]])
 
     def __post_init__(self) -> None:
@@ -137,57 +140,20 @@ class _Run:
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
         check_ends(self.model, self.schedule, self.layout)
-        counts = layers_by_stage(self.model, self.schedule, self.layout)
-        mine, starts = self.schedule.stages_on(self.rank), [0] * len(stacks_of(self.model))
-        self.rows: dict[int, list[tuple[int, int]]] = {}
-        for stage in mine:
-            self.rows[stage] = [(start, start + n) for start, n in zip(starts, counts[stage], strict=True)]
-            starts = [stop for _, stop in self.rows[stage]]
-        once = any(a.kind == "GATHER" and a.microbatch is None for a in self.schedule.table[self.rank])
-        self.homes = {leaf.path: _homes(leaf, once) for leaf in self.layout.leaves}
-        sources = [self.homes[leaf.path][1] if leaf.trainable else None for leaf in self.layout.leaves]
-        self.sources = tree.unflatten(self.layout.structure, sources)
-        self.sums_of = tree.unflatten(
-            self.layout.structure,
-            [
-                None if home is None else _zeros(home, leaf.shape, self._grad_dtype(leaf), x)
-                for leaf, home, x in zip(self.layout.leaves, sources, tree.leaves(self.params), strict=True)
-            ],
-        )
-        held = {stage: self._gathered(stage) if once else self._part(self.params, stage) for stage in mine}
-        self.work = {
-            stage: (x, self._part(self.sources, stage), self._part(self.sums_of, stage)) for stage, x in held.items()
-        }
-
-    def _grad_dtype(self, leaf: LeafLayout) -> torch.dtype:
-        return self.precision.grad_dtype(self.layout.param_dtype(leaf))
+        self.held = Holding(self.model, self.schedule, self.layout, self.params, self.precision)
+        # What each GATHER of a microbatch is for: the next of its computes that uses parameters.
+        self.uses = defaultdict[tuple[int, int | None], list[str]](list)
+        for kind, stage, m in filter(uses_parameters, self.schedule.table[self.rank]):
+            self.uses[stage, m].append(kind)
 
     # ------------------------------------------------------------------------------------------------------ a stage
-    def _part(self, values: Tree, stage: int) -> Tree:
-        """What a stage has of a tree of parameters, or of shardings."""
-
-        def rows(i: int, stack: Tree) -> Tree:
-            return tree.map(lambda x: _rows(x, *self.rows[stage][i]), stack)
-
-        part = {"blocks": map_stacks(self.model, rows, values["blocks"])}
-        if stage == 0:
-            part["embed"] = values["embed"]
-        if stage == self.schedule.stages - 1:
-            part["head"] = values["head"]
-            part["tied"] = {name: tree.at(values, path) for name, path in self.model.tied}
-        return part
-
-    def _gathered(self, stage: int) -> Tree:
-        """The parameters of a stage, whole over the data axes, in the dtype of compute."""
-        part, leaves = self._part(self.params, stage), self.layout.leaves
-        to = tree.unflatten(self.layout.structure, [self.homes[leaf.path][0] for leaf in leaves])
-        kinds = [self.precision.compute_dtype(self.layout.param_dtype(leaf)) for leaf in leaves]
-        dtypes = tree.unflatten(self.layout.structure, kinds)
-        return redistribute(part, self._part(to, stage), dtypes=self._part(dtypes, stage))
+    def _tape(self, stage: int) -> Tape:
+        tape = Tape(*self.held.work[stage], self.precision, self.pool)
+        assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
+        return tape
 
     def _forward(self, stage: int, params: Tree, x: Any, batch: Tree) -> Any:
-        head = {**params["head"], **params["tied"]} if "head" in params else None
-        blocks = params["blocks"]
+        head, blocks = _head(params), params["blocks"]
         if stage == 0:
             x = self.model.embed(gather_unit(params["embed"], then=first_unit(self.model, blocks, head)), batch)
         x = scan_stacks(self.model, blocks, x, policy=self.policy, then=head)
@@ -197,26 +163,48 @@ class _Run:
     def do(self, action: Action) -> None:
         """Does one action, or posts it."""
         kind, stage, m = action
-        if m is None or kind in ("GATHER", "SCATTER"):
-            return
         match kind:
-            case "F":
-                self._f(stage, m)
-            case "B" | "I" | "W":
-                self._b(stage, m, kind)
+            case "GATHER":
+                self._gather(stage, m)
+            case "SCATTER":
+                if m is not None:
+                    self.closing.pop((stage, m)).finish()
+                self.held.scatter(stage)
+            case "F" | "B" | "I" | "W":
+                assert m is not None
+                self._f(stage, m) if kind == "F" else self._b(stage, m, kind)
+                if uses_parameters(action):
+                    self.held.used(stage)
             case "SEND_F" | "SEND_B":
                 self.settle(wait=False)
+                assert m is not None
                 spec, leaves = self.handed.pop((kind[-1], stage, m))
                 self.sent[action] = self._guard(action, lambda: self._send(action, spec, leaves))
             case _:
                 self.arrived[action] = self._guard(action, lambda: self._receive(action))
 
+    def _gather(self, stage: int, m: int | None) -> None:
+        """Gathers a stage, or starts with its first unit, whose others follow one by one while it computes."""
+        if m is None:
+            self.held.gather(stage)
+            return
+        use = self.uses[stage, m].pop(0)
+        if use == "F":
+            self.begun[stage, m] = tape = self._tape(stage)
+            tape.forward(lambda params: start_gather(self._first(stage, params)))
+            return
+        flight = self.flights.get((stage, m))  # none where the walk back to the inputs was the one to the weights
+        if flight is not None and any(y is not None for y in flight.outputs):
+            flight.tape.ledger.start_back()
+
+    def _first(self, stage: int, params: Tree) -> Tree:
+        return params["embed"] if stage == 0 else first_unit(self.model, params["blocks"], _head(params))
+
     def _f(self, stage: int, m: int) -> None:
         last = stage == self.schedule.stages - 1
         spec, leaves = (None, []) if stage == 0 else self._inputs("F", stage, m)
         x_leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in leaves]
-        tape = Tape(*self.work[stage], self.precision, self.pool)
-        assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
+        tape = self.begun.pop((stage, m), None) or self._tape(stage)
         flight = self.flights[stage, m] = _Flight(tape, x_leaves)
         x = None if spec is None else tree.unflatten(spec, x_leaves)
         out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])
@@ -254,10 +242,13 @@ class _Run:
             zero = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
             self.handed["B", stage, m] = None, zero
         if kind == "I":
-            flight.tape.ledger.rewind()
+            if wanted:
+                flight.tape.ledger.rewind()
+        elif self.held.each:
+            # The last reductions are under way; they are waited for at the SCATTER.
+            self.closing[stage, m] = self.flights.pop((stage, m)).tape
         else:
-            flight.tape.finish()
-            del self.flights[stage, m]
+            self.flights.pop((stage, m)).tape.finish()
 
     def _inputs(self, way: str, stage: int, m: int) -> tuple[Any, list[Tensor]]:
         """What the neighbour has made for this stage: by hand on one rank, else by message, which is waited for."""
@@ -290,7 +281,7 @@ class _Run:
         """Says what activations look like, the first time that a stage sends them for such a microbatch."""
         key = action.stage, _shapes(tree.leaves(self.pieces[action.microbatch or 0]))
         if key not in self.known:
-            dist.send_object_list([told], peer, self.group.process_group)
+            wire.send_object(told, peer, self.group, self.device)
         if self.known.setdefault(key, told) != told:
             rule = f"got other activations of stage {action.stage} than before from a microbatch of the same shapes."
             rows = [f"{text} {list(types)}" for text, (_, types) in (("before:", self.known[key]), ("now:", told))]
@@ -303,9 +294,7 @@ class _Run:
         if action.kind == "RECV_F":
             key = action.stage - 1, _shapes(tree.leaves(self.pieces[action.microbatch]))
             if key not in self.known:
-                told: list[Any] = [None]
-                dist.recv_object_list(told, peer, self.group.process_group)
-                self.known[key] = told[0]
+                self.known[key] = wire.receive_object(peer, self.group, self.device)
             spec, types = self.known[key]
         else:
             flight = self.flights[action.stage, action.microbatch]
@@ -315,13 +304,9 @@ class _Run:
         return spec, leaves, wire.exchange_messages([], messages, self.group)
 
     def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
-        """Names who is missing if nobody answers."""
-        try:
+        """Says who it was with, and in what, if it fails."""
+        with among((self.group.ranks[self.schedule.peer(action)],), str(action)):
             return communicate()
-        except RuntimeError as error:
-            peer = self.schedule.peer(action)
-            text = f"lost the stage at pp={peer} (rank {self.group.ranks[peer]}) while pp={self.rank} was in {action}."
-            raise RankError(message("train step", text, [str(error).partition("\n")[0]])) from error
 
     # -------------------------------------------------------------------------------------------------------- results
     def settle(self, *, wait: bool = True) -> None:
@@ -333,22 +318,9 @@ class _Run:
 
     def close(self) -> None:
         """Lets go of everything after a failure."""
-        for flight in self.flights.values():
-            flight.tape.close()
+        for tape in (*self.begun.values(), *(f.tape for f in self.flights.values()), *self.closing.values()):
+            tape.close()
         self.pool.close()
-
-    def grads(self) -> Tree:
-        """All gradients in `layout.main`: sums over data axes are taken, and those over stages that share a leaf."""
-        reduced = reduce_grads(self.sums_of, self.sources, self.layout.main)
-        return tree.unflatten(
-            self.layout.structure,
-            [
-                None if g is None else over_owners(g, leaf.main, self.group, self.rank)
-                for g, leaf in zip(
-                    tree.flatten_up_to(self.layout.structure, reduced, "train step"), self.layout.leaves, strict=True
-                )
-            ],
-        )
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """(sum of losses times scale, sum of weights) over all microbatches and ranks."""
@@ -360,26 +332,10 @@ class _Run:
         return total.float(), weight.float()
 
 
+def _head(params: Tree) -> Tree:
+    """The head of a stage with the leaves that it has from others; None on a stage without one."""
+    return {**params["head"], **params["tied"]} if "head" in params else None
+
+
 def _shapes(leaves: Sequence[Tensor]) -> _Shapes:
     return tuple((tuple(x.shape), x.dtype) for x in leaves)
-
-
-def _rows(x: Any, start: int, stop: int) -> Any:
-    """Some rows of a stacked leaf; a sharding or dtype of the stack is that of its rows."""
-    if not isinstance(x, DTensor):
-        return x
-    local = local_of(x)[start:stop]
-    return _compat.make_dtensor(local, x.device_mesh, x.placements, (stop - start, *x.shape[1:]))
-
-
-def _homes(leaf: LeafLayout, once: bool) -> tuple[NamedSharding, NamedSharding]:
-    """Where a parameter is while the step runs, and where its gradients are summed: gathered once, or not."""
-    if not once:
-        return leaf.params, leaf.grads
-    owned = leaf.params.assigned
-    return replace(whole(leaf.params), assigned=owned), replace(unreduced(leaf.params), assigned=owned)
-
-
-def _zeros(home: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> DTensor:
-    local = torch.zeros(home.local_shape(shape), dtype=dtype, device=local_of(x).device)
-    return home.simplified().to_dtensor(local, shape)

@@ -173,7 +173,7 @@ def plan_schedule(
     *,
     stages_per_rank: int | None = None,
     gather: How = "step",
-    scatter: How = "step",
+    scatter: How | None = None,
     ahead: int = 0,
 ) -> Schedule:
     """Plans a pipeline schedule. Pure and cached.
@@ -204,8 +204,9 @@ def plan_schedule(
         ranks: size of the axis `pp`, p.
         microbatches: m. dualpipev needs 2p of them; the interleaved ones a multiple of max(1, m // p).
         stages_per_rank: v; by default the least that the schedule can have.
-        gather: parameters cut over the data axes are gathered once a step and kept, or anew for each F, B and I.
-        scatter: gradients are reduced once a step, or for each microbatch.
+        gather: parameters cut over the data axes are gathered once a step and kept, or anew for each F, B, I and W.
+        scatter: gradients are summed whole and reduced once a step, or reduced for each microbatch to where the layout
+            holds them; by default as `gather`.
         ahead: by how many computes a receive or gather is posted earlier than needed, so that it runs beside them.
 
     Raises:
@@ -222,7 +223,7 @@ def plan_schedule(
     rows = rows or _misfits(name, plan, ranks, local, microbatches)
     if rows:
         raise ScheduleError(message("fs.plan_schedule", f"cannot plan {name} with these numbers.", rows))
-    return _plan(name, ranks, microbatches, local, gather, scatter, ahead)
+    return _plan(name, ranks, microbatches, local, gather, scatter or gather, ahead)
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -233,8 +234,8 @@ def _wrong_numbers(**numbers: int) -> list[str]:
     return [f"{what} is {value!r}, not a number from 1" for what, value in numbers.items() if not _is_count(value, 1)]
 
 
-def _wrong_options(gather: str, scatter: str, ahead: int) -> list[str]:
-    options = {"gather": gather, "scatter": scatter}
+def _wrong_options(gather: str, scatter: str | None, ahead: int) -> list[str]:
+    options = {"gather": gather} if scatter is None else {"gather": gather, "scatter": scatter}
     rows = [
         f"{what} is {how!r}, not 'step' or 'microbatch'" for what, how in options.items() if how not in get_args(How)
     ]
@@ -282,7 +283,7 @@ def make_schedule(
     *,
     name: str = "custom",
     gather: How = "step",
-    scatter: How = "step",
+    scatter: How | None = None,
     ahead: int = 0,
 ) -> Schedule:
     """A schedule from one's own order of computes; messages, gathers and scatters are put in between.
@@ -306,7 +307,7 @@ def make_schedule(
     if rows:
         mend = "Give F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
         raise ScheduleError(message("fs.make_schedule", "cannot use these computes.", rows, mend))
-    whole = lower(owner, table, gather=gather, scatter=scatter, ahead=ahead, function="fs.make_schedule")
+    whole = lower(owner, table, gather=gather, scatter=scatter or gather, ahead=ahead, function="fs.make_schedule")
     return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, whole))
 
 

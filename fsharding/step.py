@@ -20,6 +20,7 @@ from fsharding.autodiff import value_and_grad
 from fsharding.axes import AXES
 from fsharding.errors import BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout, check_fit
+from fsharding.lost import naming_lost
 from fsharding.mesh import abstract, axis_group, everyone
 from fsharding.ops.rows import start_sum
 from fsharding.optim.apply import apply_gradients, apply_updates
@@ -107,7 +108,8 @@ def make_train_step(
         ConfigError: a number of microbatches below 1, or a policy that is none.
         ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
         LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`.
-        RankError: from the step: another stage is gone.
+        RankError: from the step: another rank is gone, or does not answer within the timeout of the mesh; it is named,
+            with its coordinates, by every rank that is left.
         ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
             on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
             layout, ranks whose layouts, models, optimizers or arguments of this function differ.
@@ -124,6 +126,10 @@ def make_train_step(
     seen: list[tuple[Layout, Messages]] = []
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        with naming_lost("train step", state.layout.mesh):
+            return run(state, batch)
+
+    def run(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
         known = next((known for before, known in seen if layout is before or layout == before), None)
         if known is None:

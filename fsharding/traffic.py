@@ -11,7 +11,7 @@ Law: see `decoder_traffic`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -80,6 +80,12 @@ class Sender:
         """Whether parameters are gathered once a step."""
         table = self.schedule.table[self.where["pp"]] if self.schedule else ()
         return any(action.kind == "GATHER" and action.microbatch is None for action in table)
+
+    @property
+    def each(self) -> bool:
+        """Whether gradients are reduced for each microbatch."""
+        table = self.schedule.table[self.where["pp"]] if self.schedule else ()
+        return not table or any(action.kind == "SCATTER" and action.microbatch is not None for action in table)
 
     def size(self, *axes: str) -> int:
         """How many ranks there are along some axes."""
@@ -158,14 +164,13 @@ def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: 
             sender,
             [_Move(*move) for move in zip(part, homes, map(whole, homes), [d.itemsize for d in dtypes], strict=True)],
         )
-        return
     for unit, count, back in (
         (_leaves(sender, "embed"), int(stage.first), 0),
         (_leaves(sender, "blocks"), stage.layers, 0 if kept else stage.walks),
         (_leaves(sender, "head", *tied), int(stage.last), stage.walks if sender.schedule else 0),
     ):
-        _gather(sender, unit, count * (m + back))
-        _reduce(sender, unit, count)
+        _gather(sender, unit, 0 if sender.once else count * (m + back))
+        _reduce(sender, unit, count if sender.each else 0)
 
 
 def _gather(sender: Sender, unit: Sequence[_Leaf], times: int) -> None:
@@ -205,10 +210,11 @@ def update(sender: Sender) -> None:
     mine = [leaf for plan in trained if (leaf := _here(sender, plan)) is not None]
     kinds = [how.grad_dtype(layout.param_dtype(leaf.plan)).itemsize for leaf in mine]
     if sender.schedule is not None:
-        source = [unreduced(leaf.cut("params")) if sender.once else leaf.cut("grads") for leaf in mine]
-        _together(
-            sender, [_Move(leaf, s, leaf.cut("main"), b, b) for leaf, s, b in zip(mine, source, kinds, strict=True)]
-        )
+        for part in _by_scatter(sender, mine):
+            source = [leaf.cut("grads") if sender.each else unreduced(leaf.cut("params")) for leaf in part]
+            sizes = [how.grad_dtype(layout.param_dtype(leaf.plan)).itemsize for leaf in part]
+            moves = zip(part, source, sizes, strict=True)
+            _together(sender, [_Move(leaf, s, leaf.cut("main"), b, b) for leaf, s, b in moves])
         for leaf, b in zip(mine, kinds, strict=True):
             whole_at = any(a.axis == "pp" and a.dim is None for a in leaf.plan.main.assigned)
             others = len(owners(leaf.plan.main, sender.size("pp"))) - 1 if whole_at else 0
@@ -228,6 +234,26 @@ def update(sender: Sender) -> None:
     pipe = () if sender.schedule is None else ("pp",)
     axes = (*pipe, *data_axes(shape))
     sender.send(axes, sum_over(2, sender.size(*axes), 8, 8), 1 if pipe else sender.microbatches)
+
+
+def _by_scatter(sender: Sender, mine: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
+    """What is reduced together at the last SCATTER of each stage: its rows of stacks, and its ends if none is later."""
+    assert sender.schedule is not None
+    row, ends = (
+        sender.schedule.table[sender.where["pp"]],
+        [leaf for leaf in mine if not begins(leaf.plan.path, "blocks")],
+    )
+    stacks = [leaf for leaf in mine if begins(leaf.plan.path, "blocks")]
+    layers = next(leaf.shape[0] for leaf in sender.layout.leaves if begins(leaf.path, "blocks"))
+    last = {a.stage: i for i, a in enumerate(row) if a.kind == "SCATTER"}
+    by_stage = dict(zip(sender.schedule.stages_on(sender.where["pp"]), sender.stages(layers), strict=True))
+    tied = [path for _, path in sender.model.tied]
+    for _, stage in sorted(by_stage.items(), key=lambda item: -last[item[0]]):
+        heads = ["head", *tied] if stage.last else []
+        beginnings = [*heads, "embed"] if stage.first else heads
+        here = [leaf for leaf in ends if any(begins(leaf.plan.path, b) for b in beginnings)]
+        ends = [leaf for leaf in ends if leaf not in here]
+        yield [leaf._replace(rows=stage.layers) for leaf in stacks if stage.layers] + here
 
 
 def _here(sender: Sender, plan: LeafLayout) -> _Leaf | None:

@@ -29,7 +29,7 @@ from fsharding.sharding import Local, to_local, typeof
 from fsharding.sharding import like as like_leaf
 from fsharding.tree import Tree
 
-__all__ = ["flying", "gather_unit", "refuse_cut_layers", "rows_of", "scatter_grads", "select_unit"]
+__all__ = ["flying", "gather_unit", "refuse_cut_layers", "rows_of", "scatter_grads", "select_unit", "start_gather"]
 
 
 def gather_unit(
@@ -132,6 +132,17 @@ def _places(ledger: Ledger | None, nodes: Sequence[Local]) -> tuple[Place, ...] 
         return None
     places = [ledger.place_of(node.value) for node in nodes]
     return None if None in places else cast(tuple[Place, ...], tuple(places))
+
+
+def start_gather(unit: Tree) -> None:
+    """Starts, inside a differentiated function, the gather of the unit that will be asked for first.
+
+    Args:
+        unit: tree of `Local` nodes.
+    """
+    ledger = current_ledger()
+    assert ledger is not None, "there is nobody to keep it until then"
+    _start_ahead(ledger, unit)
 
 
 def _start_ahead(ledger: Ledger, then: Tree) -> None:

@@ -16,9 +16,21 @@ from collections.abc import Sequence
 from datetime import timedelta
 from struct import Struct
 
-__all__ = ["Pipes"]
+__all__ = ["MemberError", "Pipes"]
 
 _GONE = "Process {} is gone, or does not let this one send to it: {}."
+
+
+class MemberError(RuntimeError):
+    """A member of a group is gone, or does not answer.
+
+    Attributes:
+        member: its place in the group.
+    """
+
+    def __init__(self, text: str, member: int = -1) -> None:
+        super().__init__(text)
+        self.member = member
 
 
 class Pipes:
@@ -75,14 +87,14 @@ class Pipes:
         """Sends a note to all the others, and gives its number on the channel.
 
         Raises:
-            RuntimeError: a member is gone.
+            MemberError: it is gone.
         """
         data = self._note.pack(channel, *note)
         for member, end in self._write.items():
             try:
                 os.write(end, data)
             except OSError as e:
-                raise RuntimeError(_GONE.format(self._pids[member], e)) from e
+                raise MemberError(_GONE.format(self._pids[member], e), member) from e
         self._sent[channel] += 1
         return self._sent[channel] - 1
 
@@ -95,7 +107,7 @@ class Pipes:
             timeout: how long to wait for all of them.
 
         Raises:
-            RuntimeError: a member is gone, or the timeout is over.
+            MemberError: it is gone, or the timeout is over.
         """
         until = time.monotonic() + timeout.total_seconds()
         for member in self._members:
@@ -109,11 +121,12 @@ class Pipes:
         poll.register(self._read[member], select.POLLIN)
         left = until - time.monotonic()
         if not poll.poll(max(left, 0) * 1000):
-            raise RuntimeError(f"Timed out waiting for a note of process {self._pids[member]} (member {member}).")
+            text = f"Timed out waiting for a note of process {self._pids[member]} (member {member})."
+            raise MemberError(text, member)
         # A write of a whole note is atomic, so there are whole notes here, or nothing and nobody.
         data = os.read(self._read[member], 64 * self._note.size)
         if not data:
-            raise RuntimeError(f"Process {self._pids[member]} (member {member} of the group) is gone.")
+            raise MemberError(f"Process {self._pids[member]} (member {member} of the group) is gone.", member)
         for channel, *note in self._note.iter_unpack(data):
             self._kept[channel, member, self._taken[channel, member]] = tuple(note)
             self._taken[channel, member] += 1

@@ -12,7 +12,8 @@ import functools
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import util
@@ -24,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding.lost import among
 from fsharding.mesh import Group
 from fsharding.ops import wire
-from fsharding.ops.pipes import Pipes
+from fsharding.ops.pipes import MemberError, Pipes
 
 __all__ = ["Posted", "allocated_bytes", "can_share", "most_bytes", "take"]
 
@@ -287,6 +289,16 @@ def _machine() -> int:
         return -1
 
 
+@contextmanager
+def _naming(group: Group) -> Generator[None]:
+    """Says which rank the member is that a failure names."""
+    try:
+        yield
+    except MemberError as error:
+        with among((group.ranks[error.member],)):
+            raise
+
+
 class Posted:
     """A buffer of each member, once all of them have posted theirs, of one size each.
 
@@ -303,7 +315,8 @@ class Posted:
         block.number += 1
         block.readers = {i: pid for i, pid in enumerate(channel.members.pids) if i != group.index}
         self._mine, self._group, self._channel = mine, group, channel
-        self._note = channel.members.pipes.send(channel.number, (block.fd, block.inode, block.size, block.number))
+        with _naming(group):
+            self._note = channel.members.pipes.send(channel.number, (block.fd, block.inode, block.size, block.number))
         self._unsigned: list[tuple[memoryview[int], int]] = []
 
     def wait(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
@@ -316,8 +329,11 @@ class Posted:
         limit = _compat.group_timeout(self._group.process_group) if timeout is None else timeout
         buffers = [self._mine] * self._group.size
         members, channel = self._channel.members, self._channel.number
-        for member, (fd, inode, size, number) in members.pipes.receive(channel, self._note, limit).items():
-            head, whole = members.open(member, fd, inode, size)
+        with _naming(self._group):
+            notes = members.pipes.receive(channel, self._note, limit)
+        for member, (fd, inode, size, number) in notes.items():
+            with among((self._group.ranks[member],)):
+                head, whole = members.open(member, fd, inode, size)
             self._unsigned.append((head, number))
             buffers[member] = whole[_HEAD : _HEAD + self._mine.numel()]
         return buffers

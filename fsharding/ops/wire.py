@@ -7,12 +7,13 @@ On gloo a point-to-point gather and an all-to-all beat its own collectives two- 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from fsharding import _compat
 from fsharding.counts import record_sent
+from fsharding.lost import among
 from fsharding.mesh import Group
 
 __all__ = [
@@ -32,6 +34,8 @@ __all__ = [
     "exchange_pieces",
     "exchange_rows",
     "gather_rows",
+    "receive_object",
+    "send_object",
     "send_receive",
     "swap_rows",
 ]
@@ -65,10 +69,14 @@ class Pending:
     Attributes:
         works: what torch will wait for.
         held: buffers that have to live until then.
+        peers: global ranks that each of the works is with; the last entry is for all that are left.
+        limit: how long to wait where nothing else is said; by default as long as torch does.
     """
 
     works: tuple[dist.Work, ...] = ()
     held: tuple[Tensor, ...] = ()
+    peers: tuple[tuple[int, ...], ...] = ((),)
+    limit: timedelta | None = None
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Returns when the buffers are ready.
@@ -79,11 +87,13 @@ class Pending:
         Raises:
             RuntimeError: torch's own, when a peer is gone or the timeout is over.
         """
-        for work in self.works:
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
+        timeout = self.limit if timeout is None else timeout
+        for i, work in enumerate(self.works):
+            with among(self.peers[min(i, len(self.peers) - 1)]):
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
 
 
 def chosen() -> str:
@@ -116,9 +126,9 @@ def gather_rows(rows: Tensor, group: Group) -> Pending:
         return swap_rows(rows, group)
     if group.order == tuple(range(group.size)):
         mine = rows[group.index].clone()
-        return Pending((_compat.all_gather_flat(rows.view(-1), mine, group.process_group),), (mine,))
+        return Pending((_all_gather(rows, mine, group),), (mine,), (group.ranks,))
     mine, landed = rows[group.index].clone(), torch.empty_like(rows)
-    _compat.all_gather_flat(landed.view(-1), mine, group.process_group).wait()
+    Pending((_all_gather(landed, mine, group),), (), (group.ranks,)).wait()
     rows.copy_(landed[list(group.order)])
     return Pending()
 
@@ -132,16 +142,41 @@ def swap_rows(rows: Tensor, group: Group, *, tag: int = 0) -> Pending:
         tag: of the messages.
     """
     works: list[dist.Work] = []
+    peers: list[tuple[int, ...]] = []
     for step in range(1, group.size):
         source, target = (group.index - step) % group.size, (group.index + step) % group.size
-        works.append(_started(dist.irecv(rows[source], group.ranks[source], group.process_group, tag)))
-        works.append(_started(dist.isend(rows[group.index], group.ranks[target], group.process_group, tag)))
-    return Pending(tuple(works))
+        works.append(_receive(Message(group.ranks[source], tag, rows[source]), group))
+        works.append(_send(Message(group.ranks[target], tag, rows[group.index]), group))
+        peers += [(group.ranks[source],), (group.ranks[target],)]
+    return Pending(tuple(works), (), tuple(peers), _limit(group))
+
+
+def _limit(group: Group) -> timedelta | None:
+    """What gloo's messages have to be told: they go by a timeout that the group had when it was made."""
+    assert group.process_group is not None
+    gloo = dist.get_backend(group.process_group) == "gloo"  # any other would have the host wait for the device
+    return _compat.group_timeout(group.process_group) if gloo else None
 
 
 def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is not in the group"
     return work
+
+
+def _send(m: Message, group: Group) -> dist.Work:
+    with among((m.rank,)):
+        return _started(dist.isend(m.data, m.rank, group.process_group, m.tag))
+
+
+def _receive(m: Message, group: Group) -> dist.Work:
+    with among((m.rank,)):
+        return _started(dist.irecv(m.data, m.rank, group.process_group, m.tag))
+
+
+def _all_gather(out: Tensor, mine: Tensor, group: Group) -> dist.Work:
+    assert group.process_group is not None
+    with among(group.ranks):
+        return _compat.all_gather_flat(out.view(-1), mine, group.process_group)
 
 
 def exchange_rows(send: Tensor, received: Tensor, group: Group) -> Pending:
@@ -157,10 +192,10 @@ def exchange_rows(send: Tensor, received: Tensor, group: Group) -> Pending:
         return Pending()
     record_sent((group.size - 1) * send[0].nbytes, group.axes)
     if group.order == tuple(range(group.size)):
-        return Pending((_all_to_all(received, send, group),), (send,))
+        return Pending((_all_to_all(received, send, group),), (send,), (group.ranks,))
     members = [group.order.index(i) for i in range(group.size)]
     landed = torch.empty_like(received)
-    _all_to_all(landed, send[members], group).wait()
+    Pending((_all_to_all(landed, send[members], group),), (), (group.ranks,)).wait()
     received.copy_(landed[list(group.order)])
     return Pending()
 
@@ -168,7 +203,8 @@ def exchange_rows(send: Tensor, received: Tensor, group: Group) -> Pending:
 def _all_to_all(
     out: Tensor, x: Tensor, group: Group, sizes: Sequence[list[int]] | tuple[None, None] = (None, None)
 ) -> dist.Work:
-    return _started(dist.all_to_all_single(out, x, *sizes, group=group.process_group, async_op=True))
+    with among(group.ranks):
+        return _started(dist.all_to_all_single(out, x, *sizes, group=group.process_group, async_op=True))
 
 
 def exchange_pieces(
@@ -189,11 +225,11 @@ def exchange_pieces(
     width = send[:1].nbytes if send.shape[0] else 0
     record_sent((sum(sends) - sends[group.index]) * width)
     if group.order == tuple(range(group.size)):
-        return Pending((_all_to_all(received, send, group, ([*receives], [*sends])),), (send,))
+        return Pending((_all_to_all(received, send, group, ([*receives], [*sends])),), (send,), (group.ranks,))
     members = [group.order.index(i) for i in range(group.size)]
     pieces, landed = send.split([*sends]), torch.empty_like(received)
     sizes = [[rows[m] for m in members] for rows in (receives, sends)]
-    _all_to_all(landed, torch.cat([pieces[m] for m in members]), group, sizes).wait()
+    Pending((_all_to_all(landed, torch.cat([pieces[m] for m in members]), group, sizes),), (), (group.ranks,)).wait()
     targets = received.split([*receives])
     for member, piece in zip(members, landed.split(sizes[0]), strict=True):
         targets[member].copy_(piece)
@@ -230,24 +266,56 @@ def exchange_messages(sends: Sequence[Message], receives: Sequence[Message], gro
     if sends:
         record_sent(sum(m.data.nbytes for m in sends), group.axes)
     works: list[dist.Work] = []
+    peers = [(m.rank,) for m in (*receives, *sends)]
     if dist.get_backend(group.process_group) == "gloo":
-        works = [_started(dist.irecv(m.data, m.rank, group.process_group, m.tag)) for m in receives]
-        works += [_started(dist.isend(m.data, m.rank, group.process_group, m.tag)) for m in sends]
+        works = [*(_receive(m, group) for m in receives), *(_send(m, group) for m in sends)]
     elif sends or receives:
         ops = [dist.P2POp(dist.irecv, m.data, m.rank, group.process_group, m.tag) for m in receives]
         ops += [dist.P2POp(dist.isend, m.data, m.rank, group.process_group, m.tag) for m in sends]
-        works = dist.batch_isend_irecv(ops)
-    return Pending(tuple(works), tuple(m.data for m in (*sends, *receives)))
+        peers = [tuple({rank for several in peers for rank in several})]  # what comes back may be one work for all
+        with among(peers[0]):
+            works = dist.batch_isend_irecv(ops)
+    return Pending(tuple(works), tuple(m.data for m in (*sends, *receives)), tuple(peers) or ((),), _limit(group))
+
+
+def send_object(value: Any, rank: int, group: Group, device: torch.device) -> None:
+    """Sends anything that can be pickled, to be got by `receive_object`; its bytes are not counted.
+
+    Args:
+        value: what to send.
+        rank: global rank that gets it.
+        group: both are in it.
+        device: on which the group sends.
+    """
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    for x in (torch.tensor([data.numel()], device=device), data):
+        Pending((_send(Message(rank, 0, x), group),), (x,), ((rank,),), _limit(group)).wait()
+
+
+def receive_object(rank: int, group: Group, device: torch.device) -> Any:
+    """What another rank sends by `send_object`, which is trusted as is all of this program.
+
+    Args:
+        rank: global rank that sends it.
+        group: both are in it.
+        device: on which the group sends.
+    """
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    Pending((_receive(Message(rank, 0, size), group),), (), ((rank,),), _limit(group)).wait()
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    Pending((_receive(Message(rank, 0, data), group),), (), ((rank,),), _limit(group)).wait()
+    return pickle.loads(data.cpu().numpy().tobytes())
 
 
 def send_receive(x: Tensor, out: Tensor, group: Group, *, target: int | None, source: int | None) -> Pending:
     """Starts to send `x` to one member and to receive `out` from another; None for nobody."""
     works: list[dist.Work] = []
     if source is not None and source != group.index:
-        works.append(_started(dist.irecv(out, group.ranks[source], group.process_group)))
+        works.append(_receive(Message(group.ranks[source], 0, out), group))
     if target is not None and target != group.index:
         record_sent(x.nbytes, group.axes)
-        works.append(_started(dist.isend(x, group.ranks[target], group.process_group)))
+        works.append(_send(Message(group.ranks[target], 0, x), group))
     if source == group.index:
         out.copy_(x)
-    return Pending(tuple(works), (x, out))
+    others = tuple(group.ranks[i] for i in (source, target) if i is not None)
+    return Pending(tuple(works), (x, out), (others,), _limit(group) if works else None)

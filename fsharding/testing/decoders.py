@@ -64,6 +64,8 @@ class DecoderCase:
         schedule: of the pipeline, where the mesh has one.
         counts: layers of each stage; by default as even as possible.
         gather: parameters come once a step, or for each microbatch.
+        scatter: gradients are reduced once a step, or for each microbatch; by default as `gather`.
+        ahead: by how many computes receives and gathers are posted earlier.
         policy: a name of `policies.POLICIES`.
         donate: whether a step may overwrite its state.
         precision: dtypes at rest and of compute.
@@ -82,6 +84,8 @@ class DecoderCase:
     schedule: str = "1f1b"
     counts: tuple[int, ...] | None = None
     gather: Literal["step", "microbatch"] = "step"
+    scatter: Literal["step", "microbatch"] | None = None
+    ahead: int = 1
     policy: str = "save_except_gathered"
     donate: bool = False
     precision: Precision = FP32
@@ -111,7 +115,10 @@ class DecoderCase:
     def planned(self) -> Schedule | None:
         """The schedule; None on a mesh without `pp`."""
         ranks = self.mesh.axis_size("pp")
-        return plan_schedule(self.schedule, ranks, self.microbatches, gather=self.gather) if ranks > 1 else None
+        if ranks == 1:
+            return None
+        how, many = self.schedule, self.microbatches
+        return plan_schedule(how, ranks, many, gather=self.gather, scatter=self.scatter, ahead=self.ahead)
 
     def layout(self, mesh: Mesh | None = None) -> Layout:
         """The layout of the state.

@@ -389,6 +389,8 @@ def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase
         schedule=schedule.name,
         counts=_uneven(draw, layers, schedule.stages) if draw(_flag) else None,
         gather=draw(_pick(("step", "microbatch"))),
+        scatter=draw(_pick((None, "step", "microbatch"))),
+        ahead=draw(_upto(2)),
         policy=draw(_pick(tuple(POLICIES))),
         donate=draw(_flag),
     )

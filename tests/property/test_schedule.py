@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.actions import COMPUTES, needs, partner
+from fsharding.actions import COMPUTES, needs, partner, uses_parameters
 from fsharding.errors import ScheduleError
 from fsharding.schedule import SCHEDULES
 
@@ -77,7 +77,7 @@ def dependent(schedule, rank):
         stage, m = action.stage, action.microbatch
         if action.kind == "GATHER":
             gathered[stage, m] = i
-        elif action.kind in "FBI":
+        elif uses_parameters(action):
             yield gathered.get((stage, m), gathered.get((stage, None))), i
         if action.kind in "BW":
             last[stage, m] = last[stage, None] = i

@@ -266,3 +266,30 @@ def test_the_kernels_of_other_devices_take_what_we_give_them():
     for given in (mask, None):
         grads = _compat.attend_block_backward(q, q, k, k, given, out, lse, causal=False, scale=None)
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+def stores():
+    store = _compat.default_store()
+    assert store is not None
+    own = f"a{dist.get_rank()}"
+    store.set(own, "here")
+    dist.barrier()
+    found = (
+        [store.check([name]) for name in ("a0", "a1", "b")],
+        bytes(store.get("a0")),
+        _compat.is_served_by_rank(store),
+    )
+    dist.barrier()
+    store.delete_key(own)
+    try:
+        dist.recv(torch.zeros(1), src=1 - dist.get_rank(), group=dist.new_group(timeout=timedelta(seconds=0.1)))
+    except RuntimeError as error:
+        return *found, _compat.is_network_error(error), store.check([own])
+    raise AssertionError("nobody has sent anything")
+
+
+def test_the_store_of_all_ranks_and_errors_of_its_groups():
+    assert run_ranks(stores, 2) == [([True, True, False], b"here", False, True, False)] * 2
+    served = dist.PrefixStore("a", dist.TCPStore("127.0.0.1", 0, 1, True))
+    assert _compat.is_served_by_rank(served) and not _compat.is_served_by_rank(dist.HashStore())
+    assert _compat.is_network_error(dist.DistNetworkError()) and not _compat.is_network_error(RuntimeError("shape"))

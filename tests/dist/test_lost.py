@@ -1,0 +1,143 @@
+"""When a rank of a step dies, hangs or raises, all others end with an error that names it."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsharding as fs
+from fsharding import _compat, pipeline
+from fsharding.errors import RankError
+from fsharding.testing import ranks as pools
+from fsharding.testing import run_ranks
+
+PLACES = {
+    "do": (pipeline._Run, "do"),
+    "sums": (pipeline._Run, "sums"),
+    "norm": (sys.modules["fsharding.step"], "global_norm"),
+}
+CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
+
+
+def step_of(schedule, timeout, **axes):
+    model = fs.models.decoder(CONFIG)
+    mesh = fs.make_mesh(device="cpu", timeout=timedelta(seconds=timeout), **axes)
+    stages = fs.stages_of(model, schedule) if schedule else None
+    layout = fs.plan_layout(model, mesh, strategy=fs.zero(3), stages=stages)
+    opt = fs.adamw(1e-3)
+    state = fs.init_state(model, opt, fs.random.key(0), layout)
+    step = fs.make_train_step(model, opt, microbatches=4, schedule=schedule or "1f1b")
+    tokens = torch.randint(50, (8, 9), generator=torch.Generator().manual_seed(0))
+    return step, state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def leave(how):
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hangs":
+        time.sleep(12)
+        os._exit(1)
+    raise ValueError("no home\nfor it")
+
+
+def one_leaves(folder, how, where, rank, timeout, schedule, axes):
+    """A step, then one in which a rank leaves; the others write what they get, and end as a program would."""
+    step, state, batch = step_of(schedule, timeout, **axes)
+    state, _ = step(state, batch)
+    place, name = PLACES[where]
+    method, seen, begin = getattr(place, name), 0, time.monotonic()
+
+    def leaving(*args, **kwargs):
+        nonlocal seen
+        seen += 1
+        return leave(how) if seen == 3 or where != "do" else method(*args, **kwargs)
+
+    with patch.object(place, name, leaving if dist.get_rank() == rank else method):
+        try:
+            step(state, batch)
+        except RankError as error:
+            if isinstance(error.__cause__, RuntimeError) and time.monotonic() - begin < 11.5:
+                Path(folder, str(dist.get_rank())).write_text(f"{error.ranks}\n{error}")
+            os._exit(1)
+
+
+def told(folder, how, where, rank, *, timeout=20, schedule="1f1b", **axes):
+    """What each of the other ranks got."""
+    size = torch.tensor([*axes.values()]).prod().item()
+    schedule = fs.plan_schedule(schedule, axes["pp"], 4) if "pp" in axes else None
+    with patch.object(pools, "_GRACE", 20.0), pytest.raises(RankError) as failure:
+        run_ranks(one_leaves, size, str(folder), how, where, rank, timeout, schedule, axes)
+    texts = {int(path.name): path.read_text() for path in folder.iterdir()}
+    assert {*texts} == {*range(size)} - {rank}, f"all others end with a RankError: {failure.value}"
+    return texts
+
+
+def test_a_stage_that_dies_is_named_by_those_who_do_not_talk_with_it(tmp_path):
+    texts = told(tmp_path, "dies", "do", 3, pp=4)
+    for rank, text in texts.items():
+        numbers, head, row, noticed, mend = text.split("\n")
+        assert (numbers, head, row) == (
+            "(3,)", "train step lost rank 3 (pp=3).", "  rank 3 (pp=3) is gone, or does not answer"
+        )  # fmt: skip
+        assert noticed.startswith(f"  rank {rank} (pp={rank}) noticed it in {rank}")
+        assert mend == "Look at what rank 3 said last; all ranks have to start again."
+
+
+def test_peers_on_other_axes_name_it_too(tmp_path):
+    texts = told(tmp_path, "dies", "do", 3, pp=2, tp=2)
+    assert {text.split("\n")[1] for text in texts.values()} == {"train step lost rank 3 (pp=1, tp=1)."}
+
+
+def test_death_in_the_final_sums(tmp_path):
+    texts = told(tmp_path, "dies", "sums", 1, pp=2)
+    assert "lost rank 1 (pp=1).\n  rank 1 (pp=1) is gone, or does not answer\n  rank 0 (pp=0) noticed it: " in texts[0]
+
+
+def test_a_rank_that_raises_by_itself_is_named_with_its_error(tmp_path):
+    texts = told(tmp_path, "raises", "sums", 1, timeout=2, pp=2)
+    assert "\n  rank 1 (pp=1) raised ValueError: no home\n" in texts[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axes", [{"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}, {"pp": 3}])
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_whoever_is_gone_is_named(tmp_path, how, axes):
+    texts = told(tmp_path, how, "do" if "pp" in axes else "norm", 2, timeout=3, **axes)
+    assert {text.split("\n")[0] for text in texts.values()} == {"(2,)"}, "\n".join(texts.values())
+
+
+def served_by_rank(folder, port):
+    """A step after which rank 0 dies, and with it the store."""
+    step, state, batch = step_of(fs.plan_schedule("1f1b", 3, 4), 20, pp=3)
+    state, _ = step(state, batch)
+    rank = dist.get_rank()
+    store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timeout=timedelta(seconds=10))
+    dist.barrier()
+    if rank == 0:
+        leave("dies")
+    with patch.object(_compat, "default_store", lambda: dist.PrefixStore("a", store)):
+        try:
+            step(state, batch)
+        except RankError as error:
+            Path(folder, str(rank)).write_text(str(error))
+            os._exit(1)
+
+
+@pytest.mark.full
+def test_the_rank_that_has_the_store_is_named(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with patch.object(pools, "_GRACE", 20.0), pytest.raises(RankError):
+        run_ranks(served_by_rank, 3, str(tmp_path), port)
+    for path in tmp_path.iterdir():
+        assert path.read_text().startswith("train step lost rank 0 (pp=0).\n")
+    assert len(list(tmp_path.iterdir())) == 2
