@@ -46,8 +46,6 @@ __all__ = [
     "fused_adamw_",
     "grouped_mm",
     "group_timeout",
-    "is_network_error",
-    "is_served_by_rank",
     "like_dtensor",
     "local_tensor",
     "make_dtensor",
@@ -252,18 +250,6 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 def default_store() -> dist.Store | None:
     """What all ranks can read and write: the store of the default process group; None without one."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-
-
-def is_served_by_rank(store: dist.Store | None) -> bool:
-    """Whether a store is in the memory of one of the processes that use it, and so is gone with it."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.TCPStore)
-
-
-def is_network_error(error: BaseException) -> bool:
-    """Whether torch raised an error because processes could not talk; those of gloo are known by their text alone."""
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in str(error))
 
 
 def save_record(x: Tensor, file: Any) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsharding import _compat, _functorch
+from fsharding import _compat, _functorch, lost
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 
@@ -277,19 +277,19 @@ def stores():
     found = (
         [store.check([name]) for name in ("a0", "a1", "b")],
         bytes(store.get("a0")),
-        _compat.is_served_by_rank(store),
+        lost.is_served_by_rank(store),
     )
     dist.barrier()
     store.delete_key(own)
     try:
         dist.recv(torch.zeros(1), src=1 - dist.get_rank(), group=dist.new_group(timeout=timedelta(seconds=0.1)))
     except RuntimeError as error:
-        return *found, _compat.is_network_error(error), store.check([own])
+        return *found, lost.is_network_error(error), store.check([own])
     raise AssertionError("nobody has sent anything")
 
 
 def test_the_store_of_all_ranks_and_errors_of_its_groups():
     assert run_ranks(stores, 2) == [([True, True, False], b"here", False, True, False)] * 2
     served = dist.PrefixStore("a", dist.TCPStore("127.0.0.1", 0, 1, True))
-    assert _compat.is_served_by_rank(served) and not _compat.is_served_by_rank(dist.HashStore())
-    assert _compat.is_network_error(dist.DistNetworkError()) and not _compat.is_network_error(RuntimeError("shape"))
+    assert lost.is_served_by_rank(served) and not lost.is_served_by_rank(dist.HashStore())
+    assert lost.is_network_error(dist.DistNetworkError()) and not lost.is_network_error(RuntimeError("shape"))
