@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fsharding import _functorch, policies, random, tree
 from fsharding.anatomy import Anatomy, ModuleUnit
 from fsharding.axes import DATA_AXES
-from fsharding.errors import FshardingError, TransformError, message
+from fsharding.errors import ConfigError, FshardingError, TransformError, message
 from fsharding.mesh import Mesh, axis_index, axis_size, set_mesh
 from fsharding.module_axes import Bare, Entrances, Roles, install
 from fsharding.module_problems import FUNCTION
@@ -69,6 +69,15 @@ def _absent(name: str, parameter: nn.Parameter) -> Any:
     return result
 
 
+def _copied(module: nn.Module, absent: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(module, absent)
+    except (RuntimeError, TypeError) as error:
+        mend = "Take out what cannot be copied; the weight_norm of torch.nn.utils.parametrizations can be."
+        rows = [str(error).split(".  ")[0]]
+        raise ConfigError(message(FUNCTION, f"cannot copy {type(module).__name__}.", rows, mend)) from error
+
+
 _ODD = 0x9E3779B97F4A7C15
 """Between seeds that follow each other, so that all their bits differ (the step of splitmix64)."""
 
@@ -98,7 +107,7 @@ class Engine:
 
         Raises:
             TransformError: it checkpoints its own layers.
-            ConfigError: layers that cannot have their role.
+            ConfigError: it cannot be copied.
         """
         own = {n: m for n, m in module.named_modules() if m.training and getattr(m, "gradient_checkpointing", False)}
         if own:
@@ -108,7 +117,7 @@ class Engine:
             raise TransformError(message(*_recomputing(rows)))
         absent = {id(p): _absent(name, p) for name, p in module.named_parameters()}
         self._absent = list(absent.values())
-        self.module: nn.Module = copy.deepcopy(module, absent)
+        self.module: nn.Module = _copied(module, absent)
         for name, value in buffers.items():
             owner, _, last = name.rpartition(".")
             setattr(self.module.get_submodule(owner), last, value)

