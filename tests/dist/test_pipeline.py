@@ -102,6 +102,33 @@ def test_gathers_and_scatters_are_those_of_the_table(name, ahead):
         assert posted == Counter({key: n for key, n in wanted.items() if key[0] == "GATHER"}), "where the table says"
 
 
+def order_of(name):
+    """For each forward of the last stage, how many of its activations had been asked for before it began."""
+    schedule = fs.plan_schedule(name, 2, 4)
+    state, opt = started(schedule, pp=2)
+    step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=name)
+    state, _ = step(state, batch())
+    asked, seen, irecv, forward = 0, [], torch.distributed.irecv, _Run._f
+
+    def counted(*args, **kwargs):
+        nonlocal asked
+        asked += 1
+        return irecv(*args, **kwargs)
+
+    def noted(run, stage, m):
+        seen.append(asked)
+        forward(run, stage, m)
+
+    with patch.object(torch.distributed, "irecv", counted), patch.object(_Run, "_f", noted):
+        step(state, batch())
+    return seen, seen[-1] // 4
+
+
+def test_a_schedule_by_name_asks_for_activations_before_the_compute_before_their_use():
+    seen, tensors = run_ranks(order_of, 2, "gpipe")[1]
+    assert seen == [2 * tensors, 3 * tensors, 4 * tensors, 4 * tensors]
+
+
 def refused(name, **numbers):
     state, opt = started(fs.plan_schedule("1f1b", 2, 4), pp=2)
     step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=fs.plan_schedule(name, **numbers))
