@@ -208,7 +208,8 @@ def plan_schedule(
         scatter: gradients are summed whole and reduced once a step, or reduced for each microbatch to where the layout
             holds them; by default as `gather`.
         ahead: by how many computes a receive or gather is posted earlier than needed, so that it runs beside them; a
-            receive never before an earlier message of the same two ranks. A backend may send nothing until then.
+            receive never before an earlier message of the same two ranks. A backend may send nothing until then. With
+            `gather="microbatch"` each is one more unit that is alive beside the usual two.
 
     Raises:
         ScheduleError: the schedule does not exist, or cannot have these numbers; all of them are listed.

@@ -33,9 +33,9 @@ def batch(rows=8):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def counted(gather):
+def counted(gather, ahead):
     """Bytes of state, and for each microbatch of each stage the units that were gathered."""
-    schedule = fs.plan_schedule("1f1b", 2, 4, gather=gather)
+    schedule = fs.plan_schedule("1f1b", 2, 4, gather=gather, ahead=ahead)
     state, opt = started(schedule, pp=2, dp=2)
     memory, held = state.layout.memory(opt), fs.state_bytes((state.params, state.main, state.opt_state))
     step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=schedule)
@@ -45,13 +45,14 @@ def counted(gather):
 
 
 def test_parameters_are_gathered_once_a_step_or_unit_by_unit():
-    for equal, seen in run_ranks(counted, 4, "step"):
+    for equal, seen in run_ranks(counted, 4, "step", 1):
         assert equal and seen == [(0, 0)] * 4, "each microbatch finds them whole"
-    for rank, (equal, seen) in enumerate(run_ranks(counted, 4, "microbatch")):
-        # A stage has two blocks and the embedding or the head; forward ends with all let go, backward begins anew. The
-        # embedding's backward needs no weights.
-        assert equal and [n for n, _ in seen] == [5 if rank < 2 else 6] * 4
-        assert all(peak <= 2 for _, peak in seen)
+    for ahead in (0, 1):
+        for rank, (equal, seen) in enumerate(run_ranks(counted, 4, "microbatch", ahead)):
+            # A stage has two blocks and the embedding or the head; forward ends with all let go, backward begins anew.
+            # The embedding's backward needs no weights.
+            assert equal and [n for n, _ in seen] == [5 if rank < 2 else 6] * 4
+            assert max(peak for _, peak in seen) == 2 + ahead, "and the first of what comes next, where it is begun"
 
 
 def followed(name, how, ahead):
