@@ -174,7 +174,7 @@ def plan_schedule(
     stages_per_rank: int | None = None,
     gather: How = "step",
     scatter: How | None = None,
-    ahead: int = 0,
+    ahead: int = 1,
 ) -> Schedule:
     """Plans a pipeline schedule. Pure and cached.
 
@@ -207,7 +207,9 @@ def plan_schedule(
         gather: parameters cut over the data axes are gathered once a step and kept, or anew for each F, B, I and W.
         scatter: gradients are summed whole and reduced once a step, or reduced for each microbatch to where the layout
             holds them; by default as `gather`.
-        ahead: by how many computes a receive or gather is posted earlier than needed, so that it runs beside them.
+        ahead: by how many computes a receive or gather is posted earlier than needed, so that it runs beside them; a
+            receive never before an earlier message of the same two ranks. A backend may send nothing until then. With
+            `gather="microbatch"` each is one more unit that is alive beside the usual two.
 
     Raises:
         ScheduleError: the schedule does not exist, or cannot have these numbers; all of them are listed.
@@ -284,7 +286,7 @@ def make_schedule(
     name: str = "custom",
     gather: How = "step",
     scatter: How | None = None,
-    ahead: int = 0,
+    ahead: int = 1,
 ) -> Schedule:
     """A schedule from one's own order of computes; messages, gathers and scatters are put in between.
 

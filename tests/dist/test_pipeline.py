@@ -33,9 +33,9 @@ def batch(rows=8):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def counted(gather):
+def counted(gather, ahead):
     """Bytes of state, and for each microbatch of each stage the units that were gathered."""
-    schedule = fs.plan_schedule("1f1b", 2, 4, gather=gather)
+    schedule = fs.plan_schedule("1f1b", 2, 4, gather=gather, ahead=ahead)
     state, opt = started(schedule, pp=2, dp=2)
     memory, held = state.layout.memory(opt), fs.state_bytes((state.params, state.main, state.opt_state))
     step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=schedule)
@@ -45,13 +45,14 @@ def counted(gather):
 
 
 def test_parameters_are_gathered_once_a_step_or_unit_by_unit():
-    for equal, seen in run_ranks(counted, 4, "step"):
+    for equal, seen in run_ranks(counted, 4, "step", 1):
         assert equal and seen == [(0, 0)] * 4, "each microbatch finds them whole"
-    for rank, (equal, seen) in enumerate(run_ranks(counted, 4, "microbatch")):
-        # A stage has two blocks and the embedding or the head; forward ends with all let go, backward begins anew. The
-        # embedding's backward needs no weights.
-        assert equal and [n for n, _ in seen] == [5 if rank < 2 else 6] * 4
-        assert all(peak <= 2 for _, peak in seen)
+    for ahead in (0, 1):
+        for rank, (equal, seen) in enumerate(run_ranks(counted, 4, "microbatch", ahead)):
+            # A stage has two blocks and the embedding or the head; forward ends with all let go, backward begins anew.
+            # The embedding's backward needs no weights.
+            assert equal and [n for n, _ in seen] == [5 if rank < 2 else 6] * 4
+            assert max(peak for _, peak in seen) == 2 + ahead, "and the first of what comes next, where it is begun"
 
 
 def followed(name, how, ahead):
@@ -100,6 +101,33 @@ def test_gathers_and_scatters_are_those_of_the_table(name, ahead):
     for wanted, found, posted in run_ranks(followed, 4, name, "microbatch", ahead):
         assert wanted == found
         assert posted == Counter({key: n for key, n in wanted.items() if key[0] == "GATHER"}), "where the table says"
+
+
+def order_of(name):
+    """For each forward of the last stage, how many of its activations had been asked for before it began."""
+    schedule = fs.plan_schedule(name, 2, 4)
+    state, opt = started(schedule, pp=2)
+    step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=name)
+    state, _ = step(state, batch())
+    asked, seen, irecv, forward = 0, [], torch.distributed.irecv, _Run._f
+
+    def counted(*args, **kwargs):
+        nonlocal asked
+        asked += 1
+        return irecv(*args, **kwargs)
+
+    def noted(run, stage, m):
+        seen.append(asked)
+        forward(run, stage, m)
+
+    with patch.object(torch.distributed, "irecv", counted), patch.object(_Run, "_f", noted):
+        step(state, batch())
+    return seen, seen[-1] // 4
+
+
+def test_a_schedule_by_name_asks_for_activations_before_the_compute_before_their_use():
+    seen, tensors = run_ranks(order_of, 2, "gpipe")[1]
+    assert seen == [2 * tensors, 3 * tensors, 4 * tensors, 4 * tensors]
 
 
 def refused(name, **numbers):

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.actions import COMPUTES, needs, partner, uses_parameters
+from fsharding.actions import COMPUTES, MESSAGES, needs, partner, uses_parameters
 from fsharding.errors import ScheduleError
 from fsharding.schedule import SCHEDULES
 
@@ -148,6 +148,23 @@ def test_a_rank_may_wait_at_each_receive(schedule):
                 at[rank] += 1
                 moved = True
     assert at == [len(row) for row in schedule.table]
+
+
+@given(schedules(), st.integers(1, 3))
+def test_a_receive_is_posted_before_the_compute_before_its_use(schedule, ahead):
+    """Or right after an earlier message of the same two ranks, which name theirs in one order."""
+    computes = [[action for action in row if action.kind in COMPUTES] for row in schedule.table]
+    for row in fs.make_schedule(computes, ahead=ahead).table:
+        posted, since, last = {}, 0, {}
+        for action in row:
+            if action.kind in MESSAGES:
+                other = schedule.peer(action)
+                posted[action], last[other] = (since, last.get(other, 0)), since
+            elif action.kind in COMPUTES:
+                for choice in (c for choices in needs(action, schedule.owner) for c in choices if c in posted):
+                    at, earlier = posted.pop(choice)
+                    assert at == max(earlier, since - ahead, 0) or at < since - ahead
+                since += 1
 
 
 @given(schedules(), st.integers(0, 80))

@@ -28,6 +28,10 @@ def refusal(kind, function, *args, **kwargs):
 # --------------------------------------------------------------------------------------------------------------- tables
 def test_one_forward_one_backward_in_full():
     assert rows(fs.plan_schedule("1f1b", 2, 3)) == [
+        "0GATHER 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0RECV_B2 0B1 0B2 0SCATTER",
+        "1RECV_F0 1GATHER 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2 1SCATTER",
+    ]
+    assert rows(fs.plan_schedule("1f1b", 2, 3, ahead=0)) == [
         "0GATHER 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2 0SCATTER",
         "1RECV_F0 1GATHER 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1RECV_F2 1SEND_B1 1F2 1B2 1SEND_B2 1SCATTER",
     ]
@@ -40,8 +44,17 @@ def test_each_microbatch_by_itself_and_ahead():
     ]
 
 
+def test_weights_are_walked_again_but_not_for_the_inputs_of_the_model():
+    assert rows(fs.plan_schedule("zbv", 2, 1, gather="microbatch", ahead=0)) == [
+        "0GATHER0 0F0 0SEND_F0 3RECV_F0 3GATHER0 3F0 3GATHER0 3I0 3SEND_B0 3GATHER0 3W0 0RECV_B0 3SCATTER0 0I0 0GATHER0 0W0 "
+        "0SCATTER0",
+        "1RECV_F0 1GATHER0 1F0 2GATHER0 2F0 2SEND_F0 2RECV_B0 2GATHER0 2I0 2GATHER0 2W0 2SCATTER0 1GATHER0 1I0 1SEND_B0 "
+        "1GATHER0 1W0 1SCATTER0",
+    ]
+
+
 def test_stages_on_one_rank_hand_over_without_messages():
-    zbv = fs.plan_schedule("zbv", 2, 1)
+    zbv = fs.plan_schedule("zbv", 2, 1, ahead=0)
     assert zbv.owner == (0, 1, 1, 0) and [zbv.is_local(stage) for stage in range(4)] == [False, True, False, False]
     assert rows(zbv) == [
         "0GATHER 0F0 0SEND_F0 3RECV_F0 3GATHER 3F0 3I0 3SEND_B0 3W0 0RECV_B0 3SCATTER 0I0 0W0 0SCATTER",
@@ -255,7 +268,7 @@ MEND = "fs.make_schedule puts messages, gathers and scatters between computes by
     ],
 )  # fmt: skip
 def test_all_that_is_wrong_with_a_table_is_said(edits, faults):
-    broken = edited(fs.plan_schedule("1f1b", 2, 2), *edits)
+    broken = edited(fs.plan_schedule("1f1b", 2, 2, ahead=0), *edits)
     wanted = "\n".join(["fs.check_schedule refuses 1f1b.", *(f"  {fault}" for fault in faults), MEND])
     assert refusal(ScheduleError, fs.check_schedule, broken) == wanted
 
