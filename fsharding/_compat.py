@@ -46,6 +46,7 @@ __all__ = [
     "fused_adamw_",
     "grouped_mm",
     "group_timeout",
+    "is_served_by_rank",
     "like_dtensor",
     "local_tensor",
     "make_dtensor",
@@ -250,6 +251,13 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 def default_store() -> dist.Store | None:
     """What all ranks can read and write: the store of the default process group; None without one."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+def is_served_by_rank(store: dist.Store | None) -> bool:
+    """Whether a store is in the memory of one of the processes that use it, and so is gone with it."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore)
 
 
 def save_record(x: Tensor, file: Any) -> None:

@@ -24,7 +24,7 @@ from fsharding import _compat
 from fsharding.errors import RankError, message
 from fsharding.mesh import Mesh, abstract, own_rank, world_size
 
-__all__ = ["among", "follow", "is_network_error", "is_served_by_rank", "naming_lost"]
+__all__ = ["among", "follow", "is_network_error", "naming_lost"]
 
 _T = TypeVar("_T")
 
@@ -208,7 +208,7 @@ def _asked(peers: tuple[int, ...], patience: float) -> dict[int, str]:
 def _host() -> int | None:
     """The rank whose end is that of the store."""
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return 0 if is_served_by_rank(_compat.default_store()) and not agents else None
+    return 0 if _compat.is_served_by_rank(_compat.default_store()) and not agents else None
 
 
 def _linger(lost: Mapping[int, str]) -> None:
@@ -241,13 +241,6 @@ def _names(mesh: DeviceMesh) -> dict[int, str]:
         text = ", ".join(f"{axis}={i}" for axis, i in coord.items() if shape.axis_size(axis) > 1)
         names[shape.rank_at(coord)] = f" ({text})" if text else ""
     return names
-
-
-def is_served_by_rank(store: dist.Store | None) -> bool:
-    """Whether a store is in the memory of one of the processes that use it, and so is gone with it."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.TCPStore)
 
 
 def is_network_error(error: BaseException) -> bool:

@@ -43,7 +43,7 @@ def stores():
     found = (
         [store.check([name]) for name in ("a0", "a1", "b")],
         bytes(store.get("a0")),
-        lost.is_served_by_rank(store),
+        _compat.is_served_by_rank(store),
     )
     dist.barrier()
     store.delete_key(own)
@@ -57,5 +57,5 @@ def stores():
 def test_the_store_of_all_ranks_and_errors_of_its_groups():
     assert run_ranks(stores, 2) == [([True, True, False], b"here", False, True, False)] * 2
     served = dist.PrefixStore("a", dist.TCPStore("127.0.0.1", 0, 1, True))
-    assert lost.is_served_by_rank(served) and not lost.is_served_by_rank(dist.HashStore())
+    assert _compat.is_served_by_rank(served) and not _compat.is_served_by_rank(dist.HashStore())
     assert lost.is_network_error(dist.DistNetworkError()) and not lost.is_network_error(RuntimeError("shape"))
