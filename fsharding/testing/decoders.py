@@ -113,8 +113,12 @@ class DecoderCase:
 
     def planned(self) -> Schedule | None:
         """The schedule; None on a mesh without `pp`."""
-        ranks, how = self.mesh.axis_size("pp"), {"gather": self.gather, "scatter": self.scatter, "ahead": self.ahead}
-        return plan_schedule(self.schedule, ranks, self.microbatches, **how) if ranks > 1 else None
+        ranks = self.mesh.axis_size("pp")
+        if ranks == 1:
+            return None
+        return plan_schedule(
+            self.schedule, ranks, self.microbatches, gather=self.gather, scatter=self.scatter, ahead=self.ahead
+        )
 
     def layout(self, mesh: Mesh | None = None) -> Layout:
         """The layout of the state.
