@@ -58,7 +58,7 @@ Draw = Callable[[SearchStrategy[Any]], Any]
 _SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 0)
 _KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.float64)
 _DATA_NAMES = (("embed",), ("expert",), ("embed", "expert"))
-_MODEL_NAMES = ("heads", "mlp", "vocab")
+_MODEL_NAMES, _ATTENTIONS = ("heads", "mlp", "vocab"), ("ring", "gather", "ulysses")
 
 # Hypothesis looks at each new strategy object, which takes longer than to draw from it: those of cases are kept.
 _pick = functools.cache(st.sampled_from)
@@ -360,8 +360,7 @@ def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase
     stages, ep, cp, tp = map(mesh.axis_size, ("pp", "ep", "cp", "tp"))
     data = math.prod(map(mesh.axis_size, ("replica", "dp", "ep")))
     schedule = draw(_pick(fitting_schedules(draw(_pick(SCHEDULES)) if stages > 1 else "1f1b", stages)))
-    layers = schedule.stages + draw(_upto(2))
-    sequence, attention = draw(_flag), draw(_pick(("ring", "gather", "ulysses")))
+    layers, sequence, attention = schedule.stages + draw(_upto(2)), draw(_flag), draw(_pick(_ATTENTIONS))
     heads = tp * (cp if attention == "ulysses" else 1) * (draw(_upto(1)) + 1)
     config = DecoderConfig(
         vocab=draw(_pick((2, 7, 50))),
@@ -390,7 +389,7 @@ def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase
         counts=_uneven(draw, layers, schedule.stages) if draw(_flag) else None,
         gather=draw(_pick(("step", "microbatch"))),
         scatter=draw(_pick((None, "step", "microbatch"))),
-        ahead=draw(_upto(2)),
+        ahead=draw(_pick((1, 0, 2))),
         policy=draw(_pick(tuple(POLICIES))),
         donate=draw(_flag),
     )
