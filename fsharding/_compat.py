@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "all_gather_flat",
@@ -205,19 +206,27 @@ def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
     """Whether `grouped_mm` has a kernel for two tensors: their device, dtype, alignment and strides."""
     if a.device.type != "cpu" and b.ndim == 2:
         return False  # groups along the summed dim have to be aligned there, and groups of tokens are not
-    aligned = (x.data_ptr() % 16 == 0 and all(s == 1 or s * x.itemsize % 16 == 0 for s in x.stride()) for x in (a, b))
-    return a.numel() > 0 and b.numel() > 0 and _has_grouped_mm(a.device.type, a.dtype) and all(aligned)
+    return a.numel() > 0 and b.numel() > 0 and _has_grouped_mm(a.device.type, a.dtype) and _dense(a) and _dense(b)
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether rows, or columns, are dense and begin at multiples of 16 bytes."""
+    *outer, first, second = x.stride()
+    steps = (*outer, max(first, second))
+    return x.data_ptr() % 16 == 0 and min(first, second) == 1 and all(s * x.itemsize % 16 == 0 for s in steps)
 
 
 @functools.cache
 def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return False
-    a, b = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(1, 8, 8, dtype=dtype, device=device)
-    try:
-        return bool((grouped_mm(a, b, torch.tensor([8], dtype=torch.int32, device=device)) == 8).all())
-    except RuntimeError:
-        return False
+    # A selective checkpoint would take this product for the first one of the function that it is to recompute.
+    with _disable_current_modes():
+        a, b = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(1, 8, 8, dtype=dtype, device=device)
+        try:
+            return bool((grouped_mm(a, b, torch.tensor([8], dtype=torch.int32, device=device)) == 8).all())
+        except RuntimeError:
+            return False
 
 
 def shapes_only() -> AbstractContextManager[Any]:

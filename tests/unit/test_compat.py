@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsharding import _compat, _functorch
+import fsharding as fs
+from fsharding import _compat, _functorch, ops
 from fsharding.testing import assert_bitwise_equal
 
 
@@ -149,8 +150,22 @@ def test_grouped_products_and_where_they_are_to_be_had():
     torch.testing.assert_close(sums, torch.stack([x[:2].T @ want[:2], torch.zeros(4, 8), x[2:].T @ want[2:]]))
     assert _compat.takes_grouped_mm(x[:, :3], w[:, :3]), "strides count, not sizes"
     torch.testing.assert_close(_compat.grouped_mm(x[:, :3], w[:, :3], offsets)[:2], x[:2, :3] @ w[0, :3])
-    for a, b in ((x.double(), w.double()), (torch.rand(5, 3), torch.rand(3, 3, 8)), (x[:0], w)):
+    narrow = (torch.rand(5, 1), torch.rand(3, 1, 8)), (torch.rand(5, 8), torch.rand(3, 8, 1))
+    for a, b in ((x.double(), w.double()), (torch.rand(5, 3), torch.rand(3, 3, 8)), (x[:0], w), *narrow):
         assert not _compat.takes_grouped_mm(a, b)
+
+
+def test_asking_for_a_grouped_kernel_is_no_product_of_a_recomputed_function():
+    """The kernel is tried out once in a process: within a selective checkpoint that would be taken for a result."""
+    x, w, counts = torch.rand(5, 4, requires_grad=True), torch.rand(3, 4, 8), torch.tensor([2, 0, 3])
+
+    def loss(x):
+        return ops.grouped_matmul(x, w, counts).square().sum()
+
+    (want,) = torch.autograd.grad(loss(x), x)
+    _compat._has_grouped_mm.cache_clear()
+    (found,) = torch.autograd.grad(fs.remat(loss, policy=fs.policies.dots_saveable)(x), x)
+    assert torch.equal(found, want)
 
 
 def test_values_come_out_of_transforms_but_for_vmap():
