@@ -14,7 +14,7 @@ STAMP := .venv/.installed
 # True inside a whole venv only: a half-made one can lead to the system's Python, where nothing may be installed.
 IS_VENV := import pip, sys; sys.exit(sys.prefix == sys.base_prefix)
 
-.PHONY: help venv train test test-full lint clean
+.PHONY: help venv train test test-full lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
@@ -40,6 +40,10 @@ lint: $(STAMP) ## ruff, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+docs: $(STAMP) ## build the pages into site/
+	PIP_REQUIRE_VIRTUALENV=1 $(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove .venv, caches and builds; runs/ stays
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info

@@ -46,7 +46,6 @@ __all__ = [
     "fused_adamw_",
     "grouped_mm",
     "group_timeout",
-    "is_network_error",
     "is_served_by_rank",
     "like_dtensor",
     "local_tensor",
@@ -261,11 +260,6 @@ def is_served_by_rank(store: dist.Store | None) -> bool:
     return isinstance(store, dist.TCPStore)
 
 
-def is_network_error(error: BaseException) -> bool:
-    """Whether torch raised an error because processes could not talk; those of gloo are known by their text alone."""
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in str(error))
-
-
 def save_record(x: Tensor, file: Any) -> None:
     """`torch.save(x, file)` without the CRC32, which costs as much as a sha256 and which torch never looks at.
 
@@ -329,11 +323,14 @@ def fused_adamw_(
     b2: float,
     eps: float,
     weight_decay: float,
+    scale: float,
 ) -> None:
-    """torch's fused AdamW kernel: updates params, mu and nu in place."""
+    """torch's fused AdamW kernel on gradients times a number: updates params, mu, nu and, unless it is 1, grads."""
+    divisor = torch.tensor(1.0 / scale, device=params[0].device) if scale != 1.0 else None
     torch._fused_adamw_(
         params, grads, mu, nu, [], steps,
         lr=lr, beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        grad_scale=divisor,
     )  # fmt: skip
 
 

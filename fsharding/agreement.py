@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fsharding import _compat
 from fsharding.errors import ConfigError, message
 
-__all__ = ["agree", "digest", "facts_of"]
+__all__ = ["agree", "compare", "digest", "facts_of", "refuse_differences"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _SHOWN = 8
@@ -42,18 +42,45 @@ def agree(
     Raises:
         ConfigError: on every rank: some of the facts differ; each is listed with the ranks that have it.
     """
+    refuse_differences(function, compare(facts, ranks=ranks, group=group, device=device))
+
+
+def compare(
+    facts: Mapping[str, str], *, ranks: Sequence[int], group: dist.ProcessGroup | None, device: str
+) -> dict[int, dict[str, str]]:
+    """The facts of all ranks by rank, where they differ; nothing where all have the same. Collective.
+
+    Args:
+        facts: text by name.
+        ranks: global ranks of the group, in its own order.
+        group: None where there is one rank.
+        device: the type of device on which the group sends.
+    """
     if group is None:
-        return
+        return {}
     mine = digest(facts)
     everyones = torch.full((len(ranks),), mine, dtype=torch.int64, device=device)
     _compat.all_gather_flat(everyones, torch.full((1,), mine, dtype=torch.int64, device=device), group).wait()
     if bool((everyones == mine).all()):
-        return
+        return {}
     told: list[Any] = [None] * len(ranks)
     dist.all_gather_object(told, dict(facts), group=group)
-    rows = _differences(dict(zip(ranks, told, strict=True)))
-    mend = "Start every rank with the same program and arguments."
-    raise ConfigError(message(function, "is set up differently on different ranks.", rows, mend))
+    return dict(zip(ranks, told, strict=True))
+
+
+def refuse_differences(function: str, facts: Mapping[int, Mapping[str, str]]) -> None:
+    """Refuses ranks whose facts differ.
+
+    Args:
+        function: the public function, for the error.
+        facts: by rank, as `compare` gives them.
+
+    Raises:
+        ConfigError: some of the facts differ; each is listed with the ranks that have it.
+    """
+    if rows := _differences(facts):
+        mend = "Start every rank with the same program and arguments."
+        raise ConfigError(message(function, "is set up differently on different ranks.", rows, mend))
 
 
 def digest(value: Any) -> int:
@@ -62,7 +89,7 @@ def digest(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _differences(facts: dict[int, dict[str, str]]) -> list[str]:
+def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
     """One row for each fact that differs, the rarest value first; a fact that comes by several ways is told once."""
     found: dict[tuple[str, str], str] = {}
     for name in dict.fromkeys(name for mine in facts.values() for name in mine):

@@ -16,14 +16,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fsharding.errors import ConfigError, LayoutError, TreeError, message
+from fsharding.errors import ConfigError, FshardingError, LayoutError, TreeError
+from fsharding.module_problems import problem, refuse_all
 from fsharding.planning import LAYERS, type_text
 from fsharding.spec import DimName
 from fsharding.tree import Tree
 
 __all__ = ["Anatomy", "ModuleLeaf", "ModuleUnit", "NameTable", "UnitPatterns", "Weight", "nested", "plan_module"]
-
-FUNCTION = "fs.functionalize"
 
 UnitPatterns: TypeAlias = str | Sequence[str | tuple[str, ...]]
 """Paths of modules; `*` stands for one part of a path, and a tuple is gathered together."""
@@ -145,9 +144,10 @@ def nested(values: Mapping[str, Any]) -> Tree:
 
 
 def _refuse_clashes(rows: list[str]) -> None:
-    if rows:
-        mend = "Rename what stands beside the blocks, or name each block as a unit of its own, without a star."
-        raise ConfigError(message(FUNCTION, "gets two leaves at one path.", rows, mend))
+    refuse_all(problem(ConfigError, "gets two leaves at one path.", rows, _RENAME))
+
+
+_RENAME = "Rename what stands beside the blocks, or name each block as a unit of its own, without a star."
 
 
 _Homes: TypeAlias = dict[int, list[tuple[int, str]]]
@@ -162,29 +162,39 @@ class _Found:
     stack: str | None
 
 
-def plan_module(module: nn.Module, units: UnitPatterns, names: NameTable | None = None) -> Anatomy:
+def plan_module(
+    module: nn.Module,
+    units: UnitPatterns,
+    names: NameTable | None = None,
+    *,
+    general: bool = False,
+    problems: Sequence[FshardingError] = (),
+) -> Anatomy:
     """Plans the leaves and the units of a module.
 
     Args:
         module: with real or meta tensors.
         units: as in `fs.functionalize`.
         names: as in `fs.functionalize`.
+        general: the names are those of a family, not all of which every module has.
+        problems: that are known already, to be raised with those that are found.
 
     Raises:
         ConfigError: a pattern that fits no module that can be a unit, units inside units, or a parameter with the path
-            of a stack; all are listed.
+            of a stack; or problems of several kinds. All are listed.
         TreeError: blocks of one stack that differ; every parameter that does is listed.
-        LayoutError: leaves that `names` misses; all are listed.
+        LayoutError: leaves that `names` misses, or patterns that fit none; all are listed.
     """
-    modules = dict(module.named_modules())
-    found = [_Found((), None), *_find_units(modules, [units] if isinstance(units, str) else list(units))]
+    modules, problems, before = dict(module.named_modules()), [*problems], len(problems)
+    patterns = _find_units(modules, [units] if isinstance(units, str) else list(units), problems)
+    found, is_sure = [_Found((), None), *patterns], len(problems) == before
     uses = _uses(modules, found)
     homes: _Homes = {}
     for number, named in enumerate(uses):
         for name, parameter in named.items():
             homes.setdefault(id(parameter), []).append((number, name))
     own = [_own(unit, named, homes) for unit, named in zip(found, uses, strict=True)]
-    _check_alike(found, uses, own)
+    problems += _unlike(found, uses, own)
     sources: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
     places: dict[int, tuple[str, int | None]] = {}
     for unit, named, stacked in zip(found, uses, own, strict=True):
@@ -198,7 +208,8 @@ def plan_module(module: nn.Module, units: UnitPatterns, names: NameTable | None 
             rows = sources.setdefault((path, name in stacked), [])
             places[id(parameter)] = path, len(rows) if name in stacked else None
             rows.append((name, parameter))
-    _refuse_clashes([f"{path}: {rows[0][0]}" for (path, s), rows in sources.items() if (path, not s) in sources])
+    twice = [f"{path}: {rows[0][0]}" for (path, s), rows in sources.items() if (path, not s) in sources]
+    problems += problem(ConfigError, "gets two leaves at one path.", twice, _RENAME)
     leaves = tuple(_leaf(path, rows, stacked) for (path, stacked), rows in sources.items())
     numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
     planned: list[ModuleUnit] = []
@@ -206,11 +217,20 @@ def plan_module(module: nn.Module, units: UnitPatterns, names: NameTable | None 
         weights = ((name, *places[id(parameter)]) for name, parameter in named.items())
         here = tuple(Weight(name, numbers[path], row) for name, path, row in weights)
         planned.append(ModuleUnit(unit.members, here, unit.stack))
+    # Where a pattern has found no units, nobody knows what the leaves outside of units would be called.
+    known = leaves if is_sure else [leaves[i] for i in sorted({w.leaf for unit in planned[1:] for w in unit.weights})]
+    problems += _misnamed(known, names, None if general or not is_sure else leaves)
+    refuse_all(problems)
     return Anatomy(_named(leaves, names), tuple(planned))
 
 
-def _find_units(modules: Mapping[str, nn.Module], patterns: Sequence[str | tuple[str, ...]]) -> list[_Found]:
+def _find_units(
+    modules: Mapping[str, nn.Module], patterns: Sequence[str | tuple[str, ...]], problems: list[FshardingError]
+) -> list[_Found]:
     """The units that the patterns name, in the order of the module; a module belongs to the first that fits it."""
+    odd = [repr(p) for p in patterns if not all(isinstance(x, str) for x in (p if isinstance(p, tuple) else (p,)))]
+    problems += problem(ConfigError, "needs patterns that are paths, or tuples of them.", odd, _STAR)
+    patterns = [pattern for pattern in patterns if repr(pattern) not in odd]
     found: list[_Found] = []
     wrong: list[str] = []
     taken: set[str] = set()
@@ -229,15 +249,16 @@ def _find_units(modules: Mapping[str, nn.Module], patterns: Sequence[str | tuple
             found.append(_Found(tuple(good), None))
     if wrong:
         children = [f"  {name} is {_kind(m)}" for name, m in modules.items() if name and name.count(".") < 2]
-        mend = "Name blocks by the path of their list and a star, such as units='layers.*'."
-        text = message(FUNCTION, "finds no units for a pattern.", [*wrong, "modules are", *children], mend)
-        raise ConfigError(text)
+        problems += problem(ConfigError, "finds no units for a pattern.", [*wrong, "modules are", *children], _STAR)
     members = [name for unit in found for name in unit.members]
     inside = [f"{b} is inside {a}" for a in members for b in members if b.startswith(f"{a}.")]
-    if inside:
-        raise ConfigError(message(FUNCTION, "got units inside units.", inside, "Keep the outer or the inner ones."))
+    problems += problem(ConfigError, "got units inside units.", inside, "Keep the outer or the inner ones.")
+    refuse_all(problems if inside else [])  # what else there is would be about units that are in two places
     order = {name: i for i, name in enumerate(modules)}
-    return sorted(found, key=lambda unit: order[unit.members[0]])
+    return sorted((unit for unit in found if unit.members), key=lambda unit: order[unit.members[0]])
+
+
+_STAR = "Name blocks by the path of their list and a star, such as units='layers.*'."
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -288,8 +309,10 @@ def _own(unit: _Found, named: Mapping[str, nn.Parameter], homes: _Homes) -> set[
     return {name for name, uses in alone.items() if uses[0][1] == name}
 
 
-def _check_alike(found: Sequence[_Found], uses: Sequence[Mapping[str, nn.Parameter]], own: Sequence[set[str]]) -> None:
-    """Refuses blocks of one stack that cannot be its rows."""
+def _unlike(
+    found: Sequence[_Found], uses: Sequence[Mapping[str, nn.Parameter]], own: Sequence[set[str]]
+) -> list[FshardingError]:
+    """Blocks of one stack that cannot be its rows."""
     firsts: dict[str, tuple[str, dict[str, str]]] = {}
     wrong: list[str] = []
     for unit, named, stacked in zip(found, uses, own, strict=True):
@@ -301,9 +324,8 @@ def _check_alike(found: Sequence[_Found], uses: Sequence[Mapping[str, nn.Paramet
         for name in sorted({*kinds, *wanted}):
             a, b = wanted.get(name, "not there"), kinds.get(name, "not there")
             wrong += [f"{name}: {a} in {first}, {b} in {member}"] if a != b else []
-    if wrong:
-        mend = "Give unlike blocks patterns of their own, which come first: units=('layers.0', 'layers.*')."
-        raise TreeError(message(FUNCTION, "can stack only blocks that are alike.", wrong, mend))
+    mend = "Give unlike blocks patterns of their own, which come first: units=('layers.0', 'layers.*')."
+    return problem(TreeError, "can stack only blocks that are alike.", wrong, mend)
 
 
 def _type(parameter: nn.Parameter, stacked: bool) -> str:
@@ -320,20 +342,30 @@ def _leaf(path: str, rows: Sequence[tuple[str, nn.Parameter]], stacked: bool) ->
     return ModuleLeaf(path, shape, first.dtype, sources, stacked, first.requires_grad, names)
 
 
+def _misnamed(
+    leaves: Sequence[ModuleLeaf], table: NameTable | None, every: Sequence[ModuleLeaf] | None
+) -> list[FshardingError]:
+    """Leaves that a table misses; and its patterns that fit none of all leaves, where these are given."""
+    if table is None:
+        return []
+    missed = [leaf for leaf in leaves if not any(fnmatchcase(leaf.path, pattern) for pattern in table)]
+    rows = [f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}" for leaf in missed]
+    mend = "Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."
+    text = f"finds no names for {len(missed)} leaves; the table has {', '.join(map(repr, table)) or 'nothing'}."
+    problems = problem(LayoutError, text, rows, mend)
+    if every is None:
+        return problems
+    idle = [repr(pattern) for pattern in table if not any(fnmatchcase(leaf.path, pattern) for leaf in every)]
+    rows = [*idle, "leaves are", *(f"  {leaf.path}" for leaf in every)] if idle else []
+    mend = "Take them out, or write them as the leaves are called; print(net) shows what names they get."
+    return problems + problem(LayoutError, "gets names for leaves that are not there.", rows, mend)
+
+
 def _named(leaves: tuple[ModuleLeaf, ...], table: NameTable | None) -> tuple[ModuleLeaf, ...]:
     """The leaves with the dim names of a table."""
     if table is None:
         return leaves
     fits = [next((pattern for pattern in table if fnmatchcase(leaf.path, pattern)), None) for leaf in leaves]
-    missed = [
-        f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}"
-        for leaf, pattern in zip(leaves, fits, strict=True)
-        if pattern is None
-    ]
-    if missed:
-        mend = "Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."
-        text = f"finds no names for {len(missed)} leaves; the table has {', '.join(map(repr, table)) or 'nothing'}."
-        raise LayoutError(message(FUNCTION, text, missed, mend))
     result: list[ModuleLeaf] = []
     for leaf, pattern in zip(leaves, fits, strict=True):
         given = table[pattern] if pattern is not None else None

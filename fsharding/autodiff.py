@@ -25,7 +25,7 @@ from fsharding.ops.pool import Pool
 from fsharding.ops.rows import start_sum
 from fsharding.ops.unit import Goal
 from fsharding.precision import FP32, Precision
-from fsharding.sharding import Local, NamedSharding, is_assigned, sharding_of, to_local, typeof
+from fsharding.sharding import Local, NamedSharding, is_assigned, like, local_of, sharding_of, to_local, typeof
 from fsharding.tree import Tree
 
 __all__ = ["GradFn", "Tape", "value_and_grad"]
@@ -34,8 +34,8 @@ __all__ = ["GradFn", "Tape", "value_and_grad"]
 class GradFn(Protocol):
     """What `value_and_grad` returns."""
 
-    def __call__(self, params: Tree, *args: Any, accumulate: Tree = None) -> tuple[Any, Tree]:
-        """Loss and gradients; `accumulate` holds summed gradients to add to."""
+    def __call__(self, params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
+        """Loss and gradients; `accumulate` holds summed gradients to add to, in their own memory if donated."""
         ...
 
 
@@ -70,9 +70,10 @@ def value_and_grad(
         mean: divide by the global weight; else loss and gradients are sums.
 
     Returns:
-        A function `(params, *args, accumulate=None) -> ((loss, weight), grads)`; `(loss, grads)` when `fn` returns a
-        bare tensor; with `has_aux` the first item is `(that, aux)`. Loss and weight are 0-d float32, the same on all
-        data ranks. `accumulate` holds summed gradients of earlier calls, which are added to and must not be used again.
+        A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
+        `fn` returns a bare tensor; with `has_aux` the first item is `(that, aux)`. Loss and weight are 0-d float32, the
+        same on all data ranks. `accumulate` holds summed gradients of earlier calls, which the new ones are added to;
+        with `donate=True` in their own memory, so that they must not be used again.
 
     Raises:
         TransformError: the loss is not a 0-d floating point tensor.
@@ -80,7 +81,8 @@ def value_and_grad(
         TreeError: `grads` or `accumulate` does not match the parameters.
     """
 
-    def run(params: Tree, *args: Any, accumulate: Tree = None) -> tuple[Any, Tree]:
+    def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
+        accumulate = accumulate if donate else tree.map(_copy, accumulate)
         tape = Tape(params, grads, accumulate, precision)
         try:
             with naming_lost("fs.value_and_grad", tape.mesh):
@@ -107,7 +109,7 @@ class Tape:
     Args:
         params: tree of parameters at rest.
         grads: tree of `NamedSharding`, as in `value_and_grad`.
-        accumulate: gradients of earlier calls; those that stay in their sharding are added to in place.
+        accumulate: gradients of earlier calls, which are added to in place.
         precision: dtypes of compute, wire and gradients.
         pool: of buffers, where several tapes share one.
 
@@ -129,15 +131,16 @@ class Tape:
         flat, count = self._leaves, len(self._leaves)
         self._targets = [_same] * count
         if grads is not None:
-            self._targets = tree.flatten_up_to(self._spec, grads, "fs.value_and_grad")
+            self._targets = tree.flatten_up_to(self._spec, grads, "fs.value_and_grad", ("params", "grads"))
         held: list[Any] = [None] * count
         if accumulate is not None:
-            held = tree.flatten_up_to(self._spec, accumulate, "fs.value_and_grad")
+            held = tree.flatten_up_to(self._spec, accumulate, "fs.value_and_grad", ("params", "accumulate"))
         triples = zip(flat, self._targets, held, strict=True)
         self._goals = [_goal(leaf, target, h, precision) for leaf, target, h in triples]
         self.adds_in_place = all(goal is None or goal.held == goal.target for goal in self._goals)
         self._flying = [_fly(leaf, goal is not None) for leaf, goal in zip(flat, self._goals, strict=True)]
         self._raw: list[Tensor | None] = [None] * count
+        self._held = held
         locals_ = [x if isinstance(x, Local) else None for x in self._flying]
         held_local = [_compat.local_tensor(h) if isinstance(h, DTensor) else None for h in held]
         self.mesh = next((x.sharding.mesh for x in locals_ if x is not None), None)
@@ -199,7 +202,9 @@ class Tape:
                 self.ledger.add_reduced(i, grad)
         found = self.ledger.finish()
         return [
-            g if isinstance(self._flying[i], Local) else _plain(self._raw[i], self._leaves[i], self._goals[i])
+            g
+            if isinstance(self._flying[i], Local)
+            else _plain(self._raw[i], self._leaves[i], self._goals[i], self._held[i])
             for i, g in enumerate(found)
         ]
 
@@ -304,10 +309,19 @@ def _global_sums(loss: _Loss, mesh: Mesh | None) -> Tensor:
     return start_sum(mine, axis_group(mesh, axes), torch.float64).wait()
 
 
-def _plain(grad: Tensor | None, leaf: Any, goal: Goal | None) -> Tensor | None:
+def _plain(grad: Tensor | None, leaf: Any, goal: Goal | None, held: Any) -> Tensor | None:
     if goal is None:
         return None
+    if held is not None:
+        return held if grad is None else held.add_(grad)
     return torch.zeros_like(leaf) if grad is None else grad
+
+
+def _copy(x: Any) -> Any:
+    """Gradients in memory of their own."""
+    if not isinstance(x, Tensor):
+        return x
+    return like(x, local_of(x).clone()) if isinstance(x, DTensor) else x.clone()
 
 
 def _result(loss: _Loss, totals: Tensor, mean: bool, has_aux: bool) -> Any:

@@ -33,11 +33,20 @@ class AbstractMesh:
         names: axes, major first.
         sizes: their sizes.
         ranks: the global rank at each position, row-major; empty means 0, 1, 2, ...
+
+    Raises:
+        MeshError: an axis that does not exist or stands twice, a size below 1, or not one size an axis and one rank a
+            position; all that is wrong is listed.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if wrong := _faults(self.names, self.sizes, self.ranks):
+            mend = 'Write fs.AbstractMesh(("dp", "tp"), (4, 2)): each axis once, each size at least 1.'
+            raise MeshError(message("fs.AbstractMesh", "cannot be made.", wrong, mend))
 
     @property
     def size(self) -> int:
@@ -74,6 +83,18 @@ class AbstractMesh:
 
     def __str__(self) -> str:
         return "{" + ", ".join(f"{n}: {s}" for n, s in zip(self.names, self.sizes, strict=True)) + "}"
+
+
+def _faults(names: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ...]) -> list[str]:
+    """What a mesh cannot be made of."""
+    wrong = [f"{name!r} is no axis: they are {', '.join(AXES)}" for name in names if name not in AXES]
+    wrong += [f"{name!r} stands twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    wrong += [f"{name}={size}: at least 1" for name, size in zip(names, sizes, strict=False) if size < 1]
+    if len(names) != len(sizes):
+        wrong.append(f"{len(names)} axes, but {len(sizes)} sizes")
+    if ranks and not wrong and (len(ranks) != math.prod(sizes) or len({*ranks}) != len(ranks)):
+        wrong.append(f"{math.prod(sizes)} positions, but {len({*ranks})} ranks: {ranks}")
+    return wrong
 
 
 def unknown_axis(name: str) -> str:

@@ -6,9 +6,11 @@ Configurations are checked before ranks start. Law: no traceback for what a user
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
 import tyro
@@ -35,6 +37,18 @@ from fsharding.tools import ExportConfig, InspectConfig, ReshardConfig, ToolConf
 from fsharding.train import train
 
 __all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class ListConfig:
+    """What can be measured.
+
+    Attributes:
+        json: print one JSON object.
+    """
+
+    json: bool = False
+
 
 _Train = Annotated[TrainConfig, tyro.conf.subcommand("train", description="Train a decoder on bytes or tokens.")]
 _Plan = Annotated[
@@ -64,7 +78,7 @@ _Bench = Annotated[
     | _Overhead
     | _Checkpoint
     | _Moving
-    | Annotated[None, tyro.conf.subcommand("list", description="List what can be measured.")],
+    | Annotated[ListConfig, tyro.conf.subcommand("list", description="List what can be measured.")],
     tyro.conf.subcommand("bench", description="Measure side by side with what people use."),
 ]
 
@@ -90,8 +104,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             preview(config)
         elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
             status = run_tool(config)
-        elif config is None:
-            print("step, memory, scaling, overhead, checkpoint, reshard")
+        elif isinstance(config, ListConfig):
+            names = ("step", "memory", "scaling", "overhead", "checkpoint", "reshard")
+            print(json.dumps({"benches": names}) if config.json else ", ".join(names))
         elif isinstance(config, ScalingConfig):
             bench_scaling(config)
         else:
@@ -138,7 +153,11 @@ def _bench(config: StepConfig | MemoryConfig | OverheadConfig | CheckpointConfig
 
 def _ranks(asked: int | None, *, default: int) -> int:
     """How many ranks will run: those that a launcher started, or those that were asked for."""
-    started = int(os.environ["WORLD_SIZE"]) if under_launcher() else None
+    world = os.environ["WORLD_SIZE"] if under_launcher() else ""
+    if world and not world.isdigit():
+        text = f"got WORLD_SIZE={world!r} from a launcher."
+        raise ConfigError(message("fsharding", text, mend="Unset RANK and WORLD_SIZE, or start it by torchrun."))
+    started = int(world) if world else None
     if started is not None and asked not in (None, started):
         text = f"got --ranks {asked}, but a launcher started {started} ranks."
         raise ConfigError(message("fsharding", text, mend="Leave --ranks out under torchrun."))

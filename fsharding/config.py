@@ -6,11 +6,13 @@ Law: what passes `check` fails later only for reasons that could not be seen: a 
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fsharding import checkpoint, policies
 from fsharding.axes import AXES, AbstractMesh, make_shape, parse_axes
@@ -21,17 +23,31 @@ from fsharding.models.base import Model
 from fsharding.ops.attention import Kind
 from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import recipe
-from fsharding.schedule import plan_schedule
+from fsharding.schedule import SCHEDULES, Schedule, plan_schedule
 from fsharding.show import require_matplotlib
 from fsharding.spec import DEFAULT_RULES
 from fsharding.staging import stages_of
 from fsharding.strategy import parse_strategy
 from fsharding.swaps import parse_swaps
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "TrainConfig", "check", "model_of", "open_tokens", "stages"]
+__all__ = [
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "TrainConfig",
+    "batches_seen",
+    "check",
+    "check_names",
+    "model_of",
+    "open_tokens",
+    "schedule_of",
+    "stages",
+]
 
 PRECISIONS = {"float32": FP32, "bfloat16": BF16, "float16": FP16}
 """Precisions by the dtype of compute."""
+
+_LONGEST_S = 10_000_000
+"""Of a timeout: some months."""
 
 OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}
 """What `--optimizer` takes, and by how much its peak rate is that of AdamW."""
@@ -48,6 +64,9 @@ class TrainConfig:
         mesh: sizes of axes, such as `replica=2,dp=2,tp=2`; dp takes what is left.
         sequence: cut activations along the sequence over tp between attention and MLP.
         schedule: of the pipeline over pp: gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv, dualpipev.
+        stages_per_rank: of the pipeline; left out, the least that the schedule can have.
+        stage_layers: layers of each stage, in order, such as `3,5`; left out, as even as possible.
+        gather: a stage's parameters that data axes cut come once a step and stay, or anew for each microbatch.
         attention: how queries meet keys over cp: ring, gather, ulysses.
         strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
         dtype: of compute: float32, bfloat16 or float16.
@@ -69,6 +88,7 @@ class TrainConfig:
         clip: largest global gradient norm.
         timeout: seconds that a collective waits for its peers.
         plot: draw `loss.png`.
+        json: print one JSON object at the end, and progress on standard error.
     """
 
     out: Path
@@ -78,6 +98,9 @@ class TrainConfig:
     sequence: bool = False
     attention: Kind = "ring"
     schedule: str = "1f1b"
+    stages_per_rank: int | None = None
+    stage_layers: str = ""
+    gather: Literal["step", "microbatch"] = "step"
     strategy: str = "zero3"
     dtype: str = "float32"
     steps: int = 60
@@ -97,6 +120,7 @@ class TrainConfig:
     clip: float = 1.0
     timeout: float = 120.0
     plot: bool = True
+    json: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -125,24 +149,24 @@ def check(config: TrainConfig, world: int) -> None:
     """
     recipe(config.preset)
     parse_strategy(config.strategy)
-    options: dict[str, Any] = {"dtype": PRECISIONS, "policy": policies.POLICIES, "optimizer": OPTIMIZERS}
-    for option, known in options.items():
-        if (value := getattr(config, option)) not in known:
-            mend = f"Use one of {', '.join(known)}."
-            raise ConfigError(message("fsharding train", f"knows no --{option} {value!r}.", mend=mend))
+    options = {"dtype": PRECISIONS, "policy": policies.POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+    check_names(config, "fsharding train", options)
     least = {"steps": 1, "microbatches": 1, "batch": 1, "seq": 1, "save_every": 0, "decay_steps": 0}
+    least |= {"stages_per_rank": 1}
     wrong = [
-        f"--{k.replace('_', '-')} {getattr(config, k)}: at least {n}"
+        f"--{k.replace('_', '-')} {value}: at least {n}"
         for k, n in least.items()
-        if getattr(config, k) < n
+        if (value := getattr(config, k)) is not None and value < n
     ]
     wrong += [
         f"--{k} {v}: above 0" for k in ("lr", "clip", "timeout") if (v := getattr(config, k)) is not None and not v > 0
     ]
+    wrong += [f"--timeout {config.timeout}: at most {_LONGEST_S:,}"] if config.timeout > _LONGEST_S else []
     if wrong:
         raise ConfigError(message("fsharding train", "got numbers out of range.", wrong))
     if config.plot:
         require_matplotlib("fsharding train")
+    _layers_of_stages(config)
     for text in (config.mesh, *(swap.mesh for swap in parse_swaps(config.swap_at) if swap.mesh)):
         _check_batch(config, _mesh_shape(config, text, world))
     data = open_tokens(config)
@@ -152,21 +176,65 @@ def check(config: TrainConfig, world: int) -> None:
     _check_out(config)
 
 
+def batches_seen(newest: Path) -> int:
+    """How many batches a run had seen when it saved a checkpoint."""
+    found = checkpoint.metadata(newest)
+    return found.extra.get("batches", found.step)
+
+
 def model_of(config: TrainConfig) -> Model:
     """The model of a run."""
     return recipe(config.preset).model(sequence=config.sequence, attention=config.attention)
+
+
+def check_names(config: Any, function: str, options: Mapping[str, Iterable[str]]) -> None:
+    """Refuses an option that has none of its names.
+
+    Args:
+        config: has the options as attributes.
+        function: whose name the error carries.
+        options: by name what each takes.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    for option, known in options.items():
+        if (value := getattr(config, option)) not in known:
+            close = difflib.get_close_matches(value, list(known), 1)
+            mend = f"Use one of {', '.join(known)}." + (f" Did you mean {close[0]!r}?" if close else "")
+            raise ConfigError(message(function, f"knows no --{option} {value!r}.", mend=mend))
+
+
+def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
+    """The schedule of a pipeline; None on a mesh without `pp`.
+
+    Raises:
+        ScheduleError: the schedule cannot have so many ranks, stages or microbatches.
+    """
+    ranks = abstract(mesh).axis_size("pp")
+    if ranks == 1:
+        return None
+    return plan_schedule(
+        config.schedule, ranks, config.microbatches, stages_per_rank=config.stages_per_rank, gather=config.gather
+    )
 
 
 def stages(config: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:
     """Who owns what along `pp`, as `plan_layout` takes it; None where there is none.
 
     Raises:
-        ScheduleError: the schedule cannot have so many ranks or microbatches, or more stages than layers.
+        ScheduleError: as `schedule_of`; or more stages than layers, or layers of stages that do not fit.
     """
-    ranks = abstract(mesh).axis_size("pp")
-    if ranks == 1:
-        return None
-    return stages_of(model_of(config), plan_schedule(config.schedule, ranks, config.microbatches))
+    schedule = schedule_of(config, mesh)
+    return None if schedule is None else stages_of(model_of(config), schedule, counts=_layers_of_stages(config))
+
+
+def _layers_of_stages(config: TrainConfig) -> list[int] | None:
+    counts = [part.strip() for part in config.stage_layers.split(",") if part]
+    if not all(count.isdecimal() for count in counts):
+        text = f"cannot read --stage-layers {config.stage_layers!r}."
+        raise ConfigError(message("fsharding train", text, mend="Write the layers of each stage, such as 3,5."))
+    return [int(count) for count in counts] or None
 
 
 def _mesh_shape(config: TrainConfig, text: str, world: int) -> AbstractMesh:

@@ -77,11 +77,12 @@ def expected_traffic(
         coord: the rank's coordinate; by default this process's.
 
     Raises:
-        ConfigError: a decoder with experts, unlike stacks, another attention, biases, norms of heads or a head size of
-            its own.
+        ConfigError: a decoder with experts, unlike stacks, another attention, biases, norms of heads, fused leaves or a
+            head size of its own.
     """
-    if config.stacks or config.experts or config.attention or config.bias or config.qk_norm or config.head_size:
-        mend = "Leave out stacks, experts, attention, bias, qk_norm and head_size."
+    odd = ("stacks", "experts", "attention", "bias", "qk_norm", "fused", "head_size")
+    if any(getattr(config, name) for name in odd):
+        mend = f"Leave out {', '.join(odd[:-1])} and {odd[-1]}."
         raise ConfigError(message("fs.expected_traffic", "knows plain dense decoders only.", mend=mend))
     where = coordinate(layout.mesh) if coord is None else coord
     sender = Sender(decoder(config), layout, where, microbatches, schedule, Traffic())

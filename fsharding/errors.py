@@ -58,7 +58,7 @@ class RandomKeyError(FshardingError, ValueError):
 
 
 class DataError(FshardingError, ValueError):
-    """Training data that is missing, empty or too short."""
+    """Training data that is missing, empty or too short, or what should be token ids and is not."""
 
 
 class ConfigError(FshardingError, ValueError):

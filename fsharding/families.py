@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fsharding import ops
 from fsharding.anatomy import NameTable
+from fsharding.hf.naming import Joined, Name
 from fsharding.module_axes import Roles
 from fsharding.tree import Tree
 
@@ -46,6 +47,7 @@ class Family:
         roles: as in `fs.functionalize`.
         heads: attributes of the config that `tp` has to divide.
         parts: of `fs.model_from`, for causal attention over whole rows by torch's kernel.
+        files: leaves that published files, and those of `save_pretrained`, have in other tensors than the module.
         reset: method of the module that gives a submodule its first values. What it does for the whole model alone,
             such as the narrower output projections of a new GPT-2, does not happen on the meta device.
     """
@@ -55,6 +57,7 @@ class Family:
     roles: Roles = field(default_factory=dict)
     heads: tuple[str, ...] = ()
     parts: Parts | None = None
+    files: Mapping[str, Name] = field(default_factory=dict[str, Name])
     reset: str | None = "_init_weights"
 
     def heads_of(self, module: nn.Module) -> Mapping[str, int]:
@@ -70,7 +73,13 @@ class Family:
         sliding = getattr(config, "sliding_window", None) is not None
         rows = [f"attention is {kind!r}, not 'sdpa'"] if kind != "sdpa" else []
         rows += [f"layers have {', '.join(sorted(kinds))}"] if kinds else []
-        return rows + ([f"sliding_window is {config.sliding_window}"] if sliding else [])
+        rows += [f"sliding_window is {config.sliding_window}"] if sliding else []
+        by_layer = "scale_attn_by_inverse_layer_idx"
+        return rows + (
+            [f"{by_layer} is True: every layer scales its attention by another number"]
+            if getattr(config, by_layer, False)
+            else []
+        )
 
 
 def _loss(logits: Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
@@ -131,13 +140,32 @@ _LLAMA = Family(
     ),
 )
 
-_MIXTURE = replace(
+_EXPERTS = "model.layers.{i}.mlp.experts.{j}."
+_QWEN_MOE = replace(
     _LLAMA,
     names={
         **_LLAMA.names,
         "*.mlp.gate.weight": (None, "embed"),
         "*.experts.gate_up_proj": (None, None, "embed"),
         "*.experts.down_proj": (None, "embed", None),
+    },
+    files={
+        "model.layers.mlp.experts.gate_up_proj": Joined(
+            (f"{_EXPERTS}gate_proj.weight", f"{_EXPERTS}up_proj.weight"), dim=-2
+        ),
+        "model.layers.mlp.experts.down_proj": f"{_EXPERTS}down_proj.weight",
+    },
+)
+
+_SPARSE = "model.layers.{i}.block_sparse_moe."
+_MIXTRAL = replace(
+    _QWEN_MOE,
+    files={
+        "model.layers.mlp.gate.weight": f"{_SPARSE}gate.weight",
+        "model.layers.mlp.experts.gate_up_proj": Joined(
+            (f"{_SPARSE}experts.{{j}}.w1.weight", f"{_SPARSE}experts.{{j}}.w3.weight"), dim=-2
+        ),
+        "model.layers.mlp.experts.down_proj": f"{_SPARSE}experts.{{j}}.w2.weight",
     },
 )
 
@@ -168,8 +196,8 @@ FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "mixtral": _MIXTURE,
-    "qwen3_moe": _MIXTURE,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN_MOE,
     "gpt2": _GPT2,
 }
 """By `config.model_type`."""

@@ -2,23 +2,26 @@
 
 In: a module, and patterns that say which of its modules are gathered and let go together. Out: a `PureModule`, which
 `plan_layout` and `init_state` take as a model, and which is called inside a loss function: `net(params, *inputs)`.
-The module's own forward runs, whatever it does; where it calls a unit, the unit's weights are gathered, used, and let
-go, the next ones on their way. Law: outputs and gradients are those of the module on one process.
+The module's own forward runs, with any control flow; where it calls a unit, the unit's weights are gathered, used,
+and let go, the next ones on their way. Law: outputs and gradients are those of the module on one process.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from fsharding import policies, tree
-from fsharding.anatomy import FUNCTION, Anatomy, NameTable, UnitPatterns, nested, plan_module
-from fsharding.errors import ConfigError, TransformError, message
+from fsharding.anatomy import Anatomy, NameTable, UnitPatterns, nested, plan_module
+from fsharding.errors import ConfigError, FshardingError, TransformError, message
 from fsharding.families import family_of
+from fsharding.hf.naming import Name
 from fsharding.mesh import Mesh
-from fsharding.module_axes import Roles, check_axes
+from fsharding.module_axes import Roles, check_axes, check_roles
+from fsharding.module_problems import FUNCTION, check_module
 from fsharding.module_run import Engine, Run
 from fsharding.module_values import Reset, lazy_leaves, real_buffers
 from fsharding.policies import Policy
@@ -38,6 +41,8 @@ class PureModule:
         roles: of its layers over `tp`.
         sources: what the leaves are called in a state dict of the module, for `checkpoint.load_weights` and `export`:
             `layers.up.weight` is `layers.{i}.up.weight`. Stacks whose blocks are not numbered from 0 are left out.
+        files: what they are called in files of Hugging Face, for `hf.load` and `hf.save`: the same, but for families
+            whose experts are apart there.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class PureModule:
         *,
         roles: Roles,
         heads: Mapping[str, int],
+        files: Mapping[str, Name],
         reset: Reset | None,
         policy: Policy,
     ) -> None:
@@ -55,6 +61,7 @@ class PureModule:
         self.names = nested({leaf.path: leaf.names for leaf in anatomy.leaves})
         self.frozen = tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable)
         self.sources = {leaf.path: name for leaf in anatomy.leaves if (name := leaf.pattern()) is not None}
+        self.files: dict[str, Name] = {path: files.get(path, name) for path, name in self.sources.items()}
         self._module, self._reset, self._policy = module, reset, policy
         self.roles, self._heads = dict(roles), dict(heads)
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
@@ -92,8 +99,8 @@ class PureModule:
             params: `Local` nodes, as a loss function gets them, DTensors at rest, or whole plain tensors.
             *args: of the module's forward.
             random_key: of what the forward draws, such as dropout masks (int64[2]). The same key gives the same masks
-                on one mesh, under every strategy and policy. Ranks along data axes draw masks of their own, so another
-                mesh gives other ones.
+                on one mesh, under every strategy and policy. Ranks along data axes draw masks of their own, and so do
+                ranks of `tp` between a column and its row, so another mesh gives other ones.
             **kwargs: of the module's forward.
 
         Raises:
@@ -139,8 +146,9 @@ def functionalize(
     """Makes a pure function of its parameters out of a module, which is not changed.
 
     Args:
-        module: with real tensors, or on the meta device. Whether it is in train mode is taken over. Its buffers are
-            constants.
+        module: with real tensors, or on the meta device. Whether it is in train mode is taken over. Its tensors
+            besides parameters are constants: a forward that changes one is refused. What it keeps in Python, such as a
+            counter or a list, is not watched, and belongs to this copy.
         units: paths of the modules that are gathered when they are called, and let go after it. In `"layers.*"` the
             star stands for one part of a path, and the blocks that it finds are stacked: one leaf `[L, ...]` for each
             parameter. `("embed", "layers.*", ("norm", "head"))` has a unit of one module, a stack, and two modules
@@ -159,33 +167,38 @@ def functionalize(
         A function `net(params, *inputs)` that is a model for `plan_layout` and `init_state`.
 
     Raises:
-        ConfigError: patterns that find no units, buffers on the meta device, layers that cannot have their role.
+        ConfigError: no module, patterns that find no units, roles for layers that are not there or cannot have them,
+            buffers on the meta device; or problems of several kinds.
         TreeError: blocks of one stack that are not alike.
-        LayoutError: a leaf that `names` misses.
-        TransformError: modules in train mode that change their buffers in forward. Of each kind all are listed.
+        LayoutError: leaves that `names` misses, or names for leaves that are not there.
+        TransformError: modules in train mode that change their buffers in forward, or checkpoint their own layers. Of
+            each kind all are listed.
     """
+    check_module(FUNCTION, module)
     family = family_of(module) if units is None else None
     if units is None and family is None:
         children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]
         mend = "Say which modules are gathered together, such as units='layers.*'."
         raise ConfigError(message(FUNCTION, f"does not know the units of {type(module).__name__}.", children, mend))
-    _refuse_statistics(module)
+    problems = [*_statistics(module), *check_roles(module, roles or {})]
+    plan = functools.partial(plan_module, general=names is None, problems=problems)
     if family is not None:
         units, names, roles = units or family.units, names or family.names, family.roles if roles is None else roles
         reset = reset or (getattr(module, family.reset, None) if family.reset else None)
     assert units is not None
-    anatomy = plan_module(module, units, names)
+    anatomy = plan(module, units, names)
     heads = family.heads_of(module) if family is not None else {}
-    return PureModule(module, anatomy, roles=roles or {}, heads=heads, reset=reset, policy=policy)
+    files = family.files if family is not None else {}
+    return PureModule(module, anatomy, roles=roles or {}, heads=heads, files=files, reset=reset, policy=policy)
 
 
-def _refuse_statistics(module: nn.Module) -> None:
-    """Refuses modules of torch that are known to change their buffers in forward."""
+def _statistics(module: nn.Module) -> list[FshardingError]:
+    """Modules of torch that are known to change their buffers in forward."""
     rows = [
         f"{name or 'the module'} is {type(m).__name__}: its forward changes {', '.join(dict(m.named_buffers()))}"
         for name, m in module.named_modules()
         if m.training and getattr(m, "track_running_stats", False) and dict(m.named_buffers())
     ]
-    if rows:
-        mend = "Put them in eval mode, or use a norm without statistics, such as nn.GroupNorm or nn.LayerNorm."
-        raise TransformError(message(FUNCTION, "needs a forward that changes no buffers.", rows, mend))
+    mend = "Put them in eval mode, or use a norm without statistics, such as nn.GroupNorm or nn.LayerNorm."
+    text = "needs a forward that changes no buffers."
+    return [TransformError(message(FUNCTION, text, rows, mend))] if rows else []

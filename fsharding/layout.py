@@ -8,7 +8,7 @@ Law: the bytes that `memory()` says are the bytes that a state has.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,16 +16,17 @@ import optree
 import torch
 
 from fsharding import tree
+from fsharding.errors import LayoutError, message
 from fsharding.mesh import Mesh, abstract
 from fsharding.planning import LAYERS, LeafLayout, check_leaves, check_stages, is_trainable, plan_leaf, type_text
 from fsharding.precision import FP32, Precision
 from fsharding.sharding import NamedSharding
 from fsharding.spec import DEFAULT_RULES, AxisRules
 from fsharding.stages import Stages, normal
-from fsharding.strategy import OPTIM_GRADS_PARAMS, Strategy
+from fsharding.strategy import OPTIM_GRADS_PARAMS, Strategy, parse_strategy
 from fsharding.tree import Tree
 
-__all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "plan_layout"]
+__all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "plan_layout"]
 
 
 class Memory(NamedTuple):
@@ -131,11 +132,15 @@ class Layout:
         if opt is None:
             moments = sum(2 * size(leaf.main, leaf, how.moment_dtype(how.main_dtype(leaf.init))) for leaf in trained)
         else:
-            moments = sum(x.nbytes for x in tree.leaves(opt.init(self._meta_main(coord))))
+            moments = sum(x.nbytes for x in tree.leaves(opt.init(self.meta_main(coord))))
         return Memory(params, main if self.has_main else 0, grads, moments)
 
-    def _meta_main(self, coord: dict[str, int] | None) -> Tree:
-        """Main parameters of one rank on the meta device."""
+    def meta_main(self, coord: dict[str, int] | None = None) -> Tree:
+        """Main parameters of one rank as plain tensors on the meta device; None for frozen leaves.
+
+        Args:
+            coord: the rank's coordinate, as in `memory`.
+        """
         leaves = [
             torch.empty(
                 leaf.main.local_shape(leaf.shape, coord), dtype=self.precision.main_dtype(leaf.init), device="meta"
@@ -146,9 +151,13 @@ class Layout:
         ]
         return tree.unflatten(self.structure, leaves)
 
-    def with_strategy(self, strategy: Strategy) -> Layout:
-        """The layout of the same model on the same mesh under another strategy."""
-        return self._replan(strategy=strategy)
+    def with_strategy(self, strategy: Strategy | str) -> Layout:
+        """The layout of the same model on the same mesh under another strategy, or one of that name.
+
+        Raises:
+            ConfigError: an unknown name.
+        """
+        return self._replan(strategy=_strategy(strategy))
 
     def with_precision(self, precision: Precision) -> Layout:
         """The same layout with other dtypes at rest."""
@@ -187,7 +196,7 @@ def plan_layout(
     model: Any,
     mesh: Mesh,
     rules: AxisRules = DEFAULT_RULES,
-    strategy: Strategy = OPTIM_GRADS_PARAMS,
+    strategy: Strategy | str = OPTIM_GRADS_PARAMS,
     *,
     precision: Precision = FP32,
     names: Tree = None,
@@ -200,7 +209,7 @@ def plan_layout(
         model: a `Model` (its `init` and `names` are used), or a tree of anything with `shape` and `dtype`.
         mesh: with devices, or abstract.
         rules: axes by dim name.
-        strategy: what is cut over the data axes.
+        strategy: what is cut over the data axes, or the name of a strategy, such as "zero3".
         precision: dtypes at rest.
         names: tree of tuples of dim names; by default the model's. Leaves without names are cut along their first dim.
             A dim that is made of parts has a `Fused` name, and each part is cut by itself.
@@ -211,9 +220,10 @@ def plan_layout(
 
     Raises:
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
-        ConfigError: the mesh cannot cut a `Model` as the rules ask.
+        ConfigError: the mesh cannot cut a `Model` as the rules ask, or there is no strategy of that name.
         LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path that no leaf has.
     """
+    strategy = _strategy(strategy)
     if hasattr(model, "init") and hasattr(model, "names"):
         shapes = model.init(torch.zeros(2, dtype=torch.int64))
         names = model.names if names is None else names
@@ -222,7 +232,11 @@ def plan_layout(
     frozen = (*((frozen,) if isinstance(frozen, str) else frozen), *getattr(model, "frozen", ()))
     flat, structure = tree.flatten(shapes)
     paths = tree.paths(shapes)
-    dims = [None] * len(flat) if names is None else tree.flatten_up_to(structure, names, "fs.plan_layout")
+    dims = (
+        [None] * len(flat)
+        if names is None
+        else tree.flatten_up_to(structure, names, "fs.plan_layout", ("the model", "names"))
+    )
     named = [(p, tuple(x.shape), x.dtype, tuple(n) if n else None) for p, x, n in zip(paths, flat, dims, strict=True)]
     check_leaves(named, mesh, rules, frozen)
     if getattr(model, "check", None) is not None:
@@ -233,6 +247,36 @@ def plan_layout(
         plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned) for leaf in named
     )
     return Layout(mesh, rules, strategy, precision, leaves, structure, owned)
+
+
+def _strategy(strategy: Strategy | str) -> Strategy:
+    return strategy if isinstance(strategy, Strategy) else parse_strategy(strategy)
+
+
+def check_fit(
+    function: str, layout: Layout, values: Sequence[Any], wanted: Iterable[tuple[tuple[int, ...], torch.dtype | None]]
+) -> None:
+    """Refuses values that are not those of a layout: what does not fit would be cut off, or left as garbage.
+
+    Args:
+        function: the public function, for the error.
+        layout: that they should be in.
+        values: one for each leaf of the layout: anything with shape and dtype.
+        wanted: shape and dtype for each of them; None takes any dtype.
+
+    Raises:
+        LayoutError: some differ; all of them are listed.
+    """
+    rows: list[str] = []
+    for leaf, x, (shape, dtype) in zip(layout.leaves, values, wanted, strict=True):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            rows.append(f"{leaf.path}: {type(x).__name__} given, {type_text(shape, dtype or leaf.init)} in the layout")
+        elif tuple(x.shape) != shape or x.dtype != (dtype or x.dtype):
+            given, want = type_text(tuple(x.shape), x.dtype), type_text(shape, dtype or x.dtype)
+            rows.append(f"{leaf.path}: {given} given, {want} in the layout")
+    if rows:
+        mend = "Plan the layout for what is given, with fs.plan_layout, or give what it was planned for."
+        raise LayoutError(message(function, f"got {len(rows)} leaves that do not fit the layout.", rows, mend))
 
 
 def _covers(params: NamedSharding, main: NamedSharding) -> bool:

@@ -17,13 +17,14 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
 from fsharding.errors import RankError, message
 from fsharding.mesh import Mesh, abstract, own_rank, world_size
 
-__all__ = ["among", "follow", "naming_lost"]
+__all__ = ["among", "follow", "is_network_error", "naming_lost"]
 
 _T = TypeVar("_T")
 
@@ -85,7 +86,7 @@ def naming_lost(function: str, mesh: Mesh | None) -> Generator[None]:
             raise
         setattr(error, _TOLD, True)
         peers, doing = _mark(error)
-        if peers is None and _compat.is_network_error(error):
+        if peers is None and is_network_error(error):
             peers = tuple(abstract(mesh).members)
         if peers is None:
             note = {"raised": f"raised {_in_one_line(error)}"}
@@ -240,3 +241,8 @@ def _names(mesh: DeviceMesh) -> dict[int, str]:
         text = ", ".join(f"{axis}={i}" for axis, i in coord.items() if shape.axis_size(axis) > 1)
         names[shape.rank_at(coord)] = f" ({text})" if text else ""
     return names
+
+
+def is_network_error(error: BaseException) -> bool:
+    """Whether torch raised an error because processes could not talk; those of gloo are known by their text alone."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in str(error))

@@ -8,7 +8,9 @@ begins a region, `row` ends it (Shoeybi et al. 2019), `inside` has whole paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias, cast
 
@@ -17,14 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsharding import boxes, ops
-from fsharding.anatomy import FUNCTION, Anatomy
+from fsharding.anatomy import Anatomy
 from fsharding.axes import DATA_AXES
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, FshardingError, message
 from fsharding.mesh import Mesh, abstract, axis_index, axis_size
+from fsharding.module_problems import FUNCTION
+from fsharding.module_values import random_state, reseed, seeded, set_random_state
 from fsharding.planning import EXPERT, type_text
 from fsharding.spec import AxisRules, rule_name
 
-__all__ = ["Role", "Roles", "check_axes", "install", "role_of"]
+__all__ = ["Role", "Roles", "check_axes", "check_roles", "install", "role_of"]
 
 Role: TypeAlias = Literal["column", "row", "inside", "vocab", "logits"]
 Roles: TypeAlias = Mapping[str, Role]
@@ -45,38 +49,90 @@ def role_of(path: str, roles: Roles) -> Role | None:
     return next((role for pattern, role in roles.items() if fnmatchcase(path, pattern)), None)
 
 
+@dataclass
+class _Unit:
+    """What runs now: a unit, or what is around all of them.
+
+    Attributes:
+        seed: that it draws from; None where nothing may be drawn.
+        devices: whose generators it may draw from.
+        known: activations that have entered a region, by the parent of its columns: before and after.
+        inside: parents of the columns whose rows have not come yet.
+        outside: the states of the generators, as they were before the region.
+        regions: how many there were.
+    """
+
+    seed: int | None = None
+    devices: tuple[torch.device, ...] = ()
+    known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    inside: list[str] = field(default_factory=list)
+    outside: list[Tensor] = field(default_factory=list)
+    regions: int = 0
+
+
 class Entrances:
-    """Activations that have entered a region, so that the columns of one parent share one sum in backward."""
+    """Where regions begin and end, for what is shared by columns of one parent, and for what is drawn inside.
+
+    The columns share one sum in backward. In a region each rank draws for its own part from a seed of its own, and
+    after it all draw alike again, since parts that are not equally large have drawn unequally often.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Tensor, Tensor]] = {}
+        self._unit = _Unit()
+
+    @contextmanager
+    def drawing(self, seed: int | None, device: torch.device | str) -> Generator[None]:
+        """A unit runs inside, with a seed of its own."""
+        devices = tuple({torch.device("cpu"), torch.device(device)})
+        around, self._unit = self._unit, _Unit(seed, devices)
+        try:
+            with seeded(seed, device):
+                yield
+        finally:
+            self._unit = around
+
+    def begin(self, parent: str) -> None:
+        """A column begins a region, or goes on with it."""
+        unit = self._unit
+        if unit.seed is not None and not unit.inside:
+            unit.outside = [random_state(device) for device in unit.devices]
+            number = unit.regions * axis_size("tp") + axis_index("tp") + 1
+            for device in unit.devices:
+                reseed((unit.seed + number * _ODD) % 2**64, device)
+            unit.regions += 1
+        unit.inside += [parent] if parent not in unit.inside else []
+
+    def end(self, parent: str) -> None:
+        """A row ends the region of its parent, or all where its parent has begun none."""
+        unit = self._unit
+        unit.inside = [p for p in unit.inside if p != parent] if parent in unit.inside else []
+        if not unit.inside and unit.outside:
+            for device, state in zip(unit.devices, unit.outside, strict=True):
+                set_random_state(state, device)
+            unit.outside = []
 
     def enter(self, parent: str, x: Tensor) -> Tensor:
         """What `ops.enter` makes of x, once for each x of a parent."""
-        known = self._known.get(parent)
+        known = self._unit.known.get(parent)
         if known is None or known[0] is not x:
-            known = self._known[parent] = x, ops.enter(x)
+            known = self._unit.known[parent] = x, ops.enter(x)
         return known[1]
 
     def clear(self) -> None:
-        """Lets all of them go."""
-        self._known.clear()
+        """Lets all activations go."""
+        self._unit.known.clear()
+
+
+_ODD = 0xD1342543DE82EF95
+"""Between seeds of regions (a multiplier of a linear congruential generator of 64 bits, Steele and Vigna 2021)."""
 
 
 def install(module: nn.Module, roles: Roles) -> Entrances:
-    """Replaces the forwards of the layers that have a role.
-
-    Raises:
-        ConfigError: a layer with a role that its type cannot have; all are listed.
-    """
-    entrances, wrong = Entrances(), list[str]()
+    """Replaces the forwards of the layers that have a role; `check_roles` says whether they can have it."""
+    entrances = Entrances()
     for path, layer in list(module.named_modules()):
         role = role_of(path, roles)
         if role is None:
-            continue
-        wanted = nn.Embedding if role == "vocab" else nn.Module if role == "inside" else nn.Linear
-        if not isinstance(layer, wanted):
-            wrong.append(f"{path} is {type(layer).__name__}, role {role!r} needs {wanted.__name__}")
             continue
         parent = path.rpartition(".")[0]
         if isinstance(layer, nn.Linear) and role in ("column", "row", "logits"):
@@ -87,10 +143,28 @@ def install(module: nn.Module, roles: Roles) -> Entrances:
         else:
             siblings = [child for child in module.get_submodule(parent).children() if isinstance(child, nn.Linear)]
             layer.forward = _inside(layer, layer.forward, siblings)
-    if wrong:
-        mend = "Give roles to plain nn.Linear and nn.Embedding, and leave the names of other layers out of the rules."
-        raise ConfigError(message(FUNCTION, "cannot compute some layers over tp.", wrong, mend))
     return entrances
+
+
+def check_roles(module: nn.Module, roles: Roles, *, general: bool = False) -> list[FshardingError]:
+    """What is wrong with roles: such as there are none of, for layers that are not there, or cannot have them.
+
+    Args:
+        module: with the layers.
+        roles: of them.
+        general: they are those of a family, not all of which every module has.
+    """
+    layers = dict(module.named_modules())
+    wrong = [f"{pattern!r} has role {role!r}: there is none" for pattern, role in roles.items() if role not in _CUT]
+    for path, layer in layers.items():
+        role = role_of(path, roles)
+        wanted = nn.Embedding if role == "vocab" else nn.Module if role in ("inside", None) else nn.Linear
+        if role in _CUT and not isinstance(layer, wanted):
+            wrong.append(f"{path} is {type(layer).__name__}, role {role!r} needs {wanted.__name__}")
+    fits = {pattern for pattern in roles if any(fnmatchcase(path, pattern) for path in layers)}
+    wrong += [f"{pattern!r} fits no module" for pattern in roles if pattern not in fits and not general]
+    mend = f"Give plain nn.Linear and nn.Embedding one of the roles {', '.join(map(repr, _CUT))}, and others none."
+    return [ConfigError(message(FUNCTION, "cannot compute some layers over tp.", wrong, mend))] if wrong else []
 
 
 _Forward: TypeAlias = Callable[..., Any]
@@ -100,6 +174,7 @@ def _column(layer: nn.Linear, whole: _Forward, parent: str, entrances: Entrances
     def forward(x: Tensor) -> Tensor:
         if layer.weight.shape[0] == layer.out_features:
             return whole(x)
+        entrances.begin(parent)
         return F.linear(entrances.enter(parent, x), layer.weight, layer.bias)
 
     return forward
@@ -111,6 +186,7 @@ def _row(layer: nn.Linear, whole: _Forward, parent: str, entrances: Entrances) -
             return whole(x)
         bias = cast("Tensor | None", layer.bias)
         y = ops.leave(F.linear(x, layer.weight))
+        entrances.end(parent)
         return y if bias is None else y + bias
 
     return forward

@@ -9,31 +9,32 @@ Law: a forward that changes tensors of the module, or draws without a key, is re
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsharding import _compat, policies, random, tree
-from fsharding.anatomy import FUNCTION, Anatomy, ModuleUnit
+from fsharding import _functorch, policies, random, tree
+from fsharding.anatomy import Anatomy, ModuleUnit
 from fsharding.axes import DATA_AXES
-from fsharding.errors import TransformError, message
+from fsharding.errors import ConfigError, FshardingError, TransformError, message
 from fsharding.mesh import Mesh, axis_index, axis_size, set_mesh
 from fsharding.module_axes import Bare, Entrances, Roles, install
-from fsharding.module_values import random_state, seed_of, seeded
-from fsharding.planning import type_text
+from fsharding.module_problems import FUNCTION
+from fsharding.module_state import Watch
+from fsharding.module_values import random_state, seed_of
 from fsharding.policies import Policy
 from fsharding.remat import remat
 from fsharding.scan import unstack_units
 from fsharding.sharding import Local, typeof
 from fsharding.transforms import gather_unit
 
-__all__ = ["Engine", "Run"]
+__all__ = ["Engine", "Run", "computing"]
 
 
 class _Absent(Tensor):
@@ -50,9 +51,15 @@ class _Absent(Tensor):
         if name in ("__get__", "detach", "requires_grad_", "size", "dim", "numel", "is_floating_point", "__repr__"):
             return super().__torch_function__(func, types, args, kwargs or {})
         rows = [getattr(x, "path", "") for x in tree.leaves((args, kwargs)) if isinstance(x, _Absent)]
+        if not _guarded.get():
+            raise _Elsewhere(message(*_recomputing([f"{row} is asked for by {name}" for row in rows])))
         text = f"needs weights that are used where their unit is called; {name} asked for them elsewhere."
         mend = "Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."
-        raise TransformError(message(FUNCTION, text, rows, mend))
+        raise _Elsewhere(message(FUNCTION, text, rows, mend))
+
+
+class _Elsewhere(FshardingError, RuntimeError):
+    """A weight is used outside of its unit. No TypeError: the operators of a tensor would take it for their own."""
 
 
 def _absent(name: str, parameter: nn.Parameter) -> Any:
@@ -62,35 +69,62 @@ def _absent(name: str, parameter: nn.Parameter) -> Any:
     return result
 
 
-@dataclass
-class _Constant:
-    """A tensor of a module that is no parameter: a buffer, or a plain attribute."""
-
-    name: str
-    owner: nn.Module
-    key: str
-    value: Tensor
+def _copied(module: nn.Module, absent: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(module, absent)
+    except (RuntimeError, TypeError) as error:
+        mend = "Take out what cannot be copied; the weight_norm of torch.nn.utils.parametrizations can be."
+        rows = [str(error).split(".  ")[0]]
+        raise ConfigError(message(FUNCTION, f"cannot copy {type(module).__name__}.", rows, mend)) from error
 
 
 _ODD = 0x9E3779B97F4A7C15
 """Between seeds that follow each other, so that all their bits differ (the step of splitmix64)."""
 
 _running: ContextVar[Run | None] = ContextVar("fsharding_module_run", default=None)
+_guarded: ContextVar[bool] = ContextVar("fsharding_module_guarded", default=False)
 
 
 class Engine:
     """A copy of the module without weights, whose units ask the current run for theirs."""
 
-    def __init__(self, module: nn.Module, anatomy: Anatomy, roles: Roles, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        anatomy: Anatomy,
+        roles: Roles,
+        buffers: Mapping[str, Tensor],
+        idle: Sequence[str] = (),
+    ) -> None:
+        """Copies a module.
+
+        Args:
+            module: as in `fs.functionalize`.
+            anatomy: of it.
+            roles: of its layers.
+            buffers: values of those on the meta device.
+            idle: paths of blocks that never run, since another one runs for them.
+
+        Raises:
+            TransformError: it checkpoints its own layers.
+            ConfigError: it cannot be copied.
+        """
+        own = {n: m for n, m in module.named_modules() if m.training and getattr(m, "gradient_checkpointing", False)}
+        if own:
+            rows = [
+                f"{name or 'the module'} is {type(m).__name__}, gradient_checkpointing=True" for name, m in own.items()
+            ]
+            raise TransformError(message(*_recomputing(rows)))
         absent = {id(p): _absent(name, p) for name, p in module.named_parameters()}
         self._absent = list(absent.values())
-        self.module: nn.Module = copy.deepcopy(module, absent)
+        self.module: nn.Module = _copied(module, absent)
         for name, value in buffers.items():
             owner, _, last = name.rpartition(".")
             setattr(self.module.get_submodule(owner), last, value)
         self.entrances: Entrances = install(self.module, roles)
         self.units, self.bodies = anatomy.units, dict[str, Callable[..., Any]]()
-        self._constants, self._home = _constants(self.module), None
+        running = {n: m for n, m in self.module.named_modules() if not n.startswith(tuple(f"{b}." for b in idle))}
+        self._watch, self._home = Watch(running), None
         self.drops = [
             f"{name} is {m}"
             for name, m in self.module.named_modules()
@@ -115,12 +149,19 @@ class Engine:
         first = next((x for x in leaves if isinstance(x, Local | Tensor)), None)
         device = torch.device("cpu") if first is None else (first.value if isinstance(first, Local) else first).device
         self._move(device)
-        before, state = [_compat.version_of(constant.value) for constant in self._constants], random_state(device)
+        self._watch.begin()
+        state, done = random_state(device), False
+        token = _guarded.set(True)
         try:
-            yield device
+            with _worded():
+                yield device
+            done = True
         finally:
+            _guarded.reset(token)
             self.entrances.clear()
-        self._refuse_changes(before)
+            changed = self._watch.end(done=done)
+        if changed:
+            raise TransformError(message(*_changing(changed)))
         if not keyed and not torch.equal(state, random_state(device)):
             raise TransformError(message(*_keyless([f"{type(self.module).__name__} in its forward"])))
 
@@ -131,15 +172,13 @@ class Engine:
         def body(weights: dict[str, Tensor], args: Any, kwargs: Any, seed: int | None, mesh: Mesh | None) -> Any:
             device = next((x.device for x in weights.values()), "cpu")
             named = {f"inner.{name[len(member) + 1 :]}": x for name, x in weights.items()}
-            with seeded(seed, device), _on(mesh):
-                try:
-                    return torch.func.functional_call(bare, named, args, kwargs, tie_weights=False)
-                finally:
-                    self.entrances.clear()
+            with self.entrances.drawing(seed, device), computing(mesh):
+                return torch.func.functional_call(bare, named, args, kwargs, tie_weights=False)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = _running.get()
-            assert run is not None
+            if run is None:
+                raise TransformError(message(*_recomputing([f"{member} is called again"])))
             return run.enter(number, member, args, kwargs)
 
         self.bodies[member] = body
@@ -150,36 +189,9 @@ class Engine:
         if device == self._home:
             return
         self._home = device
-        for constant in self._constants:
-            if constant.value.device != device:
-                constant.value = constant.value.to(device)
-                setattr(constant.owner, constant.key, constant.value)
+        self._watch.move(device)
         for absent in self._absent:
             absent.home = device
-
-    def _refuse_changes(self, before: list[int]) -> None:
-        """Refuses a forward that has changed constants; one that was replaced gets its place back."""
-        rows: list[str] = []
-        for constant, version in zip(self._constants, before, strict=True):
-            now = getattr(constant.owner, constant.key, None)
-            if now is not constant.value or _compat.version_of(constant.value) != version:
-                kind = type_text(tuple(constant.value.shape), constant.value.dtype)
-                rows.append(f"{constant.name} is {kind}")
-                setattr(constant.owner, constant.key, constant.value)
-        if rows:
-            mend = "Keep such state outside of the module: give it as an input, and return it as an output."
-            text = "needs a forward that changes no buffers and no other tensors of the module."
-            raise TransformError(message(FUNCTION, text, rows, mend))
-
-
-def _constants(module: nn.Module) -> list[_Constant]:
-    """Every tensor of a module that is no parameter."""
-    return [
-        _Constant(".".join(filter(None, (path, key))), child, key, value)
-        for path, child in module.named_modules()
-        for key, value in (*child.named_buffers(recurse=False), *vars(child).items())
-        if isinstance(value, Tensor)
-    ]
 
 
 class Run:
@@ -206,7 +218,7 @@ class Run:
             token = _running.set(self)
             try:
                 root = self._gather(0)
-                with seeded(self._seed(), device), _on(self._mesh):
+                with self._engine.entrances.drawing(self._seed(), device), computing(self._mesh):
                     return torch.func.functional_call(self._engine.module, root, args, kwargs, tie_weights=False)
             finally:
                 _running.reset(token)
@@ -261,8 +273,49 @@ class Run:
         return (self._first_seed + self._entered * _ODD) % 2**64
 
 
-def _on(mesh: Mesh | None) -> AbstractContextManager[None]:
-    return nullcontext() if mesh is None else set_mesh(mesh)
+@contextmanager
+def computing(mesh: Mesh | None) -> Generator[None]:
+    """Modules run inside: on a mesh, if there is one, and under torch.func with kernels that have every derivative."""
+    with (
+        nullcontext() if mesh is None else set_mesh(mesh),
+        sdpa_kernel(SDPBackend.MATH) if _functorch.in_functorch() else nullcontext(),
+    ):
+        yield
+
+
+@contextmanager
+def _worded() -> Generator[None]:
+    """What torch and its transforms say of a module that cannot be a function of its parameters, in words of ours."""
+    try:
+        yield
+    except _Elsewhere as error:
+        raise TransformError(str(error)) from None
+    except RuntimeError as error:
+        text = str(error)
+        if _functorch.in_functorch() and any(words in text for words in _IN_PLACE):
+            raise TransformError(message(*_changing([f"under torch.func: {text.splitlines()[0]}"]))) from error
+        if "forward AD" in text and "_grouped_mm" in text:
+            raise TransformError(message(*_GROUPED)) from error
+        raise
+
+
+_IN_PLACE = ("would mutate a captured Tensor", "vmap: inplace arithmetic")
+_GROUPED = (
+    FUNCTION,
+    "cannot differentiate grouped products of experts by forward mode: torch has no such derivative.",
+    (),
+    "Make the module with experts_implementation='eager' in its config, or use reverse mode: torch.func.grad, vjp.",
+)
+
+
+def _changing(rows: list[str]) -> tuple[str, str, list[str], str]:
+    mend = "Keep such state outside of the module: give it as an input, and return it as an output."
+    return FUNCTION, "needs a forward that changes no buffers and no other tensors of the module.", rows, mend
+
+
+def _recomputing(rows: list[str]) -> tuple[str, str, list[str], str]:
+    mend = "Switch its own checkpointing off, and pass policy=fs.policies.nothing_saveable, which recomputes blocks."
+    return FUNCTION, "needs a module that does not run its layers again in the backward pass.", rows, mend
 
 
 def _keyless(rows: list[str]) -> tuple[str, str, list[str], str]:

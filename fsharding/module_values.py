@@ -18,11 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from fsharding import random
-from fsharding.anatomy import FUNCTION, ModuleLeaf
+from fsharding.anatomy import ModuleLeaf
 from fsharding.errors import ConfigError, message
+from fsharding.module_problems import FUNCTION
 from fsharding.planning import type_text
 
-__all__ = ["LazyLeaf", "Reset", "lazy_leaves", "random_state", "real_buffers", "seed_of", "seeded"]
+__all__ = [
+    "LazyLeaf", "Reset", "lazy_leaves", "random_state", "real_buffers", "reseed", "seed_of", "seeded",
+    "set_random_state",
+]  # fmt: skip
 
 Reset: TypeAlias = Callable[[nn.Module], object]
 """Gives the tensors that a submodule itself has (not those of its children) their first values, in place."""
@@ -42,15 +46,25 @@ def seeded(seed: int | None, device: torch.device | str = "cpu") -> Generator[No
         return
     device = torch.device(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        reseed(seed, device)
         yield
+
+
+def reseed(seed: int, device: torch.device) -> None:
+    """Torch's generators of the CPU and of a device begin at a seed."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def random_state(device: torch.device) -> Tensor:
     """What tells whether something has been drawn: the state of the generator of a device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """The generator of a device goes on from a state that it had."""
+    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
 
 
 @dataclass(frozen=True)

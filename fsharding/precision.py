@@ -28,10 +28,20 @@ class LossScale:
     Attributes:
         initial: the first scale.
         interval: good steps in a row before the scale is doubled.
+        least: the scale does not fall below it: a step that is not finite there is refused, as without scaling.
+
+    Raises:
+        ConfigError: a number is not above 0, or the first scale is below the least.
     """
 
     initial: float = 2.0**16
     interval: int = 2000
+    least: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.initial >= self.least > 0 and self.interval > 0):
+            mend = "Numbers are above 0, and initial is at least as large as least."
+            raise ConfigError(message("LossScale", f"got {self}.", mend=mend))
 
 
 class ScaleState(NamedTuple):
@@ -95,7 +105,7 @@ class Precision:
         assert self.loss_scale is not None
         good = state.good_steps + 1 if finite else torch.zeros_like(state.good_steps)
         if not finite:
-            return ScaleState(state.scale * 0.5, good)
+            return ScaleState((state.scale * 0.5).clamp(min=self.loss_scale.least), good)
         if int(good) >= self.loss_scale.interval:
             return ScaleState(state.scale * 2.0, torch.zeros_like(good))
         return ScaleState(state.scale.clone(), good)

@@ -14,12 +14,12 @@ from typing import Any
 
 import tyro
 
-from fsharding.axes import AXES, AbstractMesh, parse_axes
-from fsharding.config import PRECISIONS
-from fsharding.errors import ConfigError, message
+from fsharding.axes import AbstractMesh, make_shape, parse_axes
+from fsharding.config import PRECISIONS, check_names
+from fsharding.errors import ConfigError, MeshError, message
 from fsharding.layout import Layout, plan_layout
 from fsharding.recipes import recipe
-from fsharding.schedule import plan_schedule
+from fsharding.schedule import SCHEDULES, plan_schedule
 from fsharding.staging import layers_by_coordinate, stages_of
 from fsharding.strategy import parse_strategy
 
@@ -53,15 +53,14 @@ def preview(config: PlanConfig) -> None:
     """Plans and prints.
 
     Raises:
-        ConfigError: an unknown name, or a mesh that cannot cut the model.
+        ConfigError: an unknown name, microbatches below 1, or a mesh that cannot cut the model.
+        MeshError: an unknown axis, or one of size below 1.
         ScheduleError: the schedule cannot have so many ranks, or microbatches, or more stages than layers.
     """
-    if config.dtype not in PRECISIONS:
-        mend = f"Use one of {', '.join(PRECISIONS)}."
-        raise ConfigError(message("fsharding plan", f"knows no --dtype {config.dtype!r}.", mend=mend))
-    sizes = parse_axes(config.mesh, "fsharding plan")
-    names = tuple(axis for axis in AXES if sizes.get(axis, 1) > 1) or ("dp",)
-    mesh, model = AbstractMesh(names, tuple(sizes.get(axis, 1) for axis in names)), recipe(config.preset).model()
+    check_names(config, "fsharding plan", {"dtype": PRECISIONS, "schedule": SCHEDULES})
+    if config.microbatches is not None and config.microbatches < 1:
+        raise ConfigError(message("fsharding plan", f"got --microbatches {config.microbatches}: at least 1."))
+    mesh, model = _mesh(config.mesh), recipe(config.preset).model()
     ranks, stages = mesh.axis_size("pp"), None
     if ranks > 1:
         stages = stages_of(model, plan_schedule(config.schedule, ranks, config.microbatches or 2 * ranks))
@@ -78,6 +77,15 @@ def preview(config: PlanConfig) -> None:
         "stages": _stages(model, layout, ranks),
     }
     print(json.dumps(found) if config.json else _text(found), flush=True)
+
+
+def _mesh(text: str) -> AbstractMesh:
+    """The mesh of an option, whose axes say how many ranks there are."""
+    function, axes = f"fsharding plan --mesh {text}", parse_axes(text, "fsharding plan")
+    if free := [axis for axis, size in axes.items() if size == -1]:
+        mend = "Say the size of each axis: no number of ranks is given of which one could take the rest."
+        raise MeshError(message(function, f"got {', '.join(f'{axis}=-1' for axis in free)}.", mend=mend))
+    return make_shape(axes, world=math.prod(axes.values()), function=function)
 
 
 def _stages(model: Any, layout: Layout, ranks: int) -> list[dict[str, Any]]:

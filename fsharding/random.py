@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsharding import boxes
 from fsharding.boxes import Box
-from fsharding.errors import RandomKeyError, message
+from fsharding.errors import LayoutError, RandomKeyError, message
 
 __all__ = ["BLOCK", "Draw", "bernoulli", "fold_in", "full", "key", "normal", "ones", "split", "uniform", "zeros"]
 
@@ -104,7 +104,14 @@ class Draw:
 
         Returns:
             A tensor of the box's shape.
+
+        Raises:
+            LayoutError: the box is not inside the array.
         """
+        inside = all(0 <= start <= stop <= size for (start, stop), size in zip(box, self.shape, strict=False))
+        if len(box) != len(self.shape) or not inside:
+            text = f"cannot draw {list(box)} of an array of shape {list(self.shape)}."
+            raise LayoutError(message("Draw.slice", text, mend="Give a range inside the array for each dim."))
         if self.kind == "full":
             return torch.full(boxes.shape_of(box), self.low, dtype=self.dtype, device=device)
         out = torch.empty(boxes.shape_of(box), dtype=self.dtype)

@@ -97,7 +97,7 @@ def mixtral_8x7b() -> Recipe:
     The factor of the balance loss is that of Switch; its authors do not say theirs.
     """
     experts = Experts(8, 2, 14_336, balance=1e-2)
-    return Recipe(DecoderConfig(32_000, 4096, 32, 32, 8, rope_base=1_000_000.0, experts=experts))
+    return Recipe(DecoderConfig(32_000, 4096, 32, 32, 8, 14_336, rope_base=1_000_000.0, experts=experts))
 
 
 def deepseek_v3() -> Recipe:
@@ -131,7 +131,7 @@ def tiny_qwen2_5() -> Recipe:
 
 def tiny_mixtral() -> Recipe:
     """The twin of Mixtral."""
-    return _tiny(DecoderConfig(heads=8, rope_base=1_000_000.0, experts=Experts(8, 2, 192, balance=1e-2)))
+    return _tiny(DecoderConfig(heads=8, hidden=192, rope_base=1_000_000.0, experts=Experts(8, 2, 192, balance=1e-2)))
 
 
 def tiny_deepseek_v3() -> Recipe:

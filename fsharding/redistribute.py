@@ -65,9 +65,17 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
         TreeError: the trees do not match.
     """
     leaves, spec = tree.flatten(values)
-    targets = tree.flatten_up_to(spec, shardings, "fs.redistribute")
-    kinds = tree.flatten_up_to(spec, dtypes, "fs.redistribute") if dtypes is not None else [None] * len(leaves)
-    homes = tree.flatten_up_to(spec, into, "fs.redistribute") if into is not None else [None] * len(leaves)
+    targets = tree.flatten_up_to(spec, shardings, "fs.redistribute", ("values", "shardings"))
+    kinds = (
+        tree.flatten_up_to(spec, dtypes, "fs.redistribute", ("values", "dtypes"))
+        if dtypes is not None
+        else [None] * len(leaves)
+    )
+    homes = (
+        tree.flatten_up_to(spec, into, "fs.redistribute", ("values", "into"))
+        if into is not None
+        else [None] * len(leaves)
+    )
     result: list[Any] = list(leaves)
     groups: dict[tuple[Any, ...], list[_Move]] = {}
     wrong: list[int] = []

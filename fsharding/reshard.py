@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, boxes, moving, tree
 from fsharding.errors import LayoutError, message
-from fsharding.layout import Layout
+from fsharding.layout import Layout, check_fit
 from fsharding.mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
 from fsharding.moving import Moving
 from fsharding.ops.exchange import exchange
@@ -123,9 +123,15 @@ def shard(values: Tree, layout: Any) -> Tree:
 
     Returns:
         DTensors in new memory, in the dtype of the values.
+
+    Raises:
+        LayoutError: shapes that are not those of the layout; all such leaves are listed.
+        TreeError: the trees do not match.
     """
     flat, spec = tree.flatten(values)
     targets, _ = moving.shardings(spec, layout)
+    if isinstance(layout, Layout):
+        check_fit("fs.shard", layout, flat, ((leaf.shape, None) for leaf in layout.leaves))
     return tree.unflatten(
         spec, [x if s is None else _cut(x, s.simplified()) for x, s in zip(flat, targets, strict=True)]
     )

@@ -117,7 +117,7 @@ def stack_units(units: Sequence[Tree]) -> Tree:
     first = tree.named_leaves(units[0])
     rows: list[str] = []
     for i, unit in enumerate(units[1:], 1):
-        tree.match("fs.stack_units", units[0], unit)
+        tree.match("fs.stack_units", units[0], unit, ("unit 0", f"unit {i}"))
         for path, leaf in tree.named_leaves(unit).items():
             if (leaf.shape, leaf.dtype) != (first[path].shape, first[path].dtype):
                 a, b = ((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in (first[path], leaf))

@@ -21,7 +21,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharding import _compat, at_rest, boxes, tree
 from fsharding import mesh as meshes
-from fsharding.axes import AXES, DATA_AXES, AbstractMesh
+from fsharding.axes import AXES, DATA_AXES, AbstractMesh, unknown_axis
 from fsharding.boxes import Box, Grid, Runs
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.mesh import Mesh, abstract, coordinate
@@ -93,6 +93,8 @@ class NamedSharding:
 
     def __post_init__(self) -> None:
         used = [*self.spec.all_axes, *self.partial, *(a.axis for a in self.assigned)]
+        if unknown := [axis for axis in used if axis not in AXES]:
+            raise SpecError(message("NamedSharding", unknown_axis(unknown[0])))
         both = sorted({axis for axis in used if used.count(axis) > 1})
         dims = [a.dim for a in self.assigned]
         if both:
@@ -101,7 +103,7 @@ class NamedSharding:
         if len({*dims}) < len(dims):
             raise SpecError(message("NamedSharding", f"got two assignments of one dim: {dims}.", mend="Give one."))
         # They are a set: shardings that mean the same are equal, whatever the order of the mesh.
-        object.__setattr__(self, "partial", tuple(sorted(self.partial, key=lambda a: (*AXES, a).index(a))))
+        object.__setattr__(self, "partial", tuple(sorted(self.partial, key=AXES.index)))
         if lost := [axis for axis in self.owned if axis not in self.spec.all_axes or axis not in DATA_AXES]:
             text = f"cannot own {', '.join(lost)} with the spec {self.spec}."
             raise SpecError(message("NamedSharding", text, mend=f"Own axes of the spec among {', '.join(DATA_AXES)}."))
@@ -138,7 +140,13 @@ class NamedSharding:
         Args:
             shape: global shape.
             coord: the rank's coordinate by axis; by default this process's, which may be outside the mesh.
+
+        Raises:
+            SpecError: the spec, or an assignment, is of more dims than the leaf has.
         """
+        if len(self.spec) > len(shape) or any((a.dim or 0) >= max(len(shape), 1) for a in self.assigned):
+            text = f"{self} is of more dims than a leaf of shape {tuple(shape)} has."
+            raise SpecError(message("NamedSharding", text, mend="Give P one entry a dim at most."))
         if coord is None and not meshes.is_member(self.mesh):
             return None
         where = coordinate(self.mesh) if coord is None else coord
@@ -207,7 +215,7 @@ class NamedSharding:
             shape: the global shape; along an assigned dim, what this slice of the mesh holds.
 
         Raises:
-            SpecError: the local shape is another.
+            SpecError: the local shape is another, or the spec is of more dims than the leaf has.
         """
         want = self.local_shape(shape)
         if tuple(local.shape) != want:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsharding.actions import COMPUTES
 from fsharding.errors import ConfigError, message
@@ -50,14 +51,17 @@ def require_matplotlib(function: str, picture: str = "loss.png", *, instead: str
         raise ConfigError(message(function, f"needs matplotlib to draw {picture}.", mend=mend))
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The complete lines of a metrics file; a last line that was cut off is left out."""
-    rows: list[dict[str, float]] = []
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file, None for what is not finite; it ends where a line was cut off, or is no row."""
+    rows: list[dict[str, Any]] = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             break
+        if not isinstance(row, dict) or not isinstance(cast("dict[str, Any]", row).get("step"), int):
+            break
+        rows.append(cast("dict[str, Any]", row))
     return rows
 
 
@@ -76,15 +80,20 @@ def plot_loss(metrics: Path, out: Path) -> None:
     figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)
     loss, norm = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    loss.plot(steps, [row["loss"] for row in rows], linewidth=1.2)
+    loss.plot(steps, _numbers(rows, "loss"), linewidth=1.2)
     loss.set_ylabel("loss (nats a token)")
-    loss.set_title(f"{metrics.parent.name}: {rows[-1]['loss']:.3f} after {len(rows)} steps" if rows else "no steps")
-    norm.plot(steps, [row["grad_norm"] for row in rows], linewidth=0.8, color="tab:gray")
+    last = f"{_numbers(rows, 'loss')[-1]:.3f} after {len(rows)} steps" if rows else "no steps"
+    loss.set_title(f"{metrics.parent.name}: {last}")
+    norm.plot(steps, _numbers(rows, "grad_norm"), linewidth=0.8, color="tab:gray")
     norm.set_ylabel("gradient norm")
     norm.set_xlabel("step")
     for axes in (loss, norm):
         axes.grid(alpha=0.3)
     _save(figure, out)
+
+
+def _numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [math.nan if row.get(key) is None else row[key] for row in rows]
 
 
 def draw_schedule(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from fsharding.axes import AXES, unknown_axis
 from fsharding.errors import SpecError, message
@@ -23,17 +23,28 @@ def _axes_of(entry: Entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+_ENTRY = "Give an axis such as 'dp', a tuple of axes, or None."
+
+
+def _is_entry(entry: object) -> bool:
+    if isinstance(entry, list | tuple):
+        return all(isinstance(axis, str) for axis in cast("list[object]", entry))
+    return entry is None or isinstance(entry, str)
+
+
 class PartitionSpec(tuple[Entry, ...]):
     """One entry for each tensor dim: None, an axis, or a tuple of axes, major first; missing entries are None.
 
     Raises:
-        SpecError: an axis that does not exist, or one that stands twice.
+        SpecError: an axis that does not exist, or one that stands twice, or an entry that is no axis at all.
     """
 
     __slots__ = ()
 
     def __new__(cls, *entries: Entry) -> PartitionSpec:
         """Makes a spec; `P("dp", None) == P("dp")` and `P(("dp",)) == P("dp")`."""
+        if odd := [entry for entry in entries if not _is_entry(entry)]:
+            raise SpecError(message("P", f"got {odd[0]!r} for a dim.", mend=_ENTRY))
         cuts = [_axes_of(entry) for entry in entries]
         flat = [axis for cut in cuts for axis in cut]
         for axis in flat:
@@ -115,6 +126,9 @@ class AxisRules(Mapping[str, tuple[str, ...]]):
 
     def __init__(self, **dims: Entry) -> None:
         """Makes the rules from axis or axes by dim name."""
+        for name, entry in dims.items():
+            if not _is_entry(entry):
+                raise SpecError(message("AxisRules", f"got {name}={entry!r}.", mend=_ENTRY))
         self._dims = {name: _axes_of(entry) for name, entry in dims.items()}
         for name, axes in self._dims.items():
             for axis in axes:

@@ -20,8 +20,10 @@ from fsharding.anatomy import Anatomy, ModuleUnit, NameTable, UnitPatterns, nest
 from fsharding.errors import ConfigError, message
 from fsharding.families import Parts, family_of
 from fsharding.models.base import Model
-from fsharding.module_axes import Bare, Roles, check_axes
-from fsharding.module_run import Engine
+from fsharding.module_axes import Bare, Roles, check_axes, check_roles
+from fsharding.module_problems import check_module
+from fsharding.module_run import Engine, computing
+from fsharding.module_state import unlike_blocks
 from fsharding.module_values import Reset, lazy_leaves, real_buffers
 from fsharding.tree import Tree
 
@@ -76,17 +78,22 @@ def model_from(
             `head`; there is no root. By default those of the family.
         parts: how these are put together: `embed(module, batch) -> x`, `block(module, layer, x) -> x` and
             `head(module, x, batch) -> (sum of losses, number of tokens)`. They get the module with the weights of their
-            part alone. All blocks run as the first one, with weights of their own. By default those of the family,
-            for a batch of `tokens` and `targets`.
+            part alone. All blocks run as the first one, with weights of their own, so they differ in nothing else but
+            a number of their own, such as `layer_idx`. By default those of the family, for a batch of `tokens` and
+            `targets`.
         names: as in `functionalize`.
         roles: as in `functionalize`.
         reset: as in `functionalize`.
 
     Raises:
         ConfigError: units that are no `embed`, one stack and `head`, parameters outside of them or shared in other ways
-            than between the two ends, frozen parameters, or a config whose parts are other ones; all are listed.
+            than between the two ends, frozen parameters, a config whose parts are other ones, or blocks that differ in
+            more than weights: buffers, numbers, flags, functions; all are listed.
         TransformError: from the parts: something is drawn, or tensors of the module are changed.
     """
+    check_module(_FUNCTION, module)
+    problems = check_roles(module, roles or {})
+    plan_units = functools.partial(plan_module, general=names is None, problems=problems)
     family = family_of(module) if units is None else None
     if family is not None and parts is None and (rows := family.objections(module)):
         mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
@@ -100,8 +107,12 @@ def model_from(
             message(_FUNCTION, f"does not know the units and parts of {type(module).__name__}.", mend=mend)
         )
     roles = roles or {}
-    plan = _plan(module, plan_module(module, units, names))
-    engine = Engine(module, plan.anatomy, roles, real_buffers(module, reset))
+    plan = _plan(module, plan_units(module, units, names))
+    blocks = [unit.members[0] for unit in plan.anatomy.units if unit.stack is not None]
+    engine = Engine(module, plan.anatomy, roles, real_buffers(module, reset), idle=blocks[1:])
+    if rows := unlike_blocks({path: engine.module.get_submodule(path) for path in blocks}):
+        mend = "Make what differs an input of the blocks, or functionalize the module, which runs each block as itself."
+        raise ConfigError(message(_FUNCTION, "runs all blocks as the first one, but for the weights.", rows, mend))
     heads = family.heads_of(module) if family is not None else {}
     layer = engine.module.get_submodule(plan.template)
 
@@ -127,7 +138,7 @@ def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[.
     def run(params: Tree, *args: Any) -> Any:
         weights = {f"inner.{name}": tree.at(params, path) for name, path in places.paths.items()}
         weights |= {f"inner.{name}": params[name] for name in places.tied}
-        with engine.guard(weights.values(), keyed=False):
+        with engine.guard(weights.values(), keyed=False), computing(None):
             return torch.func.functional_call(bare, weights, args, tie_weights=False)
 
     return run

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import boxes, random, tree
 from fsharding.boxes import Box
 from fsharding.errors import DonatedError, message
-from fsharding.layout import Layout
+from fsharding.layout import Layout, check_fit
 from fsharding.optim.base import GradientTransformation
 from fsharding.planning import LeafLayout, moment_of
 from fsharding.precision import ScaleState
@@ -98,6 +98,10 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
         draws: tree of `Draw`s, or of whole tensors.
         layout: where leaves go.
         kind: "params" (in their dtype at rest) or "main" (main copies, None for frozen leaves).
+
+    Raises:
+        LayoutError: shapes or dtypes that are not those of the layout; all such leaves are listed.
+        TreeError: another tree.
     """
 
     def place(draw: Any, leaf: Any) -> DTensor | None:
@@ -115,7 +119,8 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
         device = sharding.device_mesh().device_type
         return sharding.to_dtensor(main.to(dtype).to(device), leaf.shape)
 
-    leaves = tree.flatten_up_to(layout.structure, draws, "fs.init_state")
+    leaves = tree.flatten_up_to(layout.structure, draws, "fs.init_state", ("the layout", "the model"))
+    check_fit("fs.init_state", layout, leaves, ((leaf.shape, leaf.init) for leaf in layout.leaves))
     return tree.unflatten(layout.structure, [place(d, leaf) for d, leaf in zip(leaves, layout.leaves, strict=True)])
 
 
@@ -133,6 +138,10 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         opt: the optimizer.
         key: random key.
         layout: where everything goes.
+
+    Raises:
+        LayoutError: the layout was planned for other shapes or dtypes; all such leaves are listed.
+        TreeError: the layout was planned for another tree.
     """
     init_key, run_key = random.split(key).unbind(0)
     draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
@@ -152,8 +161,14 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
         opt: the optimizer.
         key: random key; the steps of the run draw what those of `init_state` with this key would draw.
         layout: where everything goes.
+
+    Raises:
+        LayoutError: parameters of other shapes or dtypes; all of them are listed.
+        TreeError: another tree.
     """
-    given = tree.flatten_up_to(layout.structure, params, "fs.state_from")
+    given = tree.flatten_up_to(layout.structure, params, "fs.state_from", ("the layout", "params"))
+    wanted = ((leaf.home.shape_at_rest(leaf.shape), layout.precision.main_dtype(leaf.init)) for leaf in layout.leaves)
+    check_fit("fs.state_from", layout, given, wanted)
     trained = [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
     main = tree.unflatten(layout.structure, trained)
     spread = spread_main(main, params, layout)
@@ -186,7 +201,7 @@ def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = Fals
     """
     targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
     dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
-    flat = tree.flatten_up_to(layout.structure, main, "fs.spread_main")
+    flat = tree.flatten_up_to(layout.structure, main, "fs.spread_main", ("the layout", "main"))
     merged = [p if m is None else m for p, m in zip(tree.leaves(params), flat, strict=True)]
     values, where, kinds = (tree.unflatten(layout.structure, x) for x in (merged, targets, dtypes))
     return redistribute(values, where, dtypes=kinds, into=params if donate else None)

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, policies, tree
-from fsharding.agreement import agree, digest, facts_of
+from fsharding.agreement import compare, digest, facts_of, refuse_differences
 from fsharding.autodiff import value_and_grad
 from fsharding.axes import AXES
 from fsharding.errors import BatchError, ConfigError, NonFiniteError, ScheduleError, message
-from fsharding.layout import Layout
+from fsharding.layout import Layout, check_fit
 from fsharding.lost import naming_lost
 from fsharding.mesh import abstract, axis_group, everyone
 from fsharding.ops.rows import start_sum
 from fsharding.optim.apply import apply_gradients, apply_updates
 from fsharding.optim.balance import against_load, set_loads_apart
-from fsharding.optim.base import GradientTransformation, local_leaves, run_update
+from fsharding.optim.base import GradientTransformation, multiply, run_update
 from fsharding.optim.clip import global_norm
 from fsharding.pipeline import Messages, pipeline_grads
 from fsharding.policies import Policy
@@ -94,7 +94,7 @@ def make_train_step(
     Args:
         model: a `Model`, or a loss function `(params, batch) -> (sum, weight)`.
         opt: the optimizer.
-        microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated.
+        microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated; at least 1.
         schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, which is planned for the size of
             `pp` and `microbatches`. Meshes without `pp` do not look at it.
         precision: dtypes of compute and wire; by default the layout's.
@@ -105,6 +105,7 @@ def make_train_step(
         `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
 
     Raises:
+        ConfigError: a number of microbatches below 1, or a policy that is none.
         ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
         LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`.
         RankError: from the step: another rank is gone, or does not answer within the timeout of the mesh; it is named,
@@ -112,9 +113,13 @@ def make_train_step(
         ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
             on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
             layout, ranks whose layouts, models, optimizers or arguments of this function differ.
-        BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`.
-        NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling.
+        TreeError: from the step, at such a call: a state of another optimizer, or of a model with other parameters.
+        BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`. At such a call all ranks raise
+            if one does; at later ones a rank alone, which the others wait for until the timeout of the mesh.
+        NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling or at
+            the least scale.
     """
+    _check_arguments(microbatches, policy)
     is_model = hasattr(model, "block")
     loss_fn, rates = (model_loss(model, policy=policy), dict(model.balanced)) if is_model else (model, {})
     settings = _settings(model, opt, microbatches, schedule if is_model else "", precision, policy)
@@ -128,11 +133,12 @@ def make_train_step(
         layout = state.layout
         known = next((known for before, known in seen if layout is before or layout == before), None)
         if known is None:
-            _agree(layout, settings)
+            _agree(layout, settings, batch, microbatches)
+            if is_model:
+                _refuse_model(model, layout)
+            _refuse_other_state(opt, state)
             known = Messages()
             seen.append((layout, known))
-        if is_model:
-            _refuse_model_axes(model, layout)
         how = precision or layout.precision
         if (how.loss_scale is None) != (state.loss_scale is None):
             raise ConfigError(message("train step", *_scale_mismatch(state)))
@@ -147,12 +153,12 @@ def make_train_step(
             grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
         grads, loads = set_loads_apart(grads, rates)
         with _compat.region("norm"):
-            _compat.foreach_mul_(local_leaves(grads), float(1.0 / (weight.double() * scale)))
-            norm = global_norm(grads, shardings=layout.main)
+            mean = float(1.0 / (weight.double() * scale))
+            norm = (global_norm(grads, shardings=layout.main).double() * mean).float()
         loss = (total.double() / (weight.double() * scale)).float()
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         metrics = Metrics(loss, norm, weight, skipped=not finite)
-        if not finite and state.loss_scale is None:
+        if not finite and (how.loss_scale is None or scale <= how.loss_scale.least):
             raise NonFiniteError(_refusal(state, grads, loss, norm))
         if donate:
             state = state.donate()
@@ -161,7 +167,7 @@ def make_train_step(
             kept = state if donate else tree.map(torch.clone, state)
             return kept.replace(loss_scale=how.next_scale(state.loss_scale, finite=False)), metrics
         steer = functools.partial(against_load, loads=loads, rates=rates) if rates else None
-        return _update(state, grads, norm, opt, how, steer, donate=donate), metrics
+        return _update(state, grads, mean, norm, opt, how, steer, donate=donate), metrics
 
     return step
 
@@ -182,8 +188,21 @@ def _settings(
     return {**facts, **told, **facts_of("optimizer", opt.update)}
 
 
-def _agree(layout: Layout, settings: dict[str, str]) -> None:
-    """Refuses ranks whose steps differ. A layout is told by what it was planned from, since all else follows."""
+def _check_arguments(microbatches: Any, policy: Any) -> None:
+    """Refuses arguments that no layout and no batch can make right."""
+    if not isinstance(microbatches, int) or microbatches < 1:
+        text = f"got microbatches={microbatches!r}."
+        raise ConfigError(message("fs.make_train_step", text, mend="Give a number from 1."))
+    if not isinstance(policy, Policy):
+        known = ", ".join(f"fs.policies.{name}" for name in policies.POLICIES)
+        raise ConfigError(message("fs.make_train_step", f"got policy={policy!r}.", mend=f"Use one of {known}."))
+
+
+def _agree(layout: Layout, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
+    """Refuses ranks whose steps differ, or one of which cannot cut its batch.
+
+    A layout is told by what it was planned from, since all else follows.
+    """
     leaves = {
         f"params.{leaf.path}": f"{leaf.init} {leaf.shape} {leaf.names}" + ("" if leaf.trainable else " frozen")
         for leaf in layout.leaves
@@ -193,7 +212,14 @@ def _agree(layout: Layout, settings: dict[str, str]) -> None:
     if abstract(layout.mesh).axis_size("pp") == 1:
         settings = {name: text for name, text in settings.items() if name != "schedule"}
     ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
-    agree("train step", {**facts, **settings, **leaves}, ranks=ranks.ranks, group=ranks.process_group, device=device)
+    facts |= {**settings, **leaves, "batch": "\n".join(_uneven(batch, microbatches))}
+    told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device)
+    uneven = {rank: mine.pop("batch") for rank, mine in told.items()}
+    refuse_differences("train step", told)
+    if any(uneven.values()):
+        rows = [f"rank {rank}: {row}" for rank, text in uneven.items() for row in filter(None, text.split("\n"))]
+        text = f"cannot cut the batches of all ranks into {microbatches} microbatches."
+        raise BatchError(message("train step", text, rows, _EVEN))
 
 
 def _scale_mismatch(state: TrainState) -> tuple[str, list[str], str]:
@@ -216,7 +242,23 @@ def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
     return message("train step", "refused: loss or gradients are not finite.", rows, mend)
 
 
-def _refuse_model_axes(model: Any, layout: Layout) -> None:
+def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
+    """Refuses a state that another optimizer made."""
+    try:
+        made = opt.init(state.layout.meta_main())
+    except (NotImplementedError, RuntimeError):
+        return  # It asks for values, which are not here; whether the state fits will show.
+    spec, other = tree.flatten(made)[1], tree.flatten(state.opt_state)[1]
+    if spec != other:
+        tree.flatten_up_to(spec, state.opt_state, "train step", ("its optimizer", "state.opt_state"))
+
+
+def _refuse_model(model: Any, layout: Layout) -> None:
+    """Refuses a model with other parameters than those of the layout, or on axes that it does not compute over."""
+    draws = tree.flatten_up_to(
+        layout.structure, model.init(torch.zeros(2, dtype=torch.int64)), "train step", ("the state", "its model")
+    )
+    check_fit("train step", layout, draws, ((leaf.shape, leaf.init) for leaf in layout.leaves))
     shape = abstract(layout.mesh)
     others = [axis for axis in ("cp", "tp") if axis not in model.axes]
     used = [f"{axis}={shape.axis_size(axis)}" for axis in others if shape.axis_size(axis) > 1]
@@ -238,16 +280,26 @@ def _schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Sc
     return planned
 
 
-def _split(batch: Tree, microbatches: int) -> list[Tree]:
-    wrong = [
-        f"{path} is {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+_EVEN = "Choose microbatches that divide dim 0 of every leaf, or another global batch."
+
+
+def _uneven(batch: Tree, microbatches: int) -> list[str]:
+    """The leaves of a batch that cannot be cut, in words."""
+    return [
+        f"{path} is {_type_text(x)}"
         for path, x in tree.named_leaves(batch).items()
-        if x.ndim == 0 or x.shape[0] % microbatches
+        if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[0] % microbatches
     ]
-    if wrong or microbatches < 1:
+
+
+def _type_text(x: Any) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _split(batch: Tree, microbatches: int) -> list[Tree]:
+    if wrong := _uneven(batch, microbatches):
         text = f"cannot cut this rank's batch into {microbatches} microbatches."
-        mend = "Choose microbatches that divide dim 0 of every leaf, or another global batch."
-        raise BatchError(message("train step", text, wrong, mend))
+        raise BatchError(message("train step", text, wrong, _EVEN))
     if microbatches == 1:
         return [batch]
     return [tree.map(lambda x: x.chunk(microbatches)[i], batch) for i in range(microbatches)]  # noqa: B023
@@ -269,7 +321,7 @@ def _accumulate(
     for i, piece in enumerate(pieces):
         target = layout.main if i + 1 == len(pieces) else layout.grads
         run = value_and_grad(scaled, grads=target, precision=how, mean=False)
-        (total, weight), held = run(params, piece, accumulate=held)
+        (total, weight), held = run(params, piece, accumulate=held, donate=True)
         totals.append(total)
         weights.append(weight)
     return held, torch.stack(totals).sum(), torch.stack(weights).sum()
@@ -278,6 +330,7 @@ def _accumulate(
 def _update(
     state: TrainState,
     grads: Tree,
+    mean: float,
     norm: Tensor,
     opt: GradientTransformation,
     how: Precision,
@@ -287,7 +340,9 @@ def _update(
 ) -> TrainState:
     layout = state.layout
     with _compat.region("optimizer"):
-        main, opt_state = _move(state, grads, norm, opt, steer, donate=donate)
+        if not donate:
+            grads, mean = multiply(grads, mean, donate=True), 1.0
+        main, opt_state = _move(state, grads, mean, norm, opt, steer, donate=donate)
     scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
     with _compat.region("spread"):
         params = spread_main(main, state.params, layout, donate=donate)
@@ -303,15 +358,16 @@ def _update(
 def _move(
     state: TrainState,
     grads: Tree,
+    mean: float,
     norm: Tensor,
     opt: GradientTransformation,
     steer: Callable[[Tree], Tree] | None,
     *,
     donate: bool,
 ) -> tuple[Tree, Tree]:
-    """The main parameters and the optimizer state after an update."""
+    """The main parameters and the optimizer state after an update; gradients times `mean` are their means."""
     main = main_of(state)
     if steer is None:
-        return apply_gradients(opt, grads, state.opt_state, main, donate=donate, norm=norm)
-    updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm)
+        return apply_gradients(opt, grads, state.opt_state, main, donate=donate, norm=norm, scale=mean)
+    updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm, scale=mean)
     return apply_updates(main, steer(updates), donate=donate), opt_state

@@ -123,7 +123,7 @@ def parse_strategy(name: str) -> Strategy:
         ConfigError: an unknown name.
     """
     if name not in STRATEGIES:
-        close = difflib.get_close_matches(name, STRATEGIES, 1)
+        close = difflib.get_close_matches(str(name), STRATEGIES, 1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         known = f"Strategies are {', '.join(STRATEGIES)}.{hint}"
         raise ConfigError(message("fs.parse_strategy", f"knows no strategy {name!r}.", mend=known))

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from rich.console import Console
@@ -23,11 +23,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fsharding import checkpoint, ops, optim, policies, random
 from fsharding.agreement import agree
 from fsharding.axes import parse_axes
-from fsharding.config import OPTIMIZERS, PRECISIONS, TrainConfig, model_of, open_tokens, stages
+from fsharding.config import (
+    OPTIMIZERS,
+    PRECISIONS,
+    TrainConfig,
+    batches_seen,
+    model_of,
+    open_tokens,
+    schedule_of,
+    stages,
+)
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
 from fsharding.layout import Layout, plan_layout
 from fsharding.mesh import data_position, everyone, make_mesh
+from fsharding.models.base import Model
 from fsharding.recipes import Recipe, recipe
 from fsharding.reshard import reshard
 from fsharding.show import plot_loss, read_metrics
@@ -35,8 +45,11 @@ from fsharding.state import TrainState, init_state, state_bytes
 from fsharding.step import Metrics, make_train_step
 from fsharding.strategy import parse_strategy
 from fsharding.swaps import Swap, parse_swaps
+from fsharding.tree import Tree
 
 __all__ = ["train"]
+
+Step: TypeAlias = Callable[[TrainState, Tree], tuple[TrainState, Metrics]]
 
 
 def train(config: TrainConfig) -> None:
@@ -63,7 +76,7 @@ def _train(config: TrainConfig) -> None:
     opt = optim.chain(optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
     swaps = {swap.step: swap for swap in parse_swaps(config.swap_at)}
     newest = checkpoint.latest(config.checkpoints) if config.resume else None
-    first = checkpoint.metadata(newest).step if newest is not None else 0
+    first = batches_seen(newest) if newest is not None else 0
     layout = _first_layout(config, model, [swap for step, swap in swaps.items() if step <= first])
     data = open_tokens(config)
     _agree(config, data, layout.mesh)
@@ -71,31 +84,39 @@ def _train(config: TrainConfig) -> None:
         state = init_state(model, opt, random.key(config.seed), layout)
     else:
         state = checkpoint.load(newest, layout, opt=opt)
-    step = make_train_step(
-        model,
-        opt,
-        microbatches=config.microbatches,
-        schedule=config.schedule,
-        donate=True,
-        policy=policies.POLICIES[config.policy],
-    )
+    step = _step(config, model, opt, state)
     leader = not dist.is_initialized() or dist.get_rank() == 0
     saved = first if config.resume else -1
+    if first < config.steps:
+        data.batch(first, Shard(*data_position(layout.mesh)))  # what cannot be read is found before a file changes
     with _log(config, first, active=leader) as log:
         for number in range(first, config.steps):
             if number in swaps and number > first:
                 state = _swap(config, state, swaps[number])
-            began, mesh = time.perf_counter(), state.layout.mesh
+                step = _step(config, model, opt, state)
+            began, mesh, rate = time.perf_counter(), state.layout.mesh, schedule(int(state.step))
             with recording() as counts:
                 batch = ops.cut_sequence(data.batch(number, Shard(*data_position(mesh))), mesh=mesh)
                 state, metrics = step(state, {k: v.to(_device(mesh)) for k, v in batch.items()})
-            log.write(number + 1, metrics, counts, schedule(number), state_bytes(state), time.perf_counter() - began)
+            log.write(number + 1, metrics, counts, rate, state_bytes(state), time.perf_counter() - began)
             if config.save_every and (number + 1) % config.save_every == 0:
-                _save(config, state, data)
+                _save(config, state, data, number + 1)
                 saved = number + 1
-        if saved != int(state.step):
-            _save(config, state, data)
+        if saved < config.steps:
+            _save(config, state, data, config.steps)
         log.finish()
+
+
+def _step(config: TrainConfig, model: Model, opt: optim.GradientTransformation, state: TrainState) -> Step:
+    """The step of a run on the mesh where its state is."""
+    return make_train_step(
+        model,
+        opt,
+        microbatches=config.microbatches,
+        schedule=schedule_of(config, state.layout.mesh) or config.schedule,
+        donate=True,
+        policy=policies.POLICIES[config.policy],
+    )
 
 
 _OWN = {"out", "data", "ranks", "plot", "timeout"}
@@ -141,10 +162,11 @@ def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
     return reshard(state, layout.with_strategy(parse_strategy(swap.strategy)), donate=True)
 
 
-def _save(config: TrainConfig, state: TrainState, data: Tokens) -> None:
+def _save(config: TrainConfig, state: TrainState, data: Tokens, batches: int) -> None:
+    """Saves under the number of batches seen, which is that of updates but for those that a loss scale skipped."""
     told = {k: str(v) for k, v in asdict(config).items()}
-    extra = {"preset": config.preset, "data": data.fingerprint(), "config": told}
-    checkpoint.save(config.checkpoints / str(int(state.step)), state, extra=extra)
+    extra = {"preset": config.preset, "data": data.fingerprint(), "batches": batches, "config": told}
+    checkpoint.save(config.checkpoints / str(batches), state, extra=extra)
 
 
 def _schedule(config: TrainConfig, chosen: Recipe) -> optim.Schedule:
@@ -183,7 +205,8 @@ class _Log:
     def __init__(self, config: TrainConfig, first: int) -> None:
         self.config, self.first = config, first
         self.file = config.metrics.open("a")
-        console = Console()
+        console = Console(stderr=config.json)
+        self.out = console.file
         self.every = 0 if console.is_terminal else max(1, config.steps // 10)
         columns = (
             "loss {task.fields[loss]}",
@@ -215,14 +238,19 @@ class _Log:
         self.progress.update(self.task, completed=step, **fields)
         if self.every and (step % self.every == 0 or step == self.config.steps):
             text = f"step {step}/{self.config.steps}  loss {fields['loss']}  {fields['rate']} tokens/s"
-            print(f"{text}  {fields['state']} MB of state a rank", flush=True)
+            print(f"{text}  {fields['state']} MB of state a rank", file=self.out, flush=True)
 
     def finish(self) -> None:
         if self.config.plot:
             plot_loss(self.config.metrics, self.config.out / "loss.png")
         rows = read_metrics(self.config.metrics)
         self.progress.stop()
-        last = f"loss {rows[-1]['loss']:.4f} after {len(rows)} steps" if rows else "no steps"
+        loss = rows[-1]["loss"] if rows else None
+        if self.config.json:
+            print(json.dumps({"steps": len(rows), "loss": loss, "out": str(self.config.out)}), flush=True)
+            return
+        text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
+        last = f"{text} after {len(rows)} steps" if rows else "no steps"
         print(f"{last}; metrics, plot and checkpoints in {self.config.out}", flush=True)
 
     def close(self) -> None:

@@ -301,7 +301,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
         mend = "Call it on the result of the transform; inside, differentiate through gather_unit instead."
         raise TransformError(message("fs.scatter_grads", text, mend=mend))
     leaves, spec = tree.flatten(like, is_leaf=_is_local)
-    given = tree.flatten_up_to(spec, grads, "fs.scatter_grads")
+    given = tree.flatten_up_to(spec, grads, "fs.scatter_grads", ("like", "grads"))
     nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
     result: list[Any] = list(given)
     chosen = [i for i, node in enumerate(nodes) if isinstance(node, Local) and given[i] is not None]

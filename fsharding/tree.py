@@ -39,6 +39,7 @@ Tree: TypeAlias = Any
 
 IsLeaf: TypeAlias = Callable[[Any], bool] | None
 _map = map
+_TWO_TREES = ("the first tree", "the second tree")
 
 
 def flatten(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -93,8 +94,16 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLe
     return unflatten(spec, [fn(*group) for group in zip(_spec_paths(spec), flat, *others, strict=True)])
 
 
-def flatten_up_to(spec: optree.PyTreeSpec, tree: Tree, function: str) -> list[Any]:
+def flatten_up_to(
+    spec: optree.PyTreeSpec, tree: Tree, function: str, labels: tuple[str, str] = _TWO_TREES
+) -> list[Any]:
     """What stands in `tree` at each leaf of `spec`.
+
+    Args:
+        spec: the structure.
+        tree: begins with it.
+        function: the public function, for the error.
+        labels: what the structure and the tree are, such as `("params", "grads")`, for the error.
 
     Raises:
         TreeError: `tree` does not begin with the structure `spec`.
@@ -104,36 +113,49 @@ def flatten_up_to(spec: optree.PyTreeSpec, tree: Tree, function: str) -> list[An
     except (ValueError, TypeError) as error:
         other = optree.tree_structure(tree, namespace=NAMESPACE)
         ours, theirs = set(_spec_paths(spec)), set(_spec_paths(other))
-        rows = [f"{path}: only in the first tree" for path in sorted(ours - theirs)]
-        rows += [f"{path}: only in the second tree" for path in sorted(theirs - ours)]
+        rows = [f"{path}: only in {labels[0]}" for path in sorted(ours - theirs)]
+        rows += [f"{path}: only in {labels[1]}" for path in sorted(theirs - ours)]
+        what, both = ("two trees", "both trees") if labels == _TWO_TREES else (" and ".join(labels), "both")
         text = message(
             function,
-            "got two trees that do not match.",
-            rows or [f"first {spec}", f"second {other}"],
-            "Give both trees the same keys.",
+            f"got {what} that do not match.",
+            rows or [f"{labels[0]}: {spec}", f"{labels[1]}: {other}"],
+            f"Give {both} the same keys.",
         )
         raise TreeError(text) from error
 
 
-def match(function: str, first: Tree, second: Tree) -> None:
+def match(function: str, first: Tree, second: Tree, labels: tuple[str, str] = _TWO_TREES) -> None:
     """Checks that two trees have the same paths.
+
+    Args:
+        function: the public function, for the error.
+        first: a tree.
+        second: another.
+        labels: what the two are, for the error.
 
     Raises:
         TreeError: they differ; every path that only one of them has is listed.
     """
     spec, other = (optree.tree_structure(t, namespace=NAMESPACE) for t in (first, second))
     if spec != other and _spec_paths(spec) != _spec_paths(other):
-        flatten_up_to(spec, second, function)
+        flatten_up_to(spec, second, function, labels)
 
 
-def prune(tree: Tree, like: Tree) -> Tree:
+def prune(tree: Tree, like: Tree, function: str = "fs.tree.prune", labels: tuple[str, str] = ("tree", "like")) -> Tree:
     """A tree with None wherever `like` has None: parameters without those that have no gradient.
+
+    Args:
+        tree: any.
+        like: the same tree, with None here and there.
+        function: the public function, for the error.
+        labels: what the two are, for the error.
 
     Raises:
         TreeError: `like` does not begin with the structure of the tree.
     """
     flat, spec = flatten(tree)
-    kept = flatten_up_to(spec, like, "tree.prune")
+    kept = flatten_up_to(spec, like, function, labels)
     return unflatten(spec, [leaf if other is not None else None for leaf, other in zip(flat, kept, strict=True)])
 
 

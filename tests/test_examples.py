@@ -146,8 +146,33 @@ def test_example_is_a_script(name: str, tmp_path: Path):
     compare(name, run_example(ROOT / "examples" / name, tmp_path))
 
 
+DRAWN = "muon_vs_adamw.py", "hessian_spectrum.py"
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("axes", ["ep=2", "replica=2 dp=2", "pp=2 cp=2", "pp=2 dp=2 tp=2"])
+@pytest.mark.parametrize("name", DRAWN)
+def test_example_draws(name: str, tmp_path: Path):
+    compare(name, run_example(ROOT / "examples" / name, tmp_path, "--plot", "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+ONE_AXIS = ["pp=2", "cp=2", *(pytest.param(f"{axis}=2", marks=pytest.mark.full) for axis in ("dp", "ep", "replica"))]
+
+
+@pytest.mark.parametrize("axes", ONE_AXIS)
+def test_a_llama_is_finetuned_over_each_axis(
+    axes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["finetune_llama.py", axes])
+    run_here("finetune_llama")
+    printed = capsys.readouterr().out
+    assert f"mesh {{'{axes[:-2]}': 2}}: " in printed
+    assert printed.endswith("fine-tuned on the mesh, and the same in transformers\n")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axes", ["replica=2 dp=2", "pp=2 cp=2", "pp=2 dp=2 tp=2"])
 def test_a_llama_is_finetuned_over_any_mesh(axes: str, tmp_path: Path):
     printed = run_example(ROOT / "examples" / "finetune_llama.py", tmp_path, *axes.split())
     assert printed.endswith("fine-tuned on the mesh, and the same in transformers\n")

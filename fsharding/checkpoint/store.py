@@ -279,7 +279,8 @@ def latest(directory: StrPath) -> Path | None:
     """
     root = Path(os.path.realpath(directory))
     steps = _steps(root)
-    best = max(steps, key=lambda name: (steps[name], name), default=None)
+    # Of several of one step the longest run: names are numbers, and steps can be skipped.
+    best = max(steps, key=lambda name: (steps[name], len(name), name), default=None)
     return None if best is None else root / best
 
 

@@ -220,16 +220,30 @@ def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None
 
 
 # ----------------------------------------------------------------------------------------------------------------- out
-def config_json(config: DecoderConfig, **entries: Any) -> dict[str, Any]:
+def decoder_config(config: Any, function: str) -> DecoderConfig:
+    """The config of a decoder, where it or a recipe that has it is given.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    found = config if isinstance(config, DecoderConfig) else getattr(config, "config", None)
+    if not isinstance(found, DecoderConfig):
+        mend = "Pass a DecoderConfig, or a recipe such as fs.recipes.llama3_8b()."
+        raise ConfigError(message(function, f"needs the config of a decoder; got {type(config).__name__}.", mend=mend))
+    return found
+
+
+def config_json(config: Any, **entries: Any) -> dict[str, Any]:
     """The `config.json` of a decoder: that of the family that computes the same.
 
     Args:
-        config: sizes of the decoder.
+        config: a `DecoderConfig`, or a recipe that has one.
         **entries: more entries, or others, such as `max_position_embeddings` or `eos_token_id`.
 
     Raises:
-        ConfigError: no family has all that the decoder has.
+        ConfigError: no family has all that the decoder has, or it is no config.
     """
+    config = decoder_config(config, "fs.hf.config_json")
     kind, experts = _kind(config), config.experts
     family = FAMILIES[kind]
     found: dict[str, Any] = {

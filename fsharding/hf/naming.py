@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from fsharding import boxes
 from fsharding.boxes import Box
 from fsharding.checkpoint.names import Name as SimpleName
 from fsharding.checkpoint.names import Transposed, our_box, parts
-from fsharding.models.decoder import DecoderConfig
+from fsharding.hf.families import decoder_config
 from fsharding.planning import LeafLayout
 from fsharding.spec import Fused
 
@@ -41,9 +41,12 @@ class Joined(NamedTuple):
 
     Attributes:
         names: of the parts, in the order of the leaf's `Fused` dim, which says their sizes.
+        dim: along which the parts are equally large, where the leaf has no such dim; counted from the last one: -1, -2
+            and so on.
     """
 
     names: tuple[SimpleName, ...]
+    dim: int | None = None
 
 
 class Section(NamedTuple):
@@ -147,6 +150,9 @@ def _plain(name: SimpleName, shape: tuple[int, ...]) -> Iterator[Piece]:
 
 
 def _joined(name: Joined, shape: tuple[int, ...], fused: Declared) -> Iterator[Piece]:
+    if fused is None and name.dim is not None and -len(shape) <= name.dim < 0:
+        size, rest = divmod(shape[name.dim], len(name.names))
+        fused = (len(shape) + name.dim, (size,) * len(name.names)) if not rest else None
     if fused is None or len(fused[1]) != len(name.names):
         said = "none" if fused is None else f"{len(fused[1])} parts"
         raise ValueError(f"{len(name.names)} names are joined, its layout declares {said}: name a dim fs.Fused(...)")
@@ -222,14 +228,25 @@ _QWEN_MOE: dict[str, Name] = {
 }
 
 
-def names_of(config: DecoderConfig, *, stacked_experts: bool = False) -> dict[str, Name]:
+def _fused(names: dict[str, Name]) -> dict[str, Name]:
+    """The same with queries, keys and values as one leaf, their biases, and gate and up."""
+    joined = {"wqkv": ("wq", "wk", "wv"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
+    found, left = dict[str, Name](), dict(names)
+    for leaf, apart in joined.items():
+        if apart[0] in left:
+            found[leaf] = Joined(tuple(cast("SimpleName", left.pop(name)) for name in apart))
+    return {**left, **found}
+
+
+def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
     """Where each leaf of `models.decoder(config)` is in a directory of its family.
 
     Args:
-        config: one that `hf.config_json` can say.
+        config: one that `hf.config_json` can say, or a recipe that has one.
         stacked_experts: a layer has all experts in one tensor, their gates and ups fused, as transformers has them in
             memory; by default each expert has tensors of its own, as published files have.
     """
+    config = decoder_config(config, "fs.hf.names_of")
     blocks = _ATTENTION | (_BIASES if config.bias else {}) | (_HEAD_NORMS if config.qk_norm else {})
     if config.experts is None:
         blocks |= _DENSE
@@ -240,6 +257,7 @@ def names_of(config: DecoderConfig, *, stacked_experts: bool = False) -> dict[st
         blocks |= {"experts.down": Transposed(f"{_LAYER}mlp.experts.down_proj")}
     else:
         blocks |= _QWEN_MOE if config.qk_norm else _MIXTRAL
+    blocks = _fused(blocks) if config.fused else blocks
     ends: dict[str, Name] = {"embed.table": "model.embed_tokens.weight", "head.norm": "model.norm.weight"}
     if not config.tied:
         ends["head.unembed"] = "lm_head.weight"

@@ -35,7 +35,7 @@ from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.tensor_files import INDEX, TensorFile, index_text, tensor_files
 from fsharding.checkpoint.weights import SAFETENSORS
 from fsharding.errors import CheckpointError, message
-from fsharding.hf.families import config_json, config_of
+from fsharding.hf.families import config_json, config_of, decoder_config
 from fsharding.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of, untiled
 from fsharding.layout import Layout
 from fsharding.mesh import own_rank, world_size
@@ -83,7 +83,7 @@ def save(
     Args:
         path: the directory to be; nothing may be there yet.
         params: the tree of `models.decoder`, or of `names`; of a state, the main parameters.
-        config: of the decoder, or the entries of the `config.json` to be.
+        config: of the decoder, or a recipe that has one, or the entries of the `config.json` to be.
         layout: of the parameters. It is needed where a leaf is assigned, by stages or parts, or `Joined`.
         names: where each leaf goes; by default `fs.hf.names_of` for the decoder of the config.
         dtype: of the floating point tensors there; by default their own.
@@ -210,6 +210,7 @@ def _plan(
     rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
     if isinstance(params, TrainState):
         layout, params = params.layout, _stored(params)
+    config = config if isinstance(config, Mapping) else decoder_config(config, _FUNCTION)
     entries = dict(config_json(config) if isinstance(config, DecoderConfig) else config)
     sizes: dict[str, tuple[int, ...]] = {}
     if names is None:

@@ -70,6 +70,8 @@ class DecoderConfig:
         bias: queries, keys and values have a bias.
         rope_scaling: of the rotary frequencies, for a longer context.
         qk_norm: each query and key head has an RMSNorm before it turns.
+        fused: queries, keys and values are one leaf `wqkv` and one product, and so are gate and up as `gate_up`. `tp`
+            cuts each part by itself.
         attention: another attention than the grouped-query one of the numbers above.
         experts: in the place of the dense feed-forward part.
         stacks: of unlike blocks, in order; by default all blocks are one stack, at `blocks`.
@@ -88,19 +90,25 @@ class DecoderConfig:
     bias: bool = False
     rope_scaling: Scaling | None = None
     qk_norm: bool = False
+    fused: bool = False
     attention: Grouped | Latent | None = None
     experts: Experts | None = None
     stacks: tuple[Stack, ...] = ()
 
     def __post_init__(self) -> None:
-        wrong: list[str] = []
-        if self.attention is None:
+        sizes = {"vocab": self.vocab, "dim": self.dim, "layers": self.layers, "heads": self.heads}
+        sizes |= {"kv_heads": self.kv_heads, "hidden": self.hidden, "head_size": self.head_size}
+        wrong = [f"{name}={size}: at least 1" for name, size in sizes.items() if size is not None and size < 1]
+        if self.attention is None and self.heads >= 1:
             if self.head_size is None and (self.dim % self.heads or self.head_dim % 2):
                 wrong.append(f"dim {self.dim} over {self.heads} heads is not an even head dim")
             elif self.head_dim % 2:
                 wrong.append(f"head_size {self.head_size} is not even")
-            if self.heads % self.kv_heads:
+            if self.kv_heads >= 1 and self.heads % self.kv_heads:
                 wrong.append(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
+        for stack in self.stacks:
+            own = {"layers": stack.layers, "hidden": stack.hidden}
+            wrong += [f"stack {stack.name!r}: {k}={v}: at least 1" for k, v in own.items() if v is not None and v < 1]
         names = [stack.name for stack in self.stacks]
         wrong += [f"two stacks have the name {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
         wrong += [
@@ -122,11 +130,11 @@ class DecoderConfig:
         attention = stack.attention if stack is not None and stack.attention is not None else self.attention
         if attention is None:
             numbers = self.heads, self.kv_heads, self.head_dim, self.bias, self.rope_base, self.rope_scaling
-            attention = Grouped(*numbers, qk_norm=self.qk_norm)
+            attention = Grouped(*numbers, qk_norm=self.qk_norm, fused=self.fused)
         experts, hidden = self.experts, self.hidden
         if stack is not None and (stack.hidden is not None or stack.experts is not None):
             experts, hidden = stack.experts, stack.hidden or hidden
-        return attention, Dense(hidden) if experts is None else Mixture(experts)
+        return attention, Dense(hidden, self.fused) if experts is None else Mixture(experts)
 
     def kinds(self) -> list[tuple[AttentionPart, FeedPart]]:
         """Attention and feed-forward part of each stack, in order."""

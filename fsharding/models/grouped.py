@@ -20,7 +20,7 @@ from fsharding.mesh import axis_index
 from fsharding.models.parts import Cuts, Draws, How, Stream, columns, positions_of, rows, scale_of
 from fsharding.ops.rotary import Scaling
 from fsharding.random import Draw
-from fsharding.spec import DimName
+from fsharding.spec import DimName, Fused
 from fsharding.tree import Tree
 
 __all__ = ["Grouped"]
@@ -38,6 +38,7 @@ class Grouped:
         rope_base: base of the rotary frequencies.
         rope_scaling: of these frequencies, for a longer context.
         qk_norm: RMSNorm of each query and key head before it turns, with one scale [E] for all heads of a layer.
+        fused: queries, keys and values are one leaf, `wqkv`, and one product, and so are their biases, `qkv_bias`.
     """
 
     heads: int
@@ -47,30 +48,37 @@ class Grouped:
     rope_base: float = 10_000.0
     rope_scaling: Scaling | None = None
     qk_norm: bool = False
+    fused: bool = False
 
     def __post_init__(self) -> None:
         wrong = [f"head_dim {self.head_dim} is not even"] if self.head_dim % 2 or self.head_dim < 1 else []
-        if self.heads % self.kv_heads:
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads}
+        wrong += [f"{name}={size}: at least 1" for name, size in sizes.items() if size < 1]
+        if self.kv_heads >= 1 and self.heads % self.kv_heads:
             wrong.append(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
         if wrong:
             raise ConfigError(message("models.Grouped", "has sizes that do not fit.", wrong))
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Columns of queries, keys and values."""
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
+
     def init(self, dim: int, draws: Draws) -> dict[str, Draw]:
         """First values of the leaves; see `Part`."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        biases = {"q_bias": q, "k_bias": kv, "v_bias": kv} if self.bias else {}
+        sizes = {"qkv": sum(self.sizes)} if self.fused else dict(zip("qkv", self.sizes, strict=True))
+        biases = {f"{x}_bias": size for x, size in sizes.items()} if self.bias else {}
         return {
-            "wq": draws.normal(q, dim),
-            "wk": draws.normal(kv, dim),
-            "wv": draws.normal(kv, dim),
-            "wo": draws.into_stream(q, dim),
+            **{f"w{x}": draws.normal(size, dim) for x, size in sizes.items()},
+            "wo": draws.into_stream(self.sizes[0], dim),
             **{name: draws.zeros(size) for name, size in biases.items()},
             **({name: draws.ones(self.head_dim) for name in ("q_norm", "k_norm")} if self.qk_norm else {}),
         }
 
     def names(self) -> dict[str, tuple[DimName, ...]]:
         """Dim names of the leaves; see `Part`."""
-        of = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
+        apart: dict[str, DimName] = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
+        of = {"qkv": Fused("heads", self.sizes)} if self.fused else apart
         matrices = {f"w{x}": ("layers", name, "embed") for x, name in of.items()}
         biases = {f"{x}_bias": ("layers", name) for x, name in of.items()} if self.bias else {}
         norms = dict.fromkeys(("q_norm", "k_norm"), ("layers", None)) if self.qk_norm else {}
@@ -78,13 +86,12 @@ class Grouped:
 
     def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
         """Attention of a block; see `Part`."""
-        heads = params["wq"].shape[0] // self.head_dim
+        heads = params["wo"].shape[0] // self.head_dim
         whole = heads == self.heads
-        kv = [self._kv_rows(params[name], heads) for name in ("wk", "wv")]
-        found = columns(x_BTD, [params["wq"], *kv], whole=whole, how=how)
+        found = columns(x_BTD, self._rows(params, "w{}", heads), whole=whole, how=how)
         if self.bias:
-            kv = [self._kv_rows(params[name], heads) for name in ("k_bias", "v_bias")]
-            found = [y + bias for y, bias in zip(found, [params["q_bias"], *kv], strict=True)]
+            found = [y + bias for y, bias in zip(found, self._rows(params, "{}_bias", heads), strict=True)]
+        found = ops.split_parts(found[0], self.sizes) if self.fused else found
         q_BHTE, k_BKTE, v_BKTE = (rearrange(y, "b t (h e) -> b h t e", e=self.head_dim) for y in found)
         if self.qk_norm:
             over = () if whole else "tp"
@@ -95,6 +102,12 @@ class Grouped:
         scale = scale_of(self.head_dim, self.rope_scaling)
         out_BHTE = ops.attention(q_BHTE, k_BKTE, v_BKTE, documents=stream.documents, kind=how.kind, scale=scale)
         return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, how=how)
+
+    def _rows(self, params: Tree, name: str, heads: int) -> list[Tensor]:
+        """The rows that this rank needs, of queries, keys and values, or of all in one."""
+        if self.fused:
+            return [params[name.format("qkv")]]
+        return [params[name.format("q")], *(self._kv_rows(params[name.format(x)], heads) for x in "kv")]
 
     def _kv_rows(self, weight: Tensor, heads: int) -> Tensor:
         """The rows of the key heads that this rank's query heads need; query heads of several ranks may share one."""
@@ -119,6 +132,8 @@ class Grouped:
             wrong.append(
                 f"{each} heads a rank: neither whole groups of {group}, which share a key head, nor a part of one"
             )
-        if cuts.has("kv_heads") and not cuts.has("heads"):
+        if self.fused and cuts.has("heads") and self.kv_heads % cuts.tp:
+            wrong.append(f"{self.kv_heads} kv_heads, in one leaf with the queries: no multiple of {cuts.tp}")
+        if not self.fused and cuts.has("kv_heads") and not cuts.has("heads"):
             wrong.append(f"{self.kv_heads} kv_heads: cut over tp, but the heads are not")
         return wrong

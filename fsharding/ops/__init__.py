@@ -4,7 +4,7 @@ from fsharding.ops.attention import attention, plan_ring
 from fsharding.ops.collectives import all_to_all, all_to_all_rows, gather, ppermute, psum, scatter, vary
 from fsharding.ops.embedding import embedding
 from fsharding.ops.grouped import grouped_matmul
-from fsharding.ops.linear import column_linear, enter, leave, row_linear
+from fsharding.ops.linear import column_linear, enter, leave, row_linear, split_parts
 from fsharding.ops.loss import cross_entropy
 from fsharding.ops.moe import combine, dispatch, experts_swiglu
 from fsharding.ops.norm import rms_norm
@@ -44,6 +44,7 @@ __all__ = [
     "route",
     "row_linear",
     "scatter",
+    "split_parts",
     "tell_load",
     "vary",
     "z_loss",

@@ -7,14 +7,16 @@ Law: what comes out, and the gradient of the table, is that of the whole table o
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding import boxes
+from fsharding import _functorch, boxes
+from fsharding.errors import DataError, message
 from fsharding.mesh import Mesh, axis_index, axis_size
 from fsharding.ops.linear import leave
 
-__all__ = ["embedding"]
+__all__ = ["checked_ids", "embedding"]
 
 
 def embedding(
@@ -29,7 +31,7 @@ def embedding(
     """Looks up tokens in a table of which each rank has a ceil-chunk of the rows.
 
     Args:
-        tokens: int64[...], the same on all ranks of the axis.
+        tokens: whole numbers [...], the same on all ranks of the axis.
         table_VD: this rank's rows; all of them where nothing cuts the table.
         vocab: V, the number of rows of the whole table; by default those that are here.
         axis: that cuts the rows, if it does.
@@ -41,8 +43,10 @@ def embedding(
 
     Raises:
         SpecError: the size of `sequence_dim` is not a multiple of the axis.
+        DataError: tokens that are no whole numbers, or, on the CPU, outside the vocabulary.
     """
     rows = table_VD.shape[0]
+    tokens = checked_ids("ops.embedding", "tokens", tokens, vocab or rows)
     size = axis_size(axis, mesh)
     if size == 1 or vocab is None or rows == vocab:
         return F.embedding(tokens, table_VD)
@@ -53,3 +57,37 @@ def embedding(
     else:
         found = table_VD.new_zeros(*tokens.shape, table_VD.shape[1]) + table_VD.sum()
     return leave(found, axis, sequence_dim=sequence_dim, mesh=mesh)
+
+
+def checked_ids(function: str, name: str, ids: Tensor, vocab: int, *, ignore_index: int | None = None) -> Tensor:
+    """Ids as int64. On the CPU their range is looked at; on other devices that would wait for them.
+
+    Args:
+        function: the public function, for the error.
+        name: of the argument, for the error.
+        ids: whole numbers [...].
+        vocab: how many ids there are.
+        ignore_index: one more that is allowed.
+
+    Raises:
+        DataError: floating point or bool, or an id outside of `0 .. vocab - 1`.
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        text = f"needs {name} that are whole numbers, got {str(ids.dtype).removeprefix('torch.')}{list(ids.shape)}."
+        raise DataError(message(function, text, mend=f"Give {name}.long()."))
+    ids = ids.long()
+    # What a transform, a trace or a compiler has wrapped has no values to look at.
+    if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel():
+        return ids
+    if _functorch.innermost(ids) is not ids:
+        return ids
+    low, high = (int(x) for x in torch.aminmax(ids))
+    if low >= 0 and high < vocab:
+        return ids
+    outside = (ids < 0) | (ids >= vocab)
+    wrong = ids[outside if ignore_index is None else outside & (ids != ignore_index)]
+    if wrong.numel():
+        row = f"{wrong.numel()} of {ids.numel()}, the first is {int(wrong.reshape(-1)[0])}"
+        mend = f"Ids are 0 to {vocab - 1}" + ("" if ignore_index is None else f", or {ignore_index} to ignore") + "."
+        raise DataError(message(function, f"got {name} outside the vocabulary.", [row], mend))
+    return ids

@@ -8,14 +8,17 @@ Law: what comes out, and every gradient, is that of the whole weights on one pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsharding.boxes import chunk
 from fsharding.errors import SpecError, message
-from fsharding.mesh import Mesh, axis_size
+from fsharding.mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather, psum, scatter, vary
 
-__all__ = ["column_linear", "enter", "leave", "row_linear"]
+__all__ = ["column_linear", "enter", "leave", "row_linear", "split_parts"]
 
 
 def enter(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
@@ -75,6 +78,33 @@ def column_linear(
     """
     whole = enter(x_D, axis, sequence_dim=sequence_dim, mesh=mesh)
     return tuple(F.linear(whole, w) for w in weights_FD)
+
+
+def split_parts(
+    x: Tensor, sizes: Sequence[int], *, dim: int = -1, axis: str = "tp", mesh: Mesh | None = None
+) -> tuple[Tensor, ...]:
+    """The parts of a dim that is named `Fused`, which each rank of an axis has some of: q, k and v of one product, say.
+
+    Args:
+        x: a weight at work, or its product: this rank's piece of each part, one after the other, along `dim`; or all of
+            every part, where nothing cuts them.
+        sizes: of the whole parts, as the `Fused` name says them.
+        dim: of x.
+        axis: that cuts each part by itself, as evenly as it can.
+        mesh: by default that of `fs.set_mesh`.
+
+    Returns:
+        Views of x.
+
+    Raises:
+        SpecError: the size of `dim` is neither that of this rank's pieces nor that of all parts.
+    """
+    pieces = [chunk(size, axis_size(axis, mesh), axis_index(axis, mesh)) for size in sizes]
+    here, has = [stop - start for start, stop in pieces], x.shape[dim]
+    if has not in (sum(here), sum(sizes)):
+        text = f"cannot split dim {dim} of size {has} into parts of {tuple(sizes)}: this rank has {tuple(here)}."
+        raise SpecError(message("ops.split_parts", text, mend="Give the sizes of the leaf's Fused name."))
+    return x.split(here if has == sum(here) else list(sizes), dim)
 
 
 def row_linear(

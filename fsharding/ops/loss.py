@@ -14,6 +14,7 @@ from torch import Tensor
 from fsharding import boxes
 from fsharding.mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather, psum
+from fsharding.ops.embedding import checked_ids
 
 __all__ = ["cross_entropy"]
 
@@ -31,7 +32,7 @@ def cross_entropy(
 
     Args:
         logits_V: [..., V of this rank]: a ceil-chunk of the vocabulary, or all of it where nothing cuts it.
-        targets: int64[...], the same on all ranks of the axis.
+        targets: whole numbers [...], the same on all ranks of the axis.
         vocab: V, the size of the whole vocabulary; by default what is here.
         axis: that cuts the vocabulary, if it does.
         ignore_index: tokens with this target have loss 0 and no gradient.
@@ -39,7 +40,13 @@ def cross_entropy(
 
     Returns:
         float32[...], the same on all ranks of the axis.
+
+    Raises:
+        DataError: targets that are no whole numbers, or, on the CPU, outside the vocabulary and not `ignore_index`.
     """
+    targets = checked_ids(
+        "ops.cross_entropy", "targets", targets, vocab or logits_V.shape[-1], ignore_index=ignore_index
+    )
     logits = logits_V.float()
     size = axis_size(axis, mesh)
     if size == 1 or vocab is None or logits.shape[-1] == vocab:

@@ -1,8 +1,8 @@
 """Short notes between the processes of one machine: a pipe from each to each, which is what wakes a reader soonest.
 
-In: some integers for everybody. Out: those of each member of a group, in the order in which it sent them.
+In: some integers for everybody, on one of many channels. Out: those of each member, in the order of the channel.
 A member that is gone is noticed at once: nobody else holds the end of the pipe into which it wrote.
-Law: the note with a number from a member is the one that it sent under that number, in whatever order they are read.
+Law: a note with a number from a member is the one that it sent under that number, in whatever order they are read.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import select
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from struct import Struct
@@ -33,18 +34,18 @@ class MemberError(RuntimeError):
 
 
 class Pipes:
-    """The pipes between this process and the other members of a group.
+    """The pipes between this process and some others.
 
     Each member makes those into which the others write, and opens theirs once it knows their numbers.
 
     Args:
-        size: members of the group.
+        size: how many processes, with this one.
         index: this one's place among them.
         length: integers of a note.
     """
 
     def __init__(self, size: int, index: int, length: int) -> None:
-        self._note = Struct(f"<{length}q")
+        self._note = Struct(f"<{1 + length}q")
         self._members = [member for member in range(size) if member != index]
         made = {member: os.pipe() for member in self._members}
         self.doors = tuple(made[member][1] if member in made else -1 for member in range(size))
@@ -52,9 +53,9 @@ class Pipes:
         self._read = {member: ends[0] for member, ends in made.items()}
         self._write: dict[int, int] = {}
         self._pids: tuple[int, ...] = ()
-        self._sent = 0
-        self._taken = dict.fromkeys(self._members, 0)
-        self._kept: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._sent: Counter[int] = Counter()
+        self._taken: Counter[tuple[int, int]] = Counter()
+        self._kept: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._open = {*self._read.values(), *(ends[1] for ends in made.values())}
         weakref.finalize(self, _close, self._open)
 
@@ -82,25 +83,26 @@ class Pipes:
         _close(mine)
         self._open -= mine
 
-    def send(self, note: Sequence[int]) -> int:
-        """Sends a note to all the others, and gives its number.
+    def send(self, channel: int, note: Sequence[int]) -> int:
+        """Sends a note to all the others, and gives its number on the channel.
 
         Raises:
             MemberError: it is gone.
         """
-        data = self._note.pack(*note)
+        data = self._note.pack(channel, *note)
         for member, end in self._write.items():
             try:
                 os.write(end, data)
             except OSError as e:
                 raise MemberError(_GONE.format(self._pids[member], e), member) from e
-        self._sent += 1
-        return self._sent - 1
+        self._sent[channel] += 1
+        return self._sent[channel] - 1
 
-    def receive(self, number: int, timeout: timedelta) -> dict[int, tuple[int, ...]]:
+    def receive(self, channel: int, number: int, timeout: timedelta) -> dict[int, tuple[int, ...]]:
         """The note with a number of each other member, once.
 
         Args:
+            channel: whose notes are counted apart from those of others.
             number: as `send` gave it; all send the same number of notes.
             timeout: how long to wait for all of them.
 
@@ -109,9 +111,9 @@ class Pipes:
         """
         until = time.monotonic() + timeout.total_seconds()
         for member in self._members:
-            while self._taken[member] <= number:
+            while (channel, member, number) not in self._kept:
                 self._take(member, until)
-        return {member: self._kept.pop((member, number)) for member in self._members}
+        return {member: self._kept.pop((channel, member, number)) for member in self._members}
 
     def _take(self, member: int, until: float) -> None:
         """Takes what a member has sent, at least one note."""
@@ -125,9 +127,9 @@ class Pipes:
         data = os.read(self._read[member], 64 * self._note.size)
         if not data:
             raise MemberError(f"Process {self._pids[member]} (member {member} of the group) is gone.", member)
-        for note in self._note.iter_unpack(data):
-            self._kept[member, self._taken[member]] = note
-            self._taken[member] += 1
+        for channel, *note in self._note.iter_unpack(data):
+            self._kept[channel, member, self._taken[channel, member]] = tuple(note)
+            self._taken[channel, member] += 1
 
 
 def _close(ends: set[int]) -> None:

@@ -1,7 +1,7 @@
 """Rows from every member of a group, for every member or for one, and sums of them in a fixed order.
 
 In: what one rank fills, a row for a gather, a row for each member for an exchange. Out: a row from each member.
-Rows of ranks on one machine are read where they were written, if they are long enough; others go over the wire.
+Rows of ranks on one machine are read where they were written; others go over the wire.
 Law: a sum adds its terms in one balanced tree, whoever takes it and however the rows came.
 """
 
@@ -36,9 +36,6 @@ __all__ = [
 
 SMALL_SUM = 1 << 14
 """Up to so many elements a sum over ranks is one gather: every rank adds all terms itself."""
-
-_LONG = 1 << 16
-"""From so many bytes a row, it is faster to show rows to the processes of this machine than to send them."""
 
 Rows: TypeAlias = Tensor | Sequence[Tensor]
 Empty: TypeAlias = Callable[[int, torch.dtype], Tensor]
@@ -153,7 +150,7 @@ def _make(size: int, dtype: torch.dtype, device: torch.device, empty: Empty | No
 
 
 def _shown(nbytes: int, group: Group, device: torch.device) -> bool:
-    if group.process_group is None or nbytes < _LONG or device.type != "cpu" or wire.chosen() != "auto":
+    if group.process_group is None or nbytes == 0 or device.type != "cpu" or wire.chosen() != "auto":
         return False
     return dist.get_backend(group.process_group) == "gloo" and shared.can_share(group)
 

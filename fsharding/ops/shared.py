@@ -1,7 +1,7 @@
 """Rows that the processes of one machine read where they were written, in memory that all of them map.
 
 In: a number of bytes. Out: a buffer in a block of shared memory; `Posted` tells the other members of a group where it
-is, in a note of 32 bytes through a pipe, and each reads it in place.
+is, in a note of 40 bytes through a pipe, and each reads it in place.
 A block is written again when nobody here views it and every reader has signed for it.
 Law: what a member reads is what was in the buffer when it was posted; a group of several machines never comes here.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import util
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -82,16 +82,20 @@ class _Arena:
 
     def __init__(self) -> None:
         self.blocks: dict[int, _Block] = {}
-        self.most = 0
+        self._sized: dict[int, list[_Block]] = {}
+        self.most: int | None = None
 
     def take(self, nbytes: int) -> Tensor:
         size = 1 << (nbytes + _HEAD - 1).bit_length()
-        block = next((b for b in self.blocks.values() if b.size == size and b.free()), None)
+        sized = self._sized.setdefault(size, [])
+        block = next((b for b in sized if b.free()), None)
         if block is None:
             block = _Block(size)
+            sized.append(block)
             self.blocks[_compat.storage_id(block.data)] = block
         result, block.used = block.data[:nbytes], nbytes
-        self.most = max(self.most, sum(b.used for b in self.blocks.values() if not b.free()))
+        if self.most is not None:
+            self.most = max(self.most, sum(b.used for b in self.blocks.values() if not b.free()))
         return result
 
     def drain(self) -> None:
@@ -132,18 +136,20 @@ def allocated_bytes() -> int:
 
 
 def most_bytes() -> int:
-    """Most bytes that were in use at once, here or by a reader, since the last call of this function."""
+    """Most bytes that were in use at once, here or by a reader, since the last call; the first one begins to count."""
     arena = _arena()
-    most, arena.most = arena.most, 0
+    most, arena.most = arena.most or 0, 0
     return most
 
 
 @dataclass
-class _Channel:
-    """Who the members of a group are on this machine, and which of their blocks this process has mapped."""
+class _Members:
+    """Processes of this machine that know each other, and which of their blocks this one has mapped."""
 
+    name: int
     pids: tuple[int, ...]
     pipes: Pipes
+    channels: int = 0
     mapped: dict[tuple[int, int, int], tuple[memoryview[int], Tensor]] = field(default_factory=dict)
 
     def open(self, member: int, fd: int, inode: int, size: int) -> tuple[memoryview[int], Tensor]:
@@ -153,17 +159,25 @@ class _Channel:
         return known
 
     def check(self, index: int, cards: Sequence[Sequence[int]]) -> None:
-        """Reaches every other member.
+        """Reaches every other member, who says where it has its name, and where its pipes.
 
         Raises:
             RuntimeError: there is one that it cannot reach.
         """
-        self.pipes.connect(self.pids, [card[5 + index] for card in cards])
-        for member, card in enumerate(cards):
+        self.pipes.connect(self.pids, [doors[index] for _, _, _, _, *doors in cards])
+        for member, (_, fd, inode, size, *_) in enumerate(cards):
             if member != index:
-                _, found = self.open(member, *card[2:5])
+                _, found = self.open(member, fd, inode, size)
                 if int(found[_HEAD : _HEAD + 8].view(torch.int64)) != self.pids[member]:
                     raise RuntimeError(f"Process {self.pids[member]} is another one than it says.")
+
+
+@dataclass(frozen=True)
+class _Channel:
+    """What a process group sends, apart from what other groups of the same processes do."""
+
+    members: _Members
+    number: int
 
 
 def _open(pid: int, fd: int, inode: int, size: int) -> tuple[memoryview[int], Tensor]:
@@ -184,7 +198,11 @@ def _open(pid: int, fd: int, inode: int, size: int) -> tuple[memoryview[int], Te
         os.close(mine)
 
 
-_channels: WeakKeyDictionary[dist.ProcessGroup, _Channel | None] = WeakKeyDictionary()
+_channels: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Channel | None]] = WeakKeyDictionary()
+"""By process group, and by the order in which its ranks are members."""
+
+_met: WeakValueDictionary[tuple[int, ...], _Members] = WeakValueDictionary()
+"""By their ranks."""
 
 
 def can_share(group: Group) -> bool:
@@ -195,37 +213,53 @@ def can_share(group: Group) -> bool:
     Args:
         group: of gloo, with several members.
     """
+    return _channel(group) is not None
+
+
+def _channel(group: Group) -> _Channel | None:
     assert group.process_group is not None
-    if group.process_group not in _channels:
-        _channels[group.process_group] = _introduce(group)
-    return _channels[group.process_group] is not None
+    orders = _channels.setdefault(group.process_group, {})
+    if group.ranks not in orders:
+        orders[group.ranks] = _introduce(group)
+    return orders[group.ranks]
 
 
 def _introduce(group: Group) -> _Channel | None:
-    """Every member writes its name into a block, and opens pipes; all must be able to reach them there."""
-    pid, machine = os.getpid(), _machine()
+    """Groups of the same processes have one set of pipes."""
+    machine, known = _machine(), _met.get(group.ranks)
     wanted = machine >= 0 and os.environ.get(_SWITCH, "1") != "0" and group.size <= _HEAD // 8
-    pipes = _pipes(group) if wanted else None
-    card, mine = [-1] * (5 + group.size), None
+    mine = [machine if wanted else -1, *((known.name, known.channels) if known is not None else (0, 0))]
+    cards, pids = zip(*((c[:-1], c[-1]) for c in _numbers([*mine, os.getpid()], group)), strict=True)
+    if mine[0] < 0 or any(card[0] != machine for card in cards):
+        return None
+    if known is None or known.pids != pids or any(card != mine for card in cards):
+        known = _meet(group, pids)
+        if known is None:
+            return None
+        _met[group.ranks] = known
+    known.channels += 1
+    return _Channel(known, known.channels)
+
+
+def _meet(group: Group, pids: tuple[int, ...]) -> _Members | None:
+    """Every member writes its name into a block, and opens pipes; all must be able to reach them there."""
+    mine, pipes, card = take(8), _pipes(group), [-1] * (4 + group.size)
     if pipes is not None:
-        mine = take(8)
         block = _arena().blocks[_compat.storage_id(mine)]
-        mine.view(torch.int64).fill_(pid)
-        card = [machine, pid, block.fd, block.inode, block.size, *pipes.doors]
-    cards = _numbers(card, group)
-    channel = None
-    if pipes is not None and all(c[0] == machine for c in cards):
+        mine.view(torch.int64).fill_(os.getpid())
+        card = [time.time_ns(), block.fd, block.inode, block.size, *pipes.doors]
+    cards, members = _numbers(card, group), None
+    if pipes is not None:
+        members = _Members(cards[0][0], pids, pipes)
         try:
-            channel = _Channel(tuple(c[1] for c in cards), pipes)
-            channel.check(group.index, cards)
+            members.check(group.index, cards)
         except (RuntimeError, ValueError):
-            channel = None
+            members = None
     # The block may be written again, and the pipes shut, only after everybody's answer.
-    answers = _numbers([int(channel is not None)], group)
-    del mine
+    answers = _numbers([int(members is not None)], group)
     if pipes is not None:
         pipes.shut()
-    return channel if all(answer for (answer,) in answers) else None
+    return members if all(answer for (answer,) in answers) else None
 
 
 def _pipes(group: Group) -> Pipes | None:
@@ -275,15 +309,14 @@ class Posted:
 
     def __init__(self, mine: Tensor, group: Group) -> None:
         """Starts to show the buffer to the other members."""
-        assert group.process_group is not None
-        channel = _channels[group.process_group]
+        channel = _channel(group)
         assert channel is not None
         block = _arena().blocks[_compat.storage_id(mine)]
         block.number += 1
-        block.readers = {i: pid for i, pid in enumerate(channel.pids) if i != group.index}
+        block.readers = {i: pid for i, pid in enumerate(channel.members.pids) if i != group.index}
         self._mine, self._group, self._channel = mine, group, channel
         with _naming(group):
-            self._number = channel.pipes.send((block.fd, block.inode, block.size, block.number))
+            self._note = channel.members.pipes.send(channel.number, (block.fd, block.inode, block.size, block.number))
         self._unsigned: list[tuple[memoryview[int], int]] = []
 
     def wait(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
@@ -295,11 +328,12 @@ class Posted:
         assert self._group.process_group is not None
         limit = _compat.group_timeout(self._group.process_group) if timeout is None else timeout
         buffers = [self._mine] * self._group.size
+        members, channel = self._channel.members, self._channel.number
         with _naming(self._group):
-            notes = self._channel.pipes.receive(self._number, limit)
+            notes = members.pipes.receive(channel, self._note, limit)
         for member, (fd, inode, size, number) in notes.items():
             with among((self._group.ranks[member],)):
-                head, whole = self._channel.open(member, fd, inode, size)
+                head, whole = members.open(member, fd, inode, size)
             self._unsigned.append((head, number))
             buffers[member] = whole[_HEAD : _HEAD + self._mine.numel()]
         return buffers

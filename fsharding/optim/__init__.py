@@ -14,6 +14,7 @@ from fsharding.optim.base import (
     like,
     local_leaves,
     masked,
+    multi_transform,
 )
 from fsharding.optim.bridge import TorchState, from_torch
 from fsharding.optim.clip import clip_by_global_norm, global_norm
@@ -60,6 +61,7 @@ __all__ = [
     "local_leaves",
     "lookahead",
     "masked",
+    "multi_transform",
     "muon",
     "set_loads_apart",
     "sgd",

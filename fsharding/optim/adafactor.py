@@ -18,7 +18,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.optim.base import GradientTransformation, like, like_leaf, local_leaves, new_zeros, shardings_of
+from fsharding.optim.base import (
+    GradientTransformation,
+    like,
+    like_leaf,
+    local_leaves,
+    new_zeros,
+    refuse_unlike,
+    shardings_of,
+)
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.units import STACKS, refuse_hidden, required, stacked_dims, sum_dims
 from fsharding.planning import mean_over
@@ -102,7 +110,8 @@ def adafactor(
         return AdafactorState(torch.zeros((), dtype=torch.int64), row, col, full)
 
     def update(updates: Tree, state: AdafactorState, params: Tree = None) -> tuple[Tree, AdafactorState]:
-        params = tree.prune(required(params, _NAME), updates)
+        params = tree.prune(required(params, _NAME), updates, _NAME, ("parameters", "gradients"))
+        refuse_unlike(_NAME, params, updates, ("parameters", "gradients"))
         where, t = shardings_of(updates), int(state.count) + 1
         grads, spec = tree.flatten(updates)
         main = local_leaves(redistribute(params, where))
@@ -111,7 +120,9 @@ def adafactor(
             lead, dtype = stacked_dims(path, stacks), wide(g.dtype)
             unit = tuple(range(lead, g.ndim))
             leaves.append(_Leaf(g, local_of(g).to(dtype), p.to(dtype), unit, len(unit) >= 2))
-        olds = [tree.flatten_up_to(spec, x, _NAME) for x in (state.row, state.col, state.full)]
+        olds = [
+            tree.flatten_up_to(spec, x, _NAME, ("gradients", "moments")) for x in (state.row, state.col, state.full)
+        ]
         moments, sizes = _moments(leaves, olds, t**beta2_decay)
         lr, scaled = rate(t - 1), _normalized(leaves, moments, eps[0])
         norms = sum_dims((u.square() for u in scaled), grads, [x.unit for x in leaves])

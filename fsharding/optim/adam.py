@@ -18,18 +18,19 @@ from fsharding.optim.base import (
     GradientTransformation,
     add_decay_,
     clone,
+    grads_where,
     like,
     local_leaves,
+    multiply,
     new_zeros,
-    shardings_of,
     zeros,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.redistribute import redistribute
 from fsharding.tree import Tree
 
 __all__ = ["AdamState", "adamw"]
 
+_NAME = "fs.adamw"
 _VECTOR = 64
 """Elements that the kernel takes at once on every processor, or a multiple of that."""
 
@@ -71,29 +72,40 @@ def adamw(
         deltas = [new_zeros(x, x.dtype) for x in mu]
         kernel(deltas, grads, mu, nu, int(state.count), decay=0.0)
         if weight_decay and params is not None:
-            add_decay_(deltas, params, state.mu, -rate(int(state.count)) * weight_decay)
+            add_decay_(_NAME, deltas, params, state.mu, -rate(int(state.count)) * weight_decay)
         return like(state.mu, deltas), successor(state, mu, nu)
 
-    def apply(updates: Tree, state: AdamState, params: Tree, *, donate: bool = False) -> tuple[Tree, AdamState]:
+    def apply(
+        updates: Tree, state: AdamState, params: Tree, *, donate: bool = False, scale: float = 1.0
+    ) -> tuple[Tree, AdamState]:
+        if scale != 1.0 and not donate:
+            updates, scale = multiply(updates, scale), 1.0
         grads, mu, nu = inputs(updates, state, donate)
 
         def change(slices: list[Tensor]) -> list[Tensor]:
             main = [p.to(m.dtype) for p, m in zip(slices, mu, strict=True)]
             main = [x.contiguous() if donate or x is not p else clone(x) for x, p in zip(main, slices, strict=True)]
-            kernel(main, grads, mu, nu, int(state.count), decay=weight_decay)
+            kernel(main, grads, mu, nu, int(state.count), decay=weight_decay, scale=scale)
             return [x.to(p.dtype) for x, p in zip(main, slices, strict=True)]
 
-        return change_slices(params, state.mu, change, donate=donate), successor(state, mu, nu)
+        return change_slices(params, state.mu, change, donate=donate, function=_NAME), successor(state, mu, nu)
 
     def inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        grads = local_leaves(redistribute(updates, shardings_of(state.mu)))
+        grads = grads_where(_NAME, updates, state.mu)
         mu, nu = ([x.contiguous() if donate else clone(x) for x in local_leaves(m)] for m in (state.mu, state.nu))
         return [g.to(m.dtype) for g, m in zip(grads, mu, strict=True)], mu, nu
 
     def kernel(
-        values: list[Tensor], grads: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: int, *, decay: float
+        values: list[Tensor],
+        grads: list[Tensor],
+        mu: list[Tensor],
+        nu: list[Tensor],
+        count: int,
+        *,
+        decay: float,
+        scale: float = 1.0,
     ) -> None:
-        settings = {"lr": rate(count), "b1": b1, "b2": b2, "eps": eps, "weight_decay": decay}
+        settings = {"lr": rate(count), "b1": b1, "b2": b2, "eps": eps, "weight_decay": decay, "scale": scale}
         _fused(values, grads, mu, nu, count + 1, settings)
 
     def successor(state: AdamState, mu: list[Tensor], nu: list[Tensor]) -> AdamState:

@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import sharding, tree
-from fsharding.optim.base import GradientTransformation, call, local_leaves, run_update, shardings_of
+from fsharding.optim.base import GradientTransformation, call, local_leaves, refuse_unlike, run_update, shardings_of
 from fsharding.redistribute import redistribute
 from fsharding.sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
 __all__ = ["apply_gradients", "apply_updates", "change_slices"]
+
+_NAME = "fs.apply_updates"
 
 
 def apply_gradients(
@@ -30,6 +32,7 @@ def apply_gradients(
     *,
     donate: bool = False,
     norm: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tree, Tree]:
     """One optimizer step: `update` and `apply_updates`, or the optimizer's own way to do both at once.
 
@@ -40,13 +43,14 @@ def apply_gradients(
         params: tree of DTensors or plain tensors.
         donate: gradients, state and parameters may be overwritten.
         norm: the global norm of the gradients, where it is known.
+        scale: what the gradients are still to be multiplied by; `norm` is that of the product.
 
     Returns:
         (parameters, state), in the shardings and dtypes that they had.
     """
     if opt.apply is not None:
-        return call(opt.apply, grads, state, params, donate=donate, norm=norm)
-    updates, state = run_update(opt, grads, state, params, donate=donate, norm=norm)
+        return call(opt.apply, grads, state, params, donate=donate, norm=norm, scale=scale)
+    updates, state = run_update(opt, grads, state, params, donate=donate, norm=norm, scale=scale)
     return apply_updates(params, updates, donate=donate), state
 
 
@@ -60,6 +64,9 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
 
     Returns:
         The new parameters in the shardings and dtypes of `params`.
+
+    Raises:
+        TreeError: parameters and updates differ in paths or shapes; all such leaves are listed.
     """
     deltas = local_leaves(updates)
 
@@ -70,7 +77,12 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
 
 
 def change_slices(
-    params: Tree, where: Tree, change: Callable[[list[Tensor]], list[Tensor]], *, donate: bool = False
+    params: Tree,
+    where: Tree,
+    change: Callable[[list[Tensor]], list[Tensor]],
+    *,
+    donate: bool = False,
+    function: str = _NAME,
 ) -> Tree:
     """Changes parameters where something else is cut: brings them there and back.
 
@@ -79,11 +91,21 @@ def change_slices(
         where: the same tree, cut as the slices shall be; None at a leaf leaves the parameter as it is.
         change: from local slices, in order, to new ones of the same shapes.
         donate: the parameters may be overwritten.
+        function: the public function, for the error.
+
+    Raises:
+        TreeError: the two differ in paths or shapes; all such leaves are listed.
     """
     leaves, spec = tree.flatten(params)
-    marks = tree.flatten_up_to(spec, where, "fs.apply_updates")
+    labels = ("parameters", "updates" if function == _NAME else "moments")
+    marks = tree.flatten_up_to(spec, where, function, labels)
+    if any(
+        mark is not None and getattr(mark, "shape", None) != leaf.shape
+        for leaf, mark in zip(leaves, marks, strict=True)
+    ):
+        refuse_unlike(function, tree.prune(params, where, function, labels), where, labels)
     targets = tree.unflatten(spec, [sharding_of(m) if isinstance(m, DTensor) else None for m in marks])
-    slices = tree.flatten_up_to(spec, redistribute(params, targets), "fs.apply_updates")
+    slices = tree.leaves(redistribute(params, targets))
     changed = iter(change([local_of(x) for x, mark in zip(slices, marks, strict=True) if mark is not None]))
     moved: list[Any] = []
     for leaf, part, mark in zip(leaves, slices, marks, strict=True):

@@ -17,15 +17,14 @@ from fsharding.errors import TreeError, message
 from fsharding.optim.base import (
     GradientTransformation,
     clone,
+    grads_where,
     like,
     local_leaves,
     local_where,
     run_update,
-    shardings_of,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.units import required
-from fsharding.redistribute import redistribute
 from fsharding.tree import Tree
 
 __all__ = ["EmaState", "LookaheadState", "ema", "ema_of", "lookahead"]
@@ -65,7 +64,8 @@ def ema(decay: float | Schedule = 0.999) -> GradientTransformation:
     def update(updates: Tree, state: EmaState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, EmaState]:
         share = rate(int(state.count))
         average = [x if donate else clone(x) for x in local_leaves(state.average)]
-        for old, new in zip(average, _after(updates, required(params, "fs.optim.ema"), state.average), strict=True):
+        after = _after("fs.optim.ema", updates, required(params, "fs.optim.ema"), state.average)
+        for old, new in zip(average, after, strict=True):
             old.mul_(share).add_(new.mul_(1 - share))
         return updates, EmaState(state.count + 1, like(state.average, average))
 
@@ -115,8 +115,11 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
         count, slow = state.count + 1, state.slow
         if int(count) % every == 0:
             old = local_leaves(slow)
-            new = [s + share * (fast - s) for s, fast in zip(old, _after(updates, params, slow), strict=True)]
-            now = local_where(params, slow)
+            new = [
+                s + share * (fast - s)
+                for s, fast in zip(old, _after("fs.optim.lookahead", updates, params, slow), strict=True)
+            ]
+            now = local_where("fs.optim.lookahead", params, slow)
             slow = like(slow, new)
             updates = like(slow, [s - p for s, p in zip(new, now, strict=True)])
         return updates, LookaheadState(count, slow, inside)
@@ -124,8 +127,8 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
     return GradientTransformation(init, update)
 
 
-def _after(updates: Tree, params: Tree, where: Tree) -> list[Tensor]:
+def _after(function: str, updates: Tree, params: Tree, where: Tree) -> list[Tensor]:
     """Local tensors of the parameters after the update, where another tree has them; in new memory."""
-    moves = local_leaves(redistribute(updates, shardings_of(where)))
-    now, kept = local_where(params, where), local_leaves(where)
+    moves = grads_where(function, updates, where)
+    now, kept = local_where(function, params, where), local_leaves(where)
     return [(p + u).to(x.dtype) for p, u, x in zip(now, moves, kept, strict=True)]

@@ -35,9 +35,13 @@ __all__ = [
     "like",
     "like_leaf",
     "local_leaves",
+    "grads_where",
     "local_where",
     "masked",
+    "multiply",
+    "multi_transform",
     "new_zeros",
+    "refuse_unlike",
     "run_update",
     "shardings_of",
     "zeros",
@@ -52,12 +56,15 @@ class GradientTransformation(NamedTuple):
         update: `update(updates, state, params) -> (updates, state)`. It may take two keywords more: `donate=True`
             allows it to overwrite updates and state, and `norm` is the global norm of the gradients where it is known.
         apply: `apply(updates, state, params) -> (params, state)`, with the same keywords: `update` and `apply_updates`
-            in fewer passes over memory, for those that can; the results may differ in the last bit.
+            in fewer passes over memory, for those that can; the results may differ in the last bit. It may take a
+            keyword more: `scale`, by which the updates that it is given are still to be multiplied.
+        factor: for one that has no state and only multiplies by a number: that number for a global norm.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[..., tuple[Tree, Tree]]
     apply: Callable[..., tuple[Tree, Tree]] | None = None
+    factor: Callable[[Tensor], float] | None = None
 
 
 class EmptyState(NamedTuple):
@@ -76,12 +83,16 @@ class MaskedState(NamedTuple):
     groups: dict[str, Tree]
 
 
+_MASKED = ("fs.masked", ("parameters", "gradients"))
+
+
 @functools.lru_cache(maxsize=256)
-def _keywords(update: Callable[..., Any]) -> tuple[bool, bool]:
+def _keywords(update: Callable[..., Any]) -> tuple[bool, bool, bool]:
     parameters = inspect.signature(update).parameters.values()
     names = {p.name for p in parameters}
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return "donate" in names or anything, "norm" in names or anything
+    # Who takes anything may well drop what it does not know, which for a scale would be wrong.
+    return "donate" in names or anything, "norm" in names or anything, "scale" in names
 
 
 def run_update(
@@ -92,20 +103,41 @@ def run_update(
     *,
     donate: bool = False,
     norm: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tree, Tree]:
     """Calls `update` with the keywords that it takes."""
-    return call(transformation.update, updates, state, params, donate=donate, norm=norm)
+    return call(transformation.update, updates, state, params, donate=donate, norm=norm, scale=scale)
 
 
-def call(function: Callable[..., Any], *args: Any, donate: bool, norm: Tensor | None) -> Any:
-    """Calls a function of a transformation with those of the two keywords that it takes."""
-    takes_donate, takes_norm = _keywords(function)
+def call(
+    function: Callable[..., tuple[Tree, Tree]],
+    updates: Tree,
+    *args: Any,
+    donate: bool,
+    norm: Tensor | None,
+    scale: float = 1.0,
+) -> tuple[Tree, Tree]:
+    """Calls a function of a transformation with those of the keywords that it takes; scales for one that does not."""
+    takes_donate, takes_norm, takes_scale = _keywords(function)
     keywords: dict[str, Any] = {}
     if takes_donate:
         keywords["donate"] = donate
     if takes_norm:
         keywords["norm"] = norm
-    return function(*args, **keywords)
+    if takes_scale:
+        keywords["scale"] = scale
+    elif scale != 1.0:
+        updates = multiply(updates, scale, donate=donate)
+    return function(updates, *args, **keywords)
+
+
+def multiply(values: Tree, factor: float, *, donate: bool = False) -> Tree:
+    """All leaves times a number, in place if they are donated."""
+    local = local_leaves(values)
+    if donate:
+        _compat.foreach_mul_(local, factor)
+        return values
+    return like(values, _compat.foreach_mul(local, factor))
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
@@ -126,16 +158,28 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
     if not transformations or transformations[-1].apply is None:
         return GradientTransformation(init, update)
-    before, last = chain(*transformations[:-1]), transformations[-1].apply
+    last = transformations[-1].apply
 
     def apply(
-        updates: Tree, state: ChainState, params: Tree, *, donate: bool = False, norm: Tensor | None = None
+        updates: Tree,
+        state: ChainState,
+        params: Tree,
+        *,
+        donate: bool = False,
+        norm: Tensor | None = None,
+        scale: float = 1.0,
     ) -> tuple[Tree, ChainState]:
-        first = ChainState(state.states[:-1])
-        updates, first = run_update(before, updates, first, params, donate=donate, norm=norm)
-        norm = norm if len(transformations) == 1 else None
-        params, inner = call(last, updates, state.states[-1], params, donate=donate, norm=norm)
-        return params, ChainState((*first.states, inner))
+        states: list[Tree] = []
+        for t, inner in zip(transformations[:-1], state.states[:-1], strict=True):
+            if t.factor is not None and norm is not None:
+                scale *= t.factor(norm)
+            else:
+                updates, inner = run_update(t, updates, inner, params, donate=donate, norm=norm, scale=scale)
+                scale = 1.0
+            states.append(inner)
+            norm = None
+        params, inner = call(last, updates, state.states[-1], params, donate=donate, norm=norm, scale=scale)
+        return params, ChainState((*states, inner))
 
     return GradientTransformation(init, update, apply)
 
@@ -160,7 +204,11 @@ def masked(
         return {g: tree.map(lambda x, label: x if label == g else None, values, labelled) for g in groups}  # noqa: B023
 
     def label(params: Tree) -> Tree:
-        return tree.map_with_path(labels, params) if callable(labels) else tree.prune(labels, params)
+        return (
+            tree.map_with_path(labels, params)
+            if callable(labels)
+            else tree.prune(labels, params, "fs.masked", ("labels", "parameters"))
+        )
 
     def init(params: Tree) -> MaskedState:
         labelled = label(params)
@@ -175,7 +223,7 @@ def masked(
     def update(
         updates: Tree, state: MaskedState, params: Tree = None, *, donate: bool = False
     ) -> tuple[Tree, MaskedState]:
-        params = tree.prune(params, updates) if params is not None else None
+        params = tree.prune(params, updates, *_MASKED) if params is not None else None
         labelled = label(params if params is not None else updates)
         parts, params_of = split(updates, labelled), split(params, labelled) if params is not None else {}
         done = {g: run_update(t, parts[g], state.groups[g], params_of.get(g), donate=donate) for g, t in groups.items()}
@@ -190,17 +238,24 @@ def masked(
     if any(t.apply is None for t in groups.values()):
         return GradientTransformation(init, update)
 
-    def apply(updates: Tree, state: MaskedState, params: Tree, *, donate: bool = False) -> tuple[Tree, MaskedState]:
-        labelled = label(tree.prune(params, updates))
-        parts, params_of = split(updates, labelled), split(tree.prune(params, updates), labelled)
+    def apply(
+        updates: Tree, state: MaskedState, params: Tree, *, donate: bool = False, scale: float = 1.0
+    ) -> tuple[Tree, MaskedState]:
+        pruned = tree.prune(params, updates, *_MASKED)
+        labelled = label(pruned)
+        parts, params_of = split(updates, labelled), split(pruned, labelled)
         done = {
-            g: call(t.apply, parts[g], state.groups[g], params_of[g], donate=donate, norm=None)
+            g: call(t.apply, parts[g], state.groups[g], params_of[g], donate=donate, norm=None, scale=scale)
             for g, t in groups.items()
             if t.apply is not None
         }
         return merge(params, labelled, done)
 
     return GradientTransformation(init, update, apply)
+
+
+multi_transform = masked
+"""The name that optax has for `masked`."""
 
 
 def local_leaves(values: Tree) -> list[Tensor]:
@@ -239,12 +294,64 @@ def shardings_of(values: Tree) -> Tree:
     return tree.map(lambda x: sharding_of(x) if isinstance(x, DTensor) else None, values)
 
 
-def local_where(values: Tree, where: Tree) -> list[Tensor]:
-    """The local tensors of the leaves that another tree has, cut as they are there."""
-    return local_leaves(redistribute(tree.prune(values, where), shardings_of(where)))
+def grads_where(function: str, grads: Tree, where: Tree) -> list[Tensor]:
+    """The local tensors of gradients, cut as the moments are.
+
+    Args:
+        function: the public function, for the error.
+        grads: tree of gradients.
+        where: tree of moments.
+
+    Raises:
+        TreeError: the two differ in paths or shapes; all such leaves are listed.
+    """
+    refuse_unlike(function, grads, where, ("gradients", "moments"))
+    return local_leaves(redistribute(grads, shardings_of(where)))
 
 
-def add_decay_(updates: Sequence[Tensor], params: Tree, where: Tree, factor: float) -> None:
+def local_where(function: str, params: Tree, where: Tree) -> list[Tensor]:
+    """The local tensors of those parameters that another tree has, cut as they are there.
+
+    Args:
+        function: the public function, for the error.
+        params: tree of parameters.
+        where: tree of moments or updates.
+
+    Raises:
+        TreeError: the two differ in paths or shapes; all such leaves are listed.
+    """
+    labels = ("parameters", "moments")
+    pruned = tree.prune(params, where, function, labels)
+    refuse_unlike(function, pruned, where, labels)
+    return local_leaves(redistribute(pruned, shardings_of(where)))
+
+
+def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, str]) -> None:
+    """Checks that two trees have the same paths and shapes: kernels would broadcast, or fill a part.
+
+    Args:
+        function: the public function, for the error.
+        first: tree of tensors.
+        second: another one.
+        labels: what the two are, for the error.
+
+    Raises:
+        TreeError: they differ; all such leaves are listed.
+    """
+    flat, spec = tree.flatten(first)
+    others = tree.flatten_up_to(spec, second, function, labels)
+    if all(isinstance(y, Tensor) and x.shape == y.shape for x, y in zip(flat, others, strict=True)):
+        return
+    rows = [
+        f"{path}: {labels[0]} {list(x.shape)}, {labels[1]} {list(getattr(y, 'shape', ()))}"
+        for path, x, y in zip(tree.paths(first), flat, others, strict=True)
+        if not isinstance(y, Tensor) or x.shape != y.shape
+    ]
+    text = f"got {labels[0]} and {labels[1]} of different shapes."
+    raise TreeError(message(function, text, rows, f"Give {labels[0]} and {labels[1]} of one model."))
+
+
+def add_decay_(function: str, updates: Sequence[Tensor], params: Tree, where: Tree, factor: float) -> None:
     """Adds a multiple of the parameters to updates, which are the local tensors of another tree."""
-    main = [p.to(u.dtype) for p, u in zip(local_where(params, where), updates, strict=True)]
+    main = [p.to(u.dtype) for p, u in zip(local_where(function, params, where), updates, strict=True)]
     _compat.foreach_add_(updates, _compat.foreach_mul(main, factor))

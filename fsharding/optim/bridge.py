@@ -17,7 +17,16 @@ from torch import Tensor
 
 from fsharding import tree
 from fsharding.errors import ConfigError, message
-from fsharding.optim.base import GradientTransformation, clone, like, like_leaf, local_leaves, new_zeros, shardings_of
+from fsharding.optim.base import (
+    GradientTransformation,
+    clone,
+    like,
+    like_leaf,
+    local_leaves,
+    new_zeros,
+    refuse_unlike,
+    shardings_of,
+)
 from fsharding.optim.schedules import as_schedule
 from fsharding.optim.units import required
 from fsharding.redistribute import redistribute
@@ -67,16 +76,17 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **settings: Any) -> Gradi
             `fused=True` the last bits may depend on where a leaf is cut.
 
     Raises:
-        ConfigError: the optimizer couples elements of a parameter, keeps state apart from parameters, or wants a
-            closure or sparse gradients; the text says what to use.
+        ConfigError: it is no class of optimizers, couples elements of a parameter, keeps state apart from parameters,
+            wants a closure or sparse gradients, or has settings that make no pure function; the text says what to use.
     """
+    _refuse_others(optimizer, settings)
     rate = as_schedule(settings["lr"]) if callable(settings.get("lr")) else None
     if rate is not None:
         settings = {**settings, "lr": rate(0)}
     _refuse(optimizer, settings)
     make: Any = optimizer
     kept_of = functools.cache(functools.partial(_kept, optimizer, settings))
-    on_device = bool(settings.get("fused") or settings.get("capturable"))
+    on_device = bool(settings.get("fused"))
 
     def init(params: Tree) -> TorchState:
         kept = {x.dtype: kept_of(x.dtype) for x in tree.leaves(params)}
@@ -94,13 +104,14 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **settings: Any) -> Gradi
     def update(
         updates: Tree, state: TorchState, params: Tree = None, *, donate: bool = False
     ) -> tuple[Tree, TorchState]:
-        params = tree.prune(required(params, _NAME), updates)
+        params = tree.prune(required(params, _NAME), updates, _NAME, ("parameters", "gradients"))
+        refuse_unlike(_NAME, params, updates, ("parameters", "gradients"))
         where = shardings_of(next(iter(state.slots.values()), params))
         moved = redistribute(updates, where)
         main = local_leaves(redistribute(params, where))
         grads, spec = local_leaves(moved), tree.flatten(moved)[1]
-        slots = {n: tree.flatten_up_to(spec, t, _NAME) for n, t in state.slots.items()}
-        scalars = {n: tree.flatten_up_to(spec, t, _NAME) for n, t in state.scalars.items()}
+        slots = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.slots.items()}
+        scalars = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.scalars.items()}
         held = [torch.nn.Parameter(clone(p)) for p in main]
         for p, g in zip(held, grads, strict=True):
             p.grad = g.to(p.dtype).contiguous() if donate else clone(g.to(p.dtype))
@@ -191,6 +202,23 @@ def _try(
     groups = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
     states = [cast(dict[str, Any], made.state[p]) for p in held]
     return torch.cat([p.detach().reshape(-1) for p in held]), states, groups == before
+
+
+def _refuse_others(optimizer: Any, settings: dict[str, Any]) -> None:
+    """Refuses what is no class of optimizers, and settings for graphs, of autograd or of a device."""
+    if not isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
+        kind = f"class {optimizer.__name__}" if isinstance(optimizer, type) else repr(optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            kind = f"an instance of {type(optimizer).__name__}"
+        mend = "Pass the class and its settings: fs.optim.from_torch(torch.optim.NAdam, lr=1e-3)."
+        raise ConfigError(message(_NAME, f"needs a class of optimizers; got {kind}.", mend=mend))
+    why = {
+        "differentiable": "updates have no graph: write the rule as a pair (init, update) and differentiate that",
+        "capturable": "each update builds the optimizer anew, which no CUDA graph can repeat",
+    }
+    rows = [f"{name}=True: {text}" for name, text in why.items() if settings.get(name)]
+    if rows:
+        raise ConfigError(message(_NAME, f"cannot take settings of {optimizer.__name__}.", rows, "Leave them out."))
 
 
 def _refuse(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
+from fsharding import tree
 from fsharding.axes import AXES
-from fsharding.errors import LayoutError, message
+from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.mesh import axis_group, coordinate
 from fsharding.ops.rows import start_sum
-from fsharding.optim.base import EmptyState, GradientTransformation, like, local_leaves
+from fsharding.optim.base import EmptyState, GradientTransformation, multiply
 from fsharding.sharding import NamedSharding, is_assigned, local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -40,7 +40,7 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     named = tree.named_leaves(values)
     known: dict[str, NamedSharding | None] = dict.fromkeys(named)
     if shardings is not None:
-        flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, "fs.global_norm")
+        flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, "fs.global_norm", ("values", "shardings"))
         known = dict(zip(named, flat, strict=True))
     elif hidden := [path for path, x in named.items() if isinstance(x, DTensor) and is_assigned(x)]:
         mend = "Say where they are: fs.global_norm(grads, shardings=layout.main)."
@@ -97,7 +97,17 @@ def _square_sum(x: Tensor) -> Tensor:
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
-    """Scales all gradients by `max_norm / (norm + 1e-6)` where that is below 1, as `torch.nn.utils.clip_grad_norm_`."""
+    """Scales all gradients by `max_norm / (norm + 1e-6)` where that is below 1, as `torch.nn.utils.clip_grad_norm_`.
+
+    Args:
+        max_norm: the largest global norm, above 0; infinity leaves gradients as they are.
+
+    Raises:
+        ConfigError: another `max_norm`.
+    """
+    if not max_norm > 0:
+        mend = "Give a norm above 0; math.inf leaves gradients as they are."
+        raise ConfigError(message("fs.clip_by_global_norm", f"got max_norm={max_norm}.", mend=mend))
 
     def init(params: Tree) -> EmptyState:
         return EmptyState()
@@ -105,14 +115,10 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     def update(
         updates: Tree, state: EmptyState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
     ) -> tuple[Tree, EmptyState]:
-        norm = global_norm(updates) if norm is None else norm
-        scale = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        if scale == 1.0:
-            return updates, state
-        local = local_leaves(updates)
-        if donate:
-            _compat.foreach_mul_(local, scale)
-            return updates, state
-        return like(updates, _compat.foreach_mul(local, scale)), state
+        scale = factor(global_norm(updates) if norm is None else norm)
+        return updates if scale == 1.0 else multiply(updates, scale, donate=donate), state
 
-    return GradientTransformation(init, update)
+    def factor(norm: Tensor) -> float:
+        return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+    return GradientTransformation(init, update, factor=factor)

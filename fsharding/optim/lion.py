@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.optim.base import GradientTransformation, add_decay_, clone, like, local_leaves, shardings_of, zeros
+from fsharding.optim.base import GradientTransformation, add_decay_, clone, grads_where, like, local_leaves, zeros
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.redistribute import redistribute
 from fsharding.tree import Tree
 
 __all__ = ["LionState", "lion"]
+
+_NAME = "fs.optim.lion"
 
 
 class LionState(NamedTuple):
@@ -45,16 +46,16 @@ def lion(
         return LionState(torch.zeros((), dtype=torch.int64), zeros(params))
 
     def update(updates: Tree, state: LionState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, LionState]:
-        where, lr = shardings_of(state.mu), rate(int(state.count))
+        lr = rate(int(state.count))
         mu = [x if donate else clone(x) for x in local_leaves(state.mu)]
-        grads = [g.to(m.dtype) for g, m in zip(local_leaves(redistribute(updates, where)), mu, strict=True)]
+        grads = [g.to(m.dtype) for g, m in zip(grads_where(_NAME, updates, state.mu), mu, strict=True)]
         deltas = _compat.foreach_mul(mu, b1)
         _compat.foreach_add_(deltas, _compat.foreach_mul(grads, 1 - b1))
         for delta in deltas:
             delta.sign_()
         _compat.foreach_mul_(deltas, -lr)
         if weight_decay and params is not None:
-            add_decay_(deltas, params, state.mu, -lr * weight_decay)
+            add_decay_(_NAME, deltas, params, state.mu, -lr * weight_decay)
         _compat.foreach_mul_(mu, b2)
         _compat.foreach_add_(mu, _compat.foreach_mul(grads, 1 - b2))
         return like(state.mu, deltas), LionState(state.count + 1, like(state.mu, mu))

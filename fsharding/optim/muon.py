@@ -20,10 +20,9 @@ from fsharding import at_rest, tree
 from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.mesh import Mesh, abstract, axis_group, own_rank
 from fsharding.ops.exchange import exchange
-from fsharding.optim.base import GradientTransformation, add_decay_, clone, like, local_leaves, shardings_of, zeros
+from fsharding.optim.base import GradientTransformation, add_decay_, clone, grads_where, like, local_leaves, zeros
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.units import refuse_hidden
-from fsharding.redistribute import redistribute
 from fsharding.routes import Leaf, plan_routes
 from fsharding.sharding import NamedSharding, sharding_of
 from fsharding.spec import P
@@ -88,11 +87,11 @@ def muon(
         return MuonState(torch.zeros((), dtype=torch.int64), zeros(params))
 
     def update(updates: Tree, state: MuonState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, MuonState]:
-        where, lr = shardings_of(state.mu), rate(int(state.count))
+        lr = rate(int(state.count))
         leaves = tree.leaves(state.mu)
         mu = [x if donate else clone(x) for x in local_leaves(state.mu)]
         ahead: list[Tensor] = []
-        for g, m in zip(local_leaves(redistribute(updates, where)), mu, strict=True):
+        for g, m in zip(grads_where(_NAME, updates, state.mu), mu, strict=True):
             grad = g.to(m.dtype)
             m.lerp_(grad, 1 - momentum)
             ahead.append((grad.lerp(m, momentum) if nesterov else m).to(dtype))
@@ -101,7 +100,7 @@ def muon(
             for x, m, leaf in zip(_on_whole_matrices(orthogonal, ahead, leaves), mu, leaves, strict=True)
         ]
         if weight_decay and params is not None:
-            add_decay_(deltas, params, state.mu, -lr * weight_decay)
+            add_decay_(_NAME, deltas, params, state.mu, -lr * weight_decay)
         return like(state.mu, deltas), MuonState(state.count + 1, like(state.mu, mu))
 
     return GradientTransformation(init, update)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
+from fsharding.errors import ConfigError, message
+
 __all__ = ["Schedule", "as_schedule", "constant", "linear", "warmup_cosine"]
 
 Schedule: TypeAlias = Callable[[int], float]
@@ -21,7 +23,14 @@ def constant(value: float) -> Schedule:
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
-    """From `start` to `end` in `steps` equal steps, `end` from there on."""
+    """From `start` to `end` in `steps` equal steps, `end` from there on.
+
+    Raises:
+        ConfigError: fewer than 1 step.
+    """
+    if steps < 1:
+        mend = "Give 1 or more, or use fs.constant."
+        raise ConfigError(message("fs.linear", f"got steps={steps}.", mend=mend))
     return lambda count: start + (end - start) * min(count / steps, 1.0)
 
 

@@ -13,12 +13,23 @@ from torch import Tensor
 
 from fsharding import _compat, tree
 from fsharding.errors import ConfigError, message
-from fsharding.optim.base import GradientTransformation, clone, like, local_leaves, shardings_of, zeros
+from fsharding.optim.base import (
+    GradientTransformation,
+    clone,
+    like,
+    local_leaves,
+    local_where,
+    refuse_unlike,
+    shardings_of,
+    zeros,
+)
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.redistribute import redistribute
 from fsharding.tree import Tree
 
 __all__ = ["SgdState", "sgd"]
+
+_NAME = "fs.sgd"
 
 
 class SgdState(NamedTuple):
@@ -59,12 +70,13 @@ def sgd(
         return SgdState(torch.zeros((), dtype=torch.int64), zeros(params) if momentum else None)
 
     def update(updates: Tree, state: SgdState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, SgdState]:
-        params = tree.prune(params, updates) if params is not None else None
-        where = shardings_of(next(x for x in (state.trace, params, updates) if x is not None))
-        moved = redistribute(updates, where)
+        params = tree.prune(params, updates, _NAME, ("parameters", "gradients")) if params is not None else None
+        there = next(x for x in (state.trace, params, updates) if x is not None)
+        refuse_unlike(_NAME, updates, there, ("gradients", "parameters" if state.trace is None else "the trace"))
+        moved = redistribute(updates, shardings_of(there))
         grads = local_leaves(moved)
         if weight_decay and params is not None:
-            main = local_leaves(redistribute(params, where))
+            main = local_where(_NAME, params, there)
             decay = [p.to(g.dtype) for p, g in zip(main, grads, strict=True)]
             grads = _compat.foreach_add(grads, _compat.foreach_mul(decay, weight_decay))
         trace = state.trace

@@ -34,7 +34,7 @@ from fsharding.sharding import Assigned, NamedSharding
 from fsharding.spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec
 from fsharding.strategy import Strategy, hybrid, zero
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase
-from fsharding.testing.decoders import DecoderCase, fitting_schedules, key_heads
+from fsharding.testing.decoders import DecoderCase, expert_sizes, fitting_schedules, key_heads
 from fsharding.tree import Tree
 
 __all__ = [
@@ -357,7 +357,7 @@ def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase
     """
     sizes = draw(_pick(tuple(sizes for sizes in _SEVERAL if math.prod(sizes) <= max_ranks)))
     mesh = AbstractMesh(tuple(draw(_shuffled(AXES))[: len(sizes)]), sizes) if sizes else AbstractMesh(("dp",), (1,))
-    tp, cp, stages = map(mesh.axis_size, ("tp", "cp", "pp"))
+    stages, ep, cp, tp = map(mesh.axis_size, ("pp", "ep", "cp", "tp"))
     data = math.prod(map(mesh.axis_size, ("replica", "dp", "ep")))
     schedule = draw(_pick(fitting_schedules(draw(_pick(SCHEDULES)) if stages > 1 else "1f1b", stages)))
     layers, sequence, attention = schedule.stages + draw(_upto(2)), draw(_flag), draw(_pick(_ATTENTIONS))
@@ -370,6 +370,7 @@ def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase
         kv_heads=draw(_pick(key_heads(heads, tp))),
         hidden=draw(_pick((2, 5, 12))),
         tied=draw(_flag),
+        experts=draw(_pick(expert_sizes(ep, tp))),
     )
     unit = (2 * cp if cp > 1 else 1) * (tp if sequence else 1)
     whole = (("kv_heads",),) if sequence else (("kv_heads",), ("mlp",), ("vocab",), ("heads", "kv_heads"))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding import agreement
 from fsharding.config import TrainConfig
-from fsharding.errors import ConfigError
+from fsharding.errors import BatchError, ConfigError
 from fsharding.testing import RankPool, run_ranks
 from fsharding.train import _train
 
@@ -69,6 +69,28 @@ def test_steps_that_differ_are_refused_on_every_rank():
     assert "  strategy: rank 0 has zero1, ranks 1, 2, 3 have zero3\n" in text
     assert ".dim: rank 0 has 32, ranks 1, 2, 3 have 16\n" in text
     assert "params.blocks.down: rank 0 has torch.float32 (4, 20, 32) ('layers', 'mlp', 'embed'), ranks 1, 2, 3" in text
+
+
+def uneven(rows, pieces):
+    """What ranks say of 7 rows in 2 microbatches, and that a batch that fits is taken then."""
+    step, state, batch = step_of({**DEFAULT, "axes": {"dp": 2}, "microbatches": pieces})
+    tokens = torch.zeros(rows, 8, dtype=torch.int64).chunk(2)[dist.get_rank()]
+    with pytest.raises(BatchError) as refusal:
+        step(state, {"tokens": tokens, "targets": tokens})
+    _, metrics = step(state, batch)
+    return str(refusal.value), float(metrics.weight)
+
+
+def test_a_batch_that_one_rank_cannot_cut_is_refused_on_every_rank():
+    assert run_ranks(uneven, 2, 7, 2) == 2 * [(
+        "train step cannot cut the batches of all ranks into 2 microbatches.\n"
+        "  rank 1: targets is int64[3, 8]\n"
+        "  rank 1: tokens is int64[3, 8]\n"
+        "Choose microbatches that divide dim 0 of every leaf, or another global batch.",
+        64.0,
+    )]  # fmt: skip
+    texts = run_ranks(uneven, 2, 6, 2)
+    assert texts[0] == texts[1] and texts[0][0].startswith("train step cannot cut this rank's batch into 2 micro")
 
 
 def scheduled(how):

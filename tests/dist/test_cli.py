@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from typing import Any
 import pytest
 import tyro
 
+from fsharding.axes import AbstractMesh
 from fsharding.bench.overhead import OverheadConfig, measure
 from fsharding.cli import main
-from fsharding.config import TrainConfig, check
+from fsharding.config import TrainConfig, check, schedule_of, stages
 from fsharding.mesh import make_mesh
+from fsharding.schedule import plan_schedule
 from fsharding.testing import run_ranks
 from fsharding.train import _train
 
@@ -137,6 +140,21 @@ def test_model_axes_have_the_same_losses(alone: Path, tmp_path: Path, ranks: int
     assert train(tmp_path / "run", *options, ranks=ranks) == pytest.approx(losses(alone), rel=1e-5)
 
 
+def test_stages_of_ones_own_and_a_swap_to_no_stages(alone: Path, tmp_path: Path):
+    options = ["--mesh", "pp=2", "--schedule", "interleaved", "--stages-per-rank", "3", "--stage-layers", "1,0,1,0,1,1"]
+    options += ["--gather", "microbatch", "--microbatches", "2", "--swap-at", "3=zero1:dp=2"]
+    assert train(tmp_path / "run", *options) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_options_of_the_schedule_make_it(tmp_path: Path):
+    config = TrainConfig(tmp_path, schedule="interleaved", microbatches=4, stages_per_rank=2, gather="microbatch")
+    mesh = AbstractMesh(("pp", "dp"), (2, 2))
+    assert schedule_of(config, mesh) == plan_schedule("interleaved", 2, 4, stages_per_rank=2, gather="microbatch")
+    assert schedule_of(config, AbstractMesh(("dp",), (2,))) is None
+    layers = stages(replace(config, stage_layers="0,2,1,1"), mesh)
+    assert layers is not None and layers["blocks"] == [[2], [0, 1, 3]]
+
+
 @pytest.mark.full
 def test_experts_move_from_their_axis_to_a_pipeline_in_mid_run(tmp_path: Path):
     alone = train(tmp_path / "alone", "--preset", "tiny-moe", ranks=1)
@@ -183,7 +201,20 @@ BAD = {
     "missing data": (["--data", "nowhere.txt"], "nowhere.txt", ""),
     "unwritable out": (["--out", "/proc/nothing"], "cannot write to --out /proc/nothing", "can be written"),
     "nothing to resume": (["--resume"], "finds no complete checkpoint", "Leave --resume out"),
-    "schedule": (["--ranks", "2", "--mesh", "pp=2", "--schedule", "zvb"], "knows no schedule 'zvb'", "mean 'zbv'?"),
+    "schedule": (["--schedule", "zvb"], "knows no --schedule 'zvb'", "Did you mean 'zbv'?"),
+    "size of an axis": (["--mesh", "tp=0"], "got tp=0", "A size is at least 1"),
+    "stages a rank": (["--stages-per-rank", "0"], "--stages-per-rank 0: at least 1", ""),
+    "stages of a schedule": (
+        ["--ranks", "2", "--mesh", "pp=2", "--schedule", "zbv", "--stages-per-rank", "3"],
+        "stages_per_rank is 3, but zbv has 2",
+        "",
+    ),
+    "layers of stages": (["--stage-layers", "3,x"], "cannot read --stage-layers '3,x'", "such as 3,5"),
+    "too many layers": (
+        ["--ranks", "2", "--mesh", "pp=2", "--stage-layers", "3,2"],
+        "cannot put 4 layers on the 2 stages of 1f1b as [3, 2]",
+        "Give 2 counts that sum to 4",
+    ),
     "microbatches of a schedule": (
         ["--ranks", "2", "--mesh", "pp=2", "--schedule", "dualpipev", "--microbatches", "2"],
         "microbatches is 2, but dualpipev on 2 ranks needs at least 4",

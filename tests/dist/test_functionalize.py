@@ -1,6 +1,7 @@
 """Modules of others on real ranks: losses, and what is gathered, against the module and torch's AdamW on one process."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -72,25 +73,32 @@ def mine(batch, mesh):
     return {name: x.chunk(count)[index] for name, x in batch.items()}
 
 
+EPS = 1e-4  # so that parameters whose gradients are rounding errors move by little
+"""Of AdamW, here and there."""
+
+
 def torch_losses(module, logits_of, batch):
-    opt, losses = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.01), []
+    """Before each step, and after the last one; the module is trained."""
+    opt, losses = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.01, eps=EPS), []
     for _ in range(STEPS):
         loss = F.cross_entropy(logits_of(module).flatten(0, -2), batch["targets"].flatten())
         opt.zero_grad()
         loss.backward()
         opt.step()
         losses.append(loss.item())
-    return losses
+    return [*losses, F.cross_entropy(logits_of(module).flatten(0, -2), batch["targets"].flatten()).item()]
 
 
 def our_losses(net, loss, batch, layout, **settings):
-    opt = fs.adamw(1e-2, b2=0.999, weight_decay=0.01)
-    state, losses = fs.init_state(net, opt, fs.random.key(0), layout), []
+    """Before each step, and after the last one; and the state after it."""
+    opt = fs.adamw(1e-2, b2=0.999, weight_decay=0.01, eps=EPS)
+    states, losses = [fs.init_state(net, opt, fs.random.key(0), layout)], []
     step = fs.make_train_step(loss, opt, **settings)
-    for _ in range(STEPS):
-        state, metrics = step(state, mine(batch, layout.mesh))
+    for _ in range(STEPS + 1):
+        state, metrics = step(states[-1], mine(batch, layout.mesh))
+        states = [states[-1], state]
         losses.append(metrics.loss.item())
-    return losses, state
+    return losses, states[0]
 
 
 def train_net(units):
@@ -195,6 +203,53 @@ def test_dropout_is_a_function_of_the_key_under_every_strategy_and_policy():
     assert not torch.allclose(first, second), "ranks along data axes draw masks of their own"
 
 
+class Wide(nn.Module):
+    """Its output says which hidden values its first dropout has kept; a second one follows after the region."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, hidden), nn.Linear(hidden, 1, bias=False)
+        self.inner, self.outer = nn.Dropout(0.5), nn.Dropout(0.5)
+        with torch.no_grad():
+            self.up.weight.zero_()
+            self.up.bias.fill_(0.5)
+            self.down.weight.copy_(2.0 ** torch.arange(hidden))
+
+    def forward(self, x):
+        kept = self.down(self.inner(self.up(x)))
+        return kept, self.outer(torch.ones_like(x)), self.down(self.inner(self.up(x)))
+
+
+def draw_inside_regions(hidden):
+    net = fs.functionalize(
+        nn.Sequential(Wide(hidden)), "*", policy=fs.policies.nothing_saveable, roles={"*.up": "column", "*.down": "row"},
+        names={"up.weight": ("mlp", None), "up.bias": ("mlp",), "down.weight": (None, "mlp")},
+    )  # fmt: skip
+    layout, key, x = fs.plan_layout(net, fs.make_mesh(tp=2)), fs.random.key(0), torch.ones(64, 4)
+    state = fs.init_state(net, fs.sgd(0.1), key, layout)
+
+    def loss(params):
+        outs = net(params, x, random_key=key)
+        return (outs[0].sum(), 1), [out.detach() for out in outs]
+
+    (_, outs), grads = fs.value_and_grad(loss, has_aux=True)(state.params)
+    return outs, fs.tree.map(lambda g: g.full_tensor(), grads)
+
+
+@pytest.mark.parametrize("hidden", [5, 4])
+def test_ranks_of_tp_draw_apart_inside_a_region_and_alike_outside(hidden):
+    (outs, grads), (others, _) = run_ranks(draw_inside_regions, 2, hidden, timeout=60.0)
+    assert_bitwise_equal(outs, others, "on both ranks")
+    first, outer, second = outs
+    assert 0.3 < (outer > 0).float().mean() < 0.7
+    bits = (first.long() >> torch.arange(hidden)) & 1
+    again = (second.long() >> torch.arange(hidden)) & 1
+    alike = (bits.T[:, None] == bits.T).all(-1)
+    assert torch.equal(alike, torch.eye(hidden, dtype=torch.bool)), "every hidden value has a mask of its own"
+    assert not torch.equal(bits, again), "and another one in each region"
+    assert torch.equal(grads["down"]["weight"][0, 0], bits.sum(0).float()), "recomputed with the same masks"
+
+
 def draw_on_meta(axes, ranks):
     with torch.device("meta"):
         module = Net()
@@ -251,7 +306,7 @@ def family_loss(net):
     return loss
 
 
-def check_module(name, module, batch, want, losses, folder):
+def check_module(name, module, batch, want, losses, trained, folder):
     """The module in one piece: its logits, its losses, and its weights from files, where it never has any memory."""
     import transformers
 
@@ -262,17 +317,25 @@ def check_module(name, module, batch, want, losses, folder):
         state = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout)
         logits = logits_of(net, batch["tokens"], state.params).detach()
         assert_trees_close(logits, want, rtol=1e-5, atol=1e-6, what=f"logits of {name} on {axes}")
-        found, _ = our_losses(net, family_loss(net), batch, layout)
+        found, after = our_losses(net, family_loss(net), batch, layout)
         assert_trees_close(found, losses, rtol=1e-5, what=f"losses of {name} on {axes}")
-    if "experts" in name:  # they have other names in files
-        return
+        named = net.state_dict(fs.unshard(after.params))
+        ours = {n: named[n] for n in trained}
+        assert_trees_close(ours, trained, rtol=1e-5, atol=1e-5, what=f"{name} on {axes} after {STEPS} steps")
     if torch.distributed.get_rank() == 0:
         module.save_pretrained(folder)
     torch.distributed.barrier()
     with torch.device("meta"):
         hollow = fs.functionalize(transformers.AutoModelForCausalLM.from_config(module.config))
-    params = fs.checkpoint.load_weights(folder, layout, hollow.sources)
+    params = fs.hf.load(folder, layout, hollow.files)
     assert_bitwise_equal(params, state.params, "read from files")
+    if hollow.files == hollow.sources:
+        assert_bitwise_equal(fs.checkpoint.load_weights(folder, layout, hollow.sources), params, "by load_weights")
+    entries = json.loads((folder / "config.json").read_text())
+    for kind, names in (("sources", hollow.sources), ("files", hollow.files)):
+        there = fs.hf.save(Path(f"{folder} {kind}"), params, entries, names=names).path
+        back = transformers.AutoModelForCausalLM.from_pretrained(there)
+        assert_bitwise_equal(dict(back.named_parameters()), dict(module.named_parameters()), f"{name} from {kind}")
     assert_bitwise_equal(logits_of(hollow, batch["tokens"], params).detach(), logits, "buffers")
 
 
@@ -296,7 +359,8 @@ def train_families(names, folder):
         reference, tokens = copy.deepcopy(module), batch["tokens"]
         want = logits_of(module, tokens).detach()
         losses = torch_losses(reference, lambda m, t=tokens: logits_of(m, t), batch)
-        check_module(name, module, batch, want, losses, Path(folder, name))
+        trained = {n: p.detach() for n, p in reference.named_parameters()}
+        check_module(name, module, batch, want, losses, trained, Path(folder, name))
         check_model(name, module, batch, losses, {"pp": 2})
     check_model(name, module, batch, losses, {"tp": 2})
 

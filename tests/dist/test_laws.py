@@ -53,7 +53,7 @@ def pools():
     return {}
 
 
-def on_ranks(fn, n, *args):
+def on_ranks(fn, n, *args, seconds=SECONDS):
     """Every rank's result, from a pool that is renewed now and then: each mesh leaves its process groups behind."""
     pool, calls = pools().get(n, (None, 0))
     if pool is None or not pool.alive or calls >= CALLS:
@@ -61,7 +61,7 @@ def on_ranks(fn, n, *args):
             pool.close()
         pool, calls = RankPool(n), 0
     pools()[n] = pool, calls + 1
-    return pool.run(fn, *args, timeout=SECONDS)
+    return pool.run(fn, *args, timeout=seconds)
 
 
 def teardown_module():

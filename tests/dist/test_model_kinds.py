@@ -21,6 +21,7 @@ UNLIKE = replace(
     BASE, layers=8, stacks=(Stack("first", 3, LATENT), Stack("second", 1), Stack("third", 4, hidden=12))
 )  # fmt: skip
 SHORT = replace(UNLIKE, layers=4, stacks=(Stack("first", 1, LATENT), Stack("second", 2), Stack("third", 1, hidden=12)))
+FUSED = replace(BASE, fused=True, bias=True, hidden=21)
 PACKED = {"packed": True}
 
 CASES = [
@@ -44,10 +45,13 @@ CASES = [
     (UNLIKE, {"pp": 2, "dp": 2}, fs.zero(1), {"microbatches": 2, **PACKED}),
     (UNLIKE, {"pp": 2, "tp": 2}, fs.zero(3), {"microbatches": 2, "sequence": True, **PACKED}),
     (UNLIKE, {"pp": 2, "cp": 2}, fs.zero(3), {"microbatches": 2, **PACKED}),
+    (FUSED, {"tp": 2}, fs.zero(3), {"sequence": True}),
+    (FUSED, {"dp": 2, "tp": 2}, fs.zero(1), {}),
+    (FUSED, {"tp": 2}, fs.zero(0), {"rules": fs.DEFAULT_RULES.replace(heads=None)}),
 ]
 
 
-@pytest.mark.parametrize(("config", "axes", "strategy", "how"), some(CASES, 0, 3, 6, 14))
+@pytest.mark.parametrize(("config", "axes", "strategy", "how"), some(CASES, 0, 3, 6, 14, 22))
 def test_losses_are_those_of_one_process(config, axes, strategy, how):
     packed = {"packed": True} if "packed" in how else {}
     close(on_ranks(axes, strategy, config=config, **how), config, **packed)

@@ -184,6 +184,38 @@ def test_strategies_are_those_of_one_process(name, levels):
                 assert_bitwise_equal(found[:2], on_two(levels)[0][name, 3][:2])
 
 
+def plain_muon(w, grads, lr=0.02, momentum=0.95, decay=0.1, coefficients=(3.4445, -4.775, 2.0315)):
+    """One matrix in float32, as it stands in the paper: nothing of the library."""
+    a, b, c = coefficients
+    m = torch.zeros_like(w)
+    for g in grads:
+        m = momentum * m + (1 - momentum) * g
+        x = momentum * m + (1 - momentum) * g
+        x = x.T if (tall := x.shape[0] > x.shape[1]) else x
+        x = x / x.norm()
+        for _ in range(5):
+            s = x @ x.T
+            x = a * x + (b * s + c * s @ s) @ x
+        x = x.T if tall else x
+        w = w - lr * decay * w - lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * x
+    return w
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_muon_is_a_plain_one_of_each_matrix(levels):
+    given = [fs.tree.named_leaves(values(step)) for step in range(STEPS + 1)]
+    labels = {p: matrices(p, x) for p, x in given[0].items() if not p.startswith("frozen")}
+    found = {level: on_two(levels)[0]["muon", level][0] for level in levels}
+    for path in (p for p, label in labels.items() if label == "matrix"):
+        w, *grads = (leaves[path].flatten(0, -3) if leaves[path].ndim > 2 else leaves[path][None] for leaves in given)
+        want = torch.stack([plain_muon(one, [g[i] for g in grads]) for i, one in enumerate(w)])
+        for level in levels:
+            assert_trees_close(
+                found[level][path].view_as(want), want, rtol=1e-5, atol=1e-5, what=f"{path}, zero({level})"
+            )
+    assert sum(label == "matrix" for label in labels.values()) >= 3
+
+
 @pytest.mark.parametrize("levels", LEVELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bytes_are_those_that_were_planned(name, levels):

@@ -5,6 +5,8 @@ What the wire brings is the reference: `wire.algorithm` keeps rows out of shared
 
 import os
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +15,13 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding.counts import counting_bytes
 from fsharding.errors import RankError
-from fsharding.mesh import axis_group
+from fsharding.mesh import Group, axis_group
 from fsharding.ops import shared, wire
 from fsharding.ops.rows import open_exchange, open_gather, start_sum
 from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
 
 CPU = torch.device("cpu")
-LONG = 1 << 15  # float32 elements whose row is worth showing
+LONG = 1 << 15  # float32 elements
 SHOWN, SENT = "_Shown", "_Sent"
 
 
@@ -63,7 +65,8 @@ def both_ways(ranks, width, dtype, way):
         (2, LONG, torch.float32, SHOWN),
         (2, LONG + 3, torch.bfloat16, SHOWN),
         (4, LONG - 1, torch.float64, SHOWN),
-        (2, 100, torch.float32, SENT),
+        (2, 1, torch.float32, SHOWN),
+        (3, 100, torch.float32, SHOWN),
         (2, 0, torch.float32, SENT),
     ],
 )
@@ -75,6 +78,55 @@ def test_shown_rows_are_those_that_are_sent(ranks, width, dtype, how):
         assert mine[4] == other[4], "bytes count alike"
     rows = [mine[1] for mine in shown]
     assert all(torch.equal(rows[0], other) for other in rows), "a gather is the same everywhere"
+
+
+def in_both_orders():
+    mesh, found = fs.make_mesh(dp=2, cp=2), []
+    for axes in (("dp", "cp"), ("cp", "dp"), ("dp", "cp")):
+        group = axis_group(mesh, axes)
+        _, rows = gathered(group, torch.full((LONG,), dist.get_rank()))
+        found.append((rows[:, -1].tolist(), list(group.ranks)))
+    return found
+
+
+def test_two_orders_of_the_axes_of_one_group():
+    for found in run_ranks(in_both_orders, 4):
+        assert [ranks for _, ranks in found] == [[0, 1, 2, 3], [0, 2, 1, 3], [0, 1, 2, 3]]
+        assert all(rows == ranks for rows, ranks in found)
+
+
+def open_pipes():
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the directory itself is open while it is listed
+            count += link.readlink().name.startswith("pipe:")
+    return count
+
+
+def meshes_again():
+    """Groups of the same processes share their pipes; a channel of each keeps their notes apart."""
+    groups = [Group((0, 1), dist.get_rank(), dist.new_group([0, 1]), (0, 1)) for _ in range(20)]
+    gathered(groups[0], torch.zeros(1))
+    before = open_pipes()
+    for group in groups:
+        gathered(group, torch.zeros(1))
+    under_way = []
+    # One rank posts in another order than it waits, and the other way round.
+    for number, group in enumerate(groups if dist.get_rank() else reversed(groups)):
+        delivery = open_gather(1, torch.float32, group, CPU)
+        place = number if dist.get_rank() else len(groups) - 1 - number
+        delivery.mine.fill_(place)
+        delivery.start()
+        under_way.append((place, delivery))
+    for place, delivery in under_way:
+        assert [float(row) for row in delivery.wait()] == [place, place]
+        delivery.done()
+    return open_pipes() - before
+
+
+def test_groups_of_the_same_processes_share_their_pipes():
+    with RankPool(2) as pool:
+        assert pool.run(meshes_again) == [0, 0]
 
 
 def many_in_flight(ranks):

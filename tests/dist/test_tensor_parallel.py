@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsharding as fs
 from fsharding import ops
 from fsharding.boxes import chunk
-from fsharding.errors import SpecError
+from fsharding.errors import DataError, SpecError
 from fsharding.mesh import coordinate
 from fsharding.testing import assert_adjoint, assert_trees_close, rank_values, run_ranks
 
@@ -152,3 +152,23 @@ def beside_torch(axes):
 @pytest.mark.parametrize("axes", MESHES)
 def test_torchs_own_parallel_layers_agree(axes):
     run_ranks(beside_torch, axes["tp"], axes)
+
+
+def said_of(tokens, targets):
+    mesh, texts = fs.make_mesh(device="cpu", tp=2), []
+    rows = torch.ones(3, 4)
+    for call in (
+        lambda: ops.embedding(tokens, rows, vocab=6, mesh=mesh),
+        lambda: ops.cross_entropy(rows[0].expand(*targets.shape, 4)[..., :3], targets, vocab=6, mesh=mesh),
+    ):
+        with pytest.raises(DataError) as refusal:
+            call()
+        texts.append(str(refusal.value))
+    return texts
+
+
+def test_ids_outside_the_vocabulary_are_refused_by_every_rank():
+    assert run_ranks(said_of, 2, torch.tensor([[0, 6]]), torch.tensor([[-100, -2]])) == 2 * [[
+        "ops.embedding got tokens outside the vocabulary.\n  1 of 2, the first is 6\nIds are 0 to 5.",
+        "ops.cross_entropy got targets outside the vocabulary.\n  1 of 2, the first is -2\nIds are 0 to 5, or -100 to ignore.",
+    ]]  # fmt: skip

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharding as fs
 from fsharding.errors import DonatedError, NonFiniteError
+from fsharding.ledger import current_ledger
 from fsharding.mesh import data_position
 from fsharding.ops import wire
 from fsharding.ops.pool import Pool
@@ -48,16 +49,24 @@ def some(cases, *kept):
     return [c if i in kept else pytest.param(c, marks=pytest.mark.full) for i, c in enumerate(cases)]
 
 
-# Either of two variants that differ little runs by default.
-MICROBATCHES = [pytest.param(1, marks=pytest.mark.full), 3]
-PRECISIONS = [pytest.param(fs.FP32, id="fp32", marks=pytest.mark.full), pytest.param(fs.BF16, id="bf16")]
-PLACED = [(strategy, DP) for strategy in ZEROS] + [(fs.HSDP, OUTER), (fs.HFSDP, OUTER)]
-
-
 def name_of(value):
     if isinstance(value, dict):
         return "x".join(value)
+    if value in PRECISIONS:
+        return "bf16" if value == fs.BF16 else "fp32"
     return value.__name__ if callable(value) else str(value)
+
+
+def crossed(*columns, kept):
+    """All rows of a product, of which those that are not kept are left to `make test-full`."""
+    rows = [(row, "-".join(map(name_of, row))) for row in itertools.product(*columns)]
+    assert {*kept} <= {name for _, name in rows}
+    return [pytest.param(*row, id=i, marks=() if i in kept else pytest.mark.full) for row, i in rows]
+
+
+# Either of two variants that differ little runs by default; each of both does somewhere.
+MICROBATCHES = [pytest.param(1, marks=pytest.mark.full), 3]
+PRECISIONS = [fs.FP32, fs.BF16]
 
 
 # ------------------------------------------------------------------------------------------------------- on the ranks
@@ -145,16 +154,34 @@ def alone(**how):
 
 
 # ---------------------------------------------------------------------------------------------- against one process
-@pytest.mark.parametrize("opt", [pytest.param("sgd", marks=pytest.mark.full), "adamw"])
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
-@pytest.mark.parametrize(("strategy", "axes"), PLACED, ids=name_of)
-def test_losses_are_those_of_one_process(strategy, axes, microbatches, opt):
-    reference = alone(opt=opt, microbatches=microbatches)
+def as_one_process(ranks, strategy, axes, **how):
+    reference = alone(**how)
     assert reference.losses[-1] < reference.losses[0]
-    for ranks in (2, 4) if axes == DP else (4,):
-        run = on_ranks(ranks, strategy, opt=opt, microbatches=microbatches)
+    for count in ranks:
+        run = on_ranks(count, strategy, axes, **how)
         assert_trees_close(run.losses, reference.losses, rtol=1.3e-6, atol=1e-5)
         assert_trees_close(run.norms, reference.norms, rtol=1e-5, atol=1e-5)
+
+
+LEVELS = [f"zero{level}-3-adamw" for level in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "microbatches", "opt"), crossed(ZEROS, (1, 3), ("sgd", "adamw"), kept=[*LEVELS, "zero3-1-sgd"])
+)
+def test_losses_are_those_of_one_process(strategy, microbatches, opt):
+    as_one_process((2, 4), strategy, DP, opt=opt, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "microbatches", "opt"),
+    crossed(
+        (fs.HSDP, fs.HFSDP), (2, 4), (1, 3), ("sgd", "adamw"),
+        kept=["zero3-4-3-adamw", "hfsdp-4-3-adamw", "hfsdp-2-3-adamw"],
+    ),
+)  # fmt: skip
+def test_losses_of_hybrids_are_those_of_one_process(strategy, ranks, microbatches, opt):
+    as_one_process((ranks,), strategy, OUTER, opt=opt, microbatches=microbatches)
 
 
 @pytest.mark.parametrize("strategy", some([*ZEROS, fs.HSDP, fs.HFSDP], 3, 5), ids=name_of)
@@ -306,7 +333,10 @@ def count_with(strategy, mesh, microbatches):
     for m in rows.tolist():
         goal = layout.main if m + 1 == microbatches else layout.grads
         run = fs.value_and_grad(loss_fn, grads=goal, mean=False)
-        _, held = run(state.params, {name: x[m : m + 1] for name, x in batch.items()}, accumulate=held)
+        before, piece = held, {name: x[m : m + 1] for name, x in batch.items()}
+        copies = [local_of(x).clone() for x in fs.tree.leaves(before)]
+        _, held = run(state.params, piece, accumulate=before)
+        assert_bitwise_equal([local_of(x) for x in fs.tree.leaves(before)], copies)
     return count, metrics.loss.item(), metrics.weight.item(), whole(after.params), whole(held)
 
 
@@ -663,7 +693,7 @@ def toys_on_ranks(name, ranks, outer, microbatches):
 
 
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
-@pytest.mark.parametrize("name", some(list(TOYS), *range(0, len(TOYS), 2)))
+@pytest.mark.parametrize("name", some(list(TOYS), 1, 19, *range(0, len(TOYS), 2)))
 def test_unlike_parameters_train_as_in_plain_torch(name, microbatches):
     rtol = TOYS[name].rtol
     losses, params = toy_in_plain_torch(name)
@@ -708,7 +738,7 @@ def test_scalars_are_seen_in_the_compute_dtype_by_every_strategy():
             assert losses == results[0][0]
 
 
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("microbatches", some([1, 3], 0))
 def test_tied_embeddings_train_as_one_process(microbatches):
     config = fs.models.DecoderConfig(**{**vars(CONFIG), "tied": True})
     reference = alone(config=config, microbatches=microbatches)
@@ -817,8 +847,13 @@ def measure(name, strategy, mesh, precision, opt):
     return tuple(layout.memory(optim)), *(tuple(fs.state_bytes(part) for part in parts) for parts in (first, stepped))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["decoder", "16-17-8", "smaller than the ranks", "scalars", "frozen leaf", "dtypes"])
+SIZED = ["decoder", "16-17-8", "smaller than the ranks", "scalars", "frozen leaf", "dtypes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    crossed(SIZED, PRECISIONS, kept=["decoder-bf16", "smaller than the ranks-bf16", "frozen leaf-bf16", "dtypes-fp32"]),
+)
 def test_bytes_are_those_that_the_layout_says(name, precision):
     strategies = [*ZEROS, fs.HFSDP, fs.hybrid(params=True), fs.hybrid(fs.zero(1), grads=True)]
     strategies += HYBRIDS if name == "decoder" else []
@@ -892,6 +927,42 @@ def test_frozen_units_are_let_go_too(policy, frozen, gathers, reductions):
         assert rows == [(2, gathers, reductions)] * 2
 
 
+DEPTH = 5
+
+
+def started_gathers(policy):
+    """What was gathered, or was on its way, when each block began, and half-way through its backward."""
+    draws = {name: fs.random.normal(fs.random.key(i), (DEPTH, 6, 6)) for i, name in enumerate(("a", "b"))}
+    layout = fs.plan_layout(
+        {"blocks": draws}, mesh_of(DP), names={"blocks": dict.fromkeys(draws, ("layers", None, None))}
+    )
+    state = fs.init_state(lambda key: {"blocks": draws}, fs.sgd(0.1), fs.random.key(0), layout)
+    forward: list[list[str]] = []
+    backward: dict[int, list[str]] = {}
+
+    def block(unit, x):
+        ledger, number = current_ledger(), len(forward)
+        assert ledger is not None
+        forward.append([*ledger.counts.gathers])
+        y = torch.tanh(x @ unit["a"])
+        y.register_hook(lambda grad: backward.update({number: [*ledger.counts.gathers]}))
+        return x + y @ unit["b"]
+
+    def loss_fn(params):
+        return fs.scan_units(block, params["blocks"], torch.ones(2, 6), policy=policy).sum()
+
+    fs.value_and_grad(loss_fn)(state.params)
+    return forward, backward
+
+
+def test_the_next_gather_is_on_its_way_before_a_unit_computes_in_both_directions():
+    names = [f"blocks[{i}]" for i in range(DEPTH)]
+    for forward, backward in run_ranks(started_gathers, 2, fs.policies.save_except_gathered):
+        assert forward == [names[: i + 2] for i in range(DEPTH)]
+        # The last one is still there; while one computes, the one before it comes.
+        assert backward == {i: names + names[max(i - 1, 0) : DEPTH - 1][::-1] for i in range(DEPTH)}
+
+
 @pytest.mark.parametrize("strategy", [fs.zero(0), fs.zero(1)], ids=name_of)
 def test_levels_without_cut_parameters_gather_nothing_and_reduce_once_a_step(strategy):
     for rows in run_ranks(peaks, 2, strategy, DP, fs.policies.save_except_gathered, 3):
@@ -955,7 +1026,7 @@ def storages(strategy, axes, policy, microbatches, patched):
     return watch.peak, len(watch.refs), left
 
 
-@pytest.mark.parametrize("policy", some([*fs.policies.POLICIES.values()], 0), ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", some([*fs.policies.POLICIES.values()], 0, 1), ids=lambda policy: policy.name)
 def test_at_most_two_units_are_alive_and_none_after_the_step(policy):
     kept = policy == fs.policies.everything_saveable
     for ranks, axes, strategy in ((2, DP, fs.zero(3)), (4, OUTER, fs.HFSDP)):
@@ -1024,8 +1095,10 @@ def pure(strategy, axes, precision, opt, microbatches):
         state = after
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("strategy", some([*ZEROS, fs.HSDP, fs.HFSDP], 0, 3, 5), ids=name_of)
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    crossed([*ZEROS, fs.HFSDP], PRECISIONS, kept=["zero0-bf16", "zero3-fp32", "hfsdp-bf16"]),
+)
 def test_a_step_changes_nothing_that_went_in(strategy, precision):
     opt, microbatches = ("adamw", 1) if precision == fs.FP32 else ("momentum", 3)
     run_ranks(pure, 4, strategy, placed(strategy), precision, opt, microbatches)
@@ -1071,21 +1144,21 @@ def test_donation_changes_no_bit(strategy, how):
 
 
 def refused(strategy, axes, where):
-    """A step with one NaN, then a good one; returns the text of the refusal."""
+    """A step with one NaN or infinity, then a good one; returns the text of the refusal."""
     mesh = mesh_of(axes)
     opt = fs.sgd(0.1)
     index, count = data_position(mesh)
     draws = {"w": fs.random.full((4, 4), 0.5), "b": fs.random.zeros((4,))}
 
     def loss_fn(params, batch):
-        return layer(fs.gather_unit(params), batch).square().sum(), 4.0
+        return layer(fs.gather_unit(params), batch).square().sum() + batch.sum(), 4.0
 
     state = fs.init_state(lambda key: draws, opt, fs.random.key(0), fs.plan_layout(draws, mesh, strategy=strategy))
     good, bad = torch.ones(4, 4), torch.ones(4, 4)
     wrong = state
     if where == "batch" and index == count - 1:
         bad[1, 2] = torch.nan
-    if where == "infinite batch" and index == 0:
+    if where == "infinite loss" and index == 0:
         bad[0, 0] = torch.inf
     if where == "weights":
         wrong = state.replace(params=fs.tree.map(lambda x: x.clone(), state.params))
@@ -1102,14 +1175,30 @@ def refused(strategy, axes, where):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("where", ["batch", "weights"])
-@pytest.mark.parametrize("strategy", [*ZEROS, fs.HSDP, fs.HFSDP], ids=name_of)
+@pytest.mark.parametrize(
+    ("strategy", "where"),
+    crossed(
+        [*ZEROS, fs.HFSDP], ["batch", "weights"],
+        kept=["zero0-batch", "zero1-weights", "zero2-batch", "zero3-batch", "zero3-weights", "hfsdp-weights"],
+    ),
+)  # fmt: skip
 def test_nan_on_one_rank_is_refused_on_all(strategy, where):
     texts = run_ranks(refused, 4, strategy, placed(strategy), where)
     assert set(texts) == {
         "train step refused: loss or gradients are not finite.\n"
         "  step 0: loss nan, gradient norm nan\n"
         "  params.b: its gradient is not finite\n"
+        "  params.w: its gradient is not finite\n"
+        "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
+    }
+
+
+@pytest.mark.parametrize("strategy", some([*ZEROS, fs.HFSDP], 3, 4), ids=name_of)
+def test_an_infinite_loss_of_one_rank_is_refused_on_all(strategy):
+    texts = run_ranks(refused, 4, strategy, placed(strategy), "infinite loss")
+    assert set(texts) == {
+        "train step refused: loss or gradients are not finite.\n"
+        "  step 0: loss inf, gradient norm nan\n"
         "  params.w: its gradient is not finite\n"
         "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
     }
@@ -1162,8 +1251,10 @@ def test_the_step_by_hand_is_the_step(strategy, opt):
         assert_trees_close(params, reference, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("opt", ["adamw", "sgd", "momentum"])
-@pytest.mark.parametrize("strategy", [fs.zero(1), fs.zero(3)], ids=name_of)
+@pytest.mark.parametrize(
+    ("strategy", "opt"),
+    crossed([fs.zero(1), fs.zero(3)], ["adamw", "sgd", "momentum"], kept=["zero1-sgd", "zero3-momentum"]),
+)
 def test_the_step_by_hand_with_frozen_leaves_is_the_step(strategy, opt):
     for losses, params, reference, _ in run_ranks(by_hand, 2, strategy, DP, opt, ("embed", "blocks.wq")):
         assert all(mine == pytest.approx(theirs, rel=1e-6) for mine, theirs, *_ in losses)

@@ -1,9 +1,10 @@
-"""Random small programs under random transforms with random cuts, against the same on one process.
+"""Small programs under transforms with any cuts, against the same on one process: every pair, and random ones.
 
-A program is data: a list of layers, how each leaf is cut, a transform. Programs are drawn here, in batches, and sent to
+A program is data: a list of layers, how each leaf is cut, a transform. Programs are made here, in batches, and sent to
 ranks that wait; each rank computes the whole of it as well, and compares what it holds.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -17,7 +18,6 @@ from torch.func import grad, jacrev, jvp, vjp, vmap
 import fsharding as fs
 from fsharding import ops
 from fsharding.axes import DATA_AXES, AbstractMesh
-from fsharding.mesh import data_position
 from fsharding.sharding import local_of
 from fsharding.testing import assert_trees_close, device_mesh, local_part
 from tests.dist.test_laws import FULL, on_ranks, teardown_module
@@ -27,15 +27,20 @@ __all__ = ["teardown_module"]
 pytestmark = pytest.mark.timeout(900)
 
 BATCH = 10
+EXAMPLES = 13  # with the pairs of the sweep, 200 programs
 ROWS, TOKENS = 4, 3
-MESHES = [{"dp": 2}, {"replica": 2}, {"cp": 2}, {"ep": 2}]
+MESHES = [{"dp": 2}, {"replica": 2}, {"cp": 2}, {"ep": 2}, {"tp": 2}]
 if FULL:
-    MESHES += [{"dp": 4}, {"dp": 2, "cp": 2}, {"replica": 2, "dp": 2}]
+    MESHES += [{"dp": 4}, {"dp": 2, "cp": 2}, {"replica": 2, "dp": 2}, {"dp": 2, "tp": 2}]
+LAYERS = ["matmul", "norm", "softmax", "attention", "scan", "region"]
 
 
 @dataclass(frozen=True)
 class Program:
-    """Layers by name, in order; width; cuts: for each leaf the dim that the data axes cut, or -1; and a transform."""
+    """Layers by name, in order; width; cuts: for each leaf the dim that the data axes cut, or -1; and a transform.
+
+    Over tp the leaves of a region are cut along their first dim, and all others are whole.
+    """
 
     axes: tuple[tuple[str, int], ...]
     layers: tuple[str, ...]
@@ -56,6 +61,7 @@ def shapes(program):
         "softmax": {"bias": (d,), "s": ()},
         "attention": {"q": (2, d, 2), "k": (1, d, 2), "v": (1, d, 2), "o": (2, 2, d)},
         "scan": {"w": (depth, d, d), "b": (depth, d)},
+        "region": {"up": (3, d), "down": (3, d)},
     }
     return {f"{i}": kinds[name] for i, name in enumerate(program.layers)}
 
@@ -74,7 +80,7 @@ def cut_of(shape, dim, axes, stacked):
 
 def attend(p, x_BTD):
     q, k, v = (torch.einsum("btd,hde->bhte", x_BTD, p[name]) for name in "qkv")
-    return x_BTD + torch.einsum("bhte,hed->btd", ops.attention(q, k, v, axis="tp"), p["o"])
+    return x_BTD + torch.einsum("bhte,hed->btd", ops.attention(q, k, v, axis="pp"), p["o"])  # rows are cut, not tokens
 
 
 def apply(program, params, x_BTD):
@@ -94,6 +100,8 @@ def apply(program, params, x_BTD):
             x_BTD = torch.tanh(x_BTD @ p["w"])
         elif name == "norm":
             x_BTD = ops.rms_norm(x_BTD, p["scale"])
+        elif name == "region":
+            x_BTD = x_BTD + ops.row_linear(torch.tanh(ops.column_linear(x_BTD, p["up"])[0]), p["down"])
         elif name == "softmax":
             x_BTD = F.softmax(x_BTD * p["s"] + p["bias"], -1)
         else:
@@ -129,8 +137,7 @@ TRANSFORMS = {
 @st.composite
 def programs(draw):
     transform = draw(st.sampled_from(list(TRANSFORMS)))
-    names = ["matmul", "norm", "softmax", "attention", "scan"]
-    layers = tuple(draw(st.lists(st.sampled_from(names), min_size=1, max_size=3)))
+    layers = tuple(draw(st.lists(st.sampled_from(LAYERS), min_size=1, max_size=3)))
     return Program(
         axes=tuple(draw(st.sampled_from(MESHES)).items()),
         layers=layers,
@@ -141,6 +148,17 @@ def programs(draw):
         closes_over=draw(st.booleans()),
         transform=transform,
     )
+
+
+def sweep():
+    """Every transform through every layer, over all meshes, policies and cuts in turn."""
+    policies, cuts = (
+        itertools.cycle(fs.policies.POLICIES),
+        itertools.cycle([(0, 1, -1, 2), (1, 0, 2, -1), (-1, 2, 1, 0)]),
+    )
+    for i, (transform, name) in enumerate(itertools.product(TRANSFORMS, LAYERS)):
+        axes = tuple(MESHES[(i + i // len(LAYERS)) % len(MESHES)].items())
+        yield Program(axes, ("matmul", name), 3, 2, next(cuts), next(policies), i % 2 == 0, transform)
 
 
 # -------------------------------------------------------------------------------------------------------- on the ranks
@@ -154,12 +172,15 @@ def values(program, seed):
 
 
 def sharded(program, whole, mesh):
-    axes = tuple(name for name, _ in program.axes)
+    axes = tuple(name for name, _ in program.axes if name != "tp")
     counter = iter(range(1000))
 
     def put(path, x):
-        stacked = program.layers[int(path.split(".")[0])] == "scan"
-        spec = cut_of(x.shape, program.cuts[next(counter) % len(program.cuts)], axes, stacked)
+        layer = program.layers[int(path.split(".")[0])]
+        cut = program.cuts[next(counter) % len(program.cuts)]
+        spec = cut_of(x.shape, cut, axes, layer == "scan") if axes else fs.P()
+        if layer == "region" and "tp" in dict(program.axes):
+            spec = fs.P("tp", axes if cut >= 0 else None)
         sharding = fs.NamedSharding(mesh, spec)
         return sharding.to_dtensor(local_part(x, sharding), x.shape)
 
@@ -172,9 +193,8 @@ def check(program):
     with fs.set_mesh(AbstractMesh(("dp",), (1,))):
         want = run(lambda p: loss(program, p, x), p, v)
     mesh = device_mesh(AbstractMesh(tuple(a for a, _ in program.axes), tuple(n for _, n in program.axes)))
-    index, count = data_position(mesh)
-    parts = mesh.size()
-    mine = x.chunk(parts)[mesh.get_rank() if count < parts else index]
+    tp = dict(program.axes).get("tp", 1)
+    mine = x.chunk(mesh.size() // tp)[mesh.get_rank() // tp]
     found = fs.shard_map(lambda p, v: run(lambda p: loss(program, p, mine), p, v))(
         *(sharded(program, whole, mesh) for whole in (p, v))
     )
@@ -190,8 +210,29 @@ def check_all(batch):
         check(program)
 
 
-@settings(max_examples=400 if FULL else 20)
-@given(st.lists(programs(), min_size=BATCH, max_size=BATCH))
-def test_any_program_under_any_transform_with_any_cuts(batch):
-    for ranks in {torch.Size(n for _, n in p.axes).numel() for p in batch}:
-        on_ranks(check_all, ranks, [p for p in batch if torch.Size(n for _, n in p.axes).numel() == ranks])
+def ranks_of(program):
+    return torch.Size(n for _, n in program.axes).numel()
+
+
+def test_any_program_under_any_transform_with_any_cuts():
+    seen = set()
+
+    def run(batch):
+        new = [p for p in dict.fromkeys(batch) if p not in seen]
+        seen.update(new)
+        for ranks in {ranks_of(p) for p in new}:
+            on_ranks(check_all, ranks, [p for p in new if ranks_of(p) == ranks])
+
+    pairs = list(sweep())
+    for first in range(0, len(pairs), BATCH):
+        run(pairs[first : first + BATCH])
+
+    @settings(max_examples=400 if FULL else EXAMPLES)
+    @given(st.lists(programs(), min_size=BATCH, max_size=BATCH, unique=True))
+    def law(batch):
+        run(batch)
+
+    law()
+    assert len(seen) >= (2000 if FULL else 200)
+    assert {(p.transform, name) for p in seen for name in p.layers} == {*itertools.product(TRANSFORMS, LAYERS)}
+    assert {p.axes for p in seen} == {tuple(axes.items()) for axes in MESHES}

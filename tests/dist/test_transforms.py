@@ -21,8 +21,9 @@ pytestmark = pytest.mark.timeout(300)
 
 CONFIG = fs.models.DecoderConfig(vocab=16, dim=16, layers=2, heads=4, kv_heads=2, hidden=32)
 MIXED = fs.models.DecoderConfig(
-    vocab=16, dim=16, layers=2, heads=4, kv_heads=2, experts=Experts(count=4, active=2, hidden=16, balance=0.1, z=0.1)
-)
+    vocab=16, dim=16, layers=2, heads=4, kv_heads=2,
+    experts=Experts(count=4, active=2, hidden=16, balance=0.1, z=0.1, bias_rate=1e-3),
+)  # fmt: skip
 ROWS, LENGTH = 4, 8
 ALONE = AbstractMesh(("dp",), (1,))
 
@@ -66,6 +67,11 @@ def stacked(p, v):
     return fs.tree.map(lambda a, b: torch.stack([a, b, a - b]), p, v)
 
 
+def in_blocks(f, p):
+    """As a function of a leaf that is scanned over."""
+    return lambda norm: f({**p, "blocks": {**p["blocks"], "norm1": norm}})
+
+
 TRANSFORMS = {
     "value": lambda f, p, v: f(p),
     "grad": lambda f, p, v: grad(f)(p),
@@ -82,6 +88,8 @@ TRANSFORMS = {
     "jacfwd of a leaf": lambda f, p, v: fs.jacfwd(lambda n: f({**p, "head": {**p["head"], "norm": n}}))(
         p["head"]["norm"]
     ),
+    "hessian of a leaf of the blocks": lambda f, p, v: fs.hessian(in_blocks(f, p))(p["blocks"]["norm1"]),
+    "jacfwd of a leaf of the blocks": lambda f, p, v: fs.jacfwd(in_blocks(f, p))(p["blocks"]["norm1"]),
     "vmap": lambda f, p, v: vmap(f)(stacked(p, v)),
     "vmap of grad": lambda f, p, v: vmap(grad(f))(stacked(p, v)),
     "vmap of hvp": lambda f, p, v: vmap(lambda t: jvp(grad(f), (p,), (t,))[1])(stacked(v, p)),
@@ -132,7 +140,9 @@ def compare(config, axes, strategy, policy, kind, sequence, names):
         wants = fs.tree.named_leaves(want)
         assert flat.keys() == wants.keys(), name
         assert [*fs.tree.named_leaves(at_rest[name])] == [*wants]
-        for path, x in flat.items():
+        # A load is told by every backward pass, and remat has one more: in a second derivative it has no meaning.
+        loads = {path for path in flat if path.endswith("experts.bias") and name == "hvp, reverse over reverse"}
+        for path, x in ((path, x) for path, x in flat.items() if path not in loads):
             target = part_of(x, wants[path]) if is_local(x) else wants[path]
             value, scale = x.value if is_local(x) else x, float(wants[path].abs().max())
             assert_trees_close(value, target, rtol=1e-5, atol=1e-5 * scale, what=f"{name} {path}")
@@ -154,6 +164,11 @@ CASES = [
     pytest.param({"dp": 2, "ep": 2}, fs.zero(1), P.nothing_saveable, ALL, marks=FOUR),
     *(pytest.param({"dp": 2}, fs.zero(i), P.nothing_saveable, ALL, marks=FOUR) for i in range(4)),
     pytest.param({"replica": 2}, fs.HSDP, P.nothing_saveable, ALL, marks=FOUR),
+    pytest.param({"dp": 4}, fs.zero(0), P.dots_saveable, ALL, marks=FOUR),
+    pytest.param({"dp": 4}, fs.zero(2), P.save_except_gathered, ALL, marks=FOUR),
+    pytest.param(
+        {"replica": 2, "dp": 2}, fs.hybrid(params=True, grads=True, opt_state=True), P.nothing_saveable, ALL, marks=FOUR
+    ),
 ]
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
 from fsharding.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
@@ -30,6 +32,50 @@ class Count(nn.Module):
         self.calls += 1
         self.last = x.detach().mean(0)
         return self.fc(x)
+
+
+class Hidden(nn.Module):
+    """State that torch's version counters do not show."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("last", None)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean.data.mul_(0.9).add_(x.detach().mean(0))
+        self.last, self.cache = x.detach() + 1, x.detach()
+        return self.fc(x - self.mean)
+
+
+class Scaled(nn.Module):
+    """A block that knows its number and computes with it."""
+
+    def __init__(self, i):
+        super().__init__()
+        self.fc, self.layer_idx, self.alpha = nn.Linear(7, 7), i, 1.0 + i // 2
+        self.register_buffer("scale", torch.tensor(float(i + 1)))
+        self.drop, self.act = nn.Dropout(0.1 * i).eval(), [F.gelu, F.gelu, F.relu][i]
+
+    def forward(self, x, shift):
+        return x + self.alpha * self.scale * self.act(self.fc(self.drop(x))), None
+
+
+def scaled():
+    module = Net()
+    del module.heat
+    module.layers = nn.ModuleList(Scaled(i) for i in range(3))
+    return module
+
+
+def by_layer():
+    config = SimpleNamespace(model_type="gpt2", _attn_implementation="sdpa", scale_attn_by_inverse_layer_idx=True)
+    module = Net()
+    module.config = config
+    return module
 
 
 def whole_params(net):
@@ -99,6 +145,16 @@ def test_the_plan_is_a_value_that_says_what_is_gathered_together():
     ]  # fmt: skip
 
 
+def test_a_forward_that_fails_or_changes_tensors_leaves_them_in_their_places():
+    net = fs.functionalize(Hidden(), ())
+    params = whole_params(net)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        net(params, values(5))
+    for _ in range(2):  # the second call has no values to compare: `.data` is seen at the first one alone
+        with pytest.raises(TransformError, match=r"\n  last is float32.*\n  cache is float32"):
+            net(params, values(4))
+
+
 def test_transforms_of_torch_func_see_a_function():
     torch.manual_seed(0)
     net = fs.functionalize(Net(), UNITS, policy=fs.policies.nothing_saveable)
@@ -110,6 +166,45 @@ def test_transforms_of_torch_func_see_a_function():
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, TOKENS[:, None])
     mean = torch.func.grad(loss)(params, TOKENS)
     assert_trees_close(fs.tree.map(lambda g: g.mean(0), each), mean, rtol=1e-5, atol=1e-6)
+
+
+def global_dot(a, b):
+    return sum((x * y).sum() for x, y in zip(fs.tree.leaves(a), fs.tree.leaves(b), strict=True))
+
+
+HIGHER = {
+    "jvp": lambda f, p, v: torch.func.jvp(f, (p,), (v,))[1],
+    "forward over reverse": lambda f, p, v: torch.func.jvp(torch.func.grad(f), (p,), (v,))[1],
+    "reverse over reverse": lambda f, p, v: torch.func.grad(lambda p: global_dot(torch.func.grad(f)(p), v))(p),
+}
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("transform", HIGHER)
+@pytest.mark.parametrize("policy", ["save_except_gathered", "nothing_saveable"])
+def test_attention_of_torch_has_every_derivative(transform, policy):
+    torch.manual_seed(0)
+    module, x = Encoder(), values(4)[None]
+    net = fs.functionalize(module, "layers.*", policy=fs.policies.POLICIES[policy])
+    params = whole_params(net)
+    tangents = fs.tree.map(lambda p: torch.sin(1 + torch.arange(p.numel()).view(p.shape)), params)
+    found = HIGHER[transform](lambda p: net(p, x).sin().square().sum(), params, tangents)
+
+    def plain(p):
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.func.functional_call(module, net.state_dict(p), x).sin().square().sum()
+
+    assert_trees_close(found, HIGHER[transform](plain, params, tangents), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_drawn_follows_from_the_key():
@@ -170,6 +265,55 @@ class Elsewhere(Net):
         return F.linear(self.norm(self.embed(tokens)), self.head.weight)
 
 
+class Scaling(Net):
+    def forward(self, tokens):
+        return self.head(self.embed(tokens) * self.norm.weight)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers[:1]:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.layers[1](x)
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, 16, 16))
+
+    def forward(self, x):
+        return F.grouped_mm(x, self.w, offs=torch.tensor([1, 3], dtype=torch.int32))
+
+
+def forward_mode(module, x):
+    net = fs.functionalize(module, ())
+    params = whole_params(net)
+    return torch.func.jvp(lambda x: net(params, x), (x,), (x,))
+
+
+def unready():
+    module = nn.Linear(4, 4)
+    module.scaled = module.weight * 2
+    return module
+
+
+def switched_on():
+    module = Net()
+    module.layers[1].gradient_checkpointing = True
+    return module
+
+
+def backward(module, units):
+    net = fs.functionalize(module, units)
+    state = fs.init_state(net, fs.sgd(0.1), KEY, fs.plan_layout(net, fs.make_mesh()))
+    return fs.value_and_grad(lambda p: net(p, values(4)).sum())(state.params)
+
+
 def normed():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
 
@@ -196,13 +340,18 @@ def call(module, units, x, **settings):
     return net(whole_params(net), x)
 
 
+def under(transform, module, x):
+    net = fs.functionalize(module, ())
+    return transform(lambda p: net(p, x).sum())(whole_params(net))
+
+
 def plan(module, units, names, roles, axes, **settings):
     mesh = fs.AbstractMesh(tuple(axes), tuple(axes.values()))
     return fs.plan_layout(fs.functionalize(module, units, names=names, roles=roles, **settings), mesh)
 
 
 ERRORS = {
-    "statistics": (lambda: fs.functionalize(normed(), "*"), TransformError, """
+    "statistics": (lambda: fs.functionalize(normed(), ()), TransformError, """
 fs.functionalize needs a forward that changes no buffers.
   1 is BatchNorm1d: its forward changes running_mean, running_var, num_batches_tracked
   2.0 is BatchNorm1d: its forward changes running_mean, running_var, num_batches_tracked
@@ -212,6 +361,31 @@ fs.functionalize needs a forward that changes no buffers and no other tensors of
   calls is float32[]
   last is float32[4]
 Keep such state outside of the module: give it as an input, and return it as an output."""),
+    "in place, hidden": (lambda: call(Hidden(), (), values(4)), TransformError, """
+fs.functionalize needs a forward that changes no buffers and no other tensors of the module.
+  mean is float32[4]
+  last is float32[3, 4]
+  cache is float32[3, 4]
+Keep such state outside of the module: give it as an input, and return it as an output."""),
+    "in place, under grad": (lambda: under(torch.func.grad, Count(), values(4)), TransformError, """
+fs.functionalize needs a forward that changes no buffers and no other tensors of the module.
+  under torch.func: During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place \
+operation (aten::add_.Tensor) that would mutate a captured Tensor. This is not supported; please rewrite the function \
+being transformed to explicitly accept the mutated Tensor(s) as inputs.
+Keep such state outside of the module: give it as an input, and return it as an output."""),
+    "unlike but for weights": (lambda: fs.model_from(scaled(), UNITS, net_parts()), ConfigError, """
+fs.model_from runs all blocks as the first one, but for the weights.
+  drop.p: 0.0 in layers.0, 0.1 in layers.1
+  scale: float32[] in layers.0, float32[] in layers.1 of other values
+  act: gelu in layers.0, relu in layers.2
+  alpha: 1.0 in layers.0, 2.0 in layers.2
+  drop.p: 0.0 in layers.0, 0.2 in layers.2
+  scale: float32[] in layers.0, float32[] in layers.2 of other values
+Make what differs an input of the blocks, or functionalize the module, which runs each block as itself."""),
+    "layers that scale by their number": (lambda: fs.model_from(by_layer()), ConfigError, """
+fs.model_from has no parts for this config.
+  scale_attn_by_inverse_layer_idx is True: every layer scales its attention by another number
+Pass parts= of your own, or functionalize the module: its own forward knows what to do."""),
     "no key": (lambda: call(Net(p=0.5), UNITS, TOKENS), TransformError, """
 fs.functionalize needs a random_key for a forward that draws.
   layers.0.drop is Dropout(p=0.5, inplace=False)
@@ -266,6 +440,18 @@ Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dim
 fs.functionalize needs weights that are used where their unit is called; linear asked for them elsewhere.
   embed.weight
 Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."""),
+    "elsewhere, by an operator": (lambda: call(Scaling(), UNITS, TOKENS), TransformError, """
+fs.functionalize needs weights that are used where their unit is called; mul asked for them elsewhere.
+  norm.weight
+Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."""),
+    "checkpoints": (lambda: backward(Checkpointed(), "layers.*"), TransformError, """
+fs.functionalize needs a module that does not run its layers again in the backward pass.
+  layers.0 is called again
+Switch its own checkpointing off, and pass policy=fs.policies.nothing_saveable, which recomputes blocks."""),
+    "checkpointing that is switched on": (lambda: fs.functionalize(switched_on(), "layers.*"), TransformError, """
+fs.functionalize needs a module that does not run its layers again in the backward pass.
+  layers.1 is Block, gradient_checkpointing=True
+Switch its own checkpointing off, and pass policy=fs.policies.nothing_saveable, which recomputes blocks."""),
     "meta buffers": (lambda: fs.functionalize(plain_meta(), ()), ConfigError, """
 fs.functionalize finds buffers on the meta device that nothing fills.
   count.calls is float32[] of Count
@@ -319,7 +505,68 @@ fs.functionalize cannot compute some layers over tp.
   layers.0.norm is LayerNorm, role 'column' needs Linear
   layers.1.norm is LayerNorm, role 'column' needs Linear
   layers.2.norm is LayerNorm, role 'column' needs Linear
-Give roles to plain nn.Linear and nn.Embedding, and leave the names of other layers out of the rules."""),
+Give plain nn.Linear and nn.Embedding one of the roles 'column', 'row', 'inside', 'vocab', 'logits', and others none."""),
+    "tables that fit nothing": (lambda: fs.functionalize(
+        Net(), UNITS, names={"*.up.wieght": ("mlp", "embed"), "*": None}, roles={"*.up": "colum", "*.dwn": "row"}
+    ), ConfigError, """
+fs.functionalize cannot compute some layers over tp.
+  '*.up' has role 'colum': there is none
+  '*.dwn' fits no module
+Give plain nn.Linear and nn.Embedding one of the roles 'column', 'row', 'inside', 'vocab', 'logits', and others none.
+fs.functionalize gets names for leaves that are not there.
+  '*.up.wieght'
+  leaves are
+    heat
+    embed.weight
+    layers.norm.weight
+    layers.norm.bias
+    layers.up.weight
+    layers.up.bias
+    layers.down.weight
+    norm.weight
+    norm.bias
+Take them out, or write them as the leaves are called; print(net) shows what names they get."""),
+    "many problems": (lambda: fs.functionalize(
+        Unlike(), ("layers.*", "blocks.*", 1), names={"bias": None, "gone": None}
+    ), ConfigError, """
+fs.functionalize needs patterns that are paths, or tuples of them.
+  1
+Name blocks by the path of their list and a star, such as units='layers.*'.
+fs.functionalize finds no units for a pattern.
+  'blocks.*' fits no module
+  modules are
+    layers is ModuleList of 3 Linear
+    layers.0 is Linear
+    layers.1 is Linear
+    layers.2 is Linear
+Name blocks by the path of their list and a star, such as units='layers.*'.
+fs.functionalize can stack only blocks that are alike.
+  bias: float32[4] in layers.0, not there in layers.1
+  weight: float32[4, 4] in layers.0, float32[5, 4] in layers.1
+  bias: float32[4] in layers.0, float32[4], frozen in layers.2
+  weight: float32[4, 4] in layers.0, float32[4, 4], frozen in layers.2
+Give unlike blocks patterns of their own, which come first: units=('layers.0', 'layers.*').
+fs.functionalize finds no names for 2 leaves; the table has 'bias', 'gone'.
+  layers.weight is float32[3, 4, 4]
+  layers.bias is float32[2, 4]
+Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."""),
+    "no module": (lambda: fs.functionalize(Net, UNITS), ConfigError, """
+fs.functionalize needs an nn.Module; got class Net.
+Make one, or write the functions of a Model yourself: see fs.Model."""),
+    "no shapes": (lambda: fs.model_from(nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))), ConfigError, """
+fs.model_from needs shapes.
+  0.weight
+  0.bias
+  1.weight
+  1.bias
+Call the module once, with inputs as they will be."""),
+    "no copy": (lambda: fs.functionalize(unready(), ()), ConfigError, """
+fs.functionalize cannot copy Linear.
+  Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment
+Take out what cannot be copied; the weight_norm of torch.nn.utils.parametrizations can be."""),
+    "grouped products": (lambda: forward_mode(Grouped(), torch.ones(3, 16)), TransformError, """
+fs.functionalize cannot differentiate grouped products of experts by forward mode: torch has no such derivative.
+Make the module with experts_implementation='eager' in its config, or use reverse mode: torch.func.grad, vjp."""),
 }  # fmt: skip
 
 

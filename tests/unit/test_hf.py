@@ -77,7 +77,7 @@ def test_published_configs_are_the_recipes():
     assert hf.config_of(QWEN_72B) == fs.recipes.qwen2_5_72b().config
     wanted = fs.recipes.mixtral_8x7b().config
     experts = Experts(8, 2, 14336)
-    assert hf.config_of(MIXTRAL) == dataclasses.replace(wanted, hidden=14336, experts=experts)
+    assert hf.config_of(MIXTRAL) == dataclasses.replace(wanted, experts=experts)
     balanced = hf.config_of({**MIXTRAL, "output_router_logits": True}).experts
     assert balanced == dataclasses.replace(experts, balance=0.02)
 
@@ -88,6 +88,20 @@ def test_a_config_comes_back(name):
     assert entries["model_type"] == {"tied": "llama"}.get(name, name) and entries["eos_token_id"] == 7
     assert entries["architectures"] == [FAMILIES[entries["model_type"]].architecture]
     assert hf.config_of(json.loads(json.dumps(entries))) == CONFIGS[name]
+
+
+@pytest.mark.parametrize("name", ["llama3_405b", "mixtral_8x7b", "qwen2_5_72b", "tiny_mixtral", "tiny_qwen2_5"])
+def test_a_recipe_goes_out_and_its_config_comes_back(name):
+    recipe = getattr(fs.recipes, name)()
+    assert hf.config_of(hf.config_json(recipe)) == recipe.config
+    assert hf.names_of(recipe) == hf.names_of(recipe.config)
+
+
+def test_what_is_no_config_is_refused():
+    assert refusal(ConfigError, hf.config_json, LLAMA_8B) == (
+        "fs.hf.config_json needs the config of a decoder; got dict.\n"
+        "Pass a DecoderConfig, or a recipe such as fs.recipes.llama3_8b()."
+    )
 
 
 def test_configs_that_the_decoder_cannot_be(tmp_path):
@@ -171,6 +185,12 @@ def test_weights_come_back(name, tmp_path, monkeypatch):
     hf.save(tmp_path / "plain", fs.unshard(params), CONFIGS[name])
     assert_bitwise_equal(in_files(tmp_path / "plain"), in_files(tmp_path / "out"))
     assert sorted(os.listdir(tmp_path)) == ["out", "plain"]
+    # A decoder whose leaves are fused has the same files.
+    other = dataclasses.replace(CONFIGS[name], fused=True)
+    fused = hf.load(tmp_path / "out", layout_of(other), hf.names_of(other))
+    assert ("gate_up" in fused["blocks"]) == (other.experts is None) and "wqkv" in fused["blocks"]
+    hf.save(tmp_path / "fused", fused, other, layout=layout_of(other))
+    assert_bitwise_equal(in_files(tmp_path / "fused"), in_files(tmp_path / "out"))
     # Each tensor against our leaf, taken apart by hand.
     found, whole = in_files(tmp_path / "out"), fs.unshard(params)
     blocks, layer = whole["blocks"], "model.layers.1."

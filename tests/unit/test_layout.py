@@ -5,7 +5,7 @@ import torch
 
 import fsharding as fs
 from fsharding.axes import AbstractMesh
-from fsharding.errors import LayoutError, SpecError, TreeError
+from fsharding.errors import ConfigError, LayoutError, SpecError, TreeError
 from fsharding.spec import P
 
 MESH = AbstractMesh(("dp", "tp"), (4, 2))
@@ -261,8 +261,8 @@ def test_names_that_do_not_fit_a_shape():
 def test_names_for_another_tree():
     text = refusal(TreeError, lambda: plan({"a": leaf(8, 6), "b": leaf(3)}, names={"a": ("mlp", "embed")}))
     lines = text.split("\n")
-    assert lines[0] == "fs.plan_layout got two trees that do not match."
-    assert "  b: only in the first tree" in lines and lines[-1] == "Give both trees the same keys."
+    assert lines[0] == "fs.plan_layout got the model and names that do not match."
+    assert "  b: only in the model" in lines and lines[-1] == "Give both the same keys."
 
 
 def test_frozen_paths_that_no_leaf_has():
@@ -287,3 +287,12 @@ def test_dtypes_that_kernels_lack():
         "  a is float8_e4m3fn[8]: kernels take float16, bfloat16, float32, float64, or whole numbers\n"
         "  c is complex64[2]: kernels take float16, bfloat16, float32, float64, or whole numbers"
     )
+
+
+def test_a_strategy_goes_by_its_name():
+    shapes = {"w": leaf(8, 6)}
+    assert plan(shapes, strategy="zero1") == plan(shapes, strategy=fs.zero(1))
+    assert plan(shapes).with_strategy("hfsdp") == plan(shapes, strategy=fs.HFSDP)
+    for odd in ("zero4", 3):
+        text = refusal(ConfigError, lambda odd=odd: plan(shapes, strategy=odd))
+        assert text.startswith(f"fs.parse_strategy knows no strategy {odd!r}.\nStrategies are zero0, ")

@@ -1,12 +1,15 @@
 """The decoder as pure functions: shapes, names, causality, an independent plain version, refused sizes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding.errors import ConfigError
-from fsharding.models import DecoderConfig, decoder
+from fsharding import ops
+from fsharding.errors import ConfigError, SpecError
+from fsharding.models import DecoderConfig, Grouped, Stack, decoder
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
 CONFIG = DecoderConfig(vocab=17, dim=24, layers=2, heads=4, kv_heads=2, hidden=20)
@@ -108,6 +111,38 @@ def test_names_fit_the_shapes(tied):
     assert all(leaf.shape[0] == 2 for leaf in draws["blocks"].values())
 
 
+def test_fused_leaves_are_the_others_joined():
+    config = replace(CONFIG, bias=True)
+    params = params_of(config)
+    params["blocks"] |= {f"{x}_bias": torch.randn_like(params["blocks"][f"{x}_bias"]) for x in "qkv"}
+    blocks = dict(params["blocks"])
+    joined = {"wqkv": ("wq", "wk", "wv"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
+    fused = {leaf: torch.cat([blocks.pop(part) for part in parts], 1) for leaf, parts in joined.items()} | blocks
+    other = replace(config, fused=True)
+    names = decoder(other).names["blocks"]
+    assert {**names} == {**dict.fromkeys(fused), **names}, "the same leaves"
+    assert names["wqkv"] == ("layers", fs.Fused("heads", (24, 12, 12)), "embed")
+    assert names["gate_up"][1] == fs.Fused("mlp", (20, 20)) and names["qkv_bias"][1] == names["wqkv"][1]
+    shapes = decoder(other).init(fs.random.key(0))["blocks"]
+    assert {path: draw.shape for path, draw in shapes.items()} == {path: x.shape for path, x in fused.items()}
+    batch = {"tokens": tokens(), "targets": tokens().roll(1, 0)}
+    want = logits_loss(config, params, batch)
+    assert_trees_close(logits_loss(other, {**params, "blocks": fused}, batch), want, rtol=1e-6)
+    with pytest.raises(ConfigError, match="2 kv_heads, in one leaf with the queries: no multiple of 4"):
+        fs.plan_layout(decoder(other), fs.AbstractMesh(("tp",), (4,)))
+
+
+def test_parts_of_another_leaf_are_refused():
+    q, k = ops.split_parts(torch.arange(6).view(1, 6), (4, 2))
+    assert q.tolist() == [[0, 1, 2, 3]] and k.tolist() == [[4, 5]]
+    with fs.set_mesh(fs.AbstractMesh(("tp",), (2,))), pytest.raises(SpecError) as caught:
+        ops.split_parts(torch.zeros(5, 3), (4, 3), dim=0)
+    assert str(caught.value) == (
+        "ops.split_parts cannot split dim 0 of size 5 into parts of (4, 3): this rank has (2, 2).\n"
+        "Give the sizes of the leaf's Fused name."
+    )
+
+
 def test_init_is_narrow_where_blocks_write_to_the_stream():
     draws = decoder(DecoderConfig(layers=8, dim=128, hidden=256)).init(fs.random.key(0))
     assert draws["blocks"]["wq"].scale == draws["embed"]["table"].scale == 0.02
@@ -136,5 +171,20 @@ def test_sizes_that_do_not_fit():
         "  4 heads are not a multiple of 3 kv_heads"
     )
     assert DecoderConfig(dim=64, heads=8).head_dim == 8
+    with pytest.raises(ConfigError) as caught:
+        DecoderConfig(vocab=0, dim=30, layers=-3, heads=4, kv_heads=0, hidden=0, stacks=(Stack("a", 0),))
+    assert str(caught.value).splitlines()[1:] == [
+        "  vocab=0: at least 1",
+        "  layers=-3: at least 1",
+        "  kv_heads=0: at least 1",
+        "  hidden=0: at least 1",
+        "  dim 30 over 4 heads is not an even head dim",
+        "  stack 'a': layers=0: at least 1",
+        "  the stacks have 0 layers, not -3",
+    ]
+    with pytest.raises(ConfigError, match="heads=0: at least 1"):
+        DecoderConfig(heads=0)
+    with pytest.raises(ConfigError, match="kv_heads=-1: at least 1"):
+        Grouped(4, -1, 8)
     with pytest.raises(ConfigError, match="dim 12 over 4 heads is not an even head dim"):
         DecoderConfig(dim=12, heads=4)

@@ -300,3 +300,95 @@ def test_rates_follow_the_number_of_updates():
         updates, state = opt.update({"w": torch.ones(1)}, state, params)
         seen.append(float(updates["w"]))
     assert seen == pytest.approx([-1.0, -0.1, -0.01]) and int(state.count) == 3
+
+
+def anything_goes():
+    """Takes any keyword and looks at none."""
+    return fs.GradientTransformation(
+        lambda params: EmptyState(), lambda updates, state, params=None, **_: (updates, state)
+    )
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+    "opt",
+    [
+        fs.adamw(0.1),
+        fs.sgd(0.1, momentum=0.9),
+        fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(0.1, weight_decay=0.1)),
+        fs.chain(fs.clip_by_global_norm(0.5), fs.clip_by_global_norm(0.1), fs.adamw(0.1)),
+        fs.chain(fs.sgd(1.0), fs.clip_by_global_norm(0.5), fs.adamw(0.1)),
+        fs.chain(anything_goes(), fs.adamw(0.1)),
+        fs.chain(fs.clip_by_global_norm(0.5), fs.masked({"a": fs.adamw(0.1), "b": fs.adamw(0.2)}, lambda p, _: p)),
+        fs.chain(fs.clip_by_global_norm(0.5), fs.sgd(0.1)),
+    ],
+    ids=["adamw", "sgd", "clip", "clips", "late", "any", "masked", "plain"],
+)
+def test_a_scale_that_is_handed_on_is_one_that_was_multiplied(opt, donate):
+    def case():
+        random = torch.Generator().manual_seed(0)
+        return [{name: torch.randn(n, generator=random) for name, n in (("a", 5), ("b", 200))} for _ in range(2)]
+
+    (params, grads), (wanted, divided) = case(), case()
+    divided = {name: g * 0.125 for name, g in divided.items()}
+    norm = fs.global_norm(divided)
+    before = fs.tree.map(torch.clone, (params, grads))
+    found = fs.optim.apply_gradients(opt, grads, opt.init(params), params, donate=donate, norm=norm, scale=0.125)
+    assert donate or all(
+        torch.equal(x, y) for x, y in zip(*map(fs.tree.leaves, (before, (params, grads))), strict=True)
+    )
+    updates, state = opt.update(divided, opt.init(wanted), wanted)
+    assert_trees_close(found, (fs.apply_updates(wanted, updates), state), rtol=1e-6, atol=1e-7)
+
+
+UNLIKE = {
+    "fs.adamw": lambda: fs.adamw(0.1, weight_decay=0.1),
+    "fs.sgd": lambda: fs.sgd(0.1, momentum=0.9),
+    "fs.optim.lion": lambda: fs.optim.lion(0.1),
+    "fs.optim.muon": lambda: fs.optim.muon(0.1),
+    "fs.optim.adafactor": lambda: fs.optim.adafactor(0.1),
+    "fs.optim.from_torch": lambda: fs.optim.from_torch(torch.optim.Adam, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_shapes_that_differ_are_not_broadcast(name):
+    opt, params = UNLIKE[name](), {"v": torch.ones(2, 3), "w": torch.ones(4, 2)}
+    state = opt.init(params)
+    for shape in ((2, 2), (1, 2), (4, 1)):
+        with pytest.raises(TreeError) as caught:
+            opt.update({"v": torch.ones(2, 3), "w": torch.ones(shape)}, state, params)
+        head, *rows, _ = str(caught.value).split("\n")
+        assert head.startswith(f"{name} got ") and head.endswith(" of different shapes.")
+        assert len(rows) == 1 and rows[0].startswith("  w: ") and str(list(shape)) in rows[0] and "[4, 2]" in rows[0]
+    with pytest.raises(TreeError) as caught:
+        opt.update({"v": torch.ones(2, 3), "x": torch.ones(4, 2)}, state, params)
+    assert "first tree" not in str(caught.value) and str(caught.value).startswith(f"{name} got ")
+
+
+def test_updates_of_another_shape_are_refused():
+    with pytest.raises(TreeError) as caught:
+        fs.apply_updates({"v": torch.ones(2), "w": torch.ones(3)}, {"v": torch.ones(2), "w": torch.ones(1)})
+    assert str(caught.value) == (
+        "fs.apply_updates got parameters and updates of different shapes.\n"
+        "  w: parameters [3], updates [1]\n"
+        "Give parameters and updates of one model."
+    )
+    opt, params = fs.adamw(0.1), {"w": torch.ones(4)}
+    with pytest.raises(TreeError) as caught:
+        fs.optim.apply_gradients(opt, params, opt.init(params), {"w": torch.ones(2)})
+    assert str(caught.value).startswith("fs.adamw got parameters and moments of different shapes.\n  w: parameters [2]")
+
+
+def test_settings_that_can_never_be_right():
+    for norm in (-1.0, 0.0, math.nan):
+        with pytest.raises(ConfigError) as caught:
+            fs.clip_by_global_norm(norm)
+        assert str(caught.value) == (
+            f"fs.clip_by_global_norm got max_norm={norm}.\nGive a norm above 0; math.inf leaves gradients as they are."
+        )
+    grads = {"w": torch.ones(3)}
+    assert_bitwise_equal(fs.clip_by_global_norm(math.inf).update(grads, EmptyState())[0], grads)
+    with pytest.raises(ConfigError) as caught:
+        fs.linear(1.0, 0.0, 0)
+    assert str(caught.value) == "fs.linear got steps=0.\nGive 1 or more, or use fs.constant."

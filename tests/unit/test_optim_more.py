@@ -215,11 +215,40 @@ def test_from_torch_refuses_what_couples_elements(kind, why, mend):
     assert str(caught.value) == f"fs.optim.from_torch cannot take {kind.__name__}: it {why}.\n{mend}"
 
 
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: optim.from_torch("Adam"), "needs a class of optimizers; got 'Adam'."),
+        (lambda: optim.from_torch(torch.nn.Linear), "needs a class of optimizers; got class Linear."),
+        (
+            lambda: optim.from_torch(torch.optim.Adam([torch.ones(1)])),
+            "needs a class of optimizers; got an instance of Adam.",
+        ),
+    ],
+)
+def test_from_torch_wants_a_class(make, text):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    mend = "Pass the class and its settings: fs.optim.from_torch(torch.optim.NAdam, lr=1e-3)."
+    assert str(caught.value) == f"fs.optim.from_torch {text}\n{mend}"
+
+
+def test_from_torch_refuses_settings_for_graphs():
+    with pytest.raises(ConfigError) as caught:
+        optim.from_torch(torch.optim.Adam, differentiable=True, capturable=True)
+    assert str(caught.value) == (
+        "fs.optim.from_torch cannot take settings of Adam.\n"
+        "  differentiable=True: updates have no graph: write the rule as a pair (init, update) and differentiate that\n"
+        "  capturable=True: each update builds the optimizer anew, which no CUDA graph can repeat\n"
+        "Leave them out."
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------- purity
 MAKES = {
     "lion": lambda: optim.lion(0.1, weight_decay=0.1),
     "adafactor": lambda: optim.adafactor(weight_decay=0.1),
-    "muon": lambda: fs.masked({"matrix": optim.muon(0.02), "other": fs.adamw(0.1)}, optim.label_matrices()),
+    "muon": lambda: optim.multi_transform({"matrix": optim.muon(0.02), "other": fs.adamw(0.1)}, optim.label_matrices()),
     "from_torch": lambda: optim.from_torch(torch.optim.RMSprop, momentum=0.9, weight_decay=0.1),
     "ema": lambda: fs.chain(fs.sgd(0.1), optim.ema(0.9)),
     "lookahead": lambda: optim.lookahead(fs.adamw(0.1), every=2),

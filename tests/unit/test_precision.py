@@ -39,7 +39,7 @@ def test_whole_numbers_stay_what_they_are():
 
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 5))
 def test_the_scale_halves_on_overflow_and_doubles_after_a_row_of_good_steps(finite, interval):
-    precision = Precision(loss_scale=LossScale(2.0**10, interval))
+    precision = Precision(loss_scale=LossScale(2.0**10, interval, least=2.0**3))
     state, exponent, row = precision.init_scale(), 10, 0
     assert state is not None and state.scale.dtype == F32 and state.good_steps.dtype == I64
     for good in finite:
@@ -47,7 +47,7 @@ def test_the_scale_halves_on_overflow_and_doubles_after_a_row_of_good_steps(fini
         after = precision.next_scale(state, finite=good)
         assert state == before, "the state that went in is as it was"
         row = row + 1 if good else 0
-        exponent += -1 if not good else 1 if row == interval else 0
+        exponent = max(exponent + (-1 if not good else 1 if row == interval else 0), 3)
         row = 0 if row == interval else row
         assert (float(after.scale), int(after.good_steps)) == (2.0**exponent, row)
         state = after
@@ -58,6 +58,12 @@ def test_scales():
     scale = fs.FP16.init_scale()
     assert scale is not None and float(scale.scale) == 2.0**16
     assert fs.FP16.loss_scale == LossScale(interval=2000)
+
+
+@pytest.mark.parametrize("wrong", [{"initial": 0.5}, {"interval": 0}, {"initial": 0.0, "least": 0.0}])
+def test_scales_that_cannot_be(wrong):
+    with pytest.raises(ConfigError, match="Numbers are above 0"):
+        LossScale(**wrong)
 
 
 def test_dtypes_that_kernels_lack():

@@ -5,7 +5,7 @@ import torch
 
 import fsharding as fs
 from fsharding import random
-from fsharding.errors import RandomKeyError
+from fsharding.errors import LayoutError, RandomKeyError
 from fsharding.testing import assert_bitwise_equal
 
 
@@ -90,3 +90,15 @@ def test_keys_of_the_wrong_kind(call, text):
 
 def test_a_seed_is_no_key():
     assert refusal(lambda: fs.random.normal(7, (2,))) == f"random.normal needs a key int64[2], got int 7.\n{MEND}"
+
+
+def test_a_box_is_inside_the_array():
+    draw = fs.random.normal(fs.random.key(0), (3, 4))
+    assert draw.slice(((1, 3), (4, 4))).shape == (2, 0)
+    for box in (((0, 3), (0, 5)), ((0, 3),), ((2, 1), (0, 4)), ((-1, 3), (0, 4))):
+        with pytest.raises(LayoutError) as caught:
+            draw.slice(box)
+        assert str(caught.value) == (
+            f"Draw.slice cannot draw {list(box)} of an array of shape [3, 4].\n"
+            "Give a range inside the array for each dim."
+        )

@@ -81,5 +81,23 @@ def test_the_verb_plan_shows_bytes_by_stage(capsys):
 def test_the_verb_plan_refuses_what_cannot_be(capsys):
     assert "knows no preset 'llama9'" in planned(capsys, "llama9")[2]
     assert "knows no --dtype 'int8'" in planned(capsys, "tiny", "--dtype", "int8")[2]
+    assert "knows no --schedule 'zvb'" in planned(capsys, "tiny", "--schedule", "zvb")[2]
+    assert "got --microbatches 0: at least 1" in planned(capsys, "tiny", "--microbatches", "0")[2]
     status, _, err = planned(capsys, "llama3_8b", "--mesh", "tp=3")
     assert status == 2 and "32 heads: no multiple of 3" in err
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        ("tpp=8", "knows no axis 'tpp'."),
+        ("foo=3,dp=2", "knows no axis 'foo'."),
+        ("tp=0", "got tp=0.\nA size is at least 1"),
+        ("pp=-2,tp=2", "got pp=-2.\nA size is at least 1"),
+        ("dp=0", "got dp=0.\nA size is at least 1"),
+        ("dp=-1", "got dp=-1.\nSay the size of each axis"),
+    ],
+)
+def test_the_verb_plan_refuses_what_is_no_mesh(capsys, mesh, text):
+    status, out, err = planned(capsys, "tiny", "--mesh", mesh)
+    assert status == 2 and not out and err.startswith(f"MeshError: fsharding plan --mesh {mesh} {text}")

@@ -1,10 +1,13 @@
 """`scan`, stacks of units, and `remat` on plain tensors and one process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import TransformError, TreeError
+from fsharding.errors import ConfigError, FshardingError, TransformError, TreeError
+from fsharding.sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
 
@@ -71,7 +74,7 @@ def test_units_that_differ_are_not_stacked():
         "Pass unlike units to scan_units as a list."
     )
     assert refusal(lambda: fs.stack_units([a, {"w": torch.zeros(2, 3)}])) == (
-        "fs.stack_units got two trees that do not match.\n  b: only in the first tree\nGive both trees the same keys."
+        "fs.stack_units got unit 0 and unit 1 that do not match.\n  b: only in unit 0\nGive both the same keys."
     )
     with pytest.raises(TreeError):
         fs.stack_units([])
@@ -204,10 +207,25 @@ def test_plain_tensors_have_gradients_too():
     assert not params["w"].requires_grad
 
 
+@pytest.mark.parametrize("is_placed", [False, True], ids=["plain", "DTensors"])
+def test_sums_are_added_to_in_place_only_if_donated(is_placed):
+    params, x = {"w": torch.arange(3.0), "b": torch.ones(2)}, torch.tensor([1.0, 2.0, 4.0])
+    if is_placed:
+        params = fs.shard(params, fs.NamedSharding(fs.make_mesh(dp=1, device="cpu")))
+    run = fs.value_and_grad(lambda p, x: ((fs.gather_unit(p)["w"] * x).sum(), 1), mean=False)
+    first = run(params, x)[1]
+    second = run(params, 2 * x, accumulate=first)[1]
+    assert_bitwise_equal([local_of(g) for g in (first["w"], second["w"])], [x, 3 * x])
+    assert not local_of(second["b"]).any()
+    third = run(params, x, accumulate=second, donate=True)[1]
+    assert_bitwise_equal([local_of(g) for g in (second["w"], third["w"])], [4 * x, 4 * x])
+    assert local_of(third["w"]).data_ptr() == local_of(second["w"]).data_ptr() != local_of(first["w"]).data_ptr()
+
+
 def test_gradients_for_another_tree():
     text = refusal(lambda: fs.value_and_grad(lambda p: p["w"].sum(), grads={"v": None})({"w": torch.zeros(2)}))
     assert text == (
-        "fs.value_and_grad got two trees that do not match.\n  w: only in the first tree\nGive both trees the same keys."
+        "fs.value_and_grad got params and grads that do not match.\n  w: only in params\nGive both the same keys."
     )
 
 
@@ -226,3 +244,44 @@ def test_batches_that_microbatches_do_not_divide():
         "  x is float32[4, 2]\n"
         "Choose microbatches that divide dim 0 of every leaf, or another global batch."
     )
+
+
+def test_arguments_of_a_step_that_can_never_be_right():
+    def of(**how):
+        return refusal(lambda: fs.make_train_step(lambda p, b: None, fs.sgd(0.1), **how), ConfigError)
+
+    for count in (0, -1, 1.5):
+        assert of(microbatches=count) == f"fs.make_train_step got microbatches={count}.\nGive a number from 1."
+    assert of(policy="nothing_saveable") == (
+        "fs.make_train_step got policy='nothing_saveable'.\n"
+        "Use one of fs.policies.save_except_gathered, fs.policies.nothing_saveable, fs.policies.dots_saveable, "
+        "fs.policies.everything_saveable."
+    )
+
+
+SMALL = fs.models.DecoderConfig(vocab=16, dim=8, layers=1, heads=2, kv_heads=1, hidden=8)
+
+
+def test_a_state_of_another_optimizer_or_model_is_refused():
+    model, opt = fs.models.decoder(SMALL), fs.adamw(1e-3)
+    state = fs.init_state(model, opt, fs.random.key(0), fs.plan_layout(model, fs.make_mesh(device="cpu")))
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+
+    def step(model, opt):
+        return refusal(
+            lambda: fs.make_train_step(model, opt)(state, {"tokens": tokens, "targets": tokens}), FshardingError
+        )
+
+    text = step(model, fs.sgd(0.1, momentum=0.9))
+    assert text.startswith("train step got its optimizer and state.opt_state that do not match.\n")
+    assert "  trace.embed.table: only in its optimizer\n" in text
+    assert "  mu.embed.table: only in state.opt_state\n" in text
+    text = step(model, fs.chain(opt))
+    assert "  states.0.count: only in its optimizer\n" in text
+    assert step(fs.models.decoder(replace(SMALL, tied=True)), opt) == (
+        "train step got the state and its model that do not match.\n"
+        "  head.unembed: only in the state\n"
+        "Give both the same keys."
+    )
+    text = step(fs.models.decoder(replace(SMALL, vocab=24)), opt)
+    assert "  embed.table: float32[24, 8] given, float32[16, 8] in the layout\n" in text

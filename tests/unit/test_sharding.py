@@ -81,6 +81,7 @@ def test_a_leaf_can_be_owned_whole():
     assert first.boxes((4, 3), {"dp": 0, "tp": 1}) == (((2, 4), (0, 3)),)
     assert first.boxes((4, 3), {"dp": 1, "tp": 1}) == ()
     assert first.local_shape((4, 3), {"dp": 0}) == (2, 3) and first.local_shape((4, 3), {"dp": 2}) == (0, 3)
+    first = fs.NamedSharding(MESH, assigned=(Assigned.whole("dp", (0,), 4),))
     assert first.boxes((), {"dp": 0}) == ((),) and first.boxes((), {"dp": 1}) == ()
     assert first.local_shape((), {"dp": 0}) == () and first.local_shape((), {"dp": 1}) == (0,)
 
@@ -156,6 +157,25 @@ def test_an_axis_has_one_role():
     assert refusal(
         lambda: fs.NamedSharding(MESH, P("dp"), assigned=(Assigned.indices("dp", 0, ((0,), (), (), ())),))
     ) == ("NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role.")
+
+
+def test_an_axis_is_known():
+    for how in ({"partial": ("dpp",)}, {"assigned": (Assigned.whole("dpp", (0,), 2),)}):
+        assert refusal(lambda how=how: fs.NamedSharding(MESH, P("tp"), **how)) == (
+            "NamedSharding knows no axis 'dpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'dp'?"
+        )
+
+
+def test_a_spec_has_no_more_entries_than_the_leaf_has_dims():
+    text = "NamedSharding P('dp', 'tp') is of more dims than a leaf of shape (4,) has.\nGive P one entry a dim at most."
+    assert refusal(lambda: fs.NamedSharding(MESH, P("dp", "tp")).local_shape((4,))) == text
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=1)
+    here = fs.NamedSharding(mesh, P("dp", "tp"))
+    for call in (lambda: here.to_dtensor(torch.zeros(2), (4,)), lambda: fs.shard(torch.zeros(4), here)):
+        assert refusal(call) == text
+    with pytest.raises(SpecError):
+        fs.NamedSharding(MESH, P(), assigned=(Assigned.indices("dp", 1, ((0,), (), (), ())),)).local_shape((4,))
+    assert fs.NamedSharding(MESH, P(None, None)).local_shape((4,)) == (4,)
 
 
 def test_a_local_tensor_of_another_shape_is_refused():

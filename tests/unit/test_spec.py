@@ -38,6 +38,13 @@ def test_a_spec_is_its_axes_by_dim(cuts):
         assert spec.replace(len(cuts), ()) == spec
 
 
+def test_entries_that_are_no_axes():
+    mend = "Give an axis such as 'dp', a tuple of axes, or None."
+    assert refusal(lambda: P("dp", 0)) == f"P got 0 for a dim.\n{mend}"
+    assert refusal(lambda: P(("dp", None))) == f"P got ('dp', None) for a dim.\n{mend}"
+    assert refusal(lambda: AxisRules(mlp="tp", embed=3)) == f"AxisRules got embed=3.\n{mend}"
+
+
 def test_texts_of_specs():
     assert repr(P("dp", None, ("tp", "cp"))) == "P('dp', None, ('tp', 'cp'))"
     assert repr(P()) == repr(P(None)) == "P()"

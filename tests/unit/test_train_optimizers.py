@@ -46,5 +46,7 @@ def test_another_optimizer_is_another_run(config):
     assert "\n  optimizer: adamw in the checkpoint, lion now\n" in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         check(replace(config, optimizer="adam"), 1)
-    text = "fsharding train knows no --optimizer 'adam'.\nUse one of adamw, lion, muon, adafactor."
+    text = (
+        "fsharding train knows no --optimizer 'adam'.\nUse one of adamw, lion, muon, adafactor. Did you mean 'adamw'?"
+    )
     assert str(caught.value) == text

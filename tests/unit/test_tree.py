@@ -128,8 +128,8 @@ def test_trees_that_do_not_match_are_both_named():
     )
     assert refusal(lambda: tree.map(max, {"a": [1, 2]}, {"a": (1, 2)})) == (
         "tree.map got two trees that do not match.\n"
-        "  first PyTreeSpec({'a': [*, *]})\n"
-        "  second PyTreeSpec({'a': (*, *)})\n"
+        "  the first tree: PyTreeSpec({'a': [*, *]})\n"
+        "  the second tree: PyTreeSpec({'a': (*, *)})\n"
         "Give both trees the same keys."
     )
     assert refusal(lambda: tree.match("fs.f", {"a": 1}, {"b": 1})) == (
@@ -137,6 +137,12 @@ def test_trees_that_do_not_match_are_both_named():
         "  a: only in the first tree\n"
         "  b: only in the second tree\n"
         "Give both trees the same keys."
+    )
+    assert refusal(lambda: tree.prune({"a": 1}, {"b": 1}, "fs.f", ("params", "grads"))) == (
+        "fs.f got params and grads that do not match.\n"
+        "  a: only in params\n"
+        "  b: only in grads\n"
+        "Give both the same keys."
     )
 
 

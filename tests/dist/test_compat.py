@@ -1,0 +1,61 @@
+"""What is used of private torch API between ranks is there and does what it should."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsharding import _compat, lost
+from fsharding.testing import assert_bitwise_equal, run_ranks
+
+
+def collectives():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    assert group is not None
+    gathered = torch.zeros(2 * size)
+    _compat.all_gather_flat(gathered, torch.full((2,), float(rank)), group).wait()
+    piece = torch.zeros(2)
+    _compat.reduce_scatter_flat(piece, torch.arange(2.0 * size) + rank, group).wait()
+    _compat.set_group_timeout(group, timedelta(seconds=17))
+    timeout = dist.distributed_c10d._get_default_timeout("gloo")
+    own = group._get_backend(torch.device("cpu")).options._timeout
+    assert _compat.group_timeout(group) == own
+    _compat.set_group_timeout(group, timedelta(seconds=20))
+    return gathered, piece, own, timeout
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_collectives_by_either_name(ranks):
+    for rank, (gathered, piece, own, default) in enumerate(run_ranks(collectives, ranks)):
+        assert_bitwise_equal(gathered, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+        assert_bitwise_equal(piece, torch.arange(4.0).chunk(2)[rank] * 2 + 1)
+        assert own == timedelta(seconds=17) != default
+
+
+def stores():
+    store = _compat.default_store()
+    assert store is not None
+    own = f"a{dist.get_rank()}"
+    store.set(own, "here")
+    dist.barrier()
+    found = (
+        [store.check([name]) for name in ("a0", "a1", "b")],
+        bytes(store.get("a0")),
+        _compat.is_served_by_rank(store),
+    )
+    dist.barrier()
+    store.delete_key(own)
+    try:
+        dist.recv(torch.zeros(1), src=1 - dist.get_rank(), group=dist.new_group(timeout=timedelta(seconds=0.1)))
+    except RuntimeError as error:
+        return *found, lost.is_network_error(error), store.check([own])
+    raise AssertionError("nobody has sent anything")
+
+
+def test_the_store_of_all_ranks_and_errors_of_its_groups():
+    assert run_ranks(stores, 2) == [([True, True, False], b"here", False, True, False)] * 2
+    served = dist.PrefixStore("a", dist.TCPStore("127.0.0.1", 0, 1, True))
+    assert _compat.is_served_by_rank(served) and not _compat.is_served_by_rank(dist.HashStore())
+    assert lost.is_network_error(dist.DistNetworkError()) and not lost.is_network_error(RuntimeError("shape"))

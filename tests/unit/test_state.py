@@ -1,0 +1,61 @@
+"""States by example: what does not fit a layout is refused before anything is made of it."""
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding.errors import LayoutError, TreeError
+
+OPT, KEY = fs.adamw(1e-2), fs.random.key(0)
+
+
+def refusal(call, kind=LayoutError):
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def planned(**shapes):
+    mesh = fs.make_mesh(device="cpu", dp=1)
+    return fs.plan_layout({name: fs.random.zeros(shape) for name, shape in shapes.items()}, mesh)
+
+
+def drawn(dtype=torch.float32, **shapes):
+    return lambda key: {name: fs.random.normal(key, shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+MEND = "Plan the layout for what is given, with fs.plan_layout, or give what it was planned for."
+
+
+def test_a_model_of_another_size_is_refused():
+    layout = planned(a=(3, 4), b=(2,), c=(5,))
+    assert refusal(lambda: fs.init_state(drawn(a=(3, 2), b=(2,), c=(7,)), OPT, KEY, layout)) == (
+        "fs.init_state got 2 leaves that do not fit the layout.\n"
+        "  a: float32[3, 2] given, float32[3, 4] in the layout\n"
+        "  c: float32[7] given, float32[5] in the layout\n" + MEND
+    )
+    text = refusal(lambda: fs.init_state(drawn(torch.float64, a=(3, 4), b=(2,), c=(5,)), OPT, KEY, layout))
+    assert "3 leaves" in text and "  b: float64[2] given, float32[2] in the layout\n" in text
+    tensors = {"a": torch.zeros(3, 4), "b": 1.0, "c": torch.zeros(5)}
+    assert "  b: float given, float32[2] in the layout\n" in refusal(
+        lambda: fs.init_state(lambda key: tensors, OPT, KEY, layout)
+    )
+    text = refusal(lambda: fs.init_state(drawn(a=(3, 4), d=(1,)), OPT, KEY, layout), TreeError)
+    assert text.startswith("fs.init_state got the layout and the model that do not match.\n  b: only in the layout\n")
+
+
+def test_parameters_of_another_size_are_refused():
+    layout = planned(a=(3, 4), b=(2,))
+    small = {"a": torch.zeros(3, 2), "b": torch.zeros(2)}
+    assert refusal(lambda: fs.shard(small, layout)) == (
+        "fs.shard got 1 leaves that do not fit the layout.\n"
+        "  a: float32[3, 2] given, float32[3, 4] in the layout\n" + MEND
+    )
+    other = fs.shard(small, planned(a=(3, 2), b=(2,)))
+    assert "  a: float32[3, 2] given, float32[3, 4] in the layout\n" in refusal(
+        lambda: fs.state_from(other, OPT, KEY, layout)
+    )
+    halves = fs.shard({"a": torch.zeros(3, 4).bfloat16(), "b": torch.zeros(2)}, layout)
+    assert "  a: bfloat16[3, 4] given, float32[3, 4] in the layout\n" in refusal(
+        lambda: fs.state_from(halves, OPT, KEY, layout)
+    )

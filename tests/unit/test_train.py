@@ -1,0 +1,98 @@
+"""Runs of one process: what they go on with, what they leave behind, and what they say."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fsharding import checkpoint
+from fsharding.cli import main
+from fsharding.config import TrainConfig, check
+from fsharding.errors import ConfigError, DataError, NonFiniteError
+from fsharding.show import plot_loss, read_metrics
+from fsharding.train import train
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "text").write_text("to be or not to be, that is the question; " * 40)
+    data = str(tmp_path / "text")
+    return TrainConfig(tmp_path / "out", data=data, steps=8, batch=2, seq=32, plot=False)
+
+
+def losses(config):
+    return [row["loss"] for row in read_metrics(config.metrics)]
+
+
+def ran(config):
+    check(config, 1)
+    train(config)
+    return losses(config)
+
+
+def test_batches_that_a_loss_scale_skips_are_not_seen_again(config, tmp_path):
+    whole = replace(config, dtype="float16", lr=1e-2)
+    found = ran(whole)
+    rows = read_metrics(whole.metrics)
+    updates = checkpoint.metadata(whole.checkpoints / "8").step
+    assert 0 < updates < 8, "some of the first steps overflow"
+    assert rows[0]["lr"] == rows[1]["lr"] < rows[-1]["lr"], "the rate is the optimizer's, which a skipped step leaves"
+    parts = replace(whole, out=tmp_path / "parts")
+    ran(replace(parts, steps=2))
+    assert checkpoint.metadata(parts.checkpoints / "2").step < 2
+    assert ran(replace(parts, resume=True)) == found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_loss_that_is_not_finite_ends_the_run(config, dtype):
+    with pytest.raises(NonFiniteError, match=r"params\.embed\.table: its gradient is not finite"):
+        ran(replace(config, dtype=dtype, lr=1e38, clip=1e38, steps=60))
+    rows = read_metrics(config.metrics)
+    assert len(rows) < 60 and not config.checkpoints.exists()
+    (config.out / "metrics.jsonl").write_text('{"step": 1, "loss": null, "grad_norm": null}\n')
+    plot_loss(config.metrics, config.out / "loss.png")
+    assert (config.out / "loss.png").stat().st_size > 1000
+
+
+def test_what_cannot_be_read_leaves_an_earlier_run_alone(config, tmp_path):
+    before = ran(replace(config, steps=1))
+    np.full(4096, 60_000, dtype=np.uint16).tofile(tmp_path / "wrong.bin")
+    with pytest.raises((DataError, ConfigError)):
+        ran(replace(config, data=str(tmp_path / "wrong.bin")))
+    assert losses(config) == before
+    assert sorted(p.name for p in config.out.iterdir()) == ["ckpt", "metrics.jsonl"]
+
+
+def test_rows_end_where_something_else_begins(config):
+    config.out.mkdir()
+    config.metrics.write_text('{"step": 1, "loss": 2.0}\n[1]\n{"step": 2, "loss": 1.0}\n')
+    assert [row["step"] for row in read_metrics(config.metrics)] == [1]
+
+
+def test_the_run_as_one_json_object(config, capsys):
+    options = ["--data", config.data, "--steps", "1", "--batch", "2", "--seq", "32", "--no-plot", "--json"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--out", str(config.out), *options])
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"steps": 1, "loss": losses(config)[0], "out": str(config.out)}
+    assert "step 1/1" in err
+
+
+def test_the_benches_as_json(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "list", "--json"])
+    assert "step" in json.loads(capsys.readouterr().out)["benches"]
+
+
+def test_a_world_size_that_is_no_number(monkeypatch, config, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--out", str(config.out)])
+    assert "got WORLD_SIZE='x' from a launcher." in capsys.readouterr().err
+
+
+def test_a_timeout_that_no_clock_has(config):
+    with pytest.raises(ConfigError, match=r"--timeout inf: at most 10,000,000"):
+        check(replace(config, timeout=float("inf")), 1)
