@@ -117,8 +117,9 @@ class DecoderCase:
         ranks = self.mesh.axis_size("pp")
         if ranks == 1:
             return None
-        how, many = self.schedule, self.microbatches
-        return plan_schedule(how, ranks, many, gather=self.gather, scatter=self.scatter, ahead=self.ahead)
+        return plan_schedule(
+            self.schedule, ranks, self.microbatches, gather=self.gather, scatter=self.scatter, ahead=self.ahead
+        )
 
     def layout(self, mesh: Mesh | None = None) -> Layout:
         """The layout of the state.
