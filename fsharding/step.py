@@ -136,8 +136,7 @@ def make_train_step(
             if is_model:
                 _refuse_model(model, layout)
             _refuse_other_state(opt, state)
-            known = Messages()
-            seen.append((layout, known))
+            seen.append((layout, known := Messages()))
         how = precision or layout.precision
         if (how.loss_scale is None) != (state.loss_scale is None):
             raise ConfigError(message("train step", *_scale_mismatch(state)))
