@@ -108,8 +108,7 @@ def make_train_step(
         ConfigError: a number of microbatches below 1, or a policy that is none.
         ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
         LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`.
-        RankError: from the step: another rank is gone, or does not answer within the timeout of the mesh; it is named,
-            with its coordinates, by every rank that is left.
+        RankError: from the step: a rank is gone, or does not answer within the mesh's timeout; all others name it.
         ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
             on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
             layout, ranks whose layouts, models, optimizers or arguments of this function differ.
@@ -137,8 +136,7 @@ def make_train_step(
             if is_model:
                 _refuse_model(model, layout)
             _refuse_other_state(opt, state)
-            known = Messages()
-            seen.append((layout, known))
+            seen.append((layout, known := Messages()))
         how = precision or layout.precision
         if (how.loss_scale is None) != (state.loss_scale is None):
             raise ConfigError(message("train step", *_scale_mismatch(state)))

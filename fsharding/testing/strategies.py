@@ -372,14 +372,13 @@ def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase
         tied=draw(_flag),
         experts=draw(_pick(expert_sizes(ep, tp))),
     )
-    unit = (2 * cp if cp > 1 else 1) * (tp if sequence else 1)
     whole = (("kv_heads",),) if sequence else (("kv_heads",), ("mlp",), ("vocab",), ("heads", "kv_heads"))
     return DecoderCase(
         config,
         mesh,
         draw(_STRATEGIES),
         rows=data * schedule.microbatches * (draw(_upto(1)) + 1),
-        length=unit * (draw(_upto(2)) + 1),
+        length=(2 * cp if cp > 1 else 1) * (tp if sequence else 1) * (draw(_upto(2)) + 1),
         steps=steps,
         microbatches=schedule.microbatches,
         sequence=sequence,
