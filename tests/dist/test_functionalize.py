@@ -136,9 +136,11 @@ def test_a_module_trains_as_on_one_process(units):
         assert_trees_close(losses, want, rtol=2e-2 if name == "bf16" else 1e-5, what=name)
     assert found["zero1"][0] == found["zero3"][0] == found["remat"][0]
     # Five units, all of them but the last and the embedding twice; the root is one number, which every rank has. Where
-    # only blocks are units the root has all else and stays: it and three blocks, each twice.
+    # only blocks are units the root has all else and stays: it and three blocks, each twice. What comes ahead takes no
+    # buffer as long as it is another rank's memory that is read.
     for name in ("zero3", "remat"):
-        assert found[name][1:] == ((8, 2) if units == UNITS else (8, 3)), name
+        gathers, alive = found[name][1:]
+        assert gathers == 8 and alive <= (2 if units == UNITS else 3), name
 
 
 class Shared(nn.Module):
