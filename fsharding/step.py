@@ -25,7 +25,7 @@ from fsharding.mesh import abstract, axis_group, everyone
 from fsharding.ops.rows import start_sum
 from fsharding.optim.apply import apply_gradients, apply_updates
 from fsharding.optim.balance import against_load, set_loads_apart
-from fsharding.optim.base import GradientTransformation, multiply, run_update
+from fsharding.optim.base import GradientTransformation, run_update
 from fsharding.optim.clip import global_norm
 from fsharding.pipeline import Messages, pipeline_grads
 from fsharding.policies import Policy
@@ -338,8 +338,6 @@ def _update(
 ) -> TrainState:
     layout = state.layout
     with _compat.region("optimizer"):
-        if not donate:
-            grads, mean = multiply(grads, mean, donate=True), 1.0
         main, opt_state = _move(state, grads, mean, norm, opt, steer, donate=donate)
     scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
     with _compat.region("spread"):

