@@ -211,9 +211,8 @@ def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
 
 def _dense(x: Tensor) -> bool:
     """Whether rows, or columns, are dense and begin at multiples of 16 bytes."""
-    *outer, first, second = x.stride()
-    steps = (*outer, max(first, second))
-    return x.data_ptr() % 16 == 0 and min(first, second) == 1 and all(s * x.itemsize % 16 == 0 for s in steps)
+    *outer, inner, longer = (*x.stride()[:-2], *sorted(x.stride()[-2:]))
+    return inner == 1 and all(n % 16 == 0 for n in (x.data_ptr(), *(s * x.itemsize for s in (*outer, longer))))
 
 
 @functools.cache
@@ -327,19 +326,14 @@ def fused_adamw_(
     nu: list[Tensor],
     steps: list[Tensor],
     *,
-    lr: float,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    scale: float,
+    scale: float = 1.0,
+    **settings: Any,
 ) -> None:
-    """torch's fused AdamW kernel on gradients times a number: updates params, mu, nu and, unless it is 1, grads."""
+    """torch's fused AdamW kernel, with its own settings: updates params, mu, nu and, unless scale is 1, grads."""
     divisor = torch.tensor(1.0 / scale, device=params[0].device) if scale != 1.0 else None
     torch._fused_adamw_(
         params, grads, mu, nu, [], steps,
-        lr=lr, beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
-        grad_scale=divisor,
+        **settings, amsgrad=False, maximize=False, grad_scale=divisor,
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def adamw(
         decay: float,
         scale: float = 1.0,
     ) -> None:
-        settings = {"lr": rate(count), "b1": b1, "b2": b2, "eps": eps, "weight_decay": decay, "scale": scale}
+        settings = {"lr": rate(count), "beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay, "scale": scale}
         _fused(values, grads, mu, nu, count + 1, settings)
 
     def successor(state: AdamState, mu: list[Tensor], nu: list[Tensor]) -> AdamState:

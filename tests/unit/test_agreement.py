@@ -16,9 +16,9 @@ def settings(**changes):
 
 def test_an_optimizer_is_told_by_what_it_closes_over():
     facts = settings(weight_decay=0.1)
-    assert facts["optimizer"] == "GradientTransformation of 3"
+    assert facts["optimizer"] == "GradientTransformation of 4"
     assert facts["optimizer.update"] == "chain.update"
-    assert facts["optimizer.update.transformations.0.update.max_norm"] == "1.0"
+    assert facts["optimizer.update.transformations.0.update.factor.max_norm"] == "1.0"
     assert facts["optimizer.update.transformations.1.update.rate.peak"] == "0.0003"
     differing = {name for name, text in settings(weight_decay=0.2).items() if facts[name] != text}
     assert {name.rpartition(".")[2] for name in differing} == {"weight_decay"}

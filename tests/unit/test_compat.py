@@ -101,7 +101,7 @@ def test_a_mesh_needs_no_process_group():
 def test_the_fused_kernel_takes_what_we_give_it():
     param, grad = torch.zeros(64), torch.linspace(-1, 1, 64)
     mu, nu, step = torch.zeros(64), torch.zeros(64), torch.tensor(1.0)
-    _compat.fused_adamw_([param], [grad], [mu], [nu], [step], lr=0.1, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.0)
+    _compat.fused_adamw_([param], [grad], [mu], [nu], [step], lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
     torch.testing.assert_close(mu, 0.1 * grad)
     torch.testing.assert_close(nu, 0.01 * grad * grad)
     torch.testing.assert_close(param, -0.1 * grad / (grad.abs() + 1e-8))
