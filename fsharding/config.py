@@ -6,7 +6,6 @@ Law: what passes `check` fails later only for reasons that could not be seen: a 
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from fsharding import checkpoint, policies
 from fsharding.axes import AXES, AbstractMesh, make_shape, parse_axes
 from fsharding.data import Tokens, open_data
 from fsharding.errors import BatchError, CheckpointError, ConfigError, message
+from fsharding.hints import did_you_mean
 from fsharding.mesh import Mesh, abstract
 from fsharding.models.base import Model
 from fsharding.ops.attention import Kind
@@ -200,8 +200,7 @@ def check_names(config: Any, function: str, options: Mapping[str, Iterable[str]]
     """
     for option, known in options.items():
         if (value := getattr(config, option)) not in known:
-            close = difflib.get_close_matches(value, list(known), 1)
-            mend = f"Use one of {', '.join(known)}." + (f" Did you mean {close[0]!r}?" if close else "")
+            mend = f"Use one of {', '.join(known)}.{did_you_mean(value, known)}"
             raise ConfigError(message(function, f"knows no --{option} {value!r}.", mend=mend))
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fsharding.axes import AXES, DATA_AXES
 from fsharding.errors import LayoutError, SpecError, message
@@ -32,6 +33,7 @@ __all__ = [
     "check_leaves",
     "check_stages",
     "is_trainable",
+    "kind_text",
     "mean_over",
     "moment_of",
     "plan_leaf",
@@ -174,6 +176,11 @@ def check_stages(leaves: Sequence[NamedLeaf], mesh: Mesh, stages: Stages) -> Non
 def type_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """A leaf's type for people, such as `float32[8, 512]`."""
     return f"{_name(dtype)}{list(shape)}"
+
+
+def kind_text(x: Any) -> str:
+    """A tensor's type for people, as `type_text`; of anything else the name of its class."""
+    return type_text(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__
 
 
 def _name(dtype: torch.dtype) -> str:

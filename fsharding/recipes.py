@@ -8,11 +8,11 @@ Law: a recipe holds no tensors, so planning one of any size is free.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
 from fsharding.errors import ConfigError, message
+from fsharding.hints import did_you_mean
 from fsharding.models.base import Model
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
 from fsharding.models.experts import Experts
@@ -174,9 +174,7 @@ def recipe(name: str) -> Recipe:
     """
     same = [known for known in RECIPES if _plain(known) == _plain(name)]
     if not same:
-        close = difflib.get_close_matches(name, RECIPES, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        known = f"Presets are {', '.join(RECIPES)}.{hint}"
+        known = f"Presets are {', '.join(RECIPES)}.{did_you_mean(name, RECIPES)}"
         raise ConfigError(message("fsharding train", f"knows no preset {name!r}.", mend=known))
     return RECIPES[same[0]]
 

@@ -7,7 +7,6 @@ Laws: every schedule that can be planned passes `check_schedule`; equal argument
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import NamedTuple, TypeAlias, cast, get_args
 from fsharding import _compat, checking, timeline
 from fsharding.actions import Action, Kind, Owner, Table, peer
 from fsharding.errors import ScheduleError, message
+from fsharding.hints import did_you_mean
 from fsharding.lowering import How, lower
 from fsharding.timeline import Durations, Timeline
 
@@ -216,8 +216,7 @@ def plan_schedule(
     """
     plan = _PLANS.get(name)
     if plan is None:
-        close = difflib.get_close_matches(str(name), SCHEDULES, 1, 0.4)
-        mend = f"Schedules are {', '.join(SCHEDULES)}." + (f" Did you mean {close[0]!r}?" if close else "")
+        mend = f"Schedules are {', '.join(SCHEDULES)}.{did_you_mean(str(name), SCHEDULES, cutoff=0.4)}"
         raise ScheduleError(message("fs.plan_schedule", f"knows no schedule {name!r}.", mend=mend))
     local = plan.least if stages_per_rank is None else stages_per_rank
     rows = _wrong_numbers(ranks=ranks, microbatches=microbatches, stages_per_rank=local)

@@ -6,13 +6,13 @@ Same meaning as in JAX. Law: no axis stands twice in a spec.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 from fsharding.axes import AXES, unknown_axis
 from fsharding.errors import SpecError, message
+from fsharding.hints import did_you_mean
 
 __all__ = ["DEFAULT_RULES", "AxisRules", "DimName", "Entry", "Fused", "P", "PartitionSpec", "rule_name"]
 
@@ -159,10 +159,7 @@ class AxisRules(Mapping[str, tuple[str, ...]]):
 
     def hint(self, name: str) -> str:
         """The edit that mends an unknown dim name."""
-        close = difflib.get_close_matches(name, self._dims, 1)
-        return f"Add {name}=None to the AxisRules, or the axes that cut it." + (
-            f" Did you mean {close[0]!r}?" if close else ""
-        )
+        return f"Add {name}=None to the AxisRules, or the axes that cut it.{did_you_mean(name, self._dims)}"
 
 
 DEFAULT_RULES = AxisRules(

@@ -28,6 +28,7 @@ from fsharding.optim.balance import against_load, set_loads_apart
 from fsharding.optim.base import GradientTransformation, run_update
 from fsharding.optim.clip import global_norm
 from fsharding.pipeline import Messages, pipeline_grads
+from fsharding.planning import kind_text
 from fsharding.policies import Policy
 from fsharding.precision import Precision
 from fsharding.schedule import Schedule, plan_schedule
@@ -284,14 +285,10 @@ _EVEN = "Choose microbatches that divide dim 0 of every leaf, or another global 
 def _uneven(batch: Tree, microbatches: int) -> list[str]:
     """The leaves of a batch that cannot be cut, in words."""
     return [
-        f"{path} is {_type_text(x)}"
+        f"{path} is {kind_text(x)}"
         for path, x in tree.named_leaves(batch).items()
         if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[0] % microbatches
     ]
-
-
-def _type_text(x: Any) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _split(batch: Tree, microbatches: int) -> list[Tree]:

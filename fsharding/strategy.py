@@ -6,10 +6,10 @@ Law: the strategy never changes a loss, only where bytes live and when they move
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from fsharding.errors import ConfigError, message
+from fsharding.hints import did_you_mean
 
 __all__ = [
     "HFSDP",
@@ -123,8 +123,6 @@ def parse_strategy(name: str) -> Strategy:
         ConfigError: an unknown name.
     """
     if name not in STRATEGIES:
-        close = difflib.get_close_matches(str(name), STRATEGIES, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        known = f"Strategies are {', '.join(STRATEGIES)}.{hint}"
+        known = f"Strategies are {', '.join(STRATEGIES)}.{did_you_mean(str(name), STRATEGIES)}"
         raise ConfigError(message("fs.parse_strategy", f"knows no strategy {name!r}.", mend=known))
     return STRATEGIES[name]

@@ -206,20 +206,22 @@ def _reduce(sender: Sender, unit: Sequence[_Leaf], count: int) -> None:
 def update(sender: Sender) -> None:
     """Adds what a step sends after all microbatches: last reductions of a pipeline, the norm, and new parameters."""
     layout, how, shape = sender.layout, sender.layout.precision, abstract(sender.layout.mesh)
+
+    def size(leaf: _Leaf) -> int:
+        return how.grad_dtype(layout.param_dtype(leaf.plan)).itemsize
+
     trained = [leaf for leaf in layout.leaves if leaf.trainable]
     mine = [leaf for plan in trained if (leaf := _here(sender, plan)) is not None]
-    kinds = [how.grad_dtype(layout.param_dtype(leaf.plan)).itemsize for leaf in mine]
     if sender.schedule is not None:
         for part in _by_scatter(sender, mine):
             source = [leaf.cut("grads") if sender.each else unreduced(leaf.cut("params")) for leaf in part]
-            sizes = [how.grad_dtype(layout.param_dtype(leaf.plan)).itemsize for leaf in part]
-            moves = zip(part, source, sizes, strict=True)
+            moves = zip(part, source, map(size, part), strict=True)
             _together(sender, [_Move(leaf, s, leaf.cut("main"), b, b) for leaf, s, b in moves])
-        for leaf, b in zip(mine, kinds, strict=True):
+        for leaf in mine:
             whole_at = any(a.axis == "pp" and a.dim is None for a in leaf.plan.main.assigned)
             others = len(owners(leaf.plan.main, sender.size("pp"))) - 1 if whole_at else 0
             n = math.prod(leaf.cut("main").local_shape(leaf.shape, sender.where))
-            sender.send(("pp",), Sent(1, others * n * b), int(others > 0))
+            sender.send(("pp",), Sent(1, others * n * size(leaf)), int(others > 0))
     _together(
         sender,
         [_Move(leaf, leaf.cut("main"), leaf.cut("params"), layout.param_dtype(leaf.plan).itemsize) for leaf in mine],
@@ -239,10 +241,8 @@ def update(sender: Sender) -> None:
 def _by_scatter(sender: Sender, mine: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
     """What is reduced together at the last SCATTER of each stage: its rows of stacks, and its ends if none is later."""
     assert sender.schedule is not None
-    row, ends = (
-        sender.schedule.table[sender.where["pp"]],
-        [leaf for leaf in mine if not begins(leaf.plan.path, "blocks")],
-    )
+    row = sender.schedule.table[sender.where["pp"]]
+    ends = [leaf for leaf in mine if not begins(leaf.plan.path, "blocks")]
     stacks = [leaf for leaf in mine if begins(leaf.plan.path, "blocks")]
     layers = next(leaf.shape[0] for leaf in sender.layout.leaves if begins(leaf.path, "blocks"))
     last = {a.stage: i for i, a in enumerate(row) if a.kind == "SCATTER"}

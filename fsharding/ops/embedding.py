@@ -15,6 +15,7 @@ from fsharding import _functorch, boxes
 from fsharding.errors import DataError, message
 from fsharding.mesh import Mesh, axis_index, axis_size
 from fsharding.ops.linear import leave
+from fsharding.planning import kind_text
 
 __all__ = ["checked_ids", "embedding"]
 
@@ -73,7 +74,7 @@ def checked_ids(function: str, name: str, ids: Tensor, vocab: int, *, ignore_ind
         DataError: floating point or bool, or an id outside of `0 .. vocab - 1`.
     """
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        text = f"needs {name} that are whole numbers, got {str(ids.dtype).removeprefix('torch.')}{list(ids.shape)}."
+        text = f"needs {name} that are whole numbers, got {kind_text(ids)}."
         raise DataError(message(function, text, mend=f"Give {name}.long()."))
     ids = ids.long()
     # What a transform, a trace or a compiler has wrapped has no values to look at.

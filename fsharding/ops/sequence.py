@@ -9,7 +9,6 @@ Laws: every token is on one rank; the tokens of a rank stand in ascending order;
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from fsharding import tree
 from fsharding.errors import BatchError, SpecError, message
 from fsharding.mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather
+from fsharding.planning import kind_text
 from fsharding.tree import Tree
 
 __all__ = ["cut_sequence", "document_positions", "positions", "zigzag", "zigzag_order"]
@@ -83,7 +83,7 @@ def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | N
     """
     if documents_BT.ndim != 2:
         mend = "Give the document of each token, as [B, T]."
-        raise SpecError(message("ops.document_positions", "needs documents [B, T].", [_kind(documents_BT)], mend))
+        raise SpecError(message("ops.document_positions", "needs documents [B, T].", [kind_text(documents_BT)], mend))
     size, index = _place("ops.document_positions", axis, mesh)
     order = zigzag_order(documents_BT.shape[1] * size, size, documents_BT.device)
     if size > 1:
@@ -113,7 +113,7 @@ def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None =
     wrong: list[str] = []
     ways: set[str] = set()
     for path, leaf in tree.named_leaves(x).items():
-        what = f"{path or 'the tensor'} is {_kind(leaf)}"
+        what = f"{path or 'the tensor'} is {kind_text(leaf)}"
         if not isinstance(leaf, Tensor) or not -leaf.ndim <= dim < leaf.ndim:
             wrong.append(f"{what}: no dim {dim} to cut")
             ways.add("Leave out what has no tokens, or say where they are with dim=.")
@@ -145,7 +145,3 @@ def _uncut(length: int, size: int) -> str:
     below = length - length % (2 * size)
     near = " or ".join(str(n) for n in (below, below + 2 * size) if n)
     return f"Each rank takes an early and a late chunk: make the length a multiple of {2 * size}, such as {near}."
-
-
-def _kind(x: Any) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
