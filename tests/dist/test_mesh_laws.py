@@ -15,10 +15,10 @@ from tests.dist.test_laws import FULL, examples, on_ranks, teardown_module
 
 __all__ = ["teardown_module"]
 
-# Tens of runs on several ranks each: about a minute on two cores, in full an hour; much longer where others use them.
+# Tens of runs on several ranks each: about a minute on two cores, in full half an hour or more; longer beside other load.
 pytestmark = pytest.mark.timeout(7200 if FULL else 900)
 
-RANKS, STEPS = (8, 4) if FULL else (4, 2)
+RANKS, STEPS = (8 if FULL else 4), 2
 
 
 def train(case):
