@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from fsharding import policies
+from fsharding.axes import DATA_AXES
 from fsharding.counts import Sent, Traffic
-from fsharding.errors import ConfigError, message
 from fsharding.layout import Layout
 from fsharding.mesh import coordinate
 from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.models.experts import Experts
+from fsharding.models.grouped import Grouped
+from fsharding.models.latent import Latent
+from fsharding.models.mixture import Mixture
+from fsharding.models.parts import AttentionPart
 from fsharding.ops.attention import Kind
 from fsharding.policies import Policy
 from fsharding.schedule import Schedule
@@ -39,7 +44,7 @@ def expected_traffic(
     policy: Policy = policies.save_except_gathered,
     coord: dict[str, int] | None = None,
 ) -> Traffic:
-    """What one rank sends in one step of `models.decoder` that neither overflows nor fails.
+    """What one rank sends in one step of `models.decoder` that neither overflows nor fails, of rows without documents.
 
     Activations x of a microbatch are [rows, T, dim], where T is length over `cp`. In each block:
 
@@ -50,10 +55,17 @@ def expected_traffic(
     | cp, ring | k-1 rounds of keys and values | k-1 of these, and k of their gradients in float32 |
     | cp, gather | 1 gather of keys and values | 1 scatter |
     | cp, ulysses | 1 exchange of q, k and v, 1 of the result | the same |
+    | ep | 1 exchange of counts, 1 of tokens, 1 of results | 2 exchanges of rows |
+
+    Tokens are exchanged as if they chose the experts of all ranks equally often; of others only bytes over `ep`
+    differ. Experts over `tp` also let the logits of their router into the region, which latent attention lets its
+    narrow vectors into; its values travel over `cp` as wide as its keys. Sums of the router's losses, and of its counts
+    over the data axes for the balance loss, come on top; over `pp` these losses go along with x.
 
     Over `tp` the embedding adds a sum of x forward (a scatter, and a gather backward, with `sequence`); the head a sum
     of x backward (a gather forward, a scatter backward, and the norm), and for the loss a gather and two sums of one
-    float32 a token. Key heads that are fewer than `tp`, but cut over it, are gathered and their gradients scattered.
+    float32 a token. Key heads that are fewer than `tp`, but cut over it, are gathered and their gradients scattered;
+    gradients of other leaves that all ranks of `tp` have are summed, each by itself.
     What a policy computes again is sent again, but for the last sum of each block. I and W are a backward each, but
     under `dots_saveable` one together.
 
@@ -75,21 +87,13 @@ def expected_traffic(
         schedule: on a mesh with `pp`.
         policy: as in `make_train_step`.
         coord: the rank's coordinate; by default this process's.
-
-    Raises:
-        ConfigError: a decoder with experts, unlike stacks, another attention, biases, norms of heads, fused leaves or a
-            head size of its own.
     """
-    odd = ("stacks", "experts", "attention", "bias", "qk_norm", "fused", "head_size")
-    if any(getattr(config, name) for name in odd):
-        mend = f"Leave out {', '.join(odd[:-1])} and {odd[-1]}."
-        raise ConfigError(message("fs.expected_traffic", "knows plain dense decoders only.", mend=mend))
     where = coordinate(layout.mesh) if coord is None else coord
     sender = Sender(decoder(config), layout, where, microbatches, schedule, Traffic())
     tokens = rows // microbatches * length // sender.size("cp")
     step = _Step(config, sender, tokens, sequence, attention, policy)
     tied = ("embed.table",) if config.tied else ()
-    for stage in sender.stages(config.layers):
+    for stage in sender.stages:
         stage = stage._replace(walks=microbatches) if policy.activations == "dots" else stage
         _activations(step, stage)
         parameters(sender, stage, tied=tied, kept=policy.gathered)
@@ -114,33 +118,52 @@ class _Step:
         """Bytes of an element of an activation."""
         return self.sender.layout.precision.compute_dtype(torch.float32).itemsize
 
-    def is_cut(self, path: str) -> bool:
-        """Whether `tp` cuts a leaf."""
+    @property
+    def high(self) -> int:
+        """Bytes of an element of what is computed in float32 at least."""
+        return max(self.width, 4)
+
+    def is_cut(self, path: str, axis: str = "tp") -> bool:
+        """Whether an axis cuts a leaf."""
         leaf = next(leaf for leaf in self.sender.layout.leaves if leaf.path == path)
-        return "tp" in leaf.params.simplified().spec.all_axes
+        return axis in leaf.params.simplified().spec.all_axes
+
+
+_Sends: TypeAlias = tuple[tuple[tuple[str, ...], Sent], ...]
 
 
 class _Calls(NamedTuple):
-    """What a layer sends forward, backward along the activations, and backward to its weights alone."""
+    """What a part of a unit sends, each over some axes.
 
-    forward: list[tuple[str, Sent]]
-    backward: list[tuple[str, Sent]]
-    weights: list[tuple[str, Sent]]
+    Attributes:
+        forward: until the last tensor that backward needs, so also when it is computed again.
+        last: after that.
+        backward: along the activations.
+        weights: backward, to its weights alone.
+    """
+
+    forward: _Sends = ()
+    last: _Sends = ()
+    backward: _Sends = ()
+    weights: _Sends = ()
 
 
 def _activations(step: _Step, stage: Stage) -> None:
-    """Everything over `tp` and `cp`."""
-    mlp, attention = _mlp(step), _attention(step)
-    layers = [(mlp, stage.layers), (attention, stage.layers), (_embed(step), stage.first), (_head(step), stage.last)]
-    for calls, count in layers:
-        once, each = [*calls.forward, *calls.weights], calls.backward
-        for found, times in ((once, step.sender.microbatches), (each, stage.walks)):
-            for axis, sent in found:
-                step.sender.send((axis,), sent, times * count)
-    if step.policy.activations != "all":
-        # Computing again ends with the last tensor that backward needs, which comes before the last sum.
-        for axis, sent in [*attention.forward, *mlp.forward[:-1]]:
-            step.sender.send((axis,), sent, stage.walks * stage.layers)
+    """All that is not parameters, gradients or messages."""
+    found = [(_embed(step), int(stage.first)), (_head(step), int(stage.last))]
+    for path, kind, layers in zip(step.sender.stacks, step.config.kinds(), stage.layers, strict=True):
+        attention, feed = kind
+        first = _attention(step, path, attention)
+        then = _mixture(step, path, feed.experts) if isinstance(feed, Mixture) else _dense(step, path)
+        found += [(first, layers), (then, layers)]
+        if step.policy.activations != "all":
+            for axes, sent in [*first.forward, *first.last, *then.forward]:
+                step.sender.send(axes, sent, stage.walks * layers)
+    for calls, count in found:
+        for axes, sent in [*calls.forward, *calls.last, *calls.weights]:
+            step.sender.send(axes, sent, step.sender.microbatches * count)
+        for axes, sent in calls.backward:
+            step.sender.send(axes, sent, stage.walks * count)
 
 
 def _messages(step: _Step) -> None:
@@ -148,82 +171,154 @@ def _messages(step: _Step) -> None:
     if step.sender.schedule is None:
         return
     schedule, last = step.sender.schedule, step.sender.schedule.stages - 1
-    cut = step.sender.size("tp") if step.sequence else 1
-    x = Sent(1, step.tokens // cut * step.config.dim * step.width)
+    x = step.tokens // (step.sender.size("tp") if step.sequence else 1) * step.config.dim * step.width
+    mixed = [isinstance(feed, Mixture) for _, feed in step.config.kinds()]
     for stage in schedule.stages_on(step.sender.where["pp"]):
-        neighbours = [stage] * (stage < last) + [stage - 1] * (stage > 0)
-        step.sender.send(("pp",), x, step.sender.microbatches * sum(not schedule.is_local(s) for s in neighbours))
+        for border in [stage] * (stage < last) + [stage - 1] * (stage > 0):
+            layers = map(sum, zip(*step.sender.layers[: border + 1], strict=True))
+            # What routers before it have added to the loss goes along.
+            extra = step.high if any(m and n for m, n in zip(mixed, layers, strict=True)) else 0
+            step.sender.send(("pp",), Sent(1, x + extra), 0 if schedule.is_local(border) else step.sender.microbatches)
 
 
-def _region(step: _Step, *, enter: bool = True, leave: bool = True) -> _Calls:
-    """A region of tensor parallelism: from activations that all ranks share to such ones again."""
-    k, x = step.sender.size("tp"), step.tokens * step.config.dim
+# ------------------------------------------------------------------------------------------------------ what parts send
+def _tp(*sent: Sent) -> _Sends:
+    return tuple((("tp",), each) for each in sent)
+
+
+def _enter(step: _Step, width: int, b: int) -> _Calls:
+    """Into a region of tensor parallelism, from activations [tokens, width] of which an element has b bytes."""
+    k, n = step.sender.size("tp"), step.tokens * width
     if step.sequence:
-        part = [("tp", Sent(1, (k - 1) * x // k * step.width))] * (enter + leave)
-        return _Calls(part, part, [])
-    term = [("tp", sum_over(x, k, step.width))]
-    return _Calls(term * leave, term * enter, [])
+        part = _tp(Sent(1, (k - 1) * n // k * b))
+        return _Calls(forward=part, backward=part)
+    return _Calls(backward=_tp(sum_over(n, k, b)))
 
 
-def _norms(step: _Step, count: int) -> list[tuple[str, Sent]]:
-    k = step.sender.size("tp")
-    return [("tp", sum_over(step.config.dim, k, step.width))] * count if step.sequence and k > 1 else []
+def _leave(step: _Step) -> _Calls:
+    """Out of the region: the transpose of entering it."""
+    there = _enter(step, step.config.dim, step.width)
+    return _Calls(forward=there.backward, backward=there.forward)
+
+
+def _sums(step: _Step, *sizes: int) -> _Sends:
+    """Of gradients of what all ranks of `tp` have, and each uses for itself."""
+    return _tp(*(sum_over(n, step.sender.size("tp"), step.width) for n in sizes))
+
+
+def _norms(step: _Step, *sizes: int) -> _Sends:
+    return _sums(step, *sizes) if step.sequence else ()
 
 
 def _embed(step: _Step) -> _Calls:
-    return _region(step, enter=False) if step.is_cut("embed.table") else _Calls([], [], [])
+    return _leave(step) if step.is_cut("embed.table") else _Calls()
 
 
 def _head(step: _Step) -> _Calls:
     if not step.is_cut("embed.table" if step.config.tied else "head.unembed"):
-        return _Calls([], [], [])
-    calls, k = _region(step, leave=False), step.sender.size("tp")
-    loss = [("tp", Sent(1, (k - 1) * step.tokens * 4)), *[("tp", sum_over(step.tokens, k, 4))] * 2]
-    return _Calls([*calls.forward, *loss], calls.backward, _norms(step, 1))
+        return _Calls()
+    calls, k = _enter(step, step.config.dim, step.width), step.sender.size("tp")
+    loss = _tp(Sent(1, (k - 1) * step.tokens * 4), *[sum_over(step.tokens, k, 4)] * 2)
+    return calls._replace(last=loss, weights=_norms(step, step.config.dim))
 
 
-def _mlp(step: _Step) -> _Calls:
-    calls = _region(step) if step.is_cut("blocks.gate") else _Calls([], [], [])
-    return calls._replace(weights=_norms(step, 1))
+def _dense(step: _Step, path: str) -> _Calls:
+    norms = _norms(step, step.config.dim)
+    if not step.is_cut(f"{path}.down"):
+        return _Calls(weights=norms)
+    enter, leave = _enter(step, step.config.dim, step.width), _leave(step)
+    return _Calls(enter.forward, leave.forward, (*leave.backward, *enter.backward), norms)
 
 
-def _attention(step: _Step) -> _Calls:
-    cut = step.is_cut("blocks.wq")
-    calls = _region(step) if cut else _Calls([], [], [])
-    keys, weights = _keys(step, cut)
-    forward, backward = _over_cp(step, step.config.heads // (step.sender.size("tp") if cut else 1), keys)
-    gathers, sums = weights
+def _mixture(step: _Step, path: str, c: Experts) -> _Calls:
+    """Experts that each have an equal share of the tokens."""
+    sender, norms = step.sender, _norms(step, step.config.dim, c.count * step.config.dim)
+    into, leave, sums = (), _Calls(), ()
+    if step.is_cut(f"{path}.experts.gate"):
+        into, leave = (_enter(step, step.config.dim, step.width), _enter(step, c.count, step.high)), _leave(step)
+        sums = _tp(sum_over(1, sender.size("tp"), step.high)) if c.balance or c.z else ()
+    if c.balance:
+        axes = tuple(axis for axis in DATA_AXES if sender.size(axis) > 1)
+        sums = (*sums, (axes, sum_over(c.count, sender.size(*axes), 8, 8)))
+    counts: _Sends = ()
+    rows: _Sends = ()
+    if (k := sender.size("ep")) > 1 and step.is_cut(f"{path}.experts.gate", "ep"):
+        counts = ((("ep",), Sent(1, (k - 1) * (c.count // k) * 8)),)
+        elements = step.tokens * c.active * (k - 1) // k * step.config.dim
+        rows = ((("ep",), Sent(1, elements * step.width)),) * 2
     return _Calls(
-        [*gathers, *calls.forward, *forward], [*calls.backward, *backward], [*gathers, *sums, *_norms(step, 1)]
+        (*(sent for calls in into for sent in calls.forward), *sums, *counts, *rows),
+        leave.forward,
+        (*leave.backward, *rows, *(sent for calls in into for sent in calls.backward)),
+        norms,
     )
 
 
-def _keys(step: _Step, cut: bool) -> tuple[int, tuple[list[tuple[str, Sent]], list[tuple[str, Sent]]]]:
-    """The key heads of a rank; gathers of weights where its own rows are not those, and sums where all are there."""
-    c, k = step.config, step.sender.size("tp")
+def _attention(step: _Step, path: str, c: AttentionPart) -> _Calls:
+    if isinstance(c, Latent):
+        return _latent(step, path, c)
+    assert isinstance(c, Grouped)
+    return _grouped(step, path, c)
+
+
+def _grouped(step: _Step, path: str, c: Grouped) -> _Calls:
+    cut, norms = step.is_cut(f"{path}.wo"), _norms(step, step.config.dim)
+    k = step.sender.size("tp") if cut else 1
+    needed, gathers, sums = _key_heads(step, path, c, k)
+    over_cp = _over_cp(step, c.heads // k, needed, c.head_dim)
     if not cut:
-        return c.kv_heads, ([], [])
-    if c.kv_heads % k == 0 and step.is_cut("blocks.wk"):
-        return c.kv_heads // k, ([], [])
-    each, group, rows = c.heads // k, c.heads // c.kv_heads, c.kv_heads * c.head_dim
-    needed = max(each // group, 1)
-    if step.is_cut("blocks.wk"):
-        return needed, ([("tp", Sent(1, (k - 1) * -(-rows // k) * c.dim * step.width))] * 2, [])
-    return needed, ([], [("tp", sum_over(rows * c.dim, k, step.width))] * 2)
+        return over_cp._replace(weights=norms)
+    enter, leave = _enter(step, step.config.dim, step.width), _leave(step)
+    scales = _sums(step, c.head_dim, c.head_dim) if c.qk_norm else ()
+    return _Calls(
+        (*gathers, *enter.forward, *over_cp.forward),
+        leave.forward,
+        (*leave.backward, *over_cp.backward, *enter.backward),
+        (*gathers, *sums, *scales, *norms),
+    )
 
 
-def _over_cp(step: _Step, heads: int, keys: int) -> tuple[list[tuple[str, Sent]], list[tuple[str, Sent]]]:
-    """Attention over a cut sequence, forward and backward; of a rank's query heads and key heads."""
-    k, each = step.sender.size("cp"), step.tokens * step.config.head_dim
+def _key_heads(step: _Step, path: str, c: Grouped, k: int) -> tuple[int, _Sends, _Sends]:
+    """The key heads of a rank; gathers of rows where its own are not those, and sums where all are there."""
+    if c.fused or k == 1 or (c.kv_heads % k == 0 and step.is_cut(f"{path}.wk")):
+        return c.kv_heads // k, (), ()
+    needed, rows = max(c.heads // k // (c.heads // c.kv_heads), 1), c.kv_heads * c.head_dim
+    widths = [step.config.dim, step.config.dim, *[1, 1] * c.bias]
+    if step.is_cut(f"{path}.wk"):
+        return needed, _tp(*(Sent(1, (k - 1) * -(-rows // k) * n * step.width) for n in widths)), ()
+    return needed, (), _sums(step, *(rows * n for n in widths))
+
+
+def _latent(step: _Step, path: str, c: Latent) -> _Calls:
+    """Latent attention: its narrow vectors enter the region."""
+    cut, dim = step.is_cut(f"{path}.wo"), step.config.dim
+    heads, narrow = c.heads // (step.sender.size("tp") if cut else 1), c.kv_rank + c.rotary_dim
+    weights = _norms(step, dim, c.q_rank, c.kv_rank, c.q_rank * dim, narrow * dim)
+    # Values that are narrower than keys, or wider, travel with zeros up to the same size.
+    over_cp = _over_cp(step, heads, heads, max(c.head_dim, c.value_dim))
+    if not cut:
+        return over_cp._replace(weights=weights)
+    enter, leave = _enter(step, c.q_rank + narrow, step.width), _leave(step)
+    return _Calls(
+        (*enter.forward, *over_cp.forward),
+        leave.forward,
+        (*leave.backward, *over_cp.backward, *enter.backward),
+        weights,
+    )
+
+
+def _over_cp(step: _Step, heads: int, keys: int, head_dim: int) -> _Calls:
+    """Attention over a cut sequence; of a rank's query heads and key heads."""
+    k, each = step.sender.size("cp"), step.tokens * head_dim
     if k == 1:
-        return [], []
+        return _Calls()
     block = 2 * keys * each * step.width
     if step.attention == "ring":
-        turn, sums = Sent(k - 1, (k - 1) * block), Sent(k, k * 2 * keys * each * 4)
-        return [("cp", turn)], [("cp", turn), ("cp", sums)]
+        turn = ("cp",), Sent(k - 1, (k - 1) * block)
+        return _Calls(forward=(turn,), backward=(turn, (("cp",), Sent(k, k * 2 * keys * each * 4))))
     if step.attention == "gather":
-        both = [("cp", Sent(1, (k - 1) * block))]
-        return both, both
+        both: _Sends = ((("cp",), Sent(1, (k - 1) * block)),)
+        return _Calls(forward=both, backward=both)
     keys *= k // math.gcd(keys, k)
-    exchanges = [("cp", Sent(1, (k - 1) * n * each * step.width // k)) for n in (heads + 2 * keys, heads)]
-    return exchanges, exchanges
+    exchanges = tuple((("cp",), Sent(1, (k - 1) * n * each * step.width // k)) for n in (heads + 2 * keys, heads))
+    return _Calls(forward=exchanges, backward=exchanges)

@@ -10,6 +10,7 @@ Law: see `decoder_traffic`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from fsharding.planning import LeafLayout
 from fsharding.redistribute import in_buckets
 from fsharding.schedule import Schedule
 from fsharding.sharding import NamedSharding
+from fsharding.stacks import stacks_of
 from fsharding.stages import begins
 from fsharding.staging import layers_by_stage, owners
 
@@ -38,13 +40,13 @@ class Stage(NamedTuple):
     """What a rank computes between two messages.
 
     Attributes:
-        layers: how many.
+        layers: how many of each stack.
         first: it has the embedding.
         last: it has the head.
         walks: how often it goes back in a step: once for each microbatch, or for inputs and again for weights.
     """
 
-    layers: int
+    layers: tuple[int, ...]
     first: bool
     last: bool
     walks: int
@@ -55,7 +57,7 @@ class Sender:
     """One rank in one step.
 
     Attributes:
-        model: which has one stack.
+        model: what is trained.
         layout: of the state.
         where: the rank's coordinate.
         microbatches: how many.
@@ -91,17 +93,31 @@ class Sender:
         """How many ranks there are along some axes."""
         return math.prod(map(abstract(self.layout.mesh).axis_size, axes))
 
-    def stages(self, layers: int) -> list[Stage]:
+    @functools.cached_property
+    def stacks(self) -> tuple[str, ...]:
+        """Where the stacks of blocks are, in order."""
+        return tuple(path for path, _ in stacks_of(self.model))
+
+    @functools.cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each stage, also of other ranks, by stack; without a pipeline, there is one stage."""
+        if self.schedule is not None:
+            return layers_by_stage(self.model, self.schedule, self.layout)
+        firsts = [next(leaf for leaf in self.layout.leaves if begins(leaf.path, path)) for path in self.stacks]
+        return (tuple(leaf.shape[0] for leaf in firsts),)
+
+    @functools.cached_property
+    def stages(self) -> list[Stage]:
         """The stages of this rank; without a pipeline, one with all layers."""
         if self.schedule is None:
-            return [Stage(layers, True, True, self.microbatches)]
-        counts, row = layers_by_stage(self.model, self.schedule, self.layout), self.schedule.table[self.where["pp"]]
+            return [Stage(self.layers[0], True, True, self.microbatches)]
+        row = self.schedule.table[self.where["pp"]]
         found: list[Stage] = []
         for stage in self.schedule.stages_on(self.where["pp"]):
             # The first stage has no inputs to differentiate.
             kinds = ("B", "I", "W") if stage else ("B", "W")
             walks = sum(a.stage == stage and a.kind in kinds for a in row)
-            found.append(Stage(sum(counts[stage]), stage == 0, stage == self.schedule.stages - 1, walks))
+            found.append(Stage(self.layers[stage], stage == 0, stage == self.schedule.stages - 1, walks))
         return found
 
     def send(self, axes: Iterable[str], sent: Sent, times: int = 1) -> None:
@@ -145,6 +161,12 @@ def _leaves(sender: Sender, *beginnings: str, rows: int | None = None) -> list[_
     return [_Leaf(leaf, rows) for leaf in sender.layout.leaves if any(begins(leaf.path, b) for b in beginnings)]
 
 
+def _rows(sender: Sender, stage: Stage) -> list[_Leaf]:
+    """What a stage has of the stacks."""
+    counts = zip(sender.stacks, stage.layers, strict=True)
+    return [leaf for path, count in counts if count for leaf in _leaves(sender, path, rows=count)]
+
+
 def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: bool = False) -> None:
     """Adds the gathers of a stage's units over the data axes, and the reductions of their gradients.
 
@@ -156,7 +178,7 @@ def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: 
     """
     m, how = sender.microbatches, sender.layout.precision
     if sender.once:
-        part = _leaves(sender, "blocks", rows=stage.layers) if stage.layers else []
+        part = _rows(sender, stage)
         part += _leaves(sender, "embed") * stage.first + _leaves(sender, "head", *tied) * stage.last
         dtypes = [how.compute_dtype(sender.layout.param_dtype(leaf.plan)) for leaf in part]
         homes = [leaf.cut("params") for leaf in part]
@@ -164,9 +186,10 @@ def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: 
             sender,
             [_Move(*move) for move in zip(part, homes, map(whole, homes), [d.itemsize for d in dtypes], strict=True)],
         )
+    again = 0 if kept else stage.walks
     for unit, count, back in (
         (_leaves(sender, "embed"), int(stage.first), 0),
-        (_leaves(sender, "blocks"), stage.layers, 0 if kept else stage.walks),
+        *((_leaves(sender, path), count, again) for path, count in zip(sender.stacks, stage.layers, strict=True)),
         (_leaves(sender, "head", *tied), int(stage.last), stage.walks if sender.schedule else 0),
     ):
         _gather(sender, unit, 0 if sender.once else count * (m + back))
@@ -174,12 +197,13 @@ def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: 
 
 
 def _gather(sender: Sender, unit: Sequence[_Leaf], times: int) -> None:
-    """A unit as one bucket for each set of axes."""
+    """A unit as one bucket for each set of axes, experts apart from what has other data axes."""
     how, moves = sender.layout.precision, dict[object, list[_Move]]()
     for leaf in unit:
         home, dtype = leaf.cut("params"), how.compute_dtype(sender.layout.param_dtype(leaf.plan))
         if steps := transition.plan_steps(home, whole(home)):
-            moves.setdefault(transition.kinds(steps), []).append(_Move(leaf, home, whole(home), dtype.itemsize))
+            key = transition.kinds(steps), home.data_axes
+            moves.setdefault(key, []).append(_Move(leaf, home, whole(home), dtype.itemsize))
     for bucket in moves.values():
         _take(sender, bucket, times=times)
 
@@ -243,24 +267,24 @@ def _by_scatter(sender: Sender, mine: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
     assert sender.schedule is not None
     row = sender.schedule.table[sender.where["pp"]]
     ends = [leaf for leaf in mine if not begins(leaf.plan.path, "blocks")]
-    stacks = [leaf for leaf in mine if begins(leaf.plan.path, "blocks")]
-    layers = next(leaf.shape[0] for leaf in sender.layout.leaves if begins(leaf.path, "blocks"))
+    trained = {leaf.plan.path for leaf in mine}
     last = {a.stage: i for i, a in enumerate(row) if a.kind == "SCATTER"}
-    by_stage = dict(zip(sender.schedule.stages_on(sender.where["pp"]), sender.stages(layers), strict=True))
+    by_stage = dict(zip(sender.schedule.stages_on(sender.where["pp"]), sender.stages, strict=True))
     tied = [path for _, path in sender.model.tied]
     for _, stage in sorted(by_stage.items(), key=lambda item: -last[item[0]]):
         heads = ["head", *tied] if stage.last else []
         beginnings = [*heads, "embed"] if stage.first else heads
         here = [leaf for leaf in ends if any(begins(leaf.plan.path, b) for b in beginnings)]
         ends = [leaf for leaf in ends if leaf not in here]
-        yield [leaf._replace(rows=stage.layers) for leaf in stacks if stage.layers] + here
+        yield [leaf for leaf in _rows(sender, stage) if leaf.plan.path in trained] + here
 
 
 def _here(sender: Sender, plan: LeafLayout) -> _Leaf | None:
     """What the rank has of a leaf over `pp`; None for nothing."""
     if sender.schedule is not None and sender.where["pp"] not in owners(plan.main, sender.size("pp")):
         return None
-    rows = sum(stage.layers for stage in sender.stages(plan.shape[0])) if begins(plan.path, "blocks") else None
+    stack = next((i for i, path in enumerate(sender.stacks) if begins(plan.path, path)), None)
+    rows = None if stack is None else sum(stage.layers[stack] for stage in sender.stages)
     return None if rows == 0 else _Leaf(plan, rows)
 
 

@@ -55,12 +55,10 @@ class _Block:
         self.fd = os.memfd_create("fsharding")
         os.ftruncate(self.fd, self.size)
         self.inode = os.fstat(self.fd).st_ino
-        self.head, whole = _map(self.fd, self.size)
-        self.data = whole[_HEAD:]
+        self.head, self.data = _map(self.fd, self.size)
         self.used = self.number = 0
         self.readers: dict[int, int] = {}
-        self._storage = _compat.storage_id(whole)
-        del whole
+        self._storage = _compat.storage_id(self.data)
         self._idle = _compat.storage_users(self._storage)
 
     def unread(self) -> list[int]:
@@ -72,9 +70,13 @@ class _Block:
 
 
 def _map(fd: int, size: int) -> tuple[memoryview[int], Tensor]:
-    """The head as integers, and all of it as bytes."""
+    """The head as integers, and the data as bytes.
+
+    Without an operation on tensors: what is computed again for backward may find no free block where forward found one,
+    and torch's checkpoint refuses operations that forward did not have.
+    """
     mapped = mmap.mmap(fd, size)
-    return memoryview(mapped)[:_HEAD].cast("q"), torch.frombuffer(mapped, dtype=torch.uint8)
+    return memoryview(mapped)[:_HEAD].cast("q"), torch.frombuffer(mapped, dtype=torch.uint8, offset=_HEAD)
 
 
 class _Arena:
@@ -168,7 +170,7 @@ class _Members:
         for member, (_, fd, inode, size, *_) in enumerate(cards):
             if member != index:
                 _, found = self.open(member, fd, inode, size)
-                if int(found[_HEAD : _HEAD + 8].view(torch.int64)) != self.pids[member]:
+                if int(found[:8].view(torch.int64)) != self.pids[member]:
                     raise RuntimeError(f"Process {self.pids[member]} is another one than it says.")
 
 
@@ -333,9 +335,9 @@ class Posted:
             notes = members.pipes.receive(channel, self._note, limit)
         for member, (fd, inode, size, number) in notes.items():
             with among((self._group.ranks[member],)):
-                head, whole = members.open(member, fd, inode, size)
+                head, data = members.open(member, fd, inode, size)
             self._unsigned.append((head, number))
-            buffers[member] = whole[_HEAD : _HEAD + self._mine.numel()]
+            buffers[member] = data[: self._mine.numel()]
         return buffers
 
     def sign(self) -> None:

@@ -223,7 +223,7 @@ def exchange_pieces(
         received.copy_(send)
         return Pending()
     width = send[:1].nbytes if send.shape[0] else 0
-    record_sent((sum(sends) - sends[group.index]) * width)
+    record_sent((sum(sends) - sends[group.index]) * width, group.axes)
     if group.order == tuple(range(group.size)):
         return Pending((_all_to_all(received, send, group, ([*receives], [*sends])),), (send,), (group.ranks,))
     members = [group.order.index(i) for i in range(group.size)]

@@ -46,6 +46,8 @@ Pipe = multiprocessing.connection.Connection
 
 _GROUP_TIMEOUT = datetime.timedelta(seconds=20)
 _GRACE = 1.0
+_CROWD = 40
+"""Threads: a gloo group has two or three, one of which wakes a hundred times a second. A new pool takes 0.1 s."""
 _PRELOAD = ("torch", "torch.distributed.tensor", "fsharding", "numpy", "hypothesis", "pytest", "torch._dynamo")
 
 
@@ -196,6 +198,12 @@ class RankPool:
         ours = self._owner == os.getpid() and bool(self._workers)
         return ours and all(worker.process.is_alive() for worker in self._workers)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether process groups that calls have left behind, each with threads that never sleep for long, slow all."""
+        tasks = [Path(f"/proc/{pid}/task") for pid in self.pids[:1]]
+        return any(folder.is_dir() and len(list(folder.iterdir())) > _CROWD for folder in tasks)
+
     def run(
         self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, seed: int = 0, **kwargs: Any
     ) -> list[Result]:
@@ -297,9 +305,10 @@ def run_ranks(
 ) -> list[Result]:
     """Runs `fn(*args, **kwargs)` on each of `n` gloo ranks on this machine.
 
-    The ranks are processes of a pool that is kept for each `n` until this process ends. Before each call Python's and
-    torch's generators are seeded and the caller's warning filters are set, so an example does not depend on the
-    ones before it. Everything is pickled on the way: return local tensors, not DTensors.
+    The ranks are processes of a pool that is kept for each `n`, until this process ends or calls have left so many
+    process groups behind that these cost time: then the next call gets a new one. Before each call Python's and torch's
+    generators are seeded and the caller's warning filters are set, so an example does not depend on the ones before
+    it. Everything is pickled on the way: return local tensors, not DTensors.
 
     Args:
         fn: a function at the top level of a module that the ranks can import.
@@ -323,7 +332,10 @@ def run_ranks(
         pool = None
     if pool is None:
         pool = _POOLS[n] = RankPool(n)
-    return pool.run(fn, *args, timeout=timeout, seed=seed, **kwargs)
+    results = pool.run(fn, *args, timeout=timeout, seed=seed, **kwargs)
+    if pool.crowded:
+        pool.close()
+    return results
 
 
 def _pack(fn: Callable[..., Any], seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

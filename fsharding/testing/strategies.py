@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ except ModuleNotFoundError as error:
 
 from fsharding.axes import AXES, AbstractMesh
 from fsharding.layout import LAYERS, Layout
-from fsharding.models.decoder import DecoderConfig
 from fsharding.policies import POLICIES
 from fsharding.precision import BF16, FP32, Precision
 from fsharding.schedule import SCHEDULES
@@ -34,7 +34,7 @@ from fsharding.sharding import Assigned, NamedSharding
 from fsharding.spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec
 from fsharding.strategy import Strategy, hybrid, zero
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase
-from fsharding.testing.decoders import DecoderCase, expert_sizes, fitting_schedules, key_heads
+from fsharding.testing.decoders import DecoderCase, decoder_kinds, expert_sizes, fitting_schedules
 from fsharding.tree import Tree
 
 __all__ = [
@@ -362,12 +362,10 @@ def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase
     schedule = draw(_pick(fitting_schedules(draw(_pick(SCHEDULES)) if stages > 1 else "1f1b", stages)))
     layers, sequence, attention = schedule.stages + draw(_upto(2)), draw(_flag), draw(_pick(_ATTENTIONS))
     heads = tp * (cp if attention == "ulysses" else 1) * (draw(_upto(1)) + 1)
-    config = DecoderConfig(
+    config = replace(
+        draw(_pick(decoder_kinds(layers, heads, tp))),
         vocab=draw(_pick((2, 7, 50))),
         dim=heads * draw(_pick((2, 4, 6))),
-        layers=layers,
-        heads=heads,
-        kv_heads=draw(_pick(key_heads(heads, tp))),
         hidden=draw(_pick((2, 5, 12))),
         tied=draw(_flag),
         experts=draw(_pick(expert_sizes(ep, tp))),

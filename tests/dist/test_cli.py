@@ -111,6 +111,17 @@ def test_local_ranks_leave_metrics_plot_and_checkpoint(whole: Path):
     assert (whole / "ckpt" / "6" / "manifest.json").exists()
 
 
+@pytest.mark.full
+def test_the_run_of_the_readme_learns(tmp_path: Path):
+    """What `make train` runs: Python's own sources, as bytes."""
+    out = tmp_path / "run"
+    what = ("--preset", "tiny", "--ranks", "2", "--strategy", "zero3", "--steps", "200")
+    done = fsharding("train", *what, "--out", out, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(out)[-1] < 2.6
+    assert (out / "loss.png").exists() and (out / "ckpt" / "200" / "manifest.json").exists()
+
+
 def test_resume_is_bitwise_a_run_that_never_stopped(whole: Path, cut: Path, tmp_path: Path):
     out = copy(cut, tmp_path / "run")
     # Lines that a killed run wrote after its last checkpoint are cut off.

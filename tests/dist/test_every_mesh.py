@@ -8,11 +8,8 @@ import torch
 import fsharding as fs
 from fsharding.models import Experts
 from fsharding.schedule import SCHEDULES
-from fsharding.testing import assert_bitwise_equal
-from tests.dist.test_laws import on_ranks, teardown_module
+from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.dist.test_model_axes import DEEP, alone, train
-
-__all__ = ["teardown_module"]
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -61,7 +58,7 @@ def test_losses_and_norms_are_those_of_one_process(mesh, model, level):
     # As few layers as the schedules with two stages a rank can have.
     config = replace(MODELS[model], layers=2 * axes.get("pp", 1))
     ranks = torch.tensor([*axes.values()]).prod().item()
-    runs = on_ranks(trained, ranks, axes, level, config, how, seconds=200)
+    runs = run_ranks(trained, ranks, axes, level, config, how, timeout=200)
     for other in runs[1:]:
         assert_bitwise_equal(runs[0], other, "the ranks' results")
     torch.testing.assert_close(runs[0], alone(config), rtol=1e-5, atol=0)

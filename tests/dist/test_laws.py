@@ -24,13 +24,13 @@ from fsharding.testing import (
     Home,
     Leaf,
     Pair,
-    RankPool,
     TrainCase,
     assert_adjoint,
     assert_bitwise_equal,
     device_mesh,
     local_part,
     rank_values,
+    run_ranks,
     whole_tensors,
 )
 from fsharding.testing import strategies as draws
@@ -39,35 +39,11 @@ from fsharding.testing import strategies as draws
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 FULL = settings.default.max_examples >= 500
-SECONDS = 60.0
-CALLS = 20
 
 
 def examples(few, many):
     """How many examples a law gets in `make test` and in `make test-full`."""
     return settings(max_examples=many if FULL else few)
-
-
-@functools.cache
-def pools():
-    return {}
-
-
-def on_ranks(fn, n, *args, seconds=SECONDS):
-    """Every rank's result, from a pool that is renewed now and then: each mesh leaves its process groups behind."""
-    pool, calls = pools().get(n, (None, 0))
-    if pool is None or not pool.alive or calls >= CALLS:
-        if pool is not None:
-            pool.close()
-        pool, calls = RankPool(n), 0
-    pools()[n] = pool, calls + 1
-    return pool.run(fn, *args, timeout=seconds)
-
-
-def teardown_module():
-    for pool, _ in pools().values():
-        pool.close()
-    pools().clear()
 
 
 def parts(tree):
@@ -137,7 +113,7 @@ def in_plain_torch(case):
 @examples(14, 600)
 @given(draws.train_cases())
 def test_any_home_trains_to_the_same_bits_in_the_bytes_that_were_planned(case):
-    on_ranks(train, case.ranks, case)
+    run_ranks(train, case.ranks, case)
 
 
 # Leaves that ranks own along a data axis are rare among random ones.
@@ -165,14 +141,14 @@ def test_leaves_that_ranks_own_keep_the_laws_too(home, tmp_path):
     layout = home.layout(OWNED)
     assert [leaf.path for leaf in layout.leaves if leaf.params.owned] == ["b", "blocks.w", "w"]
     case = TrainCase(OWNED, home, rows=8, microbatches=2, steps=2, donate=True)
-    on_ranks(train, case.ranks, case)
-    on_ranks(init, case.ranks, OWNED, home)
-    on_ranks(save, case.ranks, OWNED, home, tmp_path / "a")
+    run_ranks(train, case.ranks, case)
+    run_ranks(init, case.ranks, OWNED, home)
+    run_ranks(save, case.ranks, OWNED, home, tmp_path / "a")
     for other in OWNERS:
         if other.mesh.size == case.ranks or other is OWNERS[0]:
-            on_ranks(load, other.mesh.size, OWNED, other, tmp_path / "a", False)
+            run_ranks(load, other.mesh.size, OWNED, other, tmp_path / "a", False)
     for leaf in (Leaf(leaf.shape, torch.float64, leaf.names) for leaf in fs.tree.leaves(OWNED)):
-        on_ranks(unit_is_adjoint, case.ranks, leaf, home)
+        run_ranks(unit_is_adjoint, case.ranks, leaf, home)
 
 
 # ------------------------------------------------------------------------------------------------------------ 2: init
@@ -201,7 +177,7 @@ def init(leaves, home):
 @given(st.data())
 def test_init_is_the_same_in_every_layout(data):
     leaves, mesh = data.draw(draws.trees()), data.draw(draws.meshes())
-    on_ranks(init, mesh.size, leaves, data.draw(draws.homes(leaves, mesh)))
+    run_ranks(init, mesh.size, leaves, data.draw(draws.homes(leaves, mesh)))
 
 
 # ------------------------------------------------------------------------------------------------------- 6: checkpoint
@@ -252,10 +228,10 @@ def nodes_of(tree):
 def test_a_checkpoint_loads_into_any_layout(case, given_opt):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a")
-        on_ranks(save, case.source.mesh.size, case.leaves, case.source, path)
+        run_ranks(save, case.source.mesh.size, case.leaves, case.source, path)
         # A manifest names no class of a user: only the optimizer can rebuild moments that have one as a node.
         pairs = any(isinstance(node, Pair) for node in nodes_of(case.leaves))
-        on_ranks(load, case.target.mesh.size, case.leaves, case.target, path, given_opt or pairs)
+        run_ranks(load, case.target.mesh.size, case.leaves, case.target, path, given_opt or pairs)
 
 
 # ------------------------------------------------------------------------------------------------------ 7: adjointness
@@ -327,7 +303,7 @@ def is_adjoint(case):
 @examples(45, 1500)
 @given(maps())
 def test_every_collective_has_its_transpose(case):
-    on_ranks(is_adjoint, case.mesh.size, case)
+    run_ranks(is_adjoint, case.mesh.size, case)
 
 
 def unit_is_adjoint(leaf, home):
@@ -345,11 +321,11 @@ def unit_is_adjoint(leaf, home):
 @examples(12, 900)
 @given(draws.leaves([torch.float64]), draws.meshes(), st.data())
 def test_gathering_a_unit_has_its_transpose(leaf, mesh, data):
-    on_ranks(unit_is_adjoint, mesh.size, leaf, data.draw(draws.homes({"a": leaf}, mesh, [fs.FP32])))
+    run_ranks(unit_is_adjoint, mesh.size, leaf, data.draw(draws.homes({"a": leaf}, mesh, [fs.FP32])))
 
 
 def test_gathering_a_leaf_of_one_stage_has_its_transpose():
     """Its DTensor is on a slice of the mesh, the groups are those of the whole mesh: all ranks make them."""
     mesh = AbstractMesh(("pp", "ep", "cp"), (2, 2, 2))
     for strategy in (fs.zero(0), fs.zero(3)):
-        on_ranks(unit_is_adjoint, 8, Leaf((5, 3), torch.float64), Home(mesh, strategy, stages={"a": 0}))
+        run_ranks(unit_is_adjoint, 8, Leaf((5, 3), torch.float64), Home(mesh, strategy, stages={"a": 0}))

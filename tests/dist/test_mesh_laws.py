@@ -9,11 +9,9 @@ from hypothesis import given
 
 import fsharding as fs
 from fsharding.axes import AXES, AbstractMesh
-from fsharding.testing import DecoderCase, assert_bitwise_equal
+from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
 from fsharding.testing import strategies as draws
-from tests.dist.test_laws import FULL, examples, on_ranks, teardown_module
-
-__all__ = ["teardown_module"]
+from tests.dist.test_laws import FULL, examples
 
 # Tens of runs on several ranks each: about a minute on two cores, in full half an hour or more; longer beside other load.
 pytestmark = pytest.mark.timeout(7200 if FULL else 900)
@@ -27,7 +25,7 @@ def train(case):
 
 def trained(case):
     """What rank 0 saw; the others must have seen the same bits."""
-    runs = on_ranks(train, case.ranks, case)
+    runs = run_ranks(train, case.ranks, case)
     for other in runs[1:]:
         assert_bitwise_equal(runs[0], other, "the ranks' results")
     return runs[0]
@@ -91,6 +89,13 @@ def test_every_rank_order(axes):
 
 # -------------------------------------------------------------------------------------------------------- bytes by axes
 LARGE = fs.models.DecoderConfig(vocab=64, dim=64, layers=4, heads=8, kv_heads=4, hidden=160)
+ROUTED = fs.models.DecoderConfig(
+    vocab=50, dim=32, layers=4, heads=2, kv_heads=1, experts=fs.models.Experts(4, 2, 8, balance=0.01)
+)
+UNLIKE = replace(
+    LARGE,
+    stacks=(fs.models.Stack("first", 1), fs.models.Stack("second", 3, experts=fs.models.Experts(4, 4, 8, shared=1))),
+)
 SENT = [
     ({"tp": 2}, {"strategy": fs.zero(0)}),
     ({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2, "precision": fs.BF16}),
@@ -100,6 +105,9 @@ SENT = [
     ({"cp": 2}, {"attention": "ring", "policy": "nothing_saveable"}),
     ({"cp": 4}, {"attention": "gather", "strategy": fs.zero(0)}),
     ({"pp": 2, "tp": 2}, {"schedule": "interleaved_zero_bubble", "microbatches": 4, "policy": "dots_saveable"}),
+    ({"ep": 2, "cp": 2}, {"config": ROUTED, "attention": "gather", "policy": "dots_saveable"}),
+    ({"pp": 2, "ep": 2}, {"config": UNLIKE, "microbatches": 2, "gather": "microbatch"}),
+    ({"ep": 2, "tp": 2}, {"config": UNLIKE, "sequence": True, "precision": fs.BF16}),
     ({"pp": 2, "dp": 2, "tp": 2}, {"schedule": "dualpipev", "microbatches": 5, "rows": 20, "sequence": True}),
 ]
 

@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding.axes import AXES, AbstractMesh
-from fsharding.testing import TrainCase, assert_bitwise_equal, local_part, whole_tensors
+from fsharding.testing import TrainCase, assert_bitwise_equal, local_part, run_ranks, whole_tensors
 from fsharding.testing import strategies as draws
-from tests.dist.test_laws import content_is_whole, examples, layout_here, on_ranks, parts, some_state, teardown_module
-
-__all__ = ["teardown_module"]
+from tests.dist.test_laws import content_is_whole, examples, layout_here, parts, some_state
 
 
 # ------------------------------------------------------------------------------------------- 4: composition, identity
@@ -33,7 +31,7 @@ def leaves_move(case, between):
 @given(draws.reshard_cases(), st.data())
 def test_resharding_leaves_composes_and_comes_back(case, data):
     mesh = data.draw(draws.meshes(case.ranks, subset_of=case.ranks))
-    on_ranks(leaves_move, case.ranks, case, data.draw(draws.homes(case.leaves, mesh, [case.source.precision])))
+    run_ranks(leaves_move, case.ranks, case, data.draw(draws.homes(case.leaves, mesh, [case.source.precision])))
 
 
 def state_moves(case):
@@ -50,7 +48,7 @@ def state_moves(case):
 @examples(14, 500)
 @given(draws.reshard_cases())
 def test_a_state_goes_there_and_back(case):
-    on_ranks(state_moves, case.ranks, case)
+    run_ranks(state_moves, case.ranks, case)
 
 
 # ------------------------------------------------------------------------------------------------ 5: steps and reshards
@@ -87,4 +85,4 @@ def steps_commute(case: TrainCase, other):
 @examples(5, 250)
 @given(pairs())
 def test_a_step_and_a_reshard_commute(pair):
-    on_ranks(steps_commute, pair[0].ranks, *pair)
+    run_ranks(steps_commute, pair[0].ranks, *pair)

@@ -38,6 +38,8 @@ HYBRIDS = [
     fs.hybrid(params=a, grads=b, opt_state=c) for a, b, c in itertools.product((False, True), repeat=3)
 ]  # fmt: skip
 
+PLACES = [*((zero, DP) for zero in ZEROS), (fs.HSDP, OUTER), (fs.HFSDP, OUTER)]
+
 
 def placed(strategy):
     """The mesh that a strategy is tested on: with a `replica` axis if it speaks of one."""
@@ -47,6 +49,13 @@ def placed(strategy):
 def some(cases, *kept):
     """Cases of which all but a few are left to `make test-full`."""
     return [c if i in kept else pytest.param(c, marks=pytest.mark.full) for i, c in enumerate(cases)]
+
+
+def places(*kept):
+    """Strategies and the meshes they are made for, of which all but a few are left to `make test-full`."""
+    names = [*map(str, ZEROS), "hsdp", "hfsdp"]
+    marks = [() if name in kept else pytest.mark.full for name in names]
+    return [pytest.param(*place, id=i, marks=m) for place, i, m in zip(PLACES, names, marks, strict=True)]
 
 
 def name_of(value):
@@ -184,9 +193,9 @@ def test_losses_of_hybrids_are_those_of_one_process(strategy, ranks, microbatche
     as_one_process((ranks,), strategy, OUTER, opt=opt, microbatches=microbatches)
 
 
-@pytest.mark.parametrize("strategy", some([*ZEROS, fs.HSDP, fs.HFSDP], 3, 5), ids=name_of)
-def test_twenty_steps_are_those_of_one_process(strategy):
-    reference, run = alone(steps=20), on_ranks(4, strategy, steps=20)
+@pytest.mark.parametrize(("strategy", "axes"), places("zero3", "hfsdp"))
+def test_twenty_steps_are_those_of_one_process(strategy, axes):
+    reference, run = alone(steps=20), on_ranks(4, strategy, axes, steps=20)
     assert_trees_close(run.losses, reference.losses, rtol=1e-5)
     assert reference.losses[-1] < 0.5 * reference.losses[0]
 
@@ -742,7 +751,7 @@ def test_scalars_are_seen_in_the_compute_dtype_by_every_strategy():
 def test_tied_embeddings_train_as_one_process(microbatches):
     config = fs.models.DecoderConfig(**{**vars(CONFIG), "tied": True})
     reference = alone(config=config, microbatches=microbatches)
-    runs = [on_ranks(4, strategy, config=config, microbatches=microbatches) for strategy in (*ZEROS, fs.HSDP, fs.HFSDP)]
+    runs = [on_ranks(4, *place, config=config, microbatches=microbatches) for place in PLACES]
     for run in runs:
         assert_trees_close(run.losses, reference.losses, rtol=1.3e-6, atol=1e-5)
         assert_trees_close(run.norms, reference.norms, rtol=1e-5)
@@ -1138,9 +1147,9 @@ def test_a_donated_state_says_so():
     ],
     ids=name_of,
 )
-@pytest.mark.parametrize("strategy", some([*ZEROS, fs.HSDP, fs.HFSDP], 0, 1, 5), ids=name_of)
-def test_donation_changes_no_bit(strategy, how):
-    assert_bitwise_equal(on_ranks(4, strategy, **how), on_ranks(4, strategy, donate=True, **how))
+@pytest.mark.parametrize(("strategy", "axes"), places("zero0", "zero1", "hfsdp"))
+def test_donation_changes_no_bit(strategy, axes, how):
+    assert_bitwise_equal(on_ranks(4, strategy, axes, **how), on_ranks(4, strategy, axes, donate=True, **how))
 
 
 def refused(strategy, axes, where):

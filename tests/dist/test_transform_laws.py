@@ -19,10 +19,8 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.axes import DATA_AXES, AbstractMesh
 from fsharding.sharding import local_of
-from fsharding.testing import assert_trees_close, device_mesh, local_part
-from tests.dist.test_laws import FULL, on_ranks, teardown_module
-
-__all__ = ["teardown_module"]
+from fsharding.testing import assert_trees_close, device_mesh, local_part, run_ranks
+from tests.dist.test_laws import FULL
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -221,7 +219,7 @@ def test_any_program_under_any_transform_with_any_cuts():
         new = [p for p in dict.fromkeys(batch) if p not in seen]
         seen.update(new)
         for ranks in {ranks_of(p) for p in new}:
-            on_ranks(check_all, ranks, [p for p in new if ranks_of(p) == ranks])
+            run_ranks(check_all, ranks, [p for p in new if ranks_of(p) == ranks])
 
     pairs = list(sweep())
     for first in range(0, len(pairs), BATCH):
