@@ -46,6 +46,7 @@ def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
     rows += _incomplete(owner, microbatches, table)
     rows += _unsent(owner, microbatches, table)
     rows += _disordered(owner, table)
+    rows += _mixed(table)
     for rank, row in enumerate(table):
         for stage in (stage for stage, at in enumerate(owner) if at == rank):
             own = [action for action in row if action.stage == stage]
@@ -140,16 +141,17 @@ def _disordered(owner: Owner, table: Table) -> Iterator[str]:
 def _ungathered(stage: int, own: list[Action]) -> Iterator[str]:
     """Uses of a stage's parameters before they are gathered, and gathers that nothing uses."""
     whole, waiting = False, dict[int | None, int]()
-    used = False
+    used, apart = False, list[Action]()
     for action in own:
         kind, _, m = action
         if kind == "GATHER":
             if m is None:
+                yield from (f"{action} is too late beside {before}" for before in apart)
                 whole = True
             elif whole or waiting.get(m):
                 yield f"{action} is not needed, the parameters of stage {stage} are there"
             else:
-                waiting[m] = 1
+                waiting[m], apart = 1, apart or [action]
         elif uses_parameters(action):
             used = True
             if not whole and not waiting.get(m):
@@ -159,6 +161,17 @@ def _ungathered(stage: int, own: list[Action]) -> Iterator[str]:
     if whole and not used:
         unused.append(f"{stage}GATHER")
     yield from (f"{name} is not used" for name in unused)
+
+
+def _mixed(table: Table) -> Iterator[str]:
+    """Ranks that gather or scatter once a step for some of their stages, and for each microbatch for others."""
+    for rank, row in enumerate(table):
+        for kind in ("GATHER", "SCATTER"):
+            once = {a.stage for a in row if a.kind == kind and a.microbatch is None}
+            each = {a.stage for a in row if a.kind == kind and a.microbatch is not None} - once
+            if once and each:
+                text = f"stages {sorted(once)} {kind} once a step, stages {sorted(each)} for each microbatch"
+                yield f"rank {rank}: {text}: all stages of a rank do the same"
 
 
 def _unscattered(stage: int, own: list[Action]) -> Iterator[str]:

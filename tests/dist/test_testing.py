@@ -165,6 +165,17 @@ def test_the_pool_is_kept():
     assert run_ranks(pid, 2) == pids
 
 
+def many_groups():
+    for _ in range(30):
+        dist.new_group([0, 1])
+    return os.getpid()
+
+
+def test_a_pool_that_is_full_of_process_groups_is_renewed():
+    pids = run_ranks(many_groups, 2)
+    assert not set(run_ranks(pid, 2)) & set(pids)
+
+
 def test_an_example_does_not_depend_on_the_ones_before_it():
     results = [*run_ranks(random_numbers, 2), *run_ranks(random_numbers, 2)]
     assert all(torch.equal(numbers, results[0][0]) for numbers, _ in results)

@@ -273,6 +273,20 @@ def test_all_that_is_wrong_with_a_table_is_said(edits, faults):
     assert refusal(ScheduleError, fs.check_schedule, broken) == wanted
 
 
+def test_stages_of_a_rank_gather_and_scatter_alike():
+    planned = fs.plan_schedule("interleaved", 2, 2, ahead=0)
+    each = fs.plan_schedule("interleaved", 2, 2, ahead=0, gather="microbatch")
+    other = [[a for a in row if a.stage == 2 or a.kind not in ("GATHER", "SCATTER")] for row in each.table]
+    mine = [a for a in planned.table[0] if a.stage == 0 and a.kind in ("GATHER", "SCATTER")]
+    mixed = replace(planned, table=((mine[0], *other[0], mine[1]), planned.table[1]))
+    assert refusal(ScheduleError, fs.check_schedule, mixed).splitlines()[1:3] == [
+        "  rank 0: stages [0] GATHER once a step, stages [2] for each microbatch: all stages of a rank do the same",
+        "  rank 0: stages [0] SCATTER once a step, stages [2] for each microbatch: all stages of a rank do the same",
+    ]
+    late = edited(fs.plan_schedule("1f1b", 2, 2, ahead=0), (0, "0GATHER 0F0", "0GATHER0 0F0 0GATHER"))
+    assert "rank 0: 0GATHER is too late beside 0GATHER0" in refusal(ScheduleError, fs.check_schedule, late)
+
+
 def test_a_schedule_of_ones_own():
     mine = fs.make_schedule([["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1I1", "1W1", "1B0"]], name="mine")
     assert (mine.ranks, mine.stages, mine.microbatches, mine.owner) == (2, 2, 2, (0, 1)) and fs.check_schedule(mine)
