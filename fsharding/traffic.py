@@ -4,7 +4,7 @@ In: a layout, a schedule. Out: what is added to a `Traffic`, without tensors or 
 k is the number of ranks along the axes, n the elements that a rank has before the call (the largest piece, where they
 differ), b the bytes of one on the wire, s those of one of the sum.
     gather (k-1)·n·b      scatter, exchange (k-1)/k·n·b      message n·b
-    sum    (k-1)·n·b up to 16384 elements, else (k-1)/k·n·(b+s) in two calls
+    sum    (k-1)·n·b up to 16384 elements or on 2 ranks, else (k-1)/k·n·(b+s) in two calls
 Law: see `decoder_traffic`.
 """
 
@@ -22,7 +22,7 @@ from fsharding.counts import Sent, Traffic
 from fsharding.layout import Layout
 from fsharding.mesh import abstract, data_axes
 from fsharding.ops import transition
-from fsharding.ops.rows import SMALL_SUM
+from fsharding.ops.rows import sums_at_once
 from fsharding.ops.transition import Step
 from fsharding.ops.unit import unreduced, whole
 from fsharding.planning import LeafLayout
@@ -130,7 +130,7 @@ def sum_over(n: int, k: int, b: int, s: int = 4) -> Sent:
     """A sum of n elements over k ranks: b bytes a term, s bytes an element of the sum."""
     if k == 1 or n == 0:
         return Sent(0, 0)
-    return Sent(1, (k - 1) * n * b) if n <= SMALL_SUM else Sent(2, (k - 1) * -(-n // k) * (b + s))
+    return Sent(1, (k - 1) * n * b) if sums_at_once(n, k) else Sent(2, (k - 1) * -(-n // k) * (b + s))
 
 
 # ----------------------------------------------------------------------------------------------------- units and leaves

@@ -81,6 +81,12 @@ def test_large_sums_are_an_exchange_and_a_gather():
     rows = 80
     x, tokens = rows * T * D, rows * T * 4
     assert x > 16384
-    assert sent(rows=rows, tp=2) == {
-        ("tp",): Sent(2 * (4 * L + 2) + 3 + 1, (4 * L + 2) * x // 2 * 8 + 3 * tokens + 9 * 8)
+    assert sent(rows=rows, tp=4) == {
+        ("tp",): Sent(2 * (4 * L + 2) + 3 + 1, (4 * L + 2) * 3 * x // 4 * 8 + 3 * 3 * tokens + 3 * 9 * 8)
     }
+
+
+def test_sums_of_two_ranks_are_one_call():
+    rows = 80
+    x, tokens = rows * T * D, rows * T * 4
+    assert sent(rows=rows, tp=2) == {("tp",): Sent(4 * L + 2 + 3 + 1, (4 * L + 2) * x * 4 + 3 * tokens + 9 * 8)}
