@@ -147,6 +147,7 @@ def _deepspeed(level: int) -> Callable[[Task], Callable[[], Tensor]]:
             "zero_optimization": {"stage": level, "overlap_comm": True},
             "bf16": {"enabled": task.dtype == torch.bfloat16},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,
             "wall_clock_breakdown": False,
         }
         engine = deepspeed.initialize(model=module, optimizer=opt, config=settings)[0]
