@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.errors import LayoutError, message
 from fsharding.mesh import Mesh, is_member
 from fsharding.ops import transition
@@ -42,10 +42,15 @@ class _Move(NamedTuple):
     home: Tensor | None = None
 
 
-def _home(x: Any, dtype: torch.dtype) -> Tensor | None:
-    """Memory that can take a result."""
+def _home(x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Memory that can take a result: that of a leaf where it fits, else some of its own.
+
+    Whether it fits may differ between ranks, and so may not decide what they send together.
+    """
     local = local_of(x) if isinstance(x, DTensor) else None
-    return local if local is not None and local.dtype == dtype and local.is_contiguous() else None
+    if local is not None and local.dtype == like.dtype and local.shape == shape and local.is_contiguous():
+        return local
+    return _compat.fresh(shape, like.dtype, like.device)
 
 
 def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tree = None) -> Tree:
@@ -90,10 +95,10 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
         elif not route.steps:
             result[i] = like(leaf, local) if route.stays else route.target.at_rest(local, tuple(leaf.shape))
         else:
-            move = _Move(i, local, route.steps, route.wholes, route.size * local.element_size())
-            home = _home(homes[i], local.dtype)
-            key = (route.mesh, transition.kinds(route.steps), local.dtype, home is not None)
-            groups.setdefault(key, []).append(move if home is None else move._replace(home=home))
+            nbytes = math.prod(route.shape) * local.element_size()
+            home = None if into is None else _home(homes[i], route.shape, local)
+            move = _Move(i, local, route.steps, route.wholes, nbytes, home)
+            groups.setdefault((route.mesh, transition.kinds(route.steps), local.dtype), []).append(move)
     if wrong:
         text = "moves reduced leaves along data axes of one mesh only."
         named = tree.paths(values)
@@ -118,7 +123,7 @@ class _Route(NamedTuple):
         mesh: of the steps.
         steps: as planned.
         wholes: `whole_sizes` of the steps.
-        size: elements of what arrives.
+        shape: of what arrives on this rank.
     """
 
     target: NamedSharding
@@ -126,7 +131,7 @@ class _Route(NamedTuple):
     mesh: Mesh
     steps: tuple[Step, ...] = ()
     wholes: tuple[int, ...] = ()
-    size: int = 0
+    shape: tuple[int, ...] = ()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -143,8 +148,8 @@ def _route(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...])
     moves_more = any(axis not in source.data_axes for step in steps for axis in step.axes)
     if source.mesh != target.mesh or source.owned != target.owned or source.partial or moves_more:
         return None
-    size = math.prod(target.local_shape(shape))
-    return _Route(rest, stays, target.mesh, steps, transition.whole_sizes(source, steps, shape), size)
+    wholes = transition.whole_sizes(source, steps, shape)
+    return _Route(rest, stays, target.mesh, steps, wholes, target.local_shape(shape))
 
 
 def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:

@@ -80,6 +80,14 @@ def test_products_that_are_kept_are_walked_once():
     close(replace(CASE, mesh=ordered((), pp=2), schedule="zbv", microbatches=4, policy="dots_saveable"))
 
 
+def test_parameters_that_cannot_take_what_comes_travel_with_those_that_can():
+    """Of two leaves cut over `replica` one is contiguous: the other gets memory of its own, and both one gather."""
+    small = fs.models.DecoderConfig(vocab=2, dim=2, layers=1, heads=1, kv_heads=1, hidden=2)
+    strategy = replace(fs.zero(1), replica_params=True)
+    mesh = ordered((), replica=2, dp=2)
+    trained(DecoderCase(small, mesh, strategy, rows=4, length=1, steps=2, donate=True))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("axes", [("pp", "dp", "tp"), ("pp", "cp", "tp"), ("replica", "dp", "tp")], ids="-".join)
 def test_every_rank_order(axes):
