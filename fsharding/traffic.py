@@ -211,7 +211,7 @@ def _gather(sender: Sender, unit: Sequence[_Leaf], times: int) -> None:
 def _reduce(sender: Sender, unit: Sequence[_Leaf], count: int) -> None:
     """Gradients of a unit: of each microbatch to where they are held, of all of them to where they belong."""
     how, m = sender.layout.precision, sender.microbatches
-    first, second = dict[object, list[_Move]](), dict[object, list[_Move]]()
+    apart, first, second = dict[object, list[_Move]](), dict[object, list[_Move]](), dict[object, list[_Move]]()
     for leaf in unit:
         rest = sender.layout.param_dtype(leaf.plan)
         source, held, main = unreduced(leaf.cut("params")), leaf.cut("grads"), leaf.cut("main")
@@ -219,9 +219,12 @@ def _reduce(sender: Sender, unit: Sequence[_Leaf], count: int) -> None:
         main = held if sender.schedule is not None else main
         kinds = tuple(transition.kinds(transition.plan_steps(*pair)) for pair in ((source, held), (held, main)))
         term, kept = how.reduce or how.compute_dtype(rest), how.grad_dtype(rest)
-        first.setdefault(kinds, []).append(_Move(leaf, source, held, term.itemsize, kept.itemsize))
+        move = _Move(leaf, source, held, term.itemsize, kept.itemsize)
+        apart.setdefault(kinds[0], []).append(move)
+        first.setdefault(kinds, []).append(move)
         second.setdefault(kinds, []).append(_Move(leaf, held, main, (how.reduce or kept).itemsize, kept.itemsize))
-    for buckets, times in ((first, count * m), (second, count)):
+    # With the last microbatch, only leaves that go on alike travel together.
+    for buckets, times in ((apart, count * (m - 1)), (first, count), (second, count)):
         for bucket in buckets.values():
             _take(sender, bucket, times=times)
 
