@@ -181,7 +181,10 @@ class _Run:
                 spec, leaves = self.handed.pop((kind[-1], stage, m))
                 self.sent[action] = self._guard(action, lambda: self._send(action, spec, leaves))
             case _:
-                self.arrived[action] = self._guard(action, lambda: self._receive(action))
+                # What looks like nothing seen so far is described by its sender, who may itself wait for what this
+                # rank does before it needs it: then it is received there.
+                if kind == "RECV_B" or self._key(action) in self.known:
+                    self.arrived[action] = self._guard(action, lambda: self._receive(action))
 
     def _gather(self, stage: int, m: int | None) -> None:
         """Gathers a stage, or starts with its first unit, whose others follow one by one while it computes."""
@@ -256,7 +259,8 @@ class _Run:
         if self.schedule.is_local(min(stage, neighbour)):
             return self.handed.pop((way, neighbour, m))
         action = Action("RECV_F" if way == "F" else "RECV_B", stage, m)
-        spec, leaves, pending = self.arrived.pop(action)
+        found = self.arrived.pop(action, None)
+        spec, leaves, pending = found or self._guard(action, lambda: self._receive(action))
         self._guard(action, pending.wait)
         return spec, leaves
 
@@ -288,11 +292,16 @@ class _Run:
             mend = "Let the tree, shapes and dtypes of activations follow from the shapes of the batch."
             raise TransformError(message("train step", rule, rows, mend))
 
+    def _key(self, action: Action) -> tuple[int, _Shapes]:
+        """By which a stage knows what the one before sends it."""
+        assert action.microbatch is not None
+        return action.stage - 1, _shapes(tree.leaves(self.pieces[action.microbatch]))
+
     def _receive(self, action: Action) -> tuple[Any, list[Tensor], wire.Pending]:
         assert action.microbatch is not None
         peer = self.group.ranks[self.schedule.peer(action)]
         if action.kind == "RECV_F":
-            key = action.stage - 1, _shapes(tree.leaves(self.pieces[action.microbatch]))
+            key = self._key(action)
             if key not in self.known:
                 self.known[key] = wire.receive_object(peer, self.group, self.device)
             spec, types = self.known[key]

@@ -88,6 +88,13 @@ def test_parameters_that_cannot_take_what_comes_travel_with_those_that_can():
     trained(DecoderCase(small, mesh, strategy, rows=4, length=1, steps=2, donate=True))
 
 
+@pytest.mark.parametrize("name", ["interleaved_zero_bubble", pytest.param("interleaved", marks=pytest.mark.full)])
+def test_the_first_step_of_a_pipeline_with_receives_ahead(name):
+    """What a stage gets is described the first time, by who waits for what this rank does after it posts the receive."""
+    config = replace(CONFIG, layers=6)
+    trained(replace(CASE, config=config, mesh=ordered((), pp=3), schedule=name, microbatches=1, sequence=False))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("axes", [("pp", "dp", "tp"), ("pp", "cp", "tp"), ("replica", "dp", "tp")], ids="-".join)
 def test_every_rank_order(axes):
