@@ -201,6 +201,17 @@ def _leave(step: _Step) -> _Calls:
     return _Calls(forward=there.backward, backward=there.forward)
 
 
+def _region(step: _Step, inside: _Calls, *into: _Calls) -> _Calls:
+    """What enters a region of tensor parallelism, what is sent inside, and the activations that leave it."""
+    leave = _leave(step)
+    return _Calls(
+        (*(sent for calls in into for sent in calls.forward), *inside.forward),
+        leave.forward,
+        (*leave.backward, *inside.backward, *(sent for calls in into for sent in calls.backward)),
+        inside.weights,
+    )
+
+
 def _sums(step: _Step, *sizes: int) -> _Sends:
     """Of gradients of what all ranks of `tp` have, and each uses for itself."""
     return _tp(*(sum_over(n, step.sender.size("tp"), step.width) for n in sizes))
@@ -223,35 +234,29 @@ def _head(step: _Step) -> _Calls:
 
 
 def _dense(step: _Step, path: str) -> _Calls:
-    norms = _norms(step, step.config.dim)
-    if not step.is_cut(f"{path}.down"):
-        return _Calls(weights=norms)
-    enter, leave = _enter(step, step.config.dim, step.width), _leave(step)
-    return _Calls(enter.forward, leave.forward, (*leave.backward, *enter.backward), norms)
+    inside = _Calls(weights=_norms(step, step.config.dim))
+    cut = step.is_cut(f"{path}.down")
+    return _region(step, inside, _enter(step, step.config.dim, step.width)) if cut else inside
 
 
 def _mixture(step: _Step, path: str, c: Experts) -> _Calls:
     """Experts that each have an equal share of the tokens."""
     sender, norms = step.sender, _norms(step, step.config.dim, c.count * step.config.dim)
-    into, leave, sums = (), _Calls(), ()
-    if step.is_cut(f"{path}.experts.gate"):
-        into, leave = (_enter(step, step.config.dim, step.width), _enter(step, c.count, step.high)), _leave(step)
-        sums = _tp(sum_over(1, sender.size("tp"), step.high)) if c.balance or c.z else ()
+    cut, sums = step.is_cut(f"{path}.experts.gate"), ()
+    if cut and (c.balance or c.z):
+        sums = _tp(sum_over(1, sender.size("tp"), step.high))
     if c.balance:
         axes = tuple(axis for axis in DATA_AXES if sender.size(axis) > 1)
         sums = (*sums, (axes, sum_over(c.count, sender.size(*axes), 8, 8)))
-    counts: _Sends = ()
-    rows: _Sends = ()
+    inside = _Calls(forward=sums, weights=norms)
     if (k := sender.size("ep")) > 1 and step.is_cut(f"{path}.experts.gate", "ep"):
-        counts = ((("ep",), Sent(1, (k - 1) * (c.count // k) * 8)),)
+        counts: _Sends = ((("ep",), Sent(1, (k - 1) * (c.count // k) * 8)),)
         elements = step.tokens * c.active * (k - 1) // k * step.config.dim
-        rows = ((("ep",), Sent(1, elements * step.width)),) * 2
-    return _Calls(
-        (*(sent for calls in into for sent in calls.forward), *sums, *counts, *rows),
-        leave.forward,
-        (*leave.backward, *rows, *(sent for calls in into for sent in calls.backward)),
-        norms,
-    )
+        rows: _Sends = ((("ep",), Sent(1, elements * step.width)),) * 2
+        inside = inside._replace(forward=(*sums, *counts, *rows), backward=rows)
+    if not cut:
+        return inside
+    return _region(step, inside, _enter(step, step.config.dim, step.width), _enter(step, c.count, step.high))
 
 
 def _attention(step: _Step, path: str, c: AttentionPart) -> _Calls:
@@ -268,14 +273,10 @@ def _grouped(step: _Step, path: str, c: Grouped) -> _Calls:
     over_cp = _over_cp(step, c.heads // k, needed, c.head_dim)
     if not cut:
         return over_cp._replace(weights=norms)
-    enter, leave = _enter(step, step.config.dim, step.width), _leave(step)
     scales = _sums(step, c.head_dim, c.head_dim) if c.qk_norm else ()
-    return _Calls(
-        (*gathers, *enter.forward, *over_cp.forward),
-        leave.forward,
-        (*leave.backward, *over_cp.backward, *enter.backward),
-        (*gathers, *sums, *scales, *norms),
-    )
+    forward, weights = (*gathers, *over_cp.forward), (*gathers, *sums, *scales, *norms)
+    inside = over_cp._replace(forward=forward, weights=weights)
+    return _region(step, inside, _enter(step, step.config.dim, step.width))
 
 
 def _key_heads(step: _Step, path: str, c: Grouped, k: int) -> tuple[int, _Sends, _Sends]:
@@ -295,16 +296,8 @@ def _latent(step: _Step, path: str, c: Latent) -> _Calls:
     heads, narrow = c.heads // (step.sender.size("tp") if cut else 1), c.kv_rank + c.rotary_dim
     weights = _norms(step, dim, c.q_rank, c.kv_rank, c.q_rank * dim, narrow * dim)
     # Values that are narrower than keys, or wider, travel with zeros up to the same size.
-    over_cp = _over_cp(step, heads, heads, max(c.head_dim, c.value_dim))
-    if not cut:
-        return over_cp._replace(weights=weights)
-    enter, leave = _enter(step, c.q_rank + narrow, step.width), _leave(step)
-    return _Calls(
-        (*enter.forward, *over_cp.forward),
-        leave.forward,
-        (*leave.backward, *over_cp.backward, *enter.backward),
-        weights,
-    )
+    inside = _over_cp(step, heads, heads, max(c.head_dim, c.value_dim))._replace(weights=weights)
+    return _region(step, inside, _enter(step, c.q_rank + narrow, step.width)) if cut else inside
 
 
 def _over_cp(step: _Step, heads: int, keys: int, head_dim: int) -> _Calls:
