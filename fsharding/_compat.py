@@ -11,6 +11,7 @@ import ctypes
 import functools
 import itertools
 import mmap
+import operator
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -283,11 +284,12 @@ def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor,
     return DeviceMesh(device_type, grid, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
-def torch_pipeline_order(name: str, ranks: int, local: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
-    """torch's own order of a pipeline's computes: for each rank (F, B, I or W; stage; microbatch).
+def torch_pipeline_order(
+    name: str, ranks: int, local: int, microbatches: int
+) -> list[list[tuple[tuple[str, int, int], ...]]]:
+    """torch's own order of a pipeline's computes: for each rank (F, B, I or W; stage; microbatch), one or two together.
 
-    Its schedules want stages with modules and process groups, but look at their numbers only to make an order.
-    A forward that is meant to overlap a backward comes before it.
+    Its schedules want modules and process groups, but look at numbers only. Two are an F and a B meant to overlap.
 
     Args:
         name: a class of `torch.distributed.pipelining.schedules`.
@@ -300,11 +302,9 @@ def torch_pipeline_order(name: str, ranks: int, local: int, microbatches: int) -
     kind: Any = getattr(schedules, name)
     numbers = {"num_stages": ranks * local, "group_size": ranks, "group_rank": 0, "submod": None}
     order = kind([SimpleNamespace(**numbers, stage_index=i * ranks) for i in range(local)], microbatches).pipeline_order
-    rows: list[list[tuple[str, int, int]]] = []
-    for rank in range(ranks):
-        actions = [part for action in order[rank] if action for part in action.sub_actions or (action,)]
-        rows.append([(a.computation_type.value, a.stage_index, a.microbatch_index) for a in actions])
-    return rows
+    rows = [[action.sub_actions or (action,) for action in order[rank] if action] for rank in range(ranks)]
+    numbers_of = operator.attrgetter("computation_type.value", "stage_index", "microbatch_index")
+    return [[tuple(map(numbers_of, parts)) for parts in row] for row in rows]
 
 
 def all_gather_flat(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -8,6 +8,7 @@ Laws: every schedule that can be planned passes `check_schedule`; equal argument
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, cast, get_args
@@ -33,6 +34,8 @@ class Schedule:
         microbatches: how many the batch is cut into.
         owner: the rank of each stage.
         table: for each rank its actions, in order. See `Action` for what they are, and who waits for what.
+        pairs: of an F and the B after it that the order is meant to overlap, as DualPipeV does. Only `simulate` looks
+            at them: a rank computes one after the other.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Schedule:
     microbatches: int
     owner: Owner
     table: Table
+    pairs: tuple[tuple[Action, Action], ...] = ()
 
     def __hash__(self) -> int:
         # Without the table, which has thousands of entries; equality looks at it.
@@ -75,6 +79,7 @@ class Schedule:
         backward_input: float = 1.0,
         backward_weight: float = 1.0,
         send: float = 0.0,
+        pair: float | None = None,
     ) -> Timeline:
         """The schedule in time, from the durations of one stage and one microbatch. See `plan_schedule` for formulas.
 
@@ -84,16 +89,19 @@ class Schedule:
             backward_weight: of W.
             send: from the end of a compute action until its message has arrived. Messages do not slow each other, and
                 gathers and scatters take no time.
+            pair: of an F and a B of `pairs`, computed as one: it begins when both can, and both end with it. None
+                computes them one after the other, as ranks do.
 
         Raises:
             ScheduleError: some ranks wait for ever, or a duration is negative.
         """
-        durations = Durations(forward, backward_input, backward_weight, send)
-        rows = [f"{name} is {value}" for name, value in durations._asdict().items() if not 0 <= value < float("inf")]
+        durations = Durations(forward, backward_input, backward_weight, send, pair)
+        given = {name: value for name, value in durations._asdict().items() if value is not None}
+        rows = [f"{name} is {value}" for name, value in given.items() if not 0 <= value < float("inf")]
         if rows:
             mend = "Durations are finite and not negative."
             raise ScheduleError(message("Schedule.simulate", "cannot use these durations.", rows, mend))
-        return timeline.simulate(self.owner, self.table, durations, "Schedule.simulate")
+        return timeline.simulate(self.owner, self.table, durations, "Schedule.simulate", self.pairs)
 
     def show(
         self,
@@ -119,8 +127,8 @@ def _count(n: int, what: str, plural: str = "s") -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- planning
-Computes: TypeAlias = Sequence[Sequence[tuple[str, int, int]]]
-"""For each rank (kind, stage, microbatch) of its computes."""
+Computes: TypeAlias = Sequence[Sequence[tuple[tuple[str, int, int], ...]]]
+"""For each rank (kind, stage, microbatch) of its computes; two together are an F and a B that are meant to overlap."""
 
 
 class _Plan(NamedTuple):
@@ -134,18 +142,18 @@ class _Plan(NamedTuple):
 
 def _gpipe(ranks: int, local: int, microbatches: int) -> Computes:
     """All forwards, then all backwards."""
-    return [[(kind, r, m) for kind in "FB" for m in range(microbatches)] for r in range(ranks)]
+    return [[((kind, r, m),) for kind in "FB" for m in range(microbatches)] for r in range(ranks)]
 
 
 def _one_forward_one_backward(ranks: int, local: int, microbatches: int) -> Computes:
     """As many forwards as there are stages behind, then a forward and a backward in turn."""
-    rows: list[list[tuple[str, int, int]]] = []
+    rows: list[list[tuple[tuple[str, int, int], ...]]] = []
     for r in range(ranks):
         early = min(ranks - 1 - r, microbatches)
-        row = [("F", r, m) for m in range(early)]
+        row = [(("F", r, m),) for m in range(early)]
         for m in range(early, microbatches):
-            row += [("F", r, m), ("B", r, m - early)]
-        rows.append(row + [("B", r, m) for m in range(microbatches - early, microbatches)])
+            row += [(("F", r, m),), (("B", r, m - early),)]
+        rows.append(row + [(("B", r, m),) for m in range(microbatches - early, microbatches)])
     return rows
 
 
@@ -184,14 +192,14 @@ def plan_schedule(
     | interleaved | v >= 2 | s mod p | (p-1)·(F+I+W), if m >= p [2] |
     | interleaved_zero_bubble | v >= 2 | s mod p | (p-1)·(F+I-W), if m >= p and I >= W [3] |
     | zbv | 2 | as a V: 0 1 1 0 | (p-1)·F, if F = I = W and m >= 2p-1 [3] |
-    | dualpipev | 2 | as a V: 0 1 1 0 | (p-1)·F, if F = I = W; at most (p-1)·(F+2I-W) if I >= W [4] |
+    | dualpipev | 2 | as a V: 0 1 1 0 | (p-1)·(F+2I-W), if F = I >= W and pairs take F+I+W [4] |
 
     p is ranks, m is microbatches; F, I and W are times of one stage; messages take none. A rank is busy for
     v·m·(F+I+W). So the bubble share, idle over idle + busy, is (p-1)/(m+p-1) for gpipe and 1f1b, and (p-1)/(v·m+p-1)
     for interleaved; [2] gives it over busy alone: (p-1)/(v·m). With m < p interleaved idles for
     (p-1+(v-1)(p-m))·(F+I+W). Where a condition does not hold, ask `simulate`.
-    The bound of dualpipev is that of [4] for an overlapped pair that takes F+I+W. Here its forward and its backward are
-    two actions, one after the other; what overlapping them saves is not in a timeline.
+    For dualpipev [4] counts a forward and the backward that it overlaps as one: `simulate(pair=F+I+W)`, or less for
+    what overlapping saves. Ranks compute them one after the other and idle less: (p-1)·F, if F = I = W.
 
     [1] Huang et al. 2019, arXiv:1811.06965. [2] Narayanan et al. 2021, arXiv:2104.04473. [3] Qi et al. 2023,
     arXiv:2401.10241 (ZB-H1 with v stages a rank; ZB-V, where the paper leaves out the time until a rank has its first
@@ -270,12 +278,14 @@ def _in_rounds(ranks: int, microbatches: int) -> bool:
 def _plan(name: str, ranks: int, microbatches: int, local: int, gather: How, scatter: How, ahead: int) -> Schedule:
     plan = _PLANS[name]
     owner = (*range(ranks), *reversed(range(ranks))) if plan.is_v else tuple(range(ranks)) * local
-    computes = tuple(
-        tuple(Action(cast(Kind, kind), stage, m) for kind, stage, m in row)
+    groups = [
+        [[Action(cast(Kind, kind), stage, m) for kind, stage, m in group] for group in row]
         for row in plan.order(ranks, local, microbatches)
-    )
+    ]
+    computes = tuple(tuple(itertools.chain.from_iterable(row)) for row in groups)
+    pairs = tuple((group[0], group[1]) for row in groups for group in row if len(group) == 2)
     table = lower(owner, computes, gather=gather, scatter=scatter, ahead=ahead, function="fs.plan_schedule")
-    return check_schedule(Schedule(name, ranks, ranks * local, microbatches, owner, table))
+    return check_schedule(Schedule(name, ranks, ranks * local, microbatches, owner, table, pairs))
 
 
 # ------------------------------------------------------------------------------------------------------ tables of users

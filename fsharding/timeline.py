@@ -2,13 +2,13 @@
 
 In: a table and the durations of its actions. Out: a `Timeline` with begin and end of each action, total time, idle
 share, and the activations in flight; as text, one row a rank.
-Laws: a rank does one compute action at a time; no action begins before what it needs has ended; the busy time of a rank
-is the sum of its durations.
+Laws: a rank does one compute action, or pair of them, at a time; no action begins before what it needs has ended; the
+busy time of a rank is the sum of its durations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,12 +26,14 @@ class Durations(NamedTuple):
         backward_input: of I. B takes this and the next.
         backward_weight: of W.
         send: from the end of a compute action until its message is at the other rank. Messages do not slow each other.
+        pair: of an F and a B that are computed as one; None where they are not.
     """
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
     send: float = 0.0
+    pair: float | None = None
 
     def of(self, action: Action) -> float:
         """How long an action keeps its rank busy; 0 for what runs beside the computes."""
@@ -132,7 +134,9 @@ def in_flight(table: Table) -> tuple[int, ...]:
     return tuple(most)
 
 
-def simulate(owner: Owner, table: Table, durations: Durations, function: str) -> Timeline:
+def simulate(
+    owner: Owner, table: Table, durations: Durations, function: str, pairs: Iterable[tuple[Action, Action]] = ()
+) -> Timeline:
     """Runs a table on ranks that do nothing but wait and take time.
 
     Args:
@@ -140,11 +144,13 @@ def simulate(owner: Owner, table: Table, durations: Durations, function: str) ->
         table: with messages, or of compute actions alone; then each result is sent when it is there.
         durations: of the actions.
         function: the public function that was called, for the error.
+        pairs: of an F and the next compute of its rank, a B, that are computed as one if the durations have a time for
+            it.
 
     Raises:
         ScheduleError: some ranks wait for ever; each is listed with the action at which it stands.
     """
-    run = _Run(owner, table, durations)
+    run = _Run(owner, table, durations, pairs)
     at = [0] * len(table)
     moved = True
     while moved:
@@ -158,7 +164,7 @@ def simulate(owner: Owner, table: Table, durations: Durations, function: str) ->
     if rows:
         mend = "F comes after F of the stage before, B or I after that of the next stage, W after I."
         raise ScheduleError(message(function, "has no end: these ranks wait for ever.", rows, mend))
-    busy = tuple(sum(map(durations.of, row)) for row in table)
+    busy = tuple(sum(map(run.takes, row)) for row in table)
     spans = tuple(tuple(run.landed(span) for span in row) for row in run.spans)
     return Timeline(spans, durations, max(run.clocks, default=0.0), busy, in_flight(table))
 
@@ -166,13 +172,22 @@ def simulate(owner: Owner, table: Table, durations: Durations, function: str) ->
 class _Run:
     """The ranks of a simulation: a clock each, and what has arrived when."""
 
-    def __init__(self, owner: Owner, table: Table, durations: Durations):
+    def __init__(self, owner: Owner, table: Table, durations: Durations, pairs: Iterable[tuple[Action, Action]]):
         self.owner, self.durations = owner, durations
+        self.backward_of = {} if durations.pair is None else dict(pairs)
+        self.backwards = frozenset(self.backward_of.values())
         self.by_itself = not any(action.kind.startswith("SEND") for row in table for action in row)
         self.clocks = [0.0] * len(table)
         self.spans: list[list[Span]] = [[] for _ in table]
         self.done: set[Action] = set()
         self.arrived: dict[tuple[str, int, int | None], float] = {}
+
+    def takes(self, action: Action) -> float:
+        """How long an action keeps its rank busy; the B of a pair is done with its F."""
+        if action in self.backwards:
+            return 0.0
+        pair = self.durations.pair if action in self.backward_of else None
+        return self.durations.of(action) if pair is None else pair
 
     def step(self, rank: int, action: Action) -> bool:
         """Does an action, unless it has to wait for another rank."""
@@ -183,7 +198,7 @@ class _Run:
             if ready is None:
                 return False
             begin = max(begin, ready)
-            self.clocks[rank] = begin + self.durations.of(action)
+            self.clocks[rank] = begin + self.takes(action)
             self.done.add(action)
             self._hand_over(action)
         elif kind == "SEND_F":
@@ -194,7 +209,13 @@ class _Run:
         return True
 
     def _ready(self, action: Action) -> float | None:
-        """When the inputs of a compute action are there; None while that is not known."""
+        """When the inputs of a compute action, or of a pair, are there; None while that is not known."""
+        backward = self.backward_of.get(action)
+        inputs = [self._arrival(action), 0.0 if backward is None else self._arrival(backward)]
+        return None if None in inputs else max(time for time in inputs if time is not None)
+
+    def _arrival(self, action: Action) -> float | None:
+        """When the inputs of one compute action are there; None while that is not known."""
         kind, stage, microbatch = action
         if kind == "F":
             return 0.0 if stage == 0 else self.arrived.get(("F", stage, microbatch))

@@ -12,7 +12,7 @@ from fsharding.actions import KINDS, Action
 from fsharding.errors import ConfigError, ScheduleError
 
 SIZES = [(1, 3), (2, 4), (3, 4), (4, 8), (5, 5), (6, 12)]
-TIMES = [(1, 1, 1), (1, 2, 1), (3, 2, 1), (5, 4, 3)]
+TIMES = [(1, 1, 1), (1, 2, 1), (2, 2, 1), (3, 2, 1), (5, 4, 3)]
 
 
 def rows(schedule):
@@ -90,8 +90,8 @@ def test_idle_time_is_that_of_the_papers(ranks, microbatches, times):
     forward, backward_input, backward_weight = times
     both, p, m = sum(times), ranks, microbatches
 
-    def of(name, **kwargs):
-        timeline = fs.plan_schedule(name, ranks, microbatches, **kwargs).simulate(*times)
+    def of(name, pair=None, **kwargs):
+        timeline = fs.plan_schedule(name, ranks, microbatches, **kwargs).simulate(*times, pair=pair)
         idle = {timeline.total - busy for busy in timeline.busy}
         assert len(idle) == 1, "every rank has the same work"
         local = kwargs.get("stages_per_rank", 1 if name in ("gpipe", "1f1b") else 2)
@@ -108,9 +108,11 @@ def test_idle_time_is_that_of_the_papers(ranks, microbatches, times):
     if times == (1, 1, 1) and m >= 2 * p - 1:
         assert of("zbv") == (pytest.approx((p - 1) / (6 * m + p - 1)), p - 1)
     if m >= 2 * p:
-        _, idle = of("dualpipev")
-        assert idle <= (p - 1) * (forward + 2 * backward_input - backward_weight)
-        assert times != (1, 1, 1) or idle == p - 1
+        published = (p - 1) * (forward + 2 * backward_input - backward_weight)
+        one_by_one, overlapped = of("dualpipev"), of("dualpipev", pair=both)
+        assert one_by_one[1] <= published
+        assert times != (1, 1, 1) or one_by_one[1] == p - 1
+        assert forward != backward_input or overlapped[1] == published
 
 
 def test_with_few_microbatches():
