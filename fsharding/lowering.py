@@ -9,12 +9,13 @@ where a backend does the messages of a pair of ranks one after another.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from fsharding.actions import Action, Owner, Table, partner, uses_parameters
+from fsharding.actions import MESSAGES, Action, Owner, Table, partner, peer, uses_parameters
 from fsharding.timeline import Durations, Timeline, simulate
 
-__all__ = ["How", "lower"]
+__all__ = ["How", "late", "lower"]
 
 How: TypeAlias = Literal["step", "microbatch"]
 """Once a step, or once for each microbatch."""
@@ -66,6 +67,36 @@ def lower(owner: Owner, computes: Table, *, gather: How, scatter: How, ahead: in
             merged += row[slot : slot + 1]
         rows.append(tuple(merged))
     return tuple(rows)
+
+
+def late(row: Sequence[Action], owner: Owner) -> tuple[Action, ...]:
+    """A row whose receives may block: each as late as it can be, before what uses it or a later message of its pair.
+
+    Args:
+        row: of one rank, with messages.
+        owner: the rank of each stage.
+    """
+    placed: list[Action] = []
+    held: list[Action] = []
+    for action in row:
+        if action.kind in ("RECV_F", "RECV_B"):
+            held.append(action)
+        else:
+            due = _due(action, held, owner)
+            placed += [*due, action]
+            held = [a for a in held if a not in due]
+    return (*placed, *held)
+
+
+def _due(action: Action, held: Sequence[Action], owner: Owner) -> list[Action]:
+    """The receives that come before an action: for a send all of its pair, else what it uses and those before that."""
+    if action.kind in MESSAGES:
+        return [a for a in held if peer(a, owner) == peer(action, owner)]
+    way = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(action.kind)
+    used = next((i for i, a in enumerate(held) if a == (way, action.stage, action.microbatch)), None)
+    if used is None:
+        return []
+    return [a for a in held[: used + 1] if peer(a, owner) == peer(held[used], owner)]
 
 
 def _messages(owner: Owner, timeline: Timeline, computes: Table, ahead: int) -> list[list[_Entry]]:

@@ -25,6 +25,7 @@ from fsharding.errors import TransformError, message
 from fsharding.holding import Holding
 from fsharding.layout import Layout
 from fsharding.lost import among, naming_lost
+from fsharding.lowering import late
 from fsharding.mesh import axis_group, axis_index, data_axes
 from fsharding.ops import wire
 from fsharding.ops.pool import Pool
@@ -87,7 +88,7 @@ def pipeline_grads(
     try:
         with naming_lost("train step", layout.mesh):
             run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, known)
-            for action in schedule.table[run.rank]:
+            for action in run.row():
                 run.do(action)
             run.settle()
             run.pool.close()
@@ -160,6 +161,18 @@ class _Run:
         return x if head is None else self.model.head(gather_unit(head), x, batch)
 
     # ------------------------------------------------------------------------------------------------------- actions
+    def row(self) -> tuple[Action, ...]:
+        """What this rank does, in order.
+
+        Activations of microbatches that look like none before are described by their sender, who may itself wait for
+        what this rank does before it needs them. Then no receive is ahead of its use; all along `pp` see that alike.
+        """
+        row, seen = self.schedule.table[self.rank], {shapes for _, shapes in self.known}
+        return row if all(self._looks(m) in seen for m in range(len(self.pieces))) else late(row, self.schedule.owner)
+
+    def _looks(self, m: int) -> _Shapes:
+        return _shapes(tree.leaves(self.pieces[m]))
+
     def do(self, action: Action) -> None:
         """Does one action, or posts it."""
         kind, stage, m = action
@@ -181,10 +194,7 @@ class _Run:
                 spec, leaves = self.handed.pop((kind[-1], stage, m))
                 self.sent[action] = self._guard(action, lambda: self._send(action, spec, leaves))
             case _:
-                # What looks like nothing seen so far is described by its sender, who may itself wait for what this
-                # rank does before it needs it: then it is received there.
-                if kind == "RECV_B" or self._key(action) in self.known:
-                    self.arrived[action] = self._guard(action, lambda: self._receive(action))
+                self.arrived[action] = self._guard(action, lambda: self._receive(action))
 
     def _gather(self, stage: int, m: int | None) -> None:
         """Gathers a stage, or starts with its first unit, whose others follow one by one while it computes."""
@@ -259,8 +269,7 @@ class _Run:
         if self.schedule.is_local(min(stage, neighbour)):
             return self.handed.pop((way, neighbour, m))
         action = Action("RECV_F" if way == "F" else "RECV_B", stage, m)
-        found = self.arrived.pop(action, None)
-        spec, leaves, pending = found or self._guard(action, lambda: self._receive(action))
+        spec, leaves, pending = self.arrived.pop(action)
         self._guard(action, pending.wait)
         return spec, leaves
 
@@ -270,7 +279,8 @@ class _Run:
         kind, stage, m = action
         assert m is not None
         sender = stage if kind.startswith("SEND") else stage - 1 if kind == "RECV_F" else stage + 1
-        return 1 + 16 * ((sender * self.schedule.microbatches + m) * 2 + kind.endswith("B")) + number
+        messages = 2 * self.schedule.stages * self.schedule.microbatches
+        return 1 + number * messages + (sender * self.schedule.microbatches + m) * 2 + kind.endswith("B")
 
     def _send(self, action: Action, spec: Any, leaves: list[Tensor]) -> wire.Pending:
         peer = self.group.ranks[self.schedule.peer(action)]
@@ -283,7 +293,7 @@ class _Run:
 
     def _tell(self, action: Action, peer: int, told: tuple[Any, _Shapes]) -> None:
         """Says what activations look like, the first time that a stage sends them for such a microbatch."""
-        key = action.stage, _shapes(tree.leaves(self.pieces[action.microbatch or 0]))
+        key = action.stage, self._looks(action.microbatch or 0)
         if key not in self.known:
             wire.send_object(told, peer, self.group, self.device)
         if self.known.setdefault(key, told) != told:
@@ -292,16 +302,11 @@ class _Run:
             mend = "Let the tree, shapes and dtypes of activations follow from the shapes of the batch."
             raise TransformError(message("train step", rule, rows, mend))
 
-    def _key(self, action: Action) -> tuple[int, _Shapes]:
-        """By which a stage knows what the one before sends it."""
-        assert action.microbatch is not None
-        return action.stage - 1, _shapes(tree.leaves(self.pieces[action.microbatch]))
-
     def _receive(self, action: Action) -> tuple[Any, list[Tensor], wire.Pending]:
         assert action.microbatch is not None
         peer = self.group.ranks[self.schedule.peer(action)]
         if action.kind == "RECV_F":
-            key = self._key(action)
+            key = action.stage - 1, self._looks(action.microbatch)
             if key not in self.known:
                 self.known[key] = wire.receive_object(peer, self.group, self.device)
             spec, types = self.known[key]
