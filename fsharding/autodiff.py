@@ -54,6 +54,7 @@ def value_and_grad(
     grads: Tree = None,
     precision: Precision = FP32,
     mean: bool = True,
+    memory: Pool | None = None,
 ) -> GradFn:
     """Makes a function that returns a loss and its gradient with respect to the first argument.
 
@@ -68,6 +69,8 @@ def value_and_grad(
             the parameters. Axes that are partial in it are left unreduced.
         precision: dtypes of compute, wire and gradients.
         mean: divide by the global weight; else loss and gradients are sums.
+        memory: where large gradients are that are whole on every data rank; from call to call it is used again as soon
+            as nobody holds what was in it. By default they are in fresh memory.
 
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
@@ -83,7 +86,7 @@ def value_and_grad(
 
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
-        tape = Tape(params, grads, accumulate, precision)
+        tape = Tape(params, grads, accumulate, precision, memory=memory)
         try:
             with naming_lost("fs.value_and_grad", tape.mesh):
                 loss = _take_apart(tape.forward(fn, *args), has_aux)
@@ -112,6 +115,7 @@ class Tape:
         accumulate: gradients of earlier calls, which are added to in place.
         precision: dtypes of compute, wire and gradients.
         pool: of buffers, where several tapes share one.
+        memory: as in `value_and_grad`.
 
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
@@ -124,7 +128,13 @@ class Tape:
     """
 
     def __init__(
-        self, params: Tree, grads: Tree, accumulate: Tree, precision: Precision, pool: Pool | None = None
+        self,
+        params: Tree,
+        grads: Tree,
+        accumulate: Tree,
+        precision: Precision,
+        pool: Pool | None = None,
+        memory: Pool | None = None,
     ) -> None:
         _refuse_transforms(params)
         self._leaves, self._spec = tree.flatten(params)
@@ -144,7 +154,8 @@ class Tape:
         locals_ = [x if isinstance(x, Local) else None for x in self._flying]
         held_local = [_compat.local_tensor(h) if isinstance(h, DTensor) else None for h in held]
         self.mesh = next((x.sharding.mesh for x in locals_ if x is not None), None)
-        self.ledger = Ledger(locals_, tree.paths(params), self._goals, precision.compute_dtype, held_local, pool)
+        names, compute = tree.paths(params), precision.compute_dtype
+        self.ledger = Ledger(locals_, names, self._goals, compute, held_local, pool, memory)
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""

@@ -8,6 +8,7 @@ Laws: at most two units are alive at once, none after the step; every gather and
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,6 +34,10 @@ _ALIGN = 64
 """Bytes at whose multiples fresh tensors begin."""
 
 
+_LARGE = 1 << 18
+"""Elements of a gradient from which on its memory is worth keeping."""
+
+
 class _Saved(NamedTuple):
     """What a saved view of a gathered buffer is replaced by."""
 
@@ -55,6 +60,7 @@ class Ledger:
         compute: Callable[[torch.dtype], torch.dtype],
         held: Sequence[Tensor | None],
         pool: Pool | None = None,
+        memory: Pool | None = None,
     ) -> None:
         """Opens a ledger over the leaves of the differentiated tree.
 
@@ -65,6 +71,7 @@ class Ledger:
             compute: the dtype in which the loss function sees a leaf.
             held: gradients of earlier microbatches, which are added to in place; None where there are none.
             pool: of buffers, for ledgers that share one; whoever gave it closes it.
+            memory: for large gradients that data axes do not cut, used again from ledger to ledger.
         """
         self.leaves, self.paths, self.goals, self.compute, self.held = leaves, paths, goals, compute, held
         self._row_goals = [
@@ -77,7 +84,7 @@ class Ledger:
             h if h is not None and goal is not None and goal.held == goal.target else None
             for h, goal in zip(held, goals, strict=True)
         ]
-        self._pool, self._owns_pool = pool or Pool(), pool is None
+        self._pool, self._owns_pool, self._memory = pool or Pool(), pool is None, memory
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
         self._units: list[Unit] = []
         self._back: int | None = None
@@ -231,7 +238,7 @@ class Ledger:
         )
         first = begin(grads, plan.before, plan.shapes, wire_dtype=plan.wire_dtype, wholes=plan.wholes_before)
         if not plan.after[0]:
-            return lambda: self._land(places, first.finish())
+            return lambda: self._land(places, first)
 
         def second() -> transition.Transit:
             terms = self._add_to_held(places, first.finish())
@@ -239,9 +246,9 @@ class Ledger:
             return begin(terms, plan.after, shapes, wire_dtype=plan.held_wire_dtype, wholes=plan.wholes_after)
 
         if plan.before[0]:
-            return lambda: self._land(places, second().finish())
+            return lambda: self._land(places, second())
         under_way = second()
-        return lambda: self._land(places, under_way.finish())
+        return lambda: self._land(places, under_way)
 
     def _add_to_held(self, places: Sequence[Place], terms: list[Tensor]) -> list[Tensor]:
         """Adds terms to what is held for their places; a leaf that comes more than once takes it along once."""
@@ -263,19 +270,21 @@ class Ledger:
             _compat.foreach_add_([result[i] for i in sums], [terms[i] for i in sums])
         return result
 
-    def _land(self, places: Sequence[Place], terms: Sequence[Tensor]) -> None:
-        """Adds reduced gradients to what is at their place; a plain copy where nothing can be there."""
-        adds: list[tuple[Tensor, Tensor]] = []
-        copies: list[tuple[Tensor, Tensor]] = []
-        for place, term in zip(places, terms, strict=True):
+    def _land(self, places: Sequence[Place], transit: transition.Transit) -> None:
+        """Adds reduced gradients to what is at their place; where nothing can be there they are summed into it."""
+        begun: list[bool] = []
+        for place in places:
             rows = self._written.setdefault(place.leaf, set())
             if place.row is None and rows:
                 self._complete(place.leaf)
-            begun = place.leaf in self._begun or None in rows or place.row in rows
-            (adds if begun else copies).append((self._target(place), term))
+            begun.append(place.leaf in self._begun or None in rows or place.row in rows)
             rows.add(place.row)
+        targets = [self._target(place) for place in places]
+        terms = transit.finish(None if any(begun) else targets)
+        pairs = list(zip(begun, targets, terms, strict=True))
+        copies = [(to, term) for added, to, term in pairs if not added and term is not to]
         _compat.foreach_copy_([to for to, _ in copies], [term for _, term in copies])
-        _compat.foreach_add_([to for to, _ in adds], [term for _, term in adds])
+        _compat.foreach_add_([to for added, to, _ in pairs if added], [term for added, _, term in pairs if added])
 
     def _complete(self, i: int) -> Tensor:
         """The gradient of a leaf, with zeros wherever nothing was written."""
@@ -292,7 +301,12 @@ class Ledger:
         if out is None:
             leaf, goal = self.leaves[place.leaf], self.goals[place.leaf]
             assert leaf is not None and goal is not None
-            out = _compat.fresh(goal.target.local_shape(leaf.shape), goal.dtype, self._device)
+            shape = goal.target.local_shape(leaf.shape)
+            cut = any(axis in goal.target.data_axes for axis in goal.target.spec.all_axes)
+            if self._memory is None or cut or math.prod(shape) < _LARGE:
+                out = _compat.fresh(shape, goal.dtype, self._device)
+            else:
+                out = self._memory.take(math.prod(shape), goal.dtype, self._device).view(shape)
             self.out[place.leaf] = out
         return out if place.row is None else out[place.row]
 

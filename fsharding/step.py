@@ -22,6 +22,7 @@ from fsharding.errors import BatchError, ConfigError, NonFiniteError, ScheduleEr
 from fsharding.layout import Layout, check_fit
 from fsharding.lost import naming_lost
 from fsharding.mesh import abstract, axis_group, everyone
+from fsharding.ops.pool import Pool
 from fsharding.ops.rows import start_sum
 from fsharding.optim.apply import apply_gradients, apply_updates
 from fsharding.optim.balance import against_load, set_loads_apart
@@ -123,7 +124,7 @@ def make_train_step(
     is_model = hasattr(model, "block")
     loss_fn, rates = (model_loss(model, policy=policy), dict(model.balanced)) if is_model else (model, {})
     settings = _settings(model, opt, microbatches, schedule if is_model else "", precision, policy)
-    seen: list[tuple[Layout, Messages]] = []
+    seen: list[_Seen] = []
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         with naming_lost("train step", state.layout.mesh):
@@ -131,13 +132,16 @@ def make_train_step(
 
     def run(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
-        known = next((known for before, known in seen if layout is before or layout == before), None)
+        known = next((before for before in seen if layout is before.layout or layout == before.layout), None)
         if known is None:
             _agree(layout, settings, batch, microbatches)
             if is_model:
                 _refuse_model(model, layout)
             _refuse_other_state(opt, state)
-            seen.append((layout, known := Messages()))
+            seen.append(known := _Seen(layout, Messages(), Pool()))
+        for other in seen:
+            if other is not known:
+                other.memory.close()
         how = precision or layout.precision
         if (how.loss_scale is None) != (state.loss_scale is None):
             raise ConfigError(message("train step", *_scale_mismatch(state)))
@@ -146,10 +150,11 @@ def make_train_step(
         if is_model and abstract(layout.mesh).axis_size("pp") > 1:
             planned = _schedule(schedule, layout, microbatches)
             grads, total, weight = pipeline_grads(
-                model, planned, layout, state.params, pieces, precision=how, policy=policy, scale=scale, known=known
-            )
+                model, planned, layout, state.params, pieces,
+                precision=how, policy=policy, scale=scale, known=known.messages,
+            )  # fmt: skip
         else:
-            grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale)
+            grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale, known.memory)
         grads, loads = set_loads_apart(grads, rates)
         with _compat.region("norm"):
             mean = float(1.0 / (weight.double() * scale))
@@ -169,6 +174,14 @@ def make_train_step(
         return _update(state, grads, mean, norm, opt, how, steer, donate=donate), metrics
 
     return step
+
+
+class _Seen(NamedTuple):
+    """A layout that a step has met: what its messages look like, and the memory of its gradients."""
+
+    layout: Layout
+    messages: Messages
+    memory: Pool
 
 
 def _settings(
@@ -301,7 +314,13 @@ def _split(batch: Tree, microbatches: int) -> list[Tree]:
 
 
 def _accumulate(
-    loss_fn: Callable[..., Any], params: Tree, pieces: list[Tree], layout: Layout, how: Precision, scale: float
+    loss_fn: Callable[..., Any],
+    params: Tree,
+    pieces: list[Tree],
+    layout: Layout,
+    how: Precision,
+    scale: float,
+    memory: Pool,
 ) -> tuple[Tree, Tensor, Tensor]:
     """Sums of gradients (in `layout.main`), losses times scale, and weights, over microbatches and data ranks."""
 
@@ -315,7 +334,7 @@ def _accumulate(
     weights: list[Tensor] = []
     for i, piece in enumerate(pieces):
         target = layout.main if i + 1 == len(pieces) else layout.grads
-        run = value_and_grad(scaled, grads=target, precision=how, mean=False)
+        run = value_and_grad(scaled, grads=target, precision=how, mean=False, memory=memory)
         (total, weight), held = run(params, piece, accumulate=held, donate=True)
         totals.append(total)
         weights.append(weight)

@@ -25,6 +25,7 @@ from fsharding.ops import transition
 from fsharding.ops.rows import sums_at_once
 from fsharding.ops.transition import Step
 from fsharding.ops.unit import unreduced, whole
+from fsharding.optim.clip import norm_axes
 from fsharding.planning import LeafLayout
 from fsharding.redistribute import in_buckets
 from fsharding.schedule import Schedule
@@ -149,12 +150,13 @@ class _Leaf(NamedTuple):
         spec = home.spec.replace(0, ()) if self.rows is not None else home.spec.drop(0)
         return replace(home, spec=spec).simplified()
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape, whole over all axes."""
-        if not begins(self.plan.path, "blocks"):
-            return self.plan.shape
-        return self.plan.shape[1:] if self.rows is None else (self.rows, *self.plan.shape[1:])
+    def shape(self, where: dict[str, int]) -> tuple[int, ...]:
+        """Its shape on the slice of the mesh that holds it: of a fused dim there is what the rank's `tp` has."""
+        stacked, sizes = begins(self.plan.path, "blocks"), list(self.plan.shape)
+        for a in self.plan.params.assigned:
+            if a.dim is not None and a.axis != "pp":
+                sizes[a.dim] = boxes.length(a.ranges[where[a.axis]])
+        return (*(() if self.rows is None else (self.rows,)), *sizes[1:]) if stacked else tuple(sizes)
 
 
 def _leaves(sender: Sender, *beginnings: str, rows: int | None = None) -> list[_Leaf]:
@@ -247,7 +249,7 @@ def update(sender: Sender) -> None:
         for leaf in mine:
             whole_at = any(a.axis == "pp" and a.dim is None for a in leaf.plan.main.assigned)
             others = len(owners(leaf.plan.main, sender.size("pp"))) - 1 if whole_at else 0
-            n = math.prod(leaf.cut("main").local_shape(leaf.shape, sender.where))
+            n = math.prod(leaf.cut("main").local_shape(leaf.shape(sender.where), sender.where))
             sender.send(("pp",), Sent(1, others * n * size(leaf)), int(others > 0))
     _together(
         sender,
@@ -255,8 +257,7 @@ def update(sender: Sender) -> None:
     )
     norms: dict[tuple[str, ...], int] = {}
     for leaf in trained:
-        used = (*leaf.main.simplified().spec.all_axes, *(a.axis for a in leaf.main.assigned))
-        axes = tuple(axis for axis in AXES if axis in used)
+        axes = norm_axes(leaf.main, math.prod(leaf.shape))
         norms[axes] = norms.get(axes, 0) + 1
     for axes, count in norms.items():
         sender.send(axes, sum_over(count, sender.size(*axes), 8, 8))
@@ -311,7 +312,7 @@ def _together(sender: Sender, moves: Iterable[_Move]) -> None:
 
     def size(move: _Move) -> int:
         larger = move.source if move.source.partial else move.target
-        return math.prod(larger.local_shape(move.leaf.shape, sender.where)) * move.first
+        return math.prod(larger.local_shape(move.leaf.shape(sender.where), sender.where)) * move.first
 
     for members in groups.values():
         for batch in in_buckets(members, size):
@@ -326,7 +327,7 @@ def _take(sender: Sender, bucket: Sequence[_Move], times: int = 1) -> None:
         k, n = sender.size(*axes), 0
         for i, move in enumerate(bucket):
             left = transition.after(now[i], steps[i][place])
-            local = (left if kind == "gather" else now[i]).local_shape(move.leaf.shape, sender.where)
+            local = (left if kind == "gather" else now[i]).local_shape(move.leaf.shape(sender.where), sender.where)
             n += math.prod(local) if kind == "sum" else _piece(sender, steps[i][place], local)
             now[i] = left
         b = bucket[0].later if place else bucket[0].first

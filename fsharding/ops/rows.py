@@ -31,6 +31,7 @@ __all__ = [
     "open_exchange",
     "open_gather",
     "start_sum",
+    "sum_pieces",
     "sum_rows",
 ]
 
@@ -182,6 +183,31 @@ def sum_rows(rows: Rows, terms: Sequence[int], dtype: torch.dtype, *, out: Tenso
     return left.add_(right)
 
 
+def sum_pieces(
+    rows: Rows,
+    cut: Callable[[Tensor], list[Tensor]],
+    terms: Sequence[int],
+    dtype: torch.dtype,
+    into: Sequence[Tensor] | None,
+) -> list[Tensor]:
+    """`sum_rows`, piece by piece, so that each sum goes where it belongs without a copy.
+
+    Args:
+        rows: as in `sum_rows`.
+        cut: a row into its pieces.
+        terms: the order of the rows.
+        dtype: of the sums.
+        into: contiguous, where the sum of each piece may go; those of short rows are copied faster than they are made.
+
+    Returns:
+        The sum of each piece, which is the tensor of `into` if it is there.
+    """
+    if into is None or rows[0].numel() <= _SMALL:
+        return cut(sum_rows(rows, terms, dtype))
+    pieces = [cut(row) for row in rows]
+    return [sum_rows([piece[i] for piece in pieces], terms, dtype, out=out) for i, out in enumerate(into)]
+
+
 @dataclass(frozen=True)
 class PendingSum:
     """A sum over a group under way; see `start_sum`."""
@@ -190,6 +216,22 @@ class PendingSum:
     group: Group
     dtype: torch.dtype
     delivery: Delivery | None = None
+
+    def wait_each(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The sum of each term, in its shape, on every member.
+
+        Args:
+            into: as in `sum_pieces`.
+        """
+        if into is None or self.delivery is None or not sums_at_once(_count(self.terms), self.group.size):
+            return self._cut(self.wait())
+        sums = sum_pieces(self.delivery.wait(), self._cut, self.group.terms, self.dtype, into)
+        self.delivery.done()
+        return sums
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([x.numel() for x in self.terms])
+        return [part.view(x.shape) for part, x in zip(parts, self.terms, strict=True)]
 
     def wait(self) -> Tensor:
         """The sum, flat, on every member."""

@@ -8,7 +8,6 @@ Law: whatever the steps, each element is the same balanced sum over ranks, so th
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from fsharding import _compat, boxes
 from fsharding.mesh import Mesh, abstract, axis_group
 from fsharding.ops import bucket as buckets
-from fsharding.ops.rows import Empty, open_exchange, open_gather, start_sum, sum_rows
+from fsharding.ops.rows import Empty, open_exchange, open_gather, start_sum, sum_pieces
 from fsharding.sharding import NamedSharding
 from fsharding.spec import PartitionSpec
 
@@ -112,10 +111,18 @@ class Transit:
     """Local tensors on their way; the first collective is under way.
 
     Attributes:
-        finish: waits, does what is left, returns the local tensors in the target sharding.
+        rest: what `finish` does.
     """
 
-    finish: Callable[[], list[Tensor]]
+    rest: Callable[[Sequence[Tensor] | None], list[Tensor]]
+
+    def finish(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Waits, does what is left, returns the local tensors in the target sharding.
+
+        Args:
+            into: as in `move`.
+        """
+        return self.rest(into)
 
 
 def kinds(steps: Sequence[Step]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -149,7 +156,7 @@ def start(
         empty: makes a flat buffer from a size and a dtype; by default a fresh one.
     """
     if not steps or not steps[0]:
-        return Transit(lambda: [_zeros(x, s, dtype, device) for x, s in zip(leaves, shapes, strict=True)])
+        return Transit(lambda into: [_zeros(x, s, dtype, device) for x, s in zip(leaves, shapes, strict=True)])
     first, rest, later = steps[0][0], [s[1:] for s in steps], [sizes[1:] for sizes in wholes]
     group = axis_group(mesh, first.axes)
     if first.kind == "scatter":
@@ -159,17 +166,18 @@ def start(
         buckets.copy_in(leaves, delivery.mine, plan)
         delivery.start()
 
-        def finish() -> list[Tensor]:
-            mine = sum_rows(delivery.wait(), group.terms, dtype)
+        def finish(into: Sequence[Tensor] | None) -> list[Tensor]:
+            cut = functools.partial(buckets.piece_views, bucket=plan, member=group.index)
+            mine = sum_pieces(delivery.wait(), cut, group.terms, dtype, None if rest[0] else into)
             delivery.done()
-            return move(buckets.piece_views(mine, plan, group.index), rest, mesh, later)
+            return move(mine, rest, mesh, later, into)
 
         return Transit(finish)
     values = [_zeros(x, s, wire_dtype, device) for x, s in zip(leaves, shapes, strict=True)]
     if first.kind != "sum":
-        return Transit(lambda: move([x.to(dtype) for x in values], steps, mesh, wholes))
+        return Transit(lambda into: move([x.to(dtype) for x in values], steps, mesh, wholes, into))
     total = start_sum(values, group, dtype)
-    return Transit(lambda: move(_split(total.wait(), shapes), rest, mesh, later))
+    return Transit(lambda into: move(total.wait_each(None if rest[0] else into), rest, mesh, later, into))
 
 
 def _zeros(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -178,11 +186,6 @@ def _zeros(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device:
 
 def _sizes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(abstract(mesh).axis_size(axis) for axis in axes)
-
-
-def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    parts = flat.split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def after(source: NamedSharding, step: Step) -> NamedSharding:
@@ -224,22 +227,24 @@ def move(
         steps: as planned, for each leaf; of the same `kinds`.
         mesh: with devices.
         wholes: `whole_sizes` of each leaf; needed when a step gathers.
-        into: contiguous tensors for the results, which a gather as the last step fills; other last steps do not look.
+        into: contiguous tensors for the results, of their shapes and dtype. A gather as the last step fills them, a sum
+            may; other last steps do not look. A result that is not the tensor that was given is to be copied.
     """
     current = list(leaves)
     for place, step in enumerate(steps[0] if steps else ()):
         sizes, dims = _sizes(mesh, step.axes), [s[place].dim for s in steps]
+        home = into if place + 1 == len(steps[0]) else None
         if step.kind == "slice":
             index = axis_group(mesh, step.axes).index
             current = [_slice(x, dim, sizes, index) for x, dim in zip(current, dims, strict=True)]
         elif step.kind == "gather":
-            last = place + 1 == len(steps[0])
-            current = _gather(current, [w[place] for w in wholes], dims, step.axes, mesh, into if last else None)
+            current = _gather(current, [w[place] for w in wholes], dims, step.axes, mesh, home)
         else:
             x = current[0]
             shapes = [tuple(leaf.shape) for leaf in current]
             now = [(s[place],) for s in steps]
-            current = start(current, now, shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype).finish()
+            transit = start(current, now, shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype)
+            current = transit.finish(home)
     return current
 
 

@@ -13,17 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import tree
 from fsharding.axes import AXES
+from fsharding.boxes import chunk
 from fsharding.errors import ConfigError, LayoutError, message
-from fsharding.mesh import axis_group, coordinate
+from fsharding.mesh import abstract, axis_group, coordinate
 from fsharding.ops.rows import start_sum
 from fsharding.optim.base import EmptyState, GradientTransformation, multiply
 from fsharding.sharding import NamedSharding, is_assigned, local_of, sharding_of
 from fsharding.tree import Tree
 
-__all__ = ["clip_by_global_norm", "global_norm"]
+__all__ = ["clip_by_global_norm", "global_norm", "norm_axes"]
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16
 """Elements that are widened at once: small enough for a core's cache."""
+
+_LARGE = 1 << 18
+"""Elements of a leaf from which on ranks that all have it share the work."""
 
 
 def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
@@ -50,14 +54,13 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     if partial:
         mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
         raise LayoutError(message("fs.global_norm", "needs reduced gradients.", partial, mend))
-    squares = {path: _square_sum(local_of(x)) for path, x in named.items()}
+    squares = {path: _square_sum(_share(x, where[path])) for path, x in named.items()}
     groups: dict[tuple[str, ...], list[str]] = {}
     meshes: dict[tuple[str, ...], NamedSharding] = {}
     for path, s in where.items():
         if s is not None and not _counts(s):
             squares[path] = torch.zeros_like(squares[path])
-        used = () if s is None else (*s.simplified().spec.all_axes, *(a.axis for a in s.assigned))
-        axes = tuple(a for a in AXES if a in used)
+        axes = () if s is None else norm_axes(s, named[path].numel())
         groups.setdefault(axes, []).append(path)
         if s is not None:
             meshes[axes] = s
@@ -69,6 +72,36 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     if not squares:
         return torch.zeros(())
     return torch.stack(list(squares.values())).sum().sqrt().float()
+
+
+def norm_axes(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
+    """The axes over which the squares of a leaf are summed: those that cut it, and those that share the work.
+
+    Args:
+        sharding: of the gradient.
+        numel: elements of the whole leaf.
+    """
+    cut = (*sharding.simplified().spec.all_axes, *(a.axis for a in sharding.assigned))
+    return tuple(a for a in AXES if a in cut or a in _copies(sharding, numel))
+
+
+def _copies(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
+    """The data axes whose ranks all have the same of a leaf, if it is so large that each takes a share of it."""
+    if numel < _LARGE:
+        return ()
+    used, shape = sharding.spec.all_axes, abstract(sharding.mesh)
+    return tuple(a for a in sharding.data_axes if a not in used and shape.axis_size(a) > 1)
+
+
+def _share(x: Tensor, sharding: NamedSharding | None) -> Tensor:
+    """The elements that this rank squares, flat."""
+    flat = local_of(x).detach().reshape(-1)
+    copies = _copies(sharding, x.numel()) if sharding is not None else ()
+    if sharding is None or not copies:
+        return flat
+    group = axis_group(sharding.mesh, copies)
+    start, stop = chunk(flat.numel(), group.size, group.index)
+    return flat[start:stop]
 
 
 def _sharding(x: Tensor, known: NamedSharding | None) -> NamedSharding | None:
@@ -84,8 +117,7 @@ def _counts(sharding: NamedSharding) -> bool:
     return all(here[a.axis] == next(c for c, owned in enumerate(a.ranges) if owned) for a in owners)
 
 
-def _square_sum(x: Tensor) -> Tensor:
-    flat = x.detach().reshape(-1)
+def _square_sum(flat: Tensor) -> Tensor:
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     total = torch.zeros((), dtype=torch.float64)

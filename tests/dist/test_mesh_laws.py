@@ -111,16 +111,22 @@ UNLIKE = replace(
     LARGE,
     stacks=(fs.models.Stack("first", 1), fs.models.Stack("second", 3, experts=fs.models.Experts(4, 4, 8, shared=1))),
 )
+FUSED = replace(LARGE, fused=True, bias=True)
 SENT = [
     ({"tp": 2}, {"strategy": fs.zero(0)}),
+    ({"dp": 2, "tp": 2}, {"config": FUSED, "strategy": fs.zero(1), "microbatches": 2}),
+    ({"replica": 2, "tp": 2}, {"config": replace(FUSED, vocab=8192), "strategy": fs.zero(0)}),
     ({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2, "precision": fs.BF16}),
     ({"cp": 2, "tp": 2}, {"attention": "ulysses", "strategy": fs.zero(1)}),
     ({"dp": 2, "pp": 2}, {"schedule": "zbv", "microbatches": 4, "gather": "microbatch", "precision": fs.BF16}),
     ({"replica": 2, "dp": 2}, {"strategy": fs.HFSDP, "microbatches": 2}),
+    ({"replica": 2, "dp": 2}, {"config": replace(LARGE, vocab=8192), "strategy": fs.HSDP}),
     ({"cp": 2}, {"attention": "ring", "policy": "nothing_saveable"}),
     ({"cp": 4}, {"attention": "gather", "strategy": fs.zero(0)}),
     ({"pp": 2, "tp": 2}, {"schedule": "interleaved_zero_bubble", "microbatches": 4, "policy": "dots_saveable"}),
     ({"ep": 2, "cp": 2}, {"config": ROUTED, "attention": "gather", "policy": "dots_saveable"}),
+    ({"pp": 2, "dp": 2, "tp": 2}, {"config": FUSED, "microbatches": 4, "gather": "microbatch"}),
+    ({"dp": 2, "tp": 3}, {"config": replace(FUSED, heads=6, kv_heads=3, dim=60), "microbatches": 2}),
     ({"pp": 2, "ep": 2}, {"config": UNLIKE, "microbatches": 2, "gather": "microbatch"}),
     ({"ep": 2, "tp": 2}, {"config": UNLIKE, "sequence": True, "precision": fs.BF16}),
     ({"pp": 2, "dp": 2, "tp": 2}, {"schedule": "dualpipev", "microbatches": 5, "rows": 20, "sequence": True}),
@@ -128,7 +134,7 @@ SENT = [
 
 
 @pytest.mark.parametrize(
-    ("axes", "how"), [c if i < 4 else pytest.param(*c, marks=pytest.mark.full) for i, c in enumerate(SENT)]
+    ("axes", "how"), [c if i < 5 else pytest.param(*c, marks=pytest.mark.full) for i, c in enumerate(SENT)]
 )
 def test_a_step_sends_what_the_formula_says(axes, how):
     """Sums that are large enough to be taken in two calls, and other dtypes; `case.train` compares at every step."""

@@ -5,6 +5,7 @@ Gradients are given, so nothing is reduced, and what an element-wise optimizer d
 
 import functools
 import importlib
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -366,6 +367,33 @@ def test_matrices_of_a_stack_are_spread_over_all_free_axes():
     }
     for (cuts, shape), goal in cases.items():
         assert spread(fs.NamedSharding(mesh, fs.P(*cuts)), shape).spec == goal
+
+
+# ----------------------------------------------------------------------------------------------------------------- norm
+def norm_of(axes, specs):
+    """Of leaves that some ranks all have, large enough to share the work, and small ones."""
+    mesh, noise = mesh_of(**axes), torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=noise) for shape in [(600, 501), (7, 6)] for _ in specs]
+    cuts = [fs.NamedSharding(mesh, fs.P(*spec)) for spec in specs] * 2
+    with fs.counting_bytes() as sent:
+        found = fs.global_norm(fs.shard(values, cuts))
+    exact = torch.cat([x.double().reshape(-1) for x in values]).norm().float()
+    return found.item(), exact.item(), {axes: calls for axes, (calls, _) in sent.by_axes.items()}
+
+
+@pytest.mark.parametrize(
+    ("axes", "specs", "calls"),
+    [
+        ({"dp": 3}, [(), (None, "dp")], {("dp",): 1}),
+        ({"dp": 2, "tp": 2}, [(), ("tp",), ("tp", "dp")], {("dp",): 1, ("dp", "tp"): 1, ("tp",): 1}),
+        ({"replica": 2, "dp": 2}, [(), ("dp",)], {("replica", "dp"): 1, ("dp",): 1}),
+        ({"tp": 2}, [()], {}),
+    ],
+)
+def test_ranks_share_the_norm_of_what_they_all_have(axes, specs, calls):
+    ranks = math.prod(axes.values())
+    for found, exact, seen in run_ranks(norm_of, ranks, axes, specs):
+        assert (found, seen) == (exact, calls)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

@@ -3,6 +3,7 @@
 What the wire brings is the reference: `wire.algorithm` keeps rows out of shared memory.
 """
 
+import functools
 import os
 import time
 from contextlib import suppress
@@ -16,7 +17,7 @@ import fsharding as fs
 from fsharding.counts import counting_bytes
 from fsharding.errors import RankError
 from fsharding.mesh import Group, axis_group
-from fsharding.ops import shared, wire
+from fsharding.ops import shared, transition, wire
 from fsharding.ops.rows import open_exchange, open_gather, start_sum
 from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
 
@@ -78,6 +79,34 @@ def test_shown_rows_are_those_that_are_sent(ranks, width, dtype, how):
         assert mine[4] == other[4], "bytes count alike"
     rows = [mine[1] for mine in shown]
     assert all(torch.equal(rows[0], other) for other in rows), "a gather is the same everywhere"
+
+
+def landed(ranks, dtype):
+    """Sums that end where they were asked to, beside sums in memory of their own."""
+    mesh, noise = fs.make_mesh(dp=ranks), torch.Generator().manual_seed(dist.get_rank())
+    shapes = [(300, 201), (130, 257)]
+    leaves = [torch.randn(shape, generator=noise).to(dtype) for shape in shapes]
+    source, there = fs.NamedSharding(mesh, fs.P(), partial=("dp",)), []
+    for dims in ((None, None), (0, 1), (1, 0)):
+        cut = [fs.P(*("dp" if i == dim else None for i in range(2))) for dim in dims]
+        steps = [transition.plan_steps(source, fs.NamedSharding(mesh, spec)) for spec in cut]
+
+        begin = functools.partial(
+            transition.start, leaves, steps, shapes, mesh, wire_dtype=dtype, dtype=torch.float32, device=CPU
+        )
+        plain = begin().finish()
+        into = [torch.full_like(x, torch.nan) for x in plain]
+        found = begin().finish(into)
+        assert_bitwise_equal(found, plain)
+        there.append(all(x is home for x, home in zip(found, into, strict=True)))
+    return there
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_of_long_rows_are_made_where_they_belong(ranks, dtype):
+    """But for a sum that goes in two rounds: what comes with the second is copied."""
+    assert run_ranks(landed, ranks, ranks, dtype) == [[ranks == 2, True, True]] * ranks
 
 
 def in_both_orders():

@@ -256,6 +256,17 @@ def test_strategies_agree_bitwise(ranks, precision):
         assert_bitwise_equal(run, runs[3], f"{strategy} and zero3")
 
 
+def test_strategies_agree_bitwise_where_rows_are_long():
+    """Then gradients are summed where they end, or copied there in the second microbatch."""
+    how = {"config": fs.models.DecoderConfig(**{**vars(CONFIG), "dim": 128, "hidden": 192}), "steps": 3}
+    for microbatches in (1, 2):
+        runs = [on_ranks(2, strategy, DP, microbatches=microbatches, **how) for strategy in ZEROS]
+        for run in runs:
+            assert_trees_close(run.losses, alone(microbatches=microbatches, **how).losses, rtol=1e-5)
+        for run in runs[1:] if microbatches == 1 else ():
+            assert_bitwise_equal(run, runs[0])
+
+
 @pytest.mark.parametrize(
     "strategy",
     [s if s == fs.HFSDP else pytest.param(s, marks=pytest.mark.full) for s in HYBRIDS],
