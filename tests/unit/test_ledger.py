@@ -7,6 +7,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharding as fs
+from fsharding.ops.pool import Pool
+from fsharding.sharding import local_of
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -30,3 +32,23 @@ def test_nothing_is_left_of_what_backward_did_not_visit(fails):
         fs.value_and_grad(loss_fn)(state.params)
     gc.collect()
     assert kept[0].expired()
+
+
+def test_memory_of_gradients_is_used_again_but_not_while_somebody_holds_them():
+    layout = fs.plan_layout({"w": torch.zeros(600, 600), "unused": torch.zeros(600, 600)}, fs.make_mesh(device="cpu"))
+    params = fs.shard({"w": torch.ones(600, 600), "unused": torch.ones(600, 600)}, layout)
+    grad = fs.value_and_grad(lambda params, x: (fs.gather_unit(params)["w"] * x).sum(), memory=Pool())
+
+    def check(found, x):
+        assert (local_of(found["w"]) == x).all() and not local_of(found["unused"]).any()
+
+    _, first = grad(params, 1.0)
+    _, second = grad(params, 2.0)
+    check(first, 1.0)
+    check(second, 2.0)
+    places = {local_of(g).data_ptr() for g in second.values()}
+    del second
+    _, third = grad(params, 3.0)
+    assert {local_of(g).data_ptr() for g in third.values()} == places
+    check(first, 1.0)
+    check(third, 3.0)
