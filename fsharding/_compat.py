@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import mmap
 import operator
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -32,7 +31,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "all_gather_flat",
-    "allocated",
     "attend_block",
     "attend_block_backward",
     "default_store",
@@ -52,6 +50,9 @@ __all__ = [
     "like_dtensor",
     "local_tensor",
     "make_dtensor",
+    "packed",
+    "same_kind",
+    "unpack",
     "meshless_device_mesh",
     "reduce_scatter_flat",
     "region",
@@ -135,6 +136,26 @@ def like_dtensor(x: DTensor, local: Tensor) -> DTensor:
     return DTensor.__new__(DTensor, local, x._spec, requires_grad=False)
 
 
+def same_kind(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
+    """Whether tensors are pairwise DTensors of one spec, as those made here share one, or plain and alike."""
+    return len(xs) == len(ys) and all(
+        isinstance(y, DTensor) and x._spec is y._spec
+        if isinstance(x, DTensor)
+        else not isinstance(y, DTensor) and x.shape == y.shape and x.dtype == y.dtype
+        for x, y in zip(xs, ys, strict=True)
+    )
+
+
+def packed(xs: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype one after the other, flat, in one call."""
+    return torch._utils._flatten_dense_tensors(tuple(xs))
+
+
+def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of it, in the shapes of what it was packed from."""
+    return torch._utils._unflatten_dense_tensors(flat, tuple(like))
+
+
 def drop_local(x: DTensor) -> None:
     """Leaves a DTensor without its local tensor, whose memory is free when nobody else has it."""
     x._local_tensor = x._local_tensor.new_empty(0)
@@ -145,34 +166,13 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     x = torch.empty(tuple(shape), dtype=dtype, device=device)
     if x.nbytes >= _HUGE and x.device.type == "cpu" and _madvise is not None:
         start = -(-x.data_ptr() // _PAGE) * _PAGE
-        _madvise(
-            ctypes.c_void_p(start), ctypes.c_size_t((x.data_ptr() + x.nbytes - start) // _PAGE * _PAGE), _MADV_HUGEPAGE
-        )
+        size = (x.data_ptr() + x.nbytes - start) // _PAGE * _PAGE
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
     return x
 
 
 _PAGE, _HUGE, _MADV_HUGEPAGE = mmap.PAGESIZE, 4 << 20, 14
 _madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-
-
-def allocated(run: Callable[[], object]) -> tuple[int, int]:
-    """Runs a function, and says what it allocated: bytes that are still there at its end, and most bytes at once.
-
-    On CUDA these are the allocator's own counts, on the CPU what the profiler heard of the allocator.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    results: Any = profile.profiler
-    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [int(e.nbytes()) for e in sorted(events, key=lambda e: e.start_ns())]
-    return sum(sizes), max(itertools.accumulate(sizes, initial=0))
 
 
 def storage_id(x: Tensor) -> int:

@@ -18,12 +18,14 @@ import tyro
 from fsharding.bench import (
     CheckpointConfig,
     MemoryConfig,
+    OptimizerConfig,
     OverheadConfig,
     ReshardBenchConfig,
     ScalingConfig,
     StepConfig,
     bench_checkpoint,
     bench_memory,
+    bench_optimizer,
     bench_reshard,
     bench_scaling,
     bench_step,
@@ -57,6 +59,9 @@ _Plan = Annotated[
 _Overhead = Annotated[
     OverheadConfig, tyro.conf.subcommand("overhead", description="Host overhead of a step, beside FSDP2's.")
 ]
+_Optimizer = Annotated[
+    OptimizerConfig, tyro.conf.subcommand("optimizer", description="An update of AdamW, beside torch's fused one.")
+]
 _Checkpoint = Annotated[
     CheckpointConfig, tyro.conf.subcommand("checkpoint", description="Saving and loading, beside torch's own.")
 ]
@@ -76,6 +81,7 @@ _Bench = Annotated[
     | _Memory
     | _Scaling
     | _Overhead
+    | _Optimizer
     | _Checkpoint
     | _Moving
     | Annotated[ListConfig, tyro.conf.subcommand("list", description="List what can be measured.")],
@@ -105,10 +111,12 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
             status = run_tool(config)
         elif isinstance(config, ListConfig):
-            names = ("step", "memory", "scaling", "overhead", "checkpoint", "reshard")
+            names = ("step", "memory", "scaling", "overhead", "optimizer", "checkpoint", "reshard")
             print(json.dumps({"benches": names}) if config.json else ", ".join(names))
         elif isinstance(config, ScalingConfig):
             bench_scaling(config)
+        elif isinstance(config, OptimizerConfig):
+            bench_optimizer(config)
         else:
             _bench(config)
     except FshardingError as error:

@@ -46,6 +46,7 @@ def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     threads = max(1, (os.cpu_count() or 1) // ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler writes about its starts and stops
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -8,7 +8,7 @@ all ranks, the state as before; under fp16 it is skipped and the scale halved. L
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,9 +139,7 @@ def make_train_step(
                 _refuse_model(model, layout)
             _refuse_other_state(opt, state)
             seen.append(known := _Seen(layout, Messages(), Pool()))
-        for other in seen:
-            if other is not known:
-                other.memory.close()
+        _let_go(seen, known)
         how = precision or layout.precision
         if (how.loss_scale is None) != (state.loss_scale is None):
             raise ConfigError(message("train step", *_scale_mismatch(state)))
@@ -149,10 +147,8 @@ def make_train_step(
         scale = float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
         if is_model and abstract(layout.mesh).axis_size("pp") > 1:
             planned = _schedule(schedule, layout, microbatches)
-            grads, total, weight = pipeline_grads(
-                model, planned, layout, state.params, pieces,
-                precision=how, policy=policy, scale=scale, known=known.messages,
-            )  # fmt: skip
+            given, told = (model, planned, layout, state.params, pieces), known.messages
+            grads, total, weight = pipeline_grads(*given, precision=how, policy=policy, scale=scale, known=told)
         else:
             grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale, known.memory)
         grads, loads = set_loads_apart(grads, rates)
@@ -182,6 +178,13 @@ class _Seen(NamedTuple):
     layout: Layout
     messages: Messages
     memory: Pool
+
+
+def _let_go(seen: Sequence[_Seen], known: _Seen) -> None:
+    """Memory of gradients is kept for one layout only."""
+    for other in seen:
+        if other is not known:
+            other.memory.close()
 
 
 def _settings(

@@ -2,6 +2,7 @@
 
 from fsharding.bench.checkpoint import CheckpointConfig, bench_checkpoint
 from fsharding.bench.memory import MemoryConfig, bench_memory
+from fsharding.bench.optimizer import OptimizerConfig, bench_optimizer
 from fsharding.bench.overhead import OverheadConfig, overhead
 from fsharding.bench.reshard import ReshardBenchConfig, bench_reshard
 from fsharding.bench.scaling import ScalingConfig, bench_scaling
@@ -10,6 +11,7 @@ from fsharding.bench.step import StepConfig, bench_step
 __all__ = [
     "CheckpointConfig",
     "MemoryConfig",
+    "OptimizerConfig",
     "OverheadConfig",
     "ReshardBenchConfig",
     "ScalingConfig",
@@ -19,5 +21,6 @@ __all__ = [
     "bench_reshard",
     "bench_scaling",
     "bench_step",
+    "bench_optimizer",
     "overhead",
 ]

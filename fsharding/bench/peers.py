@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsharding import _compat, random, tree
+from fsharding import random, tree
+from fsharding.bench.rounds import allocated
 from fsharding.models.base import Model
 from fsharding.stacks import stacks_of
 from fsharding.tree import Tree
@@ -107,7 +108,7 @@ def forward_bytes(task: Task) -> int:
     """
     module = _Decoder(task)
     losses: list[Tensor] = []
-    _, peak = _compat.allocated(lambda: losses.append(module(task.batch)))
+    _, peak = allocated(lambda: losses.append(module(task.batch)))
     cast_bytes = sum(x.numel() * task.dtype.itemsize for x in module.parameters() if x.dtype != task.dtype)
     return peak - cast_bytes
 

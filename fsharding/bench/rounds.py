@@ -7,6 +7,7 @@ Law: everyone runs once before anyone runs again, so that a noisy machine hits a
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import platform
 import statistics
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-__all__ = ["Steps", "give_back", "machine", "print_rows", "take_turns"]
+__all__ = ["Steps", "allocated", "give_back", "machine", "print_rows", "take_turns"]
 
 
 class Steps(NamedTuple):
@@ -133,3 +134,23 @@ def print_rows(title: str, columns: Mapping[str, Callable[[Any], str]], rows: Se
     for row in rows:
         table.add_row(*(show(row) for show in columns.values()))
     Console(width=120).print(table)
+
+
+def allocated(run: Callable[[], object]) -> tuple[int, int]:
+    """Runs a function, and says what it allocated: bytes that are still there at its end, and most bytes at once.
+
+    On CUDA these are the allocator's own counts, on the CPU what the profiler heard of the allocator.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    results: Any = profile.profiler
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [int(e.nbytes()) for e in sorted(events, key=lambda e: e.start_ns())]
+    return sum(sizes), max(itertools.accumulate(sizes, initial=0))

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsharding import _compat, optim, random, tree
+from fsharding import optim, random, tree
 from fsharding.bench.peers import B1, B2, PEERS, RATE, Task, missing
-from fsharding.bench.rounds import Steps, print_rows, take_turns
+from fsharding.bench.rounds import Steps, allocated, print_rows, take_turns
 from fsharding.counts import counting_bytes
 from fsharding.errors import ConfigError, message
 from fsharding.layout import plan_layout
@@ -219,11 +219,11 @@ def build(task: Task, name: str) -> Built:
     make = functools.partial(PEERS[name] if name in PEERS else functools.partial(_ours, *OURS[name]), task)
     made: list[Callable[[], Tensor]] = []
     losses: list[Tensor] = []
-    kept, _ = _compat.allocated(lambda: made.append(make()))
-    warm, _ = _compat.allocated(lambda: losses.append(made[0]()))
+    kept, _ = allocated(lambda: made.append(make()))
+    warm, _ = allocated(lambda: losses.append(made[0]()))
     shared.most_bytes()
     with counting_bytes() as traffic:
-        _, peak = _compat.allocated(made[0])
+        _, peak = allocated(made[0])
     # The allocator does not see shared memory; the two may not be at their most at once, so this is an upper bound.
     state = kept + warm
     found = torch.tensor([float(losses[0]), state, state + peak + shared.most_bytes()], dtype=torch.float64)

@@ -1,12 +1,13 @@
 """AdamW with torch's fused kernel on local tensors (Kingma & Ba 2015; Loshchilov & Hutter 2019).
 
 In: gradients, moments and main parameters cut alike. Out: updates to be added, and new moments.
-The kernel's last elements, past a multiple of its vector width, round differently: they go through a padded buffer.
+The kernel's last elements, past a multiple of its vector width, round differently: they go through a padded copy.
 Law: an element's update does not depend on where in a shard it stands, so all strategies agree bitwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from fsharding.optim.base import (
     add_decay_,
     clone,
     grads_where,
+    in_place,
     like,
     local_leaves,
     new_zeros,
@@ -32,6 +34,9 @@ __all__ = ["AdamState", "adamw"]
 _NAME = "fs.adamw"
 _VECTOR = 64
 """Elements that the kernel takes at once on every processor, or a multiple of that."""
+
+_LARGE = 1 << 12
+"""Elements of a leaf from which on its whole vectors are not worth a copy."""
 
 
 class AdamState(NamedTuple):
@@ -67,17 +72,22 @@ def adamw(
         return AdamState(torch.zeros((), dtype=torch.int64), zeros(params, moments), zeros(params, moments))
 
     def update(updates: Tree, state: AdamState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, AdamState]:
-        grads, mu, nu = inputs(updates, state, donate)
+        grads, mu, nu = _inputs(updates, state, donate)
         deltas = [new_zeros(x, x.dtype) for x in mu]
         kernel(deltas, grads, mu, nu, int(state.count), decay=0.0)
         if weight_decay and params is not None:
             add_decay_(_NAME, deltas, params, state.mu, -rate(int(state.count)) * weight_decay)
-        return like(state.mu, deltas), successor(state, mu, nu)
+        return like(state.mu, deltas), _successor(state, mu, nu)
 
     def apply(
         updates: Tree, state: AdamState, params: Tree, *, donate: bool = False, scale: float = 1.0
     ) -> tuple[Tree, AdamState]:
-        grads, mu, nu = inputs(updates, state, donate)
+        columns = in_place(params, updates, state.mu, state.nu) if donate else None
+        if columns is not None:
+            main, grads, mu, nu = columns
+            kernel(main, grads, mu, nu, int(state.count), decay=weight_decay, scale=scale)
+            return params, AdamState(state.count + 1, state.mu, state.nu)
+        grads, mu, nu = _inputs(updates, state, donate)
         if scale != 1.0 and not donate:
             grads = [clone(g) for g in grads]  # the kernel scales them where they are
 
@@ -87,12 +97,7 @@ def adamw(
             kernel(main, grads, mu, nu, int(state.count), decay=weight_decay, scale=scale)
             return [x.to(p.dtype) for x, p in zip(main, slices, strict=True)]
 
-        return change_slices(params, state.mu, change, donate=donate, function=_NAME), successor(state, mu, nu)
-
-    def inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        grads = grads_where(_NAME, updates, state.mu)
-        mu, nu = ([x.contiguous() if donate else clone(x) for x in local_leaves(m)] for m in (state.mu, state.nu))
-        return [g.to(m.dtype) for g, m in zip(grads, mu, strict=True)], mu, nu
+        return change_slices(params, state.mu, change, donate=donate, function=_NAME), _successor(state, mu, nu)
 
     def kernel(
         values: list[Tensor],
@@ -107,43 +112,49 @@ def adamw(
         settings = {"lr": rate(count), "beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay, "scale": scale}
         _fused(values, grads, mu, nu, count + 1, settings)
 
-    def successor(state: AdamState, mu: list[Tensor], nu: list[Tensor]) -> AdamState:
-        return AdamState(state.count + 1, like(state.mu, mu), like(state.nu, nu))
-
     return GradientTransformation(init, update, apply)
+
+
+def _inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    grads = grads_where(_NAME, updates, state.mu)
+    mu, nu = ([x.contiguous() if donate else clone(x) for x in local_leaves(m)] for m in (state.mu, state.nu))
+    return [g.to(m.dtype).contiguous() for g, m in zip(grads, mu, strict=True)], mu, nu
+
+
+def _successor(state: AdamState, mu: list[Tensor], nu: list[Tensor]) -> AdamState:
+    return AdamState(state.count + 1, like(state.mu, mu), like(state.nu, nu))
 
 
 def _fused(
     values: list[Tensor], grads: list[Tensor], mu: list[Tensor], nu: list[Tensor], step: int, settings: dict[str, float]
 ) -> None:
-    """Runs the kernel on whole vectors of each leaf, and on all the tails in padded copies."""
-    columns = [[x.reshape(-1) for x in column] for column in (values, grads, mu, nu)]
-    bodies: list[list[Tensor]] = [[], [], [], []]
-    tails: list[list[Tensor]] = [[], [], [], []]
-    for leaf in zip(*columns, strict=True):
-        cut = leaf[0].numel() // _VECTOR * _VECTOR
-        for part, body, tail in zip(leaf, bodies, tails, strict=True):
-            if cut:
-                body.append(part[:cut])
-            if cut < part.numel():
-                tail.append(part[cut:])
-    padded = _pad(tails) if tails[0] else []
-    for body, (pad, _) in zip(bodies, padded, strict=False):
-        body.append(pad)
+    """Runs the kernel on the leaves of each dtype and device."""
+    kinds = [(x.dtype, x.device) for x in values]
+    for kind in dict.fromkeys(kinds):
+        chosen = [i for i, other in enumerate(kinds) if other == kind]
+        columns = [[column[i] for i in chosen] for column in (values, grads, mu, nu)]
+        _fused_alike(columns, torch.tensor(float(step), device=kind[1]), settings)
+
+
+def _fused_alike(columns: Sequence[list[Tensor]], step: Tensor, settings: dict[str, float]) -> None:
+    """On leaves of whole vectors where they are, so on the whole vectors of large ones, and on the rest in one copy."""
+    sizes = [x.numel() for x in columns[0]]
+    even = [i for i, n in enumerate(sizes) if n and n % _VECTOR == 0]
+    small = [i for i, n in enumerate(sizes) if n % _VECTOR and n < _LARGE]
+    large = [i for i, n in enumerate(sizes) if n % _VECTOR and n >= _LARGE]
+    bodies: list[list[Tensor]] = []
+    rests: list[list[Tensor]] = []
+    for column in columns:
+        flat = [(column[i].view(-1), sizes[i] // _VECTOR * _VECTOR) for i in large]
+        bodies.append([column[i] for i in even] + [x[:cut] for x, cut in flat])
+        rests.append([column[i] for i in small] + [x[cut:] for x, cut in flat])
+    if rests[0]:
+        blank = step.new_zeros(-sum(x.numel() for x in rests[0]) % _VECTOR, dtype=rests[0][0].dtype)
+        for body, rest in zip(bodies, rests, strict=True):
+            body.append(_compat.packed([*rest, blank]))
     if not bodies[0]:
         return
-    steps = [torch.tensor(float(step), device=x.device) for x in bodies[0]]
-    _compat.fused_adamw_(bodies[0], bodies[1], bodies[2], bodies[3], steps, **settings)
-    for (_, views), tail in zip(padded, tails, strict=False):
-        _compat.foreach_copy_(tail, views)
-
-
-def _pad(tails: list[list[Tensor]]) -> list[tuple[Tensor, list[Tensor]]]:
-    """For each column, a zero buffer of whole vectors with the tails copied in, and the views that hold them."""
-    result: list[tuple[Tensor, list[Tensor]]] = []
-    for tail in tails:
-        pad = torch.zeros(len(tail) * _VECTOR, dtype=tail[0].dtype, device=tail[0].device)
-        views = [pad[i * _VECTOR : i * _VECTOR + x.numel()] for i, x in enumerate(tail)]
-        _compat.foreach_copy_(views, tail)
-        result.append((pad, views))
-    return result
+    _compat.fused_adamw_(bodies[0], bodies[1], bodies[2], bodies[3], [step] * len(bodies[0]), **settings)
+    if rests[0]:
+        for k in (0, 2, 3):
+            _compat.foreach_copy_(rests[k], _compat.unpack(bodies[k][-1], rests[k]))

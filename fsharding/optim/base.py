@@ -269,6 +269,24 @@ def like(values: Tree, local: Sequence[Tensor]) -> Tree:
     return tree.unflatten(spec, [like_leaf(x, new) for x, new in zip(leaves, local, strict=True)])
 
 
+def in_place(*trees: Tree) -> list[list[Tensor]] | None:
+    """The local tensors themselves of trees that a kernel can change as they stand, in order; a glance at each leaf.
+
+    None where it does not see that they have one structure, and contiguous leaves of one shape and dtype, cut alike:
+    DTensors with specs of their own, say.
+    """
+    first, spec = tree.flatten(trees[0])
+    columns = [first]
+    for other in trees[1:]:
+        leaves, structure = tree.flatten(other)
+        if structure != spec or not _compat.same_kind(first, leaves):
+            return None
+        columns.append(leaves)
+    local = [[_compat.local_tensor(x) if isinstance(x, DTensor) else x for x in column] for column in columns]
+    simple = all(x.is_contiguous() and not x.requires_grad for column in local for x in column)
+    return local if simple else None
+
+
 def like_leaf(x: Tensor, local: Tensor) -> Tensor:
     """Another local tensor in the place of a leaf's: a DTensor where the leaf is one."""
     return sharding.like(x, local) if isinstance(x, DTensor) else local

@@ -1,9 +1,11 @@
 """Benchmarks measure what they say, on sizes that take no time: who takes part, equal losses, bytes that follow."""
 
+import json
 from datetime import timedelta
 
 import pytest
 
+from fsharding.bench.optimizer import OptimizerConfig, bench_optimizer
 from fsharding.bench.step import StepConfig, bench_step, measure
 from fsharding.errors import ConfigError
 from fsharding.mesh import make_mesh
@@ -28,6 +30,17 @@ def test_everyone_trains_the_same_and_is_measured():
         assert row["floor_ms"] is None or row["floor_ms"] > row["wire_ms"] > 0
     peak = {name: row["peak_bytes"] for name, row in rows.items()}
     assert peak["fsharding-zero3"] < peak["fsharding-zero0"] < 1.5 * peak["ddp"]
+
+
+def test_an_update_is_that_of_torch_and_is_measured(capsys):
+    bench_optimizer(OptimizerConfig(preset="tiny", leaves=20, size=70, rounds=2, json=True))
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["contender"], row["leaves"]) for row in rows] == [
+        (name, leaves) for leaves in (12, 20) for name in ("fsharding", "torch-fused")
+    ]
+    assert [row["elements"] for row in rows[2:]] == [1400, 1400] and all(row["median_ms"] > 0 for row in rows)
+    with pytest.raises(ConfigError, match="rounds: 0"):
+        bench_optimizer(OptimizerConfig(rounds=0))
 
 
 @pytest.mark.full

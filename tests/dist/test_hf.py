@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding import _compat, hf, ops
+from fsharding import hf, ops
+from fsharding.bench.rounds import allocated
 from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.tensor_files import tensor_files
 from fsharding.errors import CheckpointError, RankError
@@ -239,7 +240,7 @@ def peak(folder, out):
 def risen(run):
     """What a function returns, and the most bytes that it had allocated at once."""
     results = []
-    _, most = _compat.allocated(lambda: results.append(run()))
+    _, most = allocated(lambda: results.append(run()))
     return results[0], most
 
 

@@ -3,7 +3,7 @@
 import torch
 
 import fsharding as fs
-from fsharding import _compat
+from fsharding.bench.rounds import allocated
 from fsharding.testing import run_ranks
 
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=128, layers=6, heads=4, kv_heads=2, hidden=384)
@@ -36,7 +36,7 @@ def peaks(config, rows, length, count=3, runs=1):
     found = []
     for way in ways[:count]:
         way(params)  # what a first call makes once is no part of it
-        found.append(min(_compat.allocated(lambda way=way: way(params))[1] for _ in range(runs)))
+        found.append(min(allocated(lambda way=way: way(params))[1] for _ in range(runs)))
     return found
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding import _compat, checkpoint, optim, random
+from fsharding import checkpoint, optim, random
+from fsharding.bench.rounds import allocated
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.precision import Precision
 from fsharding.sharding import local_of
@@ -94,6 +95,6 @@ def test_a_step_leaves_nothing_behind():
     state, step = start(fs.zero(3))
     _, state = losses(state, step)
     held = [state]
-    kept, peak = _compat.allocated(lambda: held.append(losses(held.pop(), step, steps=2)[1]))
+    kept, peak = allocated(lambda: held.append(losses(held.pop(), step, steps=2)[1]))
     assert kept < 1 << 16
     assert 0 < peak < 64 << 20

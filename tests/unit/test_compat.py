@@ -188,20 +188,20 @@ def test_values_come_out_of_transforms_but_for_vmap():
 
 def test_torch_orders_a_pipeline_from_the_numbers_of_its_stages():
     assert _compat.torch_pipeline_order("ScheduleInterleaved1F1B", 1, 2, 1) == [
-        [("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("B", 0, 0)]
+        [(("F", 0, 0),), (("F", 1, 0),), (("B", 1, 0),), (("B", 0, 0),)]
     ]
     assert _compat.torch_pipeline_order("ScheduleInterleavedZeroBubble", 2, 2, 2)[1][:5] == [
-        ("F", 1, 0),
-        ("F", 1, 1),
-        ("F", 3, 0),
-        ("I", 3, 0),
-        ("F", 3, 1),
+        (("F", 1, 0),),
+        (("F", 1, 1),),
+        (("F", 3, 0),),
+        (("I", 3, 0),),
+        (("F", 3, 1),),
     ]
     assert _compat.torch_pipeline_order("ScheduleZBVZeroBubble", 1, 2, 1) == [
-        [("F", 0, 0), ("F", 1, 0), ("I", 1, 0), ("W", 1, 0), ("I", 0, 0), ("W", 0, 0)]
+        [(("F", 0, 0),), (("F", 1, 0),), (("I", 1, 0),), (("W", 1, 0),), (("I", 0, 0),), (("W", 0, 0),)]
     ]
     row = _compat.torch_pipeline_order("ScheduleDualPipeV", 2, 2, 4)[0]
-    assert row[7:11] == [("F", 0, 3), ("B", 3, 1), ("F", 3, 2), ("B", 0, 0)], "what is overlapped comes as two"
+    assert row[7:9] == [(("F", 0, 3), ("B", 3, 1)), (("F", 3, 2), ("B", 0, 0))], "what is overlapped comes together"
     assert not dist.is_initialized()
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
+from fsharding import optim
 from fsharding.errors import ConfigError, LayoutError, TreeError
 from fsharding.optim import AdamState, ChainState, EmptyState, MaskedState
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
@@ -117,8 +118,8 @@ def test_the_norm_of_unreduced_gradients_is_refused():
 
 # ------------------------------------------------------------------------------------------- Adam, element by element
 @given(
-    st.integers(1, 300),
-    st.lists(st.integers(0, 300), max_size=4),
+    st.integers(1, 300) | st.integers(4000, 4400),
+    st.lists(st.integers(0, 300) | st.integers(4000, 4400), max_size=4),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(0, 9),
 )
@@ -138,6 +139,31 @@ def test_an_element_of_adam_does_not_know_where_it_stands(size, cuts, dtype, see
 
     whole, cut = run([(0, size)]), run(list(itertools.pairwise(points)))
     assert_bitwise_equal(cut, whole)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_donated_step_of_adam_is_done_in_place_and_is_the_same(sharded):
+    """Leaves of whole vectors, of less than one, large ones with a rest, none, and of two dtypes."""
+    shapes = {"even": (8, 64), "s": (), "odd": (7, 9), "long": (4097, 3), "none": (0, 3), "wide": (65,)}
+    params, grads = values(0, shapes), values(1, shapes)
+    for tree in (params, grads):
+        tree["wide"] = tree["wide"].double()
+    if sharded:
+        layout = fs.plan_layout(params, fs.make_mesh(device="cpu"))
+        params, grads = (fs.shard(tree, layout) for tree in (params, grads))
+    opt = fs.adamw(0.1, weight_decay=0.1)
+
+    def run(params, grads, donate):
+        state, homes = opt.init(params), params
+        for _ in range(3):
+            gradients = fs.tree.map(torch.clone, grads)
+            params, state = optim.apply_gradients(opt, gradients, state, params, donate=donate, scale=0.5)
+        return (params, state), all(params[name] is homes[name] for name in shapes)
+
+    pure, moved = run(params, grads, False)
+    donated, there = run(fs.tree.map(torch.clone, params), grads, True)
+    assert_bitwise_equal(donated, pure)
+    assert there and not moved
 
 
 @pytest.mark.parametrize("how", [{"donate": False}, {"donate": True}], ids=["pure", "donated"])
