@@ -49,4 +49,5 @@ done
 measure memory "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m fsharding bench memory --json \
     --preset "$preset" --dtype "$dtype" --batch "$batch" --seq-len "$length"
 measure overhead "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m fsharding bench overhead --json
+measure optimizer "$python" -m fsharding bench optimizer --json --preset "$preset"
 exit "$failed"

@@ -1,5 +1,7 @@
 """Peak memory of torch.func.grad with remat, against `value_and_grad` with remat, whose graph torch frees as it goes."""
 
+import math
+
 import torch
 
 import fsharding as fs
@@ -47,6 +49,8 @@ def test_the_graph_of_a_unit_lives_for_one_unit():
 
 
 def test_gathered_weights_live_for_one_unit():
-    """Hardly any tokens, so nearly all of it is weights."""
+    """Hardly any tokens, so nearly all of it is weights. `value_and_grad` sums the gradients of a unit where they end."""
+    blocks = fs.models.decoder(SMALL).init(fs.random.key(0))["blocks"]
+    unit = sum(math.prod(draw.shape) for draw in blocks.values()) // SMALL.layers
     for autograd, grad in run_ranks(peaks, 2, SMALL, 2, 2, count=2, runs=5):
-        assert grad <= 1.1 * autograd
+        assert grad <= 1.1 * autograd + 4 * unit // 2
