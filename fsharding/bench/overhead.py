@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsharding import optim, random, tree
-from fsharding.bench.rounds import print_rows, take_turns
+from fsharding.bench.rounds import agree, print_rows, take_turns
 from fsharding.errors import ConfigError, message
 from fsharding.layout import plan_layout
 from fsharding.mesh import make_mesh, own_rank
@@ -74,10 +74,7 @@ def measure(config: OverheadConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
     if dist.is_initialized():
         contenders["fsdp2"] = _fsdp2(config, mesh)
     steps = take_turns(contenders, config.rounds)
-    first = next(iter(steps.values()))
-    for name, found in steps.items():
-        agree = (abs(a - b) <= 1e-4 * abs(a) for a, b in zip(first.losses, found.losses, strict=True))
-        assert all(agree), f"{name} has other losses"
+    agree({name: found.losses for name, found in steps.items()}, 1e-5)
     return [
         {
             "contender": name, "ranks": mesh.size(), "units": config.units, "leaves": config.leaves,

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-__all__ = ["Steps", "allocated", "give_back", "machine", "print_rows", "take_turns"]
+__all__ = ["Steps", "agree", "allocated", "give_back", "machine", "print_rows", "take_turns"]
 
 
 class Steps(NamedTuple):
@@ -71,6 +71,21 @@ def take_turns(contenders: Mapping[str, Callable[[], Tensor]], rounds: int, *, w
             if number >= warm_up:
                 times[name].append(1e3 * (time.perf_counter() - began))
     return {name: Steps(_slowest(times[name]), _mean(losses[name])) for name in contenders}
+
+
+def agree(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
+    """Asserts that everyone has the losses of the first one, step by step, as far as each of them goes.
+
+    Args:
+        losses: of each contender.
+        tolerance: by how much two may differ, as a share of the first one's largest: one that passes by zero has no
+            digits of its own there.
+    """
+    first, expected = next(iter(losses.items()))
+    bound = tolerance * max(map(abs, expected))
+    for name, found in losses.items():
+        for step, (a, b) in enumerate(zip(expected, found, strict=False)):
+            assert abs(a - b) <= bound, f"step {step}: {name} has a loss of {b}, {first} of {a}"
 
 
 def _meet() -> None:

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 
 from fsharding.bench.optimizer import OptimizerConfig, bench_optimizer
+from fsharding.bench.rounds import agree
 from fsharding.bench.step import StepConfig, bench_step, measure
 from fsharding.errors import ConfigError
 from fsharding.mesh import make_mesh
@@ -31,6 +32,12 @@ def test_everyone_trains_the_same_and_is_measured():
         assert row["floor_ms"] is None or row["floor_ms"] > row["wire_ms"] > 0
     peak = {name: row["peak_bytes"] for name, row in rows.items()}
     assert peak["fsharding-zero3"] < peak["fsharding-zero0"] < 1.5 * peak["ddp"]
+
+
+def test_a_time_counts_only_where_losses_agree():
+    agree({"fsharding": [4.0, 1e-6], "ddp": [4.00001, 2e-6], "compute-only": [4.0]}, 1e-5)
+    with pytest.raises(AssertionError, match=r"step 1: ddp has a loss of 3\.1, fsharding of 3\.0"):
+        agree({"fsharding": [4.0, 3.0], "ddp": [4.0, 3.1]}, 1e-5)
 
 
 def test_an_update_is_that_of_torch_and_is_measured(capsys):
