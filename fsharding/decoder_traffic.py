@@ -24,7 +24,7 @@ from fsharding.models.latent import Latent
 from fsharding.models.mixture import Mixture
 from fsharding.models.parts import AttentionPart
 from fsharding.ops.attention import Kind
-from fsharding.policies import Policy
+from fsharding.policies import Policy, check_policy
 from fsharding.schedule import Schedule
 from fsharding.traffic import Sender, Stage, parameters, sum_over, update
 
@@ -87,7 +87,11 @@ def expected_traffic(
         schedule: on a mesh with `pp`.
         policy: as in `make_train_step`.
         coord: the rank's coordinate; by default this process's.
+
+    Raises:
+        ConfigError: a policy that is none.
     """
+    check_policy("fs.expected_traffic", policy)
     where = coordinate(layout.mesh) if coord is None else coord
     sender = Sender(decoder(config), layout, where, microbatches, schedule, Traffic())
     tokens = rows // microbatches * length // sender.size("cp")

@@ -24,7 +24,7 @@ from fsharding.module_axes import Roles, check_axes, check_roles
 from fsharding.module_problems import FUNCTION, check_module
 from fsharding.module_run import Engine, Run
 from fsharding.module_values import Reset, lazy_leaves, real_buffers
-from fsharding.policies import Policy
+from fsharding.policies import Policy, check_policy
 from fsharding.spec import AxisRules
 from fsharding.tree import Tree
 
@@ -168,13 +168,14 @@ def functionalize(
 
     Raises:
         ConfigError: no module, patterns that find no units, roles for layers that are not there or cannot have them,
-            buffers on the meta device; or problems of several kinds.
+            buffers on the meta device, a policy that is none; or problems of several kinds.
         TreeError: blocks of one stack that are not alike.
         LayoutError: leaves that `names` misses, or names for leaves that are not there.
         TransformError: modules in train mode that change their buffers in forward, or checkpoint their own layers. Of
             each kind all are listed.
     """
     check_module(FUNCTION, module)
+    check_policy(FUNCTION, policy)
     family = family_of(module) if units is None else None
     if units is None and family is None:
         children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]

@@ -7,10 +7,14 @@ Recompute and backward of a unit share one gather, so remat never gathers a thir
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from fsharding.errors import ConfigError, message
 
 __all__ = [
     "POLICIES",
     "Policy",
+    "check_policy",
     "dots_saveable",
     "everything_saveable",
     "nothing_saveable",
@@ -47,3 +51,14 @@ everything_saveable = Policy("everything_saveable", gathered=True, activations="
 
 POLICIES = {p.name: p for p in (save_except_gathered, nothing_saveable, dots_saveable, everything_saveable)}
 """Policies by name."""
+
+
+def check_policy(function: str, policy: Any) -> None:
+    """Refuses what is no policy, such as the name of one.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(policy, Policy):
+        known = ", ".join(f"fs.policies.{name}" for name in POLICIES)
+        raise ConfigError(message(function, f"got policy={policy!r}.", mend=f"Use one of {known}."))

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsharding import _functorch, policies, tree
 from fsharding.ledger import without_ledger
 from fsharding.mesh import Mesh, mesh_here, set_mesh
-from fsharding.policies import Policy
+from fsharding.policies import Policy, check_policy
 
 __all__ = ["remat"]
 
@@ -59,7 +59,11 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
         policy: what is kept: `nothing_saveable`, `dots_saveable` (under torch.func: inputs only); others change
             nothing. Under `dots_saveable` torch refuses a function that changes the result of a matrix product in
             place, as `x @ w` does by itself for a 1-d `x`.
+
+    Raises:
+        ConfigError: a policy that is none.
     """
+    check_policy("fs.remat", policy)
     if policy.activations == "all":
         return fn
     captured: list[weakref.ref[Tensor]] = []

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsharding import _functorch, policies, tree
 from fsharding.errors import TreeError, message
 from fsharding.ledger import current_ledger
-from fsharding.policies import Policy
+from fsharding.policies import Policy, check_policy
 from fsharding.remat import remat
 from fsharding.sharding import Local
 from fsharding.transforms import flying, gather_unit, refuse_cut_layers, rows_of
@@ -78,7 +78,9 @@ def scan_units(
 
     Raises:
         TreeError: leaves of different lengths.
+        ConfigError: a policy that is none.
     """
+    check_policy("fs.scan_units", policy)
     rows = list(units) if isinstance(units, list | tuple) else unstack_units(units)
     inputs = [(x,) for x in _rows(xs, len(rows), "fs.scan_units")] if xs is not None else [()] * len(rows)
     step = _step(block, policy)

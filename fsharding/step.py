@@ -30,7 +30,7 @@ from fsharding.optim.base import GradientTransformation, run_update
 from fsharding.optim.clip import global_norm
 from fsharding.pipeline import Messages, pipeline_grads
 from fsharding.planning import kind_text
-from fsharding.policies import Policy
+from fsharding.policies import Policy, check_policy
 from fsharding.precision import Precision
 from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import local_of
@@ -208,9 +208,7 @@ def _check_arguments(microbatches: Any, policy: Any) -> None:
     if not isinstance(microbatches, int) or microbatches < 1:
         text = f"got microbatches={microbatches!r}."
         raise ConfigError(message("fs.make_train_step", text, mend="Give a number from 1."))
-    if not isinstance(policy, Policy):
-        known = ", ".join(f"fs.policies.{name}" for name in policies.POLICIES)
-        raise ConfigError(message("fs.make_train_step", f"got policy={policy!r}.", mend=f"Use one of {known}."))
+    check_policy("fs.make_train_step", policy)
 
 
 def _agree(layout: Layout, settings: dict[str, str], batch: Tree, microbatches: int) -> None:

@@ -23,7 +23,7 @@ from fsharding.gathering import Unit
 from fsharding.ledger import Ledger, current_ledger
 from fsharding.ops import collectives, transition
 from fsharding.ops.unit import Goal, LeafPlan, Place, plan_unit
-from fsharding.policies import Policy
+from fsharding.policies import Policy, check_policy
 from fsharding.precision import wide
 from fsharding.sharding import Local, to_local, typeof
 from fsharding.sharding import like as like_leaf
@@ -49,7 +49,12 @@ def gather_unit(
 
     Returns:
         The same tree of plain tensors, whole over the data axes.
+
+    Raises:
+        ConfigError: a policy that is none.
+        TransformError: DTensors went through a torch.func transform, or a node does not hold what it says.
     """
+    check_policy("fs.gather_unit", policy)
     nodes, spec = flying("fs.gather_unit", unit)
     ledger = current_ledger()
     sharded: dict[int, Local] = {}

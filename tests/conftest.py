@@ -20,10 +20,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what stands in FULL_ONLY; a line that fits no test of a collected file is an error."""
-    files = {item.path.name for item in items}
+    files = {item.nodeid.partition("::")[0].removeprefix("tests/") for item in items}
     left = {line for line in FULL_ONLY if line.partition("::")[0] in files}
     for item in items:
-        line = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+        line = item.nodeid.removeprefix("tests/")
         if line in FULL_ONLY:
             item.add_marker(pytest.mark.full)
             left.discard(line)

@@ -28,6 +28,7 @@ from fsharding.optim.base import (
     shardings_of,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.settings import ABOVE_0, FROM_0, check_settings
 from fsharding.optim.units import STACKS, refuse_hidden, required, stacked_dims, sum_dims
 from fsharding.planning import mean_over
 from fsharding.precision import wide
@@ -94,7 +95,12 @@ def adafactor(
         weight_decay: decoupled decay, times the learning rate.
         stacks: dotted paths, or beginnings of them, of leaves whose first dim counts units: each unit has statistics of
             its own. Those of a `Model` are under `blocks`; name whatever else stages cut by layers.
+
+    Raises:
+        ConfigError: numbers below 0; all of them are listed.
     """
+    above = {"learning_rate": learning_rate, "eps[0]": eps[0] or 0.0, "eps[1]": eps[1], "weight_decay": weight_decay}
+    check_settings(_NAME, (FROM_0, above), (ABOVE_0, {"clip": clip}))
     rate = as_schedule(learning_rate)
 
     def init(params: Tree) -> AdafactorState:

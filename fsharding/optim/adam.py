@@ -27,6 +27,7 @@ from fsharding.optim.base import (
     zeros,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.settings import BELOW_1, FROM_0, check_settings
 from fsharding.tree import Tree
 
 __all__ = ["AdamState", "adamw"]
@@ -65,7 +66,12 @@ def adamw(
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, times the learning rate.
         moments: their dtype; float32 at least by default.
+
+    Raises:
+        ConfigError: numbers below 0, or decays of moments of 1 and more; all of them are listed.
     """
+    above = {"learning_rate": learning_rate, "eps": eps, "weight_decay": weight_decay}
+    check_settings(_NAME, (FROM_0, above), (BELOW_1, {"b1": b1, "b2": b2}))
     rate = as_schedule(learning_rate)
 
     def init(params: Tree) -> AdamState:

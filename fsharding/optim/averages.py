@@ -24,6 +24,7 @@ from fsharding.optim.base import (
     run_update,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.settings import FROM_1, TO_1, check_settings
 from fsharding.optim.units import required
 from fsharding.tree import Tree
 
@@ -55,7 +56,11 @@ def ema(decay: float | Schedule = 0.999) -> GradientTransformation:
     Args:
         decay: a number, or a function of the number of updates so far, such as
             `lambda count: min(0.999, (1 + count) / (10 + count))`.
+
+    Raises:
+        ConfigError: a decay that is not from 0 to 1.
     """
+    check_settings("fs.optim.ema", (TO_1, {"decay": decay}))
     rate = as_schedule(decay)
 
     def init(params: Tree) -> EmaState:
@@ -101,7 +106,11 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
         inner: makes the fast updates.
         every: how many of them.
         share: how far from the slow parameters to the fast ones the next slow parameters are.
+
+    Raises:
+        ConfigError: no whole number of updates from 1, or a share that is not from 0 to 1.
     """
+    check_settings("fs.optim.lookahead", (FROM_1, {"every": every}), (TO_1, {"share": share}))
 
     def init(params: Tree) -> LookaheadState:
         slow = like(params, [clone(x) for x in local_leaves(params)])

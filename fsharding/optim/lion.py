@@ -15,6 +15,7 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.optim.base import GradientTransformation, add_decay_, clone, grads_where, like, local_leaves, zeros
 from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.settings import FROM_0, TO_1, check_settings
 from fsharding.tree import Tree
 
 __all__ = ["LionState", "lion"]
@@ -39,7 +40,12 @@ def lion(
         b1: share of the momentum in what is updated with.
         b2: decay of the momentum.
         weight_decay: decoupled decay, times the learning rate.
+
+    Raises:
+        ConfigError: numbers below 0, or above 1 for the momentum; all of them are listed.
     """
+    above = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+    check_settings(_NAME, (FROM_0, above), (TO_1, {"b1": b1, "b2": b2}))
     rate = as_schedule(learning_rate)
 
     def init(params: Tree) -> LionState:

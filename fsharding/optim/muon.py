@@ -22,6 +22,7 @@ from fsharding.mesh import Mesh, abstract, axis_group, own_rank
 from fsharding.ops.exchange import exchange
 from fsharding.optim.base import GradientTransformation, add_decay_, clone, grads_where, like, local_leaves, zeros
 from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.settings import FROM_0, FROM_1, check_settings
 from fsharding.optim.units import refuse_hidden
 from fsharding.routes import Leaf, plan_routes
 from fsharding.sharding import NamedSharding, sharding_of
@@ -73,12 +74,14 @@ def muon(
         dtype: in which the iteration runs, and its matrices travel.
 
     Raises:
-        ConfigError: an unknown `adjust`.
+        ConfigError: an unknown `adjust`; numbers below 0, all of them listed.
         LayoutError: at `init`: leaves with fewer than two dims; all of them are listed.
     """
     if adjust not in _ADJUST:
         text = f"knows no adjust={adjust!r}."
         raise ConfigError(message(_NAME, text, mend=f"Use one of {', '.join(map(repr, _ADJUST))}."))
+    above = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay, "eps": eps}
+    check_settings(_NAME, (FROM_0, above), (FROM_1, {"steps": steps}))
     rate = as_schedule(learning_rate)
     orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import random, tree
 from fsharding.optim.base import GradientTransformation, like_leaf
 from fsharding.optim.schedules import Schedule
+from fsharding.optim.settings import FROM_0, check_settings
 from fsharding.optim.units import refuse_hidden
 from fsharding.sharding import local_of, sharding_of
 from fsharding.tree import Tree
@@ -42,8 +43,10 @@ def add_noise(std: float | Schedule, key: Tensor) -> GradientTransformation:
         key: random key.
 
     Raises:
+        ConfigError: a deviation below 0.
         LayoutError: from the update: leaves with explicit assignments; all of them are listed.
     """
+    check_settings("fs.optim.add_noise", (FROM_0, {"std": std}))
 
     def init(params: Tree) -> NoiseState:
         return NoiseState(torch.zeros((), dtype=torch.int64), key.clone())

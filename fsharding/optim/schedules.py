@@ -35,7 +35,14 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, *, end: float = 0.0) -> Schedule:
-    """Linear up to `peak` in `warmup` steps, then half a cosine to `end` at `total` (Loshchilov & Hutter 2017)."""
+    """Linear up to `peak` in `warmup` steps, then half a cosine to `end` at `total` (Loshchilov & Hutter 2017).
+
+    Raises:
+        ConfigError: a negative number of steps, or a warm-up that goes on after `total`.
+    """
+    if not 0 <= warmup <= total:
+        mend = "Give a warm-up from 0 to total; fs.linear warms up alone."
+        raise ConfigError(message("fs.warmup_cosine", f"got warmup={warmup} and total={total}.", mend=mend))
 
     def rate(count: int) -> float:
         if count < warmup:

@@ -24,6 +24,7 @@ from fsharding.optim.base import (
     zeros,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.settings import FROM_0, check_settings
 from fsharding.redistribute import redistribute
 from fsharding.tree import Tree
 
@@ -59,11 +60,13 @@ def sgd(
         weight_decay: added to the gradient, as in `torch.optim.SGD`.
 
     Raises:
-        ConfigError: Nesterov's with dampening, or without momentum.
+        ConfigError: Nesterov's with dampening, or without momentum; numbers below 0, all of them listed.
     """
+    above = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
+    check_settings(_NAME, (FROM_0, above))
     if nesterov and (dampening or not momentum):
         text = f"got nesterov=True with momentum={momentum} and dampening={dampening}."
-        raise ConfigError(message("fs.sgd", text, mend="Nesterov's needs momentum and no dampening."))
+        raise ConfigError(message(_NAME, text, mend="Nesterov's needs momentum and no dampening."))
     rate = as_schedule(learning_rate)
 
     def init(params: Tree) -> SgdState:

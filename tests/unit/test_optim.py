@@ -318,6 +318,32 @@ def test_a_warmed_up_cosine_rises_and_then_falls(peak, warmup, more, end):
     assert all(b <= a + 1e-12 for a, b in itertools.pairwise(after)) and after[-1] == pytest.approx(end)
 
 
+def test_what_no_update_can_use_is_refused():
+    key = fs.random.key(0)
+    inf, nan = float("inf"), float("nan")
+    for make, text in [
+        (lambda: fs.adamw(-1e-3, b1=1.0, eps=nan, weight_decay=inf),
+         "fs.adamw cannot use these settings.\n  learning_rate: -0.001, needs a finite number from 0\n"
+         "  eps: nan, needs a finite number from 0\n  weight_decay: inf, needs a finite number from 0\n"
+         "  b1: 1.0, needs a number from 0, below 1"),
+        (lambda: fs.adamw("3e-4"), "learning_rate: '3e-4', needs a finite number from 0"),
+        (lambda: fs.sgd(0.1, momentum=-0.9), "momentum: -0.9, needs a finite number from 0"),
+        (lambda: fs.optim.lion(1e-3, b2=1.5), "b2: 1.5, needs a number from 0 to 1"),
+        (lambda: fs.optim.muon(1e-3, steps=0), "steps: 0, needs a whole number from 1"),
+        (lambda: fs.optim.adafactor(clip=0.0), "clip: 0.0, needs a number above 0"),
+        (lambda: fs.optim.adafactor(eps=(None, -1.0)), "eps[1]: -1.0, needs a finite number from 0"),
+        (lambda: fs.optim.ema(1.1), "decay: 1.1, needs a number from 0 to 1"),
+        (lambda: fs.optim.lookahead(fs.sgd(0.1), every=0, share=2.0), "every: 0, needs a whole number from 1"),
+        (lambda: fs.optim.add_noise(-0.1, key), "std: -0.1, needs a finite number from 0"),
+        (lambda: fs.warmup_cosine(1.0, 10, 5), "fs.warmup_cosine got warmup=10 and total=5.\nGive a warm-up from 0"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert text in str(caught.value)
+    fs.optim.adafactor(clip=inf)
+    fs.adamw(lambda count: 1 / 0)  # a function is not called
+
+
 def test_rates_follow_the_number_of_updates():
     opt = fs.sgd(lambda count: 10.0**-count)
     params = {"w": torch.zeros(1)}

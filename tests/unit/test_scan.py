@@ -259,6 +259,19 @@ def test_arguments_of_a_step_that_can_never_be_right():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("fs.gather_unit", lambda: fs.gather_unit({}, policy="dots_saveable")),
+        ("fs.scan_units", lambda: fs.scan_units(lambda p, x: x, [], 0, policy="dots_saveable")),
+        ("fs.remat", lambda: fs.remat(lambda x: x, policy="dots_saveable")),
+        ("fs.functionalize", lambda: fs.functionalize(torch.nn.Linear(2, 2), "", policy="dots_saveable")),
+    ],
+)
+def test_a_name_is_no_policy(name, call):
+    assert refusal(call, ConfigError).startswith(f"{name} got policy='dots_saveable'.\nUse one of fs.policies.")
+
+
 SMALL = fs.models.DecoderConfig(vocab=16, dim=8, layers=1, heads=2, kv_heads=1, hidden=8)
 
 

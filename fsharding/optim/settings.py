@@ -1,0 +1,59 @@
+"""Settings of optimizers are looked at before anything is made of them.
+
+In: numbers by name, and what they have to be. Out: nothing, or one ConfigError that lists all that are not.
+Law: a setting that is a function of the number of updates is not called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+from fsharding.errors import ConfigError, message
+
+__all__ = ["ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_settings"]
+
+
+class Needs(NamedTuple):
+    """What a number has to be, in words and as a test."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+FROM_0 = Needs("a finite number from 0", lambda x: 0 <= x < math.inf)
+"""Learning rates, decays of weights, small numbers that are added."""
+
+ABOVE_0 = Needs("a number above 0", lambda x: x > 0)
+"""Bounds; infinity is none."""
+
+FROM_1 = Needs("a whole number from 1", lambda x: x >= 1 and x == int(x))
+"""Counts."""
+
+BELOW_1 = Needs("a number from 0, below 1", lambda x: 0 <= x < 1)
+"""Decays of moments, whose bias is divided by what they leave of 1."""
+
+TO_1 = Needs("a number from 0 to 1", lambda x: 0 <= x <= 1)
+"""Shares."""
+
+
+def check_settings(function: str, *groups: tuple[Needs, Mapping[str, Any]]) -> None:
+    """Refuses numbers that an update could not use, or that would make it something else.
+
+    Args:
+        function: that got them, such as "fs.adamw".
+        groups: what numbers have to be, and their values by name.
+
+    Raises:
+        ConfigError: one or more are not; all of them are listed.
+    """
+    rows = [
+        f"{name}: {value!r}, needs {needs.text}"
+        for needs, values in groups
+        for name, value in values.items()
+        if not callable(value) and not (isinstance(value, Real) and needs.holds(value))
+    ]
+    if rows:
+        raise ConfigError(message(function, "cannot use these settings.", rows))
