@@ -84,7 +84,8 @@ class TrainConfig:
             everything_saveable.
         optimizer: adamw, lion, muon (for the matrices of blocks, AdamW for the rest) or adafactor.
         lr: peak learning rate; left out, the preset's, which is one of AdamW, times 0.2 for lion and 10 for adafactor.
-        decay_steps: step at which a cosine decay to a tenth ends; 0 for a constant rate after the warm-up.
+        decay_steps: step at which a cosine decay to a tenth ends, not before the warm-up does; 0 for a constant rate
+            after it.
         clip: largest global gradient norm.
         timeout: seconds that a collective waits for its peers.
         plot: draw `loss.png`.
@@ -147,7 +148,7 @@ def check(config: TrainConfig, world: int) -> None:
         DataError: the data is missing, empty or too short.
         CheckpointError: `resume` without a checkpoint, or on other data.
     """
-    recipe(config.preset)
+    warmup = recipe(config.preset).warmup
     parse_strategy(config.strategy)
     options = {"dtype": PRECISIONS, "policy": policies.POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
     check_names(config, "fsharding train", options)
@@ -161,7 +162,10 @@ def check(config: TrainConfig, world: int) -> None:
     wrong += [
         f"--{k} {v}: above 0" for k in ("lr", "clip", "timeout") if (v := getattr(config, k)) is not None and not v > 0
     ]
+    wrong += [f"--lr {config.lr}: finite"] if config.lr == math.inf else []
     wrong += [f"--timeout {config.timeout}: at most {_LONGEST_S:,}"] if config.timeout > _LONGEST_S else []
+    if 0 < config.decay_steps < warmup:
+        wrong.append(f"--decay-steps {config.decay_steps}: 0, or at least the {warmup} of the warm-up")
     if wrong:
         raise ConfigError(message("fsharding train", "got numbers out of range.", wrong))
     if config.plot:

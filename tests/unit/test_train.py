@@ -96,3 +96,16 @@ def test_a_world_size_that_is_no_number(monkeypatch, config, capsys):
 def test_a_timeout_that_no_clock_has(config):
     with pytest.raises(ConfigError, match=r"--timeout inf: at most 10,000,000"):
         check(replace(config, timeout=float("inf")), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "row"),
+    [
+        ({"lr": float("inf")}, "--lr inf: finite"),
+        ({"decay_steps": 3}, "--decay-steps 3: 0, or at least the 20 of the warm-up"),
+    ],
+)
+def test_rates_that_no_run_can_have(config, change, row):
+    with pytest.raises(ConfigError, match=row):
+        check(replace(config, **change), 1)
+    check(replace(config, decay_steps=20), 1)
