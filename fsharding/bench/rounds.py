@@ -7,7 +7,6 @@ Law: everyone runs once before anyone runs again, so that a noisy machine hits a
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import platform
 import statistics
@@ -20,6 +19,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+from fsharding.ops import shared
 
 __all__ = ["Steps", "agree", "allocated", "give_back", "machine", "print_rows", "take_turns"]
 
@@ -154,7 +155,8 @@ def print_rows(title: str, columns: Mapping[str, Callable[[Any], str]], rows: Se
 def allocated(run: Callable[[], object]) -> tuple[int, int]:
     """Runs a function, and says what it allocated: bytes that are still there at its end, and most bytes at once.
 
-    On CUDA these are the allocator's own counts, on the CPU what the profiler heard of the allocator.
+    On CUDA these are the allocator's own counts. On the CPU they are what the profiler heard of the allocator, and the
+    peak has shared memory in it, which no allocator sees: what was in use at the time.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -163,9 +165,14 @@ def allocated(run: Callable[[], object]) -> tuple[int, int]:
         run()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with shared.watched() as taken, torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         run()
     results: Any = profile.profiler
     events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [int(e.nbytes()) for e in sorted(events, key=lambda e: e.start_ns())]
-    return sum(sizes), max(itertools.accumulate(sizes, initial=0))
+    heard = [(int(e.start_ns()), int(e.nbytes()), None) for e in events] + [(at, 0, in_use) for at, in_use in taken]
+    now = rows = most = 0
+    for _, size, in_use in sorted(heard, key=lambda x: x[0]):
+        now, rows = now + size, rows if in_use is None else in_use
+        most = max(most, now + rows)
+    return now, most

@@ -30,7 +30,7 @@ from fsharding.layout import plan_layout
 from fsharding.mesh import axis_group, make_mesh, own_rank
 from fsharding.models.base import Model
 from fsharding.models.decoder import DecoderConfig, decoder
-from fsharding.ops import shared, wire
+from fsharding.ops import wire
 from fsharding.precision import Precision
 from fsharding.recipes import recipe
 from fsharding.show import Bar, draw_bars, require_matplotlib
@@ -221,12 +221,10 @@ def build(task: Task, name: str) -> Built:
     losses: list[Tensor] = []
     kept, _ = allocated(lambda: made.append(make()))
     warm, _ = allocated(lambda: losses.append(made[0]()))
-    shared.most_bytes()
     with counting_bytes() as traffic:
         _, peak = allocated(made[0])
-    # The allocator does not see shared memory; the two may not be at their most at once, so this is an upper bound.
     state = kept + warm
-    found = torch.tensor([float(losses[0]), state, state + peak + shared.most_bytes()], dtype=torch.float64)
+    found = torch.tensor([float(losses[0]), state, state + peak], dtype=torch.float64)
     if dist.is_initialized():
         everyone = [torch.empty_like(found) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, found)

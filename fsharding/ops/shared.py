@@ -30,7 +30,7 @@ from fsharding.mesh import Group
 from fsharding.ops import wire
 from fsharding.ops.pipes import MemberError, Pipes
 
-__all__ = ["Posted", "allocated_bytes", "can_share", "most_bytes", "take"]
+__all__ = ["Posted", "allocated_bytes", "can_share", "take", "watched"]
 
 _HEAD = 4096
 """Bytes before the data of a block: one int64 for each reader, which signs with the number of the posting."""
@@ -85,7 +85,7 @@ class _Arena:
     def __init__(self) -> None:
         self.blocks: dict[int, _Block] = {}
         self._sized: dict[int, list[_Block]] = {}
-        self.most: int | None = None
+        self.log: list[tuple[int, int]] | None = None
 
     def take(self, nbytes: int) -> Tensor:
         size = 1 << (nbytes + _HEAD - 1).bit_length()
@@ -96,8 +96,8 @@ class _Arena:
             sized.append(block)
             self.blocks[_compat.storage_id(block.data)] = block
         result, block.used = block.data[:nbytes], nbytes
-        if self.most is not None:
-            self.most = max(self.most, sum(b.used for b in self.blocks.values() if not b.free()))
+        if self.log is not None:
+            self.log.append((time.time_ns(), sum(b.used for b in self.blocks.values() if not b.free())))
         return result
 
     def drain(self) -> None:
@@ -137,11 +137,18 @@ def allocated_bytes() -> int:
     return sum(block.size for block in _arena().blocks.values())
 
 
-def most_bytes() -> int:
-    """Most bytes that were in use at once, here or by a reader, since the last call; the first one begins to count."""
-    arena = _arena()
-    most, arena.most = arena.most or 0, 0
-    return most
+@contextmanager
+def watched() -> Generator[list[tuple[int, int]]]:
+    """Fills a list with (ns since the epoch, bytes in use here or by a reader) at each `take`.
+
+    What becomes free meanwhile shows at the next one.
+    """
+    arena, log = _arena(), list[tuple[int, int]]()
+    arena.log = log
+    try:
+        yield log
+    finally:
+        arena.log = None
 
 
 @dataclass
