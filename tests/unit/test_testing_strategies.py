@@ -42,7 +42,7 @@ def test_cases_shrink_to_one_rank_and_a_replicated_leaf():
     assert least(draws.layouts({"a": Leaf()})) == HOME.layout({"a": Leaf()})
     assert least(draws.reshard_cases()) == ReshardCase({"a": Leaf()}, HOME, HOME)
     assert least(draws.train_cases()) == TrainCase({"a": Leaf()}, HOME)
-    smallest = fs.models.DecoderConfig(vocab=2, dim=2, layers=1, heads=1, kv_heads=1, hidden=2)
+    smallest = fs.models.DecoderConfig(vocab=2, dim=4, layers=1, heads=1, kv_heads=1, hidden=2)
     assert least(draws.decoder_cases()) == DecoderCase(smallest, ONE, steps=3)
 
 
