@@ -31,6 +31,10 @@ from fsharding.strategy import zero
 __all__ = ["OverheadConfig", "measure", "overhead"]
 
 
+_RATE = 1e-5
+"""Low enough that no loss comes near zero, where it would have no digits left to compare."""
+
+
 @dataclass(frozen=True)
 class OverheadConfig:
     """Host overhead of a step of many tiny units, beside FSDP2's.
@@ -98,7 +102,7 @@ def _ours(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], Tensor]:
 
     shapes = dict.fromkeys(names, ("layers", "embed", None))
     layout = plan_layout(init(random.key(0)), mesh, strategy=zero(3), names=shapes)
-    opt = optim.adamw(1e-3)
+    opt = optim.adamw(_RATE)
     state = init_state(init, opt, random.key(0), layout)
     step = make_train_step(lambda p, batch: (loss_fn(p, batch["x"].sum()), 1.0), opt, donate=True)
     batch = {"x": torch.ones(1, device=mesh.device_type)}
@@ -125,7 +129,7 @@ def _fsdp2(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], Tensor]:
     for unit in model:
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
+    opt = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
     batch = torch.ones((), device=mesh.device_type)
 
     def run() -> Tensor:

@@ -7,6 +7,7 @@ Law: everyone runs once before anyone runs again, so that a noisy machine hits a
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import platform
 import statistics
@@ -79,14 +80,12 @@ def agree(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
 
     Args:
         losses: of each contender.
-        tolerance: by how much two may differ, as a share of the first one's largest: one that passes by zero has no
-            digits of its own there.
+        tolerance: by how much two may differ, as a share of the first one's.
     """
     first, expected = next(iter(losses.items()))
-    bound = tolerance * max(map(abs, expected))
     for name, found in losses.items():
         for step, (a, b) in enumerate(zip(expected, found, strict=False)):
-            assert abs(a - b) <= bound, f"step {step}: {name} has a loss of {b}, {first} of {a}"
+            assert abs(a - b) <= tolerance * abs(a), f"step {step}: {name} has a loss of {b}, {first} of {a}"
 
 
 def _meet() -> None:
@@ -170,9 +169,7 @@ def allocated(run: Callable[[], object]) -> tuple[int, int]:
         run()
     results: Any = profile.profiler
     events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
-    heard = [(int(e.start_ns()), int(e.nbytes()), None) for e in events] + [(at, 0, in_use) for at, in_use in taken]
-    now = rows = most = 0
-    for _, size, in_use in sorted(heard, key=lambda x: x[0]):
-        now, rows = now + size, rows if in_use is None else in_use
-        most = max(most, now + rows)
-    return now, most
+    heard = [(int(e.start_ns()), int(e.nbytes())) for e in events]
+    rows = [(at, now - before) for (_, before), (at, now) in itertools.pairwise([(0, 0), *taken])]
+    sizes = [size for _, size in sorted(heard + rows, key=lambda x: x[0])]
+    return sum(size for _, size in heard), max(itertools.accumulate(sizes, initial=0))

@@ -29,7 +29,7 @@ FROM_0 = Needs("a finite number from 0", lambda x: 0 <= x < math.inf)
 ABOVE_0 = Needs("a number above 0", lambda x: x > 0)
 """Bounds; infinity is none."""
 
-FROM_1 = Needs("a whole number from 1", lambda x: x >= 1 and x == int(x))
+FROM_1 = Needs("a whole number from 1", lambda x: x >= 1 and float(x).is_integer())
 """Counts."""
 
 BELOW_1 = Needs("a number from 0, below 1", lambda x: 0 <= x < 1)

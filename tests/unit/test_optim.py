@@ -334,6 +334,7 @@ def test_what_no_update_can_use_is_refused():
         (lambda: fs.optim.adafactor(eps=(None, -1.0)), "eps[1]: -1.0, needs a finite number from 0"),
         (lambda: fs.optim.ema(1.1), "decay: 1.1, needs a number from 0 to 1"),
         (lambda: fs.optim.lookahead(fs.sgd(0.1), every=0, share=2.0), "every: 0, needs a whole number from 1"),
+        (lambda: fs.optim.lookahead(fs.sgd(0.1), every=inf), "every: inf, needs a whole number from 1"),
         (lambda: fs.optim.add_noise(-0.1, key), "std: -0.1, needs a finite number from 0"),
         (lambda: fs.warmup_cosine(1.0, 10, 5), "fs.warmup_cosine got warmup=10 and total=5.\nGive a warm-up from 0"),
     ]:  # fmt: skip
