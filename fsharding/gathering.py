@@ -17,10 +17,11 @@ from torch import Tensor
 
 from fsharding import _compat
 from fsharding.counts import Counts
+from fsharding.errors import TransformError, message
 from fsharding.mesh import axis_group
 from fsharding.ops import bucket as buckets
-from fsharding.ops.rows import Delivery, open_gather
-from fsharding.ops.unit import Place, UnitPlan
+from fsharding.ops.unit import Gathering, Place, UnitPlan
+from fsharding.ops.wholes import Coming, start_whole
 from fsharding.policies import Policy
 from fsharding.sharding import Local
 
@@ -36,7 +37,11 @@ class Keeper(Protocol):
         """A flat buffer."""
         ...
 
-    def watch(self, flat: Tensor, unit: Unit, number: int) -> None:
+    def lend(self, memory: object, nbytes: int, owner: Unit) -> None:
+        """Counts a buffer that is not the keeper's own, as long as its memory lives."""
+        ...
+
+    def watch(self, flat: Tensor, unit: Unit, number: int, memory: object | None) -> None:
         """Notes that views of a buffer are weights of a unit."""
         ...
 
@@ -60,29 +65,23 @@ class Unit:
         """Notes what the unit is; nothing is sent yet."""
         self.ledger, self.plan, self.leaves, self.places = ledger, plan, leaves, places
         self.order, self.saved, self.kept, self.returned = -1, 0, False, False
-        self._coming: list[Delivery | None] | None = None
+        self._coming: list[Coming | None] | None = None
         self.flats: list[Tensor] | None = None
+        self._versions: list[int] = []
 
     @torch.no_grad()
     def start(self) -> None:
-        """Casts the shards into rows and starts to gather them."""
+        """Casts the shards and starts to gather them."""
         if self._coming is None and self.flats is None:
             with _compat.region("gather"):
-                self._coming = self._started()
+                self._coming = [self._started(g) if g.axes else None for g in self.plan.gathers]
 
-    def _started(self) -> list[Delivery | None]:
-        coming: list[Delivery | None] = []
-        for g in self.plan.gathers:
-            if not g.axes:
-                coming.append(None)
-                continue
-            group, shards = axis_group(self.plan.mesh, g.axes), [self.leaves[i].value for i in g.leaves]
-            empty = functools.partial(self.ledger.take, owner=self)
-            delivery = open_gather(g.bucket.width, g.dtype, group, shards[0].device, empty)
-            _compat.foreach_copy_(buckets.piece_views(delivery.mine, g.bucket, group.index), shards)
-            self.ledger.counts.gathers.append(self.ledger.name_of(self.places))
-            delivery.start()
-            coming.append(delivery)
+    def _started(self, g: Gathering) -> Coming:
+        group, shards = axis_group(self.plan.mesh, g.axes), [self.leaves[i].value for i in g.leaves]
+        self.ledger.counts.gathers.append(self.ledger.name_of(self.places))
+        coming = start_whole(g.bucket, g.dtype, group, shards, functools.partial(self.ledger.take, owner=self))
+        if coming.memory is not None:
+            self.ledger.lend(coming.memory, g.bucket.size * g.dtype.itemsize, self)
         return coming
 
     @torch.no_grad()
@@ -97,32 +96,37 @@ class Unit:
         wholes: list[list[Tensor]] = []
         self.flats = []
         for number, g in enumerate(self.plan.gathers):
-            delivery = self._coming[number]
-            rows = delivery.wait() if delivery is not None else ()
-            flat = self.ledger.take(g.bucket.size, g.dtype, self)
-            if delivery is not None:
-                wholes.append(buckets.copy_out(rows, flat, g.bucket))
-                delivery.done()
+            coming, memory = self._coming[number], None
+            if coming is not None:
+                flat, memory = coming.join()
             else:
-                wholes.append(buckets.whole_views(flat, g.bucket))
+                flat = self.ledger.take(g.bucket.size, g.dtype, self)
+            wholes.append(buckets.whole_views(flat, g.bucket))
+            if coming is None:
                 _compat.foreach_copy_(wholes[-1], [self.leaves[i].value for i in g.leaves])
             self.flats.append(flat)
-            self.ledger.watch(flat, self, number)
-            del rows, delivery
-            self._coming[number] = None
-        self._coming = None
+            self.ledger.watch(flat, self, number, memory)
+            self._coming[number] = coming = memory = None
+        self._coming, self._versions = None, [_compat.version_of(flat) for flat in self.flats]
         return wholes
 
-    def release(self) -> None:
-        """Lets the gathered buffers go; whoever still holds a view keeps it."""
-        self._coming, self.flats = None, None
+    def release(self, *, failed: bool = False) -> None:
+        """Lets the gathered buffers go; whoever still holds a view keeps it.
+
+        Raises:
+            TransformError: somebody has written into one, and nothing has failed before.
+        """
+        flats, versions, self._coming, self.flats = self.flats or (), self._versions, None, None
+        if not failed and any(_compat.version_of(x) != n for x, n in zip(flats, versions, strict=False)):
+            name = self.ledger.name_of(self.places)
+            rule = f"gave weights of {name} that were then written in place."
+            mend = "Make new tensors of them: other ranks read the same memory, and backward gathers the weights again."
+            raise TransformError(message("fs.gather_unit", rule, mend=mend))
 
     def abandon(self, *, failed: bool = False) -> None:
         """Waits for what is in flight, which nobody will ask for, and lets it go; after a failure, not for long."""
-        for delivery in self._coming or ():
-            if delivery is None:
-                continue
-            with suppress(RuntimeError) if failed else nullcontext():
-                delivery.wait(timedelta(seconds=1) if failed else None)
-            delivery.done()
-        self.release()
+        for coming in self._coming or ():
+            if coming is not None:
+                with suppress(RuntimeError) if failed else nullcontext():
+                    coming.drop(timedelta(seconds=1) if failed else None)
+        self.release(failed=failed)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -29,10 +30,8 @@ from fsharding.sharding import Local
 
 __all__ = ["Ledger", "current_ledger", "opened", "without_ledger"]
 
-
 _ALIGN = 64
 """Bytes at whose multiples fresh tensors begin."""
-
 
 _LARGE = 1 << 18
 """Elements of a gradient from which on its memory is worth keeping."""
@@ -121,9 +120,15 @@ class Ledger:
         self._watched.pop(_compat.storage_id(buffer), None)
         return buffer
 
-    def watch(self, flat: Tensor, unit: Unit, number: int) -> None:
-        """Notes that views of a buffer are weights of a unit."""
+    def lend(self, memory: object, nbytes: int, owner: Unit) -> None:
+        """Counts a buffer that is not the pool's own, as long as its memory lives."""
+        self._pool.lend(memory, nbytes, owner)
+
+    def watch(self, flat: Tensor, unit: Unit, number: int, memory: object | None = None) -> None:
+        """Notes that views of a buffer are weights of a unit, as long as its memory lives, if not the pool has it."""
         self._watched[_compat.storage_id(flat)] = (unit, number)
+        if memory is not None:
+            finalize(memory, self._watched.pop, _compat.storage_id(flat), None)
 
     def unit(self, leaves: Sequence[Local], places: tuple[Place, ...], dtype: torch.dtype | None) -> Unit:
         """The unit of some leaves: the one that was started ahead, or a new one."""

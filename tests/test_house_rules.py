@@ -34,7 +34,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (1.2, "lost"),
     (1.5, "spec"),
     (1.7, "at_rest"),
-    (2, "sharding strategy precision policies ops.wire ops.shared ops.pipes"),
+    (2, "sharding strategy precision policies ops.wire ops.blocks ops.shared ops.pipes"),
     (2.1, "ops.rows"),
     (2.2, "ops.collectives"),
     (2.5, "random stages routes"),

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from fsharding import _compat, boxes
 
-__all__ = ["Bucket", "Slot", "copy_in", "copy_out", "fill", "piece_views", "plan_bucket", "whole_views"]
+__all__ = [
+    "Bucket", "Slot", "copy_in", "copy_out", "fill", "piece_views", "pieces_of_wholes", "plan_bucket", "whole_views"
+]  # fmt: skip
 
 _ALIGN = 64
 """Whole leaves begin at multiples of so many elements, as fresh tensors would, so that kernels take the same path."""
@@ -115,6 +117,18 @@ def whole_views(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     return [flat[slot.start : slot.start + math.prod(slot.shape)].view(slot.shape) for slot in bucket.slots]
 
 
+def pieces_of_wholes(flat: Tensor, bucket: Bucket, member: int) -> list[Tensor]:
+    """The flat buffer as the pieces of one member, where they are in the whole leaves."""
+    return _pieces(whole_views(flat, bucket), bucket, member)
+
+
+def _pieces(leaves: Sequence[Tensor], bucket: Bucket, member: int) -> list[Tensor]:
+    return [
+        leaf.narrow(slot.dim, slot.pieces[member][0], slot.pieces[member][1] - slot.pieces[member][0])
+        for leaf, slot in zip(leaves, bucket.slots, strict=True)
+    ]
+
+
 def _row_views(rows: Tensor, slot: Slot, width: int) -> list[Tensor]:
     """Views of the rows that match `_leaf_views`: one of [members, before, length, after], or one a member."""
     base, before, after = rows.storage_offset() + slot.offset, slot.before, slot.after
@@ -156,11 +170,7 @@ def fill(rows: Tensor | Sequence[Tensor], leaves: list[Tensor], bucket: Bucket) 
         targets = [view for leaf, slot in zip(leaves, bucket.slots, strict=True) for view in _leaf_views(leaf, slot)]
     else:
         sources = [piece for member, row in enumerate(rows) for piece in piece_views(row, bucket, member)]
-        targets = [
-            leaf.narrow(slot.dim, slot.pieces[member][0], slot.pieces[member][1] - slot.pieces[member][0])
-            for member in range(bucket.members)
-            for leaf, slot in zip(leaves, bucket.slots, strict=True)
-        ]
+        targets = [piece for member in range(bucket.members) for piece in _pieces(leaves, bucket, member)]
     _compat.foreach_copy_(targets, sources)
     return leaves
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.counts import record_sent
 from fsharding.mesh import Group
-from fsharding.ops import shared, wire
+from fsharding.ops import blocks, shared, wire
 
 __all__ = [
     "sums_at_once",
@@ -28,6 +28,7 @@ __all__ = [
     "Empty",
     "PendingSum",
     "Rows",
+    "is_read_in_place",
     "open_exchange",
     "open_gather",
     "start_sum",
@@ -90,7 +91,7 @@ class _Shown:
     """In memory that the members share; `row` says which row of another member's buffer is for this rank."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, group: Group, row: int | None) -> None:
-        self.mine = shared.take(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
+        self.mine = blocks.take(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
         self._group, self._row = group, row
         self._posted: shared.Posted | None = None
 
@@ -121,7 +122,7 @@ def open_gather(
         device: where rows live.
         empty: makes a flat buffer for rows that come over the wire; by default a fresh one.
     """
-    if _shown(width * dtype.itemsize, group, device):
+    if is_read_in_place(width * dtype.itemsize, group, device):
         return _Shown((width,), dtype, group, None)
     rows = _make(group.size * width, dtype, device, empty).view(group.size, width)
     return _Sent(rows[group.index], rows, lambda: wire.gather_rows(rows, group))
@@ -140,7 +141,7 @@ def open_exchange(
         empty: makes a flat buffer for rows that go over the wire; by default a fresh one.
     """
     shape = (group.size, width)
-    if _shown(width * dtype.itemsize, group, device):
+    if is_read_in_place(width * dtype.itemsize, group, device):
         return _Shown(shape, dtype, group, group.index)
     send, received = (_make(group.size * width, dtype, device, empty).view(shape) for _ in range(2))
     return _Sent(send, received, lambda: wire.exchange_rows(send, received, group))
@@ -150,7 +151,8 @@ def _make(size: int, dtype: torch.dtype, device: torch.device, empty: Empty | No
     return _compat.fresh((size,), dtype, device) if empty is None else empty(size, dtype)
 
 
-def _shown(nbytes: int, group: Group, device: torch.device) -> bool:
+def is_read_in_place(nbytes: int, group: Group, device: torch.device) -> bool:
+    """Whether rows of so many bytes are in memory that the members share. Collective over the group the first time."""
     if group.process_group is None or nbytes == 0 or device.type != "cpu" or wire.chosen() != "auto":
         return False
     return dist.get_backend(group.process_group) == "gloo" and shared.can_share(group)

@@ -1,24 +1,20 @@
-"""Rows that the processes of one machine read where they were written, in memory that all of them map.
+"""What the processes of one machine read where it was written, in memory that all of them map.
 
-In: a number of bytes. Out: a buffer in a block of shared memory; `Posted` tells the other members of a group where it
-is, in a note of 40 bytes through a pipe, and each reads it in place.
-A block is written again when nobody here views it and every reader has signed for it.
-Law: what a member reads is what was in the buffer when it was posted; a group of several machines never comes here.
+In: a number of bytes. Out: `Posted`, a buffer of each member, which the others read in place; or `Joint`, one buffer
+of which each member writes a part. A note of 40 bytes through a pipe says where it is, and that it is written.
+Law: what a member reads is what was written before the note; a group of several machines never comes here.
 """
 
 from __future__ import annotations
 
-import functools
-import mmap
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import util
 from pathlib import Path
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -27,128 +23,18 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.lost import among
 from fsharding.mesh import Group
-from fsharding.ops import wire
+from fsharding.ops import blocks, wire
 from fsharding.ops.pipes import MemberError, Pipes
 
-__all__ = ["Posted", "allocated_bytes", "can_share", "take", "watched"]
-
-_HEAD = 4096
-"""Bytes before the data of a block: one int64 for each reader, which signs with the number of the posting."""
+__all__ = ["Joint", "Posted", "can_share"]
 
 _TAG = 1 << 20
 """Of introductions, so that they are never taken for a message of somebody else."""
 
-_NOTE = 4
-"""Integers of a note: file descriptor, inode and size of a block, and the number of its posting."""
-
-_FAREWELL_S = 2.0
-"""How long a process that ends waits for what it posted to be read."""
+_NOWHERE: blocks.Note = (-1, -1, -1, -1)
+"""In place of a block, from a member that gives none."""
 
 _SWITCH = "FSHARDING_SHARED_MEMORY"
-
-
-class _Block:
-    """Memory without a name, which is gone with the last process that maps it."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.fd = os.memfd_create("fsharding")
-        os.ftruncate(self.fd, self.size)
-        self.inode = os.fstat(self.fd).st_ino
-        self.head, self.data = _map(self.fd, self.size)
-        self.used = self.number = 0
-        self.readers: dict[int, int] = {}
-        self._storage = _compat.storage_id(self.data)
-        self._idle = _compat.storage_users(self._storage)
-
-    def unread(self) -> list[int]:
-        """Processes that have not signed for what was posted last."""
-        return [pid for slot, pid in self.readers.items() if self.head[slot] != self.number]
-
-    def free(self) -> bool:
-        return _compat.storage_users(self._storage) <= self._idle and not self.unread()
-
-
-def _map(fd: int, size: int) -> tuple[memoryview[int], Tensor]:
-    """The head as integers, and the data as bytes.
-
-    Without an operation on tensors: what is computed again for backward may find no free block where forward found one,
-    and torch's checkpoint refuses operations that forward did not have.
-    """
-    mapped = mmap.mmap(fd, size)
-    return memoryview(mapped)[:_HEAD].cast("q"), torch.frombuffer(mapped, dtype=torch.uint8, offset=_HEAD)
-
-
-class _Arena:
-    """The blocks that this process writes."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[int, _Block] = {}
-        self._sized: dict[int, list[_Block]] = {}
-        self.log: list[tuple[int, int]] | None = None
-
-    def take(self, nbytes: int) -> Tensor:
-        size = 1 << (nbytes + _HEAD - 1).bit_length()
-        sized = self._sized.setdefault(size, [])
-        block = next((b for b in sized if b.free()), None)
-        if block is None:
-            block = _Block(size)
-            sized.append(block)
-            self.blocks[_compat.storage_id(block.data)] = block
-        result, block.used = block.data[:nbytes], nbytes
-        if self.log is not None:
-            self.log.append((time.time_ns(), sum(b.used for b in self.blocks.values() if not b.free())))
-        return result
-
-    def drain(self) -> None:
-        """A reader opens a block through the process that made it, so that this one must not be gone before."""
-        until = time.monotonic() + _FAREWELL_S
-        while time.monotonic() < until and any(map(_alive, {p for b in self.blocks.values() for p in b.unread()})):
-            time.sleep(1e-3)
-
-
-@functools.lru_cache(maxsize=1)
-def _arena_of(pid: int) -> _Arena:
-    """A process that was forked begins anew."""
-    del pid
-    arena = _Arena()
-    util.Finalize(None, arena.drain, exitpriority=0)
-    return arena
-
-
-def _arena() -> _Arena:
-    return _arena_of(os.getpid())
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def take(nbytes: int) -> Tensor:
-    """A flat buffer of bytes that can be posted, with garbage inside; it is free when nobody views it any more."""
-    return _arena().take(nbytes)
-
-
-def allocated_bytes() -> int:
-    """Bytes of all blocks that this process has made, in use or not: an upper bound of the memory they take."""
-    return sum(block.size for block in _arena().blocks.values())
-
-
-@contextmanager
-def watched() -> Generator[list[tuple[int, int]]]:
-    """Fills a list with (ns since the epoch, bytes in use here or by a reader) at each `take`.
-
-    What becomes free meanwhile shows at the next one.
-    """
-    arena, log = _arena(), list[tuple[int, int]]()
-    arena.log = log
-    try:
-        yield log
-    finally:
-        arena.log = None
 
 
 @dataclass
@@ -159,12 +45,12 @@ class _Members:
     pids: tuple[int, ...]
     pipes: Pipes
     channels: int = 0
-    mapped: dict[tuple[int, int, int], tuple[memoryview[int], Tensor]] = field(default_factory=dict)
+    mapped: dict[tuple[int, int, int], blocks.Mapping] = field(default_factory=dict)
 
-    def open(self, member: int, fd: int, inode: int, size: int) -> tuple[memoryview[int], Tensor]:
+    def open(self, member: int, fd: int, inode: int, size: int) -> blocks.Mapping:
         known = self.mapped.get((member, fd, inode))
         if known is None:
-            known = self.mapped[member, fd, inode] = _open(self.pids[member], fd, inode, size)
+            known = self.mapped[member, fd, inode] = blocks.map_block(self.pids[member], fd, inode, size)
         return known
 
     def check(self, index: int, cards: Sequence[Sequence[int]]) -> None:
@@ -176,35 +62,35 @@ class _Members:
         self.pipes.connect(self.pids, [doors[index] for _, _, _, _, *doors in cards])
         for member, (_, fd, inode, size, *_) in enumerate(cards):
             if member != index:
-                _, found = self.open(member, fd, inode, size)
-                if int(found[:8].view(torch.int64)) != self.pids[member]:
+                found = self.open(member, fd, inode, size)
+                if int(found.data[:8].view(torch.int64)) != self.pids[member]:
                     raise RuntimeError(f"Process {self.pids[member]} is another one than it says.")
 
 
-@dataclass(frozen=True)
+@dataclass
+class _Turns:
+    """The joint buffers of one size on a channel: how many there were, and what was said with the last one."""
+
+    size: int
+    count: int = 0
+    notes: _Notes | None = None
+    offered: blocks.Block | None = None
+
+    def offer(self, group: Group) -> blocks.Note:
+        """What this member says of the next buffer: where it is, if it is its turn."""
+        if self.count % group.size != group.index:
+            return _NOWHERE
+        self.offered = blocks.reserve(self.size, self)
+        return self.offered.note()
+
+
+@dataclass
 class _Channel:
     """What a process group sends, apart from what other groups of the same processes do."""
 
     members: _Members
     number: int
-
-
-def _open(pid: int, fd: int, inode: int, size: int) -> tuple[memoryview[int], Tensor]:
-    """Maps a block of another process.
-
-    Raises:
-        RuntimeError: that process is gone, or keeps it to itself.
-    """
-    try:
-        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-    except OSError as e:
-        raise RuntimeError(f"Process {pid} is gone, or does not let this one map what it shares: {e}.") from e
-    try:
-        if os.fstat(mine).st_ino != inode:
-            raise RuntimeError(f"Process {pid} is gone; another one has its number.")
-        return _map(mine, size)
-    finally:
-        os.close(mine)
+    turns: dict[int, _Turns] = field(default_factory=dict)
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Channel | None]] = WeakKeyDictionary()
@@ -222,21 +108,25 @@ def can_share(group: Group) -> bool:
     Args:
         group: of gloo, with several members.
     """
-    return _channel(group) is not None
-
-
-def _channel(group: Group) -> _Channel | None:
     assert group.process_group is not None
     orders = _channels.setdefault(group.process_group, {})
     if group.ranks not in orders:
         orders[group.ranks] = _introduce(group)
-    return orders[group.ranks]
+    return orders[group.ranks] is not None
+
+
+def _channel(group: Group) -> _Channel:
+    """That of a group for which `can_share` is true."""
+    assert group.process_group is not None
+    channel = _channels[group.process_group][group.ranks]
+    assert channel is not None
+    return channel
 
 
 def _introduce(group: Group) -> _Channel | None:
     """Groups of the same processes have one set of pipes."""
     machine, known = _machine(), _met.get(group.ranks)
-    wanted = machine >= 0 and os.environ.get(_SWITCH, "1") != "0" and group.size <= _HEAD // 8
+    wanted = machine >= 0 and os.environ.get(_SWITCH, "1") != "0" and group.size <= blocks.HEAD // 8
     mine = [machine if wanted else -1, *((known.name, known.channels) if known is not None else (0, 0))]
     cards, pids = zip(*((c[:-1], c[-1]) for c in _numbers([*mine, os.getpid()], group)), strict=True)
     if mine[0] < 0 or any(card[0] != machine for card in cards):
@@ -252,9 +142,9 @@ def _introduce(group: Group) -> _Channel | None:
 
 def _meet(group: Group, pids: tuple[int, ...]) -> _Members | None:
     """Every member writes its name into a block, and opens pipes; all must be able to reach them there."""
-    mine, pipes, card = take(8), _pipes(group), [-1] * (4 + group.size)
+    mine, pipes, card = blocks.take(8), _pipes(group), [-1] * (4 + group.size)
     if pipes is not None:
-        block = _arena().blocks[_compat.storage_id(mine)]
+        block = blocks.block_of(mine)
         mine.view(torch.int64).fill_(os.getpid())
         card = [time.time_ns(), block.fd, block.inode, block.size, *pipes.doors]
     cards, members = _numbers(card, group), None
@@ -274,7 +164,7 @@ def _meet(group: Group, pids: tuple[int, ...]) -> _Members | None:
 def _pipes(group: Group) -> Pipes | None:
     """None where this process may open no more files."""
     try:
-        return Pipes(group.size, group.index, _NOTE)
+        return Pipes(group.size, group.index, len(_NOWHERE))
     except OSError:
         return None
 
@@ -308,24 +198,51 @@ def _naming(group: Group) -> Generator[None]:
             raise
 
 
+class _Notes:
+    """A note from each member to each other one."""
+
+    def __init__(self, note: blocks.Note, group: Group) -> None:
+        """Sends this member's."""
+        self._group, self._channel = group, _channel(group)
+        with _naming(group):
+            self._number = self._channel.members.pipes.send(self._channel.number, note)
+        self._come: Mapping[int, tuple[int, ...]] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> Mapping[int, tuple[int, ...]]:
+        """Those of the others.
+
+        Raises:
+            RuntimeError: a member is gone, or the timeout is over, which is that of the group where none is given.
+        """
+        if self._come is None:
+            assert self._group.process_group is not None
+            limit = _compat.group_timeout(self._group.process_group) if timeout is None else timeout
+            with _naming(self._group):
+                self._come = self._channel.members.pipes.receive(self._channel.number, self._number, limit)
+        return self._come
+
+
+def _map_from(member: int, note: Sequence[int], group: Group) -> blocks.Mapping:
+    """What a member's note says where it is."""
+    fd, inode, size, _ = note
+    with among((group.ranks[member],)):
+        return _channel(group).members.open(member, fd, inode, size)
+
+
 class Posted:
     """A buffer of each member, once all of them have posted theirs, of one size each.
 
     Args:
-        mine: from `take`, filled; it must not change any more.
+        mine: from `blocks.take`, filled; it must not change any more.
         group: for which `can_share` is true.
     """
 
     def __init__(self, mine: Tensor, group: Group) -> None:
         """Starts to show the buffer to the other members."""
-        channel = _channel(group)
-        assert channel is not None
-        block = _arena().blocks[_compat.storage_id(mine)]
-        block.number += 1
-        block.readers = {i: pid for i, pid in enumerate(channel.members.pids) if i != group.index}
-        self._mine, self._group, self._channel = mine, group, channel
-        with _naming(group):
-            self._note = channel.members.pipes.send(channel.number, (block.fd, block.inode, block.size, block.number))
+        block = blocks.block_of(mine)
+        block.readers = {i: pid for i, pid in enumerate(_channel(group).members.pids) if i != group.index}
+        self._mine, self._group = mine, group
+        self._notes = _Notes(block.note(), group)
         self._unsigned: list[tuple[memoryview[int], int]] = []
 
     def wait(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
@@ -334,17 +251,11 @@ class Posted:
         Raises:
             RuntimeError: a member is gone, or the timeout is over, which is that of the group where none is given.
         """
-        assert self._group.process_group is not None
-        limit = _compat.group_timeout(self._group.process_group) if timeout is None else timeout
         buffers = [self._mine] * self._group.size
-        members, channel = self._channel.members, self._channel.number
-        with _naming(self._group):
-            notes = members.pipes.receive(channel, self._note, limit)
-        for member, (fd, inode, size, number) in notes.items():
-            with among((self._group.ranks[member],)):
-                head, data = members.open(member, fd, inode, size)
-            self._unsigned.append((head, number))
-            buffers[member] = data[: self._mine.numel()]
+        for member, note in self._notes.wait(timeout).items():
+            mapping = _map_from(member, note, self._group)
+            self._unsigned.append((mapping.head, note[-1]))
+            buffers[member] = mapping.data[: self._mine.numel()]
         return buffers
 
     def sign(self) -> None:
@@ -352,3 +263,59 @@ class Posted:
         for head, number in self._unsigned:
             head[self._group.index] = number
         self._unsigned.clear()
+
+
+class Joint:
+    """A buffer of which every member writes a part, all in the same memory. Fill, `start`, `wait`, and all is there.
+
+    The members take turns in giving the memory. Whose turn is next says where with the note by which it says that its
+    part of this one is written; so as a rule nobody waits for memory, and nobody asks for it.
+
+    Args:
+        nbytes: the same on every member.
+        group: for which `can_share` is true.
+
+    Attributes:
+        memory: what lives as long as somebody here views the buffer; then this member has signed for it.
+        buffer: all parts as bytes, garbage until they are written.
+    """
+
+    def __init__(self, nbytes: int, group: Group) -> None:
+        """Finds the memory. Waits for the others where it is the first of its size, or none was waited for since."""
+        channel, size = _channel(group), blocks.size_of(nbytes)
+        self._group, self._turns = group, channel.turns.setdefault(size, _Turns(size))
+        turns = self._turns
+        if turns.notes is None:
+            turns.notes = _Notes(turns.offer(group), group)
+        giver = turns.count % group.size
+        if giver == group.index:
+            assert turns.offered is not None
+            mapping, number = turns.offered.mapping, turns.offered.number
+            blocks.use(turns.offered, nbytes, dict(enumerate(channel.members.pids)))
+        else:
+            note = turns.notes.wait()[giver]
+            mapping, number = _map_from(giver, note, group), note[-1]
+        turns.count += 1
+        self.memory = mapping.memory[blocks.HEAD : blocks.HEAD + nbytes]
+        finalize(self.memory, _sign, os.getpid(), mapping.head, group.index, number)
+        self.buffer = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self._notes: _Notes | None = None
+
+    def start(self) -> None:
+        """Says that this member's part is written; it must not change from here."""
+        self._notes = self._turns.notes = _Notes(self._turns.offer(self._group), self._group)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """All parts are written.
+
+        Raises:
+            RuntimeError: a member is gone, or the timeout is over, which is that of the group where none is given.
+        """
+        assert self._notes is not None
+        self._notes.wait(timeout)
+
+
+def _sign(pid: int, head: memoryview[int], slot: int, number: int) -> None:
+    """For what nobody views any more in a process; a fork of it has nothing to say."""
+    if os.getpid() == pid:
+        head[slot] = number

@@ -17,7 +17,7 @@ import fsharding as fs
 from fsharding.counts import counting_bytes
 from fsharding.errors import RankError
 from fsharding.mesh import Group, axis_group
-from fsharding.ops import shared, transition, wire
+from fsharding.ops import blocks, transition, wire
 from fsharding.ops.rows import open_exchange, open_gather, start_sum
 from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
 
@@ -176,7 +176,7 @@ def many_in_flight(ranks):
                 assert (rows[member] == 100 * round_ + 10 * number + member).all()
             delivery.done()
         del under_way, delivery, rows
-    return shared.allocated_bytes()
+    return blocks.allocated_bytes()
 
 
 def test_a_row_stays_until_all_have_read_it_and_its_memory_is_used_again():
@@ -234,11 +234,11 @@ def test_a_rank_that_is_gone_is_an_error_at_once():
 def a_forked_process_begins_anew(ranks):
     group = group_of(ranks)
     gathered(group, torch.zeros(LONG))
-    before = shared.allocated_bytes()
+    before = blocks.allocated_bytes()
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(write, str(shared.allocated_bytes()).encode())
+        os.write(write, str(blocks.allocated_bytes()).encode())
         os._exit(0)
     os.waitpid(child, 0)
     return before, int(os.read(read, 100))

@@ -1,0 +1,215 @@
+"""Whole leaves are the same, written where they end or put together from rows, and are no sooner written again.
+
+What the wire brings is the reference: `wire.algorithm` keeps everything out of shared memory.
+"""
+
+import gc
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsharding as fs
+from fsharding.counts import counting_bytes
+from fsharding.errors import RankError
+from fsharding.mesh import axis_group
+from fsharding.ops import blocks, wire
+from fsharding.ops.bucket import plan_bucket, whole_views
+from fsharding.ops.wholes import start_whole
+from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
+
+CPU = torch.device("cpu")
+SIZES = {
+    "even": (((8, 6), 0), ((4, 12), 1)),
+    "uneven": (((7, 5), 0), ((3, 5, 2), 1)),
+    "empty": (((1, 9), 0), ((2,), 0)),
+}
+LONG = ((((1 << 14), 2), 0),)
+
+
+def group_of(ranks):
+    return axis_group(fs.make_mesh(dp=ranks), ("dp",))
+
+
+def empty(size, dtype):
+    return torch.full((size,), torch.nan, dtype=dtype)
+
+
+def start(group, leaves, fill, dtype=torch.float32):
+    """This rank's pieces of leaves that count up from `fill`, on their way."""
+    bucket = plan_bucket(leaves, (group.size,))
+    pieces = []
+    for slot in bucket.slots:
+        whole = torch.arange(float(torch.Size(slot.shape).numel())).view(slot.shape) + fill
+        first, stop = slot.pieces[group.index]
+        pieces.append(whole.narrow(slot.dim, first, stop - first).contiguous())
+    return bucket, start_whole(bucket, dtype, group, pieces, empty)
+
+
+def fills_of(bucket, flat):
+    """What each leaf counts up from; fails where it does not count."""
+    found = []
+    for leaf in whole_views(flat, bucket):
+        assert_bitwise_equal(leaf.flatten(), leaf[(0,) * leaf.ndim] + torch.arange(float(leaf.numel())))
+        found.append(int(leaf[(0,) * leaf.ndim]))
+    return found
+
+
+def both_ways(ranks, leaves, dtype, way):
+    group = group_of(ranks)
+    with wire.algorithm(way), counting_bytes() as traffic:
+        bucket, coming = start(group, leaves, 3, dtype)
+        flat, memory = coming.join()
+    return (memory is not None), [leaf.clone() for leaf in whole_views(flat, bucket)], traffic.bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("leaves", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_leaves_that_are_written_in_place_are_those_that_are_sent(ranks, leaves, dtype):
+    shown, sent = (run_ranks(both_ways, ranks, ranks, leaves, dtype, way) for way in ("auto", "p2p"))
+    for mine, other in zip(shown, sent, strict=True):
+        assert (mine[0], other[0]) == (True, False)
+        assert_bitwise_equal(mine[1], other[1])
+        assert mine[2] == other[2], "bytes count alike"
+
+
+def many_at_once(ranks):
+    """Several sizes in flight, joined in another order than started, some kept, while ranks are ahead or behind."""
+    group, mine, kept = group_of(ranks), dist.get_rank(), []
+    for round_ in range(4):
+        under_way = []
+        for number, leaves in enumerate((LONG, SIZES["even"], LONG, SIZES["uneven"], LONG)):
+            fill = 100 * round_ + 10 * number
+            under_way.append((fill, *start(group, leaves, fill)))
+            time.sleep(0.003 * mine)
+        for fill, bucket, coming in reversed(under_way):
+            flat = coming.join().flat
+            time.sleep(0.003 * (ranks - mine))
+            assert set(fills_of(bucket, flat)) == {fill}
+            if fill % 40 == 0:
+                kept.append((fill, bucket, flat))
+    return all(set(fills_of(bucket, flat)) == {fill} for fill, bucket, flat in kept)
+
+
+def test_what_somebody_views_is_not_written_again():
+    with RankPool(4) as pool:
+        assert pool.run(many_at_once, 4) == [True] * 4
+
+
+def a_long_run(ranks, rounds):
+    """One is joined while the next one is on its way; the fastest rank is never more than that ahead."""
+    group, (bucket, coming) = group_of(ranks), start(group_of(ranks), LONG, 0)
+    for round_ in range(1, rounds):
+        flat = coming.join().flat
+        bucket, coming = start(group, LONG, round_)
+        time.sleep(0.001 * dist.get_rank())
+        assert fills_of(bucket, flat) == [round_ - 1]
+        del flat
+    coming.drop()
+    del coming
+    gc.collect()
+    return blocks.allocated_bytes()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_memory_is_given_in_turns_and_used_again(ranks):
+    one = blocks.size_of(4 << 15)
+    with RankPool(ranks) as pool:
+        sizes = pool.run(a_long_run, ranks, 40)
+    # Two alive, one offered, one or two that a slow rank still reads; and small blocks of the introduction.
+    assert sum(sizes) < 6 * one, sizes
+    assert all(size >= one for size in sizes), "everybody's turn comes"
+
+
+def of_groups_that_end(ranks):
+    """What is offered to a group that is gone is free for others."""
+    found = []
+    for _ in range(6):
+        group = axis_group(fs.make_mesh(dp=ranks), ("dp",))
+        _, coming = start(group, LONG, 0)
+        coming.join()
+        del group, coming
+        gc.collect()
+        found.append(blocks.allocated_bytes())
+    return found[2:]
+
+
+def test_a_block_that_was_offered_to_nobody_any_more_is_free():
+    with RankPool(2) as pool:
+        for sizes in pool.run(of_groups_that_end, 2):
+            assert len(set(sizes)) == 1, sizes
+
+
+def ends_at_once(ranks):
+    group = group_of(ranks)
+    bucket, coming = start(group, LONG, 7)
+    time.sleep(0.5 * dist.get_rank())
+    return fills_of(bucket, coming.join().flat)
+
+
+def test_a_rank_that_is_done_first_is_read_by_those_that_come_later():
+    began = time.monotonic()
+    with RankPool(3) as pool:
+        assert pool.run(ends_at_once, 3) == [[7]] * 3
+    assert time.monotonic() - began < 15
+
+
+def dies_before_the_second(ranks):
+    group = group_of(ranks)
+    start(group, LONG, 0)[1].join()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    start(group, LONG, 1)[1].join()
+
+
+def test_a_rank_that_is_gone_is_an_error_at_once():
+    began = time.monotonic()
+    with RankPool(2) as pool, pytest.raises(RankError, match="rank 1"):
+        pool.run(dies_before_the_second, 2)
+    assert time.monotonic() - began < 15
+
+
+def forks(ranks):
+    """A child drops what its parent views; the parent has not signed by that."""
+    group = group_of(ranks)
+    bucket, coming = start(group, LONG, 5)
+    flat = coming.join().flat
+    child = os.fork()
+    if child == 0:
+        del flat
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier(group.process_group)
+    for _ in range(2 * ranks + 2):
+        start(group, LONG, 9)[1].drop()
+    return fills_of(bucket, flat)
+
+
+def test_a_fork_signs_for_nothing():
+    with RankPool(2) as pool:
+        assert pool.run(forks, 2) == [[5], [5]]
+
+
+def doubled(in_place):
+    """Two blocks that use twice their weights; torch itself refuses what would have gradients."""
+    mesh = fs.make_mesh(dp=2)
+    sharding = fs.NamedSharding(mesh, fs.P(None, "dp"))
+    params = {"w": sharding.to_dtensor(torch.ones(2, 32, 64), (2, 64, 64))}
+
+    def block(p, x):
+        weights = p["w"].detach()
+        return x @ (weights.mul_(2) if in_place else weights * 2)
+
+    value, _ = fs.value_and_grad(lambda p, x: fs.scan_units(block, p["blocks"], x).sum())(
+        {"blocks": params}, torch.ones(1, 64)
+    )
+    return float(value)
+
+
+def test_weights_that_are_written_in_place_are_refused():
+    assert run_ranks(doubled, 2, False) == [2.0**14 * 64] * 2
+    with pytest.raises(RankError, match=r"weights of blocks\[0\] that were then written in place"):
+        run_ranks(doubled, 2, True)
