@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -30,42 +31,13 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "all_gather_flat",
-    "attend_block",
-    "attend_block_backward",
-    "default_store",
-    "drop_local",
-    "file_offset",
-    "foreach_add",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_mul",
-    "foreach_mul_",
-    "foreach_zero_",
-    "fresh",
-    "fused_adamw_",
-    "grouped_mm",
-    "group_timeout",
-    "is_served_by_rank",
-    "like_dtensor",
-    "local_tensor",
-    "make_dtensor",
-    "packed",
-    "same_kind",
-    "unpack",
-    "meshless_device_mesh",
-    "reduce_scatter_flat",
-    "region",
-    "save_record",
-    "save_without_data",
-    "set_group_timeout",
-    "shapes_only",
-    "storage_id",
-    "storage_users",
-    "takes_grouped_mm",
-    "torch_pipeline_order",
-    "version_of",
-]
+    "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
+    "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh",
+    "fused_adamw_", "group_timeout", "grouped_mm", "is_served_by_rank", "like_dtensor", "local_tensor",
+    "make_dtensor", "meshless_device_mesh", "packed", "reduce_scatter_flat", "region", "same_kind", "save_record",
+    "save_without_data", "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm",
+    "torch_pipeline_order", "unpack", "version_of", "visit_first",
+]  # fmt: skip
 
 
 def foreach_add(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
@@ -188,6 +160,11 @@ def version_of(x: Tensor) -> int:
 def storage_users(storage_cdata: int) -> int:
     """How many tensors and Python objects hold a storage."""
     return torch._C._storage_Use_Count(storage_cdata)
+
+
+def visit_first(node: Node) -> None:
+    """Backward visits a node of its graph as soon as it can, as it does with those that add to `.grad`."""
+    node._set_sequence_nr(1 << 62)
 
 
 def region(name: str) -> AbstractContextManager[Any]:

@@ -210,7 +210,7 @@ class Tape:
         """Waits for the reductions under way, and closes: the local gradient of each leaf."""
         for i, (grad, x) in enumerate(zip(self._raw, self._flying, strict=True)):
             if grad is not None and isinstance(x, Local):
-                self.ledger.add_reduced(i, grad)
+                self.ledger.landing.add_reduced(i, grad)
         found = self.ledger.finish()
         return [
             g

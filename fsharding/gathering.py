@@ -20,7 +20,7 @@ from fsharding.counts import Counts
 from fsharding.errors import TransformError, message
 from fsharding.mesh import axis_group
 from fsharding.ops import bucket as buckets
-from fsharding.ops.unit import Gathering, Place, UnitPlan
+from fsharding.ops.unit import Early, Gathering, Place, UnitPlan
 from fsharding.ops.wholes import Coming, start_whole
 from fsharding.policies import Policy
 from fsharding.sharding import Local
@@ -51,6 +51,10 @@ class Keeper(Protocol):
 
     def enter(self, unit: Unit, policy: Policy) -> list[Tensor]:
         """Makes a unit the current one and returns its whole leaves."""
+        ...
+
+    def put(self, unit: Unit, early: Early, grad: Tensor) -> None:
+        """Takes the gradient of one large leaf, before the unit is left."""
         ...
 
     def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:

@@ -1,4 +1,4 @@
-"""The ledger of one `value_and_grad` call: which units are gathered, which are gathered again, where gradients go.
+"""The ledger of one `value_and_grad` call: which units are gathered, which are gathered again, what became of them.
 
 In: the local leaves of a state and the goals of their gradients. Out: whole weights for a unit, gradients, counts.
 A tensor saved for backward that views a gathered buffer becomes (unit, offset, size, stride) and is gathered again.
@@ -7,8 +7,6 @@ Laws: at most two units are alive at once, none after the step; every gather and
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,10 +19,9 @@ from torch import Tensor
 from fsharding import _compat, _functorch
 from fsharding.counts import Counts, record
 from fsharding.gathering import Unit
-from fsharding.mesh import coordinate
-from fsharding.ops import transition
+from fsharding.landing import Landing
 from fsharding.ops.pool import Pool
-from fsharding.ops.unit import Goal, LeafPlan, Place, Reducing, plan_unit
+from fsharding.ops.unit import Early, Goal, LeafPlan, Place, plan_unit
 from fsharding.policies import Policy
 from fsharding.sharding import Local
 
@@ -32,9 +29,6 @@ __all__ = ["Ledger", "current_ledger", "opened", "without_ledger"]
 
 _ALIGN = 64
 """Bytes at whose multiples fresh tensors begin."""
-
-_LARGE = 1 << 18
-"""Elements of a gradient from which on its memory is worth keeping."""
 
 
 class _Saved(NamedTuple):
@@ -72,29 +66,22 @@ class Ledger:
             pool: of buffers, for ledgers that share one; whoever gave it closes it.
             memory: for large gradients that data axes do not cut, used again from ledger to ledger.
         """
-        self.leaves, self.paths, self.goals, self.compute, self.held = leaves, paths, goals, compute, held
+        self.paths, self.goals, self.compute = paths, goals, compute
         self._row_goals = [
             goal.row() if goal is not None and leaf is not None and leaf.shape else None
             for goal, leaf in zip(goals, leaves, strict=True)
         ]
         self.counts = Counts()
         self.anchor = torch.zeros((), requires_grad=True)
-        self.out: list[Tensor | None] = [
-            h if h is not None and goal is not None and goal.held == goal.target else None
-            for h, goal in zip(held, goals, strict=True)
-        ]
-        self._pool, self._owns_pool, self._memory = pool or Pool(), pool is None, memory
+        self._pool, self._owns_pool = pool or Pool(), pool is None
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
+        self.landing = Landing(leaves, goals, held, self.take, self._device, memory)
         self._units: list[Unit] = []
         self._back: int | None = None
         self._places: dict[int, tuple[Tensor, Place]] = {}
         self._ahead: dict[tuple[Place, ...], Unit] = {}
         self._watched: dict[int, tuple[Unit, int]] = {}
         self._current: Unit | None = None
-        self._returning: list[Callable[[], None]] = []
-        self._written: dict[int, set[int | None]] = {}
-        self._taken: dict[int, set[int | None]] = {}
-        self._begun = {i for i, out in enumerate(self.out) if out is not None}
         for i, leaf in enumerate(leaves):
             if leaf is not None:
                 self.register(leaf.value, Place(i, None))
@@ -219,143 +206,29 @@ class Ledger:
             unit.returned = False
         self._back = None
 
+    def put(self, unit: Unit, early: Early, grad: Tensor) -> None:
+        """Takes the gradient of one large leaf, before the unit is left."""
+        self.landing.put(unit, unit.plan, early, grad)
+
     def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Backward of a unit is over: drops its buffers and starts to reduce its gradients."""
         unit.release()
-        self.settle()
-        with _compat.region("scatter"):
-            for plan in unit.plan.reductions:
-                self._returning.append(self._reduce(unit, plan, [grads[i] for i in plan.leaves]))
-
-    def settle(self) -> None:
-        """Finishes the reductions under way."""
-        with _compat.region("scatter"):
-            for finish in self._returning:
-                finish()
-        self._returning.clear()
-
-    def _reduce(self, unit: Unit, plan: Reducing, grads: list[Tensor | None]) -> Callable[[], None]:
-        places = [unit.places[i] for i in plan.leaves]
-        if plan.before[0] or plan.after[0]:
-            self.counts.reductions.append(self.name_of(places))
-        begin = functools.partial(
-            transition.start, mesh=unit.plan.mesh, dtype=plan.dtype, device=self._device, empty=self.take
-        )
-        first = begin(grads, plan.before, plan.shapes, wire_dtype=plan.wire_dtype, wholes=plan.wholes_before)
-        if not plan.after[0]:
-            return lambda: self._land(places, first)
-
-        def second() -> transition.Transit:
-            terms = self._add_to_held(places, first.finish())
-            shapes = [tuple(x.shape) for x in terms]
-            return begin(terms, plan.after, shapes, wire_dtype=plan.held_wire_dtype, wholes=plan.wholes_after)
-
-        if plan.before[0]:
-            return lambda: self._land(places, second())
-        under_way = second()
-        return lambda: self._land(places, under_way)
-
-    def _add_to_held(self, places: Sequence[Place], terms: list[Tensor]) -> list[Tensor]:
-        """Adds terms to what is held for their places; a leaf that comes more than once takes it along once."""
-        result = list(terms)
-        sums: list[int] = []
-        for i, place in enumerate(places):
-            held, taken = self.held[place.leaf], self._taken.setdefault(place.leaf, set())
-            if held is None or None in taken or place.row in taken:
-                continue
-            if place.row is None and taken:
-                rest = [row for row in range(held.shape[0]) if row not in taken]
-                result[i] = terms[i].clone()
-                result[i][rest] += held[rest]
-            else:
-                result[i] = held if place.row is None else held[place.row]
-                sums.append(i)
-            taken.add(place.row)
-        if sums:
-            _compat.foreach_add_([result[i] for i in sums], [terms[i] for i in sums])
-        return result
-
-    def _land(self, places: Sequence[Place], transit: transition.Transit) -> None:
-        """Adds reduced gradients to what is at their place; where nothing can be there they are summed into it."""
-        begun: list[bool] = []
-        for place in places:
-            rows = self._written.setdefault(place.leaf, set())
-            if place.row is None and rows:
-                self._complete(place.leaf)
-            begun.append(place.leaf in self._begun or None in rows or place.row in rows)
-            rows.add(place.row)
-        targets = [self._target(place) for place in places]
-        terms = transit.finish(None if any(begun) else targets)
-        pairs = list(zip(begun, targets, terms, strict=True))
-        copies = [(to, term) for added, to, term in pairs if not added and term is not to]
-        _compat.foreach_copy_([to for to, _ in copies], [term for _, term in copies])
-        _compat.foreach_add_([to for added, to, _ in pairs if added], [term for added, _, term in pairs if added])
-
-    def _complete(self, i: int) -> Tensor:
-        """The gradient of a leaf, with zeros wherever nothing was written."""
-        out, rows = self._target(Place(i, None)), self._written.setdefault(i, set())
-        if i not in self._begun and None not in rows:
-            blank = [out[row] for row in range(out.shape[0]) if row not in rows] if rows else [out]
-            _compat.foreach_zero_(blank)
-            rows.add(None)
-        return out
-
-    def _target(self, place: Place) -> Tensor:
-        """Where a gradient goes; what it holds before the first one is garbage."""
-        out = self.out[place.leaf]
-        if out is None:
-            leaf, goal = self.leaves[place.leaf], self.goals[place.leaf]
-            assert leaf is not None and goal is not None
-            shape = goal.target.local_shape(leaf.shape)
-            cut = any(axis in goal.target.data_axes for axis in goal.target.spec.all_axes)
-            if self._memory is None or cut or math.prod(shape) < _LARGE:
-                out = _compat.fresh(shape, goal.dtype, self._device)
-            else:
-                out = self._memory.take(math.prod(shape), goal.dtype, self._device).view(shape)
-            self.out[place.leaf] = out
-        return out if place.row is None else out[place.row]
+        for plan in unit.plan.reductions:
+            if plan.before[0] or plan.after[0]:
+                self.counts.reductions.append(self.name_of([unit.places[i] for i in plan.leaves]))
+        self.landing.reduce(unit, unit.plan, unit.places, grads)
 
     def finish(self) -> list[Tensor | None]:
-        """Settles everything, carries over what is held for leaves that this call did not touch, and closes.
+        """Lets all gradients come down, and closes.
 
         Returns:
             The local gradient of each leaf, zeros where the loss does not depend on it, None where there is no goal.
         """
-        self.settle()
-        for i, (leaf, goal) in enumerate(zip(self.leaves, self.goals, strict=True)):
-            if leaf is not None and goal is not None:
-                self._carry_over(i, leaf, goal)
+        result = self.landing.finish()
         self.counts.peak_units, self.counts.peak_bytes = self._pool.peak_owners, self._pool.peak_bytes
         record(self.counts)
-        result = list(self.out)
         self.close()
         return result
-
-    def _carry_over(self, i: int, leaf: Local, goal: Goal) -> None:
-        out, held, taken = self._complete(i), self.held[i], self._taken.get(i, set())
-        if held is None or goal.held is None or goal.held == goal.target or None in taken:
-            return
-        for row in (row for row in range(held.shape[0]) if row not in taken) if taken else (None,):
-            source, target, shape = goal.held, goal.target, leaf.shape
-            if row is not None:
-                source, target, shape = source.drop(0), target.drop(0), shape[1:]
-            steps = transition.plan_steps(source, target)
-            wholes = [transition.whole_sizes(source, steps, shape)]
-            part = held if row is None else held[row]
-            moved = transition.move([part], [steps], leaf.sharding.mesh, wholes)[0]
-            (out if row is None else out[row]).add_(moved)
-
-    def add_reduced(self, i: int, grad: Tensor) -> None:
-        """Adds a gradient that came through plain autograd, in the sharding of the leaf and summed over its ranks."""
-        leaf, goal, out = self.leaves[i], self.goals[i], self._complete(i)
-        assert leaf is not None and goal is not None
-        source = leaf.sharding
-        steps = transition.plan_steps(source, goal.target)
-        wholes = [transition.whole_sizes(source, steps, leaf.shape)]
-        where = coordinate(source.mesh)
-        moved = transition.move([grad.to(goal.dtype)], [steps], source.mesh, wholes)[0]
-        if all(where.get(axis, 0) == 0 for axis in goal.target.partial):
-            out.add_(moved)
 
     def close(self, *, failed: bool = False) -> None:
         """Breaks the references between units and buffers, so that nothing is alive after the step."""

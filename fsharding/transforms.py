@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
-from fsharding import _functorch, policies, tree
+from fsharding import _compat, _functorch, policies, tree
 from fsharding.axes import AXES
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.gathering import Unit
 from fsharding.ledger import Ledger, current_ledger
 from fsharding.ops import collectives, transition
-from fsharding.ops.unit import Goal, LeafPlan, Place, plan_unit
+from fsharding.ops.unit import Early, Goal, LeafPlan, Place, plan_unit
 from fsharding.policies import Policy, check_policy
 from fsharding.precision import wide
 from fsharding.sharding import Local, to_local, typeof
@@ -64,7 +64,9 @@ def gather_unit(
     places = _places(ledger, list(sharded.values()))
     if ledger is not None and places:
         entered = ledger.unit(list(sharded.values()), places, dtype)
-        wholes = _Enter.apply(ledger.anchor, entered, policy)
+        wholes = list(cast(Sequence[Tensor], _Enter.apply(ledger.anchor, entered, policy)))
+        for early in entered.plan.early:
+            wholes[early.leaf] = _Large.of(wholes[early.leaf], entered, early)
         _start_ahead(ledger, then)
     else:
         wholes = _gather_plain(list(sharded.values()), dtype, ledger)
@@ -176,6 +178,30 @@ class _Enter(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.unit.ledger.leave(ctx.unit, grads)
+        return None, None, None
+
+
+class _Large(Function):
+    """A large leaf of a unit, whose gradient is taken as soon as it is complete, not when the unit is left."""
+
+    @staticmethod
+    def of(whole: Tensor, unit: Unit, early: Early) -> Tensor:
+        """The leaf, in a node that backward visits before anything else that could be done."""
+        result = cast(Tensor, _Large.apply(whole, unit, early))
+        if result.grad_fn is not None:
+            _compat.visit_first(result.grad_fn)
+        return result
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, unit: Unit, early: Early) -> Tensor:
+        ctx.unit, ctx.early = unit, early
+        ctx.set_materialize_grads(False)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads[0] is not None:
+            ctx.unit.ledger.put(ctx.unit, ctx.early, grads[0])
         return None, None, None
 
 

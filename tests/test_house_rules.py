@@ -40,7 +40,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (2.5, "random stages routes"),
     (2.8, "planning"),
     (3, "ops.* layout"),
-    (3.4, "gathering"),
+    (3.4, "gathering landing"),
     (3.5, "ledger"),
     (4, "redistribute autodiff"),
     (4.5, "optim.*"),

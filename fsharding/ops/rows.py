@@ -31,6 +31,7 @@ __all__ = [
     "is_read_in_place",
     "open_exchange",
     "open_gather",
+    "open_sum",
     "start_sum",
     "sum_pieces",
     "sum_rows",
@@ -212,12 +213,28 @@ def sum_pieces(
 
 @dataclass(frozen=True)
 class PendingSum:
-    """A sum over a group under way; see `start_sum`."""
+    """A sum over a group: `fill`, `start`, wait; see `open_sum`.
+
+    Attributes:
+        terms: where this rank's terms go, or what they are, if nothing travels.
+    """
 
     terms: list[Tensor]
     group: Group
     dtype: torch.dtype
     delivery: Delivery | None = None
+
+    def fill(self, numbers: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+        """Copies some of this rank's terms to where they travel from; None counts as zeros."""
+        pairs = [(self.terms[i], x) for i, x in zip(numbers, terms, strict=True)]
+        _compat.foreach_zero_([to for to, x in pairs if x is None])
+        given = [(to, x) for to, x in pairs if x is not None]
+        _compat.foreach_copy_([to for to, _ in given], [x for _, x in given])
+
+    def start(self) -> None:
+        """Sends the terms, which must not change from here."""
+        if self.delivery is not None:
+            self.delivery.start()
 
     def wait_each(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The sum of each term, in its shape, on every member.
@@ -275,8 +292,32 @@ def _count(terms: Sequence[Tensor]) -> int:
     return sum(x.numel() for x in terms)
 
 
+def open_sum(
+    shapes: Sequence[Sequence[int]], kind: torch.dtype, group: Group, dtype: torch.dtype, device: torch.device
+) -> PendingSum:
+    """A sum of tensors over a group, added as by `sum_rows`; nothing is sent.
+
+    Args:
+        shapes: of the terms of a rank, which travel one after the other.
+        kind: their dtype on the way.
+        group: who takes part.
+        dtype: of the sum.
+        device: where they live.
+    """
+    if group.process_group is None:
+        return PendingSum([_compat.fresh(shape, kind, device) for shape in shapes], group, dtype)
+    sizes = [math.prod(shape) for shape in shapes]
+    n = sum(sizes)
+    whole = sums_at_once(n, group.size)
+    delivery = (open_gather if whole else open_exchange)(n if whole else -(-n // group.size), kind, group, device)
+    flat = delivery.mine.view(-1)
+    flat[n:].zero_()
+    parts = [part.view(torch.Size(shape)) for part, shape in zip(flat[:n].split(sizes), shapes, strict=True)]
+    return PendingSum(parts, group, dtype, delivery)
+
+
 def start_sum(x: Tensor | Sequence[Tensor], group: Group, dtype: torch.dtype) -> PendingSum:
-    """Starts the sum of a tensor over a group, added as by `sum_rows`.
+    """Starts the sum of a tensor over a group.
 
     Args:
         x: of any shape; or several of one dtype, which travel one after the other.
@@ -286,12 +327,7 @@ def start_sum(x: Tensor | Sequence[Tensor], group: Group, dtype: torch.dtype) ->
     terms = [x] if isinstance(x, Tensor) else list(x)
     if group.process_group is None:
         return PendingSum(terms, group, dtype)
-    n, kind, device = _count(terms), terms[0].dtype, terms[0].device
-    whole = sums_at_once(n, group.size)
-    delivery = (open_gather if whole else open_exchange)(n if whole else -(-n // group.size), kind, group, device)
-    flat = delivery.mine.view(-1)
-    parts = flat[:n].split([term.numel() for term in terms])
-    _compat.foreach_copy_([part.view(x.shape) for part, x in zip(parts, terms, strict=True)], terms)
-    flat[n:].zero_()
-    delivery.start()
-    return PendingSum(terms, group, dtype, delivery)
+    pending = open_sum([term.shape for term in terms], terms[0].dtype, group, dtype, terms[0].device)
+    pending.fill(range(len(terms)), terms)
+    pending.start()
+    return pending

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, boxes
-from fsharding.mesh import Mesh, abstract, axis_group
+from fsharding.mesh import Group, Mesh, abstract, axis_group
 from fsharding.ops import bucket as buckets
-from fsharding.ops.rows import Empty, open_exchange, open_gather, start_sum, sum_pieces
+from fsharding.ops.bucket import Bucket
+from fsharding.ops.rows import Delivery, Empty, open_exchange, open_gather, open_sum, sum_pieces
 from fsharding.sharding import NamedSharding
 from fsharding.spec import PartitionSpec
 
@@ -130,6 +131,97 @@ def kinds(steps: Sequence[Step]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((step.kind, step.axes) for step in steps)
 
 
+def departs_in_rows(steps: Sequence[tuple[Step, ...]]) -> bool:
+    """Whether the first step of some leaves copies them to where they travel from, one by one."""
+    return bool(steps and steps[0] and steps[0][0].kind in ("scatter", "sum"))
+
+
+class Departure:
+    """A bucket that waits for its leaves, which may be put where they travel from as soon as they are there.
+
+    Args:
+        steps: as planned, for each leaf; of the same `kinds`.
+        shapes: the local shapes.
+        mesh: with devices.
+        wire_dtype: in which the first sum travels.
+        dtype: in which sums are taken, and of the result.
+        device: where buffers live.
+        wholes: `whole_sizes` of each leaf; needed when a step gathers.
+        empty: makes a flat buffer from a size and a dtype; by default a fresh one.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[tuple[Step, ...]],
+        shapes: Sequence[tuple[int, ...]],
+        mesh: Mesh,
+        *,
+        wire_dtype: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+        wholes: Sequence[tuple[int, ...]] = (),
+        empty: Empty | None = None,
+    ) -> None:
+        """Finds the memory for what `departs_in_rows`; nothing is sent."""
+        self._steps, self._shapes, self._mesh, self._wholes = steps, shapes, mesh, wholes
+        self._wire_dtype, self._dtype, self._device = wire_dtype, dtype, device
+        self._there: set[int] = set()
+        if not departs_in_rows(steps):
+            return
+        group = axis_group(mesh, steps[0][0].axes)
+        if steps[0][0].kind == "sum":
+            self._first = open_sum(shapes, wire_dtype, group, dtype, device)
+        else:
+            cuts = tuple((shape, s[0].dim) for shape, s in zip(shapes, steps, strict=True))
+            plan = buckets.plan_bucket(cuts, _sizes(mesh, steps[0][0].axes))
+            self._first = _Scatter(plan, group, open_exchange(plan.width, wire_dtype, group, device, empty), dtype)
+
+    def put(self, number: int, leaf: Tensor) -> None:
+        """Copies a leaf to where it travels from; only for what `departs_in_rows`."""
+        self._first.fill([number], [leaf])
+        self._there.add(number)
+
+    def start(self, leaves: Sequence[Tensor | None]) -> Transit:
+        """Starts.
+
+        Args:
+            leaves: local tensors in the source sharding; None counts as zeros, and for those that were put.
+        """
+        steps, mesh = self._steps, self._mesh
+        if not departs_in_rows(steps):
+            kind = self._wire_dtype if steps and steps[0] else self._dtype
+            values = [_zeros(x, s, kind, self._device) for x, s in zip(leaves, self._shapes, strict=True)]
+            return Transit(lambda into: move([x.to(self._dtype) for x in values], steps, mesh, self._wholes, into))
+        left = [i for i in range(len(leaves)) if i not in self._there]
+        self._first.fill(left, [leaves[i] for i in left])
+        self._first.start()
+        rest, later = [s[1:] for s in steps], [sizes[1:] for sizes in self._wholes]
+        return Transit(lambda into: move(self._first.wait_each(None if rest[0] else into), rest, mesh, later, into))
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    """An exchange of rows, of which each member sums those that are for it."""
+
+    plan: Bucket
+    group: Group
+    delivery: Delivery
+    dtype: torch.dtype
+
+    def fill(self, numbers: Sequence[int], leaves: Sequence[Tensor | None]) -> None:
+        slots = tuple(self.plan.slots[i] for i in numbers)
+        buckets.copy_in(leaves, self.delivery.mine, replace(self.plan, slots=slots))
+
+    def start(self) -> None:
+        self.delivery.start()
+
+    def wait_each(self, into: Sequence[Tensor] | None) -> list[Tensor]:
+        cut = functools.partial(buckets.piece_views, bucket=self.plan, member=self.group.index)
+        mine = sum_pieces(self.delivery.wait(), cut, self.group.terms, self.dtype, into)
+        self.delivery.done()
+        return mine
+
+
 def start(
     leaves: Sequence[Tensor | None],
     steps: Sequence[tuple[Step, ...]],
@@ -142,42 +234,11 @@ def start(
     wholes: Sequence[tuple[int, ...]] = (),
     empty: Empty | None = None,
 ) -> Transit:
-    """Starts a bucket on its steps.
-
-    Args:
-        leaves: local tensors in the source sharding; None counts as zeros.
-        steps: as planned, for each leaf; of the same `kinds`.
-        shapes: the local shapes.
-        mesh: with devices.
-        wire_dtype: in which the first sum travels.
-        dtype: in which sums are taken, and of the result.
-        device: where buffers live.
-        wholes: `whole_sizes` of each leaf; needed when a step gathers.
-        empty: makes a flat buffer from a size and a dtype; by default a fresh one.
-    """
-    if not steps or not steps[0]:
-        return Transit(lambda into: [_zeros(x, s, dtype, device) for x, s in zip(leaves, shapes, strict=True)])
-    first, rest, later = steps[0][0], [s[1:] for s in steps], [sizes[1:] for sizes in wholes]
-    group = axis_group(mesh, first.axes)
-    if first.kind == "scatter":
-        cut = tuple((shape, s[0].dim) for shape, s in zip(shapes, steps, strict=True))
-        plan = buckets.plan_bucket(cut, _sizes(mesh, first.axes))
-        delivery = open_exchange(plan.width, wire_dtype, group, device, empty)
-        buckets.copy_in(leaves, delivery.mine, plan)
-        delivery.start()
-
-        def finish(into: Sequence[Tensor] | None) -> list[Tensor]:
-            cut = functools.partial(buckets.piece_views, bucket=plan, member=group.index)
-            mine = sum_pieces(delivery.wait(), cut, group.terms, dtype, None if rest[0] else into)
-            delivery.done()
-            return move(mine, rest, mesh, later, into)
-
-        return Transit(finish)
-    values = [_zeros(x, s, wire_dtype, device) for x, s in zip(leaves, shapes, strict=True)]
-    if first.kind != "sum":
-        return Transit(lambda into: move([x.to(dtype) for x in values], steps, mesh, wholes, into))
-    total = start_sum(values, group, dtype)
-    return Transit(lambda into: move(total.wait_each(None if rest[0] else into), rest, mesh, later, into))
+    """Starts a bucket whose leaves are all there: see `Departure`."""
+    departure = Departure(
+        steps, shapes, mesh, wire_dtype=wire_dtype, dtype=dtype, device=device, wholes=wholes, empty=empty
+    )
+    return departure.start(leaves)
 
 
 def _zeros(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ A bucket is (dtype, data axes) on the way in, and (steps, dtypes) on the way bac
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,10 @@ from fsharding.ops.transition import Step
 from fsharding.sharding import NamedSharding
 from fsharding.spec import P
 
-__all__ = ["Gathering", "Goal", "LeafPlan", "Place", "Reducing", "UnitPlan", "plan_unit", "unreduced", "whole"]
+__all__ = ["Early", "Gathering", "Goal", "LeafPlan", "Place", "Reducing", "UnitPlan", "plan_unit", "unreduced", "whole"]
+
+_LARGE = 1 << 16
+"""Elements of a gradient from which on it is worth a call of its own to let it go early."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,14 @@ class Reducing:
     held_wire_dtype: torch.dtype
 
 
+class Early(NamedTuple):
+    """A leaf whose gradient is taken as soon as it is complete: its number, its reduction, and its place in that."""
+
+    leaf: int
+    reduction: int
+    place: int
+
+
 @dataclass(frozen=True)
 class UnitPlan:
     """Everything static about a unit.
@@ -112,19 +124,29 @@ class UnitPlan:
         gathers: what is gathered or cast.
         aliases: leaves that are whole already, with the dtype in which they are used.
         reductions: what is reduced.
+        early: large leaves of these, one by one.
     """
 
     mesh: Mesh
     gathers: tuple[Gathering, ...]
     aliases: tuple[tuple[int, torch.dtype], ...]
     reductions: tuple[Reducing, ...]
+    early: tuple[Early, ...]
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_unit(leaves: tuple[LeafPlan, ...]) -> UnitPlan:
     """Sorts the leaves of a unit into buckets."""
     gathers, aliases = _plan_gathers(leaves)
-    return UnitPlan(leaves[0].sharding.mesh, gathers, aliases, _plan_reductions(leaves))
+    reductions = _plan_reductions(leaves)
+    early = tuple(
+        Early(leaf, number, place)
+        for number, r in enumerate(reductions)
+        if transition.departs_in_rows(r.before)
+        for place, (leaf, shape) in enumerate(zip(r.leaves, r.shapes, strict=True))
+        if math.prod(shape) >= _LARGE
+    )
+    return UnitPlan(leaves[0].sharding.mesh, gathers, aliases, reductions, early)
 
 
 def whole(sharding: NamedSharding) -> NamedSharding:
