@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,13 @@ __all__ = ["Landing"]
 
 _LARGE = 1 << 18
 """Elements of a gradient from which on its memory is worth keeping."""
+
+
+class _UnderWay(NamedTuple):
+    """A reduction: whether it has come, and what is left to do then."""
+
+    come: Callable[[], bool]
+    finish: Callable[[], None]
 
 
 class Landing:
@@ -59,7 +67,7 @@ class Landing:
         self._written: dict[int, set[int | None]] = {}
         self._taken: dict[int, set[int | None]] = {}
         self._departing: dict[tuple[Hashable, int], transition.Departure] = {}
-        self._under_way: list[Callable[[], None]] = []
+        self._under_way: list[_UnderWay] = []
 
     @torch.no_grad()
     def put(self, unit: Hashable, plan: UnitPlan, early: Early, grad: Tensor) -> None:
@@ -74,6 +82,7 @@ class Landing:
         with _compat.region("scatter"):
             departure = self._departing.get((unit, early.reduction))
             if departure is None:
+                self.settle(wait=False)
                 departure = self._departure(plan, plan.reductions[early.reduction])
                 self._departing[unit, early.reduction] = departure
             departure.put(early.place, grad)
@@ -94,12 +103,11 @@ class Landing:
                 first = departure.start([grads[i] for i in r.leaves])
                 self._under_way.append(self._reduced(plan, r, [places[i] for i in r.leaves], first))
 
-    def settle(self) -> None:
-        """Finishes the reductions under way."""
+    def settle(self, *, wait: bool = True) -> None:
+        """Finishes the reductions under way, or those that have come; in their order, of which sums depend."""
         with _compat.region("scatter"):
-            for finish in self._under_way:
-                finish()
-        self._under_way.clear()
+            while self._under_way and (wait or self._under_way[0].come()):
+                self._under_way.pop(0).finish()
 
     def _departure(self, plan: UnitPlan, r: Reducing) -> transition.Departure:
         return transition.Departure(
@@ -107,12 +115,10 @@ class Landing:
             wholes=r.wholes_before, empty=self._empty,
         )  # fmt: skip
 
-    def _reduced(
-        self, plan: UnitPlan, r: Reducing, places: Sequence[Place], first: transition.Transit
-    ) -> Callable[[], None]:
+    def _reduced(self, plan: UnitPlan, r: Reducing, places: Sequence[Place], first: transition.Transit) -> _UnderWay:
         """What is left to do when the first steps of a reduction have been started."""
         if not r.after[0]:
-            return lambda: self._land(places, first)
+            return _UnderWay(first.come, lambda: self._land(places, first))
 
         def second() -> transition.Transit:
             terms = self._add_to_held(places, first.finish())
@@ -122,9 +128,9 @@ class Landing:
             )  # fmt: skip
 
         if r.before[0]:
-            return lambda: self._land(places, second())
+            return _UnderWay(lambda: False, lambda: self._land(places, second()))
         under_way = second()
-        return lambda: self._land(places, under_way)
+        return _UnderWay(under_way.come, lambda: self._land(places, under_way))
 
     def _add_to_held(self, places: Sequence[Place], terms: list[Tensor]) -> list[Tensor]:
         """Adds terms to what is held for their places; a leaf that comes more than once takes it along once."""
@@ -223,3 +229,9 @@ class Landing:
             if leaf is not None and goal is not None:
                 self._carry_over(i, leaf, goal)
         return list(self._out)
+
+    def close(self) -> None:
+        """Lets all gradients go, and what they travel in."""
+        self._out.clear()
+        self._departing.clear()
+        self._under_way.clear()

@@ -239,6 +239,7 @@ class Ledger:
         self._watched.clear()
         self._places.clear()
         self._current = None
+        self.landing.close()
         if self._owns_pool:
             self._pool.close()
 

@@ -112,17 +112,29 @@ class Pipes:
         until = time.monotonic() + timeout.total_seconds()
         for member in self._members:
             while (channel, member, number) not in self._kept:
-                self._take(member, until)
+                if not self._take(member, max(until - time.monotonic(), 0)):
+                    text = f"Timed out waiting for a note of process {self._pids[member]} (member {member})."
+                    raise MemberError(text, member)
         return {member: self._kept.pop((channel, member, number)) for member in self._members}
 
-    def _take(self, member: int, until: float) -> None:
-        """Takes what a member has sent, at least one note."""
+    def come(self, channel: int, number: int) -> bool:
+        """Whether `receive` would not have to wait.
+
+        Raises:
+            MemberError: a member is gone.
+        """
+        for member in self._members:
+            while (channel, member, number) not in self._kept:
+                if not self._take(member, 0.0):
+                    return False
+        return True
+
+    def _take(self, member: int, seconds: float) -> bool:
+        """Takes what a member has sent, at least one note; False where nothing comes in so many seconds."""
         poll = select.poll()
         poll.register(self._read[member], select.POLLIN)
-        left = until - time.monotonic()
-        if not poll.poll(max(left, 0) * 1000):
-            text = f"Timed out waiting for a note of process {self._pids[member]} (member {member})."
-            raise MemberError(text, member)
+        if not poll.poll(seconds * 1000):
+            return False
         # A write of a whole note is atomic, so there are whole notes here, or nothing and nobody.
         data = os.read(self._read[member], 64 * self._note.size)
         if not data:
@@ -130,6 +142,7 @@ class Pipes:
         for channel, *note in self._note.iter_unpack(data):
             self._kept[channel, member, self._taken[channel, member]] = tuple(note)
             self._taken[channel, member] += 1
+        return True
 
 
 def _close(ends: set[int]) -> None:

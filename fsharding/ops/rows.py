@@ -65,6 +65,10 @@ class Delivery(Protocol):
         """
         ...
 
+    def come(self) -> bool:
+        """Whether `wait` would return at once, with rows or with an error."""
+        ...
+
     def done(self) -> None:
         """The rows have been read. After a failure it may come without `wait`."""
         ...
@@ -83,6 +87,9 @@ class _Sent:
     def wait(self, timeout: timedelta | None = None) -> Rows:
         self._pending.wait(timeout)
         return self._rows
+
+    def come(self) -> bool:
+        return self._pending.come()
 
     def done(self) -> None:
         pass
@@ -105,6 +112,9 @@ class _Shown:
         assert self._posted is not None
         found = [buffer.view(self.mine.dtype).view(self.mine.shape) for buffer in self._posted.wait(timeout)]
         return found if self._row is None else [rows[self._row] for rows in found]
+
+    def come(self) -> bool:
+        return self._posted is not None and self._posted.come()
 
     def done(self) -> None:
         if self._posted is not None:
@@ -235,6 +245,11 @@ class PendingSum:
         """Sends the terms, which must not change from here."""
         if self.delivery is not None:
             self.delivery.start()
+
+    def come(self) -> bool:
+        """Whether there is nothing to wait for."""
+        at_once = sums_at_once(_count(self.terms), self.group.size)
+        return self.delivery is None or (at_once and self.delivery.come())
 
     def wait_each(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The sum of each term, in its shape, on every member.

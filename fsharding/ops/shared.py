@@ -221,6 +221,13 @@ class _Notes:
                 self._come = self._channel.members.pipes.receive(self._channel.number, self._number, limit)
         return self._come
 
+    def come(self) -> bool:
+        """Whether `wait` would return at once. Raises as that does."""
+        if self._come is not None:
+            return True
+        with _naming(self._group):
+            return self._channel.members.pipes.come(self._channel.number, self._number)
+
 
 def _map_from(member: int, note: Sequence[int], group: Group) -> blocks.Mapping:
     """What a member's note says where it is."""
@@ -257,6 +264,10 @@ class Posted:
             self._unsigned.append((mapping.head, note[-1]))
             buffers[member] = mapping.data[: self._mine.numel()]
         return buffers
+
+    def come(self) -> bool:
+        """Whether `wait` would return at once. Raises as that does."""
+        return self._notes.come()
 
     def sign(self) -> None:
         """The buffers have been read, and may be written again."""

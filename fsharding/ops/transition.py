@@ -113,9 +113,11 @@ class Transit:
 
     Attributes:
         rest: what `finish` does.
+        come: whether that has nothing to wait for, and nothing more to send.
     """
 
     rest: Callable[[Sequence[Tensor] | None], list[Tensor]]
+    come: Callable[[], bool]
 
     def finish(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Waits, does what is left, returns the local tensors in the target sharding.
@@ -191,12 +193,16 @@ class Departure:
         if not departs_in_rows(steps):
             kind = self._wire_dtype if steps and steps[0] else self._dtype
             values = [_zeros(x, s, kind, self._device) for x, s in zip(leaves, self._shapes, strict=True)]
-            return Transit(lambda into: move([x.to(self._dtype) for x in values], steps, mesh, self._wholes, into))
+            cast = [x.to(self._dtype) for x in values]
+            return Transit(lambda into: move(cast, steps, mesh, self._wholes, into), lambda: False)
         left = [i for i in range(len(leaves)) if i not in self._there]
         self._first.fill(left, [leaves[i] for i in left])
         self._first.start()
-        rest, later = [s[1:] for s in steps], [sizes[1:] for sizes in self._wholes]
-        return Transit(lambda into: move(self._first.wait_each(None if rest[0] else into), rest, mesh, later, into))
+        first, rest, later = self._first, [s[1:] for s in steps], [sizes[1:] for sizes in self._wholes]
+        return Transit(
+            lambda into: move(first.wait_each(None if rest[0] else into), rest, mesh, later, into),
+            lambda: not rest[0] and first.come(),
+        )
 
 
 @dataclass(frozen=True)
@@ -214,6 +220,9 @@ class _Scatter:
 
     def start(self) -> None:
         self.delivery.start()
+
+    def come(self) -> bool:
+        return self.delivery.come()
 
     def wait_each(self, into: Sequence[Tensor] | None) -> list[Tensor]:
         cut = functools.partial(buckets.piece_views, bucket=self.plan, member=self.group.index)

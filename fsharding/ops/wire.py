@@ -78,6 +78,10 @@ class Pending:
     peers: tuple[tuple[int, ...], ...] = ((),)
     limit: timedelta | None = None
 
+    def come(self) -> bool:
+        """Whether `wait` would return at once, or raise."""
+        return all(work.is_completed() for work in self.works)
+
     def wait(self, timeout: timedelta | None = None) -> None:
         """Returns when the buffers are ready.
 
