@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,10 +24,23 @@ from fsharding.ops.transition import Step
 from fsharding.sharding import NamedSharding
 from fsharding.spec import P
 
-__all__ = ["Early", "Gathering", "Goal", "LeafPlan", "Place", "Reducing", "UnitPlan", "plan_unit", "unreduced", "whole"]
+__all__ = [
+    "Early", "Gathering", "Goal", "LeafPlan", "Place", "Reducing", "UnitPlan", "early_from", "plan_unit", "unreduced",
+    "whole",
+]  # fmt: skip
 
-_LARGE = 1 << 16
+_large: ContextVar[int] = ContextVar("fsharding_large", default=1 << 16)
 """Elements of a gradient from which on it is worth a call of its own to let it go early."""
+
+
+@contextmanager
+def early_from(elements: int) -> Generator[None]:
+    """Has gradients of so many elements taken as soon as they are complete, inside the `with` block."""
+    token = _large.set(elements)
+    try:
+        yield
+    finally:
+        _large.reset(token)
 
 
 @dataclass(frozen=True)
@@ -134,9 +150,13 @@ class UnitPlan:
     early: tuple[Early, ...]
 
 
-@functools.lru_cache(maxsize=1024)
 def plan_unit(leaves: tuple[LeafPlan, ...]) -> UnitPlan:
     """Sorts the leaves of a unit into buckets."""
+    return _plan_unit(leaves, _large.get())
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_unit(leaves: tuple[LeafPlan, ...], large: int) -> UnitPlan:
     gathers, aliases = _plan_gathers(leaves)
     reductions = _plan_reductions(leaves)
     early = tuple(
@@ -144,7 +164,7 @@ def plan_unit(leaves: tuple[LeafPlan, ...]) -> UnitPlan:
         for number, r in enumerate(reductions)
         if transition.departs_in_rows(r.before)
         for place, (leaf, shape) in enumerate(zip(r.leaves, r.shapes, strict=True))
-        if math.prod(shape) >= _LARGE
+        if math.prod(shape) >= large
     )
     return UnitPlan(leaves[0].sharding.mesh, gathers, aliases, reductions, early)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding.ops import wire
+from fsharding.ops.unit import early_from
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 
 # torch says at length that `full_tensor` gathers axis by axis.
@@ -47,6 +48,7 @@ class Case(NamedTuple):
     policy: str
     donate: bool
     wires: str
+    early: int  # elements of a gradient from which on it is taken before its unit is left
 
 
 @st.composite
@@ -72,6 +74,7 @@ def cases(draw):
         policy=draw(st.sampled_from(sorted(fs.policies.POLICIES))),
         donate=draw(st.booleans()),
         wires=draw(st.sampled_from(["auto", "native", "p2p", "exchange"])),
+        early=draw(st.sampled_from([1, 20, 1 << 16])),
     )
 
 
@@ -154,7 +157,7 @@ def train(case, strategies):
         state = fs.init_state(lambda key, draws=draws: draws, opt, fs.random.key(0), layout)
         step = fs.make_train_step(loss_of(case), opt, microbatches=case.microbatches, donate=case.donate)
         losses, norms = [], []
-        with fs.recording() as seen, wire.algorithm(case.wires):
+        with fs.recording() as seen, wire.algorithm(case.wires), early_from(case.early):
             for batch in batches(case):
                 state, metrics = step(state, {name: x.chunk(case.ranks)[rank] for name, x in batch.items()})
                 losses.append(metrics.loss.item())
@@ -197,7 +200,7 @@ EXAMPLES = max(settings.default.max_examples * 3 // 10, 1)
 # Rows of a stack that do not begin where a fresh tensor would: kernels may take another path there.
 UNALIGNED = Case(
     ranks=2, axes={"dp": 2}, strategy=fs.zero(0), microbatches=1, rows=1, widths=(1, 5), stacked=2, scalar=False, frozen=(),
-    optimizer="sgd", clip=0.01, policy="save_except_gathered", donate=False, wires="auto",
+    optimizer="sgd", clip=0.01, policy="save_except_gathered", donate=False, wires="auto", early=1,
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import gc
 import io
 import zipfile
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,34 @@ def test_a_change_in_place_shows_in_the_version():
     assert _compat.version_of(x + 1) == before
     x[1:].add_(1)
     assert _compat.version_of(x) == before + 1
+
+
+def test_a_node_that_is_visited_first_comes_before_those_behind_it():
+    order = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, name):
+            ctx.name = name
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            order.append(ctx.name)
+            return grads[0], None
+
+    def visited(first):
+        order.clear()
+        x, w = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
+        weight: Any = Node.apply(w, "weight")
+        if first:
+            _compat.visit_first(weight.grad_fn)
+        hidden: Any = Node.apply(x, "layer")
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.grad((hidden @ weight).sum(), [x, w])
+        return list(order)
+
+    assert (visited(True), visited(False)) == (["weight", "layer"], ["layer", "weight"])
 
 
 def test_storage_users_counts_who_holds_it():
