@@ -7,6 +7,7 @@ Laws: at most two units are alive at once, none after the step; every gather and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -75,7 +76,9 @@ class Ledger:
         self.anchor = torch.zeros((), requires_grad=True)
         self._pool, self._owns_pool = pool or Pool(), pool is None
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
-        self.landing = Landing(leaves, goals, held, self.take, self._device, memory)
+        # Not self.take: what refers to itself is there until Python looks for such things.
+        empty = functools.partial(self._pool.take, device=self._device)
+        self.landing = Landing(leaves, goals, held, empty, self._device, memory)
         self._units: list[Unit] = []
         self._back: int | None = None
         self._places: dict[int, tuple[Tensor, Place]] = {}

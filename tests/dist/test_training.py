@@ -22,6 +22,7 @@ from fsharding.ledger import current_ledger
 from fsharding.mesh import data_position
 from fsharding.ops import wire
 from fsharding.ops.pool import Pool
+from fsharding.ops.unit import early_from
 from fsharding.precision import LossScale, Precision
 from fsharding.sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
@@ -1057,6 +1058,36 @@ def test_at_most_two_units_are_alive_and_none_after_the_step(policy):
         for _, taken, left in run_ranks(storages, ranks, strategy, axes, policy, 3, False):
             assert taken > 2 * UNITS
             assert left == 0, "the pool itself must go with the step"
+
+
+def garbage(strategy, precision):
+    """Tensors of a step that only Python's search for circles finds, and the most units that were alive in it."""
+    mesh, opt = mesh_of(DP), optimizer("adamw")
+    layout = fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
+    state = fs.init_state(MODEL, opt, fs.random.key(0), layout)
+    step, (batch,) = fs.make_train_step(MODEL, opt, microbatches=2), batches(1, mesh)
+    with early_from(1):
+        state, _ = step(state, batch)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            with fs.recording() as seen:
+                step(state, batch)
+            gc.collect()
+            return sum(isinstance(x, torch.Tensor) for x in gc.garbage), max(counts.peak_units for counts in seen)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+
+@pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_a_step_leaves_nothing_for_the_garbage_collector(level, precision):
+    for left, units in run_ranks(garbage, 2, fs.zero(level), precision):
+        assert left == 0
+        assert units == (2 if level == 3 else 0), "also where ranks share memory"
 
 
 def communicated(strategy, axes, policy):
