@@ -79,12 +79,12 @@ class Landing:
             early: which leaf.
             grad: complete, whole.
         """
+        departure = self._departing.get((unit, early.reduction))
+        if departure is None:
+            self.settle(wait=False)
+            departure = self._departure(plan, plan.reductions[early.reduction])
+            self._departing[unit, early.reduction] = departure
         with _compat.region("scatter"):
-            departure = self._departing.get((unit, early.reduction))
-            if departure is None:
-                self.settle(wait=False)
-                departure = self._departure(plan, plan.reductions[early.reduction])
-                self._departing[unit, early.reduction] = departure
             departure.put(early.place, grad)
 
     def reduce(self, unit: Hashable, plan: UnitPlan, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:

@@ -48,11 +48,13 @@ def gather_unit(
         then: the unit that will be gathered next; its communication starts now, under what this one computes.
 
     Returns:
-        The same tree of plain tensors, whole over the data axes.
+        The same tree of plain tensors, whole over the data axes. They are values, in memory that ranks of one machine
+        share: somebody who wants others makes new ones.
 
     Raises:
         ConfigError: a policy that is none.
-        TransformError: DTensors went through a torch.func transform, or a node does not hold what it says.
+        TransformError: DTensors went through a torch.func transform, or a node does not hold what it says; or, when the
+            unit is let go, its weights were written in place.
     """
     check_policy("fs.gather_unit", policy)
     nodes, spec = flying("fs.gather_unit", unit)

@@ -53,6 +53,7 @@ class Block:
         mapping: of this process, which made it.
         used: bytes that were asked for.
         readers: processes that sign for what was posted last, by their slots in the head.
+        keeper: for whom it was reserved; None when it was not, or is used.
     """
 
     def __init__(self, size: int) -> None:
