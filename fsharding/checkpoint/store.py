@@ -138,7 +138,8 @@ def partial_of(target: Path) -> Path:
 def _locked(folder: Path, target: Path) -> int:
     """Makes a directory and locks it. The lock is the kernel's and goes with the process, however that ends."""
     while True:
-        folder.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # not exist_ok, which looks again, and may find it gone meanwhile
+            folder.mkdir()
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:  # another save was just done with it

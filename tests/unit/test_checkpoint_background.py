@@ -216,6 +216,21 @@ def test_two_processes_that_write_one_target(tmp_path):
     assert int(ck.load(target, planned()).step) in (1, 2)
 
 
+def test_a_directory_that_goes_while_it_is_looked_at(tmp_path, monkeypatch):
+    """Another save has it when this one would make it, and is done with it right after that."""
+    real, times = os.mkdir, []
+
+    def mkdir(path, *args, **kwargs):
+        if str(path).endswith(".a.partial") and not times:
+            times.append(path)
+            raise FileExistsError(path)
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    ck.save(tmp_path / "a", at_step(4))
+    assert times and os.listdir(tmp_path) == ["a"]
+
+
 def test_a_lock_ends_with_its_holder(tmp_path):
     partial = store.Partial(tmp_path / "a")
     (partial.folder / "half").write_text("x")
