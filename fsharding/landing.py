@@ -122,10 +122,11 @@ class Landing:
 
         def second() -> transition.Transit:
             terms = self._add_to_held(places, first.finish())
-            return transition.start(
-                terms, r.after, [tuple(x.shape) for x in terms], plan.mesh, wire_dtype=r.held_wire_dtype,
-                dtype=r.dtype, device=self._device, wholes=r.wholes_after, empty=self._empty,
+            departure = transition.Departure(
+                r.after, [tuple(x.shape) for x in terms], plan.mesh, wire_dtype=r.held_wire_dtype, dtype=r.dtype,
+                device=self._device, wholes=r.wholes_after, empty=self._empty,
             )  # fmt: skip
+            return departure.start(terms)
 
         if r.before[0]:
             return _UnderWay(lambda: False, lambda: self._land(places, second()))

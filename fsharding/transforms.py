@@ -347,11 +347,11 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     for r in plan.reductions if plan else ():
         members = [chosen[i] for i in r.leaves]
         assert plan is not None
-        transit = transition.start(
-            [given[i] for i in members], r.before, r.shapes, plan.mesh, wire_dtype=r.wire_dtype, dtype=r.dtype,
-            device=given[members[0]].device, wholes=r.wholes_before,
+        departure = transition.Departure(
+            r.before, r.shapes, plan.mesh, wire_dtype=r.wire_dtype, dtype=r.dtype, device=given[members[0]].device,
+            wholes=r.wholes_before,
         )  # fmt: skip
-        for i, local in zip(members, transit.finish(), strict=True):
+        for i, local in zip(members, departure.start([given[i] for i in members]).finish(), strict=True):
             leaf = leaves[i]
             result[i] = like_leaf(leaf, local) if isinstance(leaf, DTensor) else replace(leaf, value=local)
     return tree.unflatten(spec, result)

@@ -22,7 +22,9 @@ from fsharding.ops.rows import Delivery, Empty, open_exchange, open_gather, open
 from fsharding.sharding import NamedSharding
 from fsharding.spec import PartitionSpec
 
-__all__ = ["Step", "Transit", "after", "kinds", "move", "plan_steps", "start", "whole_sizes"]
+__all__ = [
+    "Departure", "Step", "Transit", "after", "departs_in_rows", "kinds", "move", "plan_steps", "whole_sizes"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,25 +233,6 @@ class _Scatter:
         return mine
 
 
-def start(
-    leaves: Sequence[Tensor | None],
-    steps: Sequence[tuple[Step, ...]],
-    shapes: Sequence[tuple[int, ...]],
-    mesh: Mesh,
-    *,
-    wire_dtype: torch.dtype,
-    dtype: torch.dtype,
-    device: torch.device,
-    wholes: Sequence[tuple[int, ...]] = (),
-    empty: Empty | None = None,
-) -> Transit:
-    """Starts a bucket whose leaves are all there: see `Departure`."""
-    departure = Departure(
-        steps, shapes, mesh, wire_dtype=wire_dtype, dtype=dtype, device=device, wholes=wholes, empty=empty
-    )
-    return departure.start(leaves)
-
-
 def _zeros(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device) if x is None else x.to(dtype)
 
@@ -313,8 +296,8 @@ def move(
             x = current[0]
             shapes = [tuple(leaf.shape) for leaf in current]
             now = [(s[place],) for s in steps]
-            transit = start(current, now, shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype)
-            current = transit.finish(home)
+            departure = Departure(now, shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype)
+            current = departure.start(current).finish(home)
     return current
 
 

@@ -92,11 +92,11 @@ def landed(ranks, dtype):
         steps = [transition.plan_steps(source, fs.NamedSharding(mesh, spec)) for spec in cut]
 
         begin = functools.partial(
-            transition.start, leaves, steps, shapes, mesh, wire_dtype=dtype, dtype=torch.float32, device=CPU
+            transition.Departure, steps, shapes, mesh, wire_dtype=dtype, dtype=torch.float32, device=CPU
         )
-        plain = begin().finish()
+        plain = begin().start(leaves).finish()
         into = [torch.full_like(x, torch.nan) for x in plain]
-        found = begin().finish(into)
+        found = begin().start(leaves).finish(into)
         assert_bitwise_equal(found, plain)
         there.append(all(x is home for x, home in zip(found, into, strict=True)))
     return there
