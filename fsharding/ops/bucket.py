@@ -18,7 +18,7 @@ from torch import Tensor
 from fsharding import _compat, boxes
 
 __all__ = [
-    "Bucket", "Slot", "copy_in", "copy_out", "fill", "piece_views", "pieces_of_wholes", "plan_bucket", "whole_views"
+    "Bucket", "Slot", "copy_in", "copy_out", "fill", "piece_views", "pieces_of", "plan_bucket", "whole_views"
 ]  # fmt: skip
 
 _ALIGN = 64
@@ -117,12 +117,8 @@ def whole_views(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     return [flat[slot.start : slot.start + math.prod(slot.shape)].view(slot.shape) for slot in bucket.slots]
 
 
-def pieces_of_wholes(flat: Tensor, bucket: Bucket, member: int) -> list[Tensor]:
-    """The flat buffer as the pieces of one member, where they are in the whole leaves."""
-    return _pieces(whole_views(flat, bucket), bucket, member)
-
-
-def _pieces(leaves: Sequence[Tensor], bucket: Bucket, member: int) -> list[Tensor]:
+def pieces_of(leaves: Sequence[Tensor], bucket: Bucket, member: int) -> list[Tensor]:
+    """The pieces of one member, where they are in whole leaves."""
     return [
         leaf.narrow(slot.dim, slot.pieces[member][0], slot.pieces[member][1] - slot.pieces[member][0])
         for leaf, slot in zip(leaves, bucket.slots, strict=True)
@@ -163,14 +159,27 @@ def copy_out(rows: Tensor | Sequence[Tensor], flat: Tensor, bucket: Bucket) -> l
     return fill(rows, whole_views(flat, bucket), bucket)
 
 
-def fill(rows: Tensor | Sequence[Tensor], leaves: list[Tensor], bucket: Bucket) -> list[Tensor]:
-    """Puts gathered rows together in whole leaves, which are contiguous and of the same dtype, and returns these."""
-    if isinstance(rows, Tensor):
+def fill(
+    rows: Tensor | Sequence[Tensor], leaves: list[Tensor], bucket: Bucket, *, there: int | None = None
+) -> list[Tensor]:
+    """Puts gathered rows together in whole leaves.
+
+    Args:
+        rows: [members, width], or as many tensors [width].
+        leaves: contiguous, of the same dtype.
+        bucket: the plan of both.
+        there: a member whose pieces the leaves have already.
+
+    Returns:
+        The leaves.
+    """
+    if isinstance(rows, Tensor) and there is None:
         sources = [view for slot in bucket.slots for view in _row_views(rows, slot, bucket.width)]
         targets = [view for leaf, slot in zip(leaves, bucket.slots, strict=True) for view in _leaf_views(leaf, slot)]
     else:
-        sources = [piece for member, row in enumerate(rows) for piece in piece_views(row, bucket, member)]
-        targets = [piece for member in range(bucket.members) for piece in _pieces(leaves, bucket, member)]
+        members = [member for member in range(bucket.members) if member != there]
+        sources = [piece for member in members for piece in piece_views(rows[member], bucket, member)]
+        targets = [piece for member in members for piece in pieces_of(leaves, bucket, member)]
     _compat.foreach_copy_(targets, sources)
     return leaves
 

@@ -328,6 +328,8 @@ def _gather(
     if into is None:
         joined = buckets.copy_out(rows, _compat.fresh((plan.size,), leaves[0].dtype, leaves[0].device), plan)
     else:
-        joined = buckets.fill(rows, list(into), plan)
+        own = buckets.pieces_of(into, plan, group.index)
+        there = group.index if all(map(Tensor.is_set_to, own, leaves)) else None
+        joined = buckets.fill(rows, list(into), plan, there=there)
     delivery.done()
     return joined

@@ -82,7 +82,8 @@ class _Written:
         self._joint = Joint(bucket.size * dtype.itemsize, group)
         self.memory: object | None = self._joint.memory
         self._flat = self._joint.buffer.view(dtype)
-        _compat.foreach_copy_(buckets.pieces_of_wholes(self._flat, bucket, group.index), list(pieces))
+        wholes = buckets.whole_views(self._flat, bucket)
+        _compat.foreach_copy_(buckets.pieces_of(wholes, bucket, group.index), list(pieces))
         record_sent((group.size - 1) * bucket.width * dtype.itemsize, group.axes)
         self._joint.start()
 

@@ -2,11 +2,13 @@
 
 In: gradients, moments and main parameters cut alike. Out: updates to be added, and new moments.
 The kernel's last elements, past a multiple of its vector width, round differently: they go through a padded copy.
+It wants leaves without gaps; slices of larger ones are updated where they are, through a copy in the cache.
 Law: an element's update does not depend on where in a shard it stands, so all strategies agree bitwise.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,6 +40,9 @@ _VECTOR = 64
 
 _LARGE = 1 << 12
 """Elements of a leaf from which on its whole vectors are not worth a copy."""
+
+_CHUNK = 1 << 16
+"""Elements of a leaf with gaps that are copied at once: few enough for a core's cache."""
 
 
 class AdamState(NamedTuple):
@@ -143,6 +148,25 @@ def _fused(
 
 
 def _fused_alike(columns: Sequence[list[Tensor]], step: Tensor, settings: dict[str, float]) -> None:
+    """On leaves without gaps, and chunk by chunk on others, such as slices of leaves that are whole elsewhere."""
+    dense = [all(x.is_contiguous() for x in leaf) for leaf in zip(*columns, strict=True)]
+    _fused_dense([list(itertools.compress(column, dense)) for column in columns], step, settings)
+    for leaf, without_gaps in zip(zip(*columns, strict=True), dense, strict=True):
+        for chunk in () if without_gaps else zip(*map(_chunks, leaf), strict=True):
+            copies = [x.contiguous() for x in chunk]
+            _fused_dense([[x] for x in copies], step, settings)
+            for x, copy in zip(chunk, copies, strict=True):
+                if x is not copy:
+                    x.copy_(copy)
+
+
+def _chunks(x: Tensor) -> list[Tensor]:
+    """A leaf in order, cut along its first dims."""
+    rows = _CHUNK * x.shape[0] // max(x.numel(), 1)
+    return list(x.split(rows)) if rows else [chunk for row in x.unbind(0) for chunk in _chunks(row)]
+
+
+def _fused_dense(columns: Sequence[list[Tensor]], step: Tensor, settings: dict[str, float]) -> None:
     """On leaves of whole vectors where they are, so on the whole vectors of large ones, and on the rest in one copy."""
     sizes = [x.numel() for x in columns[0]]
     even = [i for i, n in enumerate(sizes) if n and n % _VECTOR == 0]

@@ -272,8 +272,8 @@ def like(values: Tree, local: Sequence[Tensor]) -> Tree:
 def in_place(*trees: Tree) -> list[list[Tensor]] | None:
     """The local tensors themselves of trees that a kernel can change as they stand, in order; a glance at each leaf.
 
-    None where it does not see that they have one structure, and contiguous leaves of one shape and dtype, cut alike:
-    DTensors with specs of their own, say.
+    None where it does not see that they have one structure, and leaves of one shape and dtype, cut alike: DTensors with
+    specs of their own, say.
     """
     first, spec = tree.flatten(trees[0])
     columns = [first]
@@ -283,8 +283,7 @@ def in_place(*trees: Tree) -> list[list[Tensor]] | None:
             return None
         columns.append(leaves)
     local = [[_compat.local_tensor(x) if isinstance(x, DTensor) else x for x in column] for column in columns]
-    simple = all(x.is_contiguous() and not x.requires_grad for column in local for x in column)
-    return local if simple else None
+    return None if any(x.requires_grad for column in local for x in column) else local
 
 
 def like_leaf(x: Tensor, local: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import operator
 import time
 
 import pytest
@@ -252,6 +253,22 @@ def test_copying_into_a_bucket_and_out_is_the_identity(case, dtype, strided):
         for piece, x, (shape, dim) in zip(buckets.piece_views(rows[member], plan, member), whole, leaves, strict=True):
             start, stop = boxes.nested_chunk(shape[dim], cut)
             assert_bitwise_equal(piece.contiguous(), x.narrow(dim, start, stop - start).contiguous())
+
+
+@given(bucketed(), st.booleans(), st.data())
+def test_pieces_that_are_there_are_not_copied(case, one_buffer, data):
+    leaves, sizes = case
+    plan = buckets.plan_bucket(leaves, sizes)
+    there, whole = data.draw(st.integers(0, plan.members - 1)), numbered(leaves)
+    rows = torch.empty(plan.members, plan.width)
+    buckets.copy_in(whole, rows, plan)
+    rows[there] = torch.nan
+    out = [torch.full_like(x, -1) for x in whole]
+    for piece, x in zip(*(buckets.pieces_of(leaf, plan, there) for leaf in (out, whole)), strict=True):
+        piece.copy_(x)
+    filled = buckets.fill(rows if one_buffer else list(rows), out, plan, there=there)
+    assert all(map(operator.is_, filled, out))
+    assert_bitwise_equal(out, whole)
 
 
 @given(bucketed())

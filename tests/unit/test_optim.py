@@ -166,6 +166,39 @@ def test_a_donated_step_of_adam_is_done_in_place_and_is_the_same(sharded):
     assert there and not moved
 
 
+SLICES = {
+    "blocks": ((5, 8, 64), (slice(None), slice(2, 6))),
+    "columns": ((300, 700), (slice(None), slice(100, 451))),
+    "far": ((3, 2, 70000), (slice(None), 1)),
+    "few": ((7, 9), (slice(None), slice(1, 4))),
+    "one": ((6, 4), (slice(None), 3)),
+    "none": ((4, 3), (slice(None), slice(2, 2))),
+}
+
+
+def test_a_donated_step_of_adam_on_slices_changes_them_and_nothing_else():
+    """Gaps within blocks and within rows, in pieces of less and of more than a chunk of whole vectors."""
+    shapes, cuts = ({name: case[i] for name, case in SLICES.items()} for i in range(2))
+    wide, opt = values(0, shapes), fs.adamw(0.1, weight_decay=0.1)
+    slices = {name: x[cuts[name]] for name, x in wide.items()}
+    grads = {name: x.sin().contiguous() for name, x in slices.items()}
+    before = fs.tree.map(torch.clone, wide)
+
+    def run(params, donate):
+        state = opt.init(params)
+        for _ in range(3):
+            gradients = fs.tree.map(torch.clone, grads)
+            params, state = optim.apply_gradients(opt, gradients, state, params, donate=donate, scale=0.5)
+        return params, state
+
+    pure = run(fs.tree.map(lambda x: x.clone(memory_format=torch.contiguous_format), slices), False)
+    donated = run(slices, True)
+    assert_bitwise_equal(fs.tree.map(lambda x: x.contiguous(), donated), pure)
+    for name, cut in cuts.items():
+        before[name][cut] = pure[0][name]
+    assert_bitwise_equal(wide, before)
+
+
 @pytest.mark.parametrize("how", [{"donate": False}, {"donate": True}], ids=["pure", "donated"])
 @pytest.mark.parametrize(
     "make",
