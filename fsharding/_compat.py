@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
     "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh",
-    "fused_adamw_", "group_timeout", "grouped_mm", "is_served_by_rank", "like_dtensor", "local_tensor",
+    "fused_adamw_", "group_timeout", "grouped_mm", "is_served_by_rank", "is_wanted", "like_dtensor", "local_tensor",
     "make_dtensor", "meshless_device_mesh", "packed", "reduce_scatter_flat", "region", "same_kind", "save_record",
     "save_without_data", "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm",
     "torch_pipeline_order", "unpack", "version_of", "visit_first",
@@ -165,6 +165,11 @@ def storage_users(storage_cdata: int) -> int:
 def visit_first(node: Node) -> None:
     """Backward visits a node of its graph as soon as it can, as it does with those that add to `.grad`."""
     node._set_sequence_nr(1 << 62)
+
+
+def is_wanted(node: Node) -> bool:
+    """Whether the backward that is running goes through a node, which is no leaf of its graph."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def region(name: str) -> AbstractContextManager[Any]:

@@ -57,6 +57,10 @@ class Keeper(Protocol):
         """Takes the gradient of one large leaf, before the unit is left."""
         ...
 
+    def put_product(self, unit: Unit, early: Early, left: Tensor, right: Tensor) -> bool:
+        """Computes the gradient of one large leaf, or a term of it, where it goes; or does not, and says so."""
+        ...
+
     def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Backward of a unit is over."""
         ...

@@ -77,15 +77,36 @@ class Landing:
             unit: whose leaf it is; `reduce` comes later, with the others.
             plan: of the unit.
             early: which leaf.
-            grad: complete, whole.
+            grad: whole, and complete but for what came as products.
         """
+        departure = self._open(unit, plan, early)
+        with _compat.region("scatter"):
+            departure.put(early.place, grad)
+
+    @torch.no_grad()
+    def put_product(self, unit: Hashable, plan: UnitPlan, early: Early, left: Tensor, right: Tensor) -> bool:
+        """Computes a gradient of a whole leaf, or a term of it, to where it travels from.
+
+        Args:
+            unit: as in `put`.
+            plan: of the unit.
+            early: which leaf.
+            left: the gradient is `left @ right`.
+            right: see there.
+
+        Returns:
+            Whether it did; else it is to be `put`.
+        """
+        return self._open(unit, plan, early).put_product(early.place, left, right)
+
+    def _open(self, unit: Hashable, plan: UnitPlan, early: Early) -> transition.Departure:
+        """The reduction that a gradient goes with, which waits for others of its unit."""
         departure = self._departing.get((unit, early.reduction))
         if departure is None:
             self.settle(wait=False)
             departure = self._departure(plan, plan.reductions[early.reduction])
             self._departing[unit, early.reduction] = departure
-        with _compat.region("scatter"):
-            departure.put(early.place, grad)
+        return departure
 
     def reduce(self, unit: Hashable, plan: UnitPlan, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
         """Finishes what is under way, and starts to reduce the gradients of a unit.
@@ -112,7 +133,7 @@ class Landing:
     def _departure(self, plan: UnitPlan, r: Reducing) -> transition.Departure:
         return transition.Departure(
             r.before, r.shapes, plan.mesh, wire_dtype=r.wire_dtype, dtype=r.dtype, device=self._device,
-            wholes=r.wholes_before, empty=self._empty,
+            wholes=r.wholes_before, large=r.large, empty=self._empty,
         )  # fmt: skip
 
     def _reduced(self, plan: UnitPlan, r: Reducing, places: Sequence[Place], first: transition.Transit) -> _UnderWay:

@@ -213,6 +213,10 @@ class Ledger:
         """Takes the gradient of one large leaf, before the unit is left."""
         self.landing.put(unit, unit.plan, early, grad)
 
+    def put_product(self, unit: Unit, early: Early, left: Tensor, right: Tensor) -> bool:
+        """Computes the gradient of one large leaf, or a term of it, where it goes; or does not, and says so."""
+        return self.landing.put_product(unit, unit.plan, early, left, right)
+
     def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Backward of a unit is over: drops its buffers and starts to reduce its gradients."""
         unit.release()

@@ -7,6 +7,7 @@ composed of differentiable collectives. Law: `<gather_unit(x), y> == <x, scatter
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -197,6 +198,9 @@ class _Large(Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, unit: Unit, early: Early) -> Tensor:
         ctx.unit, ctx.early = unit, early
+        steps = unit.plan.reductions[early.reduction].before[early.place]
+        if transition.takes_products(steps, unit.plan.mesh, whole.device):
+            ctx.put_product = functools.partial(unit.ledger.put_product, unit, early)
         ctx.set_materialize_grads(False)
         return whole.view_as(whole)
 

@@ -156,7 +156,8 @@ def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None
     )  # fmt: skip
     if c.shared:
         shared = params["shared"]
-        y_ND = y_ND + (F.silu(F.linear(x_ND, shared["gate"])) * F.linear(x_ND, shared["up"])) @ shared["down"]
+        hidden_NF = F.silu(ops.product(x_ND, shared["gate"], 1)) * ops.product(x_ND, shared["up"], 1)
+        y_ND = y_ND + ops.product(hidden_NF, shared["down"], 0)
     y_BTD = y_ND.view_as(x_BTD)
     return ops.leave(y_BTD, sequence_dim=sequence_dim) if cut else y_BTD, extra
 

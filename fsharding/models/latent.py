@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -90,8 +89,8 @@ class Latent:
         heads = params["q_up"].shape[0] // self.head_dim
         whole = heads == self.heads
         q_BTR, kv_BTR, turning_BTE = self._narrow(params, x_BTD, whole, how)
-        q_BHTE = rearrange(F.linear(q_BTR, params["q_up"]), "b t (h e) -> b h t e", h=heads)
-        kv_BHTE = rearrange(F.linear(kv_BTR, params["kv_up"]), "b t (h e) -> b h t e", h=heads)
+        q_BHTE = rearrange(ops.product(q_BTR, params["q_up"], 1), "b t (h e) -> b h t e", h=heads)
+        kv_BHTE = rearrange(ops.product(kv_BTR, params["kv_up"], 1), "b t (h e) -> b h t e", h=heads)
         at = positions_of(stream, q_BHTE.shape[2])
 
         def turned(y_BHTE: Tensor) -> Tensor:
@@ -111,8 +110,8 @@ class Latent:
         if how.sequence is not None:  # each rank of tp has other tokens, so gradients of what is whole are summed
             q_down, kv_down = ops.vary(q_down, "tp"), ops.vary(kv_down, "tp")
         sizes = (self.q_rank, self.kv_rank, self.rotary_dim)
-        kv_BTR, turning_BTE = F.linear(x_BTD, kv_down).split(sizes[1:], -1)
-        q_BTR = norm(params["q_norm"], F.linear(x_BTD, q_down), how)
+        kv_BTR, turning_BTE = ops.product(x_BTD, kv_down, 1).split(sizes[1:], -1)
+        q_BTR = norm(params["q_norm"], ops.product(x_BTD, q_down, 1), how)
         narrow = torch.cat((q_BTR, norm(params["kv_norm"], kv_BTR, how), turning_BTE), -1)
         return (narrow if whole else ops.enter(narrow, sequence_dim=how.sequence)).split(sizes, -1)
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding import ops, random
@@ -174,7 +173,7 @@ def columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, how: How) 
         how: static choices.
     """
     if whole:
-        return [F.linear(x_BTD, w) for w in weights]
+        return [ops.product(x_BTD, w, 1) for w in weights]
     return ops.column_linear(x_BTD, *weights, sequence_dim=how.sequence)
 
 
@@ -187,7 +186,7 @@ def rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, how: How) -> Tensor:
         whole: `tp` does not cut them.
         how: static choices.
     """
-    return x_BTF @ weight_FD if whole else ops.row_linear(x_BTF, weight_FD, sequence_dim=how.sequence)
+    return ops.product(x_BTF, weight_FD, 0) if whole else ops.row_linear(x_BTF, weight_FD, sequence_dim=how.sequence)
 
 
 def norm(scale_D: Tensor, x_BTD: Tensor, how: How) -> Tensor:

@@ -8,6 +8,7 @@ from fsharding.ops.linear import column_linear, enter, leave, row_linear, split_
 from fsharding.ops.loss import cross_entropy
 from fsharding.ops.moe import combine, dispatch, experts_swiglu
 from fsharding.ops.norm import rms_norm
+from fsharding.ops.product import product
 from fsharding.ops.rotary import LlamaScaling, YarnScaling, rotary, rotary_frequencies
 from fsharding.ops.routing import Routing, balance_loss, expert_counts, next_bias, route, tell_load, z_loss
 from fsharding.ops.sequence import cut_sequence, document_positions, positions
@@ -37,6 +38,7 @@ __all__ = [
     "plan_ring",
     "positions",
     "ppermute",
+    "product",
     "psum",
     "rms_norm",
     "rotary",

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding.boxes import chunk
 from fsharding.errors import SpecError, message
 from fsharding.mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather, psum, scatter, vary
+from fsharding.ops.product import product
 
 __all__ = ["column_linear", "enter", "leave", "row_linear", "split_parts"]
 
@@ -77,7 +77,7 @@ def column_linear(
         For each weight [..., F of this rank].
     """
     whole = enter(x_D, axis, sequence_dim=sequence_dim, mesh=mesh)
-    return tuple(F.linear(whole, w) for w in weights_FD)
+    return tuple(product(whole, w, 1) for w in weights_FD)
 
 
 def split_parts(
@@ -125,4 +125,4 @@ def row_linear(
     Raises:
         SpecError: as `leave`.
     """
-    return leave(x_F @ weight_FD, axis, sequence_dim=sequence_dim, mesh=mesh)
+    return leave(product(x_F, weight_FD, 0), axis, sequence_dim=sequence_dim, mesh=mesh)

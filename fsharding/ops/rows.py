@@ -28,6 +28,7 @@ __all__ = [
     "Empty",
     "PendingSum",
     "Rows",
+    "fill_terms",
     "is_read_in_place",
     "open_exchange",
     "open_gather",
@@ -221,6 +222,14 @@ def sum_pieces(
     return [sum_rows([piece[i] for piece in pieces], terms, dtype, out=out) for i, out in enumerate(into)]
 
 
+def fill_terms(homes: Sequence[Tensor], terms: Sequence[Tensor | None]) -> None:
+    """Copies tensors to where they belong; None counts as zeros."""
+    pairs = list(zip(homes, terms, strict=True))
+    _compat.foreach_zero_([home for home, x in pairs if x is None])
+    given = [(home, x) for home, x in pairs if x is not None]
+    _compat.foreach_copy_([home for home, _ in given], [x for _, x in given])
+
+
 @dataclass(frozen=True)
 class PendingSum:
     """A sum over a group: `fill`, `start`, wait; see `open_sum`.
@@ -234,12 +243,9 @@ class PendingSum:
     dtype: torch.dtype
     delivery: Delivery | None = None
 
-    def fill(self, numbers: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+    def fill(self, numbers: Sequence[int], leaves: Sequence[Tensor | None]) -> None:
         """Copies some of this rank's terms to where they travel from; None counts as zeros."""
-        pairs = [(self.terms[i], x) for i, x in zip(numbers, terms, strict=True)]
-        _compat.foreach_zero_([to for to, x in pairs if x is None])
-        given = [(to, x) for to, x in pairs if x is not None]
-        _compat.foreach_copy_([to for to, _ in given], [x for _, x in given])
+        fill_terms([self.terms[i] for i in numbers], leaves)
 
     def start(self) -> None:
         """Sends the terms, which must not change from here."""

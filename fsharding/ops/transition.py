@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, boxes
-from fsharding.mesh import Group, Mesh, abstract, axis_group
+from fsharding.mesh import Mesh, abstract, axis_group
 from fsharding.ops import bucket as buckets
-from fsharding.ops.bucket import Bucket
-from fsharding.ops.rows import Delivery, Empty, open_exchange, open_gather, open_sum, sum_pieces
+from fsharding.ops.rows import Empty, is_read_in_place, open_gather
+from fsharding.ops.terms import Shown, open_terms
 from fsharding.sharding import NamedSharding
 from fsharding.spec import PartitionSpec
 
 __all__ = [
-    "Departure", "Step", "Transit", "after", "departs_in_rows", "kinds", "move", "plan_steps", "whole_sizes"
+    "Departure", "Step", "Transit", "after", "departs_in_rows", "kinds", "move", "plan_steps", "takes_products",
+    "whole_sizes",
 ]  # fmt: skip
 
 
@@ -140,6 +141,18 @@ def departs_in_rows(steps: Sequence[tuple[Step, ...]]) -> bool:
     return bool(steps and steps[0] and steps[0][0].kind in ("scatter", "sum"))
 
 
+def takes_products(steps: Sequence[Step], mesh: Mesh, device: torch.device) -> bool:
+    """Whether a large leaf, which `departs_in_rows`, can be computed where it travels from. Collective the first time.
+
+    Args:
+        steps: of the leaf.
+        mesh: with devices.
+        device: where the leaf lives.
+    """
+    group = axis_group(mesh, steps[0].axes)
+    return is_read_in_place(1, group, device) and (steps[0].kind == "scatter" or group.size == 2)
+
+
 class Departure:
     """A bucket that waits for its leaves, which may be put where they travel from as soon as they are there.
 
@@ -151,6 +164,7 @@ class Departure:
         dtype: in which sums are taken, and of the result.
         device: where buffers live.
         wholes: `whole_sizes` of each leaf; needed when a step gathers.
+        large: leaves are worth being taken one by one.
         empty: makes a flat buffer from a size and a dtype; by default a fresh one.
     """
 
@@ -164,6 +178,7 @@ class Departure:
         dtype: torch.dtype,
         device: torch.device,
         wholes: Sequence[tuple[int, ...]] = (),
+        large: bool = False,
         empty: Empty | None = None,
     ) -> None:
         """Finds the memory for what `departs_in_rows`; nothing is sent."""
@@ -172,18 +187,36 @@ class Departure:
         self._there: set[int] = set()
         if not departs_in_rows(steps):
             return
-        group = axis_group(mesh, steps[0][0].axes)
-        if steps[0][0].kind == "sum":
-            self._first = open_sum(shapes, wire_dtype, group, dtype, device)
-        else:
-            cuts = tuple((shape, s[0].dim) for shape, s in zip(shapes, steps, strict=True))
-            plan = buckets.plan_bucket(cuts, _sizes(mesh, steps[0][0].axes))
-            self._first = _Scatter(plan, group, open_exchange(plan.width, wire_dtype, group, device, empty), dtype)
+        axes = steps[0][0].axes
+        dims = [s[0].dim for s in steps] if steps[0][0].kind == "scatter" else []
+        self._first = open_terms(
+            shapes, dims, _sizes(mesh, axes), axis_group(mesh, axes),
+            wire_dtype=wire_dtype, dtype=dtype, device=device, large=large, empty=empty,
+        )  # fmt: skip
 
     def put(self, number: int, leaf: Tensor) -> None:
-        """Copies a leaf to where it travels from; only for what `departs_in_rows`."""
-        self._first.fill([number], [leaf])
-        self._there.add(number)
+        """Copies a leaf to where it travels from, or adds it to what is there; only for what `departs_in_rows`."""
+        if number in self._there:
+            assert isinstance(self._first, Shown)
+            self._first.homes[number].add_(leaf)
+        else:
+            self._first.fill([number], [leaf])
+            self._there.add(number)
+
+    def put_product(self, number: int, left: Tensor, right: Tensor) -> bool:
+        """Computes `left @ right`, which is a leaf or a part of its sum, to where it travels from.
+
+        Returns:
+            Whether it did; what `takes_products` does not say, or in another dtype, is to be `put`.
+        """
+        if not isinstance(self._first, Shown) or self._first.homes[number].dtype != left.dtype:
+            return False
+        if number in self._there:
+            self._first.homes[number].add_(left.mm(right))
+        else:
+            torch.mm(left, right, out=self._first.homes[number])
+            self._there.add(number)
+        return True
 
     def start(self, leaves: Sequence[Tensor | None]) -> Transit:
         """Starts.
@@ -205,32 +238,6 @@ class Departure:
             lambda into: move(first.wait_each(None if rest[0] else into), rest, mesh, later, into),
             lambda: not rest[0] and first.come(),
         )
-
-
-@dataclass(frozen=True)
-class _Scatter:
-    """An exchange of rows, of which each member sums those that are for it."""
-
-    plan: Bucket
-    group: Group
-    delivery: Delivery
-    dtype: torch.dtype
-
-    def fill(self, numbers: Sequence[int], leaves: Sequence[Tensor | None]) -> None:
-        slots = tuple(self.plan.slots[i] for i in numbers)
-        buckets.copy_in(leaves, self.delivery.mine, replace(self.plan, slots=slots))
-
-    def start(self) -> None:
-        self.delivery.start()
-
-    def come(self) -> bool:
-        return self.delivery.come()
-
-    def wait_each(self, into: Sequence[Tensor] | None) -> list[Tensor]:
-        cut = functools.partial(buckets.piece_views, bucket=self.plan, member=self.group.index)
-        mine = sum_pieces(self.delivery.wait(), cut, self.group.terms, self.dtype, into)
-        self.delivery.done()
-        return mine
 
 
 def _zeros(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

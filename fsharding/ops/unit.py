@@ -110,6 +110,7 @@ class Reducing:
         dtype: of sums.
         wire_dtype: of terms that come out of backward.
         held_wire_dtype: of terms that come out of what is held.
+        large: some leaf is so large that its gradient is taken as soon as it is complete.
     """
 
     leaves: tuple[int, ...]
@@ -121,6 +122,7 @@ class Reducing:
     dtype: torch.dtype
     wire_dtype: torch.dtype
     held_wire_dtype: torch.dtype
+    large: bool
 
 
 class Early(NamedTuple):
@@ -158,11 +160,11 @@ def plan_unit(leaves: tuple[LeafPlan, ...]) -> UnitPlan:
 @functools.lru_cache(maxsize=1024)
 def _plan_unit(leaves: tuple[LeafPlan, ...], large: int) -> UnitPlan:
     gathers, aliases = _plan_gathers(leaves)
-    reductions = _plan_reductions(leaves)
+    reductions = _plan_reductions(leaves, large)
     early = tuple(
         Early(leaf, number, place)
         for number, r in enumerate(reductions)
-        if transition.departs_in_rows(r.before)
+        if r.large
         for place, (leaf, shape) in enumerate(zip(r.leaves, r.shapes, strict=True))
         if math.prod(shape) >= large
     )
@@ -205,7 +207,7 @@ def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], 
     return tuple(gathers), tuple(aliases)
 
 
-def _plan_reductions(leaves: tuple[LeafPlan, ...]) -> tuple[Reducing, ...]:
+def _plan_reductions(leaves: tuple[LeafPlan, ...], large: int) -> tuple[Reducing, ...]:
     found: dict[Any, list[int]] = {}
     routes: dict[int, tuple[NamedSharding, tuple[Step, ...], tuple[Step, ...]]] = {}
     for i, leaf in enumerate(leaves):
@@ -221,15 +223,18 @@ def _plan_reductions(leaves: tuple[LeafPlan, ...]) -> tuple[Reducing, ...]:
     def wholes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
         return transition.whole_sizes(source, steps, leaves[i].shape)
 
+    shapes = [whole(leaf.sharding).local_shape(leaf.shape) for leaf in leaves]
     return tuple(
         Reducing(
             tuple(members),
-            tuple(whole(leaves[i].sharding).local_shape(leaves[i].shape) for i in members),
+            tuple(shapes[i] for i in members),
             tuple(routes[i][1] for i in members),
             tuple(routes[i][2] for i in members),
             tuple(wholes(i, unreduced(leaves[i].sharding), routes[i][1]) for i in members),
             tuple(wholes(i, routes[i][0], routes[i][2]) for i in members),
             *dtypes,
+            large=transition.departs_in_rows([routes[i][1] for i in members])
+            and any(math.prod(shapes[i]) >= large for i in members),
         )
         for (_, _, *dtypes), members in found.items()
     )

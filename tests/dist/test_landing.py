@@ -10,6 +10,7 @@ import torch
 
 import fsharding as fs
 from fsharding.landing import Landing
+from fsharding.ops import wire
 from fsharding.ops.unit import early_from
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
@@ -62,3 +63,64 @@ def test_large_gradients_go_one_by_one(level, cut):
         assert none == ["reduce", "reduce"]
         # Of both units: the last layer's first, one alive at a time, and that of the first when all have used it.
         assert events == [*((leaf, 1) for leaf in (3, 2, 1, 0)), "reduce"] * 2
+
+
+WIDE, NARROW, TOKENS = 160, 96, 40
+
+
+def products(params, x):
+    """Weights met from both sides, by one product, by two, and by one and what is no product."""
+
+    def block(p, x):
+        x = torch.tanh(fs.ops.product(x, p["up"], 1))
+        x = torch.tanh(fs.ops.product(x, p["down"], 0)) * p["scale"]
+        x = fs.ops.product(fs.ops.product(x, p["twice"], 1), p["twice"], 0)
+        return fs.ops.product(x, p["mixed"], 1) + p["mixed"].sum(0) * p["mixed"].square().mean()
+
+    return fs.scan_units(block, params["blocks"], x, policy=POLICIES[params["policy"]]).square().mean()
+
+
+POLICIES = {"kept": fs.policies.everything_saveable, "again": fs.policies.nothing_saveable}
+SHAPES = {"up": (WIDE, NARROW), "down": (WIDE, NARROW), "twice": (NARROW, NARROW), "mixed": (NARROW,) * 2}
+
+
+def gradients_of_products(level, dtype, policy, size, way="auto"):
+    """Gradients, and the products that were written where they go, in order."""
+    mesh, written = fs.make_mesh(dp=2), []
+    noise = torch.Generator().manual_seed(0)
+    draws = {name: torch.randn(2, *shape, generator=noise) / 10 for name, shape in SHAPES.items()}
+    draws["scale"] = torch.ones(2, NARROW)
+    names = {name: ("layers", *("embed", None)[: x.ndim - 1]) for name, x in draws.items()}
+    how = fs.Precision(compute=dtype)
+    layout = fs.plan_layout({"blocks": draws}, mesh, strategy=fs.zero(level), names={"blocks": names}, precision=how)
+    params = fs.shard({"blocks": draws}, layout)
+    names_of = sorted(draws)
+    x = torch.randn(2, TOKENS, NARROW, generator=noise.manual_seed(1 + mesh.get_local_rank("dp"))).to(dtype)
+    real = Landing.put_product
+
+    def put_product(self, unit, plan, early, left, right):
+        written.append(real(self, unit, plan, early, left, right) and names_of[early.leaf])
+        return written[-1]
+
+    def loss(params, x):
+        return products({**params, "policy": policy}, x)
+
+    with pytest.MonkeyPatch.context() as patch, early_from(size):
+        patch.setattr(Landing, "put_product", put_product)
+        with wire.algorithm(way):
+            _, found = fs.value_and_grad(loss, grads=layout.main, precision=how)(params, x)
+    return [x.full_tensor() for x in fs.tree.leaves(found)], written
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_gradients_are_written_where_they_travel_from(level, dtype, policy):
+    given = (level, dtype, policy)
+    early, late = (run_ranks(gradients_of_products, 2, *given, size) for size in (1, 1 << 30))
+    sent = run_ranks(gradients_of_products, 2, *given, 1, "p2p")
+    for (found, written), *others in zip(early, late, sent, strict=True):
+        assert written == ["mixed", "twice", "twice", "down", "up"] * 2
+        for want, none in others:
+            assert_bitwise_equal(found, want)
+            assert none == []

@@ -33,6 +33,28 @@ def test_a_change_in_place_shows_in_the_version():
     assert _compat.version_of(x) == before + 1
 
 
+def test_a_backward_says_which_nodes_it_goes_through():
+    seen = {}
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            return x * 2 + w
+
+        @staticmethod
+        def backward(ctx, *grads):
+            seen.update(zip("xw", (_compat.is_wanted(node) for node, _ in ctx.next_functions), strict=True))
+            return grads[0] * 2, grads[0]
+
+    x, w = (torch.ones(2, requires_grad=True) for _ in range(2))
+    result: Any = Node.apply(x * 1, w * 1)
+    for asked in ([x], [w], [x, w]):
+        torch.autograd.grad(result.sum(), asked, retain_graph=True)
+        assert seen == {"x": x in set(asked), "w": w in set(asked)}
+    result.sum().backward()
+    assert seen == {"x": True, "w": True}
+
+
 def test_a_node_that_is_visited_first_comes_before_those_behind_it():
     order = []
 
