@@ -31,7 +31,7 @@ from fsharding.ops.rows import (
     sums_at_once,
 )
 
-__all__ = ["Shown", "Terms", "open_terms"]
+__all__ = ["Shown", "Terms", "can_show", "open_terms"]
 
 
 class Terms(Protocol):
@@ -85,12 +85,23 @@ def open_terms(
     """
     cuts = tuple(zip(shapes, dims, strict=True)) if dims else tuple((shape or (1,), 0) for shape in shapes)
     plan = buckets.plan_bucket(cuts, axis_sizes if dims else ())
-    at_once = bool(dims) or sums_at_once(plan.width, group.size)
-    if large and at_once and is_read_in_place(plan.width * wire_dtype.itemsize, group, device):
+    if large and can_show(plan.width, group, device, cut=bool(dims)):
         return Shown(plan, None if dims else shapes, group, wire_dtype, dtype)
     if not dims:
         return open_sum(shapes, wire_dtype, group, dtype, device)
     return _Cut(plan, group, wire_dtype, dtype, device, empty)
+
+
+def can_show(n: int, group: Group, device: torch.device, *, cut: bool) -> bool:
+    """Whether each member can read what it wants of a sum out of the others' leaves. Collective the first time.
+
+    Args:
+        n: elements of what a member wants.
+        group: who takes part.
+        device: where leaves live.
+        cut: members want pieces.
+    """
+    return is_read_in_place(n, group, device) and (cut or sums_at_once(n, group.size))
 
 
 class Shown:

@@ -17,8 +17,8 @@ from torch import Tensor
 from fsharding import _compat, boxes
 from fsharding.mesh import Mesh, abstract, axis_group
 from fsharding.ops import bucket as buckets
-from fsharding.ops.rows import Empty, is_read_in_place, open_gather
-from fsharding.ops.terms import Shown, open_terms
+from fsharding.ops.rows import Empty, open_gather
+from fsharding.ops.terms import Shown, can_show, open_terms
 from fsharding.sharding import NamedSharding
 from fsharding.spec import PartitionSpec
 
@@ -141,16 +141,15 @@ def departs_in_rows(steps: Sequence[tuple[Step, ...]]) -> bool:
     return bool(steps and steps[0] and steps[0][0].kind in ("scatter", "sum"))
 
 
-def takes_products(steps: Sequence[Step], mesh: Mesh, device: torch.device) -> bool:
+def takes_products(leaf: Tensor, steps: Sequence[Step], mesh: Mesh) -> bool:
     """Whether a large leaf, which `departs_in_rows`, can be computed where it travels from. Collective the first time.
 
     Args:
-        steps: of the leaf.
+        leaf: or one like it.
+        steps: as planned.
         mesh: with devices.
-        device: where the leaf lives.
     """
-    group = axis_group(mesh, steps[0].axes)
-    return is_read_in_place(1, group, device) and (steps[0].kind == "scatter" or group.size == 2)
+    return can_show(leaf.numel(), axis_group(mesh, steps[0].axes), leaf.device, cut=steps[0].kind == "scatter")
 
 
 class Departure:

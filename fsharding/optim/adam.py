@@ -148,7 +148,7 @@ def _fused(
 
 
 def _fused_alike(columns: Sequence[list[Tensor]], step: Tensor, settings: dict[str, float]) -> None:
-    """On leaves without gaps, and chunk by chunk on others, such as slices of leaves that are whole elsewhere."""
+    """On leaves without gaps at once, and one by one on others, such as slices of leaves that are whole elsewhere."""
     dense = [all(x.is_contiguous() for x in leaf) for leaf in zip(*columns, strict=True)]
     _fused_dense([list(itertools.compress(column, dense)) for column in columns], step, settings)
     for leaf, without_gaps in zip(zip(*columns, strict=True), dense, strict=True):
@@ -161,7 +161,9 @@ def _fused_alike(columns: Sequence[list[Tensor]], step: Tensor, settings: dict[s
 
 
 def _chunks(x: Tensor) -> list[Tensor]:
-    """A leaf in order, cut along its first dims."""
+    """A leaf in order, cut along its first dims on the CPU, whose caches are what chunks are for."""
+    if x.device.type != "cpu":
+        return [x]
     rows = _CHUNK * x.shape[0] // max(x.numel(), 1)
     return list(x.split(rows)) if rows else [chunk for row in x.unbind(0) for chunk in _chunks(row)]
 
