@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsharding import _compat
 from fsharding.agreement import agree
 from fsharding.axes import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
+from fsharding.ending import rest_at_exit
 from fsharding.errors import MeshError, message
 
 __all__ = [
@@ -111,6 +112,7 @@ def make_mesh(
             return _compat.meshless_device_mesh(device, shape.names, grid, 0)
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+    rest_at_exit()
     if dist.get_world_size() > 1:
         facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
         agree("fs.make_mesh", facts, ranks=range(dist.get_world_size()), group=dist.group.WORLD, device=device)

@@ -1,0 +1,52 @@
+"""The end of a process that has talked to others: it waits for those who still hold something of Python's.
+
+In: nothing. Out: a moment in which every other thread sleeps.
+A thread of gloo lets the tensors of a message go after whoever waited for it has gone on. It needs the interpreter for
+that, and if that is gone by then, the process ends by SIGABRT, its work done. Law: it waits for a second at most.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["let_others_finish", "rest_at_exit"]
+
+_LIMIT_S = 1.0
+_LOOK_S = 1e-3
+
+
+@functools.cache
+def rest_at_exit() -> None:
+    """Has this process wait for its other threads before it ends; once is enough."""
+    atexit.register(let_others_finish)
+
+
+def let_others_finish(busy: Callable[[], bool] | None = None) -> None:
+    """Waits until all other threads of this process are found asleep twice in a row, or the time is over.
+
+    Twice, because one that waits for the interpreter sleeps as well: it gets it between two looks.
+
+    Args:
+        busy: whether some are not asleep; by default what Linux says. Elsewhere they have the time of the two looks.
+    """
+    look, until, quiet = busy or _others_run, time.monotonic() + _LIMIT_S, 0
+    while quiet < 2 and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+        quiet = 0 if look() else quiet + 1
+
+
+def _others_run() -> bool:
+    mine = str(threading.get_native_id())
+    return any(_runs(task) for task in Path("/proc/self/task").glob("[0-9]*") if task.name != mine)
+
+
+def _runs(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD"
+    except OSError:
+        return False
