@@ -20,7 +20,7 @@ atexit.register(lambda: print("alive" if thread.is_alive() else "done", flush=Tr
 rest_at_exit()
 rest_at_exit()
 x = torch.rand(600, 600)
-thread = threading.Thread(target=lambda: [x @ x for _ in range(60)], daemon=True)
+thread = threading.Thread(target=lambda: [x @ x for _ in range(6)], daemon=True)
 thread.start()
 """
 
