@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["let_others_finish", "rest_at_exit"]
+__all__ = ["let_others_finish", "rest_at_exit", "state_of"]
 
 _LIMIT_S = 1.0
 _LOOK_S = 1e-3
@@ -42,11 +42,12 @@ def let_others_finish(busy: Callable[[], bool] | None = None) -> None:
 
 def _others_run() -> bool:
     mine = str(threading.get_native_id())
-    return any(_runs(task) for task in Path("/proc/self/task").glob("[0-9]*") if task.name != mine)
+    return any(state_of(task) in "RD" for task in Path("/proc/self/task").glob("[0-9]*") if task.name != mine)
 
 
-def _runs(task: Path) -> bool:
+def state_of(task: Path) -> str:
+    """Linux's letter for what a process or a thread does, such as R, S or Z, from its directory; X where it is gone."""
     try:
-        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD"
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding.ending import state_of
 
 __all__ = [
     "HEAD", "Block", "Mapping", "Note", "allocated_bytes", "block_of", "map_block", "reserve", "size_of", "take", "use",
@@ -122,7 +123,10 @@ class _Arena:
         """A reader opens a block through the process that made it, so that this one must not be gone before."""
         until, mine = time.monotonic() + _FAREWELL_S, os.getpid()
         while time.monotonic() < until:
-            if not any(_alive(pid) for pid in {p for b in self.blocks.values() for p in b.unread()} - {mine}):
+            if not any(
+                state_of(Path(f"/proc/{pid}")) not in "ZX"
+                for pid in {p for b in self.blocks.values() for p in b.unread()} - {mine}
+            ):
                 return
             time.sleep(1e-3)
 
@@ -147,13 +151,6 @@ def _arena_of(pid: int) -> _Arena:
 
 def _arena() -> _Arena:
     return _arena_of(os.getpid())
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def size_of(nbytes: int) -> int:

@@ -9,6 +9,7 @@ Law: an element's update does not depend on where in a shard it stands, so all s
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -149,10 +150,11 @@ def _fused(
 
 def _fused_alike(columns: Sequence[list[Tensor]], step: Tensor, settings: dict[str, float]) -> None:
     """On leaves without gaps at once, and one by one on others, such as slices of leaves that are whole elsewhere."""
-    dense = [all(x.is_contiguous() for x in leaf) for leaf in zip(*columns, strict=True)]
+    leaves = list(zip(*columns, strict=True))
+    dense = [all(x.is_contiguous() for x in leaf) for leaf in leaves]
     _fused_dense([list(itertools.compress(column, dense)) for column in columns], step, settings)
-    for leaf, without_gaps in zip(zip(*columns, strict=True), dense, strict=True):
-        for chunk in () if without_gaps else zip(*map(_chunks, leaf), strict=True):
+    for leaf in itertools.compress(leaves, map(operator.not_, dense)):
+        for chunk in zip(*map(_chunks, leaf), strict=True):
             copies = [x.contiguous() for x in chunk]
             _fused_dense([[x] for x in copies], step, settings)
             for x, copy in zip(chunk, copies, strict=True):
