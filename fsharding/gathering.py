@@ -7,7 +7,7 @@ Law: a buffer is let go as soon as nobody holds a view of it, and what is in fli
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Protocol
@@ -57,8 +57,8 @@ class Keeper(Protocol):
         """Takes the gradient of one large leaf, before the unit is left."""
         ...
 
-    def put_product(self, unit: Unit, early: Early, left: Tensor, right: Tensor) -> bool:
-        """Computes the gradient of one large leaf, or a term of it, where it goes; or does not, and says so."""
+    def put_term(self, unit: Unit, early: Early, dtype: torch.dtype, write: Callable[[Tensor], object]) -> bool:
+        """Has the gradient of one large leaf, or a term of it, written where it goes; or does not, and says so."""
         ...
 
     def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:

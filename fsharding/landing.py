@@ -77,27 +77,29 @@ class Landing:
             unit: whose leaf it is; `reduce` comes later, with the others.
             plan: of the unit.
             early: which leaf.
-            grad: whole, and complete but for what came as products.
+            grad: whole, and complete but for the terms that came by themselves.
         """
         departure = self._open(unit, plan, early)
         with _compat.region("scatter"):
             departure.put(early.place, grad)
 
     @torch.no_grad()
-    def put_product(self, unit: Hashable, plan: UnitPlan, early: Early, left: Tensor, right: Tensor) -> bool:
-        """Computes a gradient of a whole leaf, or a term of it, to where it travels from.
+    def put_term(
+        self, unit: Hashable, plan: UnitPlan, early: Early, dtype: torch.dtype, write: Callable[[Tensor], object]
+    ) -> bool:
+        """Has a gradient of a whole leaf, or a term of it, written to where it travels from.
 
         Args:
             unit: as in `put`.
             plan: of the unit.
             early: which leaf.
-            left: the gradient is `left @ right`.
-            right: see there.
+            dtype: of the term.
+            write: fills a tensor of the leaf's shape, whatever is in it.
 
         Returns:
-            Whether it did; else it is to be `put`.
+            Whether it was; else it is to be `put`.
         """
-        return self._open(unit, plan, early).put_product(early.place, left, right)
+        return self._open(unit, plan, early).put_term(early.place, dtype, write)
 
     def _open(self, unit: Hashable, plan: UnitPlan, early: Early) -> transition.Departure:
         """The reduction that a gradient goes with, which waits for others of its unit."""

@@ -213,9 +213,9 @@ class Ledger:
         """Takes the gradient of one large leaf, before the unit is left."""
         self.landing.put(unit, unit.plan, early, grad)
 
-    def put_product(self, unit: Unit, early: Early, left: Tensor, right: Tensor) -> bool:
-        """Computes the gradient of one large leaf, or a term of it, where it goes; or does not, and says so."""
-        return self.landing.put_product(unit, unit.plan, early, left, right)
+    def put_term(self, unit: Unit, early: Early, dtype: torch.dtype, write: Callable[[Tensor], object]) -> bool:
+        """Has the gradient of one large leaf, or a term of it, written where it goes; or does not, and says so."""
+        return self.landing.put_term(unit, unit.plan, early, dtype, write)
 
     def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Backward of a unit is over: drops its buffers and starts to reduce its gradients."""

@@ -199,8 +199,8 @@ class _Large(Function):
     def forward(ctx: Any, whole: Tensor, unit: Unit, early: Early) -> Tensor:
         ctx.unit, ctx.early = unit, early
         steps = unit.plan.reductions[early.reduction].before[early.place]
-        if transition.takes_products(whole, steps, unit.plan.mesh):
-            ctx.put_product = functools.partial(unit.ledger.put_product, unit, early)
+        if transition.takes_terms(whole, steps, unit.plan.mesh):
+            ctx.put_term = functools.partial(unit.ledger.put_term, unit, early)
         ctx.set_materialize_grads(False)
         return whole.view_as(whole)
 

@@ -1,7 +1,8 @@
 """Rounds of a benchmark: contenders take turns in the same processes, and are compared by their medians.
 
 In: named functions that do one step each. Out: the time of each step, the slowest rank's, and what each step returned.
-Law: everyone runs once before anyone runs again, so that a noisy machine hits all alike.
+Law: everyone runs once before anyone runs again, so that a noisy machine hits all alike; and after each other one
+equally often, since what a step leaves behind, such as cold caches, is paid for by the next.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from fsharding.ops import blocks
 
-__all__ = ["Steps", "agree", "allocated", "give_back", "machine", "print_rows", "take_turns"]
+__all__ = ["Steps", "agree", "allocated", "give_back", "in_turn", "machine", "print_rows", "take_turns"]
 
 
 class Steps(NamedTuple):
@@ -65,14 +66,30 @@ def take_turns(contenders: Mapping[str, Callable[[], Tensor]], rounds: int, *, w
     times: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, list[Tensor]] = {name: [] for name in contenders}
     for number in range(warm_up + rounds):
-        for name, run in contenders.items():
+        for name in in_turn([*contenders], number):
             _meet()
             began = time.perf_counter()
-            losses[name].append(run().detach())
+            losses[name].append(contenders[name]().detach())
             _finish(losses[name][-1])
             if number >= warm_up:
                 times[name].append(1e3 * (time.perf_counter() - began))
     return {name: Steps(_slowest(times[name]), _mean(losses[name])) for name in contenders}
+
+
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """The order of a round: a row of a balanced Latin square (Williams 1949).
+
+    In as many rounds as there are names, or twice as many if their number is odd, everyone comes directly after each
+    other one equally often, and is first equally often.
+
+    Args:
+        names: who takes part.
+        number: of the round.
+    """
+    n = len(names)
+    zigzag = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(n)]
+    order = [names[(place + number) % n] for place in zigzag]
+    return order[::-1] if n % 2 and number % 2 else order
 
 
 def agree(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:

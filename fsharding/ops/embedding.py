@@ -7,17 +7,24 @@ Law: what comes out, and the gradient of the table, is that of the whole table o
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import Function
 
 from fsharding import _functorch, boxes
 from fsharding.errors import DataError, message
 from fsharding.mesh import Mesh, axis_index, axis_size
+from fsharding.ops.direct import put_term, takes_terms
 from fsharding.ops.linear import leave
 from fsharding.planning import kind_text
 
 __all__ = ["checked_ids", "embedding"]
+
+_ADDED_IN_ORDER = (torch.float32, torch.float64)
+"""The dtypes in which `index_add_` sums the vectors of a token as the gradient of `F.embedding` does."""
 
 
 def embedding(
@@ -50,14 +57,38 @@ def embedding(
     tokens = checked_ids("ops.embedding", "tokens", tokens, vocab or rows)
     size = axis_size(axis, mesh)
     if size == 1 or vocab is None or rows == vocab:
-        return F.embedding(tokens, table_VD)
+        return _look_up(tokens, table_VD)
     start, stop = boxes.chunk(vocab, size, axis_index(axis, mesh))
     mine = (tokens >= start) & (tokens < stop)
     if start < stop:
-        found = F.embedding((tokens - start).where(mine, 0), table_VD) * mine.unsqueeze(-1)
+        found = _look_up((tokens - start).where(mine, 0), table_VD) * mine.unsqueeze(-1)
     else:
         found = table_VD.new_zeros(*tokens.shape, table_VD.shape[1]) + table_VD.sum()
     return leave(found, axis, sequence_dim=sequence_dim, mesh=mesh)
+
+
+def _look_up(tokens: Tensor, table_VD: Tensor) -> Tensor:
+    if table_VD.dtype not in _ADDED_IN_ORDER or not takes_terms(table_VD):
+        return F.embedding(tokens, table_VD)
+    return cast(Tensor, _LookUp.apply(tokens, table_VD))
+
+
+class _LookUp(Function):
+    """As autograd's own, but that the gradient of the table is written to where it goes."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, table_VD: Tensor) -> Tensor:
+        ctx.rows = table_VD.shape[0]
+        ctx.save_for_backward(tokens)
+        return F.embedding(tokens, table_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (tokens,) = ctx.saved_tensors
+        ids, vectors = tokens.flatten(), grads[0].reshape(tokens.numel(), grads[0].shape[-1])
+        if put_term(ctx.next_functions[1][0], vectors.dtype, lambda home: home.zero_().index_add_(0, ids, vectors)):
+            return None, None
+        return None, torch.ops.aten.embedding_dense_backward(vectors, ids, ctx.rows, -1, False)
 
 
 def checked_ids(function: str, name: str, ids: Tensor, vocab: int, *, ignore_index: int | None = None) -> Tensor:

@@ -7,7 +7,7 @@ Law: values and gradients are those of torch's own product, bit for bit.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +15,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding import _compat
+from fsharding.ops.direct import put_term, takes_terms
 
-__all__ = ["TakesProducts", "product"]
-
-
-class TakesProducts(Protocol):
-    """The node of a weight, in autograd's graph, that knows where its gradient goes."""
-
-    def put_product(self, left: Tensor, right: Tensor) -> bool:
-        """Adds `left @ right` to the gradient; or does not, and says so."""
-        ...
+__all__ = ["product"]
 
 
 def product(x: Tensor, weight: Tensor, dim: int) -> Tensor:
@@ -38,7 +31,7 @@ def product(x: Tensor, weight: Tensor, dim: int) -> Tensor:
     Returns:
         [..., F] in the dtype of both.
     """
-    if torch.compiler.is_compiling() or not _takes_products(weight.grad_fn):
+    if not takes_terms(weight):
         return _multiply(x, weight, dim)
     if x.ndim < 2 or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
         return _multiply(x, weight, dim)
@@ -47,10 +40,6 @@ def product(x: Tensor, weight: Tensor, dim: int) -> Tensor:
 
 def _multiply(x: Tensor, weight: Tensor, dim: int) -> Tensor:
     return F.linear(x, weight) if dim else x @ weight
-
-
-def _takes_products(node: Any) -> TypeGuard[TakesProducts]:
-    return hasattr(node, "put_product")
 
 
 class _Product(Function):
@@ -74,6 +63,6 @@ class _Product(Function):
             return towards_x, None, None
         flat = x.flatten(0, -2)
         left, right = (grad.t(), flat) if ctx.dim else (flat.t(), grad)
-        if not torch.is_grad_enabled() and cast(TakesProducts, node).put_product(left, right):
+        if put_term(node, left.dtype, lambda home: torch.mm(left, right, out=home)):
             return towards_x, None, None
         return towards_x, left.mm(right), None

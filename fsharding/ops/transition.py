@@ -23,7 +23,7 @@ from fsharding.sharding import NamedSharding
 from fsharding.spec import PartitionSpec
 
 __all__ = [
-    "Departure", "Step", "Transit", "after", "departs_in_rows", "kinds", "move", "plan_steps", "takes_products",
+    "Departure", "Step", "Transit", "after", "departs_in_rows", "kinds", "move", "plan_steps", "takes_terms",
     "whole_sizes",
 ]  # fmt: skip
 
@@ -141,7 +141,7 @@ def departs_in_rows(steps: Sequence[tuple[Step, ...]]) -> bool:
     return bool(steps and steps[0] and steps[0][0].kind in ("scatter", "sum"))
 
 
-def takes_products(leaf: Tensor, steps: Sequence[Step], mesh: Mesh) -> bool:
+def takes_terms(leaf: Tensor, steps: Sequence[Step], mesh: Mesh) -> bool:
     """Whether a large leaf, which `departs_in_rows`, can be computed where it travels from. Collective the first time.
 
     Args:
@@ -202,18 +202,26 @@ class Departure:
             self._first.fill([number], [leaf])
             self._there.add(number)
 
-    def put_product(self, number: int, left: Tensor, right: Tensor) -> bool:
-        """Computes `left @ right`, which is a leaf or a part of its sum, to where it travels from.
+    def put_term(self, number: int, dtype: torch.dtype, write: Callable[[Tensor], object]) -> bool:
+        """Has a leaf, or a term of it, written to where it travels from.
+
+        Args:
+            number: of the leaf.
+            dtype: of the term.
+            write: fills a tensor of the leaf's shape, whatever is in it.
 
         Returns:
-            Whether it did; what `takes_products` does not say, or in another dtype, is to be `put`.
+            Whether it was; what `takes_terms` does not say, or in another dtype, is to be `put`.
         """
-        if not isinstance(self._first, Shown) or self._first.homes[number].dtype != left.dtype:
+        if not isinstance(self._first, Shown) or self._first.homes[number].dtype != dtype:
             return False
+        home = self._first.homes[number]
         if number in self._there:
-            self._first.homes[number].add_(left.mm(right))
+            term = torch.empty_like(home)
+            write(term)
+            home.add_(term)
         else:
-            torch.mm(left, right, out=self._first.homes[number])
+            write(home)
             self._there.add(number)
         return True
 

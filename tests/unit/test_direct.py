@@ -1,4 +1,4 @@
-"""`ops.product` is torch's product, and writes the gradient of a weight where the weight's node says."""
+"""`ops.product` and `ops.embedding` are torch's own, and write the gradient of a weight where the weight's node says."""
 
 import functools
 from typing import Any
@@ -11,10 +11,10 @@ from fsharding import ops
 from fsharding.testing import assert_bitwise_equal
 
 
-def put(homes, left, right):
-    if not homes or homes[-1].dtype != left.dtype:
+def put(homes, dtype, write):
+    if not homes or homes[-1].dtype != dtype:
         return False
-    torch.mm(left, right, out=homes.pop())
+    write(homes.pop())
     return True
 
 
@@ -24,7 +24,7 @@ class Homed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, homes):
         ctx.set_materialize_grads(False)
-        ctx.put_product = functools.partial(put, homes)
+        ctx.put_term = functools.partial(put, homes)
         return weight.view_as(weight)
 
     @staticmethod
@@ -116,3 +116,51 @@ def test_autocast_and_compile_see_torchs_own(dim):
     want = both_grads(torchs(x, weight, dim), x, weight, towards)
     assert_bitwise_equal(both_grads(compiled(x, homed(weight, home), dim), x, weight, towards), want)
     assert home.isnan().all()
+
+
+TOKENS = [(), (0,), (7,), (3, 50)]
+"""Shapes, of which the last has each token many times."""
+
+
+def lookups(tokens, dtype=torch.float32):
+    noise = torch.Generator().manual_seed(1)
+    table = torch.randn(11, 24, generator=noise).to(dtype).requires_grad_()
+    ids = torch.randint(0, 11, tokens, generator=noise)
+    return ids, table, torch.randn(*tokens, 24, generator=noise).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("tokens", TOKENS, ids=str)
+def test_the_gradient_of_a_table_is_written_to_its_home(tokens, dtype):
+    ids, table, towards = lookups(tokens, dtype)
+    want = F.embedding(ids, table)
+    (toward_table,) = torch.autograd.grad(want, table, towards)
+    home = torch.full_like(table, torch.nan)
+    found = ops.embedding(ids, homed(table, home))
+    assert_bitwise_equal(found, want)
+    assert torch.autograd.grad(found, table, towards, allow_unused=True) == (None,)
+    assert_bitwise_equal(home, toward_table)
+    (returned,) = torch.autograd.grad(ops.embedding(ids, homed(table)), table, towards)
+    assert_bitwise_equal(returned, toward_table)
+
+
+def test_a_table_that_is_differentiated_again_has_its_gradient_returned():
+    ids, table, towards = lookups((3, 50))
+    towards.requires_grad_()
+    home = torch.full_like(table, torch.nan)
+
+    def norm(result):
+        (first,) = torch.autograd.grad(result, table, towards, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), towards)
+
+    assert_bitwise_equal(norm(ops.embedding(ids, homed(table, home))), norm(F.embedding(ids, table)))
+    assert home.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_short_floats_are_summed_as_torch_does(dtype):
+    ids, table, towards = lookups((3, 50), dtype)
+    home = torch.full_like(table, torch.nan)
+    (want,) = torch.autograd.grad(F.embedding(ids, table), table, towards)
+    assert_bitwise_equal(torch.autograd.grad(ops.embedding(ids, homed(table, home)), table, towards), (want,))
+    assert home.isnan().all(), "`index_add_` rounds otherwise"
