@@ -2,6 +2,7 @@
 
 In: gradients of whole leaves as backward finds them, the large ones one by one. Out: local gradients, each in the
 sharding of its goal. Large ones are copied to where they travel from as soon as they are complete, and let go.
+Rows of a large stack lie apart until all have come: when the first one does, activations take the memory of the others.
 Law: a leaf that comes more than once is summed, one that does not come is zero, and what is held counts once.
 """
 
@@ -19,13 +20,10 @@ from fsharding.mesh import coordinate
 from fsharding.ops import transition
 from fsharding.ops.pool import Pool
 from fsharding.ops.rows import Empty
-from fsharding.ops.unit import Early, Goal, Place, Reducing, UnitPlan
-from fsharding.sharding import Local
+from fsharding.ops.unit import Early, Goal, Place, Reducing, UnitPlan, own_memory_from
+from fsharding.sharding import Local, NamedSharding
 
 __all__ = ["Landing"]
-
-_LARGE = 1 << 18
-"""Elements of a gradient from which on its memory is worth keeping."""
 
 
 class _UnderWay(NamedTuple):
@@ -63,6 +61,8 @@ class Landing:
             h if h is not None and goal is not None and goal.held == goal.target else None
             for h, goal in zip(held, goals, strict=True)
         ]
+        self._large = own_memory_from()
+        self._apart: dict[int, dict[int, Tensor]] = {}
         self._begun = {i for i, out in enumerate(self._out) if out is not None}
         self._written: dict[int, set[int | None]] = {}
         self._taken: dict[int, set[int | None]] = {}
@@ -203,18 +203,28 @@ class Landing:
 
     def _target(self, place: Place) -> Tensor:
         """Where a gradient goes; what it holds before the first one is garbage."""
-        out = self._out[place.leaf]
-        if out is None:
-            leaf, goal = self._leaves[place.leaf], self._goals[place.leaf]
-            assert leaf is not None and goal is not None
-            shape = goal.target.local_shape(leaf.shape)
-            cut = any(axis in goal.target.data_axes for axis in goal.target.spec.all_axes)
-            if self._memory is None or cut or math.prod(shape) < _LARGE:
-                out = _compat.fresh(shape, goal.dtype, self._device)
-            else:
-                out = self._memory.take(math.prod(shape), goal.dtype, self._device).view(shape)
-            self._out[place.leaf] = out
-        return out if place.row is None else out[place.row]
+        i, row = place
+        out = self._out[i]
+        if out is not None:
+            return out if row is None else out[row]
+        leaf, goal = self._leaves[i], self._goals[i]
+        assert leaf is not None and goal is not None
+        shape = goal.target.local_shape(leaf.shape)
+        large = math.prod(shape) >= self._large
+        memory = self._memory if large and not _is_cut(goal.target) else None
+        if row is not None and large and memory is None:
+            rows = self._apart.setdefault(i, {})
+            if row not in rows:
+                rows[row] = _compat.fresh(shape[1:], goal.dtype, self._device)
+            return rows[row]
+        if memory is None:
+            out = _compat.fresh(shape, goal.dtype, self._device)
+        else:
+            out = memory.take(math.prod(shape), goal.dtype, self._device).view(shape)
+        rows = self._apart.pop(i, {})
+        _compat.foreach_copy_([out[number] for number in rows], [*rows.values()])
+        self._out[i] = out
+        return self._target(place)
 
     def _carry_over(self, i: int, leaf: Local, goal: Goal) -> None:
         out, held, taken = self._complete(i), self._held[i], self._taken.get(i, set())
@@ -257,5 +267,10 @@ class Landing:
     def close(self) -> None:
         """Lets all gradients go, and what they travel in."""
         self._out.clear()
+        self._apart.clear()
         self._departing.clear()
         self._under_way.clear()
+
+
+def _is_cut(sharding: NamedSharding) -> bool:
+    return any(axis in sharding.data_axes for axis in sharding.spec.all_axes)

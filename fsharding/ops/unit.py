@@ -25,8 +25,8 @@ from fsharding.sharding import NamedSharding
 from fsharding.spec import P
 
 __all__ = [
-    "Early", "Gathering", "Goal", "LeafPlan", "Place", "Reducing", "UnitPlan", "early_from", "plan_unit", "unreduced",
-    "whole",
+    "Early", "Gathering", "Goal", "LeafPlan", "Place", "Reducing", "UnitPlan", "early_from", "own_memory_from",
+    "plan_unit", "unreduced", "whole",
 ]  # fmt: skip
 
 _large: ContextVar[int] = ContextVar("fsharding_large", default=1 << 16)
@@ -41,6 +41,11 @@ def early_from(elements: int) -> Generator[None]:
         yield
     finally:
         _large.reset(token)
+
+
+def own_memory_from() -> int:
+    """Elements of a gradient from which on its memory is worth more care than that of small ones."""
+    return 4 * _large.get()
 
 
 @dataclass(frozen=True)

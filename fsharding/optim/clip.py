@@ -23,8 +23,8 @@ from fsharding.tree import Tree
 
 __all__ = ["clip_by_global_norm", "global_norm", "norm_axes"]
 
-_CHUNK = 1 << 16
-"""Elements that are widened at once: small enough for a core's cache."""
+_CHUNK = 1 << 18
+"""Elements that are widened at once: 2 MiB that stay in the last cache. Shorter ones are read more slowly."""
 
 _LARGE = 1 << 18
 """Elements of a leaf from which on ranks that all have it share the work."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fsharding as fs
+from fsharding.bench.rounds import allocated
 from fsharding.landing import Landing
 from fsharding.ops import wire
 from fsharding.ops.unit import early_from
@@ -130,3 +131,31 @@ def test_gradients_are_written_where_they_travel_from(level, dtype, policy):
         for want, none in others:
             assert_bitwise_equal(found, want)
             assert none == []
+
+
+DEEP, SIDE, MATRICES = 16, 192, 4
+
+
+def test_memory_of_a_stack_grows_with_its_rows():
+    """Activations and gradients are as large as each other, and the ones go when the others come."""
+    noise = torch.Generator().manual_seed(0)
+    params = {str(i): torch.randn(DEEP, SIDE, SIDE, generator=noise) / SIDE for i in range(MATRICES)}
+    x = torch.randn(SIDE, SIDE, generator=noise)
+
+    def block(p, x):
+        for w in p.values():
+            x = torch.tanh(x @ w)
+        return x
+
+    def loss(params, x):
+        return fs.scan_units(block, params, x).square().sum()
+
+    sharded = fs.shard(params, fs.plan_layout(params, fs.make_mesh(dp=-1)))
+    run = fs.value_and_grad(loss)
+    _, grads = run(sharded, x)
+    want = torch.func.grad(loss)(params, x)
+    assert_bitwise_equal([x.full_tensor() for x in fs.tree.leaves(grads)], fs.tree.leaves(want))
+    del grads
+    _, peak = allocated(lambda: run(sharded, x))
+    both = MATRICES * DEEP * SIDE * SIDE * 4
+    assert peak < 1.4 * both
