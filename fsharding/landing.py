@@ -259,9 +259,10 @@ class Landing:
             The local gradient of each leaf, zeros where nothing came, None where there is no goal.
         """
         self.settle()
-        for i, (leaf, goal) in enumerate(zip(self._leaves, self._goals, strict=True)):
-            if leaf is not None and goal is not None:
-                self._carry_over(i, leaf, goal)
+        with _compat.region("scatter"):
+            for i, (leaf, goal) in enumerate(zip(self._leaves, self._goals, strict=True)):
+                if leaf is not None and goal is not None:
+                    self._carry_over(i, leaf, goal)
         return list(self._out)
 
     def close(self) -> None:
