@@ -21,7 +21,7 @@ from fsharding.ops import transition
 from fsharding.ops.pool import Pool
 from fsharding.ops.rows import Empty
 from fsharding.ops.unit import Early, Goal, Place, Reducing, UnitPlan, own_memory_from
-from fsharding.sharding import Local, NamedSharding
+from fsharding.sharding import Local
 
 __all__ = ["Landing"]
 
@@ -31,6 +31,15 @@ class _UnderWay(NamedTuple):
 
     come: Callable[[], bool]
     finish: Callable[[], None]
+
+
+class _Home(NamedTuple):
+    """A local gradient: where it is, if somebody keeps memory for it, and whether its rows come one by one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    memory: Pool | None
+    grows: bool
 
 
 class Landing:
@@ -62,6 +71,7 @@ class Landing:
             for h, goal in zip(held, goals, strict=True)
         ]
         self._large = own_memory_from()
+        self._homes: dict[int, _Home] = {}
         self._apart: dict[int, dict[int, Tensor]] = {}
         self._begun = {i for i, out in enumerate(self._out) if out is not None}
         self._written: dict[int, set[int | None]] = {}
@@ -205,26 +215,34 @@ class Landing:
         """Where a gradient goes; what it holds before the first one is garbage."""
         i, row = place
         out = self._out[i]
-        if out is not None:
-            return out if row is None else out[row]
-        leaf, goal = self._leaves[i], self._goals[i]
-        assert leaf is not None and goal is not None
-        shape = goal.target.local_shape(leaf.shape)
-        large = math.prod(shape) >= self._large
-        memory = self._memory if large and not _is_cut(goal.target) else None
-        if row is not None and large and memory is None:
-            rows = self._apart.setdefault(i, {})
-            if row not in rows:
-                rows[row] = _compat.fresh(shape[1:], goal.dtype, self._device)
-            return rows[row]
-        if memory is None:
-            out = _compat.fresh(shape, goal.dtype, self._device)
-        else:
-            out = memory.take(math.prod(shape), goal.dtype, self._device).view(shape)
-        rows = self._apart.pop(i, {})
-        _compat.foreach_copy_([out[number] for number in rows], [*rows.values()])
-        self._out[i] = out
-        return self._target(place)
+        if out is None:
+            home = self._home(i)
+            if row is not None and home.grows:
+                rows = self._apart.setdefault(i, {})
+                if row not in rows:
+                    rows[row] = _compat.fresh(home.shape[1:], home.dtype, self._device)
+                return rows[row]
+            out = self._out[i] = self._whole(home)
+            rows = self._apart.pop(i, {})
+            _compat.foreach_copy_([out[number] for number in rows], [*rows.values()])
+        return out if row is None else out[row]
+
+    def _home(self, i: int) -> _Home:
+        home = self._homes.get(i)
+        if home is None:
+            leaf, goal = self._leaves[i], self._goals[i]
+            assert leaf is not None and goal is not None
+            target, shape = goal.target, goal.target.local_shape(leaf.shape)
+            large = math.prod(shape) >= self._large
+            cut = any(axis in target.data_axes for axis in target.spec.all_axes)
+            memory = self._memory if large and not cut else None
+            home = self._homes[i] = _Home(shape, goal.dtype, memory, large and memory is None)
+        return home
+
+    def _whole(self, home: _Home) -> Tensor:
+        if home.memory is None:
+            return _compat.fresh(home.shape, home.dtype, self._device)
+        return home.memory.take(math.prod(home.shape), home.dtype, self._device).view(home.shape)
 
     def _carry_over(self, i: int, leaf: Local, goal: Goal) -> None:
         out, held, taken = self._complete(i), self._held[i], self._taken.get(i, set())
@@ -271,7 +289,3 @@ class Landing:
         self._apart.clear()
         self._departing.clear()
         self._under_way.clear()
-
-
-def _is_cut(sharding: NamedSharding) -> bool:
-    return any(axis in sharding.data_axes for axis in sharding.spec.all_axes)

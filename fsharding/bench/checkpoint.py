@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import checkpoint, optim, random, tree
-from fsharding.bench.rounds import give_back
+from fsharding.bench.rounds import give_back, in_turn
 from fsharding.checkpoint.leaves import content
 from fsharding.errors import ConfigError, message
 from fsharding.layout import plan_layout
@@ -139,8 +139,8 @@ def _measured(state: TrainState, folder: Path, rounds: int) -> dict[str, list[_T
     }
     times: dict[str, list[_Time]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
-        for name, run in contenders.items():
-            times[name].append(_timed(run))
+        for name in in_turn([*contenders], number):
+            times[name].append(_timed(contenders[name]))
         for path, x in leaves.items():
             for who, found in loaded.items():
                 assert torch.equal(local_of(found[path]), local_of(x)), f"{who} has another {path}"

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fsharding import checkpoint, optim, random, tree
-from fsharding.bench.rounds import give_back
+from fsharding.bench.rounds import give_back, in_turn
 from fsharding.counts import counting_bytes
 from fsharding.errors import ConfigError, message
 from fsharding.layout import Layout, plan_layout
@@ -161,11 +161,11 @@ def _interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> di
     """Median seconds of each, one of each in turn, after one round of warm-up; the slowest rank counts."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
-        for name, run in contenders.items():
+        for name in in_turn([*contenders], number):
             give_back()
             dist.barrier()
             began = time.perf_counter()
-            result = run()
+            result = contenders[name]()
             dist.barrier()
             if number:
                 times[name].append(time.perf_counter() - began)

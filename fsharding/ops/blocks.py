@@ -123,10 +123,8 @@ class _Arena:
         """A reader opens a block through the process that made it, so that this one must not be gone before."""
         until, mine = time.monotonic() + _FAREWELL_S, os.getpid()
         while time.monotonic() < until:
-            if not any(
-                state_of(Path(f"/proc/{pid}")) not in "ZX"
-                for pid in {p for b in self.blocks.values() for p in b.unread()} - {mine}
-            ):
+            readers = {pid for b in self.blocks.values() for pid in b.unread()} - {mine}
+            if all(state_of(Path(f"/proc/{pid}")) in "ZX" for pid in readers):
                 return
             time.sleep(1e-3)
 
