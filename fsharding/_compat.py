@@ -13,7 +13,7 @@ import mmap
 import operator
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -33,7 +33,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
     "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh",
-    "fused_adamw_", "group_timeout", "grouped_mm", "is_served_by_rank", "is_wanted", "like_dtensor", "local_tensor",
+    "fused_adamw_", "group_timeout", "grouped_mm", "is_elementwise", "is_served_by_rank", "is_wanted", "like_dtensor",
+    "local_tensor",
     "make_dtensor", "meshless_device_mesh", "packed", "reduce_scatter_flat", "region", "same_kind", "save_record",
     "save_without_data", "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm",
     "torch_pipeline_order", "unpack", "version_of", "visit_first",
@@ -165,6 +166,24 @@ def storage_users(storage_cdata: int) -> int:
 def visit_first(node: Node) -> None:
     """Backward visits a node of its graph as soon as it can, as it does with those that add to `.grad`."""
     node._set_sequence_nr(1 << 62)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_elementwise(function: Callable[..., Any]) -> bool:
+    """Whether torch says that a function computes each element from those at its place, into new memory."""
+    name = getattr(function, "__name__", "_")
+    packet = None if name.endswith("_") else getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    # Of several functions of one name, such as max(x) and max(x, y), all have to be.
+    taking = [x for x in overloads if _takes_tensor(x)]
+    tags = [x.tags for x in taking]
+    return bool(tags) and all(torch.Tag.pointwise in x and torch.Tag.nondeterministic_seeded not in x for x in tags)
+
+
+def _takes_tensor(overload: Any) -> bool:
+    """Whether an overload takes a tensor first, and gives a new one."""
+    first = overload._schema.arguments[:1]
+    return bool(first) and str(first[0].type) == "Tensor" and not overload._overloadname.endswith("out")
 
 
 def is_wanted(node: Node) -> bool:

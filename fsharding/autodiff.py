@@ -8,6 +8,7 @@ nodes only. Laws: inputs are never changed; the mean is over all weights, whatev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -236,7 +237,7 @@ def _refuse_transforms(params: Tree) -> None:
     if _functorch.in_functorch():
         mend = "Use torch.func.grad_and_value of a function of local nodes, inside fs.shard_map."
         raise TransformError(message("fs.value_and_grad", "cannot run under a torch.func transform.", mend=mend))
-    leaves = tree.named_leaves(params, is_leaf=lambda x: isinstance(x, Local))
+    leaves = tree.named_leaves(params)
     if flying := [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local)]:
         mend = "Call it outside of fs.shard_map, or use torch.func.grad_and_value inside."
         raise TransformError(message("fs.value_and_grad", "needs parameters at rest.", flying, mend))
@@ -274,7 +275,7 @@ def _fly(leaf: Any, differentiated: bool) -> Any:
     """The in-flight form of a leaf: fresh tensors, so that autograd never touches the state's own."""
     if isinstance(leaf, DTensor):
         local = to_local(leaf)
-        return Local(local.value.requires_grad_(differentiated), local.sharding, local.shape)
+        return replace(local, value=local.value.requires_grad_(differentiated))
     if isinstance(leaf, Tensor):
         return leaf.detach().requires_grad_(differentiated)
     return leaf

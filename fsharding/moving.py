@@ -214,13 +214,13 @@ def of_tree(values: Tree, layout: Any, source: Any = None) -> tuple[list[Moving]
         LayoutError: a leaf with an open sum, or an assignment that hides a leaf's shape.
         TreeError: the trees do not match.
     """
-    flat, spec = tree.flatten(values, is_leaf=lambda x: isinstance(x, Local))
+    flat, spec = tree.flatten(values)
     targets, shapes = shardings(spec, layout)
     sources, known = shardings(spec, source) if source is not None else ([None] * len(flat), [None] * len(flat))
     moved: list[Moving] = []
     places: list[int] = []
     rows: list[str] = []
-    paths = tree.paths(values, is_leaf=lambda x: isinstance(x, Local))
+    paths = tree.paths(values)
     for i, (path, x) in enumerate(zip(paths, flat, strict=True)):
         target = targets[i]
         if target is None or not isinstance(x, DTensor | Local):

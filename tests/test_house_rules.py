@@ -42,7 +42,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (3, "ops.* layout"),
     (3.4, "gathering landing"),
     (3.5, "ledger"),
-    (4, "redistribute autodiff"),
+    (4, "redistribute autodiff norms"),
     (4.5, "optim.*"),
     (5, "transforms remat in_flight jacobians"),
     (6, "scan"),
