@@ -33,9 +33,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
     "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh",
-    "fused_adamw_", "group_timeout", "grouped_mm", "is_elementwise", "is_served_by_rank", "is_wanted", "like_dtensor",
-    "local_tensor",
-    "make_dtensor", "meshless_device_mesh", "packed", "reduce_scatter_flat", "region", "same_kind", "save_record",
+    "fused_adamw_", "glance", "group_timeout", "grouped_mm", "is_elementwise", "is_served_by_rank", "is_wanted",
+    "like_dtensor", "local_tensor",
+    "make_dtensor", "meshless_device_mesh", "packed", "reduce_scatter_flat", "region", "same_glances", "same_kind",
+    "save_record",
     "save_without_data", "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm",
     "torch_pipeline_order", "unpack", "version_of", "visit_first",
 ]  # fmt: skip
@@ -116,6 +117,23 @@ def same_kind(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
         if isinstance(x, DTensor)
         else not isinstance(y, DTensor) and x.shape == y.shape and x.dtype == y.dtype
         for x, y in zip(xs, ys, strict=True)
+    )
+
+
+def glance(x: Any) -> tuple[Any, ...]:
+    """All of a leaf but its values: the spec of a DTensor, and the shape and dtype of its local tensor."""
+    if isinstance(x, DTensor):
+        local = x._local_tensor
+        return x._spec, local.shape, local.dtype
+    return (None, x.shape, x.dtype) if isinstance(x, Tensor) else (None, type(x), None)
+
+
+def same_glances(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]] | None) -> bool:
+    """Whether glances are the same; DTensors that were made here share their specs, so identity will do."""
+    return (
+        before is not None
+        and len(now) == len(before)
+        and all(a[0] is b[0] and a[1] == b[1] and a[2] is b[2] for a, b in zip(now, before, strict=True))
     )
 
 

@@ -80,7 +80,7 @@ def value_and_grad(
         with `donate=True` in their own memory, so that they must not be used again.
 
     Raises:
-        TransformError: the loss is not a 0-d floating point tensor.
+        TransformError: the loss is not a 0-d floating point tensor; or a plain tensor has a sharding in `grads`.
         RankError: from the function: another rank is gone, or does not answer within the timeout of the mesh.
         TreeError: `grads` or `accumulate` does not match the parameters.
     """
@@ -251,6 +251,10 @@ def _goal(leaf: Any, target: Any, held: Any, precision: Precision) -> Goal | Non
     if target is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return None
     if not isinstance(leaf, DTensor):
+        if isinstance(target, NamedSharding):
+            rule = f"got a plain tensor {typeof(leaf)} where grads= has a sharding, {target}."
+            mend = "Put whole parameters into their layout first: fs.shard(params, layout)."
+            raise TransformError(message("fs.value_and_grad", rule, mend=mend))
         return Goal(_NOWHERE, leaf.dtype)
     if target is _same and is_assigned(leaf):
         text = f"cannot tell who owns a leaf with an explicit assignment, {typeof(leaf)}."

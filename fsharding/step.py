@@ -18,6 +18,7 @@ from fsharding import _compat, policies, tree
 from fsharding.agreement import compare, digest, facts_of, refuse_differences
 from fsharding.autodiff import value_and_grad
 from fsharding.axes import AXES
+from fsharding.conformity import StateCheck
 from fsharding.errors import BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout, check_fit
 from fsharding.lost import naming_lost
@@ -35,7 +36,7 @@ from fsharding.precision import Precision
 from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import local_of
 from fsharding.stacks import first_unit, scan_stacks
-from fsharding.state import TrainState, main_of, spread_main
+from fsharding.state import TrainState, main_of, spread
 from fsharding.transforms import gather_unit
 from fsharding.tree import Tree
 
@@ -109,7 +110,8 @@ def make_train_step(
     Raises:
         ConfigError: a number of microbatches below 1, or a policy that is none.
         ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
-        LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`.
+        LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`. Or leaves of the
+            state are not what its layout says.
         RankError: from the step: a rank is gone, or does not answer within the mesh's timeout; all others name it.
         ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
             on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
@@ -138,7 +140,8 @@ def make_train_step(
             if is_model:
                 _refuse_model(model, layout)
             _refuse_other_state(opt, state)
-            seen.append(known := _Seen(layout, Messages(), Pool()))
+            seen.append(known := _Seen(layout, Messages(), Pool(), StateCheck(layout)))
+        known.check("train step", state)
         _let_go(seen, known)
         how = precision or layout.precision
         if (how.loss_scale is None) != (state.loss_scale is None):
@@ -173,11 +176,12 @@ def make_train_step(
 
 
 class _Seen(NamedTuple):
-    """A layout that a step has met: what its messages look like, and the memory of its gradients."""
+    """A layout that a step has met: its messages, the memory of its gradients, and what its states look like."""
 
     layout: Layout
     messages: Messages
     memory: Pool
+    check: StateCheck
 
 
 def _let_go(seen: Sequence[_Seen], known: _Seen) -> None:
@@ -358,7 +362,7 @@ def _update(
         main, opt_state = _move(state, grads, mean, norm, opt, steer, donate=donate)
     scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
     with _compat.region("spread"):
-        params = spread_main(main, state.params, layout, donate=donate)
+        params = spread(main, state.params, layout, donate=donate)
     return state.replace(
         step=state.step + 1,
         params=params,

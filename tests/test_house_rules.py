@@ -54,6 +54,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (7.5, "staging"),
     (7.6, "traffic holding"),
     (8, "pipeline"),
+    (8.4, "conformity"),
     (8.5, "state"),
     (8.7, "moving"),
     (9, "step reshard"),

@@ -29,7 +29,7 @@ from fsharding.layout import Layout
 from fsharding.mesh import own_rank, world_size
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
-from fsharding.state import TrainState, spread_main
+from fsharding.state import TrainState, spread
 from fsharding.tree import Tree
 
 __all__ = ["load", "load_leaves"]
@@ -317,7 +317,7 @@ def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> Train
             scale = ScaleState(read["loss_scale.scale"], read["loss_scale.good_steps"])
     return TrainState(
         step=read["step"],
-        params=spread_main(main, tree.unflatten(layout.structure, stored), layout),
+        params=spread(main, tree.unflatten(layout.structure, stored), layout),
         main=main if layout.has_main else None,
         opt_state=tree.map(lambda path: read[path], opt_state),
         loss_scale=scale,
