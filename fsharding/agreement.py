@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fsharding import _compat
 from fsharding.errors import ConfigError, message
 
-__all__ = ["agree", "compare", "digest", "facts_of", "refuse_differences"]
+__all__ = ["agree", "checksum", "compare", "digest", "facts_of", "refuse_differences"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _SHOWN = 8
@@ -68,25 +68,51 @@ def compare(
     return dict(zip(ranks, told, strict=True))
 
 
-def refuse_differences(function: str, facts: Mapping[int, Mapping[str, str]]) -> None:
+def refuse_differences(
+    function: str,
+    facts: Mapping[int, Mapping[str, str]],
+    rule: str = "is set up differently on different ranks.",
+    mend: str = "Start every rank with the same program and arguments.",
+) -> None:
     """Refuses ranks whose facts differ.
 
     Args:
         function: the public function, for the error.
         facts: by rank, as `compare` gives them.
+        rule: what is wrong with ranks that differ, as the rest of a sentence that begins with the function.
+        mend: the edit that makes them equal.
 
     Raises:
         ConfigError: some of the facts differ; each is listed with the ranks that have it.
     """
     if rows := _differences(facts):
-        mend = "Start every rank with the same program and arguments."
-        raise ConfigError(message(function, "is set up differently on different ranks.", rows, mend))
+        raise ConfigError(message(function, rule, rows, mend))
 
 
 def digest(value: Any) -> int:
     """63 bits of a hash of what JSON can say, or of how it prints otherwise: the same on every machine."""
     text = json.dumps(value, sort_keys=True, default=repr)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def checksum(x: torch.Tensor) -> int:
+    """63 bits that depend on every byte of a tensor and on where it stands: the same on every machine.
+
+    Sums of products of 64-bit words, modulo 2^64, which torch takes several times as fast as a cryptographic hash.
+    """
+    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+    total = flat.numel()
+    for start in range(0, words.numel(), _WORDS):
+        part = words[start : start + _WORDS]
+        mixed = (part ^ (part >> 29)) * _ODD
+        mixed ^= mixed >> 32
+        mixed *= torch.arange(2 * start + 1, 2 * (start + part.numel()) + 1, 2)
+        total += int(mixed.sum())
+    return (total * _ODD & (1 << 64) - 1) >> 1
+
+
+_WORDS, _ODD = 1 << 20, 0x2545F4914F6CDD1D
 
 
 def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:

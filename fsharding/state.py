@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsharding import boxes, random, tree
+from fsharding.agreement import checksum, compare, refuse_differences
 from fsharding.boxes import Box
 from fsharding.conformity import check_leaves, check_main
 from fsharding.errors import DonatedError, LayoutError, message
 from fsharding.layout import Layout, check_fit
+from fsharding.mesh import everyone, is_member
 from fsharding.optim.base import GradientTransformation
-from fsharding.planning import LeafLayout, moment_of
+from fsharding.planning import LeafLayout, moment_of, type_text
 from fsharding.precision import ScaleState
 from fsharding.random import Draw
 from fsharding.redistribute import redistribute
@@ -51,7 +54,8 @@ class TrainState:
         main: main parameters in `layout.main` where they are kept apart, else None.
         opt_state: the optimizer's state.
         loss_scale: dynamic loss scale, or None.
-        key: random key (int64[2], on the CPU); each step folds its number in.
+        key: random key (int64[2], on the CPU), the same from step to step; a step folds its number in, and hands the
+            result to a loss function that asks for a key.
         layout: where all of it lives.
     """
 
@@ -152,14 +156,38 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     Raises:
         LayoutError: the layout was planned for other shapes or dtypes; all such leaves are listed.
         TreeError: the layout was planned for another tree.
+        ConfigError: on every rank: ranks have other keys, or other first values; all such leaves are listed.
     """
     init_key, run_key = random.split(key).unbind(0)
     draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
+    _refuse_other_draws(draws, run_key, layout)
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
     opt_state = opt.init(main if main is not None else _slices(params, layout))
     scale = layout.precision.init_scale()
     return TrainState(torch.zeros((), dtype=torch.int64), params, main, opt_state, scale, run_key.clone(), layout)
+
+
+def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:
+    """Refuses ranks that would start from other values, each taking its slices of tensors of its own."""
+    if not isinstance(layout.mesh, DeviceMesh) or not is_member(layout.mesh):
+        return
+    named = {f"params.{path}" if path else "params": x for path, x in tree.named_leaves(draws).items()}
+    facts = {"key": str(key.tolist())} | {path: _told(x) for path, x in named.items()}
+    ranks = everyone(layout.mesh)
+    told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=layout.mesh.device_type)
+    mend = (
+        "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever torch.manual_seed"
+        " says there; or give every rank the same key and tensors."
+    )
+    refuse_differences("fs.init_state", told, "got other first values on different ranks.", mend)
+
+
+def _told(x: Any) -> str:
+    """What ranks have in common that begin with one value; a lazy draw is told by what it is drawn from."""
+    if isinstance(x, Tensor):
+        return f"{type_text(tuple(x.shape), x.dtype)} of checksum {checksum(x):016x}"
+    return repr(x) if isinstance(x, Draw) else type(x).__name__
 
 
 def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:

@@ -8,8 +8,9 @@ all ranks, the state as before; under fp16 it is skipped and the scale halved. L
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from fsharding.pipeline import Messages, pipeline_grads
 from fsharding.planning import kind_text
 from fsharding.policies import Policy, check_policy
 from fsharding.precision import Precision
+from fsharding.random import fold_in
 from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import local_of
 from fsharding.stacks import first_unit, scan_stacks
@@ -51,12 +53,15 @@ class Metrics(NamedTuple):
         grad_norm: global norm of the mean gradient, before clipping (float32, 0-d).
         weight: number of tokens (float32, 0-d).
         skipped: whether the step was skipped because of an fp16 overflow.
+        aux: with `has_aux`, what the loss function returned beside its loss on this rank, without history: one for each
+            microbatch, in order.
     """
 
     loss: Tensor
     grad_norm: Tensor
     weight: Tensor
     skipped: bool
+    aux: tuple[Any, ...] = ()
 
 
 def model_loss(
@@ -91,11 +96,14 @@ def make_train_step(
     precision: Precision | None = None,
     donate: bool = False,
     policy: Policy = policies.save_except_gathered,
+    has_aux: bool = False,
 ) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
     """Makes the step of a run.
 
     Args:
-        model: a `Model`, or a loss function `(params, batch) -> (sum, weight)`.
+        model: a `Model`, or a loss function `(params, batch) -> (sum, weight)`. One with a parameter `key` gets a
+            random key, int64[2]: the state's, with the numbers of step and microbatch folded in. It is the same on
+            every rank; `fs.random.fold_in(key, fs.data_position(mesh)[0])` is this rank's own.
         opt: the optimizer.
         microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated; at least 1.
         schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, which is planned for the size of
@@ -103,12 +111,13 @@ def make_train_step(
         precision: dtypes of compute and wire; by default the layout's.
         donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
         policy: what the blocks of a `Model` keep for backward.
+        has_aux: the loss function returns `((sum, weight), aux)`; aux, any tree, comes back in the metrics.
 
     Returns:
         `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
 
     Raises:
-        ConfigError: a number of microbatches below 1, or a policy that is none.
+        ConfigError: a number of microbatches below 1, a policy that is none, or `has_aux` with a `Model`.
         ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
         LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`. Or leaves of the
             state are not what its layout says.
@@ -122,9 +131,10 @@ def make_train_step(
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling or at
             the least scale.
     """
-    _check_arguments(microbatches, policy)
     is_model = hasattr(model, "block")
+    _check_arguments(microbatches, policy, has_aux=has_aux, is_model=is_model)
     loss_fn, rates = (model_loss(model, policy=policy), dict(model.balanced)) if is_model else (model, {})
+    call = _Call(loss_fn, takes_key=_takes_key(loss_fn), has_aux=has_aux)
     settings = _settings(model, opt, microbatches, schedule if is_model else "", precision, policy)
     seen: list[_Seen] = []
 
@@ -148,19 +158,20 @@ def make_train_step(
             raise ConfigError(message("train step", *_scale_mismatch(state)))
         pieces = _split(batch, microbatches)
         scale = float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
+        auxes: tuple[Any, ...] = ()
         if is_model and abstract(layout.mesh).axis_size("pp") > 1:
             planned = _schedule(schedule, layout, microbatches)
             given, told = (model, planned, layout, state.params, pieces), known.messages
             grads, total, weight = pipeline_grads(*given, precision=how, policy=policy, scale=scale, known=told)
         else:
-            grads, total, weight = _accumulate(loss_fn, state.params, pieces, layout, how, scale, known.memory)
+            grads, total, weight, auxes = _accumulate(call, state, pieces, how, scale, known.memory)
         grads, loads = set_loads_apart(grads, rates)
         with _compat.region("norm"):
             mean = float(1.0 / (weight.double() * scale))
             norm = (global_norm(grads, shardings=layout.main).double() * mean).float()
         loss = (total.double() / (weight.double() * scale)).float()
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
-        metrics = Metrics(loss, norm, weight, skipped=not finite)
+        metrics = Metrics(loss, norm, weight, skipped=not finite, aux=auxes)
         if not finite and (how.loss_scale is None or scale <= how.loss_scale.least):
             raise NonFiniteError(_refusal(state, grads, loss, norm))
         if donate:
@@ -207,8 +218,48 @@ def _settings(
     return {**facts, **told, **facts_of("optimizer", opt.update)}
 
 
-def _check_arguments(microbatches: Any, policy: Any) -> None:
+def _takes_key(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss function asks for a random key: it has a parameter of that name that nobody has filled."""
+    try:
+        asked = inspect.signature(loss_fn).parameters.get("key")
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+    return asked is not None and asked.default in (inspect.Parameter.empty, None)
+
+
+class _Call(NamedTuple):
+    """A loss function, and how a step calls it."""
+
+    loss_fn: Callable[..., Any]
+    takes_key: bool
+    has_aux: bool
+
+    def scaled(self, scale: float, key: Tensor) -> Callable[[Tree, Tree], Any]:
+        """The function of parameters and batch whose loss is `scale` times the loss."""
+        keywords = {"key": key} if self.takes_key else {}
+
+        def run(values: Tree, piece: Tree) -> Any:
+            result = self.loss_fn(values, piece, **keywords)
+            if self.has_aux:
+                # Another shape is for value_and_grad to refuse.
+                pair = isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2
+                return (_times(result[0], scale), result[1]) if pair else result
+            return _times(result, scale)
+
+        return run
+
+
+def _times(loss: Any, scale: float) -> tuple[Any, Any]:
+    pair = isinstance(loss, tuple) and len(cast("tuple[Any, ...]", loss)) == 2
+    total, weight = loss if pair else (loss, 1.0)
+    return total * scale if scale != 1.0 and isinstance(total, Tensor) else total, weight
+
+
+def _check_arguments(microbatches: Any, policy: Any, *, has_aux: bool, is_model: bool) -> None:
     """Refuses arguments that no layout and no batch can make right."""
+    if has_aux and is_model:
+        mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, weight)."
+        raise ConfigError(message("fs.make_train_step", "got has_aux with a Model, which returns no aux.", mend=mend))
     if not isinstance(microbatches, int) or microbatches < 1:
         text = f"got microbatches={microbatches!r}."
         raise ConfigError(message("fs.make_train_step", text, mend="Give a number from 1."))
@@ -319,31 +370,33 @@ def _split(batch: Tree, microbatches: int) -> list[Tree]:
 
 
 def _accumulate(
-    loss_fn: Callable[..., Any],
-    params: Tree,
+    call: _Call,
+    state: TrainState,
     pieces: list[Tree],
-    layout: Layout,
     how: Precision,
     scale: float,
     memory: Pool,
-) -> tuple[Tree, Tensor, Tensor]:
-    """Sums of gradients (in `layout.main`), losses times scale, and weights, over microbatches and data ranks."""
-
-    def scaled(values: Tree, piece: Tree) -> tuple[Any, Any]:
-        result = loss_fn(values, piece)
-        total, weight = result if isinstance(result, tuple) else (result, 1.0)
-        return total * scale if scale != 1.0 else total, weight
-
+) -> tuple[Tree, Tensor, Tensor, tuple[Any, ...]]:
+    """Sums of gradients (in `layout.main`), of losses times scale, and of weights, over all ranks and pieces; auxes."""
+    layout, key = state.layout, state.key
+    if call.takes_key:
+        key = fold_in(key, int(state.step))
+    auxes: list[Any] = []
     held: Tree = None
     totals: list[Tensor] = []
     weights: list[Tensor] = []
     for i, piece in enumerate(pieces):
         target = layout.main if i + 1 == len(pieces) else layout.grads
-        run = value_and_grad(scaled, grads=target, precision=how, mean=False, memory=memory)
-        (total, weight), held = run(params, piece, accumulate=held, donate=True)
+        fn = call.scaled(scale, fold_in(key, i) if call.takes_key else key)
+        run = value_and_grad(fn, has_aux=call.has_aux, grads=target, precision=how, mean=False, memory=memory)
+        result, held = run(state.params, piece, accumulate=held, donate=True)
+        if call.has_aux:
+            result, aux = result
+            auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
+        total, weight = result
         totals.append(total)
         weights.append(weight)
-    return held, torch.stack(totals).sum(), torch.stack(weights).sum()
+    return held, torch.stack(totals).sum(), torch.stack(weights).sum(), tuple(auxes)
 
 
 def _update(
