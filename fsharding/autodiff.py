@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, tree
+from fsharding.arguments import refuse
 from fsharding.axes import AXES
 from fsharding.errors import TransformError, message
 from fsharding.ledger import Ledger, opened
@@ -26,6 +27,7 @@ from fsharding.ops.pool import Pool
 from fsharding.ops.rows import start_sum
 from fsharding.ops.unit import Goal
 from fsharding.precision import FP32, Precision
+from fsharding.public import public
 from fsharding.sharding import Local, NamedSharding, is_assigned, like, local_of, sharding_of, to_local, typeof
 from fsharding.tree import Tree
 
@@ -48,6 +50,7 @@ class _Loss(NamedTuple):
     aux: Any
 
 
+@public("fs.value_and_grad")
 def value_and_grad(
     fn: Callable[..., Any],
     *,
@@ -85,6 +88,7 @@ def value_and_grad(
         TreeError: `grads` or `accumulate` does not match the parameters.
     """
 
+    @public("fs.value_and_grad")
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
         tape = Tape(params, grads, accumulate, precision, memory=memory)
@@ -248,6 +252,9 @@ _same: Any = object()
 
 def _goal(leaf: Any, target: Any, held: Any, precision: Precision) -> Goal | None:
     """The goal of a leaf's gradient; None for frozen leaves and for what cannot be differentiated."""
+    if target is not None and target is not _same and not isinstance(target, NamedSharding):
+        mend = "Give a tree of shardings, such as grads=layout.main; None freezes a leaf."
+        raise refuse("fs.value_and_grad", "grads= as shardings", target, mend)
     if target is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return None
     if not isinstance(leaf, DTensor):

@@ -25,6 +25,7 @@ from fsharding.module_problems import FUNCTION, check_module
 from fsharding.module_run import Engine, Run
 from fsharding.module_values import Reset, lazy_leaves, real_buffers
 from fsharding.policies import Policy, check_policy
+from fsharding.public import public
 from fsharding.spec import AxisRules
 from fsharding.tree import Tree
 
@@ -134,6 +135,7 @@ class PureModule:
         return f"PureModule of {type(self._module).__name__}, {self.anatomy}"
 
 
+@public("fs.functionalize")
 def functionalize(
     module: nn.Module,
     units: UnitPatterns | None = None,

@@ -16,8 +16,10 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from fsharding import _functorch, tree
+from fsharding.arguments import check_function
 from fsharding.errors import TransformError, message
 from fsharding.mesh import Mesh, abstract, set_mesh
+from fsharding.public import public
 from fsharding.sharding import Local, is_assigned, to_local, typeof
 from fsharding.spec import P
 from fsharding.tree import Tree
@@ -25,6 +27,7 @@ from fsharding.tree import Tree
 __all__ = ["shard_map"]
 
 
+@public("fs.shard_map")
 def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[..., Any]:
     """Makes a function of `Local` nodes one of DTensors, as JAX's `shard_map` with all specs taken from the arguments.
 
@@ -48,6 +51,7 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
         TransformError: called under a torch.func transform, with leaves on the stages of a pipeline, with DTensors on
             several meshes, or `fn` returns nodes that do not hold what they say.
     """
+    check_function("fs.shard_map", "a function of trees", fn, 0)
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:

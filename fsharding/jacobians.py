@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.arguments import check_function
 from fsharding.errors import TransformError, message
+from fsharding.public import public
 from fsharding.sharding import Local, typeof
 from fsharding.spec import P
 from fsharding.tree import Tree
@@ -26,6 +28,7 @@ from fsharding.tree import Tree
 __all__ = ["hessian", "jacfwd"]
 
 
+@public("fs.jacfwd")
 def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any]:
     """Makes a function that returns the Jacobian of `fn` with respect to its first argument, by forward mode.
 
@@ -44,6 +47,7 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
     Raises:
         TransformError: a leaf of params is no floating point tensor in flight; all such leaves are listed.
     """
+    check_function("fs.jacfwd", "a function (params, *args)", fn, 1)
 
     @functools.wraps(fn)
     def run(params: Tree, *args: Any) -> Tree:
@@ -79,6 +83,7 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
     return run
 
 
+@public("fs.hessian")
 def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any]:
     """Makes a function that returns the Hessian of `fn` with respect to its first argument, forward over reverse.
 
@@ -92,7 +97,18 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
     Returns:
         A function of the same arguments, with a tree of trees: for leaves of shapes [*V] and [*W] a node [*V, *W].
     """
-    return jacfwd(torch.func.grad(fn), chunk_size=chunk_size)
+    check_function("fs.hessian", "a function (params, *args)", fn, 1)
+
+    @functools.wraps(fn)
+    def scalar(*args: Any) -> Tensor:
+        result = fn(*args)
+        if not isinstance(result, Tensor) or result.ndim:
+            got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            mend = "Return a 0-d tensor: the sum of this rank's losses, say."
+            raise TransformError(message("fs.hessian", f"needs a function to one number, got {got}.", mend=mend))
+        return result
+
+    return jacfwd(torch.func.grad(scalar), chunk_size=chunk_size)
 
 
 def _check(leaves: dict[str, Any]) -> None:

@@ -16,10 +16,12 @@ import optree
 import torch
 
 from fsharding import tree
+from fsharding.arguments import check_optimizer
 from fsharding.errors import LayoutError, message
 from fsharding.mesh import Mesh, abstract
 from fsharding.planning import LAYERS, LeafLayout, check_leaves, check_stages, is_trainable, plan_leaf, type_text
 from fsharding.precision import FP32, Precision
+from fsharding.public import public
 from fsharding.sharding import NamedSharding
 from fsharding.spec import DEFAULT_RULES, AxisRules
 from fsharding.stages import Stages, normal
@@ -129,6 +131,8 @@ class Layout:
         how = self.precision
         grads = sum(size(leaf.grads, leaf, how.grad_dtype(how.main_dtype(leaf.init))) for leaf in trained)
         main = sum(size(leaf.main, leaf, how.main_dtype(leaf.init)) for leaf in trained)
+        if opt is not None:
+            check_optimizer("Layout.memory", opt)
         if opt is None:
             moments = sum(2 * size(leaf.main, leaf, how.moment_dtype(how.main_dtype(leaf.init))) for leaf in trained)
         else:
@@ -192,6 +196,7 @@ class Layout:
         return "\n".join([head, *rows])
 
 
+@public("fs.plan_layout")
 def plan_layout(
     model: Any,
     mesh: Mesh,

@@ -26,6 +26,7 @@ from fsharding.agreement import agree
 from fsharding.axes import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.ending import rest_at_exit
 from fsharding.errors import MeshError, message
+from fsharding.public import public
 
 __all__ = [
     "Group",
@@ -71,6 +72,7 @@ def abstract(mesh: Mesh) -> AbstractMesh:
     return AbstractMesh(tuple(names), tuple(mesh.mesh.shape), () if standard else ranks)
 
 
+@public("fs.make_mesh")
 def make_mesh(
     *,
     order: Sequence[str] = AXES,
@@ -142,6 +144,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+@public("fs.is_member")
 def is_member(mesh: Mesh) -> bool:
     """Whether this process is one of the mesh's ranks."""
     return isinstance(mesh, AbstractMesh) or mesh.get_coordinate() is not None
@@ -167,6 +170,7 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in DATA_AXES if shape.axis_size(axis) > 1)
 
 
+@public("fs.data_position")
 def data_position(mesh: Mesh) -> tuple[int, int]:
     """Which part of the global batch this process reads: (index, count) over replica, dp and ep, in rank order."""
     shape, coord, index, count = abstract(mesh), coordinate(mesh), 0, 1

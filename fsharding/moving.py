@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import routes, tree
+from fsharding.arguments import refuse
 from fsharding.axes import AbstractMesh
 from fsharding.conformity import check_state
 from fsharding.errors import LayoutError, message
@@ -302,7 +303,11 @@ def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[
     if isinstance(layout, NamedSharding):
         return [layout] * count, [None] * count
     if not isinstance(layout, Layout):
-        return tree.flatten_up_to(spec, layout, _FUNCTION), [None] * count
+        found = tree.flatten_up_to(spec, layout, _FUNCTION)
+        if odd := [x for x in found if x is not None and not isinstance(x, NamedSharding)]:
+            mend = "Give a Layout, a NamedSharding for all leaves, or a tree of them."
+            raise refuse(_FUNCTION, "a Layout or shardings", odd[0], mend)
+        return found, [None] * count
     by_leaf = tree.unflatten(layout.structure, list(layout.leaves))
     leaves = tree.flatten_up_to(spec, by_leaf, _FUNCTION)
     return [leaf.params for leaf in leaves], [leaf.shape for leaf in leaves]

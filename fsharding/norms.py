@@ -19,6 +19,7 @@ from fsharding.errors import LayoutError, TransformError, TreeError, message
 from fsharding.ledger import current_ledger
 from fsharding.mesh import Mesh, coordinate, data_axes
 from fsharding.ops import collectives
+from fsharding.public import public
 from fsharding.sharding import Local, NamedSharding, is_assigned, to_local, typeof
 from fsharding.tree import Tree
 
@@ -28,6 +29,7 @@ _VDOT = "fs.tree.vdot"
 
 
 @tree.define_vdot
+@public("fs.tree.vdot")
 def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     """See `fs.tree.vdot`, which is this function."""
     left, right = tree.named_leaves(a), tree.named_leaves(b)

@@ -18,6 +18,7 @@ from torch import Tensor
 from fsharding import boxes
 from fsharding.boxes import Box
 from fsharding.errors import LayoutError, RandomKeyError, message
+from fsharding.public import public
 
 __all__ = ["BLOCK", "Draw", "bernoulli", "fold_in", "full", "key", "normal", "ones", "split", "uniform", "zeros"]
 
@@ -28,17 +29,20 @@ _WORD = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
+@public("fs.random.key")
 def key(seed: int) -> Tensor:
     """A key from a seed: int64[2], the high and the low 32 bits."""
     return torch.tensor([(seed >> 32) & _WORD, seed & _WORD], dtype=torch.int64)
 
 
+@public("fs.random.split")
 def split(key: Tensor, n: int = 2) -> Tensor:
     """`n` independent keys: int64[n, 2]. Use each of them, and the old key no more."""
     counts = torch.arange(n, dtype=torch.int64)
     return _threefry(_checked(key, "random.split"), torch.stack((torch.zeros_like(counts), counts), -1))
 
 
+@public("fs.random.fold_in")
 def fold_in(key: Tensor, data: int) -> Tensor:
     """A key from a key and a number, such as a step or a layer: int64[2]."""
     count = torch.tensor([1 + ((data >> 32) & 0x7FFFFFFF), data & _WORD], dtype=torch.int64)
@@ -150,11 +154,19 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
             index += 1
 
 
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
+        mend = "Give whole numbers from 0, one for each dim."
+        raise LayoutError(message("fs.random", f"cannot draw an array of shape {tuple(shape)}.", mend=mend))
+    return tuple(shape)
+
+
 def _draw(key: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str, low: float, scale: float) -> Draw:
     high_word, low_word = _checked(key, f"random.{kind}").tolist()
-    return Draw(tuple(shape), dtype, kind, low, scale, (high_word, low_word))
+    return Draw(_sizes(shape), dtype, kind, low, scale, (high_word, low_word))
 
 
+@public("fs.random.normal")
 def normal(
     key: Tensor, shape: Sequence[int], *, std: float = 1.0, mean: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> Draw:
@@ -162,6 +174,7 @@ def normal(
     return _draw(key, shape, dtype, "normal", mean, std)
 
 
+@public("fs.random.uniform")
 def uniform(
     key: Tensor, shape: Sequence[int], *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> Draw:
@@ -169,21 +182,25 @@ def uniform(
     return _draw(key, shape, dtype, "uniform", low, high - low)
 
 
+@public("fs.random.bernoulli")
 def bernoulli(key: Tensor, p: float, shape: Sequence[int]) -> Tensor:
     """A bool array that is true with probability `p`, such as a dropout mask; computed at once."""
     return uniform(key, shape).tensor() < p
 
 
+@public("fs.random.full")
 def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float32) -> Draw:
     """A lazy array of one value."""
-    return Draw(tuple(shape), dtype, "full", value, 0.0)
+    return Draw(_sizes(shape), dtype, "full", value, 0.0)
 
 
+@public("fs.random.zeros")
 def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
     """A lazy array of zeros."""
     return full(shape, 0.0, dtype=dtype)
 
 
+@public("fs.random.ones")
 def ones(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
     """A lazy array of ones."""
     return full(shape, 1.0, dtype=dtype)

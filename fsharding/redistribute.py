@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
+from fsharding.arguments import refuse
 from fsharding.errors import LayoutError, message
 from fsharding.mesh import Mesh, is_member
 from fsharding.ops import transition
 from fsharding.ops.transition import Step
+from fsharding.public import public
 from fsharding.sharding import NamedSharding, like, local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -53,6 +55,7 @@ def _home(x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
     return _compat.fresh(shape, like.dtype, like.device)
 
 
+@public("fs.redistribute")
 def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tree = None) -> Tree:
     """The same values elsewhere.
 
@@ -89,6 +92,8 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
             result[i] = leaf if dtype is None else leaf.to(dtype)
             continue
         local = local_of(leaf) if dtype is None else local_of(leaf).to(dtype)
+        if not isinstance(target, NamedSharding):
+            raise refuse("fs.redistribute", "shardings", target, "Give a tree of NamedShardings, such as layout.main.")
         route = _route(sharding_of(leaf), target, tuple(leaf.shape))
         if route is None:
             wrong.append(i)

@@ -21,9 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsharding import _functorch, policies
+from fsharding.arguments import check_function
 from fsharding.ledger import without_ledger
 from fsharding.mesh import Mesh, mesh_here, set_mesh
 from fsharding.policies import Policy, check_policy
+from fsharding.public import public
 from fsharding.sharding import opened
 
 __all__ = ["remat"]
@@ -47,6 +49,7 @@ def _keep_dots(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
     return CheckpointPolicy.MUST_SAVE if op in _DOTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+@public("fs.remat")
 def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable) -> Callable[..., Any]:
     """Makes a function that keeps less for backward and computes it again there.
 
@@ -64,6 +67,7 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
     Raises:
         ConfigError: a policy that is none.
     """
+    check_function("fs.remat", "a function of trees", fn, 0)
     check_policy("fs.remat", policy)
     if policy.activations == "all":
         return fn

@@ -23,6 +23,7 @@ from fsharding.layout import Layout, check_fit
 from fsharding.mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
 from fsharding.moving import Moving
 from fsharding.ops.exchange import exchange
+from fsharding.public import public
 from fsharding.routes import BUDGET, Plan, plan_routes
 from fsharding.sharding import LeafType, Local, NamedSharding, typeof
 from fsharding.state import TrainState
@@ -31,6 +32,7 @@ from fsharding.tree import Tree
 __all__ = ["Explanation", "explain_reshard", "reshard", "shard", "unshard"]
 
 
+@public("fs.reshard")
 def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: Any = None, budget: int = BUDGET) -> Any:
     """Moves values to another layout. Collective over the ranks of both meshes.
 
@@ -125,6 +127,7 @@ def _agree(function: str, plan: Plan, group: Group, device: torch.device) -> Non
         raise LayoutError(message(function, text, mend="Give every rank the same tree, layout and budget."))
 
 
+@public("fs.shard")
 def shard(values: Tree, layout: Any) -> Tree:
     """Cuts whole tensors, the same on every rank, into DTensors; nothing is sent.
 
@@ -162,6 +165,7 @@ def _cut(x: Tensor, sharding: NamedSharding) -> DTensor:
     return sharding.to_dtensor(local, shape)
 
 
+@public("fs.unshard")
 def unshard(values: Tree, *, source: Any = None) -> Tree:
     """Whole plain tensors on every rank of the mesh; what is no DTensor stays as it is. Collective.
 
@@ -246,6 +250,7 @@ class Explanation:
         return "\n".join(line.rstrip() for line in lines)
 
 
+@public("fs.explain_reshard")
 def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BUDGET) -> Explanation:
     """What `reshard` would do, leaf by leaf, and how many bytes it would send: exactly those that it sends.
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from fsharding import _functorch, policies, tree
+from fsharding.arguments import check_function
 from fsharding.errors import TreeError, message
 from fsharding.ledger import current_ledger
 from fsharding.policies import Policy, check_policy
+from fsharding.public import public
 from fsharding.remat import remat
 from fsharding.sharding import Local
 from fsharding.transforms import flying, gather_unit, refuse_cut_layers, rows_of
@@ -25,6 +27,7 @@ from fsharding.tree import Tree
 __all__ = ["scan", "scan_units", "stack_units", "unstack_units"]
 
 
+@public("fs.scan")
 def scan(
     fn: Callable[[Any, Any], tuple[Any, Any]], carry: Tree, xs: Tree, *, length: int | None = None
 ) -> tuple[Tree, Tree]:
@@ -42,6 +45,7 @@ def scan(
     Raises:
         TreeError: leaves of different lengths, or no length at all.
     """
+    check_function("fs.scan", "a function (carry, x)", fn, 2)
     rows = _rows(xs, length, "fs.scan")
     ys: list[Tree] = []
     for x in rows:
@@ -50,6 +54,7 @@ def scan(
     return carry, _stack(ys)
 
 
+@public("fs.scan_units")
 def scan_units(
     block: Callable[..., Any],
     units: Tree,
@@ -80,6 +85,7 @@ def scan_units(
         TreeError: leaves of different lengths.
         ConfigError: a policy that is none.
     """
+    check_function("fs.scan_units", "a function (params, carry)", block, 2)
     check_policy("fs.scan_units", policy)
     rows = list(units) if isinstance(units, list | tuple) else unstack_units(units)
     inputs = [(x,) for x in _rows(xs, len(rows), "fs.scan_units")] if xs is not None else [()] * len(rows)
@@ -108,6 +114,7 @@ def _in_flight(unit: Tree) -> Tree:
     return tree.unflatten(spec, nodes)
 
 
+@public("fs.stack_units")
 def stack_units(units: Sequence[Tree]) -> Tree:
     """Stacks equal units: leaves `[...]` become leaves `[layers, ...]`; lazy draws are not stacked, draw them stacked.
 
@@ -130,6 +137,7 @@ def stack_units(units: Sequence[Tree]) -> Tree:
     return tree.map(lambda *leaves: torch.stack(leaves), *units)
 
 
+@public("fs.unstack_units")
 def unstack_units(stack: Tree) -> list[Tree]:
     """The units of a stack, in order; leaves are views.
 

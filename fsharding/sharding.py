@@ -23,10 +23,12 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharding import _compat, at_rest, boxes, tree
 from fsharding import mesh as meshes
+from fsharding.arguments import refuse
 from fsharding.axes import AXES, DATA_AXES, AbstractMesh, unknown_axis
 from fsharding.boxes import Box, Grid, Runs
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.mesh import Mesh, abstract, coordinate
+from fsharding.public import public
 from fsharding.spec import P, PartitionSpec
 
 __all__ = [
@@ -95,6 +97,10 @@ class NamedSharding:
     owned: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, DeviceMesh | AbstractMesh):
+            raise refuse("NamedSharding", "a mesh, then a P", self.mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
+        if not isinstance(self.spec, PartitionSpec):
+            raise refuse("NamedSharding", "a mesh, then a P", self.spec, 'Give axes by dim: fs.P("dp", None).')
         used = [*self.spec.all_axes, *self.partial, *(a.axis for a in self.assigned)]
         if unknown := [axis for axis in used if axis not in AXES]:
             raise SpecError(message("NamedSharding", unknown_axis(unknown[0])))
@@ -210,6 +216,7 @@ class NamedSharding:
         """DTensor placements on `device_mesh()`, one for each of its dims."""
         return _placements(self)
 
+    @public("NamedSharding.to_dtensor")
     def to_dtensor(self, local: Tensor, shape: Sequence[int]) -> DTensor:
         """Wraps a local tensor as the DTensor that it is; nothing is copied or sent.
 
@@ -471,9 +478,15 @@ class LeafType:
 
 
 def typeof(x: Any) -> LeafType:
-    """The type of a leaf: a DTensor at rest, a `Local` in flight, a plain tensor, or anything with shape and dtype."""
+    """The type of a leaf: a DTensor at rest, a `Local` in flight, a plain tensor, or anything with shape and dtype.
+
+    Raises:
+        ArgumentError: something without shape or dtype.
+    """
     if isinstance(x, DTensor):
         return LeafType(tuple(x.shape), x.dtype, sharding_of(x))
     if isinstance(x, Local):
         return LeafType(x.shape, x.value.dtype, x.sharding)
+    if not isinstance(getattr(x, "dtype", None), torch.dtype) or not hasattr(x, "shape"):
+        raise refuse("fs.typeof", "a leaf", x, "Give a tensor; fs.tree.map(fs.typeof, tree) is for trees.")
     return LeafType(tuple(x.shape), x.dtype)

@@ -25,6 +25,7 @@ from fsharding.mesh import everyone, is_member
 from fsharding.optim.base import GradientTransformation
 from fsharding.planning import LeafLayout, moment_of, type_text
 from fsharding.precision import ScaleState
+from fsharding.public import public
 from fsharding.random import Draw
 from fsharding.redistribute import redistribute
 from fsharding.sharding import NamedSharding, local_of
@@ -144,6 +145,7 @@ def _slice(draw: Any, box: Box) -> Tensor:
     return draw[tuple(slice(a, b) for a, b in box)].clone(memory_format=torch.contiguous_format)
 
 
+@public("fs.init_state")
 def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:
     """The first state of a run. Each rank draws only its own slices; the values are bitwise the same in every layout.
 
@@ -190,6 +192,7 @@ def _told(x: Any) -> str:
     return repr(x) if isinstance(x, Draw) else type(x).__name__
 
 
+@public("fs.state_from")
 def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:
     """The first state of a run that starts from given parameters, such as `checkpoint.load_weights` reads. Collective.
 
@@ -217,6 +220,7 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
     return TrainState(step, computed, kept, opt_state, layout.precision.init_scale(), run_key, layout)
 
 
+@public("fs.main_params")
 def main_params(params: Tree, layout: Layout) -> Tree:
     """Main parameters where the params hold them: slices (views) in `layout.main`; None for frozen leaves.
 
@@ -239,6 +243,7 @@ def main_of(state: TrainState) -> Tree:
     return state.main if state.main is not None else _slices(state.params, state.layout)
 
 
+@public("fs.spread_main")
 def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = False) -> Tree:
     """Parameters from updated main parameters: cast, and gathered once where they are less cut; frozen leaves stay.
 
@@ -266,6 +271,7 @@ def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False) ->
     return redistribute(values, where, dtypes=kinds, into=params if donate else None)
 
 
+@public("fs.state_bytes")
 def state_bytes(state: Tree) -> int:
     """Bytes of all local tensors of a tree."""
     return sum(local_of(x).nbytes for x in tree.leaves(state) if isinstance(x, Tensor))

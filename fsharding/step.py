@@ -34,6 +34,7 @@ from fsharding.pipeline import Messages, pipeline_grads
 from fsharding.planning import kind_text
 from fsharding.policies import Policy, check_policy
 from fsharding.precision import Precision
+from fsharding.public import public
 from fsharding.random import fold_in
 from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import local_of
@@ -64,6 +65,7 @@ class Metrics(NamedTuple):
     aux: tuple[Any, ...] = ()
 
 
+@public("fs.model_loss")
 def model_loss(
     model: Any, *, policy: Policy = policies.save_except_gathered
 ) -> Callable[[Tree, Tree], tuple[Any, Any]]:
@@ -87,6 +89,7 @@ def model_loss(
     return loss_fn
 
 
+@public("fs.make_train_step")
 def make_train_step(
     model: Any,
     opt: GradientTransformation,
@@ -142,6 +145,7 @@ def make_train_step(
         with naming_lost("train step", state.layout.mesh):
             return run(state, batch)
 
+    @public("train step")
     def run(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
         known = next((before for before in seen if layout is before.layout or layout == before.layout), None)

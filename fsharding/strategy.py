@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fsharding.errors import ConfigError, message
 from fsharding.hints import did_you_mean
+from fsharding.public import public
 
 __all__ = [
     "HFSDP",
@@ -69,6 +70,7 @@ OPTIM_GRADS = Strategy(params=False, grads=True, opt_state=True)
 OPTIM_GRADS_PARAMS = Strategy(params=True, grads=True, opt_state=True)
 
 
+@public("fs.zero")
 def zero(level: int) -> Strategy:
     """ZeRO stage 0 to 3: nothing cut, optimizer state, and gradients, and parameters (Rajbhandari et al. 2020).
 
@@ -81,6 +83,7 @@ def zero(level: int) -> Strategy:
     return levels[level]
 
 
+@public("fs.hybrid")
 def hybrid(
     inner: Strategy = OPTIM_GRADS_PARAMS, *, params: bool = False, grads: bool = False, opt_state: bool = False
 ) -> Strategy:
@@ -116,6 +119,7 @@ STRATEGIES = {
 """Strategies by the names that the command line takes."""
 
 
+@public("fs.parse_strategy")
 def parse_strategy(name: str) -> Strategy:
     """The strategy of a name.
 

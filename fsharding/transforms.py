@@ -26,6 +26,7 @@ from fsharding.ops import collectives, transition
 from fsharding.ops.unit import Early, Goal, LeafPlan, Place, plan_unit
 from fsharding.policies import Policy, check_policy
 from fsharding.precision import wide
+from fsharding.public import public
 from fsharding.sharding import Local, to_local, typeof
 from fsharding.sharding import like as like_leaf
 from fsharding.tree import Tree
@@ -33,6 +34,7 @@ from fsharding.tree import Tree
 __all__ = ["flying", "gather_unit", "refuse_cut_layers", "rows_of", "scatter_grads", "select_unit", "start_gather"]
 
 
+@public("fs.gather_unit")
 def gather_unit(
     unit: Tree,
     *,
@@ -278,6 +280,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
     return x if x.numel() == width else torch.nn.functional.pad(x, (0, width - x.numel()))
 
 
+@public("fs.select_unit")
 def select_unit(stack: Tree, index: int) -> Tree:
     """One unit of a stack: index `index` along the first dim of every leaf, such as `then=select_unit(blocks, 0)`."""
     nodes, spec = flying("fs.select_unit", stack)
@@ -316,6 +319,7 @@ def rows_of(node: Local, values: Sequence[Tensor], ledger: Ledger | None, *, fir
     return [Local(value, sharding, shape, node.slices) for value in values]
 
 
+@public("fs.scatter_grads")
 def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     """Sums whole gradients over the data axes and cuts them as the leaves of `like`: the transpose of `gather_unit`.
 

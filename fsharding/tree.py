@@ -86,6 +86,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None)
     Raises:
         TreeError: one of `rest` lacks a part of `tree`; the text names both.
     """
+    _check_function("tree.map", fn)
     flat, spec = flatten(tree, is_leaf=is_leaf)
     others = [flatten_up_to(spec, other, "tree.map") for other in rest]
     return unflatten(spec, [fn(*group) for group in zip(flat, *others, strict=True)])
@@ -93,6 +94,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None)
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:
     """As `map`; `fn` gets the dotted path of the leaf first."""
+    _check_function("tree.map_with_path", fn)
     flat, spec = flatten(tree, is_leaf=is_leaf)
     others = [flatten_up_to(spec, other, "tree.map_with_path") for other in rest]
     return unflatten(spec, [fn(*group) for group in zip(_spec_paths(spec), flat, *others, strict=True)])
@@ -115,18 +117,23 @@ def flatten_up_to(
     try:
         return spec.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
-        other = optree.tree_structure(tree, namespace=NAMESPACE)
-        ours, theirs = set(_spec_paths(spec)), set(_spec_paths(other))
-        rows = [f"{path}: only in {labels[0]}" for path in sorted(ours - theirs)]
-        rows += [f"{path}: only in {labels[1]}" for path in sorted(theirs - ours)]
-        what, both = ("two trees", "both trees") if labels == _TWO_TREES else (" and ".join(labels), "both")
-        text = message(
-            function,
-            f"got {what} that do not match.",
-            rows or [f"{labels[0]}: {spec}", f"{labels[1]}: {other}"],
-            f"Give {both} the same keys.",
-        )
-        raise TreeError(text) from error
+        raise _mismatch(function, spec, optree.tree_structure(tree, namespace=NAMESPACE), labels) from error
+
+
+def _mismatch(function: str, spec: optree.PyTreeSpec, other: optree.PyTreeSpec, labels: tuple[str, str]) -> TreeError:
+    """The error for two structures that differ; every path that only one of them has is listed."""
+    ours, theirs = set(_spec_paths(spec)), set(_spec_paths(other))
+    rows = [f"{path}: only in {labels[0]}" for path in sorted(ours - theirs)]
+    rows += [f"{path}: only in {labels[1]}" for path in sorted(theirs - ours)]
+    what, both = ("two trees", "both trees") if labels == _TWO_TREES else (" and ".join(labels), "both")
+    rows = rows or [f"{labels[0]}: {spec}", f"{labels[1]}: {other}"]
+    return TreeError(message(function, f"got {what} that do not match.", rows, f"Give {both} the same keys."))
+
+
+def _check_function(function: str, fn: Any) -> None:
+    if not callable(fn):
+        mend = f"Call it as {function}(fn, tree)."
+        raise TreeError(message(function, f"takes a function, then trees, got {type(fn).__name__}.", mend=mend))
 
 
 def match(function: str, first: Tree, second: Tree, labels: tuple[str, str] = _TWO_TREES) -> None:
@@ -143,7 +150,7 @@ def match(function: str, first: Tree, second: Tree, labels: tuple[str, str] = _T
     """
     spec, other = (optree.tree_structure(t, namespace=NAMESPACE) for t in (first, second))
     if spec != other and _spec_paths(spec) != _spec_paths(other):
-        flatten_up_to(spec, second, function, labels)
+        raise _mismatch(function, spec, other, labels)
 
 
 def prune(tree: Tree, like: Tree, function: str = "fs.tree.prune", labels: tuple[str, str] = ("tree", "like")) -> Tree:
@@ -189,6 +196,9 @@ def at(tree: Tree, path: str) -> Any:
     Raises:
         TreeError: there is no such path.
     """
+    if not isinstance(path, str):
+        mend = 'Give keys, fields and positions joined by dots: "blocks.wq".'
+        raise TreeError(message("tree.at", f"takes a tree, then a path, got {type(path).__name__}.", mend=mend))
     node = tree
     for part in path.split(".") if path else ():
         try:

@@ -23,6 +23,7 @@ from fsharding.mesh import Group, Mesh, axis_group, current_mesh
 from fsharding.ops import wire
 from fsharding.ops.rows import open_exchange, open_gather, start_sum, sum_rows
 from fsharding.precision import wide
+from fsharding.public import public
 
 __all__ = [
     "Linear",
@@ -254,6 +255,7 @@ def _dim(function: str, x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
+@public("ops.gather")
 def gather(
     x: Tensor, axis: str | Sequence[str], *, dim: int, size: int | None = None, mesh: Mesh | None = None
 ) -> Tensor:
@@ -274,6 +276,7 @@ def gather(
     return apply_linear(x, _Gather(group, dim, x.shape[dim] * group.size if size is None else size))
 
 
+@public("ops.scatter")
 def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None = None) -> Tensor:
     """Sums over an axis and keeps this rank's ceil-chunk (a reduce-scatter). Transpose of `gather`.
 
@@ -290,16 +293,19 @@ def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None
     return apply_linear(x, _Scatter(_group("ops.scatter", axis, mesh), dim, x.shape[dim]))
 
 
+@public("ops.psum")
 def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
     """The sum over an axis, on every rank. Transpose of `vary`."""
     return apply_linear(x, _Psum(_group("ops.psum", axis, mesh)))
 
 
+@public("ops.vary")
 def vary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
     """Marks that ranks along an axis will use a shared value in different ways. The identity; transpose of `psum`."""
     return apply_linear(x, _Vary(_group("ops.vary", axis, mesh)))
 
 
+@public("ops.all_to_all")
 def all_to_all(
     x: Tensor, axis: str | Sequence[str], *, split_dim: int, concat_dim: int, mesh: Mesh | None = None
 ) -> Tensor:
@@ -318,6 +324,7 @@ def all_to_all(
     return apply_linear(x, _AllToAll(group, split_dim, concat_dim))
 
 
+@public("ops.all_to_all_rows")
 def all_to_all_rows(
     x_M: Tensor,
     axis: str | Sequence[str],
@@ -351,6 +358,7 @@ def all_to_all_rows(
     return apply_linear(x_M, _AllToAllRows(group, tuple(map(int, send)), tuple(map(int, receive))))
 
 
+@public("ops.ppermute")
 def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Tensor:
     """Sends `x` along (source, target) pairs of coordinates; ranks that are no target get zeros.
 

@@ -32,6 +32,7 @@ from fsharding.optim.settings import ABOVE_0, FROM_0, check_settings
 from fsharding.optim.units import STACKS, refuse_hidden, required, stacked_dims, sum_dims
 from fsharding.planning import mean_over
 from fsharding.precision import wide
+from fsharding.public import public
 from fsharding.redistribute import redistribute
 from fsharding.sharding import NamedSharding, local_of, sharding_of
 from fsharding.tree import Tree
@@ -72,6 +73,7 @@ class _Leaf(NamedTuple):
         return max(math.prod(self.leaf.shape[dim] for dim in self.unit), 1)
 
 
+@public("fs.optim.adafactor")
 def adafactor(
     learning_rate: float | Schedule = 1e-2,
     *,

@@ -31,6 +31,7 @@ from fsharding.optim.base import (
 )
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.settings import BELOW_1, FROM_0, check_settings
+from fsharding.public import public
 from fsharding.tree import Tree
 
 __all__ = ["AdamState", "adamw"]
@@ -54,6 +55,7 @@ class AdamState(NamedTuple):
     nu: Tree
 
 
+@public("fs.adamw")
 def adamw(
     learning_rate: float | Schedule,
     *,

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import sharding, tree
 from fsharding.optim.base import GradientTransformation, call, local_leaves, refuse_unlike, run_update, shardings_of
+from fsharding.public import public
 from fsharding.redistribute import redistribute
 from fsharding.sharding import local_of, sharding_of
 from fsharding.tree import Tree
@@ -54,6 +55,7 @@ def apply_gradients(
     return apply_updates(params, updates, donate=donate), state
 
 
+@public("fs.apply_updates")
 def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     """Adds updates to parameters.
 

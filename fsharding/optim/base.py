@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, sharding, tree
+from fsharding.arguments import check_optimizer
 from fsharding.errors import TreeError, message
 from fsharding.precision import wide
+from fsharding.public import public
 from fsharding.redistribute import redistribute
 from fsharding.sharding import local_of, sharding_of
 from fsharding.tree import Tree
@@ -140,8 +142,15 @@ def multiply(values: Tree, factor: float, *, donate: bool = False) -> Tree:
     return like(values, _compat.foreach_mul(local, factor))
 
 
+@public("fs.chain")
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
-    """Applies transformations one after the other; the first gets the gradients."""
+    """Applies transformations one after the other; the first gets the gradients.
+
+    Raises:
+        ArgumentError: one of them is no pair of functions.
+    """
+    for transformation in transformations:
+        check_optimizer("fs.chain", transformation)
 
     def init(params: Tree) -> ChainState:
         return ChainState(tuple(t.init(params) for t in transformations))
@@ -184,6 +193,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(init, update, apply)
 
 
+@public("fs.masked")
 def masked(
     groups: Mapping[str, GradientTransformation], labels: Tree | Callable[[str, Any], str]
 ) -> GradientTransformation:
@@ -197,8 +207,11 @@ def masked(
         labels: tree of labels like the parameters, or a function of (path, leaf).
 
     Raises:
+        ArgumentError: a group has no pair of functions.
         TreeError: at `init`: a label without a transformation; every such leaf is listed.
     """
+    for transformation in groups.values():
+        check_optimizer("fs.masked", transformation)
 
     def split(values: Tree, labelled: Tree) -> dict[str, Tree]:
         return {g: tree.map(lambda x, label: x if label == g else None, values, labelled) for g in groups}  # noqa: B023

@@ -19,6 +19,7 @@ from fsharding.mesh import abstract, axis_group
 from fsharding.norms import counts_here, norm_in_flight
 from fsharding.ops.rows import start_sum
 from fsharding.optim.base import EmptyState, GradientTransformation, multiply
+from fsharding.public import public
 from fsharding.sharding import Local, NamedSharding, is_assigned, local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -31,6 +32,7 @@ _LARGE = 1 << 18
 """Elements of a leaf from which on ranks that all have it share the work."""
 
 
+@public("fs.global_norm")
 def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     """The root of the sum of squares over all leaves and all ranks: float32, 0-d. Collective.
 
@@ -126,6 +128,7 @@ def _square_sum(flat: Tensor) -> Tensor:
     return total
 
 
+@public("fs.clip_by_global_norm")
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     """Scales all gradients by `max_norm / (norm + 1e-6)` where that is below 1, as `torch.nn.utils.clip_grad_norm_`.
 

@@ -16,6 +16,7 @@ from fsharding import _compat
 from fsharding.optim.base import GradientTransformation, add_decay_, clone, grads_where, like, local_leaves, zeros
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.settings import FROM_0, TO_1, check_settings
+from fsharding.public import public
 from fsharding.tree import Tree
 
 __all__ = ["LionState", "lion"]
@@ -30,6 +31,7 @@ class LionState(NamedTuple):
     mu: Tree
 
 
+@public("fs.optim.lion")
 def lion(
     learning_rate: float | Schedule, *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
 ) -> GradientTransformation:

@@ -24,6 +24,7 @@ from fsharding.optim.base import GradientTransformation, add_decay_, clone, grad
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.settings import FROM_0, FROM_1, check_settings
 from fsharding.optim.units import refuse_hidden
+from fsharding.public import public
 from fsharding.routes import Leaf, plan_routes
 from fsharding.sharding import NamedSharding, sharding_of
 from fsharding.spec import P
@@ -42,6 +43,7 @@ class MuonState(NamedTuple):
     mu: Tree
 
 
+@public("fs.optim.muon")
 def muon(
     learning_rate: float | Schedule,
     *,

@@ -17,6 +17,7 @@ from fsharding.optim.base import GradientTransformation, like_leaf
 from fsharding.optim.schedules import Schedule
 from fsharding.optim.settings import FROM_0, check_settings
 from fsharding.optim.units import refuse_hidden
+from fsharding.public import public
 from fsharding.sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -35,6 +36,7 @@ def annealed(eta: float, gamma: float = 0.55) -> Schedule:
     return lambda count: (eta / (1 + count) ** gamma) ** 0.5
 
 
+@public("fs.optim.add_noise")
 def add_noise(std: float | Schedule, key: Tensor) -> GradientTransformation:
     """Adds normal noise to gradients; put it before the optimizer, and before clipping if that should see it.
 

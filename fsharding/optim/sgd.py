@@ -25,6 +25,7 @@ from fsharding.optim.base import (
 )
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.settings import FROM_0, check_settings
+from fsharding.public import public
 from fsharding.redistribute import redistribute
 from fsharding.tree import Tree
 
@@ -40,6 +41,7 @@ class SgdState(NamedTuple):
     trace: Tree
 
 
+@public("fs.sgd")
 def sgd(
     learning_rate: float | Schedule,
     *,
