@@ -19,6 +19,7 @@ from fsharding import _compat, _functorch, tree
 from fsharding.axes import AXES
 from fsharding.errors import TransformError, message
 from fsharding.ledger import Ledger, opened
+from fsharding.loss_problems import explained
 from fsharding.lost import naming_lost
 from fsharding.mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.ops.pool import Pool
@@ -159,18 +160,15 @@ class Tape:
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
+        params = tree.unflatten(self._spec, self._flying)
         try:
             with torch.enable_grad(), _on(self.mesh), opened(self.ledger):
-                return fn(tree.unflatten(self._spec, self._flying), *args)
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
+                return fn(params, *args)
+        except Exception as error:
+            known = explained(error, fn, params, args, self.ledger)
+            if known is None:
                 raise
-            rule = "has a loss function that calls torch.func.grad, vjp, jacrev or hessian, which refuse its hooks."
-            mend = (
-                "Take the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner one"
-                " with torch.autograd.grad(..., create_graph=True)."
-            )
-            raise TransformError(message("fs.value_and_grad", rule, mend=mend)) from error
+            raise known from error
 
     def backward(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 __all__ = [
+    "ArgumentError",
     "BatchError",
     "CheckpointError",
     "ConfigError",
@@ -18,10 +19,13 @@ __all__ = [
     "FshardingError",
     "LayoutError",
     "MeshError",
+    "MissingKeyError",
     "NonFiniteError",
+    "NotGatheredError",
     "RandomKeyError",
     "RankError",
     "ScheduleError",
+    "ShapeError",
     "SpecError",
     "TransformError",
     "TreeError",
@@ -31,6 +35,10 @@ __all__ = [
 
 class FshardingError(Exception):
     """Base of everything that fsharding raises on purpose."""
+
+
+class ArgumentError(FshardingError, TypeError):
+    """An argument of another kind than the function takes, two that are swapped, or one that was changed in place."""
 
 
 class MeshError(FshardingError, ValueError):
@@ -75,6 +83,34 @@ class ScheduleError(FshardingError, ValueError):
 
 class TransformError(FshardingError, TypeError):
     """A transform applied where it has no meaning; the text says what to use."""
+
+
+class NotGatheredError(TransformError, AttributeError):
+    """A leaf of the parameters was used as a tensor before its unit was gathered.
+
+    Attributes:
+        leaf: the `Local` node, until its path is known.
+        use: what was done with it, as the rest of a sentence that begins with the leaf.
+    """
+
+    def __init__(self, text: str = "", leaf: object = None, use: str = "") -> None:
+        super().__init__(text)
+        self.leaf, self.use = leaf, use
+
+    def __reduce__(self) -> tuple[type[NotGatheredError], tuple[str]]:
+        # A node is on a mesh, which cannot travel.
+        return type(self), (str(self),)
+
+
+class MissingKeyError(FshardingError, KeyError):
+    """A loss function asks for an entry that neither its parameters nor its batch have."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))  # KeyError's own is the repr, with the lines in one
+
+
+class ShapeError(FshardingError, RuntimeError):
+    """A loss function computes with tensors whose shapes do not go together."""
 
 
 class DonatedError(FshardingError, RuntimeError):

@@ -8,12 +8,12 @@ Law: `sharding_of(s.to_dtensor(x, shape)) == s`, and the boxes of all ranks tile
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -23,7 +23,7 @@ from fsharding import _compat, at_rest, boxes, tree
 from fsharding import mesh as meshes
 from fsharding.axes import AXES, DATA_AXES, AbstractMesh, unknown_axis
 from fsharding.boxes import Box, Grid, Runs
-from fsharding.errors import SpecError, TransformError, message
+from fsharding.errors import NotGatheredError, SpecError, TransformError, message
 from fsharding.mesh import Mesh, abstract, coordinate
 from fsharding.spec import P, PartitionSpec
 
@@ -295,9 +295,26 @@ def _from_placements(base: at_rest.Base, placements: tuple[Placement, ...]) -> N
     return NamedSharding(base.mesh, spec, tuple(partial), owned=owned)
 
 
+def _refuses(use: str) -> Any:
+    """A method of a node that says what to do first."""
+
+    def refuse(self: Local, *_: Any, **__: Any) -> Any:
+        raise _not_gathered(self, use)
+
+    return refuse
+
+
+def _not_gathered(node: Local, use: str) -> NotGatheredError:
+    held = f"{typeof(node)}, of which this rank holds {list(node.value.shape)}"
+    mend = 'Gather its unit first, such as head = fs.gather_unit(params["head"]), and use head["weight"].'
+    return NotGatheredError(message("fs.gather_unit", f"was not called for a leaf that {use}.", [held], mend), node, use)
+
+
 @dataclass(frozen=True, eq=False)
 class Local:
     """A leaf in flight: the local tensor as the one child of a pytree node; sharding and global shape are static data.
+
+    It is no tensor: whoever uses it as one has forgotten `gather_unit`, and is told so.
 
     Attributes:
         value: this rank's part, a plain tensor.
@@ -311,6 +328,33 @@ class Local:
 
     def __repr__(self) -> str:
         return f"Local({typeof(self)})"
+
+    def __getattr__(self, name: str) -> Any:
+        # Python itself asks for names that begin so, and for fields of a node that is not there yet.
+        if name.startswith("_") or name in ("value", "sharding", "shape"):
+            raise AttributeError(name)
+        raise _not_gathered(self, f"is asked for .{name}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch calls it where a node is given to one of its functions."""
+        given = tree.leaves((args, kwargs or {}), is_leaf=lambda x: isinstance(x, cls))
+        name = overrides.resolve_name(func) or getattr(func, "__name__", repr(func))
+        raise _not_gathered(next(x for x in given if isinstance(x, cls)), f"goes into {name}")
+
+    # Not `==`: nodes are compared, and kept in dicts, by identity.
+    __add__ = __radd__ = _refuses("is an operand of +")
+    __sub__ = __rsub__ = __neg__ = _refuses("is an operand of -")
+    __mul__ = __rmul__ = _refuses("is an operand of *")
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuses("is an operand of /")
+    __matmul__ = __rmatmul__ = _refuses("is an operand of @")
+    __pow__ = __rpow__ = _refuses("is an operand of **")
+    __mod__ = __rmod__ = _refuses("is an operand of %")
+    __lt__ = __le__ = __gt__ = __ge__ = _refuses("is compared")
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refuses("is an operand of &, |, ^ or ~")
+    __abs__ = __float__ = __int__ = __bool__ = __len__ = _refuses("is taken for a number")
+    __iter__ = __getitem__ = __setitem__ = _refuses("is indexed")
+    __array__ = _refuses("goes into NumPy")
 
 
 def _flatten_local(node: Local) -> tuple[tuple[Tensor], tuple[NamedSharding, tuple[int, ...]], tuple[str]]:

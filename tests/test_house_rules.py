@@ -29,7 +29,7 @@ README_SECONDS = 110
 LEVEL_TABLE: list[tuple[float, str]] = [
     (0, "errors"),
     (0.5, "tree _compat _functorch counts hints ending"),
-    (0.8, "axes agreement"),
+    (0.8, "axes agreement arguments"),
     (1, "mesh boxes"),
     (1.2, "lost"),
     (1.5, "spec"),
@@ -42,6 +42,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (3, "ops.* layout"),
     (3.4, "gathering landing"),
     (3.5, "ledger"),
+    (3.8, "loss_problems"),
     (4, "redistribute autodiff"),
     (4.5, "optim.*"),
     (5, "transforms remat in_flight jacobians"),
