@@ -84,17 +84,18 @@ def check_optimizer(function: str, opt: Any) -> None:
     raise refuse(function, "an optimizer that is a pair of functions", opt, mend)
 
 
-def check_function(function: str, what: str, fn: Callable[..., Any], count: int) -> None:
+def check_function(function: str, what: str, fn: Callable[..., Any], count: int, *, exactly: bool = False) -> None:
     """Refuses what cannot be called with so many arguments.
 
     Args:
         function: the public function.
         what: it takes, such as "a loss function (params, batch)".
         fn: what it was given.
-        count: of positional arguments; it may ask for more.
+        count: of positional arguments.
+        exactly: it must not ask for more.
 
     Raises:
-        ArgumentError: it is no function, or one of fewer arguments.
+        ArgumentError: it is no function, or one of other arguments.
     """
     refuse_module(function, fn)
     if not callable(fn) or isinstance(fn, type):
@@ -104,7 +105,7 @@ def check_function(function: str, what: str, fn: Callable[..., Any], count: int)
     except (TypeError, ValueError):
         return  # One that is written in C does not say.
     try:
-        signature.bind_partial(*[None] * count)
+        (signature.bind if exactly else signature.bind_partial)(*[None] * count)
     except TypeError as error:
         name = getattr(fn, "__name__", type(fn).__name__)
         text = f"takes {what}, got {name}{signature}."

@@ -7,6 +7,7 @@ nodes only. Laws: inputs are never changed; the mean is over all weights, whatev
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -16,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, tree
+from fsharding.arguments import check_function
 from fsharding.axes import AXES
 from fsharding.errors import TransformError, message
 from fsharding.ledger import Ledger, opened
@@ -29,7 +31,7 @@ from fsharding.precision import FP32, Precision
 from fsharding.sharding import Local, NamedSharding, is_assigned, like, local_of, sharding_of, to_local, typeof
 from fsharding.tree import Tree
 
-__all__ = ["GradFn", "Tape", "value_and_grad"]
+__all__ = ["GradFn", "Tape", "refuse_backward", "value_and_grad"]
 
 
 class GradFn(Protocol):
@@ -79,11 +81,20 @@ def value_and_grad(
         same on all data ranks. `accumulate` holds summed gradients of earlier calls, which the new ones are added to;
         with `donate=True` in their own memory, so that they must not be used again.
 
+    A loss whose last operation is a mean, returned with a weight above 1, is divided twice; that is warned of once.
+
     Raises:
-        TransformError: the loss is not a 0-d floating point tensor.
+        ArgumentError: `fn` is no function of at least one argument; or, from the function, is called with arguments
+            that it does not take, or that are swapped.
+        TransformError: the loss is not a 0-d floating point tensor; or `fn` writes gathered weights in place.
+        NotGatheredError: from the function: a leaf was used before it was gathered.
+        MissingKeyError: from the function: `fn` asks for an entry that none of its arguments has.
+        BatchError: from the function: `fn` failed, and something in the batch is no tensor.
+        ShapeError: from the function: `fn` computes with shapes that do not go together.
         RankError: from the function: another rank is gone, or does not answer within the timeout of the mesh.
         TreeError: `grads` or `accumulate` does not match the parameters.
     """
+    check_function("fs.value_and_grad", "a loss function (params, *args)", fn, 1)
 
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
@@ -297,8 +308,32 @@ def _take_apart(result: Any, has_aux: bool) -> _Loss:
         )
         raise TransformError(text)
     if weight is not None:
+        if _is_mean(total) and float(weight) > 1:
+            _warn_of_mean(float(weight))
         weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
     return _Loss(total, weight, aux)
+
+
+_PASSED_ON = {"ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0", "CloneBackward0"}
+_MEAN = 1
+"""How nodes of torch's losses note `reduction="mean"`."""
+
+
+def _is_mean(total: Tensor) -> bool:
+    """Whether the last operation of a loss is a mean. Its graph says so; its value never does for sure."""
+    node = total.grad_fn
+    while node is not None and node.name() in _PASSED_ON:
+        node = node.next_functions[0][0]
+    return node is not None and (
+        node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+    )
+
+
+def _warn_of_mean(weight: float) -> None:
+    """Python shows it once."""
+    rule = f"got (mean, {weight:g}) where it takes (sum, weight): the mean is divided by the weight again."
+    mend = 'Return (losses.sum(), number of tokens), as reduction="sum" gives it; or the mean alone.'
+    warnings.warn(message("fs.value_and_grad", rule, mend=mend), stacklevel=3)
 
 
 def _kind(x: Any) -> str:
@@ -334,6 +369,20 @@ def _copy(x: Any) -> Any:
 
 
 def _result(loss: _Loss, totals: Tensor, mean: bool, has_aux: bool) -> Any:
-    value = (totals[0] / totals[1] if mean else totals[0]).float()
+    value = refuse_backward((totals[0] / totals[1] if mean else totals[0]).float())
     result = value if loss.weight is None else (value, totals[1].float())
     return (result, loss.aux) if has_aux else result
+
+
+def refuse_backward(loss: Tensor) -> Tensor:
+    """A loss whose gradients are there already, and whose `.backward()` says so."""
+    return _compat.refuse_backward(loss, _no_backward)
+
+
+def _no_backward(*_: Any, **__: Any) -> None:
+    rule = "gives a loss and its gradients at once: .backward() on that loss has nothing left to do."
+    mend = (
+        "Use them: (loss, n), grads = fs.value_and_grad(loss_fn)(params, batch), then opt.update(grads, opt_state,"
+        " params). A train step has applied them; go on with the state that it returned."
+    )
+    raise TransformError(message("fs.value_and_grad", rule, mend=mend))

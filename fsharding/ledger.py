@@ -104,12 +104,13 @@ class Ledger:
         path = self.paths[leaf].rpartition(".")[0] or self.paths[leaf]
         return path if row is None else f"{path}[{row}]"
 
-    def gathered_last(self) -> list[str]:
-        """The leaves of the unit that was gathered last, with their types, for an error."""
-        unit = self._current
-        rows = zip(unit.places, unit.leaves, strict=True) if unit is not None else ()
-        names = ((self.paths[place.leaf], "" if place.row is None else f"[{place.row}]", leaf) for place, leaf in rows)
-        return [f"params.{path}{row} is {typeof(leaf)}" for path, row, leaf in names]
+    def gathered(self) -> list[str]:
+        """The leaves of all units that were gathered, with their types, the last unit first; for an error."""
+        return [
+            f"params.{self.paths[place.leaf]}{'' if place.row is None else f'[{place.row}]'} is {typeof(leaf)}"
+            for unit in reversed(self._units)
+            for place, leaf in zip(unit.places, unit.leaves, strict=True)
+        ]
 
     def take(self, size: int, dtype: torch.dtype, owner: Unit | None = None) -> Tensor:
         """A flat buffer from the pool."""

@@ -8,11 +8,13 @@ is of its family too, so that whoever catches `KeyError` or `RuntimeError` still
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import optree
 import torch
@@ -42,7 +44,10 @@ __all__ = ["explained"]
 _NAME = "fs.value_and_grad"
 _SHOWN = 10
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
-_OURS = tuple(str(Path(module.__file__ or "").parent) for module in (torch, tree))
+_NOT_THE_USERS = (
+    *(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, tree)),
+    sysconfig.get_paths()["stdlib"],
+)
 
 
 def explained(
@@ -60,7 +65,7 @@ def explained(
     if isinstance(error, NotGatheredError):
         _name(error, params, ledger)
         return None
-    if isinstance(error, FshardingError) or isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, FshardingError | torch.OutOfMemoryError):
         return None
     names = _names(fn, len(args) + 1)
     return (
@@ -80,17 +85,17 @@ def _name(error: NotGatheredError, params: Tree, ledger: Ledger) -> None:
     if not isinstance(leaf, Local) or place is None:
         return
     path = f"params.{ledger.paths[place.leaf]}".removesuffix(".")
-    accessor = optree.tree_accessors(params, is_leaf=lambda x: isinstance(x, Local), namespace=tree.NAMESPACE)[place.leaf]
+    accessor = optree.tree_accessors(params, is_leaf=_is_local, namespace=tree.NAMESPACE)[place.leaf]
     row = f"{path} is {typeof(leaf)}, of which this rank holds {list(leaf.value.shape)}"
     if place.row is not None:
         mend = 'Let fs.scan_units(block, params["blocks"], x) gather each block, or call fs.gather_unit on it first.'
     elif len(accessor):
-        unit, last = accessor[:-1].codify("params"), accessor[-1:].codify("unit")
+        unit, last = _code(accessor[:-1], "params"), _code(accessor[-1:], "unit")
         mend = f"Gather its unit first, unit = fs.gather_unit({unit}), and use {last}."
     else:
         mend = "Gather it first: w = fs.gather_unit(params)."
     if error.use == "is indexed" and place.row is None:
-        stack = accessor[:-1].codify("params")
+        stack = _code(accessor[:-1], "params")
         mend += f" Of a stack, take a block with fs.gather_unit(fs.select_unit({stack}, i)), or use fs.scan_units."
     if "to_local" in error.use:
         mend += " The part of this rank, as it is, is .value."
@@ -104,7 +109,7 @@ def _of_arguments(error: Exception, fn: Callable[..., Any], params: Tree, args: 
     if all(hasattr(params, name) for name in ("params", "opt_state", "layout")):
         mend = "Give it the parameters alone: (state.params, batch)."
         return ArgumentError(message(_NAME, f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
-    leaves = tree.leaves(params, is_leaf=lambda x: isinstance(x, Local))
+    leaves = tree.leaves(params, is_leaf=_is_local)
     if not any(isinstance(x, Local) for x in leaves) and any(isinstance(x, DTensor) for x in tree.leaves(list(args))):
         rule = "got no sharded leaf in its first argument, and sharded ones after it."
         return ArgumentError(message(_NAME, rule, mend="Give the parameters first: (params, batch)."))
@@ -155,7 +160,7 @@ def _of_missing(error: Exception, names: Sequence[str], params: Tree, args: Sequ
     if not isinstance(error, KeyError) or len(error.args) != 1:
         return None
     key, given = error.args[0], dict(zip(names, (params, *args), strict=False))
-    paths = {name: tree.paths(x, is_leaf=lambda x: isinstance(x, Local)) for name, x in given.items()}
+    paths = {name: tree.paths(x, is_leaf=_is_local) for name, x in given.items()}
     parts = {part for found in paths.values() for path in found for part in path.split(".")}
     if str(key) in parts:
         return None  # It is there, so this is about a dict of the function's own.
@@ -170,17 +175,28 @@ def _of_arrays(error: Exception, names: Sequence[str], args: Sequence[Any]) -> F
     """Arrays, lists of numbers or nothing at all where tensors should be."""
     if not isinstance(error, TypeError | AttributeError):
         return None
-    rows = [f"{name} is None" for name, x in zip(names, args, strict=False) if x is None]
-    for name, x in zip(names, args, strict=False):
-        rows += [f"{f'{name}.{path}'.rstrip('.')} is {kind_of(leaf)}" for path, leaf in _odd(x).items()]
+    text, given = str(error), dict(zip(names, args, strict=False))
+    rows = [f"{name} is None" for name, x in given.items() if x is None]
+    rows += [f"{name} is {kind_of(x)}" for name, x in given.items() if "indices must be" in text and _is_list(x)]
+    for name, x in given.items():
+        odd = {path: leaf for path, leaf in tree.named_leaves(x).items() if _is_array(leaf)}
+        rows += [f"{_joined(name, path)} is {kind_of(leaf)}" for path, leaf in odd.items()]
     if not rows:
         return None
-    mend = "Make tensors of what is none: fs.tree.map(torch.as_tensor, batch)."
-    return BatchError(message(_NAME, f"has a loss function that failed: {error}.", _bounded(rows), mend))
+    mend = "Give it what the loss function asks for; of arrays make tensors, fs.tree.map(torch.as_tensor, batch)."
+    return BatchError(message(_NAME, f"has a loss function that failed: {text}.", _bounded(rows), mend))
 
 
-def _odd(x: Any) -> dict[str, Any]:
-    return {path: leaf for path, leaf in tree.named_leaves(x).items() if hasattr(leaf, "__array__") and not isinstance(leaf, Tensor)}
+def _is_local(x: Any) -> bool:
+    return isinstance(x, Local)
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, list | tuple)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "__array__") and not isinstance(x, Tensor)
 
 
 def _of_shapes(error: Exception, names: Sequence[str], args: Sequence[Any], ledger: Ledger) -> FshardingError | None:
@@ -189,11 +205,12 @@ def _of_shapes(error: Exception, names: Sequence[str], args: Sequence[Any], ledg
         return None
     if "gloo/" in str(error) or hasattr(error, "_fsharding_peers"):
         return None
-    given = {f"{n}.{path}".rstrip("."): leaf for n, x in zip(names, args, strict=False) for path, leaf in tree.named_leaves(x).items()}
-    rows = [f"{name} is {kind_text(leaf)}" for name, leaf in given.items()]
+    rows = list[str]()
+    for name, x in zip(names, args, strict=False):
+        rows += [f"{_joined(name, path)} is {kind_text(leaf)}" for path, leaf in tree.named_leaves(x).items()]
     text = str(error).strip().partition("\n")[0]
     mend = "Give the batch the shapes that the weights take, or the weights those of the batch."
-    rows = [*_line_of(error), *ledger.gathered_last(), *_bounded(rows)]
+    rows = [*_line_of(error), *_bounded(rows), *_bounded(ledger.gathered())]
     return ShapeError(message(_NAME, f"has a loss function that failed: {text}.", rows, mend))
 
 
@@ -201,16 +218,28 @@ def _of_shapes(error: Exception, names: Sequence[str], args: Sequence[Any], ledg
 def _names(fn: Callable[..., Any], count: int) -> list[str]:
     """What a function calls its arguments."""
     try:
-        found = [p.name for p in inspect.signature(fn).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        given = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
-        found = list[str]()
+        given = ()
+    found = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [found[i] if i < len(found) else f"argument {i}" for i in range(count)]
+
+
+def _code(accessor: optree.PyTreeAccessor, root: str) -> str:
+    """How one writes a part of a tree."""
+    text = accessor.codify(root)
+    return text if '"' in text else text.replace("'", '"')
 
 
 def _line_of(error: BaseException) -> list[str]:
     """The line of the user's own that failed, if there is one."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS) and f.line]
-    return [f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"] if frames else []
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
+    last = frames[-1] if frames else None
+    return [f"{Path(last.filename).name}:{last.lineno}: {last.line}"] if last is not None and last.line else []
+
+
+def _joined(name: str, path: str) -> str:
+    return f"{name}.{path}" if path else name
 
 
 def _shown(paths: Sequence[str]) -> str:

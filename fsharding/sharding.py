@@ -8,7 +8,7 @@ Law: `sharding_of(s.to_dtensor(x, shape)) == s`, and the boxes of all ranks tile
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -307,7 +307,9 @@ def _refuses(use: str) -> Any:
 def _not_gathered(node: Local, use: str) -> NotGatheredError:
     held = f"{typeof(node)}, of which this rank holds {list(node.value.shape)}"
     mend = 'Gather its unit first, such as head = fs.gather_unit(params["head"]), and use head["weight"].'
-    return NotGatheredError(message("fs.gather_unit", f"was not called for a leaf that {use}.", [held], mend), node, use)
+    return NotGatheredError(
+        message("fs.gather_unit", f"was not called for a leaf that {use}.", [held], mend), node, use
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import boxes, random, tree
+from fsharding import _compat, boxes, random, tree
+from fsharding.arguments import check_function, check_optimizer, is_optimizer, refuse
 from fsharding.boxes import Box
-from fsharding.errors import DonatedError, message
+from fsharding.errors import ArgumentError, DonatedError, message
 from fsharding.layout import Layout, check_fit
 from fsharding.optim.base import GradientTransformation
 from fsharding.planning import LeafLayout, moment_of
 from fsharding.precision import ScaleState
 from fsharding.random import Draw
 from fsharding.redistribute import redistribute
-from fsharding.sharding import NamedSharding, local_of
+from fsharding.sharding import NamedSharding, local_of, typeof
 from fsharding.tree import Tree
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "main_of",
     "main_params",
     "owner_of",
+    "refuse_changed",
+    "sealed",
     "spread_main",
     "state_bytes",
     "state_from",
@@ -91,6 +94,62 @@ tree.register_node(
 )
 
 
+def sealed(state: TrainState) -> TrainState:
+    """The state itself, which notes how often each parameter was changed in place; one that is made of it does not."""
+    vars(state)[_SEAL] = _versions(state.params)
+    return state
+
+
+def refuse_changed(function: str, state: TrainState) -> None:
+    """Refuses parameters that were changed in place behind the back of the state that they are in.
+
+    Args:
+        function: the public function, for the error.
+        state: with a seal or without; then it is let through.
+
+    Raises:
+        ArgumentError: some were changed; all of them are listed.
+    """
+    seal = vars(state).get(_SEAL)
+    if seal is None or seal == (now := _versions(state.params)) or now is None or seal[0] != now[0]:
+        return
+    named = list(tree.named_leaves(state.params).items())
+    pairs = zip(named, seal[1], now[1], strict=True)
+    rows = [f"params.{path} is {typeof(x)}" for (path, x), before, after in pairs if before != after]
+    mend = "Make new ones on every rank, state = state.replace(params=fs.tree.map(f, state.params))"
+    mend += (
+        "; main parameters are kept apart here, so change those: main = fs.tree.map(f, state.main), and"
+        " params=fs.spread_main(main, state.params, state.layout)."
+        if state.main is not None
+        else "."
+    )
+    raise ArgumentError(
+        message(function, "got parameters that were changed in place since the state was made.", rows, mend)
+    )
+
+
+_SEAL = "_seal"
+
+
+def _versions(params: Tree) -> tuple[list[int], list[tuple[int, int]]] | None:
+    """Which leaves there are, and how often each was changed; None where nobody counts."""
+    leaves = tree.leaves(params)
+    try:
+        # By identity: a copy of a state has other leaves, whose counts begin again.
+        return list(map(id, leaves)), _compat.versions_of(leaves)
+    except (AttributeError, RuntimeError):
+        return None  # Plain tensors, or made under torch.inference_mode.
+
+
+def _check_start(function: str, opt: Any, key: Any, layout: Any) -> None:
+    """Refuses arguments of another kind, and a key and a layout that are swapped."""
+    check_optimizer(function, opt)
+    if not isinstance(layout, Layout):
+        swapped = isinstance(key, Layout)
+        mend = "Swap the two: (..., key, layout)." if swapped else "Plan one: layout = fs.plan_layout(model, mesh)."
+        raise refuse(function, "a key, then a Layout", layout, mend)
+
+
 def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
     """Evaluates each rank's slice of lazy draws.
 
@@ -140,16 +199,23 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         layout: where everything goes.
 
     Raises:
+        ArgumentError: an argument of another kind, such as an `nn.Module` or an optimizer of torch; or two are swapped.
         LayoutError: the layout was planned for other shapes or dtypes; all such leaves are listed.
         TreeError: the layout was planned for another tree.
     """
+    if is_optimizer(model) and not is_optimizer(opt):
+        raise refuse("fs.init_state", "a model, then an optimizer", model, "Swap the two.")
+    if not hasattr(model, "init"):
+        check_function("fs.init_state", "a Model, or a function of a key", model, 1, exactly=True)
+    _check_start("fs.init_state", opt, key, layout)
     init_key, run_key = random.split(key).unbind(0)
     draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
     opt_state = opt.init(main if main is not None else main_params(params, layout))
     scale = layout.precision.init_scale()
-    return TrainState(torch.zeros((), dtype=torch.int64), params, main, opt_state, scale, run_key.clone(), layout)
+    step = torch.zeros((), dtype=torch.int64)
+    return sealed(TrainState(step, params, main, opt_state, scale, run_key.clone(), layout))
 
 
 def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:
@@ -163,9 +229,11 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
         layout: where everything goes.
 
     Raises:
+        ArgumentError: an argument of another kind, or a key and a layout that are swapped.
         LayoutError: parameters of other shapes or dtypes; all of them are listed.
         TreeError: another tree.
     """
+    _check_start("fs.state_from", opt, key, layout)
     given = tree.flatten_up_to(layout.structure, params, "fs.state_from", ("the layout", "params"))
     wanted = ((leaf.home.shape_at_rest(leaf.shape), layout.precision.main_dtype(leaf.init)) for leaf in layout.leaves)
     check_fit("fs.state_from", layout, given, wanted)
@@ -175,7 +243,7 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
     opt_state = opt.init(main if layout.has_main else main_params(spread, layout))
     step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
     kept = main if layout.has_main else None
-    return TrainState(step, spread, kept, opt_state, layout.precision.init_scale(), run_key, layout)
+    return sealed(TrainState(step, spread, kept, opt_state, layout.precision.init_scale(), run_key, layout))
 
 
 def main_params(params: Tree, layout: Layout) -> Tree:
