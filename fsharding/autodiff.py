@@ -304,7 +304,9 @@ def _take_apart(result: Any, has_aux: bool) -> _Loss:
         text = message(
             "fs.value_and_grad",
             f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {_kind(loss)}.",
-            mend="Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True.",
+            mend="Return its .loss, with the number of tokens that it is the sum of."
+            if isinstance(getattr(total, "loss", None), Tensor)
+            else "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True.",
         )
         raise TransformError(text)
     if weight is not None:

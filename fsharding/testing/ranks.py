@@ -152,7 +152,7 @@ class RankPool:
     """`size` gloo processes on this machine with one default process group, waiting for calls.
 
     Each has one torch thread, the environment that the caller had when the pool started with `RANK`, `LOCAL_RANK` and
-    `WORLD_SIZE`, and a default group whose collectives give up after 10 minutes, in a test of pytest after 20 s. Process
+    `WORLD_SIZE`, and a default group whose collectives give up after 10 min, in a test of pytest after 20 s. Process
     groups that an example makes stay until the pool ends. The ranks come from a fork server that has torch loaded:
     0.1 s for a pool after the first.
 
