@@ -80,6 +80,7 @@ class TrainState:
         taken = self.replace()
         for name in _FIELDS:
             delattr(self, name)
+        vars(self).pop(_SEAL, None)
         return taken
 
 
@@ -94,9 +95,24 @@ tree.register_node(
 )
 
 
+class _Seal:
+    """How often each parameter of a state had been changed in place when the state was made."""
+
+    def __init__(self, params: Tree) -> None:
+        self.params, self.leaves = params, tree.leaves(params)
+        self.versions = _compat.versions_of(self.leaves)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a state has leaves of its own, whose counts begin again."""
+
+
+_SEAL = "_seal"
+
+
 def sealed(state: TrainState) -> TrainState:
     """The state itself, which notes how often each parameter was changed in place; one that is made of it does not."""
-    vars(state)[_SEAL] = _versions(state.params)
+    if not torch.is_inference_mode_enabled():  # there, tensors do not count
+        vars(state)[_SEAL] = _Seal(state.params)
     return state
 
 
@@ -105,17 +121,23 @@ def refuse_changed(function: str, state: TrainState) -> None:
 
     Args:
         function: the public function, for the error.
-        state: with a seal or without; then it is let through.
+        state: any; one without a seal, or with other parameters than those that it was made with, is let through.
 
     Raises:
         ArgumentError: some were changed; all of them are listed.
     """
-    seal = vars(state).get(_SEAL)
-    if seal is None or seal == (now := _versions(state.params)) or now is None or seal[0] != now[0]:
+    seal: _Seal | None = vars(state).get(_SEAL)
+    if seal is None or seal.params is not state.params:
         return
-    named = list(tree.named_leaves(state.params).items())
-    pairs = zip(named, seal[1], now[1], strict=True)
-    rows = [f"params.{path} is {typeof(x)}" for (path, x), before, after in pairs if before != after]
+    now = _compat.versions_of(seal.leaves)
+    if now == seal.versions:
+        return
+    named = zip(tree.paths(seal.params), seal.leaves, strict=True)
+    rows = [
+        f"params.{path} is {typeof(x)}"
+        for (path, x), before, after in zip(named, seal.versions, now, strict=True)
+        if before != after
+    ]
     mend = "Make new ones on every rank, state = state.replace(params=fs.tree.map(f, state.params))"
     mend += (
         "; main parameters are kept apart here, so change those: main = fs.tree.map(f, state.main), and"
@@ -123,22 +145,8 @@ def refuse_changed(function: str, state: TrainState) -> None:
         if state.main is not None
         else "."
     )
-    raise ArgumentError(
-        message(function, "got parameters that were changed in place since the state was made.", rows, mend)
-    )
-
-
-_SEAL = "_seal"
-
-
-def _versions(params: Tree) -> tuple[list[int], list[tuple[int, int]]] | None:
-    """Which leaves there are, and how often each was changed; None where nobody counts."""
-    leaves = tree.leaves(params)
-    try:
-        # By identity: a copy of a state has other leaves, whose counts begin again.
-        return list(map(id, leaves)), _compat.versions_of(leaves)
-    except (AttributeError, RuntimeError):
-        return None  # Plain tensors, or made under torch.inference_mode.
+    rule = "got parameters that were changed in place since the state was made."
+    raise ArgumentError(message(function, rule, rows, mend))
 
 
 def _check_start(function: str, opt: Any, key: Any, layout: Any) -> None:

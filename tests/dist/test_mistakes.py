@@ -118,17 +118,12 @@ def test_mistakes_on_two_ranks():
             " 4x8).",
             "  batch.x is float32[4, 5]",
         ]
-        rows = [f"  rank {rank}: x is ndarray, which is no tensor" for rank in range(2)]
-        assert (
-            told["array"]
-            == [
-                "BatchError",
-                "train step takes this rank's batch as trees of tensors.",
-                "  x is ndarray, which is no tensor",
-                ARRAY,
-            ]
-            or told["array"][2:4] == rows
-        )
+        assert told["array"] == [
+            "BatchError",
+            "train step takes this rank's batch as trees of tensors.",
+            "  x is ndarray, which is no tensor",
+            ARRAY,
+        ]
         assert told["at rest"] == [
             "ArgumentError",
             "train step got parameters that were changed in place since the state was made.",
