@@ -47,15 +47,15 @@ def scaled(tree, factor):
 
 def lanczos(product, start, steps):
     """The tridiagonal matrix of a symmetric map on sharded trees (Lanczos 1950), orthogonalized against all vectors."""
-    basis, diagonal, beside = [scaled(start, 1 / fs.global_dot(start, start).sqrt())], [], []
+    basis, diagonal, beside = [scaled(start, 1 / fs.tree.vdot(start, start).sqrt())], [], []
     for _ in range(steps):
         w = product(basis[-1])
-        diagonal.append(fs.global_dot(w, basis[-1]))
+        diagonal.append(fs.tree.vdot(w, basis[-1]))
         for _ in range(2):
             for v in basis:
-                along = fs.global_dot(w, v)
+                along = fs.tree.vdot(w, v)
                 w = fs.tree.map(lambda a, b, along=along: a - along * b, w, v)
-        beside.append(fs.global_dot(w, w).sqrt())
+        beside.append(fs.tree.vdot(w, w).sqrt())
         basis.append(scaled(w, 1 / beside[-1]))
     off = torch.stack(beside[:-1])
     return torch.diag(torch.stack(diagonal)) + torch.diag(off, 1) + torch.diag(off, -1)
@@ -77,7 +77,7 @@ def spectrum(strategy):
     def run(params, start):
         """In flight: the sum of the ranks' errors is what torch.func differentiates, twice."""
         gradient = torch.func.grad(lambda p: loss_fn(p, batch)[0] / POINTS)
-        along = torch.func.grad(lambda p, v: fs.global_dot(gradient(p), v))
+        along = torch.func.grad(lambda p, v: fs.tree.vdot(gradient(p), v))
         return lanczos(lambda v: along(params, v), start, KRYLOV)
 
     leaves = init(fs.random.key(2))

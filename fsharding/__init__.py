@@ -10,7 +10,7 @@ from fsharding.axes import AbstractMesh
 from fsharding.counts import Traffic, counting_bytes, recording
 from fsharding.decoder_traffic import expected_traffic
 from fsharding.functionalize import PureModule, functionalize
-from fsharding.in_flight import global_dot, shard_map
+from fsharding.in_flight import shard_map
 from fsharding.jacobians import hessian, jacfwd
 from fsharding.layout import Layout, Memory, plan_layout
 from fsharding.mesh import data_position, is_member, make_mesh, set_mesh
@@ -65,7 +65,7 @@ __all__ = [
     "PureModule", "Traffic", "TrainState", "adamw", "apply_updates", "chain", "check_schedule", "checkpoint",
     "clip_by_global_norm",
     "constant", "counting_bytes", "data", "data_position", "draw_schedule", "expected_traffic", "explain_reshard",
-    "families", "functionalize", "gather_unit", "global_dot", "global_norm", "hessian", "hf", "hybrid", "init_state",
+    "families", "functionalize", "gather_unit", "global_norm", "hessian", "hf", "hybrid", "init_state",
     "is_member", "jacfwd", "layers_of", "linear", "main_params", "make_mesh", "make_schedule", "make_train_step",
     "masked", "model_from", "model_loss", "models", "ops", "optim", "parse_strategy", "pipeline_grads", "plan_layout",
     "plan_schedule", "policies", "random", "recipes",

@@ -33,10 +33,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
     "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh",
-    "fused_adamw_", "group_timeout", "grouped_mm", "is_served_by_rank", "is_wanted", "like_dtensor", "local_tensor",
-    "make_dtensor", "meshless_device_mesh", "packed", "reduce_scatter_flat", "refuse_backward", "region", "same_kind",
-    "save_record", "save_without_data", "set_group_timeout", "shapes_only", "storage_id", "storage_users",
-    "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first",
+    "fused_adamw_", "glance", "group_timeout", "grouped_mm", "is_elementwise", "is_served_by_rank", "is_wanted",
+    "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "packed", "reduce_scatter_flat",
+    "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data", "set_group_timeout",
+    "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of",
+    "versions_of", "visit_first",
 ]  # fmt: skip
 
 
@@ -118,6 +119,23 @@ def same_kind(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
     )
 
 
+def glance(x: Any) -> tuple[Any, ...]:
+    """All of a leaf but its values: the spec of a DTensor, and the shape and dtype of its local tensor."""
+    if isinstance(x, DTensor):
+        local = x._local_tensor
+        return x._spec, local.shape, local.dtype
+    return (None, x.shape, x.dtype) if isinstance(x, Tensor) else (None, type(x), None)
+
+
+def same_glances(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]] | None) -> bool:
+    """Whether glances are the same; DTensors that were made here share their specs, so identity will do."""
+    return (
+        before is not None
+        and len(now) == len(before)
+        and all(a[0] is b[0] and a[1] == b[1] and a[2] is b[2] for a, b in zip(now, before, strict=True))
+    )
+
+
 def packed(xs: Sequence[Tensor]) -> Tensor:
     """Tensors of one dtype one after the other, flat, in one call."""
     return torch._utils._flatten_dense_tensors(tuple(xs))
@@ -183,6 +201,24 @@ def storage_users(storage_cdata: int) -> int:
 def visit_first(node: Node) -> None:
     """Backward visits a node of its graph as soon as it can, as it does with those that add to `.grad`."""
     node._set_sequence_nr(1 << 62)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_elementwise(function: Callable[..., Any]) -> bool:
+    """Whether torch says that a function computes each element from those at its place, into new memory."""
+    name = getattr(function, "__name__", "_")
+    packet = None if name.endswith("_") else getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    # Of several functions of one name, such as max(x) and max(x, y), all have to be.
+    taking = [x for x in overloads if _takes_tensor(x)]
+    tags = [x.tags for x in taking]
+    return bool(tags) and all(torch.Tag.pointwise in x and torch.Tag.nondeterministic_seeded not in x for x in tags)
+
+
+def _takes_tensor(overload: Any) -> bool:
+    """Whether an overload takes a tensor first, and gives a new one."""
+    first = overload._schema.arguments[:1]
+    return bool(first) and str(first[0].type) == "Tensor" and not overload._overloadname.endswith("out")
 
 
 def is_wanted(node: Node) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -86,7 +87,8 @@ def value_and_grad(
     Raises:
         ArgumentError: `fn` is no function of at least one argument; or, from the function, is called with arguments
             that it does not take, or that are swapped.
-        TransformError: the loss is not a 0-d floating point tensor; or `fn` writes gathered weights in place.
+        TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place; or a
+            plain tensor has a sharding in `grads`.
         NotGatheredError: from the function: a leaf was used before it was gathered.
         MissingKeyError: from the function: `fn` asks for an entry that none of its arguments has.
         BatchError: from the function: `fn` failed, and something in the batch is no tensor.
@@ -245,7 +247,7 @@ def _refuse_transforms(params: Tree) -> None:
     if _functorch.in_functorch():
         mend = "Use torch.func.grad_and_value of a function of local nodes, inside fs.shard_map."
         raise TransformError(message("fs.value_and_grad", "cannot run under a torch.func transform.", mend=mend))
-    leaves = tree.named_leaves(params, is_leaf=lambda x: isinstance(x, Local))
+    leaves = tree.named_leaves(params)
     if flying := [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local)]:
         mend = "Call it outside of fs.shard_map, or use torch.func.grad_and_value inside."
         raise TransformError(message("fs.value_and_grad", "needs parameters at rest.", flying, mend))
@@ -259,6 +261,10 @@ def _goal(leaf: Any, target: Any, held: Any, precision: Precision) -> Goal | Non
     if target is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return None
     if not isinstance(leaf, DTensor):
+        if isinstance(target, NamedSharding):
+            rule = f"got a plain tensor {typeof(leaf)} where grads= has a sharding, {target}."
+            mend = "Put whole parameters into their layout first: fs.shard(params, layout)."
+            raise TransformError(message("fs.value_and_grad", rule, mend=mend))
         return Goal(_NOWHERE, leaf.dtype)
     if target is _same and is_assigned(leaf):
         text = f"cannot tell who owns a leaf with an explicit assignment, {typeof(leaf)}."
@@ -283,7 +289,7 @@ def _fly(leaf: Any, differentiated: bool) -> Any:
     """The in-flight form of a leaf: fresh tensors, so that autograd never touches the state's own."""
     if isinstance(leaf, DTensor):
         local = to_local(leaf)
-        return Local(local.value.requires_grad_(differentiated), local.sharding, local.shape)
+        return replace(local, value=local.value.requires_grad_(differentiated))
     if isinstance(leaf, Tensor):
         return leaf.detach().requires_grad_(differentiated)
     return leaf
@@ -301,19 +307,22 @@ def _take_apart(result: Any, has_aux: bool) -> _Loss:
     total, weight = loss if isinstance(loss, tuple) and len(cast(tuple[Any, ...], loss)) == 2 else (loss, None)
     is_number = weight is None or isinstance(weight, int | float) or (isinstance(weight, Tensor) and not weight.ndim)
     if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point() or not is_number:
-        text = message(
-            "fs.value_and_grad",
-            f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {_kind(loss)}.",
-            mend="Return its .loss, with the number of tokens that it is the sum of."
-            if isinstance(getattr(total, "loss", None), Tensor)
-            else "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True.",
-        )
-        raise TransformError(text)
+        rule = f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {_kind(loss)}."
+        raise TransformError(message("fs.value_and_grad", rule, mend=_mend(total)))
     if weight is not None:
         if _is_mean(total) and float(weight) > 1:
             _warn_of_mean(float(weight))
         weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
     return _Loss(total, weight, aux)
+
+
+def _mend(total: Any) -> str:
+    """What to return in the place of what is no loss."""
+    if isinstance(total, Local):
+        return "Compute it of gathered leaves, with fs.gather_unit, or of whole trees, with fs.tree.vdot."
+    if isinstance(getattr(total, "loss", None), Tensor):
+        return "Return its .loss, with the number of tokens that it is the sum of."
+    return "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True."
 
 
 _PASSED_ON = {"ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0", "CloneBackward0"}

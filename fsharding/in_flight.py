@@ -1,7 +1,7 @@
 """In flight and back: `shard_map` runs a function on local tensors, with DTensors outside.
 
 In: a function of trees of `Local` nodes, such as any torch.func transform of a loss function. Out: the same function of
-DTensors. Inside, `global_dot` is the inner product of two sharded trees, as whole trees would have it.
+DTensors. Inside, `fs.tree.vdot` is the inner product of two sharded trees, as whole trees would have it.
 Law: what comes back is the part that this rank holds of what one process gives, for every sharding of the arguments.
 """
 
@@ -13,20 +13,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _functorch, tree
-from fsharding.axes import AXES
-from fsharding.errors import LayoutError, TransformError, TreeError, message
+from fsharding.errors import TransformError, message
 from fsharding.mesh import Mesh, abstract, set_mesh
-from fsharding.ops import collectives
-from fsharding.sharding import Local, NamedSharding, is_assigned, to_local, typeof
+from fsharding.sharding import Local, is_assigned, to_local, typeof
 from fsharding.spec import P
 from fsharding.tree import Tree
 
-__all__ = ["global_dot", "shard_map"]
+__all__ = ["shard_map"]
 
 
 def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[..., Any]:
@@ -58,8 +54,8 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
         if _functorch.in_functorch():
             mend = "Transform the function inside: fs.shard_map(torch.func.grad(f))."
             raise TransformError(message("fs.shard_map", "cannot run under a torch.func transform.", mend=mend))
-        flat, spec = tree.flatten((args, kwargs), is_leaf=_is_local)
-        _check(tree.named_leaves((args, kwargs), is_leaf=_is_local))
+        flat, spec = tree.flatten((args, kwargs))
+        _check(tree.named_leaves((args, kwargs)))
         nodes = [to_local(x) if isinstance(x, DTensor) else x for x in flat]
         here = mesh or next((x.sharding.mesh for x in nodes if isinstance(x, Local)), None)
         given_args, given_kwargs = tree.unflatten(spec, nodes)
@@ -68,10 +64,6 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
         return _at_rest(out)
 
     return run
-
-
-def _is_local(x: Any) -> bool:
-    return isinstance(x, Local)
 
 
 def _check(leaves: dict[str, Any]) -> None:
@@ -102,51 +94,8 @@ def _at_rest(out: Tree) -> Tree:
         sharding = replace(x.sharding, spec=P(*(None,) * extra, *x.sharding.spec)) if extra else x.sharding
         return sharding.to_dtensor(x.value, (*lead, *x.shape))
 
-    result = tree.map_with_path(rest, out, is_leaf=_is_local)
+    result = tree.map_with_path(rest, out)
     if wrong:
         mend = "Return what local nodes hold as plain tensors, .value, where it is no part of such a leaf."
         raise TransformError(message("fs.shard_map", "got nodes that do not hold what they say.", wrong, mend))
     return result
-
-
-def global_dot(a: Tree, b: Tree) -> Tensor:
-    """The inner product of two sharded trees, each element of the whole leaves counted once, 0-d.
-
-    It is float64 if a leaf is, else float32, and the same on every rank. In flight it can be differentiated in every
-    way, so `global_dot(g, v)` of a gradient g has the Hessian times v as its gradient.
-
-    Args:
-        a: tree of `Local` nodes, DTensors and plain tensors; the latter are the same on all ranks.
-        b: the same tree, in the same shardings.
-
-    Raises:
-        LayoutError: a leaf is in another sharding in `b`, or not reduced yet; all such leaves are listed.
-        TreeError: the trees do not match.
-    """
-    left, right = (tree.named_leaves(x, is_leaf=_is_local) for x in (a, b))
-    if left.keys() != right.keys():
-        rows = [f"{path}: only in one tree" for path in sorted(left.keys() ^ right.keys())]
-        raise TreeError(message("fs.global_dot", "got two trees that do not match.", rows))
-    terms: dict[tuple[str, ...], list[Tensor]] = {}
-    mesh: Mesh | None = None
-    wrong: list[str] = []
-    for path, x in left.items():
-        (value, sharding), (other, theirs) = _opened(x), _opened(right[path])
-        if sharding != theirs or value.shape != other.shape or (sharding is not None and sharding.partial):
-            wrong.append(f"{path} is {typeof(x)} and {typeof(right[path])}")
-            continue
-        axes = () if sharding is None else tuple(a for a in AXES if a in sharding.spec.all_axes)
-        mesh = mesh if sharding is None else sharding.mesh
-        terms.setdefault(axes, []).append((value.double() * other.double()).sum())
-    if wrong:
-        mend = "Bring both to one sharding, as fs.reshard or fs.redistribute does."
-        raise LayoutError(message("fs.global_dot", "needs equal shardings.", wrong, mend))
-    sums = [torch.stack(found).sum() for found in terms.values()]
-    sums = [collectives.psum(x, axes, mesh=mesh) if axes else x for axes, x in zip(terms, sums, strict=True)]
-    wide = any(_opened(x)[0].dtype == torch.float64 for x in left.values())
-    return torch.stack(sums).sum().to(torch.float64 if wide else torch.float32) if sums else torch.zeros(())
-
-
-def _opened(x: Any) -> tuple[Tensor, NamedSharding | None]:
-    node = to_local(x) if isinstance(x, DTensor) else x
-    return (node.value, node.sharding.simplified()) if isinstance(node, Local) else (node, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -46,18 +47,15 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
 
     @functools.wraps(fn)
     def run(params: Tree, *args: Any) -> Tree:
-        leaves, spec = tree.flatten(params, is_leaf=_is_local)
-        _check(tree.named_leaves(params, is_leaf=_is_local))
+        leaves, spec = tree.flatten(params)
+        _check(tree.named_leaves(params))
         values = tuple(x.value if isinstance(x, Local) else x for x in leaves)
         out_spec: Any = None
 
         def flat(*values: Tensor) -> tuple[Tensor, ...]:
             nonlocal out_spec
-            filled = [
-                Local(v, x.sharding, x.shape) if isinstance(x, Local) else v
-                for x, v in zip(leaves, values, strict=True)
-            ]
-            found, structure = tree.flatten(fn(tree.unflatten(spec, filled), *args), is_leaf=_is_local)
+            filled = [replace(x, value=v) if isinstance(x, Local) else v for x, v in zip(leaves, values, strict=True)]
+            found, structure = tree.flatten(fn(tree.unflatten(spec, filled), *args))
             out_spec = structure, [x if isinstance(x, Local) else None for x in found]
             return tuple(x.value if isinstance(x, Local) else x for x in found)
 
@@ -95,10 +93,6 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
         A function of the same arguments, with a tree of trees: for leaves of shapes [*V] and [*W] a node [*V, *W].
     """
     return jacfwd(torch.func.grad(fn), chunk_size=chunk_size)
-
-
-def _is_local(x: Any) -> bool:
-    return isinstance(x, Local)
 
 
 def _check(leaves: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from fsharding.errors import (
 from fsharding.hints import did_you_mean
 from fsharding.ledger import Ledger
 from fsharding.planning import kind_text
-from fsharding.sharding import Local, typeof
+from fsharding.sharding import Local, of_sums, typeof
 from fsharding.tree import Tree
 
 __all__ = ["explained"]
@@ -99,6 +99,7 @@ def _name(error: NotGatheredError, params: Tree, ledger: Ledger) -> None:
         mend += f" Of a stack, take a block with fs.gather_unit(fs.select_unit({stack}, i)), or use fs.scan_units."
     if "to_local" in error.use:
         mend += " The part of this rank, as it is, is .value."
+    mend += of_sums(error.use)
     where = _line_of(error)
     rule = f"has a loss function in which a leaf {error.use} before it is gathered."
     error.args = (message(_NAME, rule, [row, *where], mend),)

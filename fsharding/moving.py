@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import routes, tree
 from fsharding.axes import AbstractMesh
+from fsharding.conformity import check_state
 from fsharding.errors import LayoutError, message
 from fsharding.layout import Layout
-from fsharding.mesh import Mesh, abstract
+from fsharding.mesh import Mesh, abstract, is_member
 from fsharding.planning import LeafLayout, moment_of, type_text
 from fsharding.routes import Leaf
-from fsharding.sharding import Local, NamedSharding, local_of, sharding_of
+from fsharding.sharding import Local, NamedSharding, is_assigned, local_of, sharding_of, typeof
 from fsharding.state import TrainState, owner_of
 from fsharding.tree import Tree
 
@@ -31,11 +32,13 @@ __all__ = [
     "Rebuild",
     "check_same_model",
     "devices",
+    "hides_owners",
     "home",
     "let_go",
     "of_layouts",
     "of_state",
     "of_tree",
+    "origins",
     "shardings",
 ]
 
@@ -139,10 +142,11 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     """Every leaf of a state on its way to a layout, and what makes the new state of the moved local tensors.
 
     Raises:
-        LayoutError: the layout is of another model.
+        LayoutError: the layout is of another model, or the state is not in its own.
         DonatedError: the state was donated.
     """
     old = state.layout
+    check_state(_FUNCTION, state)
     moved = of_layouts(old, layout, state)
     rest: dict[str, Any] = {"opt_state": state.opt_state, "step": state.step, "key": state.key}
     scaled = layout.precision.loss_scale is not None
@@ -202,42 +206,49 @@ def _held(moving: Moving, local: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- a tree
 
 
-def of_tree(values: Tree, layout: Any, source: Any = None) -> tuple[list[Moving], Rebuild]:
+def of_tree(
+    values: Tree, layout: Any, source: Any = None, *, function: str = _FUNCTION
+) -> tuple[list[Moving], Rebuild]:
     """The leaves of a tree on their way to shardings, and what makes the new tree.
 
     Args:
         values: tree of DTensors and `Local`s; other leaves stay.
         layout: a `Layout`, for its params, or a tree of `NamedSharding`s, or one for all; None leaves a leaf.
         source: the same, for where the leaves are; by default what they say themselves.
+        function: the public function, for the error.
 
     Raises:
-        LayoutError: a leaf with an open sum, or an assignment that hides a leaf's shape.
+        LayoutError: an unreduced leaf; one of a pipeline stage or with a Fused dim, of which nobody says where it is;
+            or one that is elsewhere.
         TreeError: the trees do not match.
     """
-    flat, spec = tree.flatten(values, is_leaf=lambda x: isinstance(x, Local))
+    flat, spec = tree.flatten(values)
     targets, shapes = shardings(spec, layout)
-    sources, known = shardings(spec, source) if source is not None else ([None] * len(flat), [None] * len(flat))
+    sources, known = origins(values, source)
     moved: list[Moving] = []
     places: list[int] = []
     rows: list[str] = []
-    paths = tree.paths(values, is_leaf=lambda x: isinstance(x, Local))
+    paths = tree.paths(values)
     for i, (path, x) in enumerate(zip(paths, flat, strict=True)):
         target = targets[i]
         if target is None or not isinstance(x, DTensor | Local):
+            continue
+        if sources[i] is None and hides_owners(x):
+            rows.append(f"{path} is {typeof(x)} on a slice of its mesh; a layout alone knows which part that is")
             continue
         here = sources[i] or (x.sharding if isinstance(x, Local) else sharding_of(x))
         shape = x.shape if isinstance(x, Local) else known[i] or (shapes[i] if here.assigned else tuple(x.shape))
         local = x.value if isinstance(x, Local) else local_of(x)
         if here.partial or target.partial:
             rows.append(f"{path}: from {here} to {target}: take the sum first")
-        elif shape is None or here.local_shape(shape) != tuple(local.shape):
+        elif shape is None or here.local_shape(shape) != tuple(local.shape) or not _is_at(x, here):
             rows.append(f"{path}: {here} of {list(shape or x.shape)} is not what this rank holds, {list(local.shape)}")
         else:
             places.append(i)
             moved.append(Moving(path, tuple(shape), here, target.simplified(), local.dtype, local))
     if rows:
-        mend = "Say where leaves with assignments are: source=layout."
-        raise LayoutError(message(_FUNCTION, f"cannot move {len(rows)} leaves.", rows, mend))
+        mend = f"Say where leaves of pipeline stages and with Fused dims are: {function}(..., source=layout)."
+        raise LayoutError(message(function, f"cannot move {len(rows)} leaves.", rows, mend))
 
     in_flight = [isinstance(x, Local) for x in flat]
     kept = [None if i in {*places} else x for i, x in enumerate(flat)]
@@ -249,6 +260,40 @@ def of_tree(values: Tree, layout: Any, source: Any = None) -> tuple[list[Moving]
         return tree.unflatten(spec, result)
 
     return moved, rebuild
+
+
+def hides_owners(x: DTensor | Local) -> bool:
+    """Whether a leaf is a slice of one whose owners are explicit: which part that is, it cannot tell itself."""
+    return bool(x.slices) if isinstance(x, Local) else is_assigned(x)
+
+
+def _is_at(x: DTensor | Local, sharding: NamedSharding) -> bool:
+    """Whether a leaf is cut along the dims that a sharding says."""
+    if isinstance(x, Local):
+        return x.sharding.simplified().spec == sharding.simplified().spec
+    return tuple(x.placements) == sharding.placements() if is_member(sharding.mesh) else True
+
+
+def origins(values: Tree, source: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
+    """By leaf of a tree, where it is, and its global shape, as far as somebody says so.
+
+    Args:
+        values: a tree, or a `TrainState`, which carries its layout.
+        source: as in `of_tree`; None where nobody says anything but the leaves, and the state.
+    """
+    flat, spec = tree.flatten(values)
+    if source is not None:
+        return shardings(spec, source)
+    if not isinstance(values, TrainState):
+        return [None] * len(flat), [None] * len(flat)
+    layout = values.layout
+    by_path = {f"params.{leaf.path}": (leaf.params, leaf.shape) for leaf in layout.leaves}
+    by_path |= {f"main.{leaf.path}": (leaf.main, leaf.shape) for leaf in layout.leaves}
+    found: list[tuple[NamedSharding | None, tuple[int, ...] | None]] = []
+    for path, x in zip(tree.paths(values), flat, strict=True):
+        owner = owner_of(path, x, layout) if path.startswith("opt_state.") else None
+        found.append(by_path.get(path, (None, None)) if owner is None else (owner.main, owner.shape))
+    return [where for where, _ in found], [shape for _, shape in found]
 
 
 def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:

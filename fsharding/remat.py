@@ -20,10 +20,11 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsharding import _functorch, policies, tree
+from fsharding import _functorch, policies
 from fsharding.ledger import without_ledger
 from fsharding.mesh import Mesh, mesh_here, set_mesh
 from fsharding.policies import Policy, check_policy
+from fsharding.sharding import opened
 
 __all__ = ["remat"]
 
@@ -70,10 +71,10 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        leaves, spec = tree.flatten(args)
+        leaves, closed = opened(args)
 
         def flat(*values: Any) -> Any:
-            return fn(*tree.unflatten(spec, values))
+            return fn(*closed(values))
 
         if _functorch.in_functorch():
             return _functional(flat, leaves, captured)
@@ -123,7 +124,7 @@ class _Flat:
         self._fn, self._lifted, self._mesh = fn, lifted, mesh
         self._others = [None if isinstance(x, Tensor) else x for x in leaves]
         self._looking = True
-        self._spec: Any = None
+        self._closed: Callable[[Sequence[Any]], Any] = tuple
         self._out: list[Any] = []
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
@@ -139,7 +140,7 @@ class _Flat:
             if given or self._looking:
                 stack.enter_context(_Lifting(given, self.found if self._looking else None))
             out = self._fn(*filled)
-        flat, self._spec = tree.flatten(out)
+        flat, self._closed = opened(out)
         self._out = [None if isinstance(x, Tensor) else x for x in flat]
         self._looking = False
         return tuple(x for x in flat if isinstance(x, Tensor))
@@ -147,7 +148,7 @@ class _Flat:
     def result(self, values: Sequence[Tensor]) -> Any:
         """The tree that the function returned, with other tensors in it."""
         rest = iter(values)
-        return tree.unflatten(self._spec, [next(rest) if x is None else x for x in self._out])
+        return self._closed([next(rest) if x is None else x for x in self._out])
 
 
 class _Lifting(TorchFunctionMode):

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, boxes, moving, tree
+from fsharding.conformity import check_state
 from fsharding.errors import LayoutError, message
 from fsharding.layout import Layout, check_fit
 from fsharding.mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
 from fsharding.moving import Moving
 from fsharding.ops.exchange import exchange
 from fsharding.routes import BUDGET, Plan, plan_routes
-from fsharding.sharding import LeafType, NamedSharding
+from fsharding.sharding import LeafType, Local, NamedSharding, typeof
 from fsharding.state import TrainState
 from fsharding.tree import Tree
 
@@ -44,16 +45,18 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
             leaves a leaf alone.
         donate: what is given is let go as its parts leave. A donated state raises `DonatedError` when it is used again,
             donated DTensors of a tree are empty.
-        source: for a tree whose leaves have explicit assignments, which a DTensor cannot tell: the `Layout` in which it
-            is. A tree of `NamedSharding`s does as well, if `layout` is a `Layout`, which knows the global shapes.
+        source: for a tree with leaves of pipeline stages or with `Fused` dims, whose owners a DTensor cannot tell: the
+            `Layout` in which it is. A tree of `NamedSharding`s does as well, if `layout` is a `Layout`, which knows the
+            global shapes. A state carries its layout.
         budget: bytes a rank for buffers. Besides the old and the new values no more memory is needed.
 
     Returns:
         The same state or tree in the new layout, in new memory unless donated.
 
     Raises:
-        LayoutError: another model, another main dtype, a leaf with an open sum, an abstract mesh, or ranks that ask for
-            different things; all such leaves are listed, and nothing has changed.
+        LayoutError: another model, another main dtype, an unreduced leaf, one whose owners nobody tells, leaves that
+            are not what the state's layout says, an abstract mesh, or ranks that ask for different things; all such
+            leaves are listed, and nothing has changed.
         TreeError: the trees do not match.
         DonatedError: the state was donated before.
     """
@@ -61,6 +64,13 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
         moved, rebuild = moving.of_state(tree_or_state, layout)
     else:
         moved, rebuild = moving.of_tree(tree_or_state, layout, source)
+    return _run(moved, rebuild, "fs.reshard", given=tree_or_state if donate else None, budget=budget)
+
+
+def _run(
+    moved: list[Moving], rebuild: moving.Rebuild, function: str, *, given: Tree = None, budget: int = BUDGET
+) -> Any:
+    """Moves leaves, whose values are taken away from `given`, if that is donated."""
     if not moved:
         return rebuild([])
     meshes = moving.devices(moved)
@@ -69,12 +79,13 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
     if group is None:
         return rebuild([m.value if m.plain and m.value is not None else torch.empty(0, dtype=m.dtype) for m in moved])
     device = torch.device(meshes[0].device_type)  # pyright: ignore[reportAttributeAccessIssue]
-    _agree(plan, group, device)
+    _agree(function, plan, group, device)
+    donate = given is not None
     dtypes, homes = [m.dtype for m in moved], [torch.device("cpu") if m.plain else device for m in moved]
     sources = [m.value for m in moved]
     if donate:
         moving.let_go(moved)
-        _give_up(tree_or_state)
+        _give_up(given)
     values = exchange(plan, sources, dtypes, rank=own_rank(), group=group, device=device, donate=donate)
     return rebuild([x.to(home) for x, home in zip(values, homes, strict=True)])
 
@@ -102,7 +113,7 @@ def _group(meshes: Sequence[Mesh], ranks: tuple[int, ...]) -> Group | None:
     return Group(tuple(range(world_size())), own_rank(), dist.group.WORLD)
 
 
-def _agree(plan: Plan, group: Group, device: torch.device) -> None:
+def _agree(function: str, plan: Plan, group: Group, device: torch.device) -> None:
     """Compares what the ranks want to do: they would wait for each other in vain, or mix up bytes."""
     if group.process_group is None:
         return
@@ -111,7 +122,7 @@ def _agree(plan: Plan, group: Group, device: torch.device) -> None:
     others = [rank for rank, digest in zip(group.ranks, digests.tolist(), strict=True) if digest != plan.digest]
     if others:
         text = f"is asked for different things on different ranks: rank {own_rank()} and ranks {others} differ."
-        raise LayoutError(message("fs.reshard", text, mend="Give every rank the same tree, layout and budget."))
+        raise LayoutError(message(function, text, mend="Give every rank the same tree, layout and budget."))
 
 
 def shard(values: Tree, layout: Any) -> Tree:
@@ -125,11 +136,16 @@ def shard(values: Tree, layout: Any) -> Tree:
         DTensors in new memory, in the dtype of the values.
 
     Raises:
-        LayoutError: shapes that are not those of the layout; all such leaves are listed.
+        LayoutError: shapes that are not those of the layout, or leaves that are cut already; all of them are listed.
         TreeError: the trees do not match.
     """
     flat, spec = tree.flatten(values)
     targets, _ = moving.shardings(spec, layout)
+    cut = [x is not None and isinstance(x, DTensor | Local) for x in flat]
+    if any(cut):
+        named = zip(tree.paths(values), flat, cut, strict=True)
+        rows = [f"{path} is {typeof(x)} already" for path, x, is_cut in named if is_cut]
+        raise LayoutError(message("fs.shard", "cuts whole tensors.", rows, "Move these with fs.reshard."))
     if isinstance(layout, Layout):
         check_fit("fs.shard", layout, flat, ((leaf.shape, None) for leaf in layout.leaves))
     return tree.unflatten(
@@ -150,15 +166,22 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
     """Whole plain tensors on every rank of the mesh; what is no DTensor stays as it is. Collective.
 
     Args:
-        values: tree of DTensors.
-        source: as in `reshard`, for leaves with explicit assignments.
+        values: tree of DTensors, or a `TrainState`. A state of whole tensors is for reading: nothing takes it for a
+            state in its layout.
+        source: as in `reshard`, for leaves of pipeline stages and with `Fused` dims; a state needs none.
+
+    Raises:
+        LayoutError: such leaves, and nobody says where they are; all of them are listed.
     """
     flat, spec = tree.flatten(values)
-    known, _ = moving.shardings(spec, source) if source is not None else ([None] * len(flat), None)
+    if isinstance(values, TrainState):
+        check_state("fs.unshard", values)
+    known, _ = moving.origins(values, source)
     targets = [
         NamedSharding(moving.home(x, s)) if isinstance(x, DTensor) else None for x, s in zip(flat, known, strict=True)
     ]
-    whole = reshard(values, tree.unflatten(spec, targets), source=source)
+    moved, rebuild = moving.of_tree(values, tree.unflatten(spec, targets), source, function="fs.unshard")
+    whole = _run(moved, rebuild, "fs.unshard")
     return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, whole)
 
 

@@ -138,7 +138,7 @@ def unstack_units(stack: Tree) -> list[Tree]:
         SpecError: the layers are cut over an axis, so that no rank has all units.
     """
     nodes, spec = flying("fs.scan_units", stack)
-    lengths = {path: _length(node) for path, node in zip(tree.paths(stack, is_leaf=_is_local), nodes, strict=True)}
+    lengths = {path: _length(node) for path, node in zip(tree.paths(stack), nodes, strict=True)}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         rows = [f"{path}: {'0-d' if n is None else n}" for path, n in lengths.items()]
         mend = "Pass unlike units as a list, and shared leaves apart from the stack."
@@ -152,10 +152,6 @@ def unstack_units(stack: Tree) -> list[Tree]:
         else:
             columns.append(node.unbind(0))
     return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)]
-
-
-def _is_local(x: Any) -> bool:
-    return isinstance(x, Local)
 
 
 def _length(node: Any) -> int | None:

@@ -8,9 +8,12 @@ Law: `sharding_of(s.to_dtensor(x, shape)) == s`, and the boxes of all ranks tile
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, overrides
@@ -35,6 +38,8 @@ __all__ = [
     "is_assigned",
     "like",
     "local_of",
+    "of_sums",
+    "opened",
     "sharding_of",
     "to_local",
     "typeof",
@@ -307,51 +312,87 @@ def _refuses(use: str) -> Any:
 def _not_gathered(node: Local, use: str) -> NotGatheredError:
     held = f"{typeof(node)}, of which this rank holds {list(node.value.shape)}"
     mend = 'Gather its unit first, such as head = fs.gather_unit(params["head"]), and use head["weight"].'
-    return NotGatheredError(
-        message("fs.gather_unit", f"was not called for a leaf that {use}.", [held], mend), node, use
-    )
+    rule = f"was not called for a leaf that {use}."
+    return NotGatheredError(message("fs.gather_unit", rule, [held], f"{mend}{of_sums(use)}"), node, use)
+
+
+def of_sums(use: str) -> str:
+    """A sentence about what can be had of a leaf without gathering it, where its use looks like it."""
+    if not re.search(r"\b(sum|norm|mean|square|dot|vdot|inner)\b", use):
+        return ""
+    return " The sum of its squares over all ranks is fs.tree.vdot(x, x), and their root fs.global_norm(x)."
 
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """A leaf in flight: the local tensor as the one child of a pytree node; sharding and global shape are static data.
+    """A leaf in flight: this rank's tensor, with sharding and global shape as static data.
+
+    A leaf of `fs.tree`, and a node with one child of torch's own trees, which torch.func transforms take apart.
+    Functions of torch that work element by element take nodes that are cut alike, and give such a node.
 
     It is no tensor: whoever uses it as one has forgotten `gather_unit`, and is told so.
 
     Attributes:
         value: this rank's part, a plain tensor.
         sharding: what part it is.
-        shape: the global shape.
+        shape: the global shape; along the axes of `slices` that of the slice that this rank has.
+        slices: axes along which ranks have other slices of the leaf, since its sharding at rest has an assignment: the
+            layers of a pipeline stage, or a share of each part of a `Fused` dim.
     """
 
     value: Tensor
     sharding: NamedSharding
     shape: tuple[int, ...]
+    slices: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Local({typeof(self)})"
 
     def __getattr__(self, name: str) -> Any:
         # Python itself asks for names that begin so, and for fields of a node that is not there yet.
-        if name.startswith("_") or name in ("value", "sharding", "shape"):
+        if name.startswith("_") or name in ("value", "sharding", "shape", "slices"):
             raise AttributeError(name)
         raise _not_gathered(self, f"is asked for .{name}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch calls it where a node is given to one of its functions."""
-        given = tree.leaves((args, kwargs or {}), is_leaf=lambda x: isinstance(x, cls))
-        name = overrides.resolve_name(func) or getattr(func, "__name__", repr(func))
-        raise _not_gathered(next(x for x in given if isinstance(x, cls)), f"goes into {name}")
+        """A function of torch that works element by element gives another node; no other function takes a node."""
+        return _elementwise(func, args, kwargs or {})
+
+    def __add__(self, other: Any) -> Local:
+        return _elementwise(operator.add, (self, other))
+
+    def __radd__(self, other: Any) -> Local:
+        return _elementwise(operator.add, (other, self))
+
+    def __sub__(self, other: Any) -> Local:
+        return _elementwise(operator.sub, (self, other))
+
+    def __rsub__(self, other: Any) -> Local:
+        return _elementwise(operator.sub, (other, self))
+
+    def __mul__(self, other: Any) -> Local:
+        return _elementwise(operator.mul, (self, other))
+
+    def __rmul__(self, other: Any) -> Local:
+        return _elementwise(operator.mul, (other, self))
+
+    def __truediv__(self, other: Any) -> Local:
+        return _elementwise(operator.truediv, (self, other))
+
+    def __rtruediv__(self, other: Any) -> Local:
+        return _elementwise(operator.truediv, (other, self))
+
+    def __pow__(self, other: Any) -> Local:
+        return _elementwise(operator.pow, (self, other))
+
+    def __neg__(self) -> Local:
+        return _elementwise(operator.neg, (self,))
 
     # Not `==`: nodes are compared, and kept in dicts, by identity.
-    __add__ = __radd__ = _refuses("is an operand of +")
-    __sub__ = __rsub__ = __neg__ = _refuses("is an operand of -")
-    __mul__ = __rmul__ = _refuses("is an operand of *")
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuses("is an operand of /")
     __matmul__ = __rmatmul__ = _refuses("is an operand of @")
-    __pow__ = __rpow__ = _refuses("is an operand of **")
-    __mod__ = __rmod__ = _refuses("is an operand of %")
+    __rpow__ = _refuses("is an operand of **")
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuses("is an operand of // or %")
     __lt__ = __le__ = __gt__ = __ge__ = _refuses("is compared")
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refuses("is an operand of &, |, ^ or ~")
     __abs__ = __float__ = __int__ = __bool__ = __len__ = _refuses("is taken for a number")
@@ -359,18 +400,42 @@ class Local:
     __array__ = _refuses("goes into NumPy")
 
 
-def _flatten_local(node: Local) -> tuple[tuple[Tensor], tuple[NamedSharding, tuple[int, ...]], tuple[str]]:
-    return (node.value,), (node.sharding, node.shape), ("value",)
+_OPERATORS = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.pow: "**",
+    operator.neg: "-",
+}
 
 
-def _unflatten_local(aux: tuple[NamedSharding, tuple[int, ...]], children: Sequence[Any]) -> Local:
-    return Local(children[0], *aux)
+def _elementwise(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """A function of nodes, where a rank's part of the result depends on its parts alone: what is cut stays cut."""
+    every = tree.leaves([*args, *kwargs.values()])
+    nodes = [x for x in every if isinstance(x, Local)]
+    first, sign = nodes[0], _OPERATORS.get(func)
+    use = f"is an operand of {sign}" if sign else f"goes into {overrides.resolve_name(func) or func.__name__}"
+    if not (sign or _compat.is_elementwise(func)) or first.sharding.partial:
+        raise _not_gathered(first, use)
+    if any(isinstance(x, Tensor) and x.ndim for x in every):
+        raise _not_gathered(first, f"{use} beside a tensor")
+    if not all((x.sharding, x.shape, x.slices) == (first.sharding, first.shape, first.slices) for x in nodes):
+        rows = [repr(x) if isinstance(x, Local) else str(typeof(x)) for x in every if isinstance(x, Local | Tensor)]
+        mend = "Give leaves in one sharding, numbers and 0-d tensors; or gather them first, with fs.gather_unit."
+        text = f"cannot compute with a leaf that {use} with one that is cut otherwise."
+        raise TransformError(message("fs.Local", text, rows, mend))
+    values = [x.value if isinstance(x, Local) else x for x in args]
+    named = {key: x.value if isinstance(x, Local) else x for key, x in kwargs.items()}
+    return replace(first, value=func(*values, **named))
 
 
-tree.register_node(Local, _flatten_local, _unflatten_local)
+_Aux: TypeAlias = tuple[NamedSharding, tuple[int, ...], tuple[str, ...]]
 
 
-def _unflatten_in_torch(children: Iterable[Any], aux: tuple[NamedSharding, tuple[int, ...]]) -> Local:
+def _unflatten_in_torch(children: Iterable[Any], aux: _Aux) -> Local:
     value = next(iter(children))
     inside = [] if isinstance(value, Tensor) else torch_pytree.tree_leaves(value, is_leaf=lambda x: type(x) is Local)
     if nodes := [x for x in inside if isinstance(x, Local)]:
@@ -380,7 +445,11 @@ def _unflatten_in_torch(children: Iterable[Any], aux: tuple[NamedSharding, tuple
     return Local(value, *aux)
 
 
-torch_pytree.register_pytree_node(Local, lambda node: ([node.value], (node.sharding, node.shape)), _unflatten_in_torch)
+# A node of torch's trees, so that torch.func transforms reach its tensor; a leaf of our own: no function that takes
+# tensors may take a rank's part for the leaf.
+torch_pytree.register_pytree_node(
+    Local, lambda node: ([node.value], (node.sharding, node.shape, node.slices)), _unflatten_in_torch
+)
 
 
 def to_local(x: DTensor) -> Local:
@@ -388,8 +457,25 @@ def to_local(x: DTensor) -> Local:
 
     One that is on a slice of a mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
     """
-    whole, sharding = at_rest.base(x.device_mesh).whole, sharding_of(x)
-    return Local(local_of(x), sharding if whole is None else replace(sharding, mesh=whole), tuple(x.shape))
+    base, sharding = at_rest.base(x.device_mesh), sharding_of(x)
+    if base.whole is None:
+        return Local(local_of(x), sharding, tuple(x.shape))
+    here = () if base.axes == ("dp",) and abstract(base.mesh).size == 1 else base.axes
+    slices = tuple(axis for axis in abstract(base.whole).names if axis not in here)
+    return Local(local_of(x), replace(sharding, mesh=base.whole), tuple(x.shape), slices)
+
+
+def opened(values: tree.Tree) -> tuple[list[Any], Callable[[Sequence[Any]], tree.Tree]]:
+    """The leaves of a tree with the tensors of `Local` nodes in their place, and what makes such a tree of others."""
+    leaves, spec = tree.flatten(values)
+    # Not the nodes themselves: whoever keeps `closed` for backward shall not keep tensors.
+    nodes = [(x.sharding, x.shape, x.slices) if isinstance(x, Local) else None for x in leaves]
+
+    def closed(flat: Sequence[Any]) -> tree.Tree:
+        pairs = zip(flat, nodes, strict=True)
+        return tree.unflatten(spec, [x if static is None else Local(x, *static) for x, static in pairs])
+
+    return [x.value if isinstance(x, Local) else x for x in leaves], closed
 
 
 def local_of(x: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 from fsharding import policies, tree
 from fsharding.policies import Policy
 from fsharding.scan import scan_units
-from fsharding.sharding import Local
 from fsharding.transforms import select_unit
 from fsharding.tree import Tree
 
@@ -43,7 +42,7 @@ def first_unit(model: Any, blocks: Tree, then: Tree = None) -> Tree:
 
 
 def _first(stacks: Sequence[Tree], then: Tree) -> Tree:
-    found = (stack for stack in stacks if tree.leaves(stack, is_leaf=lambda x: isinstance(x, Local))[0].shape[0])
+    found = (stack for stack in stacks if tree.leaves(stack)[0].shape[0])
     stack = next(found, None)
     return then if stack is None else select_unit(stack, 0)
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, boxes, random, tree
 from fsharding.arguments import check_function, check_optimizer, is_optimizer, refuse
 from fsharding.boxes import Box
-from fsharding.errors import ArgumentError, DonatedError, message
+from fsharding.conformity import check_leaves, check_main
+from fsharding.errors import ArgumentError, DonatedError, LayoutError, message
 from fsharding.layout import Layout, check_fit
 from fsharding.optim.base import GradientTransformation
 from fsharding.planning import LeafLayout, moment_of
@@ -36,6 +37,7 @@ __all__ = [
     "owner_of",
     "refuse_changed",
     "sealed",
+    "spread",
     "spread_main",
     "state_bytes",
     "state_from",
@@ -72,7 +74,15 @@ class TrainState:
         raise AttributeError(name)
 
     def replace(self, **changes: Any) -> TrainState:
-        """A state with some fields changed."""
+        """A state with some fields changed.
+
+        Raises:
+            LayoutError: parameters are changed alone, while the optimizer has main parameters of its own: the next
+                step would make the parameters of these again.
+        """
+        if "params" in changes and not {"main", "layout"} & {*changes} and self.main is not None:
+            mend = "Give both, main=fs.shard(whole, state.layout.main); or make a new state, with fs.state_from."
+            raise LayoutError(message("TrainState.replace", "got params without main.", mend=mend))
         return TrainState(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
 
     def donate(self) -> TrainState:
@@ -220,7 +230,7 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
-    opt_state = opt.init(main if main is not None else main_params(params, layout))
+    opt_state = opt.init(main if main is not None else _slices(params, layout))
     scale = layout.precision.init_scale()
     step = torch.zeros((), dtype=torch.int64)
     return sealed(TrainState(step, params, main, opt_state, scale, run_key.clone(), layout))
@@ -247,15 +257,26 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
     check_fit("fs.state_from", layout, given, wanted)
     trained = [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
     main = tree.unflatten(layout.structure, trained)
-    spread = spread_main(main, params, layout)
-    opt_state = opt.init(main if layout.has_main else main_params(spread, layout))
+    check_main("fs.state_from", main, params, layout)
+    computed = spread(main, params, layout)
+    opt_state = opt.init(main if layout.has_main else _slices(computed, layout))
     step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
     kept = main if layout.has_main else None
-    return sealed(TrainState(step, spread, kept, opt_state, layout.precision.init_scale(), run_key, layout))
+    return sealed(TrainState(step, computed, kept, opt_state, layout.precision.init_scale(), run_key, layout))
 
 
 def main_params(params: Tree, layout: Layout) -> Tree:
-    """Main parameters where the params hold them: slices (views) in `layout.main`; None for frozen leaves."""
+    """Main parameters where the params hold them: slices (views) in `layout.main`; None for frozen leaves.
+
+    Raises:
+        LayoutError: parameters that are not what the layout says; all of them are listed.
+        TreeError: another tree.
+    """
+    check_leaves("fs.main_params", params, layout)
+    return _slices(params, layout)
+
+
+def _slices(params: Tree, layout: Layout) -> Tree:
     kept = [p if leaf.trainable else None for p, leaf in zip(tree.leaves(params), layout.leaves, strict=True)]
     pruned = tree.unflatten(layout.structure, kept)
     return redistribute(pruned, layout.main)
@@ -263,7 +284,7 @@ def main_params(params: Tree, layout: Layout) -> Tree:
 
 def main_of(state: TrainState) -> Tree:
     """The main parameters of a state, kept apart or not; None for frozen leaves."""
-    return state.main if state.main is not None else main_params(state.params, state.layout)
+    return state.main if state.main is not None else _slices(state.params, state.layout)
 
 
 def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = False) -> Tree:
@@ -274,7 +295,17 @@ def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = Fals
         params: the parameters before.
         layout: of both.
         donate: the memory of `params` may be used.
+
+    Raises:
+        LayoutError: leaves that are not what the layout says; all of them are listed.
+        TreeError: another tree.
     """
+    check_main("fs.spread_main", main, params, layout)
+    return spread(main, params, layout, donate=donate)
+
+
+def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False) -> Tree:
+    """`spread_main` of leaves that are known to be in the layout."""
     targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
     dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
     flat = tree.flatten_up_to(layout.structure, main, "fs.spread_main", ("the layout", "main"))

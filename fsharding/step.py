@@ -19,6 +19,7 @@ from fsharding.agreement import compare, digest, facts_of, refuse_differences
 from fsharding.arguments import check_function, check_optimizer, is_optimizer, kind_of, refuse
 from fsharding.autodiff import refuse_backward, value_and_grad
 from fsharding.axes import AXES
+from fsharding.conformity import StateCheck
 from fsharding.errors import ArgumentError, BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout, check_fit
 from fsharding.lost import naming_lost
@@ -36,7 +37,7 @@ from fsharding.precision import Precision
 from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import local_of
 from fsharding.stacks import first_unit, scan_stacks
-from fsharding.state import TrainState, main_of, refuse_changed, sealed, spread_main
+from fsharding.state import TrainState, main_of, refuse_changed, sealed, spread
 from fsharding.transforms import gather_unit
 from fsharding.tree import Tree
 
@@ -120,7 +121,8 @@ def make_train_step(
             another kind, or parameters that were changed in place since the state was made.
         ConfigError: a number of microbatches below 1, or a policy that is none.
         ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
-        LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`.
+        LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`. Or leaves of the
+            state are not what its layout says.
         RankError: from the step: a rank is gone, or does not answer within the mesh's timeout; all others name it.
         ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
             on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
@@ -153,7 +155,8 @@ def make_train_step(
             if is_model:
                 _refuse_model(model, layout)
             _refuse_other_state(opt, state)
-            seen.append(known := _Seen(layout, Messages(), Pool()))
+            seen.append(known := _Seen(layout, Messages(), Pool(), StateCheck(layout)))
+        known.check("train step", state)
         _let_go(seen, known)
         how = precision or layout.precision
         if (how.loss_scale is None) != (state.loss_scale is None):
@@ -188,11 +191,12 @@ def make_train_step(
 
 
 class _Seen(NamedTuple):
-    """A layout that a step has met: what its messages look like, and the memory of its gradients."""
+    """A layout that a step has met: its messages, the memory of its gradients, and what its states look like."""
 
     layout: Layout
     messages: Messages
     memory: Pool
+    check: StateCheck
 
 
 def _let_go(seen: Sequence[_Seen], known: _Seen) -> None:
@@ -401,7 +405,7 @@ def _update(
         main, opt_state = _move(state, grads, mean, norm, opt, steer, donate=donate)
     scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
     with _compat.region("spread"):
-        params = spread_main(main, state.params, layout, donate=donate)
+        params = spread(main, state.params, layout, donate=donate)
     return state.replace(
         step=state.step + 1,
         params=params,

@@ -79,10 +79,6 @@ def gather_unit(
     )
 
 
-def _is_local(x: Any) -> bool:
-    return isinstance(x, Local)
-
-
 def flying(function: str, unit: Tree) -> tuple[list[Any], Any]:
     """The leaves of a unit with nodes in the place of DTensors, and its structure.
 
@@ -91,12 +87,12 @@ def flying(function: str, unit: Tree) -> tuple[list[Any], Any]:
     Raises:
         TransformError: DTensors went through a torch.func transform, or a node does not hold what it says.
     """
-    leaves, spec = tree.flatten(unit, is_leaf=_is_local)
+    leaves, spec = tree.flatten(unit)
     if not _functorch.in_functorch():
         return [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec
     lost: list[str] = []
     odd: list[str] = []
-    for i, (path, leaf) in enumerate(zip(tree.paths(unit, is_leaf=_is_local), leaves, strict=True)):
+    for i, (path, leaf) in enumerate(zip(tree.paths(unit), leaves, strict=True)):
         inside = _functorch.innermost(leaf.value if isinstance(leaf, Local) else leaf)
         if inside is leaf and isinstance(leaf, DTensor):
             leaves[i] = to_local(leaf)
@@ -126,7 +122,8 @@ def _held(node: Local) -> Local | None:
             return None
         sharding = sharding.drop(0)
     shape = node.shape[gone:]
-    return Local(node.value, sharding, shape) if sharding.local_shape(shape) == tuple(node.value.shape) else None
+    same = sharding.local_shape(shape) == tuple(node.value.shape)
+    return Local(node.value, sharding, shape, node.slices) if same else None
 
 
 def _cast(x: Any, dtype: torch.dtype | None, ledger: Ledger | None) -> Any:
@@ -156,7 +153,7 @@ def start_gather(unit: Tree) -> None:
 
 
 def _start_ahead(ledger: Ledger, then: Tree) -> None:
-    nodes = [x for x in tree.leaves(then, is_leaf=_is_local) if isinstance(x, Local)]
+    nodes = [x for x in tree.leaves(then) if isinstance(x, Local)]
     unique = list({id(node.value): node for node in nodes}.values())
     places = _places(ledger, unique)
     if places:
@@ -300,7 +297,7 @@ def refuse_cut_layers(function: str, stack: Tree) -> None:
         SpecError: dim 0 of a leaf is cut; all such leaves are listed.
     """
     rows: list[str] = []
-    for path, leaf in tree.named_leaves(stack, is_leaf=_is_local).items():
+    for path, leaf in tree.named_leaves(stack).items():
         sharding = typeof(leaf).sharding
         if sharding is not None and sharding.axes(0):
             rows.append(f"{path} is {typeof(leaf)}")
@@ -316,7 +313,7 @@ def rows_of(node: Local, values: Sequence[Tensor], ledger: Ledger | None, *, fir
         for row, value in enumerate(values, first):
             ledger.register(value, Place(place.leaf, row))
     sharding, shape = node.sharding.drop(0), node.shape[1:]
-    return [Local(value, sharding, shape) for value in values]
+    return [Local(value, sharding, shape, node.slices) for value in values]
 
 
 def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
@@ -337,7 +334,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
         text = "cannot run under a torch.func transform."
         mend = "Call it on the result of the transform; inside, differentiate through gather_unit instead."
         raise TransformError(message("fs.scatter_grads", text, mend=mend))
-    leaves, spec = tree.flatten(like, is_leaf=_is_local)
+    leaves, spec = tree.flatten(like)
     given = tree.flatten_up_to(spec, grads, "fs.scatter_grads", ("like", "grads"))
     nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
     result: list[Any] = list(given)

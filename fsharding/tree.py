@@ -2,6 +2,7 @@
 
 In: nested dicts, tuples, lists, NamedTuples, registered nodes. Out: the same shapes with other leaves.
 `None` is an empty subtree, as in JAX: a tree of gradients has `None` where a parameter is frozen.
+A leaf is whatever is no node: a tensor, a DTensor at rest, and a `Local` in flight, of which a rank has its part only.
 Law: `paths(t)` names every leaf exactly once, in the order of `leaves(t)`.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import optree
 
@@ -19,6 +20,7 @@ __all__ = [
     "NAMESPACE",
     "Tree",
     "at",
+    "define_vdot",
     "flatten",
     "flatten_up_to",
     "leaves",
@@ -30,6 +32,7 @@ __all__ = [
     "prune",
     "register_node",
     "unflatten",
+    "vdot",
 ]
 
 NAMESPACE = "fsharding"
@@ -39,6 +42,7 @@ Tree: TypeAlias = Any
 
 IsLeaf: TypeAlias = Callable[[Any], bool] | None
 _map = map
+_Vdot = TypeVar("_Vdot", bound=Callable[..., Any])
 _TWO_TREES = ("the first tree", "the second tree")
 
 
@@ -197,3 +201,36 @@ def at(tree: Tree, path: str) -> Any:
             known = ", ".join(paths(tree)) or "none"
             raise TreeError(message("tree.at", f"finds no {path!r}.", mend=f"The paths are {known}.")) from error
     return node
+
+
+def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Any:
+    """The inner product of two sharded trees: each element of the whole leaves counts once. Collective.
+
+    It can be used at rest, inside a loss function and inside `fs.shard_map`, and be differentiated in every way there:
+    `n * decay * fs.tree.vdot(params, params)`, added to the summed loss of n tokens, is an L2 penalty that is the same
+    under every strategy, and `vdot(g, v)` of a gradient g has the Hessian times v as its gradient.
+
+    Args:
+        a: tree of DTensors, `Local` nodes and plain tensors; the latter are the same on all ranks.
+        b: the same tree, in the same shardings.
+        shardings: where DTensors of pipeline stages and of `Fused` dims are, such as `layout.main`.
+
+    Returns:
+        A 0-d tensor, the same on every rank: float64 if a leaf of `a` is, else float32.
+
+    Raises:
+        LayoutError: a leaf is in another sharding in `b`, is unreduced, or lies on a slice of the mesh that nobody
+            tells; all such leaves are listed.
+        TransformError: inside a loss function of a pipeline, where a rank sees the leaves of its stage alone.
+        TreeError: the trees do not match.
+    """
+    return _vdot[0](a, b, shardings=shardings)
+
+
+_vdot: list[Callable[..., Any]] = []
+
+
+def define_vdot(function: _Vdot) -> _Vdot:
+    """Makes a function the one behind `vdot`: products of sharded leaves need collectives, which need trees."""
+    _vdot[:] = [function]
+    return function

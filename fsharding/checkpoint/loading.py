@@ -31,7 +31,7 @@ from fsharding.layout import Layout
 from fsharding.mesh import own_rank, world_size
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
-from fsharding.state import TrainState, sealed, spread_main
+from fsharding.state import TrainState, sealed, spread
 from fsharding.tree import Tree
 
 __all__ = ["load", "load_leaves"]
@@ -326,7 +326,7 @@ def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> Train
             scale = ScaleState(read["loss_scale.scale"], read["loss_scale.good_steps"])
     state = TrainState(
         step=read["step"],
-        params=spread_main(main, tree.unflatten(layout.structure, stored), layout),
+        params=spread(main, tree.unflatten(layout.structure, stored), layout),
         main=main if layout.has_main else None,
         opt_state=tree.map(lambda path: read[path], opt_state),
         loss_scale=scale,

@@ -34,6 +34,7 @@ from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.tensor_files import INDEX, TensorFile, index_text, tensor_files
 from fsharding.checkpoint.weights import SAFETENSORS
+from fsharding.conformity import check_state
 from fsharding.errors import CheckpointError, message
 from fsharding.hf.families import config_json, config_of, decoder_config
 from fsharding.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of, untiled
@@ -259,6 +260,7 @@ def _sizes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def _stored(state: TrainState) -> Tree:
     """The main parameters of a state, and frozen ones."""
+    check_state(_FUNCTION, state)
     flat = tree.flatten_up_to(state.layout.structure, main_of(state), _FUNCTION)
     params = tree.leaves(state.params)
     return tree.unflatten(state.layout.structure, [p if m is None else m for p, m in zip(params, flat, strict=True)])

@@ -15,10 +15,11 @@ from fsharding import tree
 from fsharding.axes import AXES
 from fsharding.boxes import chunk
 from fsharding.errors import ConfigError, LayoutError, message
-from fsharding.mesh import abstract, axis_group, coordinate
+from fsharding.mesh import abstract, axis_group
+from fsharding.norms import counts_here, norm_in_flight
 from fsharding.ops.rows import start_sum
 from fsharding.optim.base import EmptyState, GradientTransformation, multiply
-from fsharding.sharding import NamedSharding, is_assigned, local_of, sharding_of
+from fsharding.sharding import Local, NamedSharding, is_assigned, local_of, sharding_of
 from fsharding.tree import Tree
 
 __all__ = ["clip_by_global_norm", "global_norm", "norm_axes"]
@@ -31,10 +32,12 @@ _LARGE = 1 << 18
 
 
 def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
-    """The root of the sum of squares over all leaves and all ranks: float32, 0-d.
+    """The root of the sum of squares over all leaves and all ranks: float32, 0-d. Collective.
+
+    Inside a loss function or `fs.shard_map` it is the root of `fs.tree.vdot`, and can be differentiated as that can.
 
     Args:
-        values: tree of DTensors and plain tensors.
+        values: tree of DTensors, `Local` nodes and plain tensors.
         shardings: where they are, such as `layout.main`; needed for leaves with explicit assignments.
 
     Raises:
@@ -42,6 +45,8 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
         TreeError: the trees do not match.
     """
     named = tree.named_leaves(values)
+    if any(isinstance(x, Local) for x in named.values()):
+        return norm_in_flight(values)
     known: dict[str, NamedSharding | None] = dict.fromkeys(named)
     if shardings is not None:
         flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, "fs.global_norm", ("values", "shardings"))
@@ -58,7 +63,7 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     groups: dict[tuple[str, ...], list[str]] = {}
     meshes: dict[tuple[str, ...], NamedSharding] = {}
     for path, s in where.items():
-        if s is not None and not _counts(s):
+        if s is not None and not counts_here(s):
             squares[path] = torch.zeros_like(squares[path])
         axes = () if s is None else norm_axes(s, named[path].numel())
         groups.setdefault(axes, []).append(path)
@@ -108,13 +113,6 @@ def _sharding(x: Tensor, known: NamedSharding | None) -> NamedSharding | None:
     if not isinstance(x, DTensor):
         return None
     return sharding_of(x) if known is None or not known.assigned else known
-
-
-def _counts(sharding: NamedSharding) -> bool:
-    """Whether this rank's part counts: where several coordinates own a leaf whole, that of the first one does."""
-    owners = [a for a in sharding.assigned if a.dim is None]
-    here = coordinate(sharding.mesh) if owners else {}
-    return all(here[a.axis] == next(c for c, owned in enumerate(a.ranges) if owned) for a in owners)
 
 
 def _square_sum(flat: Tensor) -> Tensor:

@@ -247,7 +247,7 @@ class TrainCase(_Short):
         """The loss function, for params at rest or whole plain tensors: sum over this rank's rows, and their weight."""
         x, weight = batch["x"], batch["weight"]
         total = torch.zeros(())
-        nodes = tree.leaves(params, is_leaf=lambda node: isinstance(node, Local))
+        nodes = tree.leaves(params)
         rows: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {(): (x, weight)}
         for node, w in zip(nodes, tree.leaves(gather_unit(params)), strict=True):
             if not w.dtype.is_floating_point:

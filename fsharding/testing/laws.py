@@ -19,7 +19,7 @@ from fsharding.axes import AXES
 from fsharding.errors import message
 from fsharding.mesh import Mesh, abstract, coordinate
 from fsharding.ops.collectives import psum
-from fsharding.sharding import Local, NamedSharding, local_of, sharding_of
+from fsharding.sharding import Local, NamedSharding, local_of, opened, sharding_of
 from fsharding.testing.cases import local_part
 from fsharding.testing.compare import compare
 from fsharding.tree import Tree
@@ -79,15 +79,16 @@ def assert_adjoint(
             `dual` gives on some rank has other shapes than x.
     """
     out = op(x)
-    y = tree.map(lambda t: rank_values(t.shape, mesh, same=same_out, seed=seed, dtype=t.dtype), out)
+    flat, closed = opened(out)
+    y = closed([rank_values(t.shape, mesh, same=same_out, seed=seed, dtype=t.dtype) for t in flat])
     back = dual(y)
-    shapes = [[tuple(t.shape) for t in tree.leaves(side)] for side in (x, back)]
+    shapes = [[tuple(t.shape) for t in opened(side)[0]] for side in (x, back)]
     fits = shapes[0] == shapes[1]
     left, size = _inner(out, y, mesh, same_out)
     right, _ = _inner(x, back, mesh, same_in) if fits else (0.0, 0.0)
     mine = torch.tensor([left, right, size, float(not fits)], dtype=torch.float64)
     left, right, size, wrong = psum(mine, _axes(mesh), mesh=mesh).tolist()
-    rounding = max(torch.finfo(t.dtype).eps for t in [*tree.leaves(out), *tree.leaves(back)])
+    rounding = max(torch.finfo(t.dtype).eps for t in [*opened(out)[0], *opened(back)[0]])
     name = what or f"{_name(op)} and {_name(dual)}"
     if wrong:
         rows = [] if fits else [f"x has {shapes[0]} here, dual(op(x)) has {shapes[1]}"]
@@ -124,8 +125,7 @@ def assert_matches_reference(
     """
     found = fn(*(_placed(arg, where) for arg, where in zip(args, shardings, strict=True)))
     want = reference(*args)
-    is_node = lambda node: isinstance(node, Local)  # noqa: E731
-    mine, spec = tree.flatten(found, is_leaf=is_node)
+    mine, spec = tree.flatten(found)
     theirs = tree.flatten_up_to(spec, want, "assert_matches_reference")
     here = tree.unflatten(spec, [node.value if isinstance(node, Local) else local_of(node) for node in mine])
     parts = tree.unflatten(spec, [_cut(whole, node) for whole, node in zip(theirs, mine, strict=True)])
@@ -140,7 +140,7 @@ def _inner(a: Tree, b: Tree, mesh: Mesh, same: Sequence[str]) -> tuple[float, fl
     """This rank's term of an inner product, and of the sum of the magnitudes of its terms."""
     if any(coordinate(mesh).get(axis, 0) for axis in same):
         return 0.0, 0.0
-    products = [(x.double() * y.double()).flatten() for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True)]
+    products = [(x.double() * y.double()).flatten() for x, y in zip(opened(a)[0], opened(b)[0], strict=True)]
     terms = torch.cat(products) if products else torch.zeros(0, dtype=torch.float64)
     return float(terms.sum()), float(terms.abs().sum())
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
 from fsharding import ops
@@ -113,7 +114,7 @@ def loss(program, params, x_BTD):
 
 
 def stacked(p, v):
-    return fs.tree.map(lambda a, b: torch.stack([a, b]), p, v)
+    return torch_pytree.tree_map(lambda a, b: torch.stack([a, b]), p, v)
 
 
 TRANSFORMS = {
@@ -124,7 +125,7 @@ TRANSFORMS = {
     "vmap(grad)": lambda f, p, v: vmap(grad(f))(stacked(p, v)),
     "jacrev": lambda f, p, v: jacrev(lambda p: torch.stack([f(p), f(p).sin()]))(p),
     "jvp(grad)": lambda f, p, v: jvp(grad(f), (p,), (v,))[1],
-    "grad(dot(grad))": lambda f, p, v: grad(lambda p: fs.global_dot(grad(f)(p), v))(p),
+    "grad(dot(grad))": lambda f, p, v: grad(lambda p: fs.tree.vdot(grad(f)(p), v))(p),
     "grad(jvp)": lambda f, p, v: grad(lambda p: jvp(f, (p,), (v,))[1])(p),
     "vmap(jvp(grad))": lambda f, p, v: vmap(lambda t: jvp(grad(f), (p,), (t,))[1])(stacked(v, p)),
     "jacfwd": lambda f, p, v: fs.jacfwd(lambda q: f({**p, "0": q}), chunk_size=7)(p["0"]),

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
 from fsharding import ops
@@ -64,7 +65,7 @@ def mean_loss(model, params, batch, policy):
 
 def stacked(p, v):
     """Three settings of the parameters, along a new first dim."""
-    return fs.tree.map(lambda a, b: torch.stack([a, b, a - b]), p, v)
+    return torch_pytree.tree_map(lambda a, b: torch.stack([a, b, a - b]), p, v)
 
 
 def in_blocks(f, p):
@@ -79,9 +80,9 @@ TRANSFORMS = {
     "jvp": lambda f, p, v: jvp(f, (p,), (v,)),
     "jacrev": lambda f, p, v: jacrev(lambda p: torch.stack([f(p), f(p).square()]))(p),
     "hvp, forward over reverse": lambda f, p, v: jvp(grad(f), (p,), (v,))[1],
-    "hvp, reverse over reverse": lambda f, p, v: grad(lambda p: fs.global_dot(grad(f)(p), v))(p),
+    "hvp, reverse over reverse": lambda f, p, v: grad(lambda p: fs.tree.vdot(grad(f)(p), v))(p),
     "hvp, reverse over forward": lambda f, p, v: grad(lambda p: jvp(f, (p,), (v,))[1])(p),
-    "norm of the gradient": lambda f, p, v: grad(lambda p: fs.global_dot(*[grad(f)(p)] * 2).sqrt())(p),
+    "norm of the gradient": lambda f, p, v: grad(lambda p: fs.tree.vdot(*[grad(f)(p)] * 2).sqrt())(p),
     "hessian of a leaf": lambda f, p, v: fs.hessian(lambda n: f({**p, "head": {**p["head"], "norm": n}}))(
         p["head"]["norm"]
     ),

@@ -333,3 +333,12 @@ def test_the_kernels_of_other_devices_take_what_we_give_them():
     for given in (mask, None):
         grads = _compat.attend_block_backward(q, q, k, k, given, out, lse, causal=False, scale=None)
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+def test_what_torch_computes_element_by_element():
+    f = torch.nn.functional
+    yes = [torch.tanh, f.relu, f.gelu, torch.add, torch.mul, torch.pow, torch.clamp, torch.maximum, torch.clone]
+    no = [torch.sum, torch.max, torch.softmax, torch.sort, torch.cumsum, torch.matmul, torch.Tensor.add_]
+    seeded = [torch.bernoulli, f.dropout, torch.rand_like]
+    assert all(map(_compat.is_elementwise, yes))
+    assert not any(map(_compat.is_elementwise, [*no, *seeded]))

@@ -85,14 +85,14 @@ UNGATHERED = {
     "goes into torch.stack": lambda p, b: torch.stack([p["body"]["w"]]),
     "goes into NumPy": lambda p, b: np.asarray(p["body"]["w"]),
     "is an operand of @": lambda p, b: b["x"] @ p["body"]["w"],
-    "is an operand of +": lambda p, b: p["body"]["w"] + 1,
-    "is an operand of *": lambda p, b: 2 * p["body"]["w"],
-    "is an operand of -": lambda p, b: -p["body"]["w"],
-    "is an operand of /": lambda p, b: 1 / p["body"]["w"],
-    "is an operand of **": lambda p, b: p["body"]["w"] ** 2,
+    "is an operand of + beside a tensor": lambda p, b: p["body"]["w"] + torch.ones(8, 4),
+    "is an operand of * beside a tensor": lambda p, b: torch.ones(8, 4) * p["body"]["w"],
+    "is an operand of **": lambda p, b: 2 ** p["body"]["w"],
+    "is an operand of // or %": lambda p, b: p["body"]["w"] % 2,
     "is compared": lambda p, b: p["body"]["w"] > 0,
     "is taken for a number": lambda p, b: float(p["body"]["w"]),
-    "is asked for .sum": lambda p, b: p["body"]["w"].sum(),
+    "is asked for .T": lambda p, b: p["body"]["w"].T,
+    "goes into torch.maximum beside a tensor": lambda p, b: torch.maximum(p["body"]["w"], torch.ones(8, 4)),
     "is asked for .full_tensor": lambda p, b: p["body"]["w"].full_tensor(),
     "is asked for .numpy": lambda p, b: p["body"]["w"].numpy(),
 }
@@ -117,28 +117,30 @@ def test_more_that_is_said_of_some_uses(at):
         return str(caught.value).split("\n")[-1]
 
     first = 'Gather its unit first, unit = fs.gather_unit(params["body"]), and use unit["w"].'
+    sums = " The sum of its squares over all ranks is fs.tree.vdot(x, x), and their root fs.global_norm(x)."
+    assert mend(lambda p, b: p["body"]["w"].sum()) == mend(lambda p, b: torch.sum(p["body"]["w"])) == first + sums
     assert mend(lambda p, b: p["body"]["w"].to_local()) == f"{first} The part of this rank, as it is, is .value."
     for fn in (lambda p, b: p["body"]["w"][0], lambda p, b: list(p["body"]["w"])):
         assert mend(fn) == (
             f'{first} Of a stack, take a block with fs.gather_unit(fs.select_unit(params["body"], i)), or use'
             " fs.scan_units."
         )
-    assert mend(
-        lambda p, b: fs.scan_units(lambda x, _: x, [p["body"]], 1) and fs.unstack_units(p["body"])[0]["b"] * 2
-    ) == ('Let fs.scan_units(block, params["blocks"], x) gather each block, or call fs.gather_unit on it first.')
+    assert mend(lambda p, b: fs.unstack_units(p["body"])[0]["b"].T) == (
+        'Let fs.scan_units(block, params["blocks"], x) gather each block, or call fs.gather_unit on it first.'
+    )
 
 
 def test_a_tree_that_is_one_leaf(at):
     w = at.state.params["body"]["w"]
     with pytest.raises(NotGatheredError, match=r"(?s)params is float32\[8, 4\].*w = fs\.gather_unit\(params\)\.$"):
-        fs.value_and_grad(lambda p: p.sum())(w)
+        fs.value_and_grad(lambda p: p.T)(w)
 
 
 def test_outside_of_value_and_grad_the_type_is_said(at):
     with pytest.raises(NotGatheredError) as caught:
-        fs.shard_map(lambda p: p["head"]["weight"] * 2)(at.state.params)
+        fs.shard_map(lambda p: p["head"]["weight"] @ 2)(at.state.params)
     assert str(caught.value) == (
-        "fs.gather_unit was not called for a leaf that is an operand of *.\n"
+        "fs.gather_unit was not called for a leaf that is an operand of @.\n"
         "  float32[3, 8], of which this rank holds [3, 8]\n"
         'Gather its unit first, such as head = fs.gather_unit(params["head"]), and use head["weight"].'
     )
@@ -381,6 +383,12 @@ MISTAKES = {
         TransformError,
         SUM.format("(torch.float32[], torch.float32[2])"),
         in_loss(lambda p, b: (torch.zeros(()), torch.zeros(2))),
+    ),
+    "a leaf": (
+        TransformError,
+        "fs.value_and_grad needs a loss that is a 0-d floating point tensor, or (sum, weight); got Local.\n"
+        "Compute it of gathered leaves, with fs.gather_unit, or of whole trees, with fs.tree.vdot.",
+        in_loss(lambda p, b: p["body"]["b"] * 2),
     ),
     "a vector": (TransformError, SUM.format("torch.float32[2]"), in_loss(lambda p, b: torch.zeros(2))),
     "nothing": (TransformError, SUM.format("NoneType"), in_loss(lambda p, b: None)),

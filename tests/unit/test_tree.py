@@ -94,17 +94,14 @@ def test_a_state_is_a_tree_whose_layout_is_static():
     assert_bitwise_equal(copy.replace(layout=0), state.replace(layout=0))
 
 
-@pytest.mark.parametrize("flatten", [tree.flatten, torch_pytree.tree_flatten], ids=["ours", "torch"])
-def test_a_local_leaf_is_a_node_with_one_child(flatten):
+def test_a_local_leaf_is_a_leaf_here_and_a_node_of_torch():
     sharding = fs.NamedSharding(AbstractMesh(("dp",), (2,)), fs.P("dp"))
-    node = fs.Local(torch.zeros(2, 3), sharding, (4, 3))
-    leaves, spec = flatten({"w": node})
+    node = fs.Local(torch.zeros(2, 3), sharding, (4, 3), ("tp",))
+    assert tree.leaves({"w": node}) == [node] and tree.paths({"w": node}) == ("w",)
+    leaves, spec = torch_pytree.tree_flatten({"w": node})
     assert len(leaves) == 1 and leaves[0] is node.value
-    unflatten = tree.unflatten if flatten is tree.flatten else lambda s, x: torch_pytree.tree_unflatten(x, s)
-    again = unflatten(spec, [torch.ones(2, 3)])["w"]
-    assert (again.sharding, again.shape) == (sharding, (4, 3)) and again.value.sum() == 6
-    assert tree.paths({"w": node}) == ("w.value",)
-    assert tree.paths({"w": node}, is_leaf=lambda x: isinstance(x, fs.Local)) == ("w",)
+    again = torch_pytree.tree_unflatten([torch.ones(2, 3)], spec)["w"]
+    assert (again.sharding, again.shape, again.slices) == (sharding, (4, 3), ("tp",)) and again.value.sum() == 6
 
 
 def refusal(call):
