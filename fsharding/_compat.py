@@ -34,11 +34,10 @@ __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
     "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh",
     "fused_adamw_", "glance", "group_timeout", "grouped_mm", "is_elementwise", "is_served_by_rank", "is_wanted",
-    "like_dtensor", "local_tensor",
-    "make_dtensor", "meshless_device_mesh", "packed", "reduce_scatter_flat", "region", "same_glances", "same_kind",
-    "save_record",
-    "save_without_data", "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm",
-    "torch_pipeline_order", "unpack", "version_of", "visit_first",
+    "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "packed", "reduce_scatter_flat",
+    "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data", "set_group_timeout",
+    "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of",
+    "versions_of", "visit_first",
 ]  # fmt: skip
 
 
@@ -174,6 +173,24 @@ def storage_id(x: Tensor) -> int:
 def version_of(x: Tensor) -> int:
     """How often a tensor has been changed in place."""
     return x._version
+
+
+_VERSIONS = operator.attrgetter("_version", "_local_tensor._version")
+
+
+def versions_of(xs: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """How often DTensors and the local tensors in them were changed in place; the one does not count the other."""
+    return list(map(_VERSIONS, xs))
+
+
+def refuse_backward(x: Tensor, refuse: Callable[..., Any]) -> Tensor:
+    """Has `.backward()` of one tensor call something else; copies and what is written to files are plain tensors."""
+    vars(x).update(backward=refuse, __getstate__=_nothing)
+    return x
+
+
+def _nothing() -> None:
+    """The state of a tensor of which nothing but the tensor is to be written."""
 
 
 def storage_users(storage_cdata: int) -> int:

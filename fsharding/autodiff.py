@@ -7,6 +7,7 @@ nodes only. Laws: inputs are never changed; the mean is over all weights, whatev
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
@@ -17,10 +18,11 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, tree
-from fsharding.arguments import refuse
+from fsharding.arguments import check_function, refuse
 from fsharding.axes import AXES
 from fsharding.errors import TransformError, message
 from fsharding.ledger import Ledger, opened
+from fsharding.loss_problems import explained
 from fsharding.lost import naming_lost
 from fsharding.mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.ops.pool import Pool
@@ -31,7 +33,7 @@ from fsharding.public import public
 from fsharding.sharding import Local, NamedSharding, is_assigned, like, local_of, sharding_of, to_local, typeof
 from fsharding.tree import Tree
 
-__all__ = ["GradFn", "Tape", "value_and_grad"]
+__all__ = ["GradFn", "Tape", "refuse_backward", "value_and_grad"]
 
 
 class GradFn(Protocol):
@@ -82,11 +84,21 @@ def value_and_grad(
         same on all data ranks. `accumulate` holds summed gradients of earlier calls, which the new ones are added to;
         with `donate=True` in their own memory, so that they must not be used again.
 
+    A loss whose last operation is a mean, returned with a weight above 1, is divided twice; that is warned of once.
+
     Raises:
-        TransformError: the loss is not a 0-d floating point tensor; or a plain tensor has a sharding in `grads`.
+        ArgumentError: `fn` is no function of at least one argument; or, from the function, is called with arguments
+            that it does not take, or that are swapped.
+        TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place; or a
+            plain tensor has a sharding in `grads`.
+        NotGatheredError: from the function: a leaf was used before it was gathered.
+        MissingKeyError: from the function: `fn` asks for an entry that none of its arguments has.
+        BatchError: from the function: `fn` failed, and something in the batch is no tensor.
+        ShapeError: from the function: `fn` computes with shapes that do not go together.
         RankError: from the function: another rank is gone, or does not answer within the timeout of the mesh.
         TreeError: `grads` or `accumulate` does not match the parameters.
     """
+    check_function("fs.value_and_grad", "a loss function (params, *args)", fn, 1)
 
     @public("fs.value_and_grad")
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
@@ -164,18 +176,15 @@ class Tape:
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
+        params = tree.unflatten(self._spec, self._flying)
         try:
             with torch.enable_grad(), _on(self.mesh), opened(self.ledger):
-                return fn(tree.unflatten(self._spec, self._flying), *args)
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
+                return fn(params, *args)
+        except Exception as error:
+            known = explained(error, fn, params, args, self.ledger)
+            if known is None:
                 raise
-            rule = "has a loss function that calls torch.func.grad, vjp, jacrev or hessian, which refuse its hooks."
-            mend = (
-                "Take the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner one"
-                " with torch.autograd.grad(..., create_graph=True)."
-            )
-            raise TransformError(message("fs.value_and_grad", rule, mend=mend)) from error
+            raise known from error
 
     def backward(
         self,
@@ -252,9 +261,6 @@ _same: Any = object()
 
 def _goal(leaf: Any, target: Any, held: Any, precision: Precision) -> Goal | None:
     """The goal of a leaf's gradient; None for frozen leaves and for what cannot be differentiated."""
-    if target is not None and target is not _same and not isinstance(target, NamedSharding):
-        mend = "Give a tree of shardings, such as grads=layout.main; None freezes a leaf."
-        raise refuse("fs.value_and_grad", "grads= as shardings", target, mend)
     if target is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return None
     if not isinstance(leaf, DTensor):
@@ -263,6 +269,9 @@ def _goal(leaf: Any, target: Any, held: Any, precision: Precision) -> Goal | Non
             mend = "Put whole parameters into their layout first: fs.shard(params, layout)."
             raise TransformError(message("fs.value_and_grad", rule, mend=mend))
         return Goal(_NOWHERE, leaf.dtype)
+    if target is not _same and not isinstance(target, NamedSharding):
+        mend = "Give a tree of shardings, such as grads=layout.main; None freezes a leaf."
+        raise refuse("fs.value_and_grad", "grads= as shardings", target, mend)
     if target is _same and is_assigned(leaf):
         text = f"cannot tell who owns a leaf with an explicit assignment, {typeof(leaf)}."
         raise TransformError(message("fs.value_and_grad", text, mend="Say where gradients go: grads=layout.main."))
@@ -304,15 +313,44 @@ def _take_apart(result: Any, has_aux: bool) -> _Loss:
     total, weight = loss if isinstance(loss, tuple) and len(cast(tuple[Any, ...], loss)) == 2 else (loss, None)
     is_number = weight is None or isinstance(weight, int | float) or (isinstance(weight, Tensor) and not weight.ndim)
     if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point() or not is_number:
-        text = message(
-            "fs.value_and_grad",
-            f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {_kind(loss)}.",
-            mend="Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True.",
-        )
-        raise TransformError(text)
+        rule = f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {_kind(loss)}."
+        raise TransformError(message("fs.value_and_grad", rule, mend=_mend(total)))
     if weight is not None:
+        if _is_mean(total) and float(weight) > 1:
+            _warn_of_mean(float(weight))
         weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
     return _Loss(total, weight, aux)
+
+
+def _mend(total: Any) -> str:
+    """What to return in the place of what is no loss."""
+    if isinstance(total, Local):
+        return "Compute it of gathered leaves, with fs.gather_unit, or of whole trees, with fs.tree.vdot."
+    if isinstance(getattr(total, "loss", None), Tensor):
+        return "Return its .loss, with the number of tokens that it is the sum of."
+    return "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True."
+
+
+_PASSED_ON = {"ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0", "CloneBackward0"}
+_MEAN = 1
+"""How nodes of torch's losses note `reduction="mean"`."""
+
+
+def _is_mean(total: Tensor) -> bool:
+    """Whether the last operation of a loss is a mean. Its graph says so; its value never does for sure."""
+    node = total.grad_fn
+    while node is not None and node.name() in _PASSED_ON:
+        node = node.next_functions[0][0]
+    return node is not None and (
+        node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+    )
+
+
+def _warn_of_mean(weight: float) -> None:
+    """Python shows it once."""
+    rule = f"got (mean, {weight:g}) where it takes (sum, weight): the mean is divided by the weight again."
+    mend = 'Return (losses.sum(), number of tokens), as reduction="sum" gives it; or the mean alone.'
+    warnings.warn(message("fs.value_and_grad", rule, mend=mend), stacklevel=3)
 
 
 def _kind(x: Any) -> str:
@@ -348,6 +386,20 @@ def _copy(x: Any) -> Any:
 
 
 def _result(loss: _Loss, totals: Tensor, mean: bool, has_aux: bool) -> Any:
-    value = (totals[0] / totals[1] if mean else totals[0]).float()
+    value = refuse_backward((totals[0] / totals[1] if mean else totals[0]).float())
     result = value if loss.weight is None else (value, totals[1].float())
     return (result, loss.aux) if has_aux else result
+
+
+def refuse_backward(loss: Tensor) -> Tensor:
+    """A loss whose gradients are there already, and whose `.backward()` says so."""
+    return _compat.refuse_backward(loss, _no_backward)
+
+
+def _no_backward(*_: Any, **__: Any) -> None:
+    rule = "gives a loss and its gradients at once: .backward() on that loss has nothing left to do."
+    mend = (
+        "Use them: (loss, n), grads = fs.value_and_grad(loss_fn)(params, batch), then opt.update(grads, opt_state,"
+        " params). A train step has applied them; go on with the state that it returned."
+    )
+    raise TransformError(message("fs.value_and_grad", rule, mend=mend))

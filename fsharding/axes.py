@@ -146,6 +146,8 @@ def make_shape(
             raise MeshError(message(function, unknown_axis(name)))
     if sorted(order) != sorted(AXES):
         raise MeshError(message(function, f"needs an order of all six axes, got {order!r}.", mend=f"Use {AXES!r}."))
+    if odd := [f"{axis}={size!r}" for axis, size in axes.items() if type(size) is not int]:
+        raise MeshError(message(function, f"got {', '.join(odd)}.", mend="A size is a whole number, such as dp=2."))
     sizes = {axis: axes.get(axis, 1) for axis in order}
     asked = ", ".join(f"{axis}={size}" for axis, size in axes.items()) or "no axes"
     wrong = [f"{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]

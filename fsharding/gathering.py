@@ -75,6 +75,7 @@ class Unit:
         self.order, self.saved, self.kept, self.returned = -1, 0, False, False
         self._coming: list[Coming | None] | None = None
         self.flats: list[Tensor] | None = None
+        self._lent: list[Tensor] = []
         self._versions: list[int] = []
 
     @torch.no_grad()
@@ -115,7 +116,9 @@ class Unit:
             self.flats.append(flat)
             self.ledger.watch(flat, self, number, memory)
             self._coming[number] = coming = memory = None
-        self._coming, self._versions = None, [_compat.version_of(flat) for flat in self.flats]
+        self._coming = None
+        self._lent = [*self.flats, *(self.leaves[i].value for i, _ in self.plan.aliases)]
+        self._versions = [_compat.version_of(x) for x in self._lent]
         return wholes
 
     def release(self, *, failed: bool = False) -> None:
@@ -124,11 +127,13 @@ class Unit:
         Raises:
             TransformError: somebody has written into one, and nothing has failed before.
         """
-        flats, versions, self._coming, self.flats = self.flats or (), self._versions, None, None
-        if not failed and any(_compat.version_of(x) != n for x, n in zip(flats, versions, strict=False)):
+        lent, versions, self._coming, self.flats, self._lent = self._lent, self._versions, None, None, []
+        if not failed and any(_compat.version_of(x) != n for x, n in zip(lent, versions, strict=False)):
             name = self.ledger.name_of(self.places)
             rule = f"gave weights of {name} that were then written in place."
             mend = "Make new tensors of them: other ranks read the same memory, and backward gathers the weights again."
+            if self.plan.aliases:
+                mend += " Leaves that nothing cuts are the state's own: it is changed, so load or make it again."
             raise TransformError(message("fs.gather_unit", rule, mend=mend))
 
     def abandon(self, *, failed: bool = False) -> None:

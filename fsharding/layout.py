@@ -14,16 +14,18 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import tree
-from fsharding.arguments import check_optimizer
-from fsharding.errors import LayoutError, message
+from fsharding.arguments import check_optimizer, kind_of, refuse, refuse_module
+from fsharding.axes import AbstractMesh
+from fsharding.errors import LayoutError, TreeError, message
 from fsharding.mesh import Mesh, abstract
 from fsharding.planning import LAYERS, LeafLayout, check_leaves, check_stages, is_trainable, plan_leaf, type_text
 from fsharding.precision import FP32, Precision
 from fsharding.public import public
 from fsharding.sharding import NamedSharding
-from fsharding.spec import DEFAULT_RULES, AxisRules
+from fsharding.spec import DEFAULT_RULES, AxisRules, Fused
 from fsharding.stages import Stages, normal
 from fsharding.strategy import OPTIM_GRADS_PARAMS, Strategy, parse_strategy
 from fsharding.tree import Tree
@@ -224,10 +226,12 @@ def plan_layout(
             is left out is cut by the rules.
 
     Raises:
+        ArgumentError: an argument of another kind, such as an `nn.Module` or an init function, or two are swapped.
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
         ConfigError: the mesh cannot cut a `Model` as the rules ask, or there is no strategy of that name.
         LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path that no leaf has.
     """
+    _check_kinds(model, mesh, rules, precision)
     strategy = _strategy(strategy)
     if hasattr(model, "init") and hasattr(model, "names"):
         shapes = model.init(torch.zeros(2, dtype=torch.int64))
@@ -237,12 +241,11 @@ def plan_layout(
     frozen = (*((frozen,) if isinstance(frozen, str) else frozen), *getattr(model, "frozen", ()))
     flat, structure = tree.flatten(shapes)
     paths = tree.paths(shapes)
-    dims = (
-        [None] * len(flat)
-        if names is None
-        else tree.flatten_up_to(structure, names, "fs.plan_layout", ("the model", "names"))
-    )
-    named = [(p, tuple(x.shape), x.dtype, tuple(n) if n else None) for p, x, n in zip(paths, flat, dims, strict=True)]
+    if odd := [f"{path} is {kind_of(x)}" for path, x in zip(paths, flat, strict=True) if not _is_leaf(x)]:
+        mend = "Give a Model, or the tree that its init returns: tensors, or draws such as fs.random.normal."
+        raise LayoutError(message("fs.plan_layout", "takes leaves with a shape and a dtype.", _bounded(odd), mend))
+    dims = [None] * len(flat) if names is None else _names_of(structure, paths, names)
+    named = [(p, tuple(x.shape), x.dtype, _tuple(n)) for p, x, n in zip(paths, flat, dims, strict=True)]
     check_leaves(named, mesh, rules, frozen)
     if getattr(model, "check", None) is not None:
         model.check(mesh, rules)
@@ -252,6 +255,65 @@ def plan_layout(
         plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned) for leaf in named
     )
     return Layout(mesh, rules, strategy, precision, leaves, structure, owned)
+
+
+def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:
+    """Refuses arguments of another kind than `plan_layout` takes."""
+    name = "fs.plan_layout"
+    refuse_module(name, model)
+    if isinstance(model, DeviceMesh | AbstractMesh):
+        raise refuse(name, "a model, then a mesh", model, "Swap the two: fs.plan_layout(model, mesh).")
+    if callable(model) and not hasattr(model, "names"):
+        mend = "Call it, nothing is computed: fs.plan_layout(init(fs.random.key(0)), mesh)."
+        raise refuse(name, "a Model, or a tree of leaves", model, mend)
+    if not isinstance(mesh, DeviceMesh | AbstractMesh):
+        raise refuse(name, "a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
+    if not isinstance(rules, AxisRules):
+        mend = "Give fs.DEFAULT_RULES or fs.AxisRules(...) third, and the strategy fourth or as strategy=."
+        raise refuse(name, "axis rules", rules, mend)
+    if not isinstance(precision, Precision):
+        raise refuse(name, "a Precision", precision, "Give fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).")
+
+
+def _is_leaf(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _tuple(names: Any) -> Any:
+    """Dim names as a tuple; what is none stays as it is, and is refused with all that do not fit."""
+    return names if isinstance(names, str) else tuple(names) if names else None
+
+
+def _names_of(structure: optree.PyTreeSpec, paths: Sequence[str], names: Tree) -> list[Any]:
+    """The dim names of each leaf.
+
+    Raises:
+        TreeError: `names` is another tree; the leaves that only one of the two has are listed.
+    """
+    try:
+        return structure.flatten_up_to(names)
+    except (ValueError, TypeError) as error:
+        given = tree.paths(names, is_leaf=_is_names)
+        rows = [f"{path}: only in the model" for path in paths if path not in given]
+        rows += [f"{path}: only in names" for path in given if path not in paths]
+        mend = "Give names an entry for each leaf of the model, None for one without."
+        if not rows:
+            rows = [f"names: {path!r} is one key" for path in given]
+            mend = "Nest names as the model is: a dict in a dict."
+        rule = "got the model and names that do not match."
+        raise TreeError(message("fs.plan_layout", rule, _bounded(rows), mend)) from error
+
+
+def _is_names(x: Any) -> bool:
+    """Whether something stands for one leaf in a tree of names."""
+    return x is None or (isinstance(x, tuple | list) and all(n is None or isinstance(n, str | Fused) for n in x))
+
+
+def _bounded(rows: list[str]) -> list[str]:
+    return rows if len(rows) <= _SHOWN else [*rows[:_SHOWN], f"and {len(rows) - _SHOWN} more"]
+
+
+_SHOWN = 10
 
 
 def _strategy(strategy: Strategy | str) -> Strategy:

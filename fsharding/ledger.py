@@ -24,7 +24,7 @@ from fsharding.landing import Landing
 from fsharding.ops.pool import Pool
 from fsharding.ops.unit import Early, Goal, LeafPlan, Place, plan_unit
 from fsharding.policies import Policy
-from fsharding.sharding import Local
+from fsharding.sharding import Local, typeof
 
 __all__ = ["Ledger", "current_ledger", "opened", "without_ledger"]
 
@@ -104,6 +104,14 @@ class Ledger:
         path = self.paths[leaf].rpartition(".")[0] or self.paths[leaf]
         return path if row is None else f"{path}[{row}]"
 
+    def gathered(self) -> list[str]:
+        """The leaves of all units that were gathered, with their types, the last unit first; for an error."""
+        return [
+            f"params.{self.paths[place.leaf]}{'' if place.row is None else f'[{place.row}]'} is {typeof(leaf)}"
+            for unit in reversed(self._units)
+            for place, leaf in zip(unit.places, unit.leaves, strict=True)
+        ]
+
     def take(self, size: int, dtype: torch.dtype, owner: Unit | None = None) -> Tensor:
         """A flat buffer from the pool."""
         buffer = self._pool.take(size, dtype, self._device, owner)
@@ -147,7 +155,8 @@ class Ledger:
         self._units.append(unit)
         wholes = [leaf.value for leaf in unit.leaves]
         for i, dtype in unit.plan.aliases:
-            wholes[i] = wholes[i].detach().to(dtype)
+            # A view, so that autograd refuses to write where the state itself is.
+            wholes[i] = wholes[i].view_as(wholes[i]).to(dtype)
         for g, gathered in zip(unit.plan.gathers, unit.wait(), strict=True):
             for i, leaf in zip(g.leaves, gathered, strict=True):
                 wholes[i] = leaf

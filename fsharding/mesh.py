@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
 from fsharding.agreement import agree
+from fsharding.arguments import refuse
 from fsharding.axes import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.ending import rest_at_exit
 from fsharding.errors import MeshError, message
@@ -74,7 +75,7 @@ def abstract(mesh: Mesh) -> AbstractMesh:
 
 @public("fs.make_mesh")
 def make_mesh(
-    *,
+    *unnamed: object,
     order: Sequence[str] = AXES,
     device: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
@@ -87,6 +88,7 @@ def make_mesh(
     On one process without a launcher the mesh has one rank and no process group at all.
 
     Args:
+        *unnamed: refused; every size has the name of its axis.
         order: all six axes, major first: which ranks are neighbours.
         device: "cpu" or "cuda"; by default "cuda" if there is one.
         timeout: how long a collective of any group of this mesh waits for its peers.
@@ -97,8 +99,18 @@ def make_mesh(
     Raises:
         MeshError: unknown axis, a rank that does not exist or stands twice, or the product of the sizes differs from
             the number of ranks.
+        ArgumentError: a size without the name of its axis, a device that is neither, or a timeout that is no timedelta.
         ConfigError: not all ranks make the same mesh; the text says who makes which.
     """
+    if unnamed:
+        size = next((x for x in unnamed if isinstance(x, int)), -1)
+        mend = f"Name the axis: fs.make_mesh(dp={size}). Axes are {', '.join(AXES)}."
+        raise refuse("fs.make_mesh", "sizes by axis", unnamed[0], mend)
+    if device not in (None, "cpu", "cuda"):
+        raise refuse("fs.make_mesh", 'device="cpu" or "cuda"', device, "Give one of the two.")
+    if not isinstance(timeout, timedelta):
+        mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
+        raise refuse("fs.make_mesh", "timeout= as a timedelta", timeout, mend)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     members = list(range(world)) if ranks is None else list(ranks)

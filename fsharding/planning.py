@@ -88,10 +88,12 @@ NamedLeaf: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, tuple[DimName, .
 def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, frozen: Sequence[str]) -> None:
     """Refuses what cannot be planned, with every offending leaf."""
     wrong = [
-        f"{path} is {type_text(shape, dtype)} but has names {names}"
+        f"{path} is {type_text(shape, dtype)} but has names {names!r}: give {_as_many(names, shape)}, say"
         for path, shape, dtype, names in leaves
-        if names is not None and len(names) != len(shape)
+        if names is not None and (isinstance(names, str) or len(names) != len(shape))
     ]
+    if wrong:
+        raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
     wrong += [
         f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): its parts have {sum(name.sizes)} of {size}"
         for path, shape, dtype, names in leaves
@@ -123,6 +125,12 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
     if wrong:
         raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
     _check_rules(leaves, mesh, rules)
+
+
+def _as_many(names: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """As many names as a leaf has dims, beginning with those that were given."""
+    given = (names,) if isinstance(names, str) else tuple(names)
+    return (*given, *(None,) * len(shape))[: len(shape)]
 
 
 def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> None:

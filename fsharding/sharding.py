@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -26,7 +27,7 @@ from fsharding import mesh as meshes
 from fsharding.arguments import refuse
 from fsharding.axes import AXES, DATA_AXES, AbstractMesh, unknown_axis
 from fsharding.boxes import Box, Grid, Runs
-from fsharding.errors import SpecError, TransformError, message
+from fsharding.errors import NotGatheredError, SpecError, TransformError, message
 from fsharding.mesh import Mesh, abstract, coordinate
 from fsharding.public import public
 from fsharding.spec import P, PartitionSpec
@@ -39,6 +40,7 @@ __all__ = [
     "is_assigned",
     "like",
     "local_of",
+    "of_sums",
     "opened",
     "sharding_of",
     "to_local",
@@ -305,12 +307,37 @@ def _from_placements(base: at_rest.Base, placements: tuple[Placement, ...]) -> N
     return NamedSharding(base.mesh, spec, tuple(partial), owned=owned)
 
 
+def _refuses(use: str) -> Any:
+    """A method of a node that says what to do first."""
+
+    def refuse(self: Local, *_: Any, **__: Any) -> Any:
+        raise _not_gathered(self, use)
+
+    return refuse
+
+
+def _not_gathered(node: Local, use: str) -> NotGatheredError:
+    held = f"{typeof(node)}, of which this rank holds {list(node.value.shape)}"
+    mend = 'Gather its unit first, such as head = fs.gather_unit(params["head"]), and use head["weight"].'
+    rule = f"was not called for a leaf that {use}."
+    return NotGatheredError(message("fs.gather_unit", rule, [held], f"{mend}{of_sums(use)}"), node, use)
+
+
+def of_sums(use: str) -> str:
+    """A sentence about what can be had of a leaf without gathering it, where its use looks like it."""
+    if not re.search(r"\b(sum|norm|mean|square|dot|vdot|inner)\b", use):
+        return ""
+    return " The sum of its squares over all ranks is fs.tree.vdot(x, x), and their root fs.global_norm(x)."
+
+
 @dataclass(frozen=True, eq=False)
 class Local:
     """A leaf in flight: this rank's tensor, with sharding and global shape as static data.
 
     A leaf of `fs.tree`, and a node with one child of torch's own trees, which torch.func transforms take apart.
     Functions of torch that work element by element take nodes that are cut alike, and give such a node.
+
+    It is no tensor: whoever uses it as one has forgotten `gather_unit`, and is told so.
 
     Attributes:
         value: this rank's part, a plain tensor.
@@ -327,6 +354,12 @@ class Local:
 
     def __repr__(self) -> str:
         return f"Local({typeof(self)})"
+
+    def __getattr__(self, name: str) -> Any:
+        # Python itself asks for names that begin so, and for fields of a node that is not there yet.
+        if name.startswith("_") or name in ("value", "sharding", "shape", "slices"):
+            raise AttributeError(name)
+        raise _not_gathered(self, f"is asked for .{name}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -363,29 +396,44 @@ class Local:
     def __neg__(self) -> Local:
         return _elementwise(operator.neg, (self,))
 
+    # Not `==`: nodes are compared, and kept in dicts, by identity.
+    __matmul__ = __rmatmul__ = _refuses("is an operand of @")
+    __rpow__ = _refuses("is an operand of **")
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuses("is an operand of // or %")
+    __lt__ = __le__ = __gt__ = __ge__ = _refuses("is compared")
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refuses("is an operand of &, |, ^ or ~")
+    __abs__ = __float__ = __int__ = __bool__ = __len__ = _refuses("is taken for a number")
+    __iter__ = __getitem__ = __setitem__ = _refuses("is indexed")
+    __array__ = _refuses("goes into NumPy")
 
-_OPERATORS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg)
+
+_OPERATORS = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.pow: "**",
+    operator.neg: "-",
+}
 
 
 def _elementwise(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
     """A function of nodes, where a rank's part of the result depends on its parts alone: what is cut stays cut."""
-    every = [*args, *kwargs.values()]
+    every = tree.leaves([*args, *kwargs.values()])
     nodes = [x for x in every if isinstance(x, Local)]
-    first, name = nodes[0], getattr(func, "__name__", "it")
-    if not (func in _OPERATORS or _compat.is_elementwise(func)) or first.sharding.partial:
-        mend = (
-            "Gather it first, with fs.gather_unit or fs.scan_units; the sum of its squares over all ranks is"
-            " fs.tree.vdot(x, x), their root fs.global_norm(x)."
-        )
-        rows = [repr(x) for x in nodes]
-        raise TransformError(message(f"torch's {name}", "cannot take a leaf of which a rank has a part.", rows, mend))
-    alike = all((x.sharding, x.shape, x.slices) == (first.sharding, first.shape, first.slices) for x in nodes)
-    if not alike or any(isinstance(x, Tensor) and x.ndim for x in every):
+    first, sign = nodes[0], _OPERATORS.get(func)
+    use = f"is an operand of {sign}" if sign else f"goes into {overrides.resolve_name(func) or func.__name__}"
+    if not (sign or _compat.is_elementwise(func)) or first.sharding.partial:
+        raise _not_gathered(first, use)
+    if any(isinstance(x, Tensor) and x.ndim for x in every):
+        raise _not_gathered(first, f"{use} beside a tensor")
+    if not all((x.sharding, x.shape, x.slices) == (first.sharding, first.shape, first.slices) for x in nodes):
         rows = [repr(x) if isinstance(x, Local) else str(typeof(x)) for x in every if isinstance(x, Local | Tensor)]
         mend = "Give leaves in one sharding, numbers and 0-d tensors; or gather them first, with fs.gather_unit."
-        raise TransformError(message(f"torch's {name}", "got leaves in flight that are not cut alike.", rows, mend))
+        text = f"cannot compute with a leaf that {use} with one that is cut otherwise."
+        raise TransformError(message("fs.Local", text, rows, mend))
     values = [x.value if isinstance(x, Local) else x for x in args]
     named = {key: x.value if isinstance(x, Local) else x for key, x in kwargs.items()}
     return replace(first, value=func(*values, **named))

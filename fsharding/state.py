@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsharding import boxes, random, tree
+from fsharding import _compat, boxes, random, tree
 from fsharding.agreement import checksum, compare, refuse_differences
+from fsharding.arguments import check_function, check_optimizer, is_optimizer, refuse
 from fsharding.boxes import Box
 from fsharding.conformity import check_leaves, check_main
-from fsharding.errors import DonatedError, LayoutError, message
+from fsharding.errors import ArgumentError, DonatedError, LayoutError, message
 from fsharding.layout import Layout, check_fit
 from fsharding.mesh import everyone, is_member
 from fsharding.optim.base import GradientTransformation
@@ -28,7 +29,7 @@ from fsharding.precision import ScaleState
 from fsharding.public import public
 from fsharding.random import Draw
 from fsharding.redistribute import redistribute
-from fsharding.sharding import NamedSharding, local_of
+from fsharding.sharding import NamedSharding, local_of, typeof
 from fsharding.tree import Tree
 
 __all__ = [
@@ -38,6 +39,8 @@ __all__ = [
     "main_of",
     "main_params",
     "owner_of",
+    "refuse_changed",
+    "sealed",
     "spread",
     "spread_main",
     "state_bytes",
@@ -92,6 +95,7 @@ class TrainState:
         taken = self.replace()
         for name in _FIELDS:
             delattr(self, name)
+        vars(self).pop(_SEAL, None)
         return taken
 
 
@@ -104,6 +108,69 @@ tree.register_node(
     lambda layout, children: TrainState(*children, layout=layout),
     fields=True,
 )
+
+
+class _Seal:
+    """How often each parameter of a state had been changed in place when the state was made."""
+
+    def __init__(self, params: Tree) -> None:
+        self.params, self.leaves = params, tree.leaves(params)
+        self.versions = _compat.versions_of(self.leaves)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a state has leaves of its own, whose counts begin again."""
+
+
+_SEAL = "_seal"
+
+
+def sealed(state: TrainState) -> TrainState:
+    """The state itself, which notes how often each parameter was changed in place; one that is made of it does not."""
+    if not torch.is_inference_mode_enabled():  # there, tensors do not count
+        vars(state)[_SEAL] = _Seal(state.params)
+    return state
+
+
+def refuse_changed(function: str, state: TrainState) -> None:
+    """Refuses parameters that were changed in place behind the back of the state that they are in.
+
+    Args:
+        function: the public function, for the error.
+        state: any; one without a seal, or with other parameters than those that it was made with, is let through.
+
+    Raises:
+        ArgumentError: some were changed; all of them are listed.
+    """
+    seal: _Seal | None = vars(state).get(_SEAL)
+    if seal is None or seal.params is not state.params:
+        return
+    now = _compat.versions_of(seal.leaves)
+    if now == seal.versions:
+        return
+    named = zip(tree.paths(seal.params), seal.leaves, strict=True)
+    rows = [
+        f"params.{path} is {typeof(x)}"
+        for (path, x), before, after in zip(named, seal.versions, now, strict=True)
+        if before != after
+    ]
+    mend = "Make new ones on every rank, state = state.replace(params=fs.tree.map(f, state.params))"
+    mend += (
+        "; main parameters are kept apart here, so change those: main = fs.tree.map(f, state.main), and"
+        " params=fs.spread_main(main, state.params, state.layout)."
+        if state.main is not None
+        else "."
+    )
+    rule = "got parameters that were changed in place since the state was made."
+    raise ArgumentError(message(function, rule, rows, mend))
+
+
+def _check_start(function: str, opt: Any, key: Any, layout: Any) -> None:
+    """Refuses arguments of another kind, and a key and a layout that are swapped."""
+    check_optimizer(function, opt)
+    if not isinstance(layout, Layout):
+        swapped = isinstance(key, Layout)
+        mend = "Swap the two: (..., key, layout)." if swapped else "Plan one: layout = fs.plan_layout(model, mesh)."
+        raise refuse(function, "a key, then a Layout", layout, mend)
 
 
 def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
@@ -156,10 +223,16 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         layout: where everything goes.
 
     Raises:
+        ArgumentError: an argument of another kind, such as an `nn.Module` or an optimizer of torch; or two are swapped.
         LayoutError: the layout was planned for other shapes or dtypes; all such leaves are listed.
         TreeError: the layout was planned for another tree.
         ConfigError: on every rank: ranks have other keys, or other first values; all such leaves are listed.
     """
+    if is_optimizer(model) and not is_optimizer(opt):
+        raise refuse("fs.init_state", "a model, then an optimizer", model, "Swap the two.")
+    if not hasattr(model, "init"):
+        check_function("fs.init_state", "a Model, or a function of a key", model, 1, exactly=True)
+    _check_start("fs.init_state", opt, key, layout)
     init_key, run_key = random.split(key).unbind(0)
     draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
     _refuse_other_draws(draws, run_key, layout)
@@ -167,7 +240,8 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     main = init_params(draws, layout, "main") if layout.has_main else None
     opt_state = opt.init(main if main is not None else _slices(params, layout))
     scale = layout.precision.init_scale()
-    return TrainState(torch.zeros((), dtype=torch.int64), params, main, opt_state, scale, run_key.clone(), layout)
+    step = torch.zeros((), dtype=torch.int64)
+    return sealed(TrainState(step, params, main, opt_state, scale, run_key.clone(), layout))
 
 
 def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:
@@ -204,9 +278,11 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
         layout: where everything goes.
 
     Raises:
+        ArgumentError: an argument of another kind, or a key and a layout that are swapped.
         LayoutError: parameters of other shapes or dtypes; all of them are listed.
         TreeError: another tree.
     """
+    _check_start("fs.state_from", opt, key, layout)
     given = tree.flatten_up_to(layout.structure, params, "fs.state_from", ("the layout", "params"))
     wanted = ((leaf.home.shape_at_rest(leaf.shape), layout.precision.main_dtype(leaf.init)) for leaf in layout.leaves)
     check_fit("fs.state_from", layout, given, wanted)
@@ -217,7 +293,7 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
     opt_state = opt.init(main if layout.has_main else _slices(computed, layout))
     step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
     kept = main if layout.has_main else None
-    return TrainState(step, computed, kept, opt_state, layout.precision.init_scale(), run_key, layout)
+    return sealed(TrainState(step, computed, kept, opt_state, layout.precision.init_scale(), run_key, layout))
 
 
 @public("fs.main_params")

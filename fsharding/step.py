@@ -17,10 +17,11 @@ from torch import Tensor
 
 from fsharding import _compat, policies, tree
 from fsharding.agreement import compare, digest, facts_of, refuse_differences
-from fsharding.autodiff import value_and_grad
+from fsharding.arguments import check_function, check_optimizer, is_optimizer, kind_of, refuse
+from fsharding.autodiff import refuse_backward, value_and_grad
 from fsharding.axes import AXES
 from fsharding.conformity import StateCheck
-from fsharding.errors import BatchError, ConfigError, NonFiniteError, ScheduleError, message
+from fsharding.errors import ArgumentError, BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout, check_fit
 from fsharding.lost import naming_lost
 from fsharding.mesh import abstract, axis_group, everyone
@@ -39,7 +40,7 @@ from fsharding.random import fold_in
 from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import local_of
 from fsharding.stacks import first_unit, scan_stacks
-from fsharding.state import TrainState, main_of, spread
+from fsharding.state import TrainState, main_of, refuse_changed, sealed, spread
 from fsharding.transforms import gather_unit
 from fsharding.tree import Tree
 
@@ -63,6 +64,13 @@ class Metrics(NamedTuple):
     weight: Tensor
     skipped: bool
     aux: tuple[Any, ...] = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            rule = f"is a tuple with names, got [{index!r}]."
+            mend = f"Write metrics.{index}." if index in self._fields else f"Its names are {', '.join(self._fields)}."
+            raise ArgumentError(message("Metrics", rule, mend=mend))
+        return tuple.__getitem__(self, index)
 
 
 @public("fs.model_loss")
@@ -120,6 +128,9 @@ def make_train_step(
         `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
 
     Raises:
+        ArgumentError: the model is no `Model` and no function of two arguments, such as an `nn.Module`; the optimizer
+            is no pair of functions, such as one of torch; or the two are swapped. From the step: a state or batch of
+            another kind, or parameters that were changed in place since the state was made.
         ConfigError: a number of microbatches below 1, a policy that is none, or `has_aux` with a `Model`.
         ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
         LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`. Or leaves of the
@@ -129,20 +140,24 @@ def make_train_step(
             on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
             layout, ranks whose layouts, models, optimizers or arguments of this function differ.
         TreeError: from the step, at such a call: a state of another optimizer, or of a model with other parameters.
-        BatchError: from the step: dim 0 of a leaf is not a multiple of `microbatches`. At such a call all ranks raise
-            if one does; at later ones a rank alone, which the others wait for until the timeout of the mesh.
+        BatchError: from the step: a leaf is no tensor, or its dim 0 not a multiple of `microbatches`. At such a call
+            all ranks raise if one does; at later ones a rank alone, which the others wait for until the timeout of the
+            mesh.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling or at
             the least scale.
     """
+    _check_arguments(model, opt, microbatches, policy, has_aux=has_aux)
     is_model = hasattr(model, "block")
-    _check_arguments(microbatches, policy, has_aux=has_aux, is_model=is_model)
     loss_fn, rates = (model_loss(model, policy=policy), dict(model.balanced)) if is_model else (model, {})
     call = _Call(loss_fn, takes_key=_takes_key(loss_fn), has_aux=has_aux)
     settings = _settings(model, opt, microbatches, schedule if is_model else "", precision, policy)
     seen: list[_Seen] = []
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        if not isinstance(state, TrainState):
+            raise _other_state(state, batch)
         with naming_lost("train step", state.layout.mesh):
+            refuse_changed("train step", state)
             return run(state, batch)
 
     @public("train step")
@@ -173,7 +188,7 @@ def make_train_step(
         with _compat.region("norm"):
             mean = float(1.0 / (weight.double() * scale))
             norm = (global_norm(grads, shardings=layout.main).double() * mean).float()
-        loss = (total.double() / (weight.double() * scale)).float()
+        loss = refuse_backward((total.double() / (weight.double() * scale)).float())
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         metrics = Metrics(loss, norm, weight, skipped=not finite, aux=auxes)
         if not finite and (how.loss_scale is None or scale <= how.loss_scale.least):
@@ -185,7 +200,7 @@ def make_train_step(
             kept = state if donate else tree.map(torch.clone, state)
             return kept.replace(loss_scale=how.next_scale(state.loss_scale, finite=False)), metrics
         steer = functools.partial(against_load, loads=loads, rates=rates) if rates else None
-        return _update(state, grads, mean, norm, opt, how, steer, donate=donate), metrics
+        return sealed(_update(state, grads, mean, norm, opt, how, steer, donate=donate)), metrics
 
     return step
 
@@ -242,6 +257,7 @@ class _Call(NamedTuple):
         """The function of parameters and batch whose loss is `scale` times the loss."""
         keywords = {"key": key} if self.takes_key else {}
 
+        @functools.wraps(self.loss_fn, updated=())  # for errors that say what its arguments are called
         def run(values: Tree, piece: Tree) -> Any:
             result = self.loss_fn(values, piece, **keywords)
             if self.has_aux:
@@ -253,21 +269,39 @@ class _Call(NamedTuple):
         return run
 
 
-def _times(loss: Any, scale: float) -> tuple[Any, Any]:
-    pair = isinstance(loss, tuple) and len(cast("tuple[Any, ...]", loss)) == 2
-    total, weight = loss if pair else (loss, 1.0)
-    return total * scale if scale != 1.0 and isinstance(total, Tensor) else total, weight
+def _times(loss: Any, scale: float) -> Any:
+    if not isinstance(loss, tuple):
+        loss = loss, 1.0
+    if scale == 1.0 or len(cast("tuple[Any, ...]", loss)) != 2 or not isinstance(loss[0], Tensor):
+        return loss
+    return loss[0] * scale, loss[1]
 
 
-def _check_arguments(microbatches: Any, policy: Any, *, has_aux: bool, is_model: bool) -> None:
+def _check_arguments(model: Any, opt: Any, microbatches: Any, policy: Any, *, has_aux: bool) -> None:
     """Refuses arguments that no layout and no batch can make right."""
-    if has_aux and is_model:
+    if is_optimizer(model) and not hasattr(model, "block") and not is_optimizer(opt):
+        raise refuse("fs.make_train_step", "a model, then an optimizer", model, "Swap the two.")
+    if not hasattr(model, "block"):
+        check_function("fs.make_train_step", "a Model, or a loss function (params, batch)", model, 2)
+    elif has_aux:
         mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, weight)."
         raise ConfigError(message("fs.make_train_step", "got has_aux with a Model, which returns no aux.", mend=mend))
+    check_optimizer("fs.make_train_step", opt)
     if not isinstance(microbatches, int) or microbatches < 1:
         text = f"got microbatches={microbatches!r}."
         raise ConfigError(message("fs.make_train_step", text, mend="Give a number from 1."))
     check_policy("fs.make_train_step", policy)
+
+
+def _other_state(state: Any, batch: Any) -> ArgumentError:
+    """The error for what is no state."""
+    if isinstance(batch, TrainState):
+        mend = "Swap the two: step(state, batch)."
+    elif isinstance(state, tuple) and any(isinstance(x, TrainState) for x in cast("tuple[Any, ...]", state)):
+        mend = "A step returns two things: state, metrics = step(state, batch)."
+    else:
+        mend = "Make one with fs.init_state, or fs.state_from(params, opt, key, layout) of parameters."
+    return ArgumentError(message("train step", f"takes a TrainState, got {kind_of(state)}.", mend=mend))
 
 
 def _agree(layout: Layout, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
@@ -290,8 +324,7 @@ def _agree(layout: Layout, settings: dict[str, str], batch: Tree, microbatches: 
     refuse_differences("train step", told)
     if any(uneven.values()):
         rows = [f"rank {rank}: {row}" for rank, text in uneven.items() for row in filter(None, text.split("\n"))]
-        text = f"cannot cut the batches of all ranks into {microbatches} microbatches."
-        raise BatchError(message("train step", text, rows, _EVEN))
+        raise _refused(rows, "the batches of all ranks", microbatches)
 
 
 def _scale_mismatch(state: TrainState) -> tuple[str, list[str], str]:
@@ -352,22 +385,34 @@ def _schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Sc
     return planned
 
 
-_EVEN = "Choose microbatches that divide dim 0 of every leaf, or another global batch."
+_NO_TENSOR = ", which is no tensor"
+_SHOWN = 10
 
 
 def _uneven(batch: Tree, microbatches: int) -> list[str]:
     """The leaves of a batch that cannot be cut, in words."""
     return [
-        f"{path} is {kind_text(x)}"
+        f"{path} is {kind_text(x)}" + ("" if isinstance(x, Tensor) else _NO_TENSOR)
         for path, x in tree.named_leaves(batch).items()
         if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[0] % microbatches
     ]
 
 
+def _refused(rows: list[str], whose: str, microbatches: int) -> BatchError:
+    """The error for leaves that cannot be cut; the first of them, and how many there are."""
+    odd = [row for row in rows if row.endswith(_NO_TENSOR)]
+    shown = odd or rows
+    shown = shown if len(shown) <= _SHOWN else [*shown[:_SHOWN], f"and {len(shown) - _SHOWN} more"]
+    if odd:
+        mend = "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each."
+        return BatchError(message("train step", f"takes {whose} as trees of tensors.", shown, mend))
+    mend = "Choose microbatches that divide dim 0 of every leaf, or another global batch."
+    return BatchError(message("train step", f"cannot cut {whose} into {microbatches} microbatches.", shown, mend))
+
+
 def _split(batch: Tree, microbatches: int) -> list[Tree]:
     if wrong := _uneven(batch, microbatches):
-        text = f"cannot cut this rank's batch into {microbatches} microbatches."
-        raise BatchError(message("train step", text, wrong, _EVEN))
+        raise _refused(wrong, "this rank's batch", microbatches)
     if microbatches == 1:
         return [batch]
     return [tree.map(lambda x: x.chunk(microbatches)[i], batch) for i in range(microbatches)]  # noqa: B023

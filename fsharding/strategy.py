@@ -7,6 +7,7 @@ Law: the strategy never changes a loss, only where bytes live and when they move
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fsharding.errors import ConfigError, message
 from fsharding.hints import did_you_mean
@@ -70,6 +71,9 @@ OPTIM_GRADS = Strategy(params=False, grads=True, opt_state=True)
 OPTIM_GRADS_PARAMS = Strategy(params=True, grads=True, opt_state=True)
 
 
+_LEVELS = "Levels are 0, which cuts nothing, 1, the optimizer state, 2, gradients too, and 3, parameters too."
+
+
 @public("fs.zero")
 def zero(level: int) -> Strategy:
     """ZeRO stage 0 to 3: nothing cut, optimizer state, and gradients, and parameters (Rajbhandari et al. 2020).
@@ -78,8 +82,8 @@ def zero(level: int) -> Strategy:
         ConfigError: another level.
     """
     levels = (NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS)
-    if level not in range(4):
-        raise ConfigError(message("fs.zero", f"knows no level {level!r}.", mend="Levels are 0, 1, 2, 3."))
+    if type(level) is not int or level not in range(4):
+        raise ConfigError(message("fs.zero", f"knows no level {level!r}.", mend=_LEVELS))
     return levels[level]
 
 
@@ -119,6 +123,15 @@ STRATEGIES = {
 """Strategies by the names that the command line takes."""
 
 
+_ELSEWHERE = {
+    "ddp": "zero0", "dp": "zero0", "replicate": "zero0", "shardgradop": "zero2",
+    "fsdp": "zero3", "fsdp1": "zero3", "fsdp2": "zero3", "fullshard": "zero3", "deepspeed": "zero3",
+    "hybridshard": "hsdp", "hybridshardzero2": "hsdp",
+    **{f"{name}{level}": f"zero{level}" for name in ("zero", "stage", "zerostage") for level in range(4)},
+}  # fmt: skip
+"""Our strategies by the names that other libraries give them, in small letters and without signs."""
+
+
 @public("fs.parse_strategy")
 def parse_strategy(name: str) -> Strategy:
     """The strategy of a name.
@@ -126,7 +139,16 @@ def parse_strategy(name: str) -> Strategy:
     Raises:
         ConfigError: an unknown name.
     """
-    if name not in STRATEGIES:
-        known = f"Strategies are {', '.join(STRATEGIES)}.{did_you_mean(str(name), STRATEGIES)}"
+    if not isinstance(name, str) or name not in STRATEGIES:
+        known = f"Strategies are {', '.join(STRATEGIES)}.{_hint(name)}"
         raise ConfigError(message("fs.parse_strategy", f"knows no strategy {name!r}.", mend=known))
     return STRATEGIES[name]
+
+
+def _hint(name: Any) -> str:
+    """A sentence about the strategy that is meant."""
+    if not isinstance(name, str):
+        level = name if type(name) is int and name in range(4) else 3
+        return f" Give a name or a value, such as fs.zero({level})."
+    ours = _ELSEWHERE.get("".join(c for c in name.lower() if c.isalnum()))
+    return f" Here that is {ours!r}." if ours else did_you_mean(name, STRATEGIES)

@@ -43,6 +43,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (3, "ops.* layout"),
     (3.4, "gathering landing"),
     (3.5, "ledger"),
+    (3.8, "loss_problems"),
     (4, "redistribute autodiff norms"),
     (4.5, "optim.*"),
     (5, "transforms remat in_flight jacobians"),

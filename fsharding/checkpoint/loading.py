@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
+from fsharding.arguments import refuse
 from fsharding.checkpoint import store
 from fsharding.checkpoint.agree import together
 from fsharding.checkpoint.leaves import Want, device_of, home_of, main_wants, param_path, placement, staged
@@ -29,7 +31,7 @@ from fsharding.layout import Layout
 from fsharding.mesh import own_rank, world_size
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
-from fsharding.state import TrainState, spread
+from fsharding.state import TrainState, sealed, spread
 from fsharding.tree import Tree
 
 __all__ = ["load", "load_leaves"]
@@ -59,7 +61,14 @@ def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = 
         CheckpointError: on every rank: no checkpoint, or one that is incomplete, damaged, of a newer version, of
             another model, optimizer or main dtype. Every leaf that differs and every damaged file is listed.
         LayoutError: the layout is on an abstract mesh.
+        ArgumentError: no path, or no layout; a state, say, has one: `state.layout`.
     """
+    if not isinstance(path, str | os.PathLike):
+        mend = "Give the directory first: fs.checkpoint.load(path, layout)."
+        raise refuse(_FUNCTION, "a path, then a Layout", path, mend)
+    if not isinstance(layout, Layout):
+        mend = "Say where it goes: fs.checkpoint.load(path, layout), with layout = fs.plan_layout(model, mesh)."
+        raise refuse(_FUNCTION, "a path, then a Layout", layout, mend)
     device_of(layout, _FUNCTION)
     folder, manifest, damaged = _look(path)
     wanted, opt_state = _wanted(layout, manifest, opt)
@@ -315,7 +324,7 @@ def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> Train
         scale = layout.precision.init_scale()
         if "loss_scale.scale" in read:
             scale = ScaleState(read["loss_scale.scale"], read["loss_scale.good_steps"])
-    return TrainState(
+    state = TrainState(
         step=read["step"],
         params=spread(main, tree.unflatten(layout.structure, stored), layout),
         main=main if layout.has_main else None,
@@ -324,3 +333,4 @@ def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> Train
         key=read["key"],
         layout=layout,
     )
+    return sealed(state)

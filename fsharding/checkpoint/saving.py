@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsharding.arguments import refuse
 from fsharding.boxes import Box
 from fsharding.checkpoint.agree import together
 from fsharding.checkpoint.background import PendingSave, own_group, settle, start
@@ -180,6 +181,12 @@ def plan_save(path: StrPath, state: TrainState, extra: Any = None, after: Callab
         CheckpointError: it cannot; nothing has been touched.
         DonatedError: the state was donated.
     """
+    if not isinstance(path, str | os.PathLike):
+        mend = "Give the directory first: fs.checkpoint.save(path, state)."
+        raise refuse(_FUNCTION, "a path, then a TrainState", path, mend)
+    if not isinstance(state, TrainState):
+        mend = "Give the whole state: fs.checkpoint.save(path, state)."
+        raise refuse(_FUNCTION, "a path, then a TrainState", state, mend)
     named = content(state)
     target = Path(os.path.realpath(path))
     planned: list[Job] = []

@@ -45,12 +45,16 @@ class Failure:
         detail: traceback or stack.
         exception: what it raised, if that can be pickled.
         died: whether its process has ended.
+        status: its exit status then.
+        late: whether it was given up.
     """
 
     what: str
     detail: str = ""
     exception: BaseException | None = None
     died: bool = False
+    status: int = 0
+    late: bool = False
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -2,8 +2,8 @@
 
 In: a function of a module, the number of ranks, its arguments. Out: what each rank returned, in rank order.
 A pool of gloo processes is kept for each number of ranks, so an example costs milliseconds after the first.
-Law: a call never hangs and never spoils the next one. A rank that raises, dies or does not answer ends the pool, the
-error says which rank it was and how to repeat the example, and the next call gets a fresh pool.
+Law: in a test a call never hangs, and none ever spoils the next one. A rank that raises, dies or is late ends the
+pool, the error says which rank it was and how to repeat the example, and the next call gets a fresh pool.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import faulthandler
 import functools
+import math
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
@@ -44,7 +45,10 @@ __all__ = ["RankPool", "run_ranks"]
 Result = TypeVar("Result")
 Pipe = multiprocessing.connection.Connection
 
-_GROUP_TIMEOUT = datetime.timedelta(seconds=20)
+_IN_TESTS, _GROUP_IN_TESTS, _GROUP_TIMEOUT = 60.0, datetime.timedelta(seconds=20), datetime.timedelta(minutes=10)
+"""What hangs is a failure of a test; elsewhere a call may well train for a day."""
+_UNGUARDED = 97
+"""The exit status of a rank whose script starts ranks as soon as it is imported."""
 _GRACE = 1.0
 _CROWD = 40
 """Threads: a gloo group has two or three, one of which wakes a hundred times a second. A new pool takes 0.1 s."""
@@ -64,10 +68,16 @@ def _serve(rank: int, size: int, folder: str, environ: dict[str, str], pipe: Pip
     with open(_stack_file(folder, rank), "w") as stack, contextlib.suppress(EOFError, BrokenPipeError):
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         group = {"init_method": Path(folder, "store").as_uri(), "rank": rank, "world_size": size}
-        pipe.send_bytes(_answer(functools.partial(dist.init_process_group, "gloo", timeout=_GROUP_TIMEOUT, **group)))
+        patience = _GROUP_IN_TESTS if _in_test() else _GROUP_TIMEOUT
+        pipe.send_bytes(_answer(functools.partial(dist.init_process_group, "gloo", timeout=patience, **group)))
         while True:
             pipe.send_bytes(_answer(functools.partial(_perform, pipe.recv_bytes())))
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_test() -> bool:
+    """Whether pytest runs a test; ranks have the environment of those who started them."""
+    return "PYTEST_CURRENT_TEST" in os.environ
 
 
 def _stack_file(folder: str, rank: int) -> Path:
@@ -130,7 +140,7 @@ class _Worker:
             self.process.join(_GRACE)
             status = self.process.exitcode or 0
             how = f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-            return Failure(how, died=True)
+            return Failure(how, died=True, status=status)
         if reply[0]:
             return reply[1]
         _, name, text, trace, kept = reply
@@ -142,18 +152,19 @@ class RankPool:
     """`size` gloo processes on this machine with one default process group, waiting for calls.
 
     Each has one torch thread, the environment that the caller had when the pool started with `RANK`, `LOCAL_RANK` and
-    `WORLD_SIZE`, and a default group whose collectives give up after 20 s. Process groups that an example makes stay
-    until the pool ends. The ranks come from a fork server that has torch loaded: 0.1 s for a pool after the first.
+    `WORLD_SIZE`, and a default group whose collectives give up after 10 min, in a test of pytest after 20 s. Process
+    groups that an example makes stay until the pool ends. The ranks come from a fork server that has torch loaded:
+    0.1 s for a pool after the first.
 
     Attributes:
         size: number of ranks.
-        timeout: seconds that a call may take, unless it says otherwise.
+        timeout: seconds that a call may take, unless it says otherwise; None is as in `run_ranks`.
 
     Raises:
         RankError: `size` is not positive, or the ranks do not start.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float | None = None) -> None:
         if size < 1:
             raise RankFailure(message("RankPool", f"cannot start {size} ranks.", mend="Give one or more."))
         self.size = size
@@ -169,6 +180,9 @@ class RankPool:
             raise
 
     def _start(self) -> None:
+        if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+            # This is a rank, and its script wants ranks before the rank itself has begun: the caller says so, once.
+            os._exit(_UNGUARDED)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([name for name in _PRELOAD if name in sys.modules])
         environ = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1"}
@@ -185,6 +199,9 @@ class RankPool:
         replies = self._collect(60.0)
         if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
             mend = 'A script that calls run_ranks needs `if __name__ == "__main__":` around what it runs.'
+            if all(reply.status == _UNGUARDED for reply in failed.values()):
+                rule = "cannot start ranks, which import the script and would start ranks themselves."
+                raise RankFailure(message("run_ranks", rule, mend=mend))
             raise worded("RankPool", f"could not start {self.size} ranks.", failed, mend)
 
     @property
@@ -220,10 +237,13 @@ class RankPool:
                 for worker in self._workers:
                     with contextlib.suppress(BrokenPipeError):
                         worker.pipe.send_bytes(call)
-                replies = self._collect(self.timeout if timeout is None else timeout)
+                replies = self._collect(_limit(self.timeout if timeout is None else timeout))
                 if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
                     rule = f"could not finish {name_of(fn)} on {self.size} ranks."
-                    raise worded("run_ranks", rule, failed, repeat(fn, self.size, seed, args, kwargs))
+                    mend = repeat(fn, self.size, seed, args, kwargs)
+                    if any(reply.late for reply in failed.values()):
+                        mend = f"Give it more seconds with timeout=, or see below where the ranks stand.\n{mend}"
+                    raise worded("run_ranks", rule, failed, mend)
                 return [pickle.loads(cast("bytes", replies[rank])) for rank in range(self.size)]
             except BaseException:
                 self.kill()
@@ -231,13 +251,14 @@ class RankPool:
 
     def _collect(self, timeout: float) -> dict[int, bytes | Failure]:
         """One answer from each rank; the dead first, as the others fail of that; the silent last."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout  # which may be infinite
         replies: dict[int, bytes | Failure] = {}
         failed: dict[int, Failure] = {}
         while len(replies) < self.size:
             waiting = [(rank, worker) for rank, worker in enumerate(self._workers) if rank not in replies]
             handles = {handle: rank for rank, worker in waiting for handle in (worker.pipe, worker.process.sentinel)}
-            ready = multiprocessing.connection.wait(handles, max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            ready = multiprocessing.connection.wait(handles, left if math.isfinite(left) else None)
             if not ready:
                 break
             for rank in sorted({handles[cast("Pipe", handle)] for handle in ready}):
@@ -251,7 +272,8 @@ class RankPool:
             what = f"had not answered {_GRACE:g} s after rank {next(iter(failed))} failed"
             return failed | replies | dict.fromkeys(silent, Failure(what))
         stacks = self._stacks(silent)
-        return replies | {rank: Failure(f"had not answered after {timeout:g} s", stacks[rank]) for rank in silent}
+        what = f"had not answered after {timeout:g} s"
+        return replies | {rank: Failure(what, stacks[rank], late=True) for rank in silent}
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """Where each of these ranks stands, as far as it can still say so."""
@@ -301,7 +323,7 @@ def _close_pools() -> None:
 
 
 def run_ranks(
-    fn: Callable[..., Result], n: int, /, *args: Any, timeout: float = 60.0, seed: int = 0, **kwargs: Any
+    fn: Callable[..., Result], n: int, /, *args: Any, timeout: float | None = None, seed: int = 0, **kwargs: Any
 ) -> list[Result]:
     """Runs `fn(*args, **kwargs)` on each of `n` gloo ranks on this machine.
 
@@ -314,7 +336,8 @@ def run_ranks(
         fn: a function at the top level of a module that the ranks can import.
         n: number of ranks.
         *args: arguments, the same for every rank.
-        timeout: seconds until the call is given up.
+        timeout: seconds until the call is given up; by default 60 in a test of pytest, and elsewhere no limit, which
+            `math.inf` asks for everywhere.
         seed: of Python's and torch's generators, the same on every rank.
         **kwargs: more of them; `timeout` and `seed` are not passed on.
 
@@ -338,9 +361,15 @@ def run_ranks(
     return results
 
 
+def _limit(timeout: float | None) -> float:
+    return (_IN_TESTS if _in_test() else math.inf) if timeout is None else timeout
+
+
 def _pack(fn: Callable[..., Any], seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     if getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         reason = "It was typed into an interpreter, so the ranks cannot import it."
+        name = getattr(fn, "__name__", "f")
+        mend = f"Write it to a file such as ranks.py, in a notebook with %%writefile, then: from ranks import {name}."
     else:
         try:
             # Not multiprocessing's pickler: it sends tensors as handles to shared memory, which may die with a rank.
@@ -348,7 +377,7 @@ def _pack(fn: Callable[..., Any], seed: int, args: tuple[Any, ...], kwargs: dict
             return pickle.dumps((sys.path, [_plain(*item) for item in warnings.filters], seed, body))
         except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
-    mend = "Define the function at the top level of a module, and pass tensors, numbers and containers of them."
+            mend = "Define the function at the top level of a module, and pass tensors, numbers and containers of them."
     raise RankFailure(
         message("run_ranks", f"cannot send {name_of(fn)} and its arguments to the ranks.", [reason], mend)
     )

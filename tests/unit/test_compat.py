@@ -2,6 +2,7 @@
 
 import gc
 import io
+import pickle
 import zipfile
 from typing import Any
 
@@ -31,6 +32,31 @@ def test_a_change_in_place_shows_in_the_version():
     assert _compat.version_of(x + 1) == before
     x[1:].add_(1)
     assert _compat.version_of(x) == before + 1
+
+
+def test_a_dtensor_and_its_local_tensor_count_changes_apart():
+    placed = DTensor.from_local(torch.zeros(4), fs.make_mesh(dp=1), [Replicate()], run_check=False)
+    counted = [_compat.versions_of([placed])[0]]
+    with torch.no_grad():
+        for change in (lambda: placed.add_(1), lambda: placed.to_local().add_(1), lambda: placed.detach().add_(1)):
+            change()
+            counted.append(_compat.versions_of([placed])[0])
+    assert len(set(counted)) == 4
+
+
+def test_a_tensor_whose_backward_is_refused_is_written_as_any_other():
+    def refuse(*_, **__):
+        raise TypeError("no")
+
+    x = _compat.refuse_backward(torch.ones(()), refuse)
+    with pytest.raises(TypeError, match="no"):
+        x.backward(retain_graph=True)
+    written = io.BytesIO()
+    torch.save({"x": x}, written)
+    written.seek(0)
+    for other in (pickle.loads(pickle.dumps(x)), torch.load(written)["x"], x.clone(), x + 0):
+        assert vars(other) == {} and float(other) == 1
+    assert len(pickle.dumps(x)) == len(pickle.dumps(torch.ones(())))
 
 
 def test_a_backward_says_which_nodes_it_goes_through():

@@ -55,10 +55,14 @@ def test_every_name_is_a_strategy_and_prints_as_one():
 
 def test_unknown_strategies():
     assert refusal(lambda: fs.parse_strategy("zero_3")) == (
-        f"fs.parse_strategy knows no strategy 'zero_3'.\n{NAMES} Did you mean 'zero3'?"
+        f"fs.parse_strategy knows no strategy 'zero_3'.\n{NAMES} Here that is 'zero3'."
     )
-    assert refusal(lambda: fs.parse_strategy("ddp")) == f"fs.parse_strategy knows no strategy 'ddp'.\n{NAMES}"
+    assert refusal(lambda: fs.parse_strategy("zero5")) == (
+        f"fs.parse_strategy knows no strategy 'zero5'.\n{NAMES} Did you mean 'zero3'?"
+    )
+    assert refusal(lambda: fs.parse_strategy("mine")) == f"fs.parse_strategy knows no strategy 'mine'.\n{NAMES}"
     for level in (4, -1, "3", 1.5):
-        assert (
-            refusal(lambda level=level: fs.zero(level)) == f"fs.zero knows no level {level!r}.\nLevels are 0, 1, 2, 3."
+        assert refusal(lambda level=level: fs.zero(level)) == (
+            f"fs.zero knows no level {level!r}.\n"
+            "Levels are 0, which cuts nothing, 1, the optimizer state, 2, gradients too, and 3, parameters too."
         )

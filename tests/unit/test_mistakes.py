@@ -1,0 +1,764 @@
+"""What people who come from torch or JAX get wrong at first: each is told the line to type, on one process."""
+
+import math
+import warnings
+from datetime import timedelta
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fsharding as fs
+from fsharding.errors import (
+    ArgumentError,
+    BatchError,
+    ConfigError,
+    DonatedError,
+    FshardingError,
+    LayoutError,
+    MeshError,
+    MissingKeyError,
+    NotGatheredError,
+    RandomKeyError,
+    ShapeError,
+    SpecError,
+    TransformError,
+    TreeError,
+)
+
+
+def init(key):
+    first, last = fs.random.split(key)
+    return {
+        "body": {"w": fs.random.normal(first, (8, 4)), "b": fs.random.zeros((8,))},
+        "head": {"weight": fs.random.normal(last, (3, 8))},
+    }
+
+
+def loss_fn(params, batch):
+    body, head = fs.gather_unit(params["body"]), fs.gather_unit(params["head"])
+    x = F.linear(torch.tanh(F.linear(batch["x"], body["w"], body["b"])), head["weight"])
+    return (x - batch["y"]).square().sum(), len(x)
+
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.fixture(scope="module")
+def at():
+    """All that a call may need, once."""
+    mesh, key, opt = fs.make_mesh(dp=1), fs.random.key(0), fs.adamw(1e-3)
+    layout = fs.plan_layout(init(key), mesh)
+    x = torch.arange(24.0).view(6, 4) / 24
+    return SimpleNamespace(
+        mesh=mesh,
+        key=key,
+        opt=opt,
+        layout=layout,
+        tree=init(key),
+        state=fs.init_state(init, opt, key, layout),
+        batch={"x": x, "y": x[:, :3]},
+        step=fs.make_train_step(loss_fn, opt),
+        module=Module(),
+        sgd=torch.optim.SGD(Module().parameters(), 0.1),
+        names={"body": {"w": ("mlp", None), "b": ("mlp",)}, "head": {"weight": (None, "mlp")}},
+    )
+
+
+def in_loss(fn):
+    """A loss function that does something to its parameters, called by `value_and_grad`."""
+    return lambda at: fs.value_and_grad(fn)(at.state.params, at.batch)
+
+
+# ------------------------------------------------------------------------------------------- leaves before their gather
+UNGATHERED = {
+    "goes into torch.nn.functional.linear": lambda p, b: F.linear(b["x"], p["body"]["w"]),
+    "goes into torch.stack": lambda p, b: torch.stack([p["body"]["w"]]),
+    "goes into NumPy": lambda p, b: np.asarray(p["body"]["w"]),
+    "is an operand of @": lambda p, b: b["x"] @ p["body"]["w"],
+    "is an operand of + beside a tensor": lambda p, b: p["body"]["w"] + torch.ones(8, 4),
+    "is an operand of * beside a tensor": lambda p, b: torch.ones(8, 4) * p["body"]["w"],
+    "is an operand of **": lambda p, b: 2 ** p["body"]["w"],
+    "is an operand of // or %": lambda p, b: p["body"]["w"] % 2,
+    "is compared": lambda p, b: p["body"]["w"] > 0,
+    "is taken for a number": lambda p, b: float(p["body"]["w"]),
+    "is asked for .T": lambda p, b: p["body"]["w"].T,
+    "goes into torch.maximum beside a tensor": lambda p, b: torch.maximum(p["body"]["w"], torch.ones(8, 4)),
+    "is asked for .full_tensor": lambda p, b: p["body"]["w"].full_tensor(),
+    "is asked for .numpy": lambda p, b: p["body"]["w"].numpy(),
+}
+
+
+@pytest.mark.parametrize("use", UNGATHERED)
+def test_a_leaf_that_is_used_before_it_is_gathered(at, use):
+    with pytest.raises(NotGatheredError) as caught:
+        in_loss(UNGATHERED[use])(at)
+    lines = str(caught.value).split("\n")
+    assert lines[0] == f"fs.value_and_grad has a loss function in which a leaf {use} before it is gathered."
+    assert lines[1] == "  params.body.w is float32[8, 4], of which this rank holds [8, 4]"
+    assert lines[2].startswith("  test_mistakes.py:")
+    assert lines[3] == 'Gather its unit first, unit = fs.gather_unit(params["body"]), and use unit["w"].'
+    assert len(lines) == 4
+
+
+def test_more_that_is_said_of_some_uses(at):
+    def mend(fn):
+        with pytest.raises(NotGatheredError) as caught:
+            in_loss(fn)(at)
+        return str(caught.value).split("\n")[-1]
+
+    first = 'Gather its unit first, unit = fs.gather_unit(params["body"]), and use unit["w"].'
+    sums = " The sum of its squares over all ranks is fs.tree.vdot(x, x), and their root fs.global_norm(x)."
+    assert mend(lambda p, b: p["body"]["w"].sum()) == mend(lambda p, b: torch.sum(p["body"]["w"])) == first + sums
+    assert mend(lambda p, b: p["body"]["w"].to_local()) == f"{first} The part of this rank, as it is, is .value."
+    for fn in (lambda p, b: p["body"]["w"][0], lambda p, b: list(p["body"]["w"])):
+        assert mend(fn) == (
+            f'{first} Of a stack, take a block with fs.gather_unit(fs.select_unit(params["body"], i)), or use'
+            " fs.scan_units."
+        )
+    assert mend(lambda p, b: fs.unstack_units(p["body"])[0]["b"].T) == (
+        'Let fs.scan_units(block, params["blocks"], x) gather each block, or call fs.gather_unit on it first.'
+    )
+
+
+def test_a_tree_that_is_one_leaf(at):
+    w = at.state.params["body"]["w"]
+    with pytest.raises(NotGatheredError, match=r"(?s)params is float32\[8, 4\].*w = fs\.gather_unit\(params\)\.$"):
+        fs.value_and_grad(lambda p: p.T)(w)
+
+
+def test_outside_of_value_and_grad_the_type_is_said(at):
+    with pytest.raises(NotGatheredError) as caught:
+        fs.shard_map(lambda p: p["head"]["weight"] @ 2)(at.state.params)
+    assert str(caught.value) == (
+        "fs.gather_unit was not called for a leaf that is an operand of @.\n"
+        "  float32[3, 8], of which this rank holds [3, 8]\n"
+        'Gather its unit first, such as head = fs.gather_unit(params["head"]), and use head["weight"].'
+    )
+
+
+def test_a_node_is_still_a_node(at):
+    seen = []
+    fs.shard_map(lambda p: seen.append(p["head"]["weight"]))(at.state.params)
+    node = seen[0]
+    assert not hasattr(node, "dtype") and getattr(node, "ndim", 7) == 7
+    assert node == node and node != 0 and node in [node] and {node: 1}[node] == 1
+    assert repr(node) == "Local(float32[3, 8])"
+
+
+# ------------------------------------------------------------------------------------------------------- one error each
+def write_in_place(params, batch):
+    head = fs.gather_unit(params["head"])
+    head["weight"].mul_(2)
+    return head["weight"].sum()
+
+
+def write_without_grad(params, batch):
+    head = fs.gather_unit(params["head"])
+    with torch.no_grad():
+        head["weight"].mul_(1)
+    return loss_fn(params, batch)
+
+
+NO_PAIR = "takes an optimizer that is a pair of functions, got"
+MODULE = "Make a function of it first, net = fs.functionalize(module); it takes the place of the module."
+BACKWARD = (
+    "fs.value_and_grad gives a loss and its gradients at once: .backward() on that loss has nothing left to do.\n"
+    "Use them: (loss, n), grads = fs.value_and_grad(loss_fn)(params, batch), then opt.update(grads, opt_state, params)."
+    " A train step has applied them; go on with the state that it returned."
+)
+NAMES = "fs.plan_layout got the model and names that do not match.\n"
+GIVE_NAMES = "Give names an entry for each leaf of the model, None for one without."
+SUM = (
+    "fs.value_and_grad needs a loss that is a 0-d floating point tensor, or (sum, weight); got {}.\n"
+    "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True."
+)
+STRATEGIES = "Strategies are zero0, zero1, zero2, zero3, hfsdp, no_shard, optim, optim_grads, optim_grads_params, hsdp."
+AXES = "Axes are pp, replica, dp, ep, cp, tp."
+
+# what it is: (kind of error, all of its text, the call); "..." stands for the line of this file
+MISTAKES = {
+    "make_mesh(data=2)": (
+        MeshError,
+        f"fs.make_mesh knows no axis 'data'. {AXES}",
+        lambda at: fs.make_mesh(data=2),
+    ),
+    "make_mesh(dp=3)": (
+        MeshError,
+        "fs.make_mesh got dp=3: 3 ranks, but there are 1.\nUse dp=-1 to let dp take what is left.",
+        lambda at: fs.make_mesh(dp=3),
+    ),
+    "make_mesh(2)": (
+        ArgumentError,
+        f"fs.make_mesh takes sizes by axis, got 2.\nName the axis: fs.make_mesh(dp=2). {AXES}",
+        lambda at: fs.make_mesh(2),
+    ),
+    "make_mesh as init_device_mesh": (
+        ArgumentError,
+        f"fs.make_mesh takes sizes by axis, got 'cpu'.\nName the axis: fs.make_mesh(dp=-1). {AXES}",
+        lambda at: fs.make_mesh("cpu", (2,)),
+    ),
+    "make_mesh(dp='2')": (
+        MeshError,
+        "fs.make_mesh got dp='2'.\nA size is a whole number, such as dp=2.",
+        lambda at: fs.make_mesh(dp="2"),
+    ),
+    "make_mesh(device='gpu')": (
+        ArgumentError,
+        "fs.make_mesh takes device=\"cpu\" or \"cuda\", got 'gpu'.\nGive one of the two.",
+        lambda at: fs.make_mesh(dp=1, device="gpu"),
+    ),
+    "make_mesh(timeout=5)": (
+        ArgumentError,
+        "fs.make_mesh takes timeout= as a timedelta, got 5.\nWrite timeout=datetime.timedelta(seconds=5).",
+        lambda at: fs.make_mesh(dp=1, timeout=5),
+    ),
+    "P of no axis": (
+        SpecError,
+        f"P knows no axis 'data'. {AXES}",
+        lambda at: fs.P("data"),
+    ),
+    "a dim without a rule": (
+        SpecError,
+        "fs.plan_layout has no rule for 1 dims on mesh {dp: 1}.\n"
+        "  w is float32[8, 4], dim 1 ('hidden', size 4): no rule 'hidden'.\n"
+        "Add hidden=None to the AxisRules, or the axes that cut it.",
+        lambda at: fs.plan_layout({"w": torch.zeros(8, 4)}, at.mesh, names={"w": (None, "hidden")}),
+    ),
+    "names lack a leaf": (
+        TreeError,
+        f"{NAMES}  body.b: only in the model\n{GIVE_NAMES}",
+        lambda at: fs.plan_layout(at.tree, at.mesh, names={**at.names, "body": {"w": ("mlp", None)}}),
+    ),
+    "names have one more": (
+        TreeError,
+        f"{NAMES}  tail: only in names\n{GIVE_NAMES}",
+        lambda at: fs.plan_layout(at.tree, at.mesh, names={**at.names, "tail": ("mlp",)}),
+    ),
+    "names by dotted path": (
+        TreeError,
+        f"{NAMES}  names: 'body.b' is one key\n  names: 'body.w' is one key\n  names: 'head.weight' is one key\n"
+        "Nest names as the model is: a dict in a dict.",
+        lambda at: fs.plan_layout(
+            at.tree, at.mesh, names={"body.b": ("mlp",), "body.w": ("mlp", None), "head.weight": (None, "mlp")}
+        ),
+    ),
+    "names of wrong length": (
+        LayoutError,
+        "fs.plan_layout cannot plan 1 leaves.\n  body.w is float32[8, 4] but has names ('mlp',): give ('mlp', None), say",
+        lambda at: fs.plan_layout(at.tree, at.mesh, names={**at.names, "body": {"w": ("mlp",), "b": None}}),
+    ),
+    "names that are text": (
+        LayoutError,
+        "fs.plan_layout cannot plan 1 leaves.\n  body.b is float32[8] but has names 'mlp': give ('mlp',), say",
+        lambda at: fs.plan_layout(at.tree, at.mesh, names={**at.names, "body": {"w": None, "b": "mlp"}}),
+    ),
+    "backward on the loss": (
+        TransformError,
+        BACKWARD,
+        lambda at: fs.value_and_grad(loss_fn)(at.state.params, at.batch)[0][0].backward(),
+    ),
+    "backward on a metric": (
+        TransformError,
+        BACKWARD,
+        lambda at: at.step(at.state, at.batch)[1].loss.backward(retain_graph=True),
+    ),
+    "torch.optim in a step": (
+        ArgumentError,
+        f"fs.make_train_step {NO_PAIR} an optimizer of torch, SGD.\n"
+        "Use fs.sgd(0.1): it holds no parameters, its state is part of the TrainState.",
+        lambda at: fs.make_train_step(loss_fn, at.sgd),
+    ),
+    "torch.optim in init_state": (
+        ArgumentError,
+        f"fs.init_state {NO_PAIR} an optimizer of torch, SGD.\n"
+        "Use fs.sgd(0.1): it holds no parameters, its state is part of the TrainState.",
+        lambda at: fs.init_state(init, at.sgd, at.key, at.layout),
+    ),
+    "a class of torch.optim": (
+        ArgumentError,
+        f"fs.make_train_step {NO_PAIR} the class RMSprop.\n"
+        "Use fs.optim.from_torch(torch.optim.RMSprop): it holds no parameters, its state is part of the TrainState.",
+        lambda at: fs.make_train_step(loss_fn, torch.optim.RMSprop),
+    ),
+    "an optimizer that is not called": (
+        ArgumentError,
+        f"fs.make_train_step {NO_PAIR} the function adamw.\nCall it: fs.adamw(...).",
+        lambda at: fs.make_train_step(loss_fn, fs.adamw),
+    ),
+    "a number as optimizer": (
+        ArgumentError,
+        f"fs.state_from {NO_PAIR} 0.001.\n"
+        "Give a pair such as fs.adamw(1e-3) or fs.chain(...), whose init and update are functions.",
+        lambda at: fs.state_from(at.state.params, 1e-3, at.key, at.layout),
+    ),
+    "in place on gathered weights": (
+        TransformError,
+        "fs.value_and_grad has a loss function that writes gathered weights in place.\n  ...\n"
+        "Make new tensors of them: w = w * 2 in the place of w.mul_(2), w = w + x in that of w += x.",
+        in_loss(write_in_place),
+    ),
+    "in place on gathered weights, without grad": (
+        TransformError,
+        "fs.gather_unit gave weights of head that were then written in place.\n"
+        "Make new tensors of them: other ranks read the same memory, and backward gathers the weights again."
+        " Leaves that nothing cuts are the state's own: it is changed, so load or make it again.",
+        lambda at: fs.value_and_grad(write_without_grad)(
+            fs.init_state(init, at.opt, at.key, at.layout).params, at.batch
+        ),
+    ),
+    "shapes in the model": (
+        ShapeError,
+        "fs.value_and_grad has a loss function that failed: mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8).\n"
+        "  ...\n  batch.x is float32[6, 5]\n  batch.y is float32[6, 3]\n"
+        "  params.head.weight is float32[3, 8]\n  params.body.b is float32[8]\n  params.body.w is float32[8, 4]\n"
+        "Give the batch the shapes that the weights take, or the weights those of the batch.",
+        lambda at: at.step(at.state, {**at.batch, "x": torch.zeros(6, 5)}),
+    ),
+    "microbatches that do not divide": (
+        BatchError,
+        "train step cannot cut this rank's batch into 4 microbatches.\n  x is float32[6, 4]\n  y is float32[6, 3]\n"
+        "Choose microbatches that divide dim 0 of every leaf, or another global batch.",
+        lambda at: fs.make_train_step(loss_fn, at.opt, microbatches=4)(at.state, at.batch),
+    ),
+    "arrays of NumPy": (
+        BatchError,
+        "train step takes this rank's batch as trees of tensors.\n"
+        "  x is ndarray, which is no tensor\n  y is ndarray, which is no tensor\n"
+        "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each.",
+        lambda at: at.step(at.state, fs.tree.map(lambda x: x.numpy(), at.batch)),
+    ),
+    "lists of numbers": (
+        BatchError,
+        "train step takes this rank's batch as trees of tensors.\n"
+        + "".join(f"  x.{i} is float, which is no tensor\n" for i in range(10))
+        + "  and 90 more\n"
+        "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each.",
+        lambda at: at.step(at.state, {"x": [0.5] * 100}),
+    ),
+    "arrays of NumPy in value_and_grad": (
+        BatchError,
+        "fs.value_and_grad has a loss function that failed: linear(): argument 'input' (position 1) must be Tensor, not"
+        " numpy.ndarray.\n  batch.x is a ndarray\n  batch.y is a ndarray\n"
+        "Give it what the loss function asks for; of arrays make tensors, fs.tree.map(torch.as_tensor, batch).",
+        lambda at: fs.value_and_grad(loss_fn)(at.state.params, fs.tree.map(lambda x: x.numpy(), at.batch)),
+    ),
+    "no batch": (
+        BatchError,
+        "fs.value_and_grad has a loss function that failed: 'NoneType' object is not subscriptable.\n  batch is None\n"
+        "Give it what the loss function asks for; of arrays make tensors, fs.tree.map(torch.as_tensor, batch).",
+        lambda at: at.step(at.state, None),
+    ),
+    "a batch that is a tuple": (
+        BatchError,
+        "fs.value_and_grad has a loss function that failed: tuple indices must be integers or slices, not str.\n"
+        "  batch is a tuple\n"
+        "Give it what the loss function asks for; of arrays make tensors, fs.tree.map(torch.as_tensor, batch).",
+        lambda at: at.step(at.state, (at.batch["x"], at.batch["y"])),
+    ),
+    "a key that the batch lacks": (
+        MissingKeyError,
+        "fs.value_and_grad has a loss function that asks for 'y', which is in none of its arguments.\n"
+        "  params has body.b, body.w, head.weight\n  batch has x\n  ...\n"
+        "Give the batch an entry 'y', or ask for one that is there.",
+        lambda at: at.step(at.state, {"x": at.batch["x"]}),
+    ),
+    "a unit that the parameters lack": (
+        MissingKeyError,
+        "fs.value_and_grad has a loss function that asks for 'heads', which is in none of its arguments.\n"
+        "  p has body.b, body.w, head.weight\n  b has x, y\n  ...\n"
+        "Give the batch an entry 'heads', or ask for one that is there. Did you mean 'head'?",
+        in_loss(lambda p, b: fs.gather_unit(p["heads"])),
+    ),
+    "(loss, logits)": (
+        TransformError,
+        SUM.format("(torch.float32[], torch.float32[2])"),
+        in_loss(lambda p, b: (torch.zeros(()), torch.zeros(2))),
+    ),
+    "a leaf": (
+        TransformError,
+        "fs.value_and_grad needs a loss that is a 0-d floating point tensor, or (sum, weight); got Local.\n"
+        "Compute it of gathered leaves, with fs.gather_unit, or of whole trees, with fs.tree.vdot.",
+        in_loss(lambda p, b: p["body"]["b"] * 2),
+    ),
+    "a vector": (TransformError, SUM.format("torch.float32[2]"), in_loss(lambda p, b: torch.zeros(2))),
+    "nothing": (TransformError, SUM.format("NoneType"), in_loss(lambda p, b: None)),
+    "a number": (TransformError, SUM.format("float"), in_loss(lambda p, b: loss_fn(p, b)[0].item())),
+    "an output of transformers": (
+        TransformError,
+        "fs.value_and_grad needs a loss that is a 0-d floating point tensor, or (sum, weight); got SimpleNamespace.\n"
+        "Return its .loss, with the number of tokens that it is the sum of.",
+        in_loss(lambda p, b: SimpleNamespace(loss=torch.zeros(()))),
+    ),
+    "state for params": (
+        ArgumentError,
+        "fs.value_and_grad takes a tree of parameters, got a TrainState.\n"
+        "Give it the parameters alone: (state.params, batch).",
+        lambda at: fs.value_and_grad(loss_fn)(at.state, at.batch),
+    ),
+    "params for state": (
+        ArgumentError,
+        "train step takes a TrainState, got a dict.\n"
+        "Make one with fs.init_state, or fs.state_from(params, opt, key, layout) of parameters.",
+        lambda at: at.step(at.state.params, at.batch),
+    ),
+    "batch and state": (
+        ArgumentError,
+        "train step takes a TrainState, got a dict.\nSwap the two: step(state, batch).",
+        lambda at: at.step(at.batch, at.state),
+    ),
+    "what a step returned, for a state": (
+        ArgumentError,
+        "train step takes a TrainState, got a tuple.\nA step returns two things: state, metrics = step(state, batch).",
+        lambda at: at.step(at.step(at.state, at.batch), at.batch),
+    ),
+    "batch and params": (
+        ArgumentError,
+        "fs.value_and_grad got no sharded leaf in its first argument, and sharded ones after it.\n"
+        "Give the parameters first: (params, batch).",
+        lambda at: fs.value_and_grad(loss_fn)(at.batch, at.state.params),
+    ),
+    "no batch at all": (
+        ArgumentError,
+        "fs.value_and_grad cannot call loss_fn with params and 0 more: missing a required argument: 'batch'.\n"
+        "Give what the loss function takes after params.",
+        lambda at: fs.value_and_grad(loss_fn)(at.state.params),
+    ),
+    "model and optimizer": (
+        ArgumentError,
+        "fs.make_train_step takes a model, then an optimizer, got a GradientTransformation.\nSwap the two.",
+        lambda at: fs.make_train_step(at.opt, loss_fn),
+    ),
+    "model and optimizer in init_state": (
+        ArgumentError,
+        "fs.init_state takes a model, then an optimizer, got a GradientTransformation.\nSwap the two.",
+        lambda at: fs.init_state(at.opt, init, at.key, at.layout),
+    ),
+    "key and layout": (
+        ArgumentError,
+        "fs.init_state takes a key, then a Layout, got a tensor int64[2].\nSwap the two: (..., key, layout).",
+        lambda at: fs.init_state(init, at.opt, at.layout, at.key),
+    ),
+    "a mesh for a layout": (
+        ArgumentError,
+        "fs.init_state takes a key, then a Layout, got a DeviceMesh.\nPlan one: layout = fs.plan_layout(model, mesh).",
+        lambda at: fs.init_state(init, at.opt, at.key, at.mesh),
+    ),
+    "a seed for a key": (
+        RandomKeyError,
+        "random.split needs a key int64[2], got int 0.\nMake keys with random.key, random.split or random.fold_in.",
+        lambda at: fs.init_state(init, at.opt, 0, at.layout),
+    ),
+    "a loss function for init": (
+        ArgumentError,
+        "fs.init_state takes a Model, or a function of a key, got loss_fn(params, batch).\n"
+        "Give a Model, or a function of a key.",
+        lambda at: fs.init_state(loss_fn, at.opt, at.key, at.layout),
+    ),
+    "a tree for init": (
+        ArgumentError,
+        "fs.init_state takes a Model, or a function of a key, got a dict.\nGive a Model, or a function of a key.",
+        lambda at: fs.init_state(at.tree, at.opt, at.key, at.layout),
+    ),
+    "a module to plan_layout": (
+        ArgumentError,
+        f"fs.plan_layout takes a pure function or a tree, got an nn.Module, Module.\n{MODULE}",
+        lambda at: fs.plan_layout(at.module, at.mesh),
+    ),
+    "a module to init_state": (
+        ArgumentError,
+        f"fs.init_state takes a pure function or a tree, got an nn.Module, Module.\n{MODULE}",
+        lambda at: fs.init_state(at.module, at.opt, at.key, at.layout),
+    ),
+    "a module to make_train_step": (
+        ArgumentError,
+        f"fs.make_train_step takes a pure function or a tree, got an nn.Module, Module.\n{MODULE}",
+        lambda at: fs.make_train_step(at.module, at.opt),
+    ),
+    "a module to value_and_grad": (
+        ArgumentError,
+        f"fs.value_and_grad takes a pure function or a tree, got an nn.Module, Module.\n{MODULE}",
+        lambda at: fs.value_and_grad(at.module),
+    ),
+    "a class of modules": (
+        ArgumentError,
+        f"fs.plan_layout takes a pure function or a tree, got the class Module.\n{MODULE}",
+        lambda at: fs.plan_layout(Module, at.mesh),
+    ),
+    "an init function to plan_layout": (
+        ArgumentError,
+        "fs.plan_layout takes a Model, or a tree of leaves, got the function init.\n"
+        "Call it, nothing is computed: fs.plan_layout(init(fs.random.key(0)), mesh).",
+        lambda at: fs.plan_layout(init, at.mesh),
+    ),
+    "an init function to make_train_step": (
+        ArgumentError,
+        "fs.make_train_step takes a Model, or a loss function (params, batch), got init(key).\n"
+        "Give a Model, or a loss function (params, batch).",
+        lambda at: fs.make_train_step(init, at.opt),
+    ),
+    "a loss for its function": (
+        ArgumentError,
+        "fs.value_and_grad takes a loss function (params, *args), got a tensor float32[].\n"
+        "Give a loss function (params, *args).",
+        lambda at: fs.value_and_grad(torch.zeros(())),
+    ),
+    "numbers as leaves": (
+        LayoutError,
+        "fs.plan_layout takes leaves with a shape and a dtype.\n  a is 3\n  b is 'text'\n"
+        "Give a Model, or the tree that its init returns: tensors, or draws such as fs.random.normal.",
+        lambda at: fs.plan_layout({"a": 3, "b": "text"}, at.mesh),
+    ),
+    "model and mesh": (
+        ArgumentError,
+        "fs.plan_layout takes a model, then a mesh, got a DeviceMesh.\nSwap the two: fs.plan_layout(model, mesh).",
+        lambda at: fs.plan_layout(at.mesh, at.tree),
+    ),
+    "text for a mesh": (
+        ArgumentError,
+        "fs.plan_layout takes a mesh, got 'cpu'.\nMake one: mesh = fs.make_mesh(dp=-1).",
+        lambda at: fs.plan_layout(at.tree, "cpu"),
+    ),
+    "a strategy for rules": (
+        ArgumentError,
+        "fs.plan_layout takes axis rules, got a Strategy.\n"
+        "Give fs.DEFAULT_RULES or fs.AxisRules(...) third, and the strategy fourth or as strategy=.",
+        lambda at: fs.plan_layout(at.tree, at.mesh, fs.zero(3)),
+    ),
+    "text for a precision": (
+        ArgumentError,
+        "fs.plan_layout takes a Precision, got 'bf16'.\nGive fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).",
+        lambda at: fs.plan_layout(at.tree, at.mesh, precision="bf16"),
+    ),
+    "strategy='fsdp'": (
+        ConfigError,
+        f"fs.parse_strategy knows no strategy 'fsdp'.\n{STRATEGIES} Here that is 'zero3'.",
+        lambda at: fs.plan_layout(at.tree, at.mesh, strategy="fsdp"),
+    ),
+    "strategy='SHARD_GRAD_OP'": (
+        ConfigError,
+        f"fs.parse_strategy knows no strategy 'SHARD_GRAD_OP'.\n{STRATEGIES} Here that is 'zero2'.",
+        lambda at: fs.plan_layout(at.tree, at.mesh, strategy="SHARD_GRAD_OP"),
+    ),
+    "strategy='ZeRO-1'": (
+        ConfigError,
+        f"fs.parse_strategy knows no strategy 'ZeRO-1'.\n{STRATEGIES} Here that is 'zero1'.",
+        lambda at: fs.plan_layout(at.tree, at.mesh, strategy="ZeRO-1"),
+    ),
+    "strategy=2": (
+        ConfigError,
+        f"fs.parse_strategy knows no strategy 2.\n{STRATEGIES} Give a name or a value, such as fs.zero(2).",
+        lambda at: fs.plan_layout(at.tree, at.mesh, strategy=2),
+    ),
+    "zero(4)": (
+        ConfigError,
+        "fs.zero knows no level 4.\n"
+        "Levels are 0, which cuts nothing, 1, the optimizer state, 2, gradients too, and 3, parameters too.",
+        lambda at: fs.zero(4),
+    ),
+    "DTensors of the state in a loss": (
+        TransformError,
+        "fs.value_and_grad has a loss function that uses parameters at rest, DTensors, with plain tensors.\n  ...\n"
+        "Use its own first argument, through fs.gather_unit, in the place of state.params.",
+        lambda at: in_loss(lambda p, b: b["x"] @ at.state.params["body"]["w"].T)(at),
+    ),
+    "nodes in a module": (
+        TransformError,
+        "fs.value_and_grad has a loss function that uses leaves of its parameters before they are gathered.\n"
+        "  Local(float32[8, 4]) is not an instance of torch.Tensor\n  ...\n"
+        'Gather their unit first, such as unit = fs.gather_unit(params["head"]), and use its leaves.',
+        lambda at: in_loss(
+            lambda p, b: torch.func.functional_call(at.module, {"linear.weight": p["body"]["w"]}, b["x"])
+        )(at),
+    ),
+    "load(None)": (
+        ArgumentError,
+        "fs.checkpoint.load takes a path, then a Layout, got None.\n"
+        "Give the directory first: fs.checkpoint.load(path, layout).",
+        lambda at: fs.checkpoint.load(None, at.layout),
+    ),
+    "load into a state": (
+        ArgumentError,
+        "fs.checkpoint.load takes a path, then a Layout, got a TrainState.\n"
+        "Say where it goes: fs.checkpoint.load(path, layout), with layout = fs.plan_layout(model, mesh).",
+        lambda at: fs.checkpoint.load("ckpt", at.state),
+    ),
+    "save with the state first": (
+        ArgumentError,
+        "fs.checkpoint.save takes a path, then a TrainState, got a TrainState.\n"
+        "Give the directory first: fs.checkpoint.save(path, state).",
+        lambda at: fs.checkpoint.save(at.state, "ckpt"),
+    ),
+    "save params": (
+        ArgumentError,
+        "fs.checkpoint.save takes a path, then a TrainState, got a dict.\n"
+        "Give the whole state: fs.checkpoint.save(path, state).",
+        lambda at: fs.checkpoint.save("ckpt", at.state.params),
+    ),
+    "metrics['loss']": (
+        ArgumentError,
+        "Metrics is a tuple with names, got ['loss'].\nWrite metrics.loss.",
+        lambda at: at.step(at.state, at.batch)[1]["loss"],
+    ),
+    "metrics['lr']": (
+        ArgumentError,
+        "Metrics is a tuple with names, got ['lr'].\nIts names are loss, grad_norm, weight, skipped.",
+        lambda at: at.step(at.state, at.batch)[1]["lr"],
+    ),
+    "a policy that is text": (
+        ConfigError,
+        None,
+        lambda at: fs.make_train_step(loss_fn, at.opt, policy="everything"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_what_to_type(at, mistake):
+    kind, want, call = MISTAKES[mistake]
+    with pytest.raises(FshardingError) as caught:
+        call(at)
+    assert type(caught.value) is kind
+    if want is not None:
+        lines = str(caught.value).split("\n")
+        assert [("  ..." if line.startswith("  test_mistakes.py:") else line) for line in lines] == want.split("\n")
+
+
+def test_errors_that_replace_others_are_of_their_family(at):
+    with pytest.raises(KeyError):
+        at.step(at.state, {"x": at.batch["x"]})
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        at.step(at.state, {**at.batch, "x": torch.zeros(6, 5)})
+    with pytest.raises(AttributeError):
+        in_loss(lambda p, b: p["head"]["weight"].mean())(at)
+
+
+def test_errors_of_a_loss_functions_own_stay_what_they_are(at):
+    def looks_up(p, b):
+        return {"x": 1}["weight"]  # a name that the parameters have, so this is about another dict
+
+    for fn, kind in (
+        (looks_up, KeyError),
+        (lambda p, b: 1 / 0, ZeroDivisionError),
+        (lambda p, b: p.body, AttributeError),
+    ):
+        with pytest.raises(kind) as caught:
+            in_loss(fn)(at)
+        assert not isinstance(caught.value, FshardingError)
+
+
+# -------------------------------------------------------------------------------------------------- changes behind backs
+def test_parameters_that_were_changed_in_place(at):
+    text = (
+        "train step got parameters that were changed in place since the state was made.\n"
+        "  params.head.weight is float32[3, 8]\n"
+        "Make new ones on every rank, state = state.replace(params=fs.tree.map(f, state.params))."
+    )
+    for change in (lambda w: w.mul_(2), lambda w: w.to_local().mul_(2)):
+        for donate in (False, True):
+            step = fs.make_train_step(loss_fn, at.opt, donate=donate)
+            state, _ = step(fs.init_state(init, at.opt, at.key, at.layout), at.batch)
+            with torch.no_grad():
+                change(state.params["head"]["weight"])
+            with pytest.raises(ArgumentError) as caught:
+                step(state, at.batch)
+            assert str(caught.value) == text
+    state = fs.init_state(init, at.opt, at.key, at.layout)
+    with torch.no_grad():
+        state.params["head"]["weight"].zero_()
+    with pytest.raises(ArgumentError, match=r"params\.head\.weight"):
+        at.step(state, at.batch)
+
+
+def test_parameters_in_place_where_main_ones_are_kept_apart(at):
+    layout = at.layout.with_precision(fs.BF16).with_strategy("zero1")
+    state = fs.init_state(init, at.opt, at.key, layout)
+    with torch.no_grad():
+        state.params["head"]["weight"].zero_()
+    with pytest.raises(
+        ArgumentError, match=r"main = fs\.tree\.map\(f, state\.main\), and params=fs\.spread_main\(main"
+    ):
+        at.step(state, at.batch)
+
+
+def test_parameters_that_are_made_anew_are_taken(at):
+    for donate in (False, True):
+        step = fs.make_train_step(loss_fn, at.opt, donate=donate)
+        state = fs.init_state(init, at.opt, at.key, at.layout)
+        for _ in range(3):
+            state = state.replace(params=fs.tree.map(lambda p: p * 0.5, state.params))
+            state, _ = step(state, at.batch)
+    params = state.params
+    copy = fs.tree.map(torch.clone, state)
+    step(state, at.batch)
+    with torch.no_grad():
+        params["head"]["weight"].mul_(2)
+    step(copy, at.batch)
+
+
+def test_donated_states(at):
+    state = fs.init_state(init, at.opt, at.key, at.layout)
+    fs.make_train_step(loss_fn, at.opt, donate=True)(state, at.batch)
+    with pytest.raises(DonatedError, match="Use the state that the step returned, or make the step with donate=False"):
+        at.step(state, at.batch)
+
+
+# --------------------------------------------------------------------------------------------- (mean, n) for (sum, n)
+def scaled(reduce):
+    def fn(params, batch):
+        head = fs.gather_unit(params["head"])
+        return reduce(batch["y"] @ head["weight"], batch)
+
+    return fn
+
+
+MEANS = {
+    "mean": lambda x, b: (x.mean(), 6),
+    "mean over a dim": lambda x, b: (x.flatten().mean(0), torch.tensor(6)),
+    "cross entropy": lambda x, b: (F.cross_entropy(x, torch.zeros(6, dtype=torch.int64)), 6.0),
+    "mse": lambda x, b: (F.mse_loss(x, torch.zeros_like(x)).double(), 6),
+}
+SUMS = {
+    "sum": lambda x, b: (x.sum(), 6),
+    "mean alone": lambda x, b: x.mean(),
+    "mean of one": lambda x, b: (x.mean(), 1),
+    "mean times n": lambda x, b: (x.mean() * 6, 6),
+    "sum of means": lambda x, b: (x.mean(1).sum(), 6),
+    "cross entropy": lambda x, b: (F.cross_entropy(x, torch.zeros(6, dtype=torch.int64), reduction="sum"), 6),
+    "one that is 0": lambda x, b: (torch.zeros(()), 6),
+}
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_a_mean_with_a_weight_is_warned_of(at, mean):
+    with pytest.warns(UserWarning, match=r"got \(mean, 6\) where it takes \(sum, weight\)(?s:.*)reduction=\"sum\""):
+        fs.value_and_grad(scaled(MEANS[mean]))(at.state.params, at.batch)
+
+
+@pytest.mark.parametrize("total", SUMS)
+def test_other_losses_are_not_warned_of(at, total):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fs.value_and_grad(scaled(SUMS[total]))(at.state.params, at.batch)
+
+
+# ------------------------------------------------------------------------------------------------------------ the rest
+def test_metrics_are_still_a_tuple(at):
+    _, metrics = at.step(at.state, at.batch)
+    loss, norm, weight, skipped = metrics
+    assert metrics[0] is loss and metrics[-1] is skipped and metrics[1:3] == (norm, weight)
+    assert fs.tree.paths(metrics) == ("loss", "grad_norm", "weight", "skipped")
+
+
+def test_a_timeout_that_is_one(at):
+    assert fs.make_mesh(dp=1, device="cpu", timeout=timedelta(seconds=5)).size() == 1
+    assert math.isfinite(float(at.step(at.state, at.batch)[1].loss))
