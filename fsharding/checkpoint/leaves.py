@@ -20,7 +20,6 @@ from fsharding import boxes, tree
 from fsharding.axes import AbstractMesh
 from fsharding.boxes import Box, Grid
 from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
-from fsharding.conformity import check_state
 from fsharding.errors import CheckpointError, LayoutError, message
 from fsharding.layout import Layout, LeafLayout
 from fsharding.planning import moment_of
@@ -99,11 +98,9 @@ def content(state: TrainState) -> dict[str, Any]:
 
     Raises:
         DonatedError: the state was donated.
-        LayoutError: leaves are not what the layout says.
         CheckpointError: two leaves have one path.
     """
     layout = state.layout
-    check_state("fs.checkpoint.save", state)
     main = main_of(state)
     flat = tree.flatten_up_to(layout.structure, main, "fs.checkpoint.save")
     params = tree.leaves(state.params)

@@ -32,6 +32,7 @@ from fsharding.checkpoint.manifest import Manifest, text_of
 from fsharding.checkpoint.shares import shares
 from fsharding.checkpoint.store import Partial, StrPath, partial_of
 from fsharding.checkpoint.structure import describe
+from fsharding.conformity import check_state
 from fsharding.errors import CheckpointError, message
 from fsharding.mesh import abstract, is_member, own_rank
 from fsharding.sharding import local_of
@@ -207,6 +208,7 @@ def _check(target: Path, named: dict[str, Any], state: TrainState, extra: Any) -
     if rows := objections(named, state.layout):
         rule = f"cannot save {len(rows)} leaves."
         raise CheckpointError(message(_FUNCTION, rule, rows))
+    check_state(_FUNCTION, state)
     leaves = {path: _shards(path, x, state) for path, x in named.items()}
     manifest = _manifest(state, leaves, extra)
     text_of(manifest)

@@ -94,7 +94,8 @@ def some_state(layout):
     filled({"opt_state": state.opt_state})
     scale = ScaleState(torch.tensor(256.0), torch.tensor(31)) if state.loss_scale is not None else None
     params = spread_main(main, state.params, layout)
-    return state.replace(step=torch.tensor(41), key=torch.tensor([5, 6]), params=params, loss_scale=scale)
+    changes = {"step": torch.tensor(41), "key": torch.tensor([5, 6]), "loss_scale": scale}
+    return state.replace(params=params, main=state.main, **changes)
 
 
 def portions(state):

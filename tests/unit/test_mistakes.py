@@ -611,7 +611,7 @@ MISTAKES = {
     ),
     "metrics['lr']": (
         ArgumentError,
-        "Metrics is a tuple with names, got ['lr'].\nIts names are loss, grad_norm, weight, skipped.",
+        "Metrics is a tuple with names, got ['lr'].\nIts names are loss, grad_norm, weight, skipped, aux.",
         lambda at: at.step(at.state, at.batch)[1]["lr"],
     ),
     "a policy that is text": (
@@ -754,8 +754,8 @@ def test_other_losses_are_not_warned_of(at, total):
 # ------------------------------------------------------------------------------------------------------------ the rest
 def test_metrics_are_still_a_tuple(at):
     _, metrics = at.step(at.state, at.batch)
-    loss, norm, weight, skipped = metrics
-    assert metrics[0] is loss and metrics[-1] is skipped and metrics[1:3] == (norm, weight)
+    loss, norm, weight, skipped, aux = metrics
+    assert metrics[0] is loss and metrics[-1] is aux and metrics[1:4] == (norm, weight, skipped)
     assert fs.tree.paths(metrics) == ("loss", "grad_norm", "weight", "skipped")
 
 
