@@ -9,12 +9,15 @@ ARGS ?=
 # 0 runs the tests one after the other: tests of eight ranks fill the cores by themselves, and get slow beside others.
 WORKERS ?= 0
 BIN := .venv/bin
+# What ranks of several machines do too: training, meshes, experts, pipelines, reshards.
+WIRED := $(addprefix tests/dist/test_,training.py every_mesh.py mesh_laws.py model_axes.py moe.py experts.py pipeline.py \
+  reshard.py reshard_laws.py rows.py) tests/property/test_training_cases.py tests/property/test_moe.py
 # The stamp is written last, so that an interrupted install is done again.
 STAMP := .venv/.installed
 # True inside a whole venv only: a half-made one can lead to the system's Python, where nothing may be installed.
 IS_VENV := import pip, sys; sys.exit(sys.prefix == sys.base_prefix)
 
-.PHONY: help venv train test test-full lint docs clean
+.PHONY: help venv train test test-wire test-full lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
@@ -32,6 +35,9 @@ train: $(STAMP) ## train the tiny preset on two local ranks, into runs/tiny
 
 test: $(STAMP) ## run the tests
 	HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+test-wire: $(STAMP) ## run the tests of ranks again with every byte sent, as between machines: no shared memory
+	FSHARDING_SHARED_MEMORY=0 HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n $(WORKERS) $(ARGS) $(WIRED)
 
 test-full: $(STAMP) ## run the tests with many more examples, and those marked full
 	HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(WORKERS) -m '' --timeout 1200 $(ARGS)

@@ -417,6 +417,24 @@ def test_files_speak_of_themselves_only(pattern: re.Pattern[str]):
     assert not found, "\n" + "\n".join(found)
 
 
+# How often `make test` tries: fewer would be faster, and nobody would notice. Numbers are the first of each match.
+FEWEST = {
+    "examples of the laws on ranks": (300, r"^@examples\((\d+),", ("test_laws", "test_reshard_laws")),
+    "decoders on random meshes": (60, r"^@examples\((\d+),", ("test_mesh_laws",)),
+    "ranks killed in a save": (30, r'"count", \[(\d+),', ("test_checkpoint_faults",)),
+    "bits flipped in a checkpoint": (300, r'"count", \[(\d+),', ("test_checkpoint_damage",)),
+}
+
+
+@pytest.mark.parametrize("what", FEWEST)
+def test_guards_do_not_wear_thin(what: str):
+    fewest, pattern, stems = FEWEST[what]
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py") if path.stem in stems]
+    assert len(texts) == len(stems)
+    found = [int(number) for text in texts for number in re.findall(pattern, text, re.MULTILINE)]
+    assert sum(found) >= fewest, f"{what}: {found} in {', '.join(stems)}; let tests share work, not examples"
+
+
 # ---------------------------------------------------------------------------------------- the rules catch what they say
 DOC = '"""One.\n\nTwo.\nThree.\n"""\n'
 # rule, path below fsharding/, a source that keeps the rule, one that breaks it

@@ -110,7 +110,7 @@ def in_plain_torch(case):
     return {path: w.detach() for path, w in params.items()}, losses
 
 
-@examples(14, 600)
+@examples(40, 600)
 @given(draws.train_cases())
 def test_any_home_trains_to_the_same_bits_in_the_bytes_that_were_planned(case):
     run_ranks(train, case.ranks, case)
@@ -173,7 +173,7 @@ def init(leaves, home):
     assert_bitwise_equal(state.key, fs.random.split(key)[1].clone())
 
 
-@examples(20, 700)
+@examples(50, 700)
 @given(st.data())
 def test_init_is_the_same_in_every_layout(data):
     leaves, mesh = data.draw(draws.trees()), data.draw(draws.meshes())
@@ -223,7 +223,7 @@ def nodes_of(tree):
     return [tree, *(node for child in children for node in nodes_of(child))]
 
 
-@examples(7, 250)
+@examples(20, 250)
 @given(draws.reshard_cases(subsets=False), st.booleans())
 def test_a_checkpoint_loads_into_any_layout(case, given_opt):
     with tempfile.TemporaryDirectory() as folder:
@@ -300,7 +300,7 @@ def is_adjoint(case):
     assert_adjoint(op, dual, x, mesh=mesh, same_in=same_in, same_out=same_out, what=case.op)
 
 
-@examples(45, 1500)
+@examples(110, 1500)
 @given(maps())
 def test_every_collective_has_its_transpose(case):
     run_ranks(is_adjoint, case.mesh.size, case)
@@ -318,7 +318,7 @@ def unit_is_adjoint(leaf, home):
     assert_adjoint(fs.gather_unit, dual, nodes, mesh=mesh, same_in=same, what="gather_unit and scatter_grads")
 
 
-@examples(12, 900)
+@examples(40, 900)
 @given(draws.leaves([torch.float64]), draws.meshes(), st.data())
 def test_gathering_a_unit_has_its_transpose(leaf, mesh, data):
     run_ranks(unit_is_adjoint, mesh.size, leaf, data.draw(draws.homes({"a": leaf}, mesh, [fs.FP32])))

@@ -18,7 +18,7 @@ from tests.dist.test_laws import FULL, examples
 # Tens of runs on several ranks each: about a minute on two cores, in full half an hour or more; longer beside other load.
 pytestmark = pytest.mark.timeout(7200 if FULL else 900)
 
-RANKS, STEPS = (8 if FULL else 4), 2
+RANKS, STEPS = 8, 2
 
 
 def train(case, elements):
@@ -44,7 +44,7 @@ def test_any_mesh_has_the_losses_of_one_process(case, elements):
     close(case, elements)
 
 
-@examples(2, 100)
+@examples(8, 100)
 @given(draws.decoder_cases(RANKS, STEPS))
 def test_two_runs_are_bitwise_the_same(case):
     assert_bitwise_equal(trained(case), trained(case))

@@ -27,7 +27,7 @@ def leaves_move(case, between):
     assert_bitwise_equal(parts(fs.reshard(x, b, source=a, donate=True)), parts(there), "donated")
 
 
-@examples(14, 800)
+@examples(40, 800)
 @given(draws.reshard_cases(), st.data())
 def test_resharding_leaves_composes_and_comes_back(case, data):
     mesh = data.draw(draws.meshes(case.ranks, subset_of=case.ranks))
@@ -45,7 +45,7 @@ def state_moves(case):
     content_is_whole(fs.reshard(there, source), source)
 
 
-@examples(14, 500)
+@examples(40, 500)
 @given(draws.reshard_cases())
 def test_a_state_goes_there_and_back(case):
     run_ranks(state_moves, case.ranks, case)
@@ -82,7 +82,7 @@ def steps_commute(case: TrainCase, other):
         assert int(back.step) == case.steps
 
 
-@examples(5, 250)
+@examples(20, 250)
 @given(pairs())
 def test_a_step_and_a_reshard_commute(pair):
     run_ranks(steps_commute, pair[0].ranks, *pair)

@@ -23,7 +23,9 @@ from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
 
 CPU = torch.device("cpu")
 LONG = 1 << 15  # float32 elements
-SHOWN, SENT = "_Shown", "_Sent"
+SENT = "_Sent"
+SENT_ONLY = os.environ.get("FSHARDING_SHARED_MEMORY") == "0"
+SHOWN = SENT if SENT_ONLY else "_Shown"  # in `make test-wire` nothing may be shown
 
 
 def group_of(ranks):
@@ -192,6 +194,13 @@ def one_refuses(ranks):
     return gathered(group_of(ranks), torch.full((LONG,), float(dist.get_rank())))
 
 
+def test_ranks_that_start_with_the_switch_send(monkeypatch):
+    monkeypatch.setenv("FSHARDING_SHARED_MEMORY", "0")
+    with RankPool(2) as pool:
+        for how, *_ in pool.run(both_ways, 2, LONG, torch.float32, "auto"):
+            assert how == SENT
+
+
 def test_one_rank_that_cannot_share_is_enough_for_all_to_send():
     with RankPool(2) as pool:
         for how, rows in pool.run(one_refuses, 2):
@@ -244,6 +253,7 @@ def a_forked_process_begins_anew(ranks):
     return before, int(os.read(read, 100))
 
 
+@pytest.mark.skipif(SENT_ONLY, reason="FSHARDING_SHARED_MEMORY=0: there are no blocks")
 def test_a_fork_has_no_block_of_its_parent():
     with RankPool(2) as pool:
         for before, after in pool.run(a_forked_process_begins_anew, 2):

@@ -1,7 +1,7 @@
-"""A GPU trains as the CPU does: strategies, dtypes, compiled blocks, a captured step, checkpoints.
+"""One process trains on a GPU: strategies, float16, compiled blocks, checkpoints, gradients beside the CPU's, memory.
 
-On a machine without a GPU the same runs on the CPU, except for what only a GPU has: streams, its allocator and graphs.
-One process; several ranks on one GPU are measured by `bench/gpu.sh`.
+Without a GPU every test here is skipped, and says so; tests/unit/test_step.py has those that mean something on a CPU.
+Several ranks on one GPU are measured by `bench/gpu.sh`.
 """
 
 import pytest
@@ -15,8 +15,9 @@ from fsharding.precision import Precision
 from fsharding.sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
+
+DEVICE = "cuda"
 SIZES = DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=128)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -44,7 +45,7 @@ def losses(state, step, steps=4):
     return torch.stack(found), state
 
 
-def test_every_strategy_has_the_same_losses_where_the_state_lives():
+def test_strategies_have_the_same_losses_and_their_states_are_on_the_gpu():
     found = [losses(*start(fs.zero(level))) for level in range(4)]
     assert all(torch.equal(found[0][0], other) for other, _ in found[1:])
     assert found[0][0][-1] < found[0][0][0]
@@ -63,13 +64,13 @@ def test_compiled_blocks_have_the_losses_of_eager_ones(name):
     torch.testing.assert_close(compiled, eager, rtol=tolerance, atol=tolerance)
 
 
-def test_half_precision_scales_its_losses():
+def test_float16_trains_with_scaled_losses():
     found, state = losses(*start(fs.zero(3), precision=fs.FP16), steps=6)
     assert torch.isfinite(found).all() and found[-1] < found[0]
     assert float(state.loss_scale.scale) > 0
 
 
-def test_a_checkpoint_comes_back_to_the_device(tmp_path):
+def test_a_checkpoint_comes_back_to_the_gpu(tmp_path):
     state, step = start(fs.zero(3))
     _, state = losses(state, step)
     checkpoint.save(tmp_path / "step", state)
@@ -81,7 +82,7 @@ def test_a_checkpoint_comes_back_to_the_device(tmp_path):
 
 def test_gradients_are_those_of_the_cpu():
     model, here = decoder(SIZES), {}
-    for device in {"cpu", DEVICE}:
+    for device in ("cpu", DEVICE):
         mesh = fs.make_mesh(dp=1, device=device)
         layout = fs.plan_layout(model.init(random.key(1)), mesh, strategy=fs.zero(3), names=model.names)
         state = fs.init_state(model.init, optim.sgd(0.1), random.key(0), layout)

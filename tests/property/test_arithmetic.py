@@ -50,7 +50,7 @@ def holders(shape, sharding):
 
 
 # ------------------------------------------------------------------------------------------------------------- meshes
-@examples(120, 5000)
+@examples(250, 5000)
 @given(draws.meshes(24, subset_of=64))
 def test_coordinates_and_ranks_are_inverse(mesh):
     ranks = mesh.ranks or tuple(range(mesh.size))
@@ -60,7 +60,7 @@ def test_coordinates_and_ranks_are_inverse(mesh):
 
 
 # ------------------------------------------------------------------------------------------------------------ tilings
-@examples(220, 10000)
+@examples(450, 10000)
 @given(placed(24))
 def test_the_parts_of_a_sharding_tile_the_leaf_and_copies_count(case):
     shape, sharding = case
@@ -73,7 +73,7 @@ def test_the_parts_of_a_sharding_tile_the_leaf_and_copies_count(case):
     assert sum(map(math.prod, every)) == math.prod(shape) * (sharding.mesh.size // cut)
 
 
-@examples(120, 5000)
+@examples(250, 5000)
 @given(placed(24), st.data())
 def test_renaming_the_order_of_a_mesh_moves_no_box(case, data):
     shape, sharding = case
@@ -84,7 +84,7 @@ def test_renaming_the_order_of_a_mesh_moves_no_box(case, data):
 
 
 # ------------------------------------------------------------------------------------------------------------- covers
-@examples(220, 10000)
+@examples(450, 10000)
 @given(moves())
 def test_what_the_source_holds_covers_each_target_box_once(case):
     shape, source, target = case
@@ -129,7 +129,7 @@ def written(whole, source):
     return stored
 
 
-@examples(160, 11000)
+@examples(350, 11000)
 @given(moves(), st.sampled_from([torch.float32, torch.bool, torch.int64]))
 def test_a_save_and_a_load_by_torchs_planner(case, dtype):
     shape, source, target = case
@@ -151,7 +151,7 @@ def test_a_save_and_a_load_by_torchs_planner(case, dtype):
 
 
 # ------------------------------------------------------------------------------------------------------- routes
-@examples(160, 11000)
+@examples(350, 11000)
 @given(moves(), st.sampled_from([16, 64, 1 << 20]))
 def test_a_plan_of_routes_fills_every_target_once(case, budget):
     """Runs a plan in one process: what a rank keeps, and all pieces, into counters of how often an element is written."""

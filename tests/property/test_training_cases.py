@@ -194,7 +194,7 @@ def in_plain_torch(case):
     return losses, norms, {path: x.detach() for path, x in named.items()}
 
 
-EXAMPLES = max(settings.default.max_examples * 3 // 10, 1)
+EXAMPLES = settings.default.max_examples
 
 
 # Rows of a stack that do not begin where a fresh tensor would: kernels may take another path there.

@@ -39,7 +39,7 @@ def outcome(folder: Path, truth, layout) -> str:
     return ""
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.full)])
 def test_a_flipped_bit_anywhere(saved, count):
     layout = planned()
     truth = state_of(layout)

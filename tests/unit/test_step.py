@@ -1,0 +1,72 @@
+"""A step on one process: blocks that torch compiles, losses that are scaled, memory that stays as it was."""
+
+import itertools
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import fsharding as fs
+from fsharding.bench.rounds import allocated
+from fsharding.testing import assert_trees_close
+
+SIZES = fs.models.DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=128)
+MODEL = fs.models.decoder(SIZES)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def batch():
+    tokens = torch.randint(64, (4, 33), generator=torch.Generator().manual_seed(0))
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def start(precision=fs.FP32, model=MODEL):
+    layout = fs.plan_layout(model, fs.make_mesh(dp=1, device="cpu"), strategy=fs.zero(3), precision=precision)
+    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1))
+    return fs.init_state(model, opt, fs.random.key(0), layout), fs.make_train_step(model, opt, donate=True)
+
+
+def losses(state, step, steps=4):
+    found = []
+    for _ in range(steps):
+        state, metrics = step(state, batch())
+        found.append(metrics.loss)
+    return torch.stack(found), state
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_compiled_blocks_have_the_losses_of_eager_ones(dtype, backend):
+    """`aot_eager` traces forward and backward as inductor does, but writes no code; where a trace breaks, eager goes on."""
+    how = fs.Precision(compute=dtype)
+    eager, _ = losses(*start(how))
+    torch.compiler.reset()
+    counters.clear()
+    found, _ = losses(*start(how, MODEL._replace(block=torch.compile(MODEL.block, backend=backend))))
+    assert_trees_close(found, eager, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], what="losses")
+    assert counters["stats"]["unique_graphs"] > 0
+    assert counters["aot_autograd"]["ok"] == counters["aot_autograd"]["total"] > 0
+
+
+def test_float16_trains_with_scaled_losses():
+    """Times the first scale gradients overflow: such a step halves the scale and changes no parameter."""
+    state, step = start(fs.FP16)
+    seen = []
+    for _ in range(6):
+        before = int(state.step), float(state.loss_scale.scale)
+        state, metrics = step(state, batch())
+        taken = int(state.step) - before[0]
+        assert float(state.loss_scale.scale) == before[1] / (1 if taken else 2)
+        seen.append((taken, metrics.loss.item()))
+    assert {taken for taken, _ in seen} == {0, 1}
+    for (taken, loss), (_, after) in itertools.pairwise(seen):
+        assert after < loss if taken else after == loss
+
+
+def test_a_step_leaves_nothing_behind():
+    state, step = start()
+    _, state = losses(state, step)
+    held = [state]
+    kept, peak = allocated(lambda: held.append(losses(held.pop(), step, steps=2)[1]))
+    assert kept < 1 << 16
+    assert 0 < peak < 64 << 20
