@@ -276,7 +276,13 @@ def axis_index(axis: str, mesh: Mesh | None = None) -> int:
 
 @contextmanager
 def set_mesh(mesh: Mesh) -> Generator[None]:
-    """Makes a mesh the one that `fs.ops` collectives use inside the `with` block."""
+    """Makes a mesh the one that `fs.ops` collectives use inside the `with` block.
+
+    Raises:
+        ArgumentError: no mesh.
+    """
+    if not isinstance(mesh, DeviceMesh | AbstractMesh):
+        raise refuse("fs.set_mesh", "a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
     token = _current.set(mesh)
     try:
         yield

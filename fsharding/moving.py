@@ -249,6 +249,8 @@ def of_tree(
             moved.append(Moving(path, tuple(shape), here, target.simplified(), local.dtype, local))
     if rows:
         mend = f"Say where leaves of pipeline stages and with Fused dims are: {function}(..., source=layout)."
+        if all("unreduced" in row for row in rows):
+            mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
         raise LayoutError(message(function, f"cannot move {len(rows)} leaves.", rows, mend))
 
     in_flight = [isinstance(x, Local) for x in flat]
@@ -310,6 +312,8 @@ def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[
         return found, [None] * count
     by_leaf = tree.unflatten(layout.structure, list(layout.leaves))
     leaves = tree.flatten_up_to(spec, by_leaf, _FUNCTION)
+    if not all(isinstance(leaf, LeafLayout) for leaf in leaves):
+        tree.match(_FUNCTION, by_leaf, tree.unflatten(spec, [0] * count), ("the layout", "the tree"))
     return [leaf.params for leaf in leaves], [leaf.shape for leaf in leaves]
 
 

@@ -95,6 +95,12 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
     if wrong:
         raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
     wrong += [
+        f"{path} is {type_text(shape, dtype)}, dim {dim}: {name!r} is no name"
+        for path, shape, dtype, names in leaves
+        for dim, name in enumerate(names or ())
+        if name is not None and not isinstance(name, str | Fused)
+    ]
+    wrong += [
         f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): its parts have {sum(name.sizes)} of {size}"
         for path, shape, dtype, names in leaves
         for dim, (name, size) in enumerate(zip(names or (), shape, strict=False))

@@ -103,6 +103,11 @@ class NamedSharding:
             raise refuse("NamedSharding", "a mesh, then a P", self.mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
         if not isinstance(self.spec, PartitionSpec):
             raise refuse("NamedSharding", "a mesh, then a P", self.spec, 'Give axes by dim: fs.P("dp", None).')
+        for name, kind in (("partial", str), ("assigned", Assigned), ("owned", str)):
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or not all(isinstance(x, kind) for x in given):
+                mend = "Give axes by name; fs.Assigned says who owns what."
+                raise refuse("NamedSharding", f"{name}= as a tuple of {kind.__name__}", given, mend)
         used = [*self.spec.all_axes, *self.partial, *(a.axis for a in self.assigned)]
         if unknown := [axis for axis in used if axis not in AXES]:
             raise SpecError(message("NamedSharding", unknown_axis(unknown[0])))

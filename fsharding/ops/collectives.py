@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding import _functorch, boxes
+from fsharding.arguments import refuse
 from fsharding.axes import AXES, unknown_axis
 from fsharding.errors import MeshError, SpecError, message
 from fsharding.mesh import Group, Mesh, axis_group, current_mesh
@@ -241,6 +242,8 @@ class _Ppermute:
 
 
 def _group(function: str, axis: str | Sequence[str], mesh: Mesh | None) -> Group:
+    if not isinstance(axis, str | tuple | list) or not all(isinstance(name, str) for name in axis):
+        raise refuse(function, "an axis or several", axis, 'Name them: "dp", or ("dp", "cp").')
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
         if name not in AXES:

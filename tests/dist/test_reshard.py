@@ -172,7 +172,7 @@ def test_an_open_sum_is_not_moved():
     assert run_ranks(refuse, 2, "partial")[1] == (
         LayoutError,
         "fs.reshard cannot move 1 leaves.\n  a: from P() unreduced over dp to P('dp'): take the sum first\n"
-        "Say where leaves with assignments are: source=layout.",
+        "Ask value_and_grad for reduced gradients, such as grads=layout.main.",
     )
 
 
