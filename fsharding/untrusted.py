@@ -122,13 +122,14 @@ def read_json(path: StrPath, *, most: int, values: int = 1_000_000, finite: bool
     return parse_json(read_plain(path, most), values=values, finite=finite)
 
 
-def parse_json(data: bytes, *, values: int = 1_000_000, finite: bool = True) -> Any:
+def parse_json(data: bytes, *, values: int = 1_000_000, finite: bool = True, negative: bool = True) -> Any:
     """The value of a JSON text in UTF-8, in which no object has a name twice.
 
     Args:
         data: the text.
         values: how many values it may hold, all of them together.
         finite: refuse NaN, Infinity and numbers that a float64 cannot hold; without it they are floats.
+        negative: take numbers with a minus sign, if only in the exponent.
 
     Raises:
         ValueError: it is no such text, or deeper than 200 brackets, or holds more values.
@@ -140,6 +141,8 @@ def parse_json(data: bytes, *, values: int = 1_000_000, finite: bool = True) -> 
         raise ValueError(f"it holds about {found:,} values; at most {values:,} are read")
     if (depth := _depth(plain)) > _DEPTH:
         raise ValueError(f"its brackets are {depth:,} deep; at most {_DEPTH} are read")
+    if not negative and b"-" in plain:
+        raise ValueError("it has a number with a minus sign")
     if b"\\u" in data and any(escape[1] for escape in _ESCAPE.finditer(data)):
         raise ValueError("it has half of a surrogate pair, which is no character")
     kinds: dict[str, Any] = {"parse_float": _finite, "parse_constant": _no_number} if finite else {}

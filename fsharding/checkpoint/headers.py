@@ -81,7 +81,7 @@ def header_of(file: BinaryIO) -> dict[str, Tensor]:
     while len(text) < length and (part := file.read(length - len(text))):
         text += part
     try:
-        header = parse_json(text, values=_VALUES)
+        header = parse_json(text, values=_VALUES, negative=False)
     except ValueError as error:
         raise ValueError(f"its header is no JSON: {error}") from error
     if not isinstance(header, dict):
