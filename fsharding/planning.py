@@ -117,9 +117,7 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
         if isinstance(name, Fused) and name.name == EXPERT
     ]
     unused = [entry for entry in frozen if not any(begins(leaf[0], entry) for leaf in leaves)]
-    wrong += [
-        f"frozen path {entry!r} is no leaf; leaves are {listed(leaf[0] for leaf in leaves)}" for entry in unused
-    ]
+    wrong += [f"frozen path {entry!r} is no leaf; leaves are {listed(leaf[0] for leaf in leaves)}" for entry in unused]
     if wrong:
         raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
     _check_rules(leaves, mesh, rules)

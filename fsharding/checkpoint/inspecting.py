@@ -82,7 +82,8 @@ class Inspection:
         by = f"step {manifest.step}, saved by fsharding {manifest.fsharding} on torch {manifest.torch}"
         lines += [printable(by), printable(f"mesh {mesh} ({how.get('ranks')} ranks), strategy {how.get('strategy')}")]
         leaves = [
-            (printable(path), str(leaf), printable(leaf.spec or ""), f"{_bytes(leaf):,}") for path, leaf in sorted(manifest.tree.items())
+            (printable(path), str(leaf), printable(leaf.spec or ""), f"{_bytes(leaf):,}")
+            for path, leaf in sorted(manifest.tree.items())
         ]
         lines += ["", *_table([("leaf", "type", "cut", "bytes"), *leaves])]
         files = [(printable(name), f"{file.bytes:,}") for name, file in manifest.files.items()]

@@ -80,7 +80,9 @@ def _finder(function: str) -> Find:
     return find
 
 
-def inventory(folder: Path, pickled: bytes, manifest: Manifest | None, function: str = "fs.checkpoint.load") -> dict[str, Stored]:
+def inventory(
+    folder: Path, pickled: bytes, manifest: Manifest | None, function: str = "fs.checkpoint.load"
+) -> dict[str, Stored]:
     """Reads DCP's own metadata, without running anything, and checks them.
 
     Args:
@@ -135,9 +137,7 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
 
 
-def _leaves(
-    found: Mapping[str, Any], sizes: Mapping[str, int], *, strict: bool
-) -> tuple[dict[str, Stored], list[str]]:
+def _leaves(found: Mapping[str, Any], sizes: Mapping[str, int], *, strict: bool) -> tuple[dict[str, Stored], list[str]]:
     """The leaves, and one row for whatever is wrong with them."""
     storage = _storage(found.get("storage_data"))
     leaves: dict[str, Stored] = {}

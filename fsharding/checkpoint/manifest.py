@@ -193,9 +193,7 @@ def _damaged(function: str, where: str, how: str) -> CheckpointError:
 
 
 def _from_data(data: dict[str, Any]) -> Manifest:
-    tree = {
-        path: SavedLeaf(tuple(leaf["shape"]), leaf["dtype"], leaf["spec"]) for path, leaf in data["tree"].items()
-    }
+    tree = {path: SavedLeaf(tuple(leaf["shape"]), leaf["dtype"], leaf["spec"]) for path, leaf in data["tree"].items()}
     files = {
         name: SavedFile(file["bytes"], tuple(file["sha256"]), file["block"]) for name, file in data["files"].items()
     }

@@ -8,6 +8,7 @@ Law: reading takes time and memory in proportion to the bytes, and leaves nothin
 
 from __future__ import annotations
 
+import _compat_pickle
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -80,7 +81,7 @@ class _Machine:
 
     def __init__(self, data: bytes, find: Find, persistent: Callable[[Any], Any] | None) -> None:
         self.data, self.find, self.persistent = data, find, persistent
-        self.at = 0
+        self.at = self.protocol = 0
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -138,8 +139,9 @@ def _unknown(m: _Machine) -> None:
 
 
 def _proto(m: _Machine) -> None:
-    if (version := m.number(_U8)) > 5:
-        raise ValueError(f"its pickle has protocol {version}; known are those up to 5")
+    m.protocol = m.number(_U8)
+    if m.protocol > 5:
+        raise ValueError(f"its pickle has protocol {m.protocol}; known are those up to 5")
 
 
 def _frame(m: _Machine) -> None:
@@ -222,7 +224,11 @@ def _filled(m: _Machine) -> Pairs:
 
 
 def _global(m: _Machine) -> None:
-    m.stack.append(m.find(m.line(), m.line()))
+    module, name = m.line(), m.line()
+    if m.protocol < 3:  # which has the names of Python 2
+        module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+        module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+    m.stack.append(m.find(module, name))
 
 
 def _stack_global(m: _Machine) -> None:

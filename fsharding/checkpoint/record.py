@@ -75,15 +75,20 @@ class Window(io.RawIOBase):
         self._at = origin + offset
         return self._at
 
-    def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer, or what of it there are bytes for."""
-        target = memoryview(buffer).cast("B")
-        stop = min(self._at + len(target), self._length)
+    def read(self, size: int = -1, /) -> bytes:
+        """The next bytes; a size that is too large is refused before there is memory for it."""
+        stop = self._length if size < 0 else min(self._at + size, self._length)
         if stop - self._at > self._most:
             raise ValueError(f"its directory has {stop - self._at:,} bytes; at most {self._most:,} are read")
         data = self._fetch(self._at, stop) if stop > self._at else b""
-        target[: len(data)] = data
         self._at += len(data)
+        return data
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fills a buffer, or what of it there are bytes for."""
+        target = memoryview(buffer).cast("B")
+        data = self.read(len(target))
+        target[: len(data)] = data
         return len(data)
 
 
@@ -210,7 +215,7 @@ def _place(window: Window, members: dict[str, zipfile.ZipInfo], name: str) -> tu
         raise ValueError(f"its {name} is compressed or encrypted")
     window.seek(info.header_offset)
     head = window.read(_LOCAL_HEADER.size)
-    if head is None or len(head) != _LOCAL_HEADER.size:
+    if len(head) != _LOCAL_HEADER.size:
         raise ValueError(f"its {name} is cut off")
     mark, of_name, of_extra = _LOCAL_HEADER.unpack(head)
     if mark != b"PK\3\4":
@@ -224,7 +229,7 @@ def _content(window: Window, members: dict[str, zipfile.ZipInfo], name: str, lim
         raise ValueError(f"its {name} has {size:,} bytes, more than a tensor's")
     window.seek(start)
     data = window.read(size)
-    if data is None or len(data) != size:
+    if len(data) != size:
         raise ValueError(f"its {name} is cut off")
     return data
 
@@ -275,7 +280,7 @@ _MORE = {
     ("torch.nn.parameter", "Buffer"), ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
     ("torch.torch_version", "TorchVersion"), ("collections", "Counter"), ("collections", "defaultdict"),
     ("_codecs", "encode"),
-    *((module, name) for module in ("builtins", "__builtin__") for name in ("set", "complex", "bytearray", "dict")),
+    *(("builtins", name) for name in ("set", "complex", "bytearray", "dict")),
 }  # fmt: skip
 """What else a state dict may have: names of which nothing is ever called. What they would make is no tensor."""
 

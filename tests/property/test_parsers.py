@@ -38,7 +38,7 @@ from fsharding.hf.folder import open_folder
 from fsharding.show import read_metrics
 
 SECONDS, BYTES = 1.0, 200 << 20
-HANGS = 60
+HANGS = 30
 DEFAULT, FULL = 150, 10_000
 
 
@@ -157,7 +157,9 @@ def metadata(folder: Path) -> tuple[bytes, Reader]:
         own = ck.SavedFile(len(data), tuple(hashlib.sha256(block).hexdigest() for block in blocks))
         sealed = dataclasses.replace(said, files={**said.files, ".metadata": own})
         (path / "manifest.json").write_text(manifests.text_of(sealed))
-        load_all(path)
+        for call in (lambda: ck.inspect(path), lambda: ck.load(path, planned())):
+            with contextlib.suppress(FshardingError):
+                call()
 
     return truth, read
 

@@ -220,7 +220,10 @@ REFUSALS = {
     "absolute": (_bad_index("/etc/passwd"), ["  /etc/passwd: is no plain file name", BESIDE]),
     "link": (_bad_index("link"), ["  link: is a link that leads out of {}", BESIDE]),
     "no_plain_file": (_bad_index("fifo"), ["  fifo: is no plain file", BESIDE]),
-    "itself": (_bad_index("model.safetensors.index.json"), ["  model.safetensors.index.json: is an index itself", BESIDE]),
+    "itself": (
+        _bad_index("model.safetensors.index.json"),
+        ["  model.safetensors.index.json: is an index itself", BESIDE],
+    ),
     "absent": (_bad_index("absent"), ["  absent: is missing", BESIDE]),
     "no_name": (_bad_index(3), ["  3: is no plain file name", BESIDE]),  # type: ignore[arg-type]
     "cut_safetensors": (_cut("safetensors"), ["  w ends at byte 4,072 of 2,000", "It is cut off: get it again."]),

@@ -17,7 +17,12 @@ def test_a_message_has_rule_rows_and_mend():
 
 def test_ten_rows_and_how_many_more():
     text = message("fs.f", "cannot do it.", (f"row {i}" for i in range(12_345)), "Do not.")
-    assert text.splitlines() == ["fs.f cannot do it.", *(f"  row {i}" for i in range(10)), "  and 12,335 more", "Do not."]
+    assert text.splitlines() == [
+        "fs.f cannot do it.",
+        *(f"  row {i}" for i in range(10)),
+        "  and 12,335 more",
+        "Do not.",
+    ]
     assert message("fs.f", "cannot.", ["a"] * 10).count("\n  a") == 10
     assert listed("abc") == "a, b, c" and listed([]) == "none" and listed([], none="nothing") == "nothing"
     assert listed(map(str, range(1_000))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 990 more"

@@ -86,7 +86,7 @@ def test_links_lead_where_the_folder_may_lead(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------- JSON
 @pytest.mark.parametrize(
-    "value", [None, 1.5, -3, "é名\\ \" [", [], {}, {"a": [1, {"b": "{[,"}], "": None}, 10**300, "\U0001f600"]
+    "value", [None, 1.5, -3, 'é名\\ " [', [], {}, {"a": [1, {"b": "{[,"}], "": None}, 10**300, "\U0001f600"]
 )
 @pytest.mark.parametrize("how", [{}, {"ensure_ascii": False, "indent": 2}])
 def test_values_are_those_of_json(value, how):
