@@ -22,7 +22,6 @@ __all__ = [
     "are_disjoint",
     "chunk",
     "covers",
-    "are_disjoint",
     "cut_runs",
     "full",
     "grid_boxes",

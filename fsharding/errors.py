@@ -145,7 +145,7 @@ def listed(names: Iterable[str], *, none: str = "none") -> str:
 
 
 def printable(text: str) -> str:
-    """A text on one line that no terminal acts on: control characters become `\\x1b` and the like.
+    """A text on one line that no terminal acts on: a control character becomes its escape, as Python writes it.
 
     A line of more than 800 characters keeps its ends, and says how long it was.
     """

@@ -45,7 +45,8 @@ class Made:
     __slots__ = ("args", "kind", "state")
 
     def __init__(self, kind: Any, args: tuple[Any, ...]) -> None:
-        self.kind, self.args, self.state = kind, args, None
+        self.kind, self.args = kind, args
+        self.state: Any = None
 
 
 def named(pairs: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Files that `torch.save` wrote, looked at without torch: where the values of each tensor are, and how they are strided.
+"""Files that `torch.save` wrote, looked at without torch: where the values of each tensor are, and their strides.
 
 In: a window on bytes. Out: a `Record`, or a tree of them. The zip's directory is read by Python's zipfile, its pickle
 as inert data, so that nothing which a file names is ever called.
@@ -127,7 +127,7 @@ def parse_file(window: Window, length: int) -> Any:
     members = _members(window)
     pickled = _content(window, members, "data.pkl", WHOLE)
     # A dict may be in two dicts, which are in two dicts, and so on: all together is to be about as much as is written.
-    left = 100_000 + len(pickled)
+    left = 10_000 + len(pickled)
 
     def grow(node: Any, path: tuple[str, ...]) -> Any:
         nonlocal left

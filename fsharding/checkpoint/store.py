@@ -255,13 +255,12 @@ def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manife
 
 def _something_else(folder: Path) -> tuple[str, str] | None:
     """What a directory without a manifest is instead, and what to do with it; None if it is nothing that is known."""
-    names = set(os.listdir(folder))
+    names, foreign = set(os.listdir(folder)), "fs.checkpoint.load_weights(path, layout, names)"
     if ".metadata" in names:
-        what = f"torch.distributed.checkpoint wrote it, as FSDP2 does, or its save was never finished: it has no {MANIFEST}"
-        return what, "Read the tensors of such a directory with fs.checkpoint.load_weights(path, layout, names)."
+        what = "torch.distributed.checkpoint wrote it, as FSDP2 does, or its save was never finished"
+        return f"{what}: it has no {MANIFEST}", f"Read the tensors of such a directory with {foreign}."
     if "config.json" in names or any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        mend = "Read its weights with fs.hf.load(path, layout), or fs.checkpoint.load_weights(path, layout, names)."
-        return "it is a directory of Hugging Face", mend
+        return "it is a directory of Hugging Face", f"Read its weights with fs.hf.load(path, layout), or {foreign}."
     for inner in (folder, folder / "ckpt"):
         if steps := _steps(inner):
             what = "it is the directory of a run" if inner != folder else "it is a directory of checkpoints"

@@ -217,7 +217,7 @@ def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
     numbers = {key: rope.get(key) for key in known[kind]} | {"rope_theta": theta}
     numbers |= {key: rope[key] for key in ("beta_slow", "beta_fast") if kind == "yarn" and rope.get(key) is not None}
     wrong = [f"{key} of the rotary positions is {x!r}: a number" for key, x in numbers.items() if not _is_number(x)]
-    if not wrong and numbers.get("factor", 0) > _MOST_FACTOR:
+    if not wrong and not _is_number(numbers.get("factor", 1), most=_MOST_FACTOR):
         wrong.append(f"factor of the rotary positions is {numbers['factor']!r}: at most {_MOST_FACTOR:,}")
     others = ("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor")
     odd = [key for key in others if rope.get(key) is not None]
