@@ -213,6 +213,8 @@ def _place(window: Window, members: dict[str, zipfile.ZipInfo], name: str) -> tu
     info = members[name]
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
         raise ValueError(f"its {name} is compressed or encrypted")
+    if info.header_offset < 0:  # zipfile moves all of them by what seems to stand before the zip
+        raise ValueError(f"its {name} is not where its directory says")
     window.seek(info.header_offset)
     head = window.read(_LOCAL_HEADER.size)
     if len(head) != _LOCAL_HEADER.size:
