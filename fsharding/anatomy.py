@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fsharding.errors import ConfigError, FshardingError, LayoutError, TreeError
+from fsharding.errors import ConfigError, FshardingError, LayoutError, TreeError, listed
 from fsharding.module_problems import problem, refuse_all
 from fsharding.planning import LAYERS, type_text
 from fsharding.spec import DimName
@@ -351,7 +351,7 @@ def _misnamed(
     missed = [leaf for leaf in leaves if not any(fnmatchcase(leaf.path, pattern) for pattern in table)]
     rows = [f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}" for leaf in missed]
     mend = "Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."
-    text = f"finds no names for {len(missed)} leaves; the table has {', '.join(map(repr, table)) or 'nothing'}."
+    text = f"finds no names for {len(missed)} leaves; the table has {listed(map(repr, table), none='nothing')}."
     problems = problem(LayoutError, text, rows, mend)
     if every is None:
         return problems

@@ -19,6 +19,7 @@ __all__ = [
     "Grid",
     "Overlap",
     "Runs",
+    "are_disjoint",
     "chunk",
     "covers",
     "cut_runs",
@@ -263,5 +264,42 @@ def is_tiling(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     kept = [box for box in boxes if volume(box)]
     if sum(volume(box) for box in kept) != math.prod(shape):
         return False
-    inside = all(intersect(box, full(shape)) == box for box in kept)
-    return inside and all(intersect(a, b) is None for i, a in enumerate(kept) for b in kept[:i])
+    return all(intersect(box, full(shape)) == box for box in kept) and are_disjoint(kept)
+
+
+_TURNS, _PAIRS = 100, 1000
+
+
+def are_disjoint(boxes: Sequence[Box]) -> bool:
+    """Whether no element is in two of some boxes that are not empty.
+
+    Boxes that cuts through all of a tensor make, one cut after the other, are told apart by these cuts; of others each
+    is compared with each. More than a thousand such others count as not disjoint, so that nothing takes for ever.
+    """
+    groups, left = [[*boxes]], _TURNS * (len(boxes) + 1)
+    while groups:
+        group = groups.pop()
+        left -= len(group)
+        if left < 0:
+            return False
+        apart = _cut_apart(group)
+        if len(apart) > 1:
+            groups += [part for part in apart if len(part) > 1]
+        elif len(group) > _PAIRS or any(intersect(a, b) is not None for i, a in enumerate(group) for b in group[:i]):
+            return False
+    return True
+
+
+def _cut_apart(group: list[Box]) -> list[list[Box]]:
+    """The boxes between cuts through all of them, along the first dim that has some."""
+    for dim in range(len(group[0]) if group else 0):
+        parts: list[list[Box]] = []
+        end = 0
+        for box in sorted(group, key=lambda box: box[dim]):
+            if not parts or box[dim][0] >= end:
+                parts.append([])
+            parts[-1].append(box)
+            end = max(end, box[dim][1])
+        if len(parts) > 1:
+            return parts
+    return [group]

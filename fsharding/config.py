@@ -183,7 +183,17 @@ def check(config: TrainConfig, world: int) -> None:
 def batches_seen(newest: Path) -> int:
     """How many batches a run had seen when it saved a checkpoint."""
     found = checkpoint.metadata(newest)
-    return found.extra.get("batches", found.step)
+    batches = _notes(found).get("batches", found.step)
+    if type(batches) is not int or batches < 0:
+        text = f"cannot go on from {newest}: it does not say how many batches its run had seen."
+        mend = "fs.checkpoint.load reads it; --resume takes what fsharding train has saved."
+        raise CheckpointError(message("fsharding train --resume", text, [f"batches: {batches!r}"], mend))
+    return batches
+
+
+def _notes(manifest: checkpoint.Manifest) -> dict[str, Any]:
+    """What `fsharding train` added to a checkpoint; nothing where something else saved it."""
+    return manifest.extra if isinstance(manifest.extra, dict) else {}
 
 
 def model_of(config: TrainConfig) -> Model:
@@ -309,10 +319,11 @@ def _check_resume(config: TrainConfig, data: Tokens) -> None:
     if newest is None:
         text = f"finds no complete checkpoint in {config.checkpoints}."
         raise CheckpointError(message("fsharding train --resume", text, mend="Leave --resume out to start a new run."))
-    extra = checkpoint.metadata(newest).extra
+    extra = _notes(checkpoint.metadata(newest))
     now = {"preset": config.preset, "data": data.fingerprint()}
     rows = [f"{k}: {extra.get(k)} in the checkpoint, {v} now" for k, v in now.items() if extra.get(k) != v]
-    before = extra.get("config", {}).get("optimizer", "adamw")
+    options = extra.get("config")
+    before = options.get("optimizer", "adamw") if isinstance(options, dict) else "adamw"
     rows += [f"optimizer: {before} in the checkpoint, {config.optimizer} now"] if before != config.optimizer else []
     if rows:
         options = "--preset, --data, --batch, --seq, --seed and --optimizer"

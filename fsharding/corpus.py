@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 from fsharding.errors import DataError, message
+from fsharding.untrusted import read_plain
 
 __all__ = ["StrPath", "python_stdlib_files", "read_files"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 """A path."""
+
+_LARGEST = 1 << 40
 
 _NO_TRAINING_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -45,11 +48,13 @@ def read_files(paths: StrPath | Iterable[StrPath]) -> tuple[bytearray, list[int]
     buffer, begins, rows = bytearray(), list[int](), list[str]()
     for file in files.values():
         try:
-            content = file.read_bytes()
+            content = read_plain(file.resolve(), _LARGEST)
             begins += [len(buffer)] if content else []
             buffer += content
         except OSError as error:
             rows.append(f"{file}: {error.strerror}")
+        except ValueError as error:
+            rows.append(f"{file}: {error}")
     if rows:
         raise DataError(message("from_files", f"cannot read {len(rows)} paths.", rows, "Correct or remove them."))
     if not buffer:

@@ -24,6 +24,7 @@ import torch
 
 from fsharding.corpus import StrPath, python_stdlib_files, read_files
 from fsharding.errors import DataError, message
+from fsharding.untrusted import open_plain, read_json
 
 __all__ = ["Data", "Shard", "Tokens", "from_files", "from_tokens", "open_data", "python_stdlib_files"]
 
@@ -31,6 +32,7 @@ Stream: TypeAlias = npt.NDArray[np.integer[Any]]
 
 _ITEM = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
 _CHUNK = 1 << 22
+_SIDECAR = 1 << 20
 _SAMPLES, _SAMPLE = 64, 4096
 
 
@@ -259,11 +261,12 @@ def from_tokens(
         raise DataError(message("from_tokens", rule, mend=f"Give one of {', '.join(_ITEM)}."))
     item = np.dtype(_ITEM[dtype])
     try:
-        size = os.stat(path).st_size
-        count = size // item.itemsize
-        stream = cast("Stream", np.memmap(path, item, "r", shape=(count,)) if count else np.empty(0, item))
-    except OSError as error:
-        rule = f"cannot open {path}: {error.strerror}."
+        with open_plain(os.path.realpath(path)) as file:
+            size = os.fstat(file.fileno()).st_size
+            count = size // item.itemsize
+            stream = cast("Stream", np.memmap(file, item, "r", shape=(count,)) if count else np.empty(0, item))
+    except (OSError, ValueError) as error:
+        rule = f"cannot open {path}: {getattr(error, 'strerror', None) or error}."
         raise DataError(message("from_tokens", rule, mend="Give the path of a file of token ids.")) from error
     if size % item.itemsize:
         rule = f"cannot read {path} as {dtype}: its {size} bytes are no multiple of {item.itemsize}."
@@ -322,7 +325,7 @@ def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0, docume
 def _sidecar(path: Path) -> tuple[str, int | None, int | None]:
     said: Any
     try:
-        said = json.loads(path.read_bytes())
+        said = read_json(os.path.realpath(path), most=_SIDECAR)
     except FileNotFoundError:
         return "uint16", None, None
     except (OSError, ValueError) as error:

@@ -2,12 +2,14 @@
 
 In: the public function, the rule that was broken, one row for each offending leaf, the edit that mends it.
 Out: an exception whose text has all four. Law: bad input is refused on every rank, before anything has changed.
+No text is without bounds, and none carries what a terminal would act on: names may come from files of strangers.
 `ValueError` is in the family of whatever a user can mend; our own invariants are plain asserts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 __all__ = [
     "ArgumentError",
@@ -29,8 +31,15 @@ __all__ = [
     "SpecError",
     "TransformError",
     "TreeError",
+    "listed",
     "message",
+    "printable",
 ]
+
+_MOST_ROWS = 10
+_MOST_LINES = 40
+_LONGEST_LINE = 800
+_HEAD, _TAIL = 400, 300
 
 
 class FshardingError(Exception):
@@ -139,13 +148,54 @@ def message(function: str, rule: str, rows: Iterable[str] = (), mend: str = "") 
     Args:
         function: the public function that was called.
         rule: what it cannot do, as the rest of a sentence that begins with `function`.
-        rows: one line for each offending leaf; all of them.
+        rows: one line for each offending leaf, all of them; the text has the first ten and says how many there are
+            more. The lines of a row that has several are indented further, so that none can be taken for another row.
         mend: the edit that makes it work.
 
     Returns:
-        The text of the exception.
+        The text of the exception; see `printable` for what becomes of its characters, and of long lines.
     """
-    lines = [f"{function} {rule}", *(f"  {row}" for row in rows)]
+    rest = iter(rows)
+    lines = _lines(f"{function} {rule}")
+    for row in islice(rest, _MOST_ROWS):
+        first, *more = _lines(row)
+        lines += [f"  {first}", *(f"    {line}" for line in more)]
+    if left := sum(1 for _ in rest):
+        lines.append(f"  and {left:,} more")
     if mend:
-        lines.append(mend)
+        lines += _lines(mend)
     return "\n".join(lines)
+
+
+def listed(names: Iterable[str], *, none: str = "none") -> str:
+    """Names in a sentence: `a, b, c`; of more than ten the first ten and how many there are more.
+
+    Args:
+        names: all of them.
+        none: the word for no names.
+    """
+    rest = iter(names)
+    first = [*islice(rest, _MOST_ROWS)]
+    left = sum(1 for _ in rest)
+    return ", ".join(first or [none]) + (f" and {left:,} more" if left else "")
+
+
+def printable(text: str) -> str:
+    """A text on one line that no terminal acts on: a control character becomes its escape, as Python writes it.
+
+    A line of more than 800 characters keeps its ends, and says how long it was.
+    """
+    if len(text) > _LONGEST_LINE:
+        # Cut first: what is left out is not looked at.
+        return f"{printable(text[:_HEAD])} ... {printable(text[-_TAIL:])} ({len(text):,} characters)"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a text, each as `printable` has it."""
+    lines = text.split("\n", _MOST_LINES)
+    if len(lines) > _MOST_LINES:
+        lines[-1] = f"... and {lines[-1].count(chr(10)) + 1:,} more lines"
+    return [printable(line) for line in lines]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsharding.axes import AXES, DATA_AXES
-from fsharding.errors import LayoutError, SpecError, message
+from fsharding.errors import LayoutError, SpecError, listed, message
 from fsharding.mesh import Mesh, abstract
 from fsharding.precision import DTYPES
 from fsharding.sharding import Assigned, NamedSharding
@@ -125,9 +125,7 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
         if isinstance(name, Fused) and name.name == EXPERT
     ]
     unused = [entry for entry in frozen if not any(begins(leaf[0], entry) for leaf in leaves)]
-    wrong += [
-        f"frozen path {entry!r} is no leaf; leaves are {', '.join(leaf[0] for leaf in leaves)}" for entry in unused
-    ]
+    wrong += [f"frozen path {entry!r} is no leaf; leaves are {listed(leaf[0] for leaf in leaves)}" for entry in unused]
     if wrong:
         raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
     _check_rules(leaves, mesh, rules)
@@ -165,7 +163,7 @@ def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> N
         ]
     if missing:
         text = f"has no rule for {len(missing)} dims on mesh {abstract(mesh)}."
-        raise SpecError(message("fs.plan_layout", text, missing, "\n".join(hints.values())))
+        raise SpecError(message("fs.plan_layout", text, missing, "\n".join([*hints.values()][:10])))
     if twice:
         text = f"cannot spend one axis on two dims of a leaf; {len(twice)} leaves on mesh {abstract(mesh)}."
         mend = "Give one of the dims another name, with a rule of its own."

@@ -7,8 +7,8 @@ matplotlib is in the extra `plot`; without it there is a clear error, before tra
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from fsharding.actions import COMPUTES
 from fsharding.errors import ConfigError, message
 from fsharding.schedule import Schedule
+from fsharding.untrusted import parse_json, read_plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,17 +53,40 @@ def require_matplotlib(function: str, picture: str = "loss.png", *, instead: str
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, None for what is not finite; it ends where a line was cut off, or is no row."""
+    """The rows of a metrics file, None for what is not finite; it ends where a line was cut off, or is no row.
+
+    Raises:
+        ConfigError: it is no file that can be read, or larger than 1 GiB.
+    """
     rows: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+    try:
+        data = read_plain(os.path.realpath(path), _LARGEST_METRICS) if path.exists() else b""
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        text = message("fsharding train", f"cannot read {path}.", [why], "Move it away, or give another --out.")
+        raise ConfigError(text) from error
+    for line in data.splitlines():
+        row = _row(line)
+        if row is None:
             break
-        if not isinstance(row, dict) or not isinstance(cast("dict[str, Any]", row).get("step"), int):
-            break
-        rows.append(cast("dict[str, Any]", row))
+        rows.append(row)
     return rows
+
+
+_LARGEST_METRICS, _MOST_ENTRIES = 1 << 30, 1000
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A row of metrics: its step, a whole number, and other numbers or None; None where a line is something else."""
+    try:
+        row = parse_json(line, values=_MOST_ENTRIES)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or abs(row["step"]) > 1 << 62:
+        return None
+    found = cast("dict[str, Any]", row)
+    plain = all(isinstance(x, float | None) or (isinstance(x, int) and abs(x) < 1 << 62) for x in found.values())
+    return found if plain else None
 
 
 def plot_loss(metrics: Path, out: Path) -> None:

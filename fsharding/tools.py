@@ -21,6 +21,7 @@ from fsharding.checkpoint.names import Name, Transposed
 from fsharding.checkpoint.offline import reshard_checkpoint
 from fsharding.errors import ConfigError, message
 from fsharding.strategy import parse_strategy
+from fsharding.untrusted import parse_json
 
 __all__ = ["ExportConfig", "InspectConfig", "ReshardConfig", "ToolConfig", "run_tool"]
 
@@ -133,7 +134,7 @@ def _names(file: Path | None) -> dict[str, Name] | None:
     if file is None:
         return None
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
+        table = parse_json(file.read_bytes())
         return {ours: _name(theirs) for ours, theirs in table.items()}
     except (OSError, ValueError, AttributeError) as error:
         mend = 'Write {"our.path": "their.name"}, or {"our.path": {"transposed": "their.name"}}.'

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import optree
 
-from fsharding.errors import TreeError, message
+from fsharding.errors import TreeError, listed, message
 
 __all__ = [
     "NAMESPACE",
@@ -208,8 +208,8 @@ def at(tree: Tree, path: str) -> Any:
             else:
                 node = node[int(part)] if part.isdigit() else getattr(node, part)
         except (KeyError, IndexError, AttributeError, TypeError) as error:
-            known = ", ".join(paths(tree)) or "none"
-            raise TreeError(message("tree.at", f"finds no {path!r}.", mend=f"The paths are {known}.")) from error
+            mend = f"The paths are {listed(paths(tree))}."
+            raise TreeError(message("tree.at", f"finds no {path!r}.", mend=mend)) from error
     return node
 
 

@@ -28,7 +28,7 @@ README_SECONDS = 110
 # every module of ops/ that has no entry of its own. A fraction orders the modules within one level.
 LEVEL_TABLE: list[tuple[float, str]] = [
     (0, "errors"),
-    (0.5, "tree _compat _functorch counts hints ending arguments"),
+    (0.5, "tree untrusted _compat _functorch counts hints ending arguments"),
     (0.6, "public"),
     (0.8, "axes agreement"),
     (1, "mesh boxes"),

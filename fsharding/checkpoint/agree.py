@@ -66,7 +66,6 @@ def failure(function: str, problems: Mapping[int, tuple[bool, str]]) -> Checkpoi
     if world_size() == 1:
         return CheckpointError(message(function, "failed.", [text]))
     rows = [
-        f"rank{'s' * (len(where) > 1)} {', '.join(map(str, where))}: {text}".replace("\n", "\n    ")
-        for (_, text), where in by_text.items()
+        f"rank{'s' * (len(where) > 1)} {', '.join(map(str, where))}: {text}" for (_, text), where in by_text.items()
     ]
     return CheckpointError(message(function, f"failed on {len(problems)} of {world_size()} ranks.", rows))

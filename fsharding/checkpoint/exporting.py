@@ -109,7 +109,7 @@ def export(
     if rows:
         raise CheckpointError(message(_FUNCTION, "cannot write.", rows))
     folder = store.find(source)
-    leaves = open_source(folder, store.read_manifest(_FUNCTION, folder))
+    leaves = open_source(folder, store.read_manifest(_FUNCTION, folder), _FUNCTION)
     items = _plan(leaves, names, what, format)
     where.parent.mkdir(parents=True, exist_ok=True)
     with _whole(where) as partial:

@@ -21,7 +21,7 @@ from fsharding.checkpoint.leaves import Want, main_wants, staged
 from fsharding.checkpoint.names import Name, Names, Part, naming, parts, unknown
 from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.store import StrPath
-from fsharding.checkpoint.weights import Weights, open_weights
+from fsharding.checkpoint.weights import Weights, weights_at
 from fsharding.errors import CheckpointError, message
 from fsharding.layout import Layout
 from fsharding.sharding import local_of, sharding_of
@@ -66,7 +66,7 @@ def load_weights(
     opened: list[Weights] = []
 
     def look() -> str:
-        opened.append(open_weights(path, prefix))
+        opened.append(weights_at(_FUNCTION, path, prefix))
         return hashlib.sha256(repr(sorted(opened[0].leaves.items())).encode()).hexdigest()
 
     seen = together(_FUNCTION, look)

@@ -1,13 +1,14 @@
 """`inspect`: what a checkpoint holds and whether it is whole, as a value that prints as text and as JSON.
 
 In: a directory. Out: every leaf with its type and spec, the layout, every file with its size, and what is damaged.
-Sizes and checksums of all files are compared with the manifest; no tensor is read.
-Law: `damaged` is empty exactly when `load` would take the files.
+Sizes and checksums of all files are compared with the manifest, then all that `load` checks of what they say of
+themselves; no tensor is read but the step. Law: `damaged` is empty exactly when `load` would take the files.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ import torch
 
 from fsharding.checkpoint import store
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedLeaf
-from fsharding.checkpoint.source import damage
+from fsharding.checkpoint.source import damage, open_source
 from fsharding.checkpoint.store import StrPath
-from fsharding.errors import CheckpointError
+from fsharding.errors import CheckpointError, printable
 
 __all__ = ["Inspection", "inspect"]
+
+_FUNCTION = "fs.checkpoint.inspect"
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Inspection:
     Attributes:
         path: where it is.
         manifest: what it says of itself; None where that is damaged.
-        damaged: what is wrong, one row a file; empty when all is well.
+        damaged: what is wrong, one row a file, or one for each reason that `load` would have; empty when all is well.
     """
 
     path: Path
@@ -70,19 +73,20 @@ class Inspection:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {'damaged' if self.damaged else 'whole'}"]
-        lines += [f"  damaged: {row}" for row in self.damaged]
+        lines = [f"{printable(str(self.path))}: {'damaged' if self.damaged else 'whole'}"]
+        lines += [f"  damaged: {printable(row)}" for row in self.damaged]
         if self.manifest is None:
             return "\n".join(lines)
         manifest, how = self.manifest, self.manifest.layout
         mesh = ", ".join(f"{axis}={size}" for axis, size in how.get("mesh", {}).items())
-        lines.append(f"step {manifest.step}, saved by fsharding {manifest.fsharding} on torch {manifest.torch}")
-        lines.append(f"mesh {mesh} ({how.get('ranks')} ranks), strategy {how.get('strategy')}")
+        by = f"step {manifest.step}, saved by fsharding {manifest.fsharding} on torch {manifest.torch}"
+        lines += [printable(by), printable(f"mesh {mesh} ({how.get('ranks')} ranks), strategy {how.get('strategy')}")]
         leaves = [
-            (path, str(leaf), leaf.spec or "", f"{_bytes(leaf):,}") for path, leaf in sorted(manifest.tree.items())
+            (printable(path), str(leaf), printable(leaf.spec or ""), f"{_bytes(leaf):,}")
+            for path, leaf in sorted(manifest.tree.items())
         ]
         lines += ["", *_table([("leaf", "type", "cut", "bytes"), *leaves])]
-        files = [(name, f"{file.bytes:,}") for name, file in manifest.files.items()]
+        files = [(printable(name), f"{file.bytes:,}") for name, file in manifest.files.items()]
         lines += ["", *_table([("file", "bytes"), *files]), ""]
         lines.append(
             f"{len(manifest.tree)} leaves of {self.leaf_bytes:,} bytes in {len(manifest.files)} files of "
@@ -98,17 +102,37 @@ def inspect(path: StrPath) -> Inspection:
         path: the directory.
 
     Raises:
-        CheckpointError: there is no checkpoint. One that is damaged is returned as such.
+        CheckpointError: there is no checkpoint; the text says what is there instead. One that is damaged, or that
+            `load` refuses whatever it is to be loaded into, is returned as such.
     """
     folder = store.find(path)
     try:
-        manifest = store.read_manifest("fs.checkpoint.inspect", folder)
+        manifest = store.read_manifest(_FUNCTION, folder)
     except CheckpointError as error:
-        if not (folder / MANIFEST).is_file():
+        if not os.path.lexists(folder / MANIFEST):
             raise
-        text = " ".join(line.strip() for line in str(error).splitlines()[:2])
-        return Inspection(folder, None, (f"{MANIFEST}: {text}",))
-    return Inspection(folder, manifest, tuple(damage(folder, manifest.files)))
+        return Inspection(folder, None, (f"{MANIFEST}: {_in_one_line(error)}",))
+    rows = damage(folder, manifest.files)
+    return Inspection(folder, manifest, tuple(rows or _objections(folder, manifest)))
+
+
+def _objections(folder: Path, manifest: Manifest) -> list[str]:
+    """Why `load` would refuse files that are as the manifest says."""
+    try:
+        source = open_source(folder, manifest, _FUNCTION)
+        source.check()
+        if source.leaves.get("step") == ((), torch.int64):
+            source.read("step", (), step := torch.zeros((), dtype=torch.int64))
+            if int(step) != manifest.step:
+                return [f"{MANIFEST}: it says step {manifest.step}, the files say step {int(step)}"]
+    except CheckpointError as error:
+        return [_in_one_line(error)]
+    return []
+
+
+def _in_one_line(error: CheckpointError) -> str:
+    """Function and rule of an error, and its first row."""
+    return " ".join(line.strip() for line in str(error).splitlines()[:2])
 
 
 def _bytes(leaf: SavedLeaf) -> int:

@@ -22,9 +22,8 @@ from fsharding.precision import LossScale, Precision
 from fsharding.spec import AxisRules, DimName, Fused
 from fsharding.strategy import Strategy
 
-__all__ = ["describe_layout", "layout_of", "names_from_plain", "plain_names"]
+__all__ = ["describe_layout", "layout_in", "layout_of", "names_from_plain", "plain_names"]
 
-_FUNCTION = "fs.checkpoint.layout_of"
 _ROLES = ("params", "compute", "reduce", "grads", "moments")
 
 
@@ -97,12 +96,24 @@ def layout_of(
         LayoutError: as `plan_layout`.
         SpecError: as `plan_layout`.
     """
+    return layout_in(manifest, mesh, strategy, stages, function="fs.checkpoint.layout_of")
+
+
+def layout_in(
+    manifest: Manifest,
+    mesh: Mesh,
+    strategy: Strategy | None = None,
+    stages: Mapping[str, Any] | None = None,
+    *,
+    function: str,
+) -> Layout:
+    """`layout_of` for another public function, whose name the errors carry."""
     plain = manifest.layout
     same_size = abstract(mesh).axis_size("pp") == plain.get("mesh", {}).get("pp", 1)
     try:
         params: dict[str, Any] = plain["params"]
         names = {path: names_from_plain(leaf["names"]) for path, leaf in params.items()}
-        model = rebuild(plain["structure"], lambda path: path, "params", owner="the parameters", function=_FUNCTION)
+        model = rebuild(plain["structure"], lambda path: path, "params", owner="the parameters", function=function)
         flat = [path.removeprefix("params").removeprefix(".") for path in tree.leaves(model)]
         shapes = [
             torch.empty(tuple(params[path]["shape"]), dtype=getattr(torch, params[path]["init"]), device="meta")
@@ -122,7 +133,7 @@ def layout_of(
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         row = f"{type(error).__name__}: {error}"
-        raise CheckpointError(message(_FUNCTION, "finds no layout in the manifest.", [row])) from error
+        raise CheckpointError(message(function, "finds no layout in the manifest.", [row])) from error
 
 
 def _precision(plain: dict[str, Any]) -> Precision:

@@ -70,12 +70,12 @@ def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = 
         mend = "Say where it goes: fs.checkpoint.load(path, layout), with layout = fs.plan_layout(model, mesh)."
         raise refuse(_FUNCTION, "a path, then a Layout", layout, mend)
     device_of(layout, _FUNCTION)
-    folder, manifest, damaged = _look(path)
+    folder, manifest, damaged = _look(_FUNCTION, path)
     wanted, opt_state = _wanted(layout, manifest, opt)
-    _compare(folder, manifest, wanted, layout, with_opt=opt is not None, cast=cast)
+    _compare(_FUNCTION, folder, manifest, wanted, layout, with_opt=opt is not None, cast=cast)
     if damaged:
-        raise _refusal(folder, manifest, damaged)
-    return _assemble(_read(folder, manifest, wanted), opt_state, layout)
+        raise _refusal(_FUNCTION, folder, manifest, damaged)
+    return _assemble(_read(_FUNCTION, folder, manifest, wanted), opt_state, layout)
 
 
 def load_leaves(
@@ -102,18 +102,18 @@ def load_leaves(
         folder = store.find(path)
         manifest = store.read_manifest(_LEAVES, folder)
         if damaged := damage(folder, manifest.files, hashed=False):
-            raise _refusal(folder, manifest, damaged)
+            raise _refusal(_LEAVES, folder, manifest, damaged)
         tree_of = {leaf: manifest.tree[leaf] for leaf in _chosen(folder, manifest, chosen)}
         whole = {leaf: Want(saved.shape, getattr(torch, saved.dtype), None, _CPU) for leaf, saved in tree_of.items()}
-        return _fetch(open_source(folder, manifest), whole)
-    device_of(layout, _FUNCTION)
-    folder, manifest, damaged = _look(path)
+        return _fetch(open_source(folder, manifest, _LEAVES), whole)
+    device_of(layout, _LEAVES)
+    folder, manifest, damaged = _look(_LEAVES, path)
     found = _chosen(folder, manifest, chosen)
-    wanted = {path: want for path, want in _wanted_leaves(layout, manifest, found).items() if path in found}
-    _compare(folder, manifest, wanted, layout, with_opt=True, cast=cast, some=True)
+    wanted = {path: want for path, want in _wanted_leaves(layout, manifest, found, _LEAVES).items() if path in found}
+    _compare(_LEAVES, folder, manifest, wanted, layout, with_opt=True, cast=cast, some=True)
     if damaged:
-        raise _refusal(folder, manifest, damaged)
-    return _read(folder, manifest, wanted)
+        raise _refusal(_LEAVES, folder, manifest, damaged)
+    return _read(_LEAVES, folder, manifest, wanted)
 
 
 def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]:
@@ -132,24 +132,24 @@ def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]
     return [*found]
 
 
-def _look(path: StrPath) -> tuple[Path, Manifest, list[str]]:
+def _look(function: str, path: StrPath) -> tuple[Path, Manifest, list[str]]:
     """The directory and its manifest, the same on all ranks; and which files are missing or cut."""
     seen: list[tuple[Path, Manifest]] = []
 
     def read() -> tuple[str, str, list[str]]:
         folder = store.find(path)
-        manifest = store.read_manifest(_FUNCTION, folder)
+        manifest = store.read_manifest(function, folder)
         seen.append((folder, manifest))
         rows = damage(folder, _share(manifest), hashed=False)
         return str(folder), hashlib.sha256(text_of(manifest).encode()).hexdigest(), rows
 
-    found = together(_FUNCTION, read)
+    found = together(function, read)
     if len({(folder, digest) for folder, digest, _ in found}) > 1:
         rows = [
             f"rank {r}: {folder}, its manifest has the sha256 {digest[:12]}..."
             for r, (folder, digest, _) in enumerate(found)
         ]
-        raise CheckpointError(message(_FUNCTION, "found different checkpoints on different ranks.", rows))
+        raise CheckpointError(message(function, "found different checkpoints on different ranks.", rows))
     return *seen[0], [row for _, _, rows in found for row in rows]
 
 
@@ -161,9 +161,11 @@ def _share(manifest: Manifest) -> dict[str, SavedFile]:
 # ------------------------------------------------------------------------------------------------------ what should be
 
 
-def _wanted_leaves(layout: Layout, manifest: Manifest, moments: Sequence[str]) -> dict[str, Want]:
+def _wanted_leaves(
+    layout: Layout, manifest: Manifest, moments: Sequence[str], function: str = _FUNCTION
+) -> dict[str, Want]:
     """The leaves of a state in this layout; of the optimizer state, those of some paths."""
-    mains = main_wants(layout, _FUNCTION)
+    mains = main_wants(layout, function)
     wanted = {param_path(leaf): mains[leaf.path] for leaf in layout.leaves}
     wanted["step"] = Want((), torch.int64, None, _CPU)
     wanted["key"] = Want((2,), torch.int64, None, _CPU)
@@ -171,7 +173,7 @@ def _wanted_leaves(layout: Layout, manifest: Manifest, moments: Sequence[str]) -
         wanted["loss_scale.scale"] = Want((), torch.float32, None, _CPU)
         wanted["loss_scale.good_steps"] = Want((), torch.int64, None, _CPU)
     of_opt = {path: manifest.tree[path] for path in moments if path.startswith("opt_state") and path in manifest.tree}
-    return {**wanted, **{path: _by_path(path, saved, layout) for path, saved in of_opt.items()}}
+    return {**wanted, **{path: _by_path(path, saved, layout, function) for path, saved in of_opt.items()}}
 
 
 def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | None) -> tuple[dict[str, Want], Tree]:
@@ -187,10 +189,10 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
     return wanted, tree.map_with_path(lambda path, _: path, state)["opt_state"]
 
 
-def _by_path(path: str, saved: SavedLeaf, layout: Layout) -> Want:
+def _by_path(path: str, saved: SavedLeaf, layout: Layout, function: str) -> Want:
     """A leaf of the optimizer state of which we know what the manifest says alone: cut as the parameter of its path."""
     home = home_of(path, saved, layout)
-    device = _CPU if home is None else device_of(layout, _FUNCTION)
+    device = _CPU if home is None else device_of(layout, function)
     return Want(saved.shape, getattr(torch, saved.dtype), home, device)
 
 
@@ -212,6 +214,7 @@ def _meta_main(layout: Layout) -> Tree:
 
 
 def _compare(
+    function: str,
     folder: Path,
     manifest: Manifest,
     wanted: dict[str, Want],
@@ -248,7 +251,7 @@ def _compare(
     else:
         what, mend = "another precision", "Load it with the dtypes that were saved, or with cast=True."
     rule = f"cannot use {folder}: it is a checkpoint of {what}; {len(rows)} leaves differ."
-    raise CheckpointError(message(_FUNCTION, rule, rows, mend))
+    raise CheckpointError(message(function, rule, rows, mend))
 
 
 def _changed_frozen(manifest: Manifest, wanted: dict[str, Want], layout: Layout) -> list[str]:
@@ -264,33 +267,33 @@ def _changed_frozen(manifest: Manifest, wanted: dict[str, Want], layout: Layout)
     ]
 
 
-def _refusal(folder: Path, manifest: Manifest, rows: list[str]) -> CheckpointError:
+def _refusal(function: str, folder: Path, manifest: Manifest, rows: list[str]) -> CheckpointError:
     rule = f"refuses {folder}: {len(rows)} of its {len(manifest.files)} files are damaged."
     mend = "Use another checkpoint, or a copy of this one."
-    return CheckpointError(message(_FUNCTION, rule, sorted(rows), mend))
+    return CheckpointError(message(function, rule, sorted(rows), mend))
 
 
 # ----------------------------------------------------------------------------------------------------------- the state
 
 
-def _read(folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
+def _read(function: str, folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
     """All that is wanted, in new memory, on all ranks. Damage that one rank meets makes all look for the rest of it."""
     read: dict[str, Tensor] = {}
 
     def attempt() -> str:
         try:
-            read.update(_fetch(open_source(folder, manifest), wanted))
+            read.update(_fetch(open_source(folder, manifest, function), wanted))
         except DamagedError as error:
             return str(error)
         return ""
 
-    met = [text for text in together(_FUNCTION, attempt) if text]
+    met = [text for text in together(function, attempt) if text]
     if met:
-        rows = [row for part in together(_FUNCTION, lambda: damage(folder, _share(manifest))) for row in part]
-        raise _refusal(folder, manifest, rows) if rows else CheckpointError(met[0])
+        rows = [row for part in together(function, lambda: damage(folder, _share(manifest))) for row in part]
+        raise _refusal(function, folder, manifest, rows) if rows else CheckpointError(met[0])
     if "step" in read and (step := int(read["step"])) != manifest.step:
         rule = f"refuses {folder}: its manifest says step {manifest.step}, its files step {step}."
-        raise CheckpointError(message(_FUNCTION, rule, mend="Use another checkpoint, or a copy of this one."))
+        raise CheckpointError(message(function, rule, mend="Use another checkpoint, or a copy of this one."))
     return read
 
 

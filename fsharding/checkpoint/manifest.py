@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.errors import CheckpointError, message
+from fsharding.errors import CheckpointError, listed, message
+from fsharding.untrusted import parse_json
 
 __all__ = [
     "BLOCK",
     "FORMAT",
+    "LARGEST",
     "MANIFEST",
     "VERSION",
     "Manifest",
@@ -25,6 +29,7 @@ __all__ = [
     "SavedLeaf",
     "dtype_name",
     "is_plain_name",
+    "is_shape",
     "parse",
     "text_of",
 ]
@@ -32,8 +37,14 @@ __all__ = [
 FORMAT = "fsharding.checkpoint"
 VERSION = 1
 BLOCK = 4 << 20
-_LARGEST_BLOCK = 1 << 30
 MANIFEST = "manifest.json"
+
+LARGEST = 1 << 29
+"""Bytes of a manifest that is read; one in a hundred thousand is the share of the checksums in a checkpoint."""
+
+_VALUES = 10_000_000
+_LARGEST_BLOCK = 64 << 20
+_MOST_DIMS = 64
 
 
 class SavedLeaf(NamedTuple):
@@ -118,8 +129,9 @@ def text_of(manifest: Manifest) -> str:
         "extra": manifest.extra,
     }
     try:
-        data = json.loads(json.dumps(data, allow_nan=False))
-    except (TypeError, ValueError) as error:
+        # As `parse` will read it.
+        data = parse_json(json.dumps(data, allow_nan=False).encode(), values=_VALUES)
+    except (TypeError, ValueError, RecursionError) as error:
         mend = "Give it dicts, lists, strings, finite numbers, booleans and None only."
         text = message("fs.checkpoint.save", "cannot write `extra` as JSON.", [str(error)], mend)
         raise CheckpointError(text) from error
@@ -152,15 +164,15 @@ def parse(text: bytes, function: str, where: str, *, newer: bool = False) -> Man
         CheckpointError: another format, a newer version, or a damaged text.
     """
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text, values=_VALUES)
+    except ValueError as error:
         raise _damaged(function, where, f"it is not JSON: {error}") from error
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
         rule = f"cannot read {where}: its {MANIFEST} has the format {found!r}, not {FORMAT!r}."
         raise CheckpointError(message(function, rule, mend="Give the directory that fs.checkpoint.save has written."))
     version = data.get("version")
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise _damaged(function, where, f"its version is {version!r}")
     if version > VERSION and not newer:
         rule = f"cannot read {where}: it has format version {version}, and this fsharding reads up to {VERSION}."
@@ -181,24 +193,29 @@ def _damaged(function: str, where: str, how: str) -> CheckpointError:
 
 
 def _from_data(data: dict[str, Any]) -> Manifest:
-    tree = {
-        path: SavedLeaf(tuple(int(size) for size in leaf["shape"]), str(leaf["dtype"]), leaf["spec"])
-        for path, leaf in data["tree"].items()
-    }
+    tree = {path: SavedLeaf(tuple(leaf["shape"]), leaf["dtype"], leaf["spec"]) for path, leaf in data["tree"].items()}
     files = {
-        name: SavedFile(int(file["bytes"]), tuple(map(str, file["sha256"])), int(file["block"]))
-        for name, file in data["files"].items()
+        name: SavedFile(file["bytes"], tuple(file["sha256"]), file["block"]) for name, file in data["files"].items()
     }
-    bad = [name for name in files if not is_plain_name(name)]
-    bad += [f"{path}: {leaf.dtype}" for path, leaf in tree.items() if not _is_dtype(leaf.dtype)]
+    bad = [repr(name) for name in files if not is_plain_name(name)]
+    bad += [repr(f"{path}: {leaf.dtype}") for path, leaf in tree.items() if not _is_dtype(leaf.dtype)]
     if bad:
-        raise ValueError(f"no name of a file, or dtype: {', '.join(map(repr, bad))}")
+        raise ValueError(f"no name of a file, or dtype: {listed(bad)}")
+    bad = [path for path, leaf in tree.items() if not is_shape(leaf.shape) or not isinstance(leaf.spec, str | None)]
+    if bad:
+        raise ValueError(f"no shape, or spec: {listed(bad)}")
     for name, file in files.items():
-        if not 0 < file.block <= _LARGEST_BLOCK or len(file.sha256) != -(-file.bytes // file.block):
-            raise ValueError(f"{name}: {len(file.sha256)} checksums of {file.block} bytes for {file.bytes} bytes")
+        sizes, digests = (file.bytes, file.block), len(file.sha256)
+        if not all(type(n) is int for n in sizes) or not all(isinstance(digest, str) for digest in file.sha256):
+            raise ValueError(f"{name}: its size and checksums are none")
+        if file.bytes < 0 or not 0 < file.block <= _LARGEST_BLOCK or digests != -(-file.bytes // file.block):
+            raise ValueError(f"{name}: {digests} checksums of {file.block} bytes for {file.bytes} bytes")
+    _check_layout(data["layout"])
+    if type(data["step"]) is not int:
+        raise ValueError(f"its step is no whole number but of type {type(data['step']).__name__}")
     return Manifest(
-        step=int(data["step"]),
-        layout=dict(data["layout"]),
+        step=data["step"],
+        layout=data["layout"],
         tree=tree,
         structure=data["structure"],
         files=files,
@@ -209,10 +226,26 @@ def _from_data(data: dict[str, Any]) -> Manifest:
     )
 
 
+def _check_layout(layout: Any) -> None:
+    """Looks at what is read of a layout without planning it; `layouts.layout_of` looks at the rest."""
+    mesh = layout.get("mesh", {})
+    if not all(type(size) is int and size > 0 for size in mesh.values()):
+        raise ValueError("the mesh of its layout is none")
+    if not isinstance(layout.get("frozen", []), list):
+        raise ValueError("the frozen leaves of its layout are none")
+
+
+def is_shape(sizes: Sequence[object]) -> bool:
+    """Whether sizes are those of a tensor that there could be: whole numbers, and not too many elements."""
+    if len(sizes) > _MOST_DIMS or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
+        return False
+    return math.prod(size for size in sizes if isinstance(size, int)) < 1 << 60
+
+
 def is_plain_name(name: object) -> bool:
     """Whether a name leads to nothing but an entry of the directory itself."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
-def _is_dtype(name: str) -> bool:
-    return isinstance(getattr(torch, name, None), torch.dtype)
+def _is_dtype(name: object) -> bool:
+    return isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)

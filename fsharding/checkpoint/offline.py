@@ -20,7 +20,7 @@ from fsharding.axes import AbstractMesh, make_shape
 from fsharding.boxes import Box
 from fsharding.checkpoint import store
 from fsharding.checkpoint.files import Writer, Written
-from fsharding.checkpoint.layouts import describe_layout, layout_of
+from fsharding.checkpoint.layouts import describe_layout, layout_in
 from fsharding.checkpoint.leaves import Shards, home_of
 from fsharding.checkpoint.manifest import Manifest
 from fsharding.checkpoint.ranges import pieces
@@ -67,8 +67,8 @@ def reshard_checkpoint(
         rule = f"cannot write {where} over itself."
         raise CheckpointError(message(_FUNCTION, rule, mend="Give another directory."))
     manifest = store.read_manifest(_FUNCTION, folder)
-    leaves = open_source(folder, manifest)
-    layout = layout_of(manifest, mesh, strategy)
+    leaves = open_source(folder, manifest, _FUNCTION)
+    layout = layout_in(manifest, mesh, strategy, function=_FUNCTION)
     homes = {path: home_of(path, leaf, layout) for path, leaf in manifest.tree.items()}
     tree = {path: leaf._replace(spec=_spec(homes[path])) for path, leaf in manifest.tree.items()}
     partial = Partial(where)

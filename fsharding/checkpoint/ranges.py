@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsharding import boxes
 from fsharding.boxes import Box
+from fsharding.untrusted import open_plain
 
 __all__ = ["WINDOW_BYTES", "Range", "contiguous", "pieces", "read_range", "span"]
 
@@ -90,8 +91,10 @@ def read_range(source: Range, box: Box, out: Tensor) -> None:
 
     Raises:
         EOFError: the file has become shorter.
+        OSError: as the system says.
+        ValueError: there is another kind of file now.
     """
-    with source.file.open("rb", buffering=0) as file:
+    with open_plain(source.file) as file:
         for piece in pieces(box, source.dtype.itemsize, source.strides):
             out[boxes.relative(piece, box)].copy_(_window(file.fileno(), source, piece))
 

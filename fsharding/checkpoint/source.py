@@ -23,15 +23,15 @@ from torch import Tensor
 from fsharding import boxes
 from fsharding.boxes import Box
 from fsharding.checkpoint.files import METADATA, Entry
-from fsharding.checkpoint.inventory import Stored, inventory
+from fsharding.checkpoint.inventory import LARGEST, Stored, inventory
 from fsharding.checkpoint.manifest import Manifest, SavedFile, dtype_name
 from fsharding.checkpoint.ranges import contiguous, pieces, span
 from fsharding.checkpoint.record import Record, Window, parse_record
 from fsharding.errors import CheckpointError, message
+from fsharding.untrusted import open_plain
 
 __all__ = ["DamagedError", "LeafInfo", "Source", "damage", "open_source"]
 
-_FUNCTION = "fs.checkpoint.load"
 _PIECE = 1 << 20
 _KEPT_BLOCKS = 3
 _OTHER = "Use another checkpoint, or a copy of this one."
@@ -102,30 +102,27 @@ def _pull(path: Path, file: SavedFile, block: int, target: memoryview) -> str:
         The sha256 of what was read, "" if the file ended early; of nothing where there is none to compare it with.
     """
     digest = hashlib.sha256()
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with open_plain(path) as opened:
         start, size = block * file.block, min(file.block, file.bytes - block * file.block)
         whole = len(target) >= size
         done = 0
         while done < size:
             want = min(_PIECE, size - done)
             piece = target[done : done + want] if whole else target[:want]
-            got = os.preadv(fd, [piece], start + done)
+            got = os.preadv(opened.fileno(), [piece], start + done)
             if not got:
                 break
             if file.sha256:
                 digest.update(piece[:got])
             done += got
-    finally:
-        os.close(fd)
     return digest.hexdigest() if done == size else ""
 
 
 class _Blocks:
     """The files of a checkpoint in checked blocks, of which the last few are kept; neighbours share blocks."""
 
-    def __init__(self, folder: Path, files: Mapping[str, SavedFile]) -> None:
-        self._folder, self._files = folder, files
+    def __init__(self, folder: Path, files: Mapping[str, SavedFile], function: str) -> None:
+        self._folder, self._files, self._function = folder, files, function
         self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._spare: list[memoryview] = []
 
@@ -151,7 +148,7 @@ class _Blocks:
             return self._kept[name, block]
         if len(self._kept) >= _KEPT_BLOCKS:
             self._spare.append(self._kept.popitem(last=False)[1])
-        size = self._files[name].block
+        size = min(self._files[name].block, self._files[name].bytes)
         held = self._spare.pop() if self._spare else memoryview(bytearray(size))
         if len(held) < size:
             held = memoryview(bytearray(size))
@@ -165,11 +162,13 @@ class _Blocks:
             got = _pull(self._folder / name, file, block, target)
         except OSError as error:
             raise self._damaged(f"{name}: {error.strerror}") from error
+        except ValueError as error:
+            raise self._damaged(f"{name}: {error}") from error
         if row := _difference(name, file, block, got):
             raise self._damaged(row)
 
     def _damaged(self, row: str) -> DamagedError:
-        return DamagedError(message(_FUNCTION, f"refuses {self._folder}: it is damaged.", [row], _OTHER))
+        return DamagedError(message(self._function, f"refuses {self._folder}: it is damaged.", [row], _OTHER))
 
 
 # -------------------------------------------------------------------------------------------------------------- leaves
@@ -182,18 +181,25 @@ class Source:
         folder: the checkpoint.
         inventory: what is in it; see `open_source`.
         files: size and checksums of its files; None where nobody knows any, as in what plain torch wrote.
+        function: the public function that reads, for errors.
 
     Attributes:
         leaves: global shape and dtype of every leaf, by path.
     """
 
-    def __init__(self, folder: Path, inventory: Mapping[str, Stored], files: Mapping[str, SavedFile] | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        inventory: Mapping[str, Stored],
+        files: Mapping[str, SavedFile] | None,
+        function: str = "fs.checkpoint.load",
+    ) -> None:
         if files is None:
             names = {chunk.file for leaf in inventory.values() for chunk in leaf.chunks}
             files = {name: SavedFile(os.lstat(folder / name).st_size, ()) for name in names}
         self.leaves = {path: LeafInfo(leaf.shape, getattr(torch, leaf.dtype)) for path, leaf in inventory.items()}
-        self._folder, self._inventory = folder, inventory
-        self._blocks = _Blocks(folder, files)
+        self._folder, self._inventory, self._function = folder, inventory, function
+        self._blocks = _Blocks(folder, files, function)
         self._records: dict[Entry, Record] = {}
         self._staging: Tensor | None = None
 
@@ -224,7 +230,18 @@ class Source:
                 self._copy(chunk, boxes.relative(part, chunk.box), out[boxes.relative(part, box)])
         if found != boxes.volume(box):
             row = f"{path}: {found} of {boxes.volume(box)} elements are in the files"
-            raise CheckpointError(message(_FUNCTION, f"refuses {self._folder}.", [row], _OTHER))
+            raise CheckpointError(message(self._function, f"refuses {self._folder}.", [row], _OTHER))
+
+    def check(self) -> None:
+        """Looks at every record without reading its values.
+
+        Raises:
+            DamagedError: bytes that are not what was written.
+            CheckpointError: a record that holds anything but the tensor that it should.
+        """
+        for leaf in self._inventory.values():
+            for chunk in sorted(leaf.chunks):
+                self._record(chunk)
 
     def _copy(self, chunk: Entry, part: tuple[slice, ...], out: Tensor) -> None:
         """Copies a part of a record, straight where both have the same bytes, else piece by piece through staging."""
@@ -269,7 +286,7 @@ class Source:
                 raise
             rule = f"refuses a record of {self._folder / chunk.file}."
             mend = "Whoever made this file may have meant to run code here. Use a checkpoint that you trust."
-            raise CheckpointError(message(_FUNCTION, rule, [f"{chunk.path}: {error}"], mend)) from error
+            raise CheckpointError(message(self._function, rule, [f"{chunk.path}: {error}"], mend)) from error
         self._records[chunk] = record
         return record
 
@@ -286,12 +303,13 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return not math.prod(shape) or all(n == 1 or step == dense for n, step, dense in steps)
 
 
-def open_source(folder: Path, manifest: Manifest | None) -> Source:
+def open_source(folder: Path, manifest: Manifest | None, function: str = "fs.checkpoint.load") -> Source:
     """Opens a checkpoint: reads its `.metadata`, and checks it.
 
     Args:
         folder: the checkpoint.
         manifest: of a checkpoint of ours; None for one that plain torch wrote, which has no checksums.
+        function: the public function that was called, for errors.
 
     Raises:
         DamagedError: `.metadata` is not what was written.
@@ -299,8 +317,13 @@ def open_source(folder: Path, manifest: Manifest | None) -> Source:
     """
     files = {METADATA: SavedFile(os.lstat(folder / METADATA).st_size, ())} if manifest is None else manifest.files
     if METADATA not in files:
-        raise DamagedError(message(_FUNCTION, f"refuses {folder}: {METADATA} is not named.", mend=_OTHER))
-    pickled = bytearray(files[METADATA].bytes)
-    _Blocks(folder, files).fill(METADATA, 0, memoryview(pickled))
-    found = inventory(folder, bytes(pickled), manifest)
-    return Source(folder, found, None if manifest is None else manifest.files)
+        raise DamagedError(message(function, f"refuses {folder}: {METADATA} is not named.", mend=_OTHER))
+    if (size := files[METADATA].bytes) > LARGEST:
+        row = f"{METADATA} has {size:,} bytes; at most {LARGEST:,} are read"
+        raise CheckpointError(message(function, f"refuses {folder}.", [row], _OTHER))
+    if rows := damage(folder, {METADATA: files[METADATA]}, hashed=False):  # before there is memory for all of it
+        raise DamagedError(message(function, f"refuses {folder}: it is damaged.", rows, _OTHER))
+    pickled = bytearray(size)
+    _Blocks(folder, files, function).fill(METADATA, 0, memoryview(pickled))
+    found = inventory(folder, bytes(pickled), manifest, function)
+    return Source(folder, found, None if manifest is None else manifest.files, function)

@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import shutil
-import stat
 from pathlib import Path
 from typing import TypeAlias
 
-from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, parse
+from fsharding.checkpoint.manifest import LARGEST, MANIFEST, Manifest, SavedFile, parse
 from fsharding.checkpoint.source import damage
 from fsharding.errors import CheckpointError, message
+from fsharding.untrusted import read_json, read_plain
 
 __all__ = [
     "Partial",
@@ -231,31 +230,53 @@ def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manife
     Raises:
         CheckpointError: no directory, no manifest, or one that cannot be used; see `manifest.parse`.
     """
+    mend = "fs.checkpoint.latest(directory) finds the newest complete checkpoint of a directory."
     if not folder.is_dir():
         what = "it is no directory" if os.path.lexists(folder) else "there is no such directory"
     elif not os.listdir(folder):
         what = "the directory is empty"
-    elif not os.path.lexists(folder / MANIFEST) and (backend := _megatron(folder)):
-        rule = f"finds a checkpoint in Megatron's {backend} format at {folder}, which is not one of fsharding's."
-        raise CheckpointError(message(function, rule, mend="Give a directory that fs.checkpoint.save has written."))
     elif not os.path.lexists(folder / MANIFEST):
-        what = f"there is no {MANIFEST} in it, so its save was never finished"
-    elif not stat.S_ISREG(os.lstat(folder / MANIFEST).st_mode):
-        what = f"its {MANIFEST} is no plain file"
+        if backend := _megatron(folder):
+            rule = f"finds a checkpoint in Megatron's {backend} format at {folder}, which is not one of fsharding's."
+            raise CheckpointError(message(function, rule, mend="Give a directory that fs.checkpoint.save has written."))
+        what, mend = _something_else(folder) or (
+            f"there is no {MANIFEST} in it, so its save was never finished",
+            mend,
+        )
     else:
-        return parse((folder / MANIFEST).read_bytes(), function, str(folder), newer=newer)
-    mend = "fs.checkpoint.latest(directory) finds the newest complete checkpoint of a directory."
+        try:
+            text = read_plain(folder / MANIFEST, LARGEST)
+        except ValueError as error:
+            what = f"its {MANIFEST} {str(error).removeprefix('it ')}"
+        else:
+            return parse(text, function, str(folder), newer=newer)
     raise CheckpointError(message(function, f"finds no checkpoint at {folder}: {what}.", mend=mend))
+
+
+def _something_else(folder: Path) -> tuple[str, str] | None:
+    """What a directory without a manifest is instead, and what to do with it; None if it is nothing that is known."""
+    names, foreign = set(os.listdir(folder)), "fs.checkpoint.load_weights(path, layout, names)"
+    if ".metadata" in names:
+        what = "torch.distributed.checkpoint wrote it, as FSDP2 does, or its save was never finished"
+        return f"{what}: it has no {MANIFEST}", f"Read the tensors of such a directory with {foreign}."
+    if "config.json" in names or any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return "it is a directory of Hugging Face", f"Read its weights with fs.hf.load(path, layout), or {foreign}."
+    for inner in (folder, folder / "ckpt"):
+        if steps := _steps(inner):
+            what = "it is the directory of a run" if inner != folder else "it is a directory of checkpoints"
+            return what, f"Give one of its checkpoints, such as the newest: {inner / _newest(steps)}"
+    if "metrics.jsonl" in names:
+        return "it is the directory of a run that has no complete checkpoint", "Give the directory of another run."
+    return None
 
 
 def _megatron(folder: Path) -> str:
     """The name of Megatron's format that a directory is in, else ""."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        with (folder / "metadata.json").open("rb") as file:
-            said = json.loads(file.read(1 << 16))
+    with contextlib.suppress(OSError, ValueError):
+        said = read_json(folder / "metadata.json", most=1 << 16)
         backend = said.get("sharded_backend") if isinstance(said, dict) else None
         if backend in ("torch_dist", "zarr"):
-            return backend
+            return str(backend)
     return "zarr" if any((folder / name / ".zarray").is_file() for name in ("", *os.listdir(folder))) else ""
 
 
@@ -280,9 +301,12 @@ def latest(directory: StrPath) -> Path | None:
     """
     root = Path(os.path.realpath(directory))
     steps = _steps(root)
-    # Of several of one step the longest run: names are numbers, and steps can be skipped.
-    best = max(steps, key=lambda name: (steps[name], len(name), name), default=None)
-    return None if best is None else root / best
+    return root / _newest(steps) if steps else None
+
+
+def _newest(steps: dict[str, int]) -> str:
+    """Of several of one step the longest run: names are numbers, and steps can be skipped."""
+    return max(steps, key=lambda name: (steps[name], len(name), name))
 
 
 def _steps(root: Path) -> dict[str, int]:
@@ -320,6 +344,8 @@ def retire(root: Path, keep: int, newest: Path) -> None:
 
 def _complete(folder: Path) -> int | None:
     """The step of a complete checkpoint, else None."""
+    if not os.path.lexists(folder / MANIFEST):
+        return None
     with contextlib.suppress(CheckpointError, OSError):
         manifest = read_manifest("fs.checkpoint.latest", folder, newer=True)
         if not damage(folder, manifest.files, hashed=False):

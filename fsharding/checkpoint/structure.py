@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsharding import tree
-from fsharding.errors import CheckpointError, message
+from fsharding.errors import CheckpointError, listed, message
 from fsharding.optim import (
     AdafactorState,
     AdamState,
@@ -105,7 +105,7 @@ def rebuild(
                 kind = KNOWN.get(name)
                 if kind is not None and tuple(fields) == kind._fields:
                     return kind(**{key: build(value, f"{path}.{key}") for key, value in fields.items()})
-                what = f"{name}({', '.join(fields)})"
+                what = f"{name}({listed(fields, none='')})"
             case _:
                 what = str(plain.get("other", plain)) if isinstance(plain, dict) else repr(plain)
         rows = [f"{path} is a {what}; known are {', '.join(KNOWN)}"]

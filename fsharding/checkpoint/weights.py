@@ -7,52 +7,33 @@ Law: `read` gives the bits of the file, and never holds more than a window of it
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import pickle
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fsharding import _compat
 from fsharding.boxes import Box
 from fsharding.checkpoint.files import METADATA
+from fsharding.checkpoint.headers import LARGEST, SAFETENSORS, header_of
 from fsharding.checkpoint.manifest import is_plain_name
 from fsharding.checkpoint.ranges import Range, contiguous, read_range
+from fsharding.checkpoint.record import WHOLE, Record, Window, parse_file
 from fsharding.checkpoint.source import LeafInfo, open_source
 from fsharding.checkpoint.store import StrPath
-from fsharding.errors import CheckpointError, message
+from fsharding.errors import CheckpointError, listed, message
+from fsharding.untrusted import beside, open_plain, own_tree, read_json
 
-__all__ = ["SAFETENSORS", "Weights", "open_weights"]
+__all__ = ["SAFETENSORS", "Weights", "open_file", "open_weights", "table_of", "weights_at"]
 
 _FUNCTION = "fs.checkpoint.open_weights"
 _WRAPPERS = ("module.", "_orig_mod.")
 
-SAFETENSORS: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-"""The dtypes of safetensors that torch has, by their names there."""
+_INDEX_LIMIT = 64 << 20
+"""Bytes of an index that is read."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +46,7 @@ class Weights:
         leaves: shape and dtype by name.
         others: names of entries of a `torch.save` file that are no tensors.
         reader: reads a slice; see `read`.
+        function: the public function that opened them, for errors.
     """
 
     path: Path
@@ -72,6 +54,7 @@ class Weights:
     leaves: Mapping[str, LeafInfo]
     others: tuple[str, ...]
     reader: Callable[[str, Box, Tensor], None]
+    function: str = _FUNCTION
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
         """Reads a slice of a tensor.
@@ -86,8 +69,10 @@ class Weights:
         """
         try:
             self.reader(name, box, out)
-        except EOFError as error:
-            raise _refusal(self.path, f"{name}: {error}") from error
+        except (EOFError, OSError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise _Refusal(f"{name}: {error}").worded(self.function, self.path) from error
 
 
 def open_weights(path: StrPath, prefix: str = "") -> Weights:
@@ -104,31 +89,62 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
     Raises:
         CheckpointError: nothing there that can be read, damaged or cut off, an index that leads out of its directory.
     """
-    where = Path(os.path.realpath(path))
-    if not where.exists():
-        raise _refusal(where, "there is no such file or directory")
+    return weights_at(_FUNCTION, path, prefix)
+
+
+def weights_at(function: str, path: StrPath, prefix: str = "") -> Weights:
+    """`open_weights` for another public function, whose name the errors carry."""
+    where = _where(path)
     try:
-        found = _directory(where) if where.is_dir() else _file(where)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, pickle.UnpicklingError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        text = str(error).strip().split("\n")[0]
-        raise _refusal(where, f"{type(error).__name__}: {text}") from error
+        if not where.exists():
+            raise _Refusal("there is no such file or directory")
+        found = _directory(where, function) if where.is_dir() else open_file(where)
+    except CheckpointError:
+        raise
+    except _Refusal as refused:
+        raise refused.worded(function, where) from refused
+    except OSError as error:
+        raise _Refusal(error.strerror or str(error)).worded(function, where) from error
+    except ValueError as error:
+        raise _Refusal(str(error)).worded(function, where) from error
     leaves = {name.removeprefix(prefix): leaf for name, leaf in found.leaves.items() if name.startswith(prefix)}
-    return replace(found, path=where, leaves=leaves, reader=lambda name, *part: found.reader(prefix + name, *part))
+    reader = found.reader
+    return replace(
+        found,
+        path=where,
+        leaves=leaves,
+        reader=lambda name, *part: reader(prefix + name, *part),
+        function=function,
+    )
 
 
-def _refusal(where: Path, *rows: str, mend: str = "") -> CheckpointError:
-    mend = mend or "Give a torch.save file of a state dict, a directory of torch DCP, or safetensors."
-    return CheckpointError(message(_FUNCTION, f"cannot read {where}.", rows, mend))
+def _where(path: StrPath) -> Path:
+    """The real path of what a user named; of a link into the blobs of a Hub cache, the link, which has the name."""
+    given = Path(os.path.realpath(os.path.dirname(os.path.abspath(path)))) / os.path.basename(os.path.abspath(path))
+    tree = own_tree(given.parent)
+    real = Path(os.path.realpath(given))
+    return given if given.is_symlink() and tree != given.parent and real.is_relative_to(tree) else real
+
+
+class _Refusal(ValueError):
+    """A reason not to read something, with the mend and the file where these are not the usual ones."""
+
+    def __init__(self, *rows: str, mend: str = "", where: Path | None = None) -> None:
+        super().__init__(", ".join(rows[:1]))
+        self.rows, self.mend, self.where = rows, mend, where
+
+    def worded(self, function: str, where: Path) -> CheckpointError:
+        """The error for the caller of a public function."""
+        mend = self.mend or "Give a torch.save file of a state dict, a directory of torch DCP, or safetensors."
+        return CheckpointError(message(function, f"cannot read {self.where or where}.", self.rows, mend))
 
 
 # ----------------------------------------------------------------------------------------------------------- by content
 
 
-def _directory(folder: Path) -> Weights:
-    if (folder / METADATA).exists():
-        source = open_source(folder, None)
+def _directory(folder: Path, function: str) -> Weights:
+    if os.path.lexists(folder / METADATA):
+        source = open_source(folder, None, function)
         return Weights(folder, "dcp", source.leaves, (), source.read)
     names = sorted(os.listdir(folder))
     indices = [name for name in names if name.endswith(".index.json")]
@@ -136,109 +152,148 @@ def _directory(folder: Path) -> Weights:
     if len(indices) == 1:
         return _indexed(folder / indices[0])
     if not indices and len(files) == 1:
-        return _file(folder / files[0])
-    what = f"the indices {', '.join(indices)}" if indices else f"{len(files)} .safetensors files and no index"
-    raise _refusal(folder, f"it has no {METADATA}, and {what}")
+        return open_file(beside(folder, files[0]))
+    what = f"the indices {listed(indices)}" if indices else f"{len(files)} .safetensors files and no index"
+    raise _Refusal(f"it has no {METADATA}, and {what}")
 
 
-def _file(file: Path) -> Weights:
-    with file.open("rb") as stream:
+def open_file(file: Path) -> Weights:
+    """Finds out what is in a file.
+
+    Args:
+        file: its path; see `open_plain`, but for the link of a Hub cache.
+
+    Raises:
+        OSError: as the system says.
+        ValueError: it cannot be read, with the reason.
+    """
+    real = beside(file.parent, file.name) if file.is_symlink() else file
+    match _kind_of(real):
+        case "zip":
+            return _torch(real)
+        case "safetensors":
+            return _safetensors(real)
+        case "index":
+            return _indexed(file)
+        case "pickle":
+            mend = "Load it with torch.load(weights_only=True) and torch.save it again."
+            raise _Refusal("it is in torch's format of before 1.6, or a plain pickle", mend=mend)
+        case _:
+            raise _Refusal("its first bytes are of no format that is known here")
+
+
+def _kind_of(file: Path) -> str:
+    """The format of a file by its first bytes; "" for one that is not known here."""
+    with open_plain(file) as stream:
         head = stream.read(9)
-    if head.startswith(b"PK\x03\x04"):
-        return _torch(file)
-    if head.startswith(b"\x80\x02"):
-        mend = "Load it with torch.load(weights_only=True) and torch.save it again."
-        raise _refusal(file, "it is in torch's format of before 1.6, or a plain pickle", mend=mend)
-    if head[8:] == b"{":
-        return _safetensors(file)
-    if head.startswith(b"{"):
-        return _indexed(file)
-    raise _refusal(file, "its first bytes are of no format that is known here")
+    # Before the others: a length of 640 begins as a pickle does, and one of 123 as a JSON object. Text is no length.
+    if head[8:] == b"{" and (head[:1] != b"{" or int.from_bytes(head[:8], "little") <= LARGEST):
+        return "safetensors"
+    firsts = {b"PK\x03\x04": "zip", b"\x80\x02": "pickle", b"{": "index"}
+    return next((kind for first, kind in firsts.items() if head.startswith(first)), "")
+
+
+def table_of(index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index.
+
+    Raises:
+        OSError: as the system says.
+        ValueError: it is none, with the reason.
+    """
+    entries = read_json(beside(index.parent, index.name), most=_INDEX_LIMIT, finite=False)
+    table = entries.get("weight_map") if isinstance(entries, dict) else None
+    if not isinstance(table, dict):
+        raise ValueError("it has no table weight_map")
+    return table
 
 
 def _indexed(index: Path) -> Weights:
     """Several files, and a JSON table that says which tensor is in which."""
-    table: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-    names = sorted({*table.values()}, key=str)
-    if rows := [f"{name}: {why}" for name in names if (why := _leads_out(index.parent, name))]:
-        raise _refusal(index, *rows, mend="Every file has to lie beside the index; copy links as files.")
-    parts = {name: _file(index.parent / name) for name in names}
+    table, folder = table_of(index), index.parent
+    names = [*{str(name): name for name in table.values()}.values()]
+    if rows := [f"{name}: {why}" for name in names if (why := _leads_out(folder, name))]:
+        mend = "Every file has to lie beside the index, or be a link inside one model of a Hub cache; copy other links."
+        raise _Refusal(*rows, mend=mend, where=index)
+    parts = {name: _part(beside(folder, name), name) for name in names}
     if lost := [f"{leaf} is not in {name}" for leaf, name in table.items() if leaf not in parts[name].leaves]:
-        raise _refusal(index, *lost, mend="Get the files again: they do not belong to this index.")
+        raise _Refusal(*lost, mend="Get the files again: they do not belong to this index.", where=index)
     leaves = {leaf: parts[name].leaves[leaf] for leaf, name in table.items()}
     kinds = "+".join(sorted({part.format for part in parts.values()}))
-    return Weights(index.parent, kinds, leaves, (), lambda leaf, *part: parts[table[leaf]].reader(leaf, *part))
+    return Weights(folder, kinds, leaves, (), lambda leaf, *part: parts[table[leaf]].reader(leaf, *part))
+
+
+def _part(file: Path, name: str) -> Weights:
+    """One of several files."""
+    try:
+        return open_file(file)
+    except _Refusal as refused:
+        rows = [f"{name}: {row}" for row in refused.rows]
+        raise _Refusal(*rows, mend=refused.mend, where=refused.where) from refused
+    except ValueError as error:
+        raise _Refusal(f"{name}: {error}") from error
 
 
 def _leads_out(folder: Path, name: object) -> str | None:
-    """Why a name is not that of a plain file in a directory."""
-    if not isinstance(name, str) or not is_plain_name(name):
+    """Why a name is not that of a plain file of a directory."""
+    if not is_plain_name(name):
         return "is no plain file name"
-    if not os.path.lexists(folder / name):
+    try:
+        real = beside(folder, str(name))
+    except FileNotFoundError:
         return "is missing"
-    return None if stat.S_ISREG(os.lstat(folder / name).st_mode) else "is no plain file"
-
-
-def _of_ranges(file: Path, kind: str, ranges: Mapping[str, Range], others: Sequence[str] = ()) -> Weights:
-    """Tensors that each lie in one piece."""
-    size = file.stat().st_size
-    if rows := [f"{name} ends at byte {r.end:,} of {size:,}" for name, r in ranges.items() if r.end > size]:
-        raise _refusal(file, *rows, mend="It is cut off: get it again.")
-    leaves = {name: LeafInfo(where.shape, where.dtype) for name, where in ranges.items()}
-    return Weights(file, kind, leaves, tuple(others), lambda name, *part: read_range(ranges[name], *part))
+    except (OSError, ValueError) as error:
+        return str(error).removeprefix("it ")
+    if not stat.S_ISREG(os.lstat(real).st_mode):
+        return "is no plain file"
+    return "is an index itself" if _kind_of(real) == "index" else None
 
 
 # ---------------------------------------------------------------------------------------------------------- the formats
 
 
+def _of_ranges(file: Path, kind: str, ranges: Mapping[str, Range], others: Sequence[str] = ()) -> Weights:
+    """Tensors that each lie in one piece."""
+    leaves = {name: LeafInfo(where.shape, where.dtype) for name, where in ranges.items()}
+    return Weights(file, kind, leaves, tuple(others), lambda name, *part: read_range(ranges[name], *part))
+
+
 def _safetensors(file: Path) -> Weights:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > size - 8:
-            raise ValueError(f"it is cut off: its header has {length:,} bytes, the file {size:,}")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    if unknown := sorted({entry["dtype"] for entry in header.values()} - {*SAFETENSORS}):
-        raise ValueError(f"unknown dtypes: {', '.join(unknown)}")
-    ranges: dict[str, Range] = {}
-    for name, entry in header.items():
-        dtype, shape = SAFETENSORS[entry["dtype"]], tuple(map(int, entry["shape"]))
-        start, stop = entry["data_offsets"]
-        if min(start, *shape, 0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name}: {entry} contradicts itself")
-        ranges[name] = Range(file, 8 + length + start, shape, contiguous(shape), dtype)
+    try:
+        with open_plain(file) as stream:
+            header = header_of(stream)
+    except EOFError as error:
+        raise _Refusal(str(error), mend="It is cut off: get it again.") from error
+    ranges = {name: Range(file, at, shape, contiguous(shape), dtype) for name, (at, shape, dtype) in header.items()}
     return _of_ranges(file, "safetensors", ranges)
 
 
 def _torch(file: Path) -> Weights:
-    with file.open("rb") as stream, _compat.shapes_only():  # torch would judge a path by its ending
-        loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    with open_plain(file) as stream:
+        handle, size = stream.fileno(), os.fstat(stream.fileno()).st_size
+        loaded = parse_file(Window(lambda start, stop: os.pread(handle, stop - start, start), size, WHOLE), size)
     if not isinstance(loaded, dict):
-        raise ValueError(f"it holds a {type(loaded).__name__}, not a state dict")
+        what = "a tensor" if isinstance(loaded, Record) else "something else"
+        raise ValueError(f"it holds {what}, not a state dict")
     ranges: dict[str, Range] = {}
     others: list[str] = []
     for name, value in _flat(loaded):
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Record):
             others.append(name)
         elif name in ranges:
             raise ValueError(f"two tensors have the name {name}")
-        elif value.layout != torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
-            raise ValueError(f"{name}: only dense tensors can be read by slices")
         else:
-            offset = _compat.file_offset(value) + int(value.storage_offset()) * value.itemsize
-            ranges[name] = Range(file, offset, tuple(value.shape), tuple(value.stride()), value.dtype)
+            ranges[name] = Range(file, value.start, value.shape, value.stride, value.dtype)
     return _of_ranges(file, "torch", ranges, others)
 
 
 def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of dicts and lists by dotted path, without the prefixes that wrappers put before every key."""
     if isinstance(node, dict):
-        items = {str(key): value for key, value in node.items()}
+        items = node
         for wrapper in _WRAPPERS:
             if items and all(key.startswith(wrapper) for key in items):
                 items = {key.removeprefix(wrapper): value for key, value in items.items()}
-    elif isinstance(node, list | tuple):
+    elif isinstance(node, list):
         items = {str(i): value for i, value in enumerate(node)}
     else:
         yield path, node

@@ -7,17 +7,18 @@ Law: `config_of(config_json(c))` computes what `c` computes, for every config th
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, listed, message
 from fsharding.models.decoder import DecoderConfig
 from fsharding.models.experts import Experts
 from fsharding.ops.rotary import LlamaScaling, Scaling, YarnScaling
+from fsharding.untrusted import beside
+from fsharding.untrusted import read_json as json_in
 
 __all__ = ["FAMILIES", "Family", "config_json", "config_of"]
 
@@ -78,12 +79,12 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
     """
     entries = source if isinstance(source, Mapping) else read_json(source)
     kind = entries.get("model_type")
-    family = FAMILIES.get(str(kind))
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        rows = [f"model_type is {kind!r}" + (f": it has {_LACKED[kind]}" if kind in _LACKED else "")]
+        rows = [f"model_type is {kind!r}" + (f": it has {_LACKED[kind]}" if kind in [*_LACKED] else "")]
         mend = f"Families are {', '.join(FAMILIES)}. {_MEND}"
         raise ConfigError(message("fs.hf.config_of", "knows no such family.", rows, mend))
-    rows = [f"{key} is {x!r}: a whole number above 0" for key, x in _sizes(entries, family).items() if not _is_size(x)]
+    rows = _wrong_numbers(entries, family)
     rows += _foreign(entries, family)
     scaling = _scaling(entries, rows)
     if rows:
@@ -99,25 +100,64 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
-        entries = json.loads(file.read_bytes())
+        # A path that a user named may be any link; an entry of a directory only one inside its own tree.
+        real = Path(os.path.realpath(path))
+        real = beside(real, "config.json") if real.is_dir() else real
+        entries = json_in(real, most=_CONFIG_LIMIT, finite=False)
         if not isinstance(entries, dict):
             raise ValueError(f"it holds a {type(entries).__name__}, not an object")
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        why = error.strerror if isinstance(error, OSError) else str(error)
         mend = "Give a directory that has a config.json, as save_pretrained of transformers makes it."
         raise ConfigError(message("fs.hf.config_of", f"cannot read {file}.", [str(why)], mend)) from error
     return entries
 
 
+_CONFIG_LIMIT = 16 << 20
+_MOST: dict[str, int] = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
+_MOST_ELSE = 1 << 24
+"""Above every model, and below what makes plans of it slow, or its bytes more than a number holds."""
+
+
 def _sizes(entries: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The sizes that have to be there, as they are."""
+    """The sizes that have to be there, as they are, and those that may be there, where they are."""
     keys = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
     keys += ["num_experts_per_tok"] if family.experts is not None else []
     found = {key: entries.get(key) for key in keys}
     if family.experts is not None:
         found[family.experts] = entries.get(family.experts, entries.get("num_local_experts"))
         found |= {"moe_intermediate_size": entries.get("moe_intermediate_size")} if family.qk_norm else {}
-    return found
+    return found | {key: entries[key] for key in ("num_key_value_heads", "head_dim") if entries.get(key) is not None}
+
+
+def _wrong_numbers(entries: Mapping[str, Any], family: Family) -> list[str]:
+    """Sizes and other numbers that no model can have, one row each."""
+    sizes = _sizes(entries, family).items()
+    rows = [f"{key} is {x!r}: a whole number above 0" for key, x in sizes if not _is_size(x)]
+    most = ((key, x, _MOST.get(key, _MOST_ELSE)) for key, x in sizes if _is_size(x))
+    rows += [f"{key} is {x:,}: at most {limit:,}" for key, x, limit in most if x > limit]
+    eps, theta = entries.get("rms_norm_eps", family.eps), _rope(entries).get("rope_theta", family.rope_base)
+    rows += [] if _is_number(eps, 0, 1) else [f"rms_norm_eps is {eps!r}: a number from 0 to 1"]
+    rows += [] if _is_number(theta, 1, _LARGEST) else [f"rope_theta is {theta!r}: a number from 1 to {_LARGEST:g}"]
+    if entries.get("output_router_logits"):
+        share = entries.get("router_aux_loss_coef", 0.0)
+        wrong = not _is_number(share, 0, _LARGEST)
+        rows += [f"router_aux_loss_coef is {share!r}: a number from 0 on"] if wrong else []
+    if not rows and (count := _largest(dict(sizes))) > _MOST_ELEMENTS:
+        rows.append(f"one leaf of it would have {count:,} elements: at most {_MOST_ELEMENTS:,}")
+    return rows
+
+
+def _largest(sizes: Mapping[str, int]) -> int:
+    """About how many elements the largest leaf has."""
+    dim, layers, hidden = sizes["hidden_size"], sizes["num_hidden_layers"], sizes["intermediate_size"]
+    experts = max(sizes.get("num_experts", 1), sizes.get("num_local_experts", 1))
+    heads = sizes["num_attention_heads"] * sizes.get("head_dim", dim)
+    return dim * max(sizes["vocab_size"], layers * experts * max(hidden, sizes.get("moe_intermediate_size", 1)), heads)
+
+
+_LARGEST = 1e15
+_MOST_ELEMENTS = 1 << 50
 
 
 def _is_size(value: Any) -> bool:
@@ -130,7 +170,8 @@ def _foreign(entries: Mapping[str, Any], family: Family) -> list[str]:
     def on(key: str) -> bool:
         return bool(entries.get(key))
 
-    windows = {kind for kind in entries.get("layer_types") or () if kind != "full_attention"}
+    kinds = entries.get("layer_types") or []
+    windows = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
     sliding = on("sliding_window") and (on("use_sliding_window") or "use_sliding_window" not in entries)
     lacked = {
         "hidden_act": entries.get("hidden_act", "silu") not in ("silu", "swish"),
@@ -138,7 +179,7 @@ def _foreign(entries: Mapping[str, Any], family: Family) -> list[str]:
         "mlp_bias": on("mlp_bias"),
         "attention_dropout": on("attention_dropout"),
         "sliding_window": sliding and family.architecture not in ("LlamaForCausalLM",),
-        "layer_types": bool(windows),
+        "layer_types": windows,
         "router_jitter_noise": on("router_jitter_noise"),
         "mlp_only_layers": on("mlp_only_layers"),
         "decoder_sparse_step": entries.get("decoder_sparse_step", 1) != 1,
@@ -150,7 +191,8 @@ def _foreign(entries: Mapping[str, Any], family: Family) -> list[str]:
 
 def _rope(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary entries of files of transformers 4 and 5 as those of 5."""
-    rope = dict(entries.get("rope_scaling") or entries.get("rope_parameters") or {})
+    said = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
+    rope = dict(said) if isinstance(said, Mapping) else {"rope_type": said}
     rope.setdefault("rope_type", rope.pop("type", "default"))
     if "rope_theta" not in rope and entries.get("rope_theta") is not None:
         rope["rope_theta"] = entries["rope_theta"]
@@ -161,7 +203,7 @@ def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
     """How rotary frequencies are scaled; what cannot be said is added to the rows."""
     rope = _rope(entries)
     if nested := sorted(key for key, value in rope.items() if isinstance(value, dict)):
-        rows.append(f"the rotary positions differ between {', '.join(nested)}: {_LACKS}")
+        rows.append(f"the rotary positions differ between {listed(nested)}: {_LACKS}")
         return None
     kind, theta = rope["rope_type"], rope.get("rope_theta", 1.0)
     known = {
@@ -169,11 +211,14 @@ def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
         "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
         "yarn": ("factor", "original_max_position_embeddings"),
     }
-    if kind not in known:
+    if kind not in [*known]:
         rows.append(f"rope_type is {kind!r}: types are {', '.join(known)}")
         return None
     numbers = {key: rope.get(key) for key in known[kind]} | {"rope_theta": theta}
+    numbers |= {key: rope[key] for key in ("beta_slow", "beta_fast") if kind == "yarn" and rope.get(key) is not None}
     wrong = [f"{key} of the rotary positions is {x!r}: a number" for key, x in numbers.items() if not _is_number(x)]
+    if not wrong and not _is_number(numbers.get("factor", 1), most=_MOST_FACTOR):
+        wrong.append(f"factor of the rotary positions is {numbers['factor']!r}: at most {_MOST_FACTOR:,}")
     others = ("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor")
     odd = [key for key in others if rope.get(key) is not None]
     odd += ["truncate"] if kind == "yarn" and rope.get("truncate") is False else []
@@ -187,8 +232,13 @@ def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
     return LlamaScaling(factor, length, float(rope["low_freq_factor"]), float(rope["high_freq_factor"]))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+_MOST_FACTOR = 1_000_000
+"""By which a context can grow."""
+
+
+def _is_number(value: Any, least: float = -_LARGEST, most: float = _LARGEST) -> bool:
+    """Whether it is a number in a range, which NaN is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None) -> DecoderConfig:

@@ -7,13 +7,11 @@ Law: every file that cannot be read is named in one error.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -22,8 +20,9 @@ from fsharding.checkpoint.manifest import is_plain_name
 from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.tensor_files import INDEX
-from fsharding.checkpoint.weights import Weights, open_weights
+from fsharding.checkpoint.weights import Weights, open_file, table_of
 from fsharding.errors import CheckpointError, message
+from fsharding.untrusted import beside
 
 __all__ = ["Folder", "open_folder"]
 
@@ -78,15 +77,18 @@ def open_folder(path: StrPath) -> Folder:
     rows: list[str] = []
     table = _table(folder, rows)
     opened: dict[str, Weights] = {}
-    for name in sorted({*table.values()} if table is not None else _files(folder, rows)):
-        if not is_plain_name(name) or not (folder / name).is_file():
-            rows.append(f"{name} is missing")
-            continue
+    for name in sorted({*table.values()}) if table is not None else _files(folder, rows):
         try:
-            opened[name] = open_weights(folder / name)
-        except CheckpointError as error:
-            # The first line of that error says which file, which the row says already.
-            rows += [f"{name}: {row.strip()}" for row in str(error).splitlines()[1:2]]
+            if not is_plain_name(name):
+                raise ValueError("is no plain file name")
+            found = open_file(beside(folder, name))
+            if found.format != "safetensors":
+                raise ValueError("it is no safetensors file")
+            opened[name] = replace(found, function=_FUNCTION)
+        except FileNotFoundError:
+            rows.append(f"{name} is missing")
+        except (OSError, ValueError) as error:
+            rows.append(f"{name}: {getattr(error, 'strerror', None) or error}")
     leaves, files = dict[str, LeafInfo](), dict[str, Weights]()
     for name, weights in opened.items():
         mine = [tensor for tensor in weights.leaves if table is None or table.get(tensor) == name]
@@ -102,13 +104,14 @@ def open_folder(path: StrPath) -> Folder:
 
 def _table(folder: Path, rows: list[str]) -> dict[str, str] | None:
     """The file of each tensor, by the index; None where there is no index."""
-    if not (folder / INDEX).is_file():
+    if not os.path.lexists(folder / INDEX):
         return None
     try:
-        entries: Any = json.loads((folder / INDEX).read_bytes())
-        table = {str(tensor): str(name) for tensor, name in entries["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        rows.append(f"{INDEX}: {type(error).__name__}: {error}")
+        table = table_of(folder / INDEX)
+        if not all(isinstance(name, str) for name in table.values()):
+            raise ValueError("a tensor of it is in no file")
+    except (OSError, ValueError) as error:
+        rows.append(f"{INDEX}: {getattr(error, 'strerror', None) or error}")
         return {}
     return table
 

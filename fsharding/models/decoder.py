@@ -9,6 +9,7 @@ count. Law: packed documents have the losses that each has alone.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,8 @@ class DecoderConfig:
         sizes = {"vocab": self.vocab, "dim": self.dim, "layers": self.layers, "heads": self.heads}
         sizes |= {"kv_heads": self.kv_heads, "hidden": self.hidden, "head_size": self.head_size}
         wrong = [f"{name}={size}: at least 1" for name, size in sizes.items() if size is not None and size < 1]
+        wrong += [] if 0 <= self.eps < 1 else [f"eps={self.eps}: from 0 to 1"]
+        wrong += [] if 1 <= self.rope_base < math.inf else [f"rope_base={self.rope_base}: at least 1, and finite"]
         if self.attention is None and self.heads >= 1:
             if self.head_size is None and (self.dim % self.heads or self.head_dim % 2):
                 wrong.append(f"dim {self.dim} over {self.heads} heads is not an even head dim")

@@ -110,9 +110,9 @@ Scaling: TypeAlias = LlamaScaling | YarnScaling
 
 
 def _check(name: str, factor: float, length: int, slow: float, fast: float) -> None:
-    wrong = [f"factor {factor}: at least 1"] if factor < 1 else []
+    wrong = [] if 1 <= factor < math.inf else [f"factor {factor}: at least 1, and finite"]
     wrong += [f"length {length}: at least 1"] if length < 1 else []
-    wrong += [f"slow {slow}, fast {fast}: 0 < slow < fast"] if not 0 < slow < fast else []
+    wrong += [] if 0 < slow < fast < math.inf else [f"slow {slow}, fast {fast}: 0 < slow < fast"]
     if wrong:
         raise ConfigError(message(name, "got numbers out of range.", wrong))
 

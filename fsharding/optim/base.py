@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, sharding, tree
 from fsharding.arguments import check_optimizer
-from fsharding.errors import TreeError, message
+from fsharding.errors import TreeError, listed, message
 from fsharding.precision import wide
 from fsharding.public import public
 from fsharding.redistribute import redistribute
@@ -228,7 +228,7 @@ def masked(
         rows: list[str] = []
         tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, labelled)
         if rows:
-            known = f"Labels are {', '.join(map(repr, groups))}."
+            known = f"Labels are {listed(map(repr, groups))}."
             raise TreeError(message("fs.masked", "has labels without a transformation.", rows, known))
         parts = split(params, labelled)
         return MaskedState({g: t.init(parts[g]) for g, t in groups.items()})

@@ -75,8 +75,7 @@ def worded(function: str, rule: str, failed: dict[int, Failure], mend: str) -> R
     for rank, failure in failed.items():
         groups.setdefault(failure.what, []).append(rank)
     rows = [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {what}".replace("\n", "\n    ")
-        for what, ranks in groups.items()
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {what}" for what, ranks in groups.items()
     ]
     details = [(ranks[0], failed[ranks[0]].detail.rstrip()) for ranks in groups.values()]
     traces = [f"Rank {rank}:\n{detail}" for rank, detail in details if detail]

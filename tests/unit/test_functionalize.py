@@ -411,8 +411,7 @@ fs.functionalize finds no units for a pattern.
     wide.0 is Linear
     wide.1 is Linear
     back is ModuleList of 2 Linear
-    back.0 is Linear
-    back.1 is Linear
+  and 2 more
 Name blocks by the path of their list and a star, such as units='layers.*'."""),
     "nested": (lambda: fs.functionalize(Net(), ("layers.*", "layers.1.up")), ConfigError, """
 fs.functionalize got units inside units.
@@ -524,7 +523,7 @@ fs.functionalize gets names for leaves that are not there.
     layers.up.bias
     layers.down.weight
     norm.weight
-    norm.bias
+  and 1 more
 Take them out, or write them as the leaves are called; print(net) shows what names they get."""),
     "many problems": (lambda: fs.functionalize(
         Unlike(), ("layers.*", "blocks.*", 1), names={"bias": None, "gone": None}

@@ -322,7 +322,7 @@ def test_files_that_cannot_be_read(saved, tmp_path):
     index["weight_map"] |= {"ghost": names[3], "far": "../far.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     rows = refusal(CheckpointError, hf.load, folder, layout).splitlines()
-    assert rows[0] == f"fs.hf.load cannot read {folder}." and rows[1] == "  ../far.safetensors is missing"
+    assert rows[0] == f"fs.hf.load cannot read {folder}." and rows[1] == "  ../far.safetensors: is no plain file name"
     assert rows[2].startswith(f"  {names[0]}: ") and " ends at byte " in rows[2]
     assert rows[3:-1] == [
         f"  {names[1]} is missing",
@@ -336,8 +336,7 @@ def test_files_that_cannot_be_read(saved, tmp_path):
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors.index.json").write_text("{}")
     text = refusal(CheckpointError, hf.load, folder, layout)
-    assert "model.safetensors.index.json: KeyError" in text and "\n  model_type is None\n" in text
-    assert "model.safetensors.index.json: KeyError: 'weight_map'" in refusal(CheckpointError, hf.load, folder, layout)
+    assert "model.safetensors.index.json: it has no table weight_map" in text and "\n  model_type is None\n" in text
 
 
 def test_an_unknown_family_is_refused_before_anything_is_read(saved):

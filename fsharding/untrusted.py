@@ -1,0 +1,178 @@
+"""Files that somebody else may have made: opened and parsed so that no file can hang, crash or fill this process.
+
+In: a path, or bytes. Out: the file, its bytes, or the value of its JSON.
+Only regular files are opened: a FIFO waits for a writer that never comes, and a device may do anything. Sizes, depth
+and the number of values are compared with a limit before anything is built.
+Law: the outcome is a value within its limits, an `OSError` of the system, or a `ValueError` that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+
+__all__ = ["beside", "open_plain", "own_tree", "parse_json", "read_json", "read_plain"]
+
+StrPath: TypeAlias = str | os.PathLike[str]
+
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_DEPTH = 200
+"""Of JSON: what is built of it is walked by functions that call themselves, and Python allows a thousand such calls."""
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
+_ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]|u([dD][89a-fA-F])|.)", re.DOTALL)
+_BRACKETS = b"[{]}"
+_OTHERS = bytes(set(range(256)) - set(_BRACKETS))
+_STEPS = np.array([1 if byte in b"[{" else -1 for byte in range(256)], np.int8)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def open_plain(path: StrPath) -> BinaryIO:
+    """Opens a regular file for reading, unbuffered, without ever waiting; links are not followed.
+
+    Args:
+        path: of the file; `os.path.realpath(path)` where a user named it, `beside(...)` where another file did.
+
+    Raises:
+        OSError: as the system says.
+        ValueError: it is a link, a directory, a FIFO, a socket or a device.
+    """
+    # Looked at first, because opening alone can have effects on some devices; and again when nobody can exchange it.
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise ValueError("it is no plain file")
+    fd = os.open(path, _FLAGS)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ValueError("it is no plain file")
+    return open(fd, "rb", buffering=0)
+
+
+def read_plain(path: StrPath, most: int) -> bytes:
+    """All bytes of a regular file; see `open_plain`.
+
+    Args:
+        path: of the file.
+        most: how many bytes it may have.
+
+    Raises:
+        OSError: as the system says.
+        ValueError: it is no regular file, or a larger one.
+    """
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"it has {size:,} bytes; at most {most:,} are read")
+        parts: list[bytes] = []
+        left = most + 1  # it may grow while it is read
+        while left and (part := file.read(min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+    if not left:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return b"".join(parts)
+
+
+def own_tree(folder: Path) -> Path:
+    """The directory that links inside a folder may lead to: the folder, or all of a model in the cache of the Hub.
+
+    That cache keeps files once, as `models--ORG--NAME/blobs/HASH`, and `models--ORG--NAME/snapshots/REVISION/FILE` is
+    a link to one.
+
+    Args:
+        folder: a real path.
+    """
+    for parent in folder.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            return parent.parent
+    return folder
+
+
+def beside(folder: Path, name: str) -> Path:
+    """The real path of an entry of a directory, which may be a link inside `own_tree(folder)`.
+
+    Args:
+        folder: a real path.
+        name: of the entry; a plain name.
+
+    Raises:
+        OSError: there is none, or a link leads nowhere.
+        ValueError: it is a link that leads out.
+    """
+    real, tree = Path(os.path.realpath(folder / name, strict=True)), own_tree(folder)
+    if not real.is_relative_to(tree):
+        raise ValueError(f"it is a link that leads out of {tree}")
+    return real
+
+
+# ---------------------------------------------------------------------------------------------------------------- JSON
+
+
+def read_json(path: StrPath, *, most: int, values: int = 1_000_000, finite: bool = True) -> Any:
+    """The value in a file of JSON; see `read_plain` and `parse_json`."""
+    return parse_json(read_plain(path, most), values=values, finite=finite)
+
+
+def parse_json(data: bytes, *, values: int = 1_000_000, finite: bool = True, negative: bool = True) -> Any:
+    """The value of a JSON text in UTF-8, in which no object has a name twice.
+
+    Args:
+        data: the text.
+        values: how many values it may hold, all of them together.
+        finite: refuse NaN, Infinity and numbers that a float64 cannot hold; without it they are floats.
+        negative: take numbers with a minus sign, if only in the exponent.
+
+    Raises:
+        ValueError: it is no such text, or deeper than 200 brackets, or holds more values.
+    """
+    text = data.decode("utf-8")
+    plain = _STRING.sub(b"", data)
+    found = plain.count(b",") + plain.count(b"[") + plain.count(b"{") + 1
+    if found > values:
+        raise ValueError(f"it holds about {found:,} values; at most {values:,} are read")
+    if (depth := _depth(plain)) > _DEPTH:
+        raise ValueError(f"its brackets are {depth:,} deep; at most {_DEPTH} are read")
+    if not negative and b"-" in plain:
+        raise ValueError("it has a number with a minus sign")
+    if b"\\u" in data and any(escape[1] for escape in _ESCAPE.finditer(data)):
+        raise ValueError("it has half of a surrogate pair, which is no character")
+    kinds: dict[str, Any] = {"parse_float": _finite, "parse_constant": _no_number} if finite else {}
+    return json.loads(text, object_pairs_hook=_object, **kinds)
+
+
+def _depth(plain: bytes) -> int:
+    """The most brackets that are open at once, in a text without strings."""
+    brackets = np.frombuffer(plain.translate(None, _OTHERS), np.uint8)
+    return int(np.cumsum(_STEPS[brackets], dtype=np.int32).max(initial=0))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"it has the name {_short(twice)} twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"no float64 can hold the number {_short(text)}")
+    return value
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+_short = functools.partial("{:.60}".format)

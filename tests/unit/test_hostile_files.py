@@ -1,0 +1,635 @@
+"""Files that somebody made to do harm: nothing hangs, runs, fills the memory or changes this process; texts are short."""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import time
+import tracemalloc
+import warnings
+import zipfile
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import fsharding as fs
+from fsharding import checkpoint as ck
+from fsharding import cli, hf
+from fsharding.checkpoint import manifest as manifests
+from fsharding.checkpoint.pickles import Global, Made, Pairs, named, unpickled
+from fsharding.data import from_files, from_tokens, open_data
+from fsharding.errors import CheckpointError, ConfigError, DataError, FshardingError
+from fsharding.show import read_metrics
+from fsharding.testing import assert_bitwise_equal
+
+CONFIG = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+
+
+def draws(key):
+    keys = fs.random.split(key, 2)
+    return {"table": fs.random.normal(keys[0], (7, 3)), "blocks": {"w": fs.random.normal(keys[1], (2, 5, 3))}}
+
+
+def planned():
+    return fs.plan_layout(draws(fs.random.key(0)), fs.make_mesh(device="cpu"))
+
+
+def a_state():
+    return fs.init_state(draws, fs.adamw(1e-2), fs.random.key(3), planned())
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    ck.save(tmp_path / "ckpt" / "0", a_state())
+    return tmp_path / "ckpt" / "0"
+
+
+def model_of(folder: Path) -> Path:
+    """A directory of Hugging Face."""
+    layout = fs.plan_layout(fs.models.decoder(CONFIG), fs.make_mesh(device="cpu"))
+    state = fs.init_state(fs.models.decoder(CONFIG), fs.adamw(1e-2), fs.random.key(0), layout)
+    hf.save(folder, state, CONFIG, max_file_bytes=1200)
+    return folder
+
+
+def refusal(call, *args, kind=FshardingError, **kwargs) -> str:
+    with pytest.raises(kind) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+def reseal(folder: Path, **changes) -> None:
+    """Another manifest, which says that all is well."""
+    found = dataclasses.replace(ck.metadata(folder), **changes)
+    files = {}
+    for name in found.files:
+        data, step = (folder / name).read_bytes(), manifests.BLOCK
+        digests = [hashlib.sha256(data[i : i + step]).hexdigest() for i in range(0, len(data), step)]
+        files[name] = ck.SavedFile(len(data), tuple(digests))
+    (folder / "manifest.json").write_text(manifests.text_of(dataclasses.replace(found, files=files)))
+
+
+def put_metadata(folder: Path, data: bytes) -> Path:
+    (folder / ".metadata").write_bytes(data)
+    reseal(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def soon(seconds: float = 2.0, most: int = 50 << 20):
+    """Within some seconds and bytes."""
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        yield
+        took, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert took < seconds and peak < most, (took, peak)
+
+
+# -------------------------------------------------------------------------------------------------------------- pickles
+POISON = (
+    b"\x80\x04ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\nN}\x8c\x08__init__ctorch\nSize\ns\x86b."
+)
+LAUGHS = {
+    "dup": b"\x80\x04}K\x01\x85" + b"2\x86" * 60 + b"K\x01s.",
+    "memo": b"\x80\x04}K\x01\x85\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"K\x01s.",
+    "set": b"\x80\x04\x8f(K\x01\x85\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"\x90.",
+    "far memo": b"\x80\x04K\x01r\xff\xff\xff\x7f.",
+    "long text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"a.",
+    "long bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"a.",
+    "deep": b"\x80\x04)" + b"\x85" * 10**5 + b".",
+    "loop": b"\x80\x04]\x94h\x00a.",
+}  # fmt: skip
+
+
+def test_a_refused_checkpoint_changes_nothing(saved, tmp_path):
+    text = refusal(ck.load, put_metadata(saved, POISON), planned())
+    assert "its pickle sets attributes of torch.distributed.checkpoint.metadata.ChunkStorageMetadata" in text
+    ck.save(tmp_path / "after", a_state())
+    assert_bitwise_equal(ck.load(tmp_path / "after", planned()), a_state())
+
+
+@pytest.mark.parametrize("name", LAUGHS)
+def test_pickles_that_never_end_are_refused_at_once(saved, name):
+    put_metadata(saved, LAUGHS[name])
+    for call in (
+        lambda: ck.load(saved, planned()),
+        lambda: ck.load_leaves(saved, "params"),
+        lambda: ck.export(saved, saved.parent / "out", "torch"),
+        lambda: ck.reshard_checkpoint(saved, saved.parent / "out", {"dp": 2}),
+    ):
+        with soon():
+            assert "its .metadata does not fit its manifest" in refusal(call)
+    assert ck.inspect(saved).damaged
+    (saved / "manifest.json").unlink()
+    with soon():
+        assert "its .metadata does not describe what is there" in refusal(ck.open_weights, saved)
+    with zipfile.ZipFile(saved.parent / "weights", "w") as archive:
+        archive.writestr("a/data.pkl", LAUGHS[name])
+    with soon():
+        assert "cannot read " in refusal(ck.open_weights, saved.parent / "weights")
+
+
+def test_a_dict_of_dicts_of_dicts_is_refused_by_what_it_would_become(tmp_path):
+    inner: object = {"a": 1}
+    for _ in range(60):
+        inner = {"a": inner, "b": inner}
+    with zipfile.ZipFile(tmp_path / "weights", "w") as archive:
+        archive.writestr("a/data.pkl", pickle.dumps(inner, protocol=2))
+    with soon(5.0, 200 << 20):
+        text = refusal(ck.open_weights, tmp_path / "weights")
+    assert "what it holds is too deep, or too much for its size" in text
+
+
+def test_pickles_are_read_as_data():
+    value = {"a": (1, -2, 2.5, None, True), 3: [b"x", "y" * 300, 2**40, -(2**70)], "c": {"d": [{}]}}
+    found = unpickled(pickle.dumps(value, protocol=4), Global)
+    assert type(found) is Pairs and [key for key, _ in found] == ["a", 3, "c"]
+    assert found[0][1] == value["a"] and found[1][1] == value[3]
+    assert named(found[2][1])["d"] == [Pairs()]
+    for protocol in (2, 3, 4, 5):
+        made = unpickled(pickle.dumps(Path("a") / "b", protocol=protocol), Global)
+        assert isinstance(made, Made) and str(made.kind).endswith("PosixPath") and made.args == ("a", "b")
+    assert "no table of names" in refusal(named, found, kind=ValueError)
+    assert "one name twice" in refusal(named, Pairs([("a", 1), ("a", 2)]), kind=ValueError)
+
+
+def test_complex_conjugates_are_not_read_as_they_lie(tmp_path):
+    torch.save({"w": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / "weights")
+    assert "  w: only dense tensors can be read by slices" in refusal(ck.open_weights, tmp_path / "weights")
+
+
+def test_buffers_and_parameters_with_attributes_are_tensors(tmp_path):
+    parameter = torch.nn.Parameter(torch.arange(2.0))
+    parameter.note = "a"
+    torch.save({"b": torch.nn.Buffer(torch.arange(3.0)), "p": parameter, "s": torch.Size([1])}, tmp_path / "weights")
+    weights = ck.open_weights(tmp_path / "weights")
+    assert [*weights.leaves] == ["b", "p"] and weights.others == ("s",)
+    weights.read("b", ((1, 3),), out := torch.empty(2))
+    assert out.tolist() == [1.0, 2.0]
+
+
+def test_chunks_that_overlap_are_refused(saved):
+    found = pickle.loads((saved / ".metadata").read_bytes())
+    (chunk,) = found.state_dict_metadata["params.table"].chunks
+    index = next(i for i in found.storage_data if i.fqn == "params.table")
+    halves = [(torch.Size([0, 0]), torch.Size([4, 3])), (torch.Size([1, 0]), torch.Size([3, 3]))]
+    found.state_dict_metadata["params.table"].chunks[:] = [type(chunk)(*half) for half in halves]
+    for offset, _ in halves:
+        found.storage_data[type(index)("params.table", offset)] = found.storage_data[index]
+    text = refusal(ck.load, put_metadata(saved, pickle.dumps(found)), planned())
+    assert "params.table: its chunks overlap" in text
+
+
+# ---------------------------------------------------------------------------------------------------------- safetensors
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def raw(header: object, data: bytes = bytes(8)) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+BAD_HEADERS = {
+    "overlap": (raw({"a": ENTRY, "b": ENTRY}), "b: begins at byte 0 of the tensors, and overlaps the one before it"),
+    "gap": (raw({"a": ENTRY, "b": ENTRY | {"data_offsets": [12, 20]}}, bytes(20)), "b: begins at byte 12 of the tensors, and leaves a gap before it"),
+    "first gap": (raw({"a": ENTRY | {"data_offsets": [8, 16]}}, bytes(16)), "a: begins at byte 8 of the tensors, and leaves a gap before it"),
+    "trailing": (raw({"a": ENTRY}, bytes(9)), "it has 1 bytes that belong to no tensor at its end"),
+    "cut": (raw({"a": ENTRY}, bytes(7)), " of "),
+    "twice": (raw(b'{"a":%s,"a":{"dtype":"F32","shape":[0],"data_offsets":[8,8]}}' % json.dumps(ENTRY).encode()), "it has the name a twice in one object"),
+    "float shape": (raw({"a": ENTRY | {"shape": [2.0]}}), "a: its shape is none"),
+    "huge shape": (raw(b'{"a":{"dtype":"F32","shape":[1e400],"data_offsets":[0,8]}}'), "no float64 can hold the number 1e400"),
+    "wide shape": (raw({"a": ENTRY | {"shape": [2**63, 2**63]}}), "a: its shape is none"),
+    "negative": (raw({"a": ENTRY | {"shape": [-2]}}), "it has a number with a minus sign"),
+    "minus zero": (raw(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[-0,8]}}'), "it has a number with a minus sign"),
+    "true": (raw({"a": ENTRY | {"shape": [2, True]}}), "a: its shape is none"),
+    "three offsets": (raw({"a": ENTRY | {"data_offsets": [0, 8, 8]}}), "a: its data_offsets are none"),
+    "float offsets": (raw({"a": ENTRY | {"data_offsets": [0, 8.0]}}), "a: its data_offsets are none"),
+    "no offsets": (raw({"a": {"dtype": "F32", "shape": [2]}}), "a: is no object with dtype, shape and data_offsets"),
+    "list": (raw({"a": [1]}), "a: is no object with dtype, shape and data_offsets"),
+    "notes of numbers": (raw({"a": ENTRY, "__metadata__": {"n": 1}}), "its __metadata__ is no table of texts"),
+    "list of notes": (raw({"a": ENTRY, "__metadata__": ["n"]}), "its __metadata__ is no table of texts"),
+    "deep": (raw(b'{"a":' * 10**5), "its brackets are 100,000 deep; at most 200 are read"),
+    "surrogate": (raw(b'{"\\ud800":%s}' % json.dumps(ENTRY).encode()), "it has half of a surrogate pair"),
+    "no JSON": (raw(b'{"a":'), "its header is no JSON: Expecting value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_headers_are_refused_as_safetensors_refuses_them(name, tmp_path):
+    data, reason = BAD_HEADERS[name]
+    (tmp_path / "weights").write_bytes(data)
+    with soon():
+        assert reason in refusal(ck.open_weights, tmp_path / "weights")
+    if name in ("wide shape", "deep"):  # torch cannot make such a tensor; and its own limit of depth is another
+        return
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.torch.load(data)
+
+
+@pytest.mark.parametrize("spaces", [640, 379, 123, 8 * 97])
+def test_headers_of_any_length_are_headers(spaces, tmp_path):
+    text = json.dumps(
+        {"a": ENTRY, "z": ENTRY | {"shape": [0, 5], "data_offsets": [8, 8]}, "__metadata__": None}
+    ).encode()
+    data = raw(text + b" " * (spaces - len(text)) if spaces > len(text) else text)
+    (tmp_path / "weights").write_bytes(data)
+    assert {*safetensors.torch.load(data)} == {*ck.open_weights(tmp_path / "weights").leaves} == {"a", "z"}
+
+
+def test_a_long_header_is_refused_before_it_is_read(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((1 << 30).to_bytes(8, "little") + b'{"a":1}')
+    os.truncate(file, (1 << 30) + (1 << 20))
+    with soon(0.5, 1 << 20):
+        assert "  its header has 1,073,741,824 bytes; the format allows 100,000,000" in refusal(ck.open_weights, file)
+    file.write_bytes((99_999_999).to_bytes(8, "little") + b'{"a":1}')
+    os.truncate(file, 100 << 20)
+    with soon(5.0, 700 << 20):
+        assert "its header is no JSON" in refusal(ck.open_weights, file)
+
+
+def test_the_directory_of_a_zip_is_not_read_without_end(tmp_path):
+    file = tmp_path / "weights"
+    torch.save({"w": torch.ones(2)}, file)
+    data = bytearray(file.read_bytes())
+    data[-22 + 12 : -22 + 20] = struct.pack("<II", 1 << 30, 16)  # size and place of the directory
+    file.write_bytes(data[:64])
+    os.truncate(file, (1 << 30) + 16)
+    with file.open("ab") as stream:
+        stream.write(data[-22:])
+    with soon(1.0, 5 << 20):
+        assert "cannot read " in refusal(ck.open_weights, file)
+
+
+# ---------------------------------------------------------------------------------------------------------------- FIFOs
+def test_nothing_waits_for_a_fifo(saved, tmp_path):
+    model = model_of(tmp_path / "model")
+    layout = fs.plan_layout(fs.models.decoder(CONFIG), fs.make_mesh(device="cpu"))
+    part = sorted(model.glob("*.safetensors"))[0].name
+    target = tmp_path / "out"
+    calls = {
+        model / "config.json": [lambda: hf.config_of(model), lambda: hf.load(model, layout), lambda: hf.config_of(model / "config.json")],
+        model / "model.safetensors.index.json": [lambda: hf.load(model, layout), lambda: ck.open_weights(model)],
+        model / part: [lambda: hf.load(model, layout), lambda: ck.load_weights(model, layout), lambda: ck.open_weights(model / part)],
+        saved / "manifest.json": [lambda: ck.load(saved, planned()), lambda: ck.metadata(saved)],
+        saved / ".metadata": [
+            lambda: ck.load(saved, planned()), lambda: ck.export(saved, target, "torch"),
+            lambda: ck.reshard_checkpoint(saved, target, {"dp": 2}),
+        ],
+        saved / "__0_0.distcp": [lambda: ck.load(saved, planned()), lambda: ck.export(saved, target, "dcp")],
+    }  # fmt: skip
+    for file, tried in calls.items():
+        kept = file.read_bytes()
+        file.unlink()
+        os.mkfifo(file)
+        for call in tried:
+            assert "no plain file" in refusal(call), file
+        if file.parent == saved:
+            assert ck.inspect(saved).damaged
+            assert ck.latest(saved.parent) is None
+        file.unlink()
+        file.write_bytes(kept)
+    assert_bitwise_equal(ck.load(saved, planned()), a_state())
+    os.mkfifo(fifo := tmp_path / "a.bin")
+    assert refusal(from_tokens, fifo, batch_size=1, seq_len=2) == (
+        f"from_tokens cannot open {fifo}: it is no plain file.\nGive the path of a file of token ids."
+    )
+    assert "no plain file" in refusal(from_files, fifo, batch_size=1, seq_len=2)
+    (tmp_path / "b.bin").write_bytes(bytes(64))
+    os.mkfifo(tmp_path / "b.bin.json")
+    assert "no plain file" in refusal(open_data, str(tmp_path / "b.bin"), batch_size=1, seq_len=2, kind=DataError)
+    assert "no plain file" in refusal(read_metrics, fifo, kind=ConfigError)
+    (foreign := tmp_path / "foreign").mkdir()
+    os.mkfifo(foreign / ".metadata")
+    assert "no plain file" in refusal(ck.open_weights, foreign)
+    os.mkfifo(foreign / "metadata.json")
+    assert "finds no checkpoint" in refusal(ck.load, foreign, planned())
+
+
+# ---------------------------------------------------------------------------------------------------------------- links
+def in_the_cache(model: Path, top: Path) -> Path:
+    """A snapshot of the Hub's cache: every file is a link to a blob."""
+    snapshot = top / "models--org--name" / "snapshots" / "0f0f"
+    (blobs := snapshot.parents[1] / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(model.iterdir())):
+        shutil.copy(file, blobs / f"{number:064}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:064}")
+    return snapshot
+
+
+@pytest.mark.parametrize("files", ["several", "one"])
+def test_a_snapshot_of_the_hub_is_read_through_its_links(files, tmp_path):
+    model = model_of(tmp_path / "model")
+    if files == "one":
+        tensors = {k: x for file in model.glob("*.safetensors") for k, x in safetensors.torch.load_file(file).items()}
+        for file in model.glob("model*"):
+            file.unlink()
+        safetensors.torch.save_file(tensors, model / "model.safetensors")
+    snapshot = in_the_cache(model, tmp_path)
+    layout = fs.plan_layout(fs.models.decoder(hf.config_of(snapshot)), fs.make_mesh(device="cpu"))
+    want = hf.load(model, layout)
+    assert_bitwise_equal(hf.load(snapshot, layout), want)
+    paths = [snapshot, next(snapshot.glob("model.safetensors*"))]
+    for path in paths:
+        assert ck.open_weights(path).leaves == ck.open_weights(model).leaves
+    (tmp_path / "link").symlink_to(snapshot)
+    assert_bitwise_equal(hf.load(tmp_path / "link", layout), want)
+    name = hf.names_of(CONFIG)["embed.table"]
+    like = {"t": torch.empty(16, 8)}
+    for path in paths:
+        found = ck.load_weights(path, like, {"t": name}, extra="ignore")
+        assert torch.equal(found["t"], want["embed"]["table"].to_local())
+
+
+def test_links_that_lead_out_are_refused(tmp_path):
+    model = model_of(tmp_path / "model")
+    snapshot = in_the_cache(model, tmp_path)
+    layout = fs.plan_layout(fs.models.decoder(CONFIG), fs.make_mesh(device="cpu"))
+    part = sorted(snapshot.glob("*.safetensors"))[0]
+    for link in (part, snapshot / "model.safetensors.index.json", snapshot / "config.json"):
+        kept = os.readlink(link)
+        link.unlink()
+        link.symlink_to(model / link.name)
+        assert f"link that leads out of {snapshot.parents[1]}" in refusal(hf.load, snapshot, layout)
+        if link.name != "config.json":
+            text = refusal(ck.load_weights, snapshot, layout, hf.names_of(CONFIG))
+            assert f"link that leads out of {snapshot.parents[1]}" in text
+            assert text.startswith("fs.checkpoint.load_weights cannot read ")
+        link.unlink()
+        link.symlink_to(kept)
+    plain = tmp_path / "plain"
+    shutil.copytree(snapshot, plain, symlinks=True)
+    for link in plain.iterdir():
+        link.unlink()
+        link.symlink_to(model / link.name)
+    assert f"it is a link that leads out of {plain}" in refusal(hf.load, plain, layout)
+
+
+# ---------------------------------------------------------------------------------------------------------------- texts
+def test_ten_thousand_extra_tensors_are_ten_and_a_count(tmp_path):
+    tensors = {f"{'x' * 2_000}{i}": torch.zeros(0) for i in range(10_000)}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    text = refusal(ck.load_weights, tmp_path, {"w": torch.ones(2)})
+    assert len(text) < 20_000 and len(text.splitlines()) == 13
+    assert "10001 tensors are not as they should be." in text and "\n  and 9,991 more\n" in text
+
+
+def test_a_config_of_very_many_layers_is_refused_at_once(tmp_path):
+    model = model_of(tmp_path / "model")
+    entries = json.loads((model / "config.json").read_text())
+    for layers, reason in ((10**6, "num_hidden_layers is 1,000,000: at most 10,000"), (10**4, None)):
+        (model / "config.json").write_text(json.dumps(entries | {"num_hidden_layers": layers}))
+        with soon(3.0, 100 << 20):
+            if reason is not None:
+                assert reason in refusal(hf.config_of, model)
+                continue
+            layout = fs.plan_layout(fs.models.decoder(hf.config_of(model)), fs.AbstractMesh(("dp",), (1,)))
+            layout = layout.with_mesh(fs.make_mesh(device="cpu"))
+            text = refusal(hf.load, model, layout)
+    assert len(text) < 5_000 and "blocks.wq is more tensors than the 21 that are there" in text
+
+
+EVIL = "w\x1b]0;owned\x07\nparams.fine: all is well\x1b[31m"
+SHOWN = r"w\x1b]0;owned\x07\nparams.fine: all is well\x1b[31m"
+
+
+def test_names_cannot_act_on_a_terminal(saved, tmp_path, capsys):
+    safetensors.torch.save_file({EVIL: torch.zeros(2)}, tmp_path / "model.safetensors")
+    text = refusal(ck.load_weights, tmp_path / "model.safetensors", {"w": torch.ones(2)})
+    assert "\x1b" not in text and "\x07" not in text and "\nparams.fine" not in text
+    state = a_state()
+    ck.save(tmp_path / "named", state.replace(opt_state={EVIL: torch.zeros(3)}))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["inspect", str(tmp_path / "named")])
+    out = capsys.readouterr().out
+    assert not ended.value.code and f"opt_state.{SHOWN}" in out and "\x1b" not in out
+
+
+# -------------------------------------------------------------------------------------------------------------- inspect
+def shown(capsys, path: Path) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["inspect", str(path)])
+    found = capsys.readouterr()
+    return int(ended.value.code or 0), found.out + found.err
+
+
+def evil_metadata(folder: Path) -> None:
+    put_metadata(folder, b"cos\nsystem\n.")
+
+
+def evil_record(folder: Path) -> None:
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    info = next(info for index, info in found.storage_data.items() if index.fqn == "params.table")
+    data, record = (folder / info.relative_path).read_bytes(), io.BytesIO()
+    torch.save({"a": torch.ones(2)}, record)
+    info.offset, info.length = len(data), len(record.getvalue())
+    (folder / info.relative_path).write_bytes(data + record.getvalue())
+    put_metadata(folder, pickle.dumps(found))
+
+
+def outside(folder: Path) -> None:
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    for info in found.storage_data.values():
+        info.relative_path = "../../x"
+    put_metadata(folder, pickle.dumps(found))
+
+
+def other_step(folder: Path) -> None:
+    reseal(folder, step=13)
+
+
+@pytest.mark.parametrize("damage", [evil_metadata, evil_record, outside, other_step])
+def test_inspect_refuses_what_load_refuses(damage, saved, capsys):
+    assert shown(capsys, saved)[0] == 0
+    damage(saved)
+    text = refusal(ck.load, saved, planned())
+    status, out = shown(capsys, saved)
+    assert status == 1 and out.startswith(f"{saved}: damaged\n  damaged: ")
+    if damage is not other_step:
+        assert text.splitlines()[0].replace("fs.checkpoint.load", "fs.checkpoint.inspect") in out
+    else:
+        assert "  damaged: manifest.json: it says step 13, the files say step 0" in out
+
+
+def test_inspect_says_what_a_directory_is_instead(saved, tmp_path, capsys):
+    model = model_of(tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "fsdp2", no_dist=True)
+    (run := tmp_path / "run").mkdir()
+    shutil.copytree(saved.parent, run / "ckpt")
+    (run / "metrics.jsonl").touch()
+    (empty := tmp_path / "new").mkdir()
+    (empty / "metrics.jsonl").touch()
+    hugging = "Read its weights with fs.hf.load(path, layout), or fs.checkpoint.load_weights(path, layout, names)."
+    for path, what, mend in (
+        (model, "it is a directory of Hugging Face", hugging),
+        (
+            tmp_path / "fsdp2",
+            "torch.distributed.checkpoint wrote it, as FSDP2 does, or its save was never finished: it has no manifest.json",
+            "Read the tensors of such a directory with fs.checkpoint.load_weights(path, layout, names).",
+        ),
+        (run, "it is the directory of a run", f"Give one of its checkpoints, such as the newest: {run}/ckpt/0"),
+        (run / "ckpt", "it is a directory of checkpoints", f"Give one of its checkpoints, such as the newest: {run}/ckpt/0"),
+        (empty, "it is the directory of a run that has no complete checkpoint", "Give the directory of another run."),
+    ):  # fmt: skip
+        status, text = shown(capsys, path)
+        assert (status, text) == (
+            2, f"CheckpointError: fs.checkpoint.inspect finds no checkpoint at {path}: {what}.\n{mend}\n"
+        )  # fmt: skip
+        assert refusal(ck.load, path, planned()) == f"fs.checkpoint.load finds no checkpoint at {path}: {what}.\n{mend}"
+
+
+# ----------------------------------------------------------------------------------------------------- names of callers
+def test_refusals_name_the_function_that_was_called(saved, tmp_path):
+    evil_metadata(saved)
+    layout = planned()
+    for name, call in {
+        "load": lambda: ck.load(saved, layout),
+        "load_leaves": lambda: ck.load_leaves(saved, "params"),
+        "export": lambda: ck.export(saved, tmp_path / "out", "torch"),
+        "reshard_checkpoint": lambda: ck.reshard_checkpoint(saved, tmp_path / "out", {"dp": 2}),
+    }.items():
+        assert refusal(call).startswith(f"fs.checkpoint.{name} refuses to unpickle os.system")
+    (saved / "__0_0.distcp").unlink()
+    for name, call in {
+        "load_leaves": lambda: ck.load_leaves(saved, "params"),
+        "load": lambda: ck.load(saved, layout),
+    }.items():
+        assert refusal(call).startswith(f"fs.checkpoint.{name} refuses ")
+    (saved / "manifest.json").unlink()
+    for name, call in {
+        "open_weights": lambda: ck.open_weights(saved),
+        "load_weights": lambda: ck.load_weights(saved, layout),
+    }.items():
+        assert refusal(call).startswith(f"fs.checkpoint.{name} refuses to unpickle os.system")
+    assert refusal(ck.load_weights, tmp_path / "no", layout).startswith("fs.checkpoint.load_weights cannot read ")
+
+
+class Code:
+    def __reduce__(self):
+        return subprocess.check_call, (["false"],)
+
+
+def test_no_text_tells_anybody_to_unpickle_it_anyway(tmp_path):
+    torch.save({"w": Code()}, tmp_path / "weights")
+    assert refusal(ck.open_weights, tmp_path / "weights") == (
+        f"fs.checkpoint.open_weights cannot read {tmp_path}/weights.\n"
+        "  it names subprocess.check_call, which no state dict needs; nothing of it was run\n"
+        "Give a torch.save file of a state dict, a directory of torch DCP, or safetensors."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- configs
+ENTRIES = hf.config_json(CONFIG)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan: a number from 0 to 1"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5': a number from 0 to 1"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf: a number from 0 to 1"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta is -1.0: a number from 1 to 1e+15"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf: a number from 1 to 1e+15"),
+        ({"rope_parameters": [1]}, "rope_type is [1]: types are default, llama3, yarn"),
+        ({"rope_parameters": YARN | {"rope_type": {"a": 1}}}, "the rotary positions differ between rope_type"),
+        ({"rope_parameters": YARN | {"rope_type": []}}, "rope_type is []: types are default, llama3, yarn"),
+        ({"rope_parameters": YARN | {"factor": 1e308}}, "factor of the rotary positions is 1e+308: a number"),
+        ({"rope_parameters": YARN | {"factor": 1e9}}, "factor of the rotary positions is 1000000000.0: at most 1,000,000"),
+        ({"rope_parameters": YARN | {"beta_slow": "x"}}, "beta_slow of the rotary positions is 'x': a number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000: at most 10,000"),
+        ({"vocab_size": 10**30}, "vocab_size is 1,000,000,000,000,000,000,000,000,000,000: at most 16,777,216"),
+        ({"num_hidden_layers": 10**4, "hidden_size": 2**24, "intermediate_size": 2**24, "num_attention_heads": 2**20}, "one leaf of it would have "),
+        ({"num_key_value_heads": -1}, "num_key_value_heads is -1: a whole number above 0"),
+        ({"num_key_value_heads": "1"}, "num_key_value_heads is '1': a whole number above 0"),
+        ({"head_dim": 4.0}, "head_dim is 4.0: a whole number above 0"),
+        ({"layer_types": 3}, "layer_types is 3: models.decoder has no such thing"),
+        ({"layer_types": [["full_attention"]]}, "layer_types is [['full_attention']]: models.decoder has no such thing"),
+        ({"model_type": ["llama"]}, "model_type is ['llama']"),
+    ],
+)  # fmt: skip
+def test_configs_that_no_model_has(changes, row):
+    assert f"\n  {row}" in refusal(hf.config_of, ENTRIES | changes, kind=ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("data", "row"),
+    [
+        (b'{"a":' * 10**5, "its brackets are 100,000 deep; at most 200 are read"),
+        (b'{"a": 1, "a": 2}', "it has the name a twice in one object"),
+        (b"\xff\xfe", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b"[" + b"1," * 10**7, "it has 20,000,001 bytes; at most 16,777,216 are read"),
+    ],
+)
+def test_config_files_that_are_none(data, row, tmp_path):
+    (tmp_path / "config.json").write_bytes(data)
+    with soon(1.0):
+        assert refusal(hf.config_of, tmp_path) == (
+            f"fs.hf.config_of cannot read {tmp_path}/config.json.\n  {row}\n"
+            "Give a directory that has a config.json, as save_pretrained of transformers makes it."
+        )
+
+
+def test_a_decoder_refuses_numbers_that_compute_nothing():
+    text = refusal(fs.models.DecoderConfig, eps=float("nan"), rope_base=-1.0, kind=ConfigError)
+    assert "  eps=nan: from 0 to 1\n  rope_base=-1.0: at least 1, and finite" in text
+
+
+# ------------------------------------------------------------------------------------------------------------- manifests
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (("tree", "params.table", "shape"), [7, 3.0], "no shape, or spec: params.table"),
+        (("tree", "params.table", "shape"), [2**62, 2**62], "no shape, or spec: params.table"),
+        (("tree", "params.table", "spec"), 3, "no shape, or spec: params.table"),
+        (("tree", "params.table", "dtype"), ["float32"], "no name of a file, or dtype"),
+        (("files", ".metadata", "bytes"), -1, "checksums of"),
+        (("files", ".metadata", "bytes"), "1", "its size and checksums are none"),
+        (("files", ".metadata", "sha256"), [3], "its size and checksums are none"),
+        (("files", ".metadata", "block"), 1 << 40, "checksums of"),
+        (("layout", "mesh"), ["dp"], "AttributeError"),
+        (("layout", "mesh"), {"dp": "2"}, "the mesh of its layout is none"),
+        (("layout", "frozen"), {"a": 1}, "the frozen leaves of its layout are none"),
+        (("layout",), 3, "AttributeError"),
+        (("step",), 1.5, "its step is no whole number but of type float"),
+    ],
+)  # fmt: skip
+def test_manifests_that_somebody_sealed_again(saved, path, value, reason):
+    data = json.loads((saved / "manifest.json").read_text())
+    data.pop("sha256")
+    node = data
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    (saved / "manifest.json").write_text(json.dumps(data | {"sha256": manifests._seal(data)}))
+    for call in (
+        lambda: ck.load(saved, planned()),
+        lambda: ck.metadata(saved),
+        lambda: ck.export(saved, saved / "o", "dcp"),
+    ):
+        text = refusal(call, kind=CheckpointError)
+        assert "its manifest.json is damaged" in text and reason in text
+    assert ck.inspect(saved).damaged
+
+
+def test_what_cannot_be_read_again_is_not_saved(tmp_path):
+    extra: list = []
+    for _ in range(250):
+        extra = [extra]
+    text = refusal(ck.save, tmp_path / "a", a_state(), extra=extra)
+    assert "cannot write `extra` as JSON.\n  its brackets are " in text
