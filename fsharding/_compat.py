@@ -34,9 +34,9 @@ __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
     "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh",
     "fused_adamw_", "group_timeout", "grouped_mm", "is_served_by_rank", "is_wanted", "like_dtensor", "local_tensor",
-    "make_dtensor", "meshless_device_mesh", "packed", "reduce_scatter_flat", "region", "same_kind", "save_record",
-    "save_without_data", "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm",
-    "torch_pipeline_order", "unpack", "version_of", "visit_first",
+    "make_dtensor", "meshless_device_mesh", "packed", "persistent_buffers", "reduce_scatter_flat", "region",
+    "same_kind", "save_record", "save_without_data", "set_group_timeout", "shapes_only", "storage_id", "storage_users",
+    "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of", "visit_first",
 ]  # fmt: skip
 
 
@@ -150,6 +150,12 @@ _madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "
 def storage_id(x: Tensor) -> int:
     """Identity of a tensor's storage: equal for all views of one buffer, also for fake tensors."""
     return x.untyped_storage()._cdata
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The buffers of a module, without those of its children, that its state dict has."""
+    own = module.named_buffers(recurse=False, remove_duplicate=False)
+    return {name: buffer for name, buffer in own if name not in module._non_persistent_buffers_set}
 
 
 def version_of(x: Tensor) -> int:

@@ -23,7 +23,7 @@ from fsharding import _compat, boxes
 from fsharding.boxes import Box
 from fsharding.checkpoint import store
 from fsharding.checkpoint.files import Writer, write_metadata
-from fsharding.checkpoint.names import Names, Part, naming, our_box, parts, unknown
+from fsharding.checkpoint.names import Names, Part, constants_of, naming, our_box, parts, unknown
 from fsharding.checkpoint.ranges import pieces
 from fsharding.checkpoint.source import LeafInfo, Source, open_source
 from fsharding.checkpoint.store import StrPath
@@ -62,11 +62,12 @@ class Exported:
 
 
 class _Item(NamedTuple):
-    """A tensor to be written: of which leaf it is what part."""
+    """A tensor to be written: of which leaf it is what part, or a constant that no leaf has."""
 
     path: str
     part: Part
     dtype: torch.dtype
+    value: Tensor | None = None
 
     @property
     def bytes(self) -> int:
@@ -92,7 +93,8 @@ def export(
         source: a checkpoint that `save` has written.
         target: what to make; nothing may be there yet.
         format: which of the three.
-        names: what our leaves are called there; as in `load_weights`, so that one table serves both.
+        names: what our leaves are called there; as in `load_weights`, so that one table serves both. Those of a
+            functionalized module (`net.sources`) bring its persistent buffers along.
         what: "params" for the main parameters, under the paths of the layout; "all" for every leaf, under the paths of
             the manifest, such as `params.blocks.wq`, `opt_state.mu.blocks.wq` and `step`.
         max_file_bytes: files of more than one tensor are at most this large; "torch" always makes one file.
@@ -143,6 +145,10 @@ def _plan(leaves: Source, names: Names, what: str, format: str) -> list[_Item]:
                 items[part.name] = _Item(saved, part, dtype)
         except ValueError as error:
             rows.append(f"{path}: {error}")
+    for name, buffer in constants_of(names).items():
+        rows += [f"{name}: a leaf and a buffer of the module"] if name in items else []
+        part = Part(name, (), tuple(buffer.shape), transposed=False)
+        items[name] = _Item(name, part, buffer.dtype, buffer.cpu())
     if rows:
         mend = "names={ours: theirs} gives every leaf a name of its own, blocks with {i}."
         raise CheckpointError(message(_FUNCTION, f"cannot name {len(rows)} tensors.", rows, mend))
@@ -160,7 +166,10 @@ def _windows(leaves: Source, item: _Item) -> Iterator[tuple[Box, Tensor]]:
     for box in pieces(whole, item.dtype.itemsize) if item.bytes else [whole]:
         x = torch.empty(boxes.shape_of(box), dtype=item.dtype)
         ours = x.mT if item.part.transposed else x
-        leaves.read(item.path, our_box(item.part, box), ours[(None,) * len(item.part.lead)])
+        if item.value is not None:
+            ours.copy_(item.value[boxes.relative(box, whole)])
+        else:
+            leaves.read(item.path, our_box(item.part, box), ours[(None,) * len(item.part.lead)])
         yield box, x
         del x, ours  # before the next one is made
 

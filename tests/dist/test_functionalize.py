@@ -292,6 +292,8 @@ FAMILIES = {
     "mixtral, experts": ("Mixtral", {**SMALL, "num_local_experts": 4}),
     "qwen3_moe, experts": ("Qwen3Moe", {**SMALL, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
                                "moe_intermediate_size": 16}),
+    "qwen3_moe, mixed": ("Qwen3Moe", {**SMALL, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+                             "moe_intermediate_size": 16, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
     "gpt2": ("GPT2", GPT2),
 }  # fmt: skip
 
@@ -368,9 +370,15 @@ def train_families(names, folder):
 
 
 def test_families_of_hugging_face(tmp_path):
-    run_ranks(train_families, 2, ["gpt2", "qwen3_moe, experts", "qwen3"], str(tmp_path), timeout=110.0)
+    run_ranks(train_families, 2, ["gpt2", "qwen3_moe, mixed", "qwen3"], str(tmp_path), timeout=110.0)
 
 
 @pytest.mark.full
 def test_other_families_of_hugging_face(tmp_path):
-    run_ranks(train_families, 2, ["mixtral, experts", "llama", "qwen2", "tied llama"], str(tmp_path), timeout=110.0)
+    run_ranks(
+        train_families,
+        2,
+        ["mixtral, experts", "qwen3_moe, experts", "llama", "qwen2", "tied llama"],
+        str(tmp_path),
+        timeout=110.0,
+    )
