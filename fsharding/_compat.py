@@ -257,7 +257,7 @@ def is_served_by_rank(store: dist.Store | None) -> bool:
     return isinstance(store, dist.TCPStore)
 
 
-def save_record(x: Tensor, file: Any) -> None:
+def save_record(x: object, file: Any) -> None:
     """`torch.save(x, file)` without the CRC32, which costs as much as a sha256 and which torch never looks at.
 
     torch's own switch for it is one for the whole process, other threads included.

@@ -69,9 +69,9 @@ class PureModule:
         self._order: list[int] = order
         self._engine = Engine(module, anatomy, roles, real_buffers(module, reset))
         self._engine.open()
-        self.sources = ModuleNames(sources, self._engine.persistent())
+        self.sources = ModuleNames(sources, self._engine.persistent(), _aliases(module))
         named = {path: _there(files[path], name) if path in files else name for path, name in sources.items()}
-        self.files = ModuleNames(named, self.sources.constants)
+        self.files = ModuleNames(named, self.sources.constants, self.sources.aliases)
 
     def init(self, key: Tensor) -> Tree:
         """First values, for `init_state`: those of the module's tensors; those on the meta device are drawn.
@@ -138,6 +138,14 @@ class PureModule:
 
     def __str__(self) -> str:
         return f"PureModule of {type(self._module).__name__}, {self.anatomy}"
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Every name of a parameter that has several, by each of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(every) for every in names.values() if len(every) > 1 for name in every}
 
 
 def _there(name: Name, source: str | Rows) -> Name:

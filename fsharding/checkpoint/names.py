@@ -26,6 +26,7 @@ __all__ = [
     "Part",
     "Rows",
     "Transposed",
+    "aliases_of",
     "constants_of",
     "naming",
     "other_constants",
@@ -70,15 +71,32 @@ class ModuleNames(dict[str, Any]):
     Who writes a state dict by these names writes the constants, too; who reads one compares them.
     """
 
-    def __init__(self, names: Mapping[str, Any], constants: Mapping[str, Tensor]) -> None:
-        """The names by our path, and persistent buffers by their name in the module."""
+    def __init__(
+        self,
+        names: Mapping[str, Any],
+        constants: Mapping[str, Tensor],
+        aliases: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        """Names of a module.
+
+        Args:
+            names: by our path.
+            constants: persistent buffers, by their name in the module.
+            aliases: every name of a tied parameter, in the order of the module, by each of them.
+        """
         super().__init__(names)
         self.constants: Mapping[str, Tensor] = constants
+        self.aliases: Mapping[str, tuple[str, ...]] = aliases
 
 
 def constants_of(names: object) -> Mapping[str, Tensor]:
     """The tensors of a state dict that are no leaves, where names of a module are given."""
     return names.constants if isinstance(names, ModuleNames) else {}
+
+
+def aliases_of(names: object, name: str) -> tuple[str, ...]:
+    """Every name that the parameter with a foreign name has in its module, the one that optimizers use first."""
+    return names.aliases.get(name, (name,)) if isinstance(names, ModuleNames) else (name,)
 
 
 def other_constants(names: object, weights: Any) -> list[str]:
