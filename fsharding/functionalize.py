@@ -22,6 +22,7 @@ from fsharding.families import family_of
 from fsharding.hf.naming import Name, renumbered
 from fsharding.mesh import Mesh
 from fsharding.module_axes import Roles, check_axes, check_roles
+from fsharding.module_probe import unfit_roles
 from fsharding.module_problems import FUNCTION, check_module
 from fsharding.module_run import Engine, Run
 from fsharding.module_values import Reset, lazy_leaves, real_buffers
@@ -65,6 +66,7 @@ class PureModule:
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
         self._module, self._reset, self._policy = module, reset, policy
         self.roles, self._heads = dict(roles), dict(heads)
+        self._tried = functools.cache(functools.partial(unfit_roles, module, self.roles))
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
         self._order: list[int] = order
         self._engine = Engine(module, anatomy, roles, real_buffers(module, reset))
@@ -92,9 +94,10 @@ class PureModule:
         """Raises where the module cannot be cut over the mesh; `plan_layout` calls it.
 
         Raises:
-            ConfigError: a model axis over which some layer does not compute; all are listed.
+            ConfigError: a model axis over which some layer does not compute; all are listed. A module with
+                `dummy_inputs`, as models of Hugging Face have them, is tried with the shapes that `tp` leaves a rank.
         """
-        check_axes(self.anatomy, self.roles, mesh, rules, self._heads)
+        check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
 
     def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:
         """What the module returns for these parameters; on a rank, for its part of the batch.

@@ -22,6 +22,7 @@ from fsharding.errors import ConfigError, message
 from fsharding.families import Parts, family_of
 from fsharding.models.base import Model
 from fsharding.module_axes import Bare, Roles, check_axes, check_roles
+from fsharding.module_probe import unfit_roles
 from fsharding.module_problems import check_module
 from fsharding.module_run import Engine, computing
 from fsharding.module_state import unlike_blocks
@@ -149,6 +150,7 @@ def model_from(
         layer = engine.module.get_submodule(run.members[0])
         return _part(engine, functools.partial(parts.block, engine.module, layer), run.places)
 
+    tried = functools.cache(functools.partial(unfit_roles, module, roles))
     blocks = {run.name: block(run) for run in plan.runs}
     return Model(
         init=init,
@@ -158,7 +160,7 @@ def model_from(
         names=plan.spread({leaf.path: leaf.names for leaf in plan.anatomy.leaves}, lambda names, _: names),
         tied=tuple((name, f"embed.{path}") for name, path in plan.head.tied.items()),
         axes=("tp",),
-        check=lambda mesh, rules: check_axes(plan.anatomy, roles, mesh, rules, heads, staged=True),
+        check=lambda mesh, rules: check_axes(plan.anatomy, roles, mesh, rules, heads, tried=tried, staged=True),
     )
 
 

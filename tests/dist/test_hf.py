@@ -15,7 +15,7 @@ from fsharding import checkpoint, hf, ops
 from fsharding.bench.rounds import allocated
 from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.tensor_files import tensor_files
-from fsharding.errors import CheckpointError, RankError
+from fsharding.errors import CheckpointError, ConfigError, RankError
 from fsharding.mesh import data_position
 from fsharding.sharding import sharding_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
@@ -306,6 +306,39 @@ def test_modules_of_any_kind_go_out_with_their_buffers_and_the_numbers_of_their_
         for other in (again, module):
             with torch.no_grad():
                 assert torch.equal(other(TOKENS, use_cache=False, **more).logits, found[name]), name
+
+
+FUSED = {"*.qkv_proj.weight": ("heads", "embed"), "*.o_proj.weight": ("embed", "heads"),
+         "*.gate_up_proj.weight": ("mlp", "embed"), "*.down_proj.weight": ("embed", "mlp"), "*": None}  # fmt: skip
+FUSED_ROLES = {"*.qkv_proj": "column", "*.o_proj": "row", "*.gate_up_proj": "column", "*.down_proj": "row"}
+
+
+def test_roles_that_modules_of_others_cannot_have_are_refused_with_the_layer(transformers):
+    llama = fs.families.FAMILIES["llama"]
+    weights = {pattern: names for pattern, names in llama.names.items() if not pattern.endswith("bias")}
+    roles = {pattern: role for pattern, role in llama.roles.items() if role != "inside"}
+    tables = {"Olmo2": ({**weights, "*": None}, roles), "Phi3": (FUSED, FUSED_ROLES)}
+    attn = "model.layers.0.self_attn"
+    wanted = {
+        "Olmo2": [
+            f"{attn}.{x}_proj has role 'column', of whose {n} outputs a rank has {n // 2}: {attn}.{x}_norm (Olmo2RMSNorm) "
+            "takes mean over all of them"
+            for x, n in (("q", 16), ("k", 8))
+        ],
+        "Phi3": [
+            f"{attn}.qkv_proj has role 'column', of whose 32 outputs a rank has 16: Phi3Attention takes them apart by place",
+            "model.layers.0.mlp.gate_up_proj has role 'column', of whose 48 outputs a rank has 24: Phi3MLP takes them "
+            "apart by place",
+        ],
+    }
+    for kind, (names, roles) in tables.items():
+        config = getattr(transformers, f"{kind}Config")(**SIZES, **ENDS, pad_token_id=0)
+        module = transformers.AutoModelForCausalLM.from_config(config)
+        units = ("model.embed_tokens", "model.layers.*", HEAD)
+        net = fs.functionalize(module, units, names=names, roles=roles)
+        with pytest.raises(ConfigError) as caught:
+            fs.plan_layout(net, fs.AbstractMesh(("tp",), (2,)))
+        assert [row.strip() for row in str(caught.value).splitlines()[1:-1]] == wanted[kind]
 
 
 def test_files_with_other_buffers_than_the_module_are_refused(transformers, tmp_path):

@@ -351,6 +351,86 @@ def under(transform, module, x):
     return transform(lambda p: net(p, x).sum())(whole_params(net))
 
 
+class Attended(nn.Module):
+    """Attention of two heads, in one of several ways to write it."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.qkv, self.out = way, nn.Linear(8, 24), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8 if way == "norm" else 4)
+        self.gate_up, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        if self.way == "places":
+            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = (y.view(*x.shape[:2], -1, 4) for y in (q, k, v))
+        elif self.way == "parts":
+            q, k, v = self.qkv(x).view(*x.shape[:2], 3, -1, 4).unbind(2)
+        elif self.way == "number":
+            q, k, v = self.qkv(x).view(*x.shape[:2], 2, 12).split(4, -1)
+        else:
+            q, k, v = self.qkv(x).view(*x.shape[:2], -1, 12).split(4, -1)
+        q = self.norm(q.flatten(2)).view_as(q) if self.way == "norm" else self.norm(q)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        if self.way == "gate":
+            gate, up = self.gate_up(x).chunk(2, -1)
+        else:
+            gate, up = self.gate_up(x).unflatten(-1, (-1, 2)).unbind(-1)
+        hidden = F.silu(gate) * up
+        return x + self.down(hidden * self.scale if self.way == "scale" else hidden)
+
+
+class Fused(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.layers = nn.ModuleList(Attended(way) for _ in range(2))
+
+    @property
+    def dummy_inputs(self):
+        return {"x": torch.ones(2, 3, 8)}
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+FUSED = {"*.qkv.weight": ("heads", None), "*.qkv.bias": ("heads",), "*.out.weight": (None, "heads"),
+         "*.gate_up.weight": ("mlp", None), "*.gate_up.bias": ("mlp",), "*.down.weight": (None, "mlp"), "*": None}  # fmt: skip
+FUSED_ROLES = {"*.qkv": "column", "*.out": "row", "*.norm": "inside", "*.gate_up": "column", "*.down": "row"}
+QKV = "layers.0.qkv has role 'column', of whose 24 outputs a rank has 12"
+UNFIT = {
+    "interleaved": None,
+    "places": f"{QKV}: Attended takes them apart by place",
+    "parts": f"{QKV}: Attended takes them apart by place",
+    "norm": f"{QKV}: layers.0.norm (LayerNorm) normalizes over all of them",
+    "number": "layers.0 (Attended): RuntimeError: ",
+    "gate": "layers.0.gate_up has role 'column', of whose 32 outputs a rank has 16: Attended takes them apart by place",
+    "scale": "layers.0 (Attended): RuntimeError: ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", UNFIT)
+def test_roles_that_a_forward_cannot_have_are_refused_when_a_layout_is_planned(way):
+    net = fs.functionalize(Fused(way), "layers.*", names=FUSED, roles=FUSED_ROLES)
+    fs.plan_layout(net, fs.AbstractMesh(("dp",), (2,)))
+    mesh = fs.AbstractMesh(("tp",), (2,))
+    fs.plan_layout(net, mesh, fs.AxisRules(layers=None, heads=None, mlp=None))
+    if UNFIT[way] is None:
+        assert any("tp" in leaf.params.spec.all_axes for leaf in fs.plan_layout(net, mesh).leaves)
+        return
+    with pytest.raises(ConfigError) as caught:
+        fs.plan_layout(net, mesh)
+    rule, row, mend = str(caught.value).splitlines()
+    assert rule == "fs.plan_layout cannot cut this module on mesh {tp: 2}."
+    assert row.startswith(f"  {UNFIT[way]}") and (row.endswith(UNFIT[way]) or "Error: " in row), "torch's words follow"
+    assert (
+        mend == "Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."
+    )
+
+
 def plan(module, units, names, roles, axes, **settings):
     mesh = fs.AbstractMesh(tuple(axes), tuple(axes.values()))
     return fs.plan_layout(fs.functionalize(module, units, names=names, roles=roles, **settings), mesh)
@@ -620,7 +700,12 @@ def test_heads_that_tp_cannot_share_are_refused():
     anatomy = fs.functionalize(Net(), UNITS, names=names).anatomy
     with pytest.raises(ConfigError, match="num_key_value_heads is 2: no multiple of tp=4"):
         check_axes(
-            anatomy, {"*.up": "column"}, fs.AbstractMesh(("tp",), (4,)), fs.DEFAULT_RULES, {"num_key_value_heads": 2}
+            anatomy,
+            {"*.up": "column"},
+            fs.AbstractMesh(("tp",), (4,)),
+            fs.DEFAULT_RULES,
+            {"num_key_value_heads": 2},
+            tried=lambda *_: [],
         )
 
 
