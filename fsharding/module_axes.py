@@ -8,7 +8,7 @@ begins a region, `row` ends it (Shoeybi et al. 2019), `inside` has whole paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -248,7 +248,7 @@ def check_axes(
     heads: Mapping[str, int],
     *,
     tried: Callable[[frozenset[str], int], list[str]],
-    staged: bool = False,
+    over: Collection[str] = (),
 ) -> None:
     """Refuses a mesh over which the module does not compute.
 
@@ -260,16 +260,18 @@ def check_axes(
         heads: numbers that `tp` has to divide, by name, where it cuts heads.
         tried: says for names of weights that `tp` cuts, and its size, why the forward cannot have its roles; it is
             asked last.
-        staged: the module is computed in stages.
+        over: axes that it computes over besides `tp` and the data axes other than `cp`: `pp` in stages, `cp`.
 
     Raises:
         ConfigError: an axis that the module cannot be cut over; all leaves and numbers are listed.
     """
     shape = abstract(mesh)
-    reasons = {"cp": "the layers take whole sequences"}
-    if not staged:
-        reasons = {"pp": "a forward in one piece has no stages; see fs.model_from", **reasons}
-    wrong = [f"{axis}={shape.axis_size(axis)}: {why}" for axis, why in reasons.items() if shape.axis_size(axis) > 1]
+    reasons = {
+        "pp": "a forward in one piece has no stages; see fs.model_from",
+        "cp": "the layers take whole sequences; the parts of fs.model_from may take parts of them, see Parts.cp",
+    }
+    hindered = [axis for axis in reasons if axis not in over and shape.axis_size(axis) > 1]
+    wrong = [f"{axis}={shape.axis_size(axis)}: {reasons[axis]}" for axis in hindered]
     called_by: dict[int, list[str]] = {}
     for unit in anatomy.units:
         for weight in unit.weights:

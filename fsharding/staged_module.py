@@ -2,7 +2,8 @@
 
 In: a module, its units, and three functions that say how its parts are put together, as its forward does. Out: a
 `Model` with the leaves of the module under `embed`, `blocks` and `head`; `functionalize` takes a forward in one piece.
-Law: losses and gradients are those of the module on one process, on every mesh with `pp`, `tp` and data axes.
+Law: losses and gradients are those of the module on one process, on every mesh with `pp`, `tp` and data axes; `cp` is
+one where the parts take parts of sequences, as those of families do.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from fsharding import tree
+from fsharding import ops, tree
 from fsharding.anatomy import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested, plan_module
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, TransformError, message
 from fsharding.families import Parts, family_of
+from fsharding.mesh import axis_size
 from fsharding.models.base import Model
 from fsharding.module_axes import Bare, Roles, check_axes, check_roles
 from fsharding.module_probe import unfit_roles
@@ -27,6 +32,7 @@ from fsharding.module_problems import check_module
 from fsharding.module_run import Engine, computing
 from fsharding.module_state import unlike_blocks
 from fsharding.module_values import LazyLeaf, Reset, lazy_leaves, real_buffers
+from fsharding.planning import type_text
 from fsharding.tree import Tree
 
 __all__ = ["model_from"]
@@ -151,6 +157,7 @@ def model_from(
         return _part(engine, functools.partial(parts.block, engine.module, layer), run.places)
 
     tried = functools.cache(functools.partial(unfit_roles, module, roles))
+    over = ("pp", "cp") if parts.cp else ("pp",)
     blocks = {run.name: block(run) for run in plan.runs}
     return Model(
         init=init,
@@ -159,9 +166,44 @@ def model_from(
         head=_part(engine, functools.partial(parts.head, engine.module), plan.head),
         names=plan.spread({leaf.path: leaf.names for leaf in plan.anatomy.leaves}, lambda names, _: names),
         tied=tuple((name, f"embed.{path}") for name, path in plan.head.tied.items()),
-        axes=("tp",),
-        check=lambda mesh, rules: check_axes(plan.anatomy, roles, mesh, rules, heads, tried=tried, staged=True),
+        axes=("cp", "tp") if parts.cp else ("tp",),
+        check=lambda mesh, rules: check_axes(plan.anatomy, roles, mesh, rules, heads, tried=tried, over=over),
     )
+
+
+class _Attending(TorchFunctionMode):
+    """Over `cp`, attention of torch is that over the whole sequence, of which each rank has a part."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attend = _over_cp if func is F.scaled_dot_product_attention else func
+        return attend(*args, **(kwargs or {}))
+
+
+def _attending() -> AbstractContextManager[Any]:
+    return _Attending() if axis_size("cp") > 1 else nullcontext()
+
+
+def _over_cp(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention`, with its arguments.
+
+    Raises:
+        TransformError: a mask or dropout, which would be of this rank's part alone.
+    """
+    rows = [f"attn_mask is {type_text(tuple(attn_mask.shape), attn_mask.dtype)}"] if attn_mask is not None else []
+    rows += [f"dropout_p is {dropout_p}"] if dropout_p else []
+    if rows:
+        mend = "Give it neither, but is_causal=True, or call ops.attention in the parts, which knows documents."
+        raise TransformError(message(_FUNCTION, "computes attention over cp without masks and dropout.", rows, mend))
+    return ops.attention(query, key, value, causal=is_causal, scale=scale)
 
 
 def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[..., Any]:
@@ -171,7 +213,7 @@ def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[.
     def run(params: Tree, *args: Any) -> Any:
         weights = {f"inner.{name}": tree.at(params, path) for name, path in places.paths.items()}
         weights |= {f"inner.{name}": params[name] for name in places.tied}
-        with engine.guard(weights.values(), keyed=False), computing(None):
+        with engine.guard(weights.values(), keyed=False), computing(None), _attending():
             return torch.func.functional_call(bare, weights, args, tie_weights=False)
 
     return run

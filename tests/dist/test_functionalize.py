@@ -348,7 +348,9 @@ def check_model(name, module, batch, losses, axes):
     model = fs.model_from(module)
     stages = fs.stages_of(model, fs.plan_schedule("1f1b", 2, 2)) if "pp" in axes else None
     layout = fs.plan_layout(model, fs.make_mesh(**axes), stages=stages)
-    found, _ = our_losses(model, model, batch, layout, microbatches=2)
+    with fs.set_mesh(layout.mesh):
+        part = fs.ops.cut_sequence(batch)
+    found, _ = our_losses(model, model, part, layout, microbatches=2)
     assert_trees_close(found, losses, rtol=1e-5, what=f"losses of {name} in stages on {axes}")
 
 
@@ -366,6 +368,7 @@ def train_families(names, folder):
         trained = {n: p.detach() for n, p in reference.named_parameters()}
         check_module(name, module, batch, want, losses, trained, Path(folder, name))
         check_model(name, module, batch, losses, {"pp": 2})
+        check_model(name, module, batch, losses, {"cp": 2})
     check_model(name, module, batch, losses, {"tp": 2})
 
 

@@ -550,7 +550,7 @@ Make the module with real tensors, or pass reset=, a function that fills the par
                           {"pp": 2, "cp": 2, "tp": 2}), ConfigError, """
 fs.plan_layout cannot cut this module on mesh {pp: 2, cp: 2, tp: 2}.
   pp=2: a forward in one piece has no stages; see fs.model_from
-  cp=2: the layers take whole sequences
+  cp=2: the layers take whole sequences; the parts of fs.model_from may take parts of them, see Parts.cp
   layers.up.weight is float32[3, 10, 7], dim 1 ('mlp') over tp: layers.0.up.weight is of a layer with role 'row'
 Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
     "tied roles": (lambda: plan(Net(), UNITS, {"embed.weight": ("vocab", None), "*": None}, {"embed": "vocab"},
@@ -693,6 +693,33 @@ def test_a_module_in_stages_is_a_model_with_its_leaves_by_part():
     assert_trees_close(loss, want.detach(), rtol=1e-6)
     assert_trees_close(grads["embed"]["embed"]["weight"].full_tensor(), table, rtol=1e-5, atol=1e-6)
     assert_trees_close(grads["blocks"]["up"]["weight"].full_tensor()[2], up, rtol=1e-5, atol=1e-6)
+
+
+def test_only_parts_that_say_so_compute_over_cp_and_without_masks():
+    mesh, module = fs.AbstractMesh(("cp",), (2,)), Net()
+    del module.heat
+
+    def block(module, layer, x):
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(4, 4, dtype=torch.bool), dropout_p=0.5)
+
+    whole, cut = (fs.model_from(module, UNITS, net_parts()._replace(block=block, cp=cp)) for cp in (False, True))
+    with pytest.raises(ConfigError) as caught:
+        fs.plan_layout(whole, mesh)
+    why = "the layers take whole sequences; the parts of fs.model_from may take parts of them, see Parts.cp"
+    assert str(caught.value).splitlines()[:-1] == [
+        "fs.plan_layout cannot cut this module on mesh {cp: 2}.",
+        f"  cp=2: {why}",
+    ]
+    fs.plan_layout(cut, mesh)
+    first = fs.tree.map(lambda x: x[0], whole_params(cut)["blocks"])
+    with fs.set_mesh(mesh), pytest.raises(TransformError) as refused:
+        cut.block(first, torch.ones(1, 2, 4, 4))
+    assert str(refused.value).splitlines() == [
+        "fs.model_from computes attention over cp without masks and dropout.",
+        "  attn_mask is bool[4, 4]",
+        "  dropout_p is 0.5",
+        "Give it neither, but is_causal=True, or call ops.attention in the parts, which knows documents.",
+    ]
 
 
 def test_heads_that_tp_cannot_share_are_refused():
