@@ -34,10 +34,10 @@ __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
     "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh",
     "fused_adamw_", "glance", "group_timeout", "grouped_mm", "is_elementwise", "is_served_by_rank", "is_wanted",
-    "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "packed", "reduce_scatter_flat",
-    "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data", "set_group_timeout",
-    "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of",
-    "versions_of", "visit_first",
+    "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "packed", "persistent_buffers",
+    "reduce_scatter_flat", "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
+    "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
+    "unpack", "version_of", "versions_of", "visit_first",
 ]  # fmt: skip
 
 
@@ -168,6 +168,12 @@ _madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "
 def storage_id(x: Tensor) -> int:
     """Identity of a tensor's storage: equal for all views of one buffer, also for fake tensors."""
     return x.untyped_storage()._cdata
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The buffers of a module, without those of its children, that its state dict has."""
+    own = module.named_buffers(recurse=False, remove_duplicate=False)
+    return {name: buffer for name, buffer in own if name not in module._non_persistent_buffers_set}
 
 
 def version_of(x: Tensor) -> int:
@@ -305,7 +311,7 @@ def is_served_by_rank(store: dist.Store | None) -> bool:
     return isinstance(store, dist.TCPStore)
 
 
-def save_record(x: Tensor, file: Any) -> None:
+def save_record(x: object, file: Any) -> None:
     """`torch.save(x, file)` without the CRC32, which costs as much as a sha256 and which torch never looks at.
 
     torch's own switch for it is one for the whole process, other threads included.

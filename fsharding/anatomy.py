@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from fsharding.checkpoint.names import Rows
 from fsharding.errors import ConfigError, FshardingError, LayoutError, TreeError, listed
 from fsharding.module_problems import problem, refuse_all
 from fsharding.planning import LAYERS, type_text
@@ -67,7 +69,7 @@ class ModuleLeaf:
 
     Attributes:
         path: dotted.
-        shape: with the blocks as first dim, where they are stacked.
+        shape: with the blocks that have it as first dim, where they are stacked.
         dtype: element type.
         sources: names of the parameters that it is made of: one for each row of a stack, else one.
         stacked: whether its first dim is the blocks.
@@ -83,17 +85,28 @@ class ModuleLeaf:
     trainable: bool
     names: tuple[DimName, ...]
 
-    def pattern(self) -> str | None:
-        """The name of its parameters, with `{i}` for the row; None where rows are not numbered from 0."""
+    def pattern(self) -> str | Rows:
+        """The name of its parameters; `{i}` stands for the row, or for what `Rows` says."""
         if not self.stacked:
             return self.sources[0]
-        parts = self.sources[0].split(".")
-        for k in range(len(parts)):
-            head, tail = parts[:k], parts[k + 1 :]
-            numbered = all(name.split(".") == [*head, str(i), *tail] for i, name in enumerate(self.sources))
-            if numbered and ".".join([*head, *tail]) == self.path:
-                return ".".join([*head, "{i}", *tail])
-        return None
+        split = [source.split(".") for source in self.sources]
+        shortest = min(map(len, split))
+
+        def alike(counts: range) -> int:
+            return sum(1 for _ in takewhile(lambda k: len({parts[k] for parts in split}) == 1, counts))
+
+        start, stop = alike(range(shortest)), -alike(range(-1, -shortest - 1, -1))
+        if len(split) == 1:  # its number is that part of the name which the path of the leaf lacks
+            (parts,) = split
+            lacks = (k for k in range(shortest) if ".".join([*parts[:k], *parts[k + 1 :]]) == self.path)
+            start = next(lacks, 0)
+            stop = start + 1 - shortest
+        first = split[0]
+        name = ".".join([*first[:start], "{i}", *first[len(first) + stop :]])
+        keys = [".".join(parts[start : len(parts) + stop]) for parts in split]
+        if keys == [str(row) for row in range(len(keys))]:
+            return name
+        return Rows(name, tuple(int(key) if key.isdecimal() and str(int(key)) == key else key for key in keys))
 
 
 @dataclass(frozen=True)
@@ -168,6 +181,7 @@ def plan_module(
     names: NameTable | None = None,
     *,
     general: bool = False,
+    ragged: bool = False,
     problems: Sequence[FshardingError] = (),
 ) -> Anatomy:
     """Plans the leaves and the units of a module.
@@ -177,6 +191,8 @@ def plan_module(
         units: as in `fs.functionalize`.
         names: as in `fs.functionalize`.
         general: the names are those of a family, not all of which every module has.
+        ragged: blocks of a stack may lack parameters that others have; a leaf then has rows of those that have it. The
+            stacks of a family are so: layers of one model are dense or routed.
         problems: that are known already, to be raised with those that are found.
 
     Raises:
@@ -194,7 +210,7 @@ def plan_module(
         for name, parameter in named.items():
             homes.setdefault(id(parameter), []).append((number, name))
     own = [_own(unit, named, homes) for unit, named in zip(found, uses, strict=True)]
-    problems += _unlike(found, uses, own)
+    problems += _unlike(found, uses, own, ragged=ragged)
     sources: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
     places: dict[int, tuple[str, int | None]] = {}
     for unit, named, stacked in zip(found, uses, own, strict=True):
@@ -310,20 +326,29 @@ def _own(unit: _Found, named: Mapping[str, nn.Parameter], homes: _Homes) -> set[
 
 
 def _unlike(
-    found: Sequence[_Found], uses: Sequence[Mapping[str, nn.Parameter]], own: Sequence[set[str]]
+    found: Sequence[_Found],
+    uses: Sequence[Mapping[str, nn.Parameter]],
+    own: Sequence[set[str]],
+    *,
+    ragged: bool,
 ) -> list[FshardingError]:
     """Blocks of one stack that cannot be its rows."""
-    firsts: dict[str, tuple[str, dict[str, str]]] = {}
+    firsts: dict[str, dict[str, tuple[str, str]]] = {}
     wrong: list[str] = []
     for unit, named, stacked in zip(found, uses, own, strict=True):
         if unit.stack is None:
             continue
         (member,) = unit.members
         kinds = {name[len(member) + 1 :]: _type(p, name in stacked) for name, p in named.items()}
-        first, wanted = firsts.setdefault(unit.stack, (member, kinds))
-        for name in sorted({*kinds, *wanted}):
-            a, b = wanted.get(name, "not there"), kinds.get(name, "not there")
-            wrong += [f"{name}: {a} in {first}, {b} in {member}"] if a != b else []
+        is_first = unit.stack not in firsts
+        wanted = firsts.setdefault(unit.stack, {})
+        if is_first or ragged:
+            wanted |= {name: (member, kind) for name, kind in kinds.items() if name not in wanted}
+        template = next((where for where, _ in wanted.values()), member)
+        for name in sorted({*kinds, *wanted} if not ragged else kinds):
+            where, a = wanted.get(name, (template, "not there"))
+            b = kinds.get(name, "not there")
+            wrong += [f"{name}: {a} in {where}, {b} in {member}"] if a != b else []
     mend = "Give unlike blocks patterns of their own, which come first: units=('layers.0', 'layers.*')."
     return problem(TreeError, "can stack only blocks that are alike.", wrong, mend)
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fsharding import ops
 from fsharding.anatomy import NameTable
 from fsharding.hf.naming import Joined, Name
+from fsharding.mesh import axis_size
 from fsharding.module_axes import Roles
 from fsharding.tree import Tree
 
@@ -30,11 +30,14 @@ class Parts(NamedTuple):
         embed: `embed(module, batch) -> x`; x is any tree of tensors.
         block: `block(module, layer, x) -> x`.
         head: `head(module, x, batch) -> (sum of losses, number of tokens)`.
+        cp: they compute over `cp` too, where a rank has an early and a late chunk of each sequence: positions come from
+            `ops.positions`, and tokens meet in `F.scaled_dot_product_attention` alone, which `ops.attention` then does.
     """
 
     embed: Callable[[Any, Tree], Any]
     block: Callable[[Any, Any, Any], Any]
     head: Callable[[Any, Any, Tree], tuple[Tensor, Tensor]]
+    cp: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,15 +90,20 @@ def _loss(logits: Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
     return ops.cross_entropy(logits, targets).sum(), (targets != -100).sum()
 
 
+def _positions(x: Tensor) -> Tensor:
+    """The positions of this rank's tokens, which are dim 1: int64[T]."""
+    return ops.positions(x.shape[1] * axis_size("cp"), device=x.device)
+
+
 def _llama_block(module: Any, layer: Any, x_BTD: Tensor) -> Tensor:
-    at = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
+    at = _positions(x_BTD)[None]
     turns = module.model.rotary_emb(x_BTD, at)
     return layer(x_BTD, attention_mask=None, position_ids=at, position_embeddings=turns)
 
 
 def _gpt2_embed(module: Any, batch: Tree) -> Tensor:
     tokens, model = batch["tokens"], module.transformer
-    return model.drop(model.wte(tokens) + model.wpe(torch.arange(tokens.shape[1], device=tokens.device)))
+    return model.drop(model.wte(tokens) + model.wpe(_positions(tokens)))
 
 
 _LLAMA = Family(
@@ -137,6 +145,7 @@ _LLAMA = Family(
         lambda module, batch: module.model.embed_tokens(batch["tokens"]),
         _llama_block,
         lambda module, x_BTD, batch: _loss(module.lm_head(module.model.norm(x_BTD)), batch),
+        cp=True,
     ),
 )
 
@@ -189,6 +198,7 @@ _GPT2 = Family(
         _gpt2_embed,
         lambda module, layer, x_BTD: layer(x_BTD, attention_mask=None),
         lambda module, x_BTD, batch: _loss(module.lm_head(module.transformer.ln_f(x_BTD)), batch),
+        cp=True,
     ),
 )
 

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from fsharding import policies, tree
 from fsharding.anatomy import Anatomy, NameTable, UnitPatterns, nested, plan_module
+from fsharding.checkpoint.names import ModuleNames, Rows
 from fsharding.errors import ConfigError, FshardingError, TransformError, message
 from fsharding.families import family_of
-from fsharding.hf.naming import Name
+from fsharding.hf.naming import Name, renumbered
 from fsharding.mesh import Mesh
 from fsharding.module_axes import Roles, check_axes, check_roles
+from fsharding.module_probe import unfit_roles
 from fsharding.module_problems import FUNCTION, check_module
 from fsharding.module_run import Engine, Run
 from fsharding.module_values import Reset, lazy_leaves, real_buffers
@@ -41,9 +43,10 @@ class PureModule:
         frozen: paths of leaves whose parameters do not require gradients; `plan_layout` freezes them.
         roles: of its layers over `tp`.
         sources: what the leaves are called in a state dict of the module, for `checkpoint.load_weights` and `export`:
-            `layers.up.weight` is `layers.{i}.up.weight`. Stacks whose blocks are not numbered from 0 are left out.
+            `layers.up.weight` is `layers.{i}.up.weight`, or `Rows` where blocks have other numbers than 0, 1, 2.
         files: what they are called in files of Hugging Face, for `hf.load` and `hf.save`: the same, but for families
-            whose experts are apart there.
+            whose experts are apart there. Both carry the module's persistent buffers, which are constants: who writes
+            by these names writes them, too, and who reads refuses files that have other ones.
     """
 
     def __init__(
@@ -61,14 +64,17 @@ class PureModule:
         self.anatomy = anatomy
         self.names = nested({leaf.path: leaf.names for leaf in anatomy.leaves})
         self.frozen = tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable)
-        self.sources = {leaf.path: name for leaf in anatomy.leaves if (name := leaf.pattern()) is not None}
-        self.files: dict[str, Name] = {path: files.get(path, name) for path, name in self.sources.items()}
+        sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
         self._module, self._reset, self._policy = module, reset, policy
         self.roles, self._heads = dict(roles), dict(heads)
+        self._tried = functools.cache(functools.partial(unfit_roles, module, self.roles))
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
         self._order: list[int] = order
         self._engine = Engine(module, anatomy, roles, real_buffers(module, reset))
         self._engine.open()
+        self.sources = ModuleNames(sources, self._engine.persistent(), _aliases(module))
+        named = {path: _there(files[path], name) if path in files else name for path, name in sources.items()}
+        self.files = ModuleNames(named, self.sources.constants, self.sources.aliases)
 
     def init(self, key: Tensor) -> Tree:
         """First values, for `init_state`: those of the module's tensors; those on the meta device are drawn.
@@ -89,9 +95,10 @@ class PureModule:
         """Raises where the module cannot be cut over the mesh; `plan_layout` calls it.
 
         Raises:
-            ConfigError: a model axis over which some layer does not compute; all are listed.
+            ConfigError: a model axis over which some layer does not compute; all are listed. A module with
+                `dummy_inputs`, as models of Hugging Face have them, is tried with the shapes that `tp` leaves a rank.
         """
-        check_axes(self.anatomy, self.roles, mesh, rules, self._heads)
+        check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
 
     def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:
         """What the module returns for these parameters; on a rank, for its part of the batch.
@@ -112,17 +119,19 @@ class PureModule:
         return Run(self._engine, self._policy, self._leaves(params), random_key).forward(args, kwargs)
 
     def state_dict(self, params: Tree) -> dict[str, Tensor]:
-        """The parameters under the names of the module, for its `load_state_dict(..., strict=False)`.
+        """The parameters and persistent buffers under the names of the module, for its `load_state_dict`.
 
         Args:
             params: whole plain tensors, as `fs.unshard` gives them.
 
         Returns:
-            Every name of every parameter, those of blocks as views of their stacks; no buffers.
+            Every name of every parameter, those of blocks as views of their stacks; and the buffers that a state dict
+            of the module has, which are constants.
         """
         leaves = self._leaves(params)
         weights = (weight for unit in self.anatomy.units for weight in unit.weights)
-        return {w.name: leaves[w.leaf] if w.row is None else leaves[w.leaf][w.row] for w in weights}
+        named = {w.name: leaves[w.leaf] if w.row is None else leaves[w.leaf][w.row] for w in weights}
+        return named | self._engine.persistent()
 
     def _leaves(self, params: Tree) -> list[Any]:
         """What stands at each leaf, in the order of the anatomy."""
@@ -133,6 +142,19 @@ class PureModule:
 
     def __str__(self) -> str:
         return f"PureModule of {type(self._module).__name__}, {self.anatomy}"
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Every name of a parameter that has several, by each of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(every) for every in names.values() if len(every) > 1 for name in every}
+
+
+def _there(name: Name, source: str | Rows) -> Name:
+    """The name of a leaf in files of its family, whose blocks have the numbers that they have in the module."""
+    return renumbered(name, source.keys) if isinstance(source, Rows) else name
 
 
 @public("fs.functionalize")
@@ -184,7 +206,7 @@ def functionalize(
         mend = "Say which modules are gathered together, such as units='layers.*'."
         raise ConfigError(message(FUNCTION, f"does not know the units of {type(module).__name__}.", children, mend))
     problems = [*_statistics(module), *check_roles(module, roles or {})]
-    plan = functools.partial(plan_module, general=names is None, problems=problems)
+    plan = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
     if family is not None:
         units, names, roles = units or family.units, names or family.names, family.roles if roles is None else roles
         reset = reset or (getattr(module, family.reset, None) if family.reset else None)

@@ -8,7 +8,7 @@ begins a region, `row` ends it (Shoeybi et al. 2019), `inside` has whole paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -241,7 +241,14 @@ class Bare(nn.Module):
 
 
 def check_axes(
-    anatomy: Anatomy, roles: Roles, mesh: Mesh, rules: AxisRules, heads: Mapping[str, int], *, staged: bool = False
+    anatomy: Anatomy,
+    roles: Roles,
+    mesh: Mesh,
+    rules: AxisRules,
+    heads: Mapping[str, int],
+    *,
+    tried: Callable[[frozenset[str], int], list[str]],
+    over: Collection[str] = (),
 ) -> None:
     """Refuses a mesh over which the module does not compute.
 
@@ -251,27 +258,32 @@ def check_axes(
         mesh: with devices, or abstract.
         rules: axes by dim name.
         heads: numbers that `tp` has to divide, by name, where it cuts heads.
-        staged: the module is computed in stages.
+        tried: says for names of weights that `tp` cuts, and its size, why the forward cannot have its roles; it is
+            asked last.
+        over: axes that it computes over besides `tp` and the data axes other than `cp`: `pp` in stages, `cp`.
 
     Raises:
         ConfigError: an axis that the module cannot be cut over; all leaves and numbers are listed.
     """
     shape = abstract(mesh)
-    reasons = {"cp": "the layers take whole sequences"}
-    if not staged:
-        reasons = {"pp": "a forward in one piece has no stages; see fs.model_from", **reasons}
-    wrong = [f"{axis}={shape.axis_size(axis)}: {why}" for axis, why in reasons.items() if shape.axis_size(axis) > 1]
+    reasons = {
+        "pp": "a forward in one piece has no stages; see fs.model_from",
+        "cp": "the layers take whole sequences; the parts of fs.model_from may take parts of them, see Parts.cp",
+    }
+    hindered = [axis for axis in reasons if axis not in over and shape.axis_size(axis) > 1]
+    wrong = [f"{axis}={shape.axis_size(axis)}: {reasons[axis]}" for axis in hindered]
     called_by: dict[int, list[str]] = {}
     for unit in anatomy.units:
         for weight in unit.weights:
             called_by.setdefault(weight.leaf, []).append(weight.name)
-    cut_heads = False
+    cut_heads, cut_weights = False, set[str]()
     for i, leaf in enumerate(anatomy.leaves):
         for dim, name in enumerate(leaf.names):
             called = rule_name(name)
             axes = [a for a in rules.get(called, ()) if shape.axis_size(a) > 1] if called is not None else []
             cuts = [a for a in axes if a not in (*DATA_AXES, "pp") or called == EXPERT]
             cut_heads |= bool(cuts) and called in ("heads", "kv_heads")
+            cut_weights |= {*called_by[i]} if "tp" in cuts else set()
             inner = dim - 1 if leaf.stacked else dim
             bad = next((source for source in called_by[i] if not _can_cut(source, roles, inner)), None)
             if cuts and (bad or cuts != ["tp"]):
@@ -281,6 +293,7 @@ def check_axes(
                 wrong.append(f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}, {where}: {whose}")
     tp = shape.axis_size("tp")
     wrong += [f"{name} is {count}: no multiple of tp={tp}" for name, count in heads.items() if cut_heads and count % tp]
+    wrong = wrong or (tried(frozenset(cut_weights), tp) if cut_weights else [])
     if wrong:
         mend = "Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."
         raise ConfigError(message("fs.plan_layout", f"cannot cut this module on mesh {shape}.", wrong, mend))

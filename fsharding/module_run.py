@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsharding import _functorch, policies, random, tree
+from fsharding import _compat, _functorch, policies, random, tree
 from fsharding.anatomy import Anatomy, ModuleUnit
 from fsharding.axes import DATA_AXES
 from fsharding.errors import ConfigError, FshardingError, TransformError, message
@@ -130,6 +130,14 @@ class Engine:
             for name, m in self.module.named_modules()
             if m.training and isinstance(p := getattr(m, "p", None), float) and p > 0 and "Drop" in type(m).__name__
         ]
+
+    def persistent(self) -> dict[str, Tensor]:
+        """The buffers that a state dict has, by every name."""
+        return {
+            ".".join(filter(None, (path, name))): buffer
+            for path, owner in self.module.named_modules(remove_duplicate=False)
+            for name, buffer in _compat.persistent_buffers(owner).items()
+        }
 
     def open(self) -> None:
         """Makes every unit ask for its weights when it is called."""

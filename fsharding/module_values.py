@@ -83,6 +83,11 @@ class LazyLeaf:
     parts: tuple[Callable[[], Tensor], ...]
     stacked: bool
 
+    def rows(self, chosen: slice) -> LazyLeaf:
+        """Some rows of a stack, as a stack."""
+        parts = self.parts[chosen]
+        return LazyLeaf((len(parts), *self.shape[1:]), self.dtype, parts, stacked=True)
+
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         if not self.stacked:
             return self.parts[0]()[index]

@@ -17,7 +17,7 @@ import tyro
 from fsharding.axes import parse_axes
 from fsharding.checkpoint.exporting import export
 from fsharding.checkpoint.inspecting import inspect
-from fsharding.checkpoint.names import Name, Transposed
+from fsharding.checkpoint.names import Name, Rows, Transposed
 from fsharding.checkpoint.offline import reshard_checkpoint
 from fsharding.errors import ConfigError, message
 from fsharding.strategy import parse_strategy
@@ -137,7 +137,8 @@ def _names(file: Path | None) -> dict[str, Name] | None:
         table = parse_json(file.read_bytes())
         return {ours: _name(theirs) for ours, theirs in table.items()}
     except (OSError, ValueError, AttributeError) as error:
-        mend = 'Write {"our.path": "their.name"}, or {"our.path": {"transposed": "their.name"}}.'
+        mend = 'Write {"our.path": "their.name"}, or {"our.path": {"transposed": "their.name"}},'
+        mend += ' or {"our.path": {"name": "their.{i}.name", "rows": [1, 2]}}.'
         raise ConfigError(message("fsharding export", f"cannot read --names {file}: {error}.", mend=mend)) from error
 
 
@@ -147,5 +148,13 @@ def _name(value: Any) -> Name:
             return value
         case {"transposed": str(name)} if len(value) == 1:
             return Transposed(name)
+        case {"name": name, "rows": [*keys]} if len(value) == 2 and all(isinstance(key, int | str) for key in keys):
+            return _in_rows(_name(name), tuple(keys))
         case _:
             raise ValueError(f"{value!r} is no name")
+
+
+def _in_rows(name: Name, keys: tuple[int | str, ...]) -> Name:
+    if isinstance(name, Rows):
+        raise ValueError(f"{name!r} has rows already")
+    return Rows(name, keys)

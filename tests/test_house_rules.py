@@ -67,7 +67,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (11.2, "decoder_traffic anatomy hf.*"),
     (11.25, "module_values module_state"),
     (11.3, "module_axes"),
-    (11.4, "module_run families"),
+    (11.4, "module_run families module_probe"),
     (11.5, "functionalize staged_module recipes swaps launch testing.* show plan plan.*"),
     (11.8, "config"),
     (12, "train tools preview bench.*"),

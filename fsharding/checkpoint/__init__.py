@@ -12,7 +12,7 @@ from fsharding.checkpoint.inspecting import Inspection, inspect
 from fsharding.checkpoint.layouts import layout_of
 from fsharding.checkpoint.loading import load, load_leaves
 from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
-from fsharding.checkpoint.names import Names, Transposed
+from fsharding.checkpoint.names import Names, Rows, Transposed
 from fsharding.checkpoint.offline import reshard_checkpoint
 from fsharding.checkpoint.saving import save, save_async
 from fsharding.checkpoint.store import latest, metadata
@@ -25,6 +25,7 @@ __all__ = [
     "Manifest",
     "Names",
     "PendingSave",
+    "Rows",
     "SavedFile",
     "SavedLeaf",
     "Transposed",

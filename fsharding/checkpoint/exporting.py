@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from fsharding import _compat, boxes
 from fsharding.boxes import Box
 from fsharding.checkpoint import store
 from fsharding.checkpoint.files import Writer, write_metadata
-from fsharding.checkpoint.names import Names, Part, naming, our_box, parts, unknown
+from fsharding.checkpoint.fsdp2 import Settings, Taken, plan_fsdp2
+from fsharding.checkpoint.names import Names, Part, constants_of, naming, our_box, parts, unknown
 from fsharding.checkpoint.ranges import pieces
 from fsharding.checkpoint.source import LeafInfo, Source, open_source
 from fsharding.checkpoint.store import StrPath
@@ -36,6 +37,7 @@ __all__ = ["FORMATS", "Exported", "export"]
 
 _FUNCTION = "fs.checkpoint.export"
 
+_WHAT = ("params", "all", "fsdp2")
 FORMATS = ("torch", "safetensors", "dcp")
 """What `export` writes."""
 
@@ -62,11 +64,12 @@ class Exported:
 
 
 class _Item(NamedTuple):
-    """A tensor to be written: of which leaf it is what part."""
+    """A tensor to be written: of which leaf it is what part, or a constant that no leaf has."""
 
     path: str
     part: Part
     dtype: torch.dtype
+    value: Tensor | None = None
 
     @property
     def bytes(self) -> int:
@@ -79,7 +82,8 @@ def export(
     format: Literal["torch", "safetensors", "dcp"],
     names: Names = None,
     *,
-    what: Literal["params", "all"] = "params",
+    what: Literal["params", "all", "fsdp2"] = "params",
+    settings: Settings | None = None,
     max_file_bytes: int = 5 << 30,
 ) -> Exported:
     """Writes the leaves of a checkpoint for another program. On one process; checksums are compared.
@@ -92,13 +96,20 @@ def export(
         source: a checkpoint that `save` has written.
         target: what to make; nothing may be there yet.
         format: which of the three.
-        names: what our leaves are called there; as in `load_weights`, so that one table serves both.
+        names: what our leaves are called there; as in `load_weights`, so that one table serves both. Those of a
+            functionalized module (`net.sources`) bring its persistent buffers along.
         what: "params" for the main parameters, under the paths of the layout; "all" for every leaf, under the paths of
-            the manifest, such as `params.blocks.wq`, `opt_state.mu.blocks.wq` and `step`.
+            the manifest, such as `params.blocks.wq`, `opt_state.mu.blocks.wq` and `step`; "fsdp2" (in "dcp" alone) for
+            all that `dcp.load` asks for to fill `{"model": m, "optim": o}`, where m and o are what torch's
+            `get_state_dict(model, optimizer)` returns. The names are those of the parameters. The optimizer was
+            `adamw`, or `from_torch` of one of torch's, also under `chain` and `masked`.
+        settings: for "fsdp2", of the optimizer there, which takes them over: `optimizer.defaults`; or those of each
+            group of parameters, as `get_state_dict` has them, with names of parameters under `params`.
         max_file_bytes: files of more than one tensor are at most this large; "torch" always makes one file.
 
     Raises:
-        CheckpointError: no checkpoint, or a damaged one; names that do not fit; something is at the target.
+        CheckpointError: no checkpoint, or a damaged one; names that do not fit; something is at the target; an
+            optimizer that FSDP2 has no state for, or settings that are missing or do not fit.
         OSError: as the system says; nothing is left at the target.
     """
     where = Path(os.path.abspath(target))
@@ -106,47 +117,79 @@ def export(
     rows += [f"{where}: something is there, and nothing is ever overwritten"] if os.path.lexists(where) else []
     if format == "torch" and where.name.endswith(".safetensors"):
         rows.append(f"{where}: torch.load takes a name that ends in .safetensors for a file of that format")
+    if what not in _WHAT:
+        rows.append(f"what is {what!r}: choices are {', '.join(map(repr, _WHAT))}")
+    elif what == "fsdp2" and format != "dcp":
+        rows.append(f"what='fsdp2' is for format 'dcp', not {format!r}")
+    rows += ["settings= are of what='fsdp2' alone"] if settings is not None and what != "fsdp2" else []
     if rows:
         raise CheckpointError(message(_FUNCTION, "cannot write.", rows))
     folder = store.find(source)
     leaves = open_source(folder, store.read_manifest(_FUNCTION, folder), _FUNCTION)
-    items = _plan(leaves, names, what, format)
+    items, values = _plan(leaves, names, what, format, settings)
     where.parent.mkdir(parents=True, exist_ok=True)
     with _whole(where) as partial:
         if format == "torch":
             _write_torch(leaves, items, partial)
         else:
             partial.mkdir()
-            write = _write_safetensors if format == "safetensors" else _write_dcp
-            write(leaves, items, max_file_bytes, partial)
+            if format == "safetensors":
+                _write_safetensors(leaves, items, max_file_bytes, partial)
+            else:
+                _write_dcp(leaves, items, values, max_file_bytes, partial)
     files = sorted(where.iterdir()) if where.is_dir() else [where]
     return Exported(where, format, len(items), {file.name: file.stat().st_size for file in files})
 
 
-def _plan(leaves: Source, names: Names, what: str, format: str) -> list[_Item]:
-    """What to write, in the order of the leaves."""
+def _plan(
+    leaves: Source, names: Names, what: str, format: str, settings: Settings | None
+) -> tuple[list[_Item], dict[str, Any]]:
+    """What to write, in the order of the leaves, and values that are no tensors."""
+    values: dict[str, Any] = {}
+    if what == "fsdp2":
+        found, values, rows = plan_fsdp2(leaves.leaves, names, settings)
+        prefix = "model."
+    else:
+        found, rows = _taken(leaves, names, what, format)
+        prefix = ""
+    items: dict[str, _Item] = {}
+    for path, part, dtype in found:
+        if part.name in items:
+            ours = path if what == "all" else path.removeprefix("params.")
+            rows.append(f"{ours}: {part.name} is also the name of {items[part.name].path}")
+        items[part.name] = _Item(path, part, dtype)
+    for name, buffer in constants_of(names).items():
+        rows += [f"{name}: a leaf and a buffer of the module"] if f"{prefix}{name}" in items else []
+        if format == "safetensors" and buffer.dtype not in SAFETENSORS.values():
+            rows.append(f"{name}: safetensors has no {buffer.dtype}")
+        part = Part(f"{prefix}{name}", (), tuple(buffer.shape), transposed=False)
+        items[part.name] = _Item(name, part, buffer.dtype, buffer.cpu())
+    if rows:
+        mend = "names={ours: theirs} gives every leaf a name of its own, blocks with {i}."
+        if what == "fsdp2":
+            mend += " settings=optimizer.defaults are those of the optimizer there."
+        raise CheckpointError(message(_FUNCTION, f"cannot name {len(rows)} tensors.", rows, mend))
+    return list(items.values()), values
+
+
+def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[Taken], list[str]]:
+    """The tensors that some or all leaves are, and one row for each leaf that cannot be named."""
     wanted = {
         path if what == "all" else path.removeprefix("params").removeprefix("."): path
         for path in leaves.leaves
         if what == "all" or path == "params" or path.startswith("params.")
     }
     named, rows = naming(names), unknown(names, wanted)
-    items: dict[str, _Item] = {}
+    found: list[Taken] = []
     for path, saved in wanted.items():
         shape, dtype = leaves.leaves[saved]
         if format == "safetensors" and dtype not in SAFETENSORS.values():
             rows.append(f"{path}: safetensors has no {dtype}")
         try:
-            for part in parts(named(path), shape):
-                if part.name in items:
-                    rows.append(f"{path}: {part.name} is also the name of {items[part.name].path}")
-                items[part.name] = _Item(saved, part, dtype)
+            found += [Taken(saved, part, dtype) for part in parts(named(path), shape)]
         except ValueError as error:
             rows.append(f"{path}: {error}")
-    if rows:
-        mend = "names={ours: theirs} gives every leaf a name of its own, blocks with {i}."
-        raise CheckpointError(message(_FUNCTION, f"cannot name {len(rows)} tensors.", rows, mend))
-    return list(items.values())
+    return found, rows
 
 
 def _in_files(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
@@ -160,7 +203,10 @@ def _windows(leaves: Source, item: _Item) -> Iterator[tuple[Box, Tensor]]:
     for box in pieces(whole, item.dtype.itemsize) if item.bytes else [whole]:
         x = torch.empty(boxes.shape_of(box), dtype=item.dtype)
         ours = x.mT if item.part.transposed else x
-        leaves.read(item.path, our_box(item.part, box), ours[(None,) * len(item.part.lead)])
+        if item.value is not None:
+            ours.copy_(item.value[boxes.relative(box, whole)])
+        else:
+            leaves.read(item.path, our_box(item.part, box), ours[(None,) * len(item.part.lead)])
         yield box, x
         del x, ours  # before the next one is made
 
@@ -203,7 +249,7 @@ def _write_safetensors(leaves: Source, items: Sequence[_Item], limit: int, folde
             _sync(stream)
 
 
-def _write_dcp(leaves: Source, items: Sequence[_Item], limit: int, folder: Path) -> None:
+def _write_dcp(leaves: Source, items: Sequence[_Item], values: Mapping[str, Any], limit: int, folder: Path) -> None:
     written = []
     for number, group in enumerate(_in_files(items, limit)):
         with Writer(folder, number) as writer:
@@ -212,6 +258,8 @@ def _write_dcp(leaves: Source, items: Sequence[_Item], limit: int, folder: Path)
                     writer.add(item.part.name, item.part.shape, box, x)
                     writer.settle()
                     del x
+            for name, value in values.items() if number == 0 else ():
+                writer.add_value(name, value)
             written.append(writer.close())
     write_metadata(folder, written)
 

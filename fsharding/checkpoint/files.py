@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -34,7 +36,7 @@ from fsharding import _compat, boxes
 from fsharding.boxes import Box
 from fsharding.checkpoint.manifest import BLOCK, SavedFile, dtype_name
 
-__all__ = ["METADATA", "Entry", "Writer", "Written", "write_metadata"]
+__all__ = ["METADATA", "Entry", "ValueEntry", "Writer", "Written", "write_metadata"]
 
 METADATA = ".metadata"
 _PIECE = 1 << 20
@@ -62,12 +64,22 @@ class Entry(NamedTuple):
     length: int
 
 
+class ValueEntry(NamedTuple):
+    """One record of a file that holds no tensor but a plain value, as torch's optimizers have beside their moments."""
+
+    path: str
+    file: str
+    offset: int
+    length: int
+
+
 class Written(NamedTuple):
     """A file that is complete and synced: its name, size and checksums, and what is in it."""
 
     name: str
     file: SavedFile
     entries: tuple[Entry, ...]
+    values: tuple[ValueEntry, ...] = ()
 
 
 class _HashedStream:
@@ -175,6 +187,7 @@ class Writer:
         self.name = f"__{number}_0.distcp"
         self._stream = _HashedStream(folder / self.name)
         self._entries: list[Entry] = []
+        self._values: list[ValueEntry] = []
 
     def __enter__(self) -> Self:
         return self
@@ -200,6 +213,12 @@ class Writer:
         dtype = dtype_name(tensor.dtype) or ""
         self._entries.append(Entry(path, shape, dtype, box, self.name, offset, self._stream.size - offset))
 
+    def add_value(self, path: str, value: Any) -> None:
+        """Writes a plain value, for torch alone: `load` knows no such leaves."""
+        offset = self._stream.size
+        _compat.save_record(value, self._stream)
+        self._values.append(ValueEntry(path, self.name, offset, self._stream.size - offset))
+
     def settle(self) -> None:
         """Returns when all that was added is hashed and handed over: the tensors may change, or go."""
         self._stream.flush()
@@ -207,7 +226,7 @@ class Writer:
 
     def close(self) -> Written:
         """Syncs the file and says what is in it."""
-        return Written(self.name, self._stream.finish(), tuple(self._entries))
+        return Written(self.name, self._stream.finish(), tuple(self._entries), tuple(self._values))
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -231,7 +250,7 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
     by_path: dict[str, list[Entry]] = {}
     for entry in sorted(entry for part in written for entry in part.entries):
         by_path.setdefault(entry.path, []).append(entry)
-    leaves = {
+    leaves: dict[str, STORAGE_TYPES] = {
         path: TensorStorageMetadata(
             TensorProperties(dtype=getattr(torch, entries[0].dtype)),
             torch.Size(entries[0].shape),
@@ -245,6 +264,12 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
         for path, entries in by_path.items()
         for entry in entries
     }
+    values = {entry.path: entry for part in written for entry in part.values}
+    storage |= {
+        MetadataIndex(path): _StorageInfo(sys.intern(entry.file), entry.offset, entry.length)
+        for path, entry in values.items()
+    }
+    leaves |= {path: BytesStorageMetadata() for path in values}
     metadata = Metadata({**leaves}, storage_data=storage, storage_meta=StorageMeta())
     stream = _HashedStream(folder / METADATA)
     try:

@@ -18,7 +18,17 @@ from fsharding import tree
 from fsharding.boxes import Box
 from fsharding.checkpoint.agree import together
 from fsharding.checkpoint.leaves import Want, main_wants, staged
-from fsharding.checkpoint.names import Name, Names, Part, naming, parts, unknown
+from fsharding.checkpoint.names import (
+    SAME_BUFFERS,
+    Name,
+    Names,
+    Part,
+    constants_of,
+    naming,
+    other_constants,
+    parts,
+    unknown,
+)
 from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.weights import Weights, weights_at
@@ -48,7 +58,8 @@ def load_weights(
         like: a layout, for main parameters as `fs.state_from` takes them; or a tree of tensors, such as an optimizer
             state, whose shapes, dtypes and shardings the result has.
         names: what our leaves are called there: a table by dotted path, or a function. Blocks are stacked here, so
-            `{"blocks.wq": "layers.{i}.attn.wq.weight"}`; `Transposed(name)` swaps the last two dims.
+            `{"blocks.wq": "layers.{i}.attn.wq.weight"}`; `Transposed(name)` swaps the last two dims,
+            and `Rows(name, (3, 4))` says what `{i}` is in each row. `net.sources` of a functionalized module has all.
         prefix: take the names that begin with it, without it.
         cast: accept other dtypes, and cast.
         extra: "ignore" lets tensors be that nothing asks for.
@@ -104,10 +115,13 @@ def _compare(weights: Weights, wants: dict[str, Want], names: Names, prefix: str
         except ValueError as error:
             rows.append(f"{path}: {error}")
     if strict:
-        rows += [f"{name} is extra: {leaf}" for name, leaf in weights.leaves.items() if name not in used]
+        others = {name: leaf for name, leaf in weights.leaves.items() if name not in used}
+        rows += [f"{name} is extra: {leaf}" for name, leaf in others.items() if name not in constants_of(names)]
+    rows += (unlike := other_constants(names, weights))
     if not rows:
         return
     mend = "Say what they are called there: names={ours: theirs}"
+    mend += f"; {SAME_BUFFERS}" if unlike else ""
     if not cast and any(", wanted is " in row for row in rows):
         mend += "; cast=True casts"
     if strict and any(" is extra: " in row for row in rows):

@@ -2,18 +2,38 @@
 
 In: a table, or a function, from our paths to foreign names. Out: for each leaf the foreign tensors that make it up.
 Our blocks are stacked and theirs are not: `{i}` in a name is the index along dim 0 of our leaf, `{j}` that along dim 1.
-Law: the foreign tensors of a leaf tile it.
+A stack whose blocks have other numbers there says them: `Rows`. Law: the foreign tensors of a leaf tile it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import product
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
+from torch import Tensor
+
+from fsharding import boxes
 from fsharding.boxes import Box
+from fsharding.checkpoint.manifest import dtype_name
 
-__all__ = ["Name", "Names", "Part", "Transposed", "naming", "our_box", "parts", "unknown"]
+__all__ = [
+    "SAME_BUFFERS",
+    "ModuleNames",
+    "Name",
+    "Names",
+    "Part",
+    "Rows",
+    "Transposed",
+    "aliases_of",
+    "constants_of",
+    "naming",
+    "other_constants",
+    "our_box",
+    "parts",
+    "unknown",
+]
 
 _MARKS = ("{i}", "{j}", "{k}")
 
@@ -28,9 +48,80 @@ class Transposed(NamedTuple):
     name: str
 
 
-Name: TypeAlias = str | Transposed
+class Rows(NamedTuple):
+    """The name of a stack whose blocks are not numbered from 0 there, such as the routed layers behind dense ones.
+
+    Attributes:
+        name: with `{i}` in it.
+        keys: what stands for `{i}` in each row of our leaf, in order: `(3, 4, 5)`.
+    """
+
+    name: str | Transposed
+    keys: tuple[int | str, ...]
+
+
+Name: TypeAlias = str | Transposed | Rows
 Names: TypeAlias = Mapping[str, Name] | Callable[[str], Name] | None
 """From our dotted path to the foreign name; a path that a table leaves out, and every path by default, is its own."""
+
+
+class ModuleNames(dict[str, Any]):
+    """What the leaves of a module are called in its state dict, and the tensors there that are no leaves: its buffers.
+
+    Who writes a state dict by these names writes the constants, too; who reads one compares them.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[str, Any],
+        constants: Mapping[str, Tensor],
+        aliases: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        """Names of a module.
+
+        Args:
+            names: by our path.
+            constants: persistent buffers, by their name in the module.
+            aliases: every name of a tied parameter, in the order of the module, by each of them.
+        """
+        super().__init__(names)
+        self.constants: Mapping[str, Tensor] = constants
+        self.aliases: Mapping[str, tuple[str, ...]] = aliases
+
+
+def constants_of(names: object) -> Mapping[str, Tensor]:
+    """The tensors of a state dict that are no leaves, where names of a module are given."""
+    return names.constants if isinstance(names, ModuleNames) else {}
+
+
+def aliases_of(names: object, name: str) -> tuple[str, ...]:
+    """Every name that the parameter with a foreign name has in its module, the one that optimizers use first."""
+    return names.aliases.get(name, (name,)) if isinstance(names, ModuleNames) else (name,)
+
+
+def other_constants(names: object, weights: Any) -> list[str]:
+    """Constants of a module that files have with other values, one row each: what is loaded would not be the model.
+
+    Args:
+        names: of a module, or any.
+        weights: with `leaves`, by name, and `read(name, box, out)`.
+    """
+    rows: list[str] = []
+    for name, ours in constants_of(names).items():
+        there = weights.leaves.get(name)
+        if there is None:
+            continue
+        wanted, found = f"{dtype_name(ours.dtype)}{list(ours.shape)}", ours.new_empty(there.shape, device="cpu")
+        if there.shape == ours.shape:
+            weights.read(name, boxes.full(there.shape), found)
+            if torch.equal(found.nan_to_num(), ours.cpu().nan_to_num()):
+                continue
+        rows.append(f"{name} is {there}, and {wanted} of other values in the module, which has it as a buffer")
+    return rows
+
+
+SAME_BUFFERS = "give the module the buffers of the files before fs.functionalize, as its load_state_dict does"
+"""How files and a module get the same constants."""
 
 
 class Part(NamedTuple):
@@ -72,20 +163,28 @@ def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:
         shape: of our leaf.
 
     Raises:
-        ValueError: the name has more indices than the leaf has dims, or skips one, or the transposed leaf no two dims.
+        ValueError: the name has more indices than the leaf has dims, or skips one, other numbers of rows than the leaf,
+            or the transposed leaf no two dims.
     """
+    keys: tuple[int | str, ...] | None = None
+    if isinstance(name, Rows):
+        name, keys = name
     transposed = isinstance(name, Transposed)
     pattern = name.name if transposed else name
     depth = sum(mark in pattern for mark in _MARKS)
     if any(mark not in pattern for mark in _MARKS[:depth]) or depth > len(shape):
         raise ValueError(f"{pattern!r}: indices are {', '.join(_MARKS)} in this order, at most one for each dim")
+    if keys is not None and (depth == 0 or len(keys) != shape[0]):
+        held = f"{shape[0]} rows" if depth else "no {i}"
+        raise ValueError(f"{pattern!r}: {len(keys)} keys for rows, and {held}")
     rest = tuple(shape[depth:])
     if transposed and len(rest) < 2:
         raise ValueError(f"{pattern!r}: nothing to transpose in {list(rest)}")
     there = (*rest[:-2], rest[-1], rest[-2]) if transposed else rest
     for lead in product(*map(range, shape[:depth])):
         text = pattern
-        for mark, index in zip(_MARKS, lead, strict=False):
+        marks = lead if keys is None else (keys[lead[0]], *lead[1:])
+        for mark, index in zip(_MARKS, marks, strict=False):
             text = text.replace(mark, str(index))
         yield Part(text, lead, there, transposed)
 

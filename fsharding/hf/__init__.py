@@ -5,13 +5,14 @@
 
 from fsharding.hf.families import config_json, config_of
 from fsharding.hf.loading import load
-from fsharding.hf.naming import Joined, Name, Names, Section, Transposed, names_of
+from fsharding.hf.naming import Joined, Name, Names, Rows, Section, Transposed, names_of
 from fsharding.hf.saving import Saved, save
 
 __all__ = [
     "Joined",
     "Name",
     "Names",
+    "Rows",
     "Saved",
     "Section",
     "Transposed",

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from fsharding import _compat, tree
 from fsharding.checkpoint.agree import together
 from fsharding.checkpoint.leaves import Shards, Want, main_wants, staged
+from fsharding.checkpoint.names import SAME_BUFFERS, constants_of, other_constants
 from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.store import StrPath
 from fsharding.errors import CheckpointError, FshardingError, message
@@ -122,10 +123,13 @@ def _compare(
                 rows.append(f"{path}: {piece.name} {why}")
     used = {piece.name for pieces in found.values() for piece in pieces}
     if strict:
+        allowed = (*allowed, *constants_of(names))
         others = {name: leaf for name, leaf in folder.leaves.items() if name not in used and name not in allowed}
         rows += [f"{name} is extra: {leaf}" for name, leaf in others.items()]
+    rows += (unlike := other_constants(names, folder))
     if rows:
         mend = "Plan the layout with models.decoder(fs.hf.config_of(path)), or give names={ours: theirs}"
+        mend += f"; {SAME_BUFFERS}" if unlike else ""
         mend += "; extra='ignore' leaves the rest." if any(" is extra: " in row for row in rows) else "."
         rule = f"cannot use {folder.path}: {len(rows)} tensors are not as they should be."
         raise CheckpointError(message(_FUNCTION, rule, rows, mend))

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsharding import boxes
 from fsharding.boxes import Box
 from fsharding.checkpoint.names import Name as SimpleName
-from fsharding.checkpoint.names import Transposed, our_box, parts
+from fsharding.checkpoint.names import Rows, Transposed, our_box, parts
 from fsharding.hf.families import decoder_config
 from fsharding.planning import LeafLayout
 from fsharding.spec import Fused
@@ -26,12 +26,14 @@ __all__ = [
     "Name",
     "Names",
     "Piece",
+    "Rows",
     "Section",
     "Transposed",
     "declared",
     "in_tensors",
     "names_of",
     "pieces_of",
+    "renumbered",
     "untiled",
 ]
 
@@ -70,6 +72,18 @@ Name: TypeAlias = SimpleName | Joined | Section
 
 Names: TypeAlias = Mapping[str, Name]
 """From our dotted path to where the leaf is."""
+
+
+def renumbered(name: Name, keys: tuple[int | str, ...]) -> Name:
+    """A name of a stack that is numbered from 0, for one whose rows have other numbers there."""
+    if isinstance(name, Joined):
+        return name._replace(names=tuple(_rows(part, keys) for part in name.names))
+    return name._replace(name=_rows(name.name, keys)) if isinstance(name, Section) else _rows(name, keys)
+
+
+def _rows(name: SimpleName, keys: tuple[int | str, ...]) -> Rows:
+    return Rows(name.name if isinstance(name, Rows) else name, keys)
+
 
 Declared: TypeAlias = tuple[int, tuple[int, ...]] | None
 """The dim of a leaf that is made of parts, and their sizes."""

@@ -28,6 +28,7 @@ from fsharding.boxes import Box
 from fsharding.checkpoint import store
 from fsharding.checkpoint.agree import together
 from fsharding.checkpoint.leaves import Shards, staged
+from fsharding.checkpoint.names import constants_of
 from fsharding.checkpoint.ranges import contiguous, pieces
 from fsharding.checkpoint.shares import shares
 from fsharding.checkpoint.source import LeafInfo
@@ -86,8 +87,9 @@ def save(
         params: the tree of `models.decoder`, or of `names`; of a state, the main parameters.
         config: of the decoder, or a recipe that has one, or the entries of the `config.json` to be.
         layout: of the parameters. It is needed where a leaf is assigned, by stages or parts, or `Joined`.
-        names: where each leaf goes; by default `fs.hf.names_of` for the decoder of the config.
-        dtype: of the floating point tensors there; by default their own.
+        names: where each leaf goes; by default `fs.hf.names_of` for the decoder of the config. Those of a
+            functionalized module (`net.files`, `net.sources`) bring its persistent buffers along.
+        dtype: of the floating point leaves there; by default their own. Buffers keep theirs.
         max_file_bytes: files of more than one tensor are at most this large.
 
     Raises:
@@ -240,12 +242,18 @@ def _plan(
             by_name.setdefault(piece.name, []).append(piece)
             if (other := tensors.setdefault(piece.name, LeafInfo(piece.shape, kind)).dtype) != kind:
                 rows.append(f"{leaf}: {piece.name} would be both {kind} and {other}: give dtype=")
+    kinds = {str(info.dtype).removeprefix("torch.") for info in tensors.values()}
+    for name, buffer in constants_of(names).items():
+        rows += [f"{name}: a leaf and a buffer of the module"] if name in tensors else []
+        rows += [f"{name}: safetensors has no {buffer.dtype}"] if buffer.dtype not in SAFETENSORS.values() else []
+        leaves[name] = staged(tuple(buffer.shape), None, buffer)
+        found[name] = list(pieces_of(name, buffer.shape))
+        tensors[name] = LeafInfo(tuple(buffer.shape), buffer.dtype)
     rows += untiled(by_name)
     if rows:
         mend = "Give the tree of models.decoder(config), or say where its leaves go: names={ours: theirs}."
         raise CheckpointError(message(_FUNCTION, f"cannot write {target}.", rows, mend))
     tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
-    kinds = {str(info.dtype).removeprefix("torch.") for info in tensors.values()}
     entries.pop("torch_dtype", None)
     entries |= {"dtype": kinds.pop()} if len(kinds) == 1 else {}
     files = tensor_files(tensors, max_file_bytes)

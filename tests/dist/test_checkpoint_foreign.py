@@ -19,7 +19,7 @@ from fsharding import checkpoint as ck
 from fsharding.errors import CheckpointError, RankError
 from fsharding.sharding import local_of
 from fsharding.state import main_of
-from fsharding.testing import assert_bitwise_equal, run_ranks
+from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 
 LAYERS, WIDTH, VOCAB = 3, 6, 13
 NAMES = {
@@ -197,6 +197,140 @@ def load_fsdp2(folder):
         for kind in ("exp_avg", "exp_avg_sq")
     )
     return params, mu, nu
+
+
+class Whole(Net):
+    """A tied head that is defined first, a persistent buffer, and blocks of which one is a unit of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return (self.head(x) * self.scale.prod()).square().mean()
+
+
+ADAM = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-4, "weight_decay": 0.1}
+UNITS = (("table", "head"), "layers.0", "layers.*")
+
+
+def adamw():
+    return fs.adamw(1e-2, b2=0.999, eps=1e-4, weight_decay=0.1)
+
+
+def grouped():
+    return fs.masked({"up": adamw(), "rest": adamw()}, lambda path, leaf: "up" if ".up." in path else "rest")
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "groups": lambda: fs.chain(fs.clip_by_global_norm(1e9), grouped()),
+    "torch": lambda: fs.optim.from_torch(torch.optim.AdamW, **ADAM),
+}
+
+
+def whole_batch(step):
+    return torch.arange(8).reshape(2, 4) * (step + 1) % VOCAB
+
+
+def go_on_here(folder, kind):
+    """Three steps, which are saved, and three more."""
+    torch.manual_seed(0)
+    module = Whole()
+    net = fs.functionalize(module, UNITS)
+    layout, opt = fs.plan_layout(net, fs.make_mesh(dp=2)), OPTIMIZERS[kind]()
+    state = fs.init_state(net, opt, fs.random.key(0), layout)
+    step = fs.make_train_step(lambda params, tokens: (net(params, tokens), 1), opt)
+    for number in range(6):
+        if number == 3:
+            ck.save(f"{folder}/ours", state)
+            if dist.get_rank() == 0:
+                settings = torch.optim.AdamW(module.parameters(), **ADAM).defaults
+                if kind == "groups":
+                    names = [name for name, _ in module.named_parameters()]
+                    up = [name for name in names if ".up." in name]
+                    groups = up, [name for name in names if name not in up]
+                    settings = [{**settings, "params": group} for group in groups]
+                ck.export(f"{folder}/ours", f"{folder}/theirs", "dcp", net.sources, what="fsdp2", settings=settings)
+        state, _ = step(state, whole_batch(number))
+    return net.state_dict(fs.unshard(state.params))
+
+
+def go_on_there(folder, kind):
+    """A new FSDP2 model and its optimizer take all of it over, and go three steps on."""
+    torch.manual_seed(7)
+    model = Whole()
+    model.scale.zero_()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    groups = [*model.parameters()]
+    if kind == "groups":
+        up = [x for name, x in model.named_parameters() if ".up." in name]
+        groups = [{"params": up}, {"params": [x for name, x in model.named_parameters() if ".up." not in name]}]
+    optimizer = torch.optim.AdamW(groups, lr=9.0)
+    params, moments = get_state_dict(model, optimizer)
+    wanted = {"model": params, "optim": moments}
+    torch_dcp.load(wanted, checkpoint_id=f"{folder}/theirs")
+    set_state_dict(model, optimizer, model_state_dict=params, optim_state_dict=wanted["optim"])
+    assert all(group["lr"] == 1e-2 and group["weight_decay"] == 0.1 for group in optimizer.param_groups)
+    assert all(values["step"] == 3 for values in optimizer.state.values())
+    for number in range(3, 6):
+        model(whole_batch(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(x) for name, x in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_goes_on_in_fsdp2_with_an_exported_state(kind, tmp_path):
+    ours = run_ranks(go_on_here, 2, tmp_path, kind)
+    theirs = run_ranks(go_on_there, 2, tmp_path, kind)
+    assert {*ours[0]} == {*theirs[0]}
+    for found in (*ours, *theirs):
+        assert_trees_close(found, ours[0], rtol=1e-5, atol=1e-6)
+
+
+def test_what_fsdp2_cannot_have_is_refused(tmp_path):
+    net = fs.functionalize(Whole(), UNITS)
+    layout = fs.plan_layout(net, fs.make_mesh(dp=1))
+    ck.save(tmp_path / "lion", fs.init_state(net, fs.optim.lion(1e-3), fs.random.key(0), layout))
+    ck.save(tmp_path / "adamw", fs.init_state(net, adamw(), fs.random.key(0), layout))
+
+    def refused(source, settings, format="dcp"):
+        with pytest.raises(CheckpointError) as caught:
+            ck.export(tmp_path / source, tmp_path / "out", format, net.sources, what="fsdp2", settings=settings)
+        assert not (tmp_path / "out").exists()
+        return str(caught.value).splitlines()
+
+    assert refused("adamw", None) == [
+        "fs.checkpoint.export cannot name 1 tensors.",
+        "  settings= is missing: dcp.load takes the groups of the optimizer over, such as its learning rate",
+        "names={ours: theirs} gives every leaf a name of its own, blocks with {i}. settings=optimizer.defaults are those "
+        "of the optimizer there.",
+    ]
+    assert refused("adamw", ADAM, "torch") == [
+        "fs.checkpoint.export cannot write.",
+        "  what='fsdp2' is for format 'dcp', not 'torch'",
+    ]
+    names = [name for name, _ in Whole().named_parameters()]
+    odd = [{**ADAM, "lr": torch.tensor(1e-2), "params": names[1:]}, {"params": [names[1], "gone"]}]
+    assert refused("adamw", odd)[1:-1] == [
+        "  settings of group 0: lr is Tensor, no plain value",
+        "  settings: table.weight is in no group",
+        "  settings: gone is in a group, but has no moments",
+        "  settings: layers.0.up.weight is in 2 groups",
+    ]
+    assert (
+        "  opt_state.mu.table.weight is float32[13, 6]: FSDP2 has Adam's moments, and what fs.optim.from_torch keeps"
+        in refused("lion", ADAM)
+    )
 
 
 # ------------------------------------------------------------------------------------------------ DDP and safetensors

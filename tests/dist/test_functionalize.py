@@ -292,6 +292,8 @@ FAMILIES = {
     "mixtral, experts": ("Mixtral", {**SMALL, "num_local_experts": 4}),
     "qwen3_moe, experts": ("Qwen3Moe", {**SMALL, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
                                "moe_intermediate_size": 16}),
+    "qwen3_moe, mixed": ("Qwen3Moe", {**SMALL, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+                             "moe_intermediate_size": 16, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
     "gpt2": ("GPT2", GPT2),
 }  # fmt: skip
 
@@ -346,7 +348,9 @@ def check_model(name, module, batch, losses, axes):
     model = fs.model_from(module)
     stages = fs.stages_of(model, fs.plan_schedule("1f1b", 2, 2)) if "pp" in axes else None
     layout = fs.plan_layout(model, fs.make_mesh(**axes), stages=stages)
-    found, _ = our_losses(model, model, batch, layout, microbatches=2)
+    with fs.set_mesh(layout.mesh):
+        part = fs.ops.cut_sequence(batch)
+    found, _ = our_losses(model, model, part, layout, microbatches=2)
     assert_trees_close(found, losses, rtol=1e-5, what=f"losses of {name} in stages on {axes}")
 
 
@@ -364,13 +368,20 @@ def train_families(names, folder):
         trained = {n: p.detach() for n, p in reference.named_parameters()}
         check_module(name, module, batch, want, losses, trained, Path(folder, name))
         check_model(name, module, batch, losses, {"pp": 2})
+        check_model(name, module, batch, losses, {"cp": 2})
     check_model(name, module, batch, losses, {"tp": 2})
 
 
 def test_families_of_hugging_face(tmp_path):
-    run_ranks(train_families, 2, ["gpt2", "qwen3_moe, experts", "qwen3"], str(tmp_path), timeout=110.0)
+    run_ranks(train_families, 2, ["gpt2", "qwen3_moe, mixed", "qwen3"], str(tmp_path), timeout=110.0)
 
 
 @pytest.mark.full
 def test_other_families_of_hugging_face(tmp_path):
-    run_ranks(train_families, 2, ["mixtral, experts", "llama", "qwen2", "tied llama"], str(tmp_path), timeout=110.0)
+    run_ranks(
+        train_families,
+        2,
+        ["mixtral, experts", "qwen3_moe, experts", "llama", "qwen2", "tied llama"],
+        str(tmp_path),
+        timeout=110.0,
+    )

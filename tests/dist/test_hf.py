@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding import hf, ops
+from fsharding import checkpoint, hf, ops
 from fsharding.bench.rounds import allocated
 from fsharding.checkpoint.source import LeafInfo
 from fsharding.checkpoint.tensor_files import tensor_files
-from fsharding.errors import CheckpointError, RankError
+from fsharding.errors import CheckpointError, ConfigError, RankError
 from fsharding.mesh import data_position
 from fsharding.sharding import sharding_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
@@ -223,6 +223,146 @@ def test_a_rank_reads_what_it_holds_and_nothing_else(axes, theirs):
     folder, model, _ = theirs("mixtral")
     for read, held in run_ranks(bytes_read, 2, folder, axes):
         assert read == held < 0.8 * sum(x.nbytes for x in model.parameters())
+
+
+# -------------------------------------------------------------------------------------------------- modules of any kind
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+HEAD = ("model.norm", "lm_head")
+MODULES = {
+    "deepseek_v3": (
+        "DeepseekV3", ("model.embed_tokens", "model.layers.0", "model.layers.*", HEAD),
+        {**SIZES, **ENDS, "num_key_value_heads": 4, "num_hidden_layers": 3, "moe_intermediate_size": 8,
+         "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+         "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe", ("model.embed_tokens", "model.layers.1", "model.layers.*", HEAD),
+        {**SIZES, **MOE, **ENDS, "num_hidden_layers": 4, "moe_intermediate_size": 12, "head_dim": 8,
+         "mlp_only_layers": [1]},
+    ),
+    "t5": (
+        "T5", ("encoder.block.0", "encoder.block.*", "decoder.block.0", "decoder.block.*"),
+        {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 3, "num_heads": 4,
+         "decoder_start_token_id": 0, "dropout_rate": 0.0},
+    ),
+}  # fmt: skip
+
+
+def made(kind, sizes):
+    """A module whose buffers are not those that a new one has."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    made = "T5ForConditionalGeneration" if kind == "T5" else f"{kind}ForCausalLM"
+    module = moved(getattr(transformers, made)(config)).eval()
+    for _, buffer in module.named_buffers():
+        if buffer.dtype == torch.float32 and buffer.shape == (8,):
+            buffer.copy_(torch.arange(8.0))
+    return module
+
+
+def modules_out(kinds, folder):
+    """Every module trained for a step, saved by its names, and read again in another layout."""
+    found = {}
+    for name in kinds:
+        kind, units, sizes = MODULES[name]
+        module, out = made(kind, sizes), f"{folder}/{name}"
+        net = fs.functionalize(module, units)
+        layout, opt = fs.plan_layout(net, fs.make_mesh(dp=2)), fs.sgd(0.1)
+        more = {"decoder_input_ids": TOKENS[:, :5]} if kind == "T5" else {}
+
+        def loss(params, batch, net=net, more=more):
+            return net(params, batch, use_cache=False, **more).logits.square().sum(), 1
+
+        state, _ = fs.make_train_step(loss, opt)(fs.init_state(net, opt, fs.random.key(0), layout), TOKENS)
+        entries = module.config.to_dict() | {"architectures": [type(module).__name__]}
+        hf.save(out, state, entries, names=net.files, dtype=torch.float64)
+        there = fs.tree.map(lambda x: x.double(), fs.unshard(state.params))
+        zero1 = layout.with_strategy(fs.zero(1))
+        for read in (hf.load(out, zero1, net.files), checkpoint.load_weights(out, zero1, net.sources, cast=True)):
+            assert_bitwise_equal(fs.tree.map(lambda x: x.double(), fs.unshard(read)), there, name)
+        with torch.no_grad():
+            found[name] = net(fs.unshard(state.params), TOKENS, use_cache=False, **more).logits
+            checkpoint.save(f"{out} saved", state)
+            if dist.get_rank() == 0:
+                checkpoint.export(f"{out} saved", f"{out}.pt", "torch", net.sources)
+    return found
+
+
+def test_modules_of_any_kind_go_out_with_their_buffers_and_the_numbers_of_their_blocks(transformers, tmp_path):
+    found, _ = run_ranks(modules_out, 2, [*MODULES], tmp_path)
+    for name, (kind, _, sizes) in MODULES.items():
+        module = made(kind, sizes)
+        again = type(module).from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        more = {"decoder_input_ids": TOKENS[:, :5]} if kind == "T5" else {}
+        exported = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        missing, others = module.load_state_dict(exported, strict=False)
+        assert not others and {*missing} <= {
+            "encoder.embed_tokens.weight",
+            "decoder.embed_tokens.weight",
+            "lm_head.weight",
+        }
+        for other in (again, module):
+            with torch.no_grad():
+                assert torch.equal(other(TOKENS, use_cache=False, **more).logits, found[name]), name
+
+
+FUSED = {"*.qkv_proj.weight": ("heads", "embed"), "*.o_proj.weight": ("embed", "heads"),
+         "*.gate_up_proj.weight": ("mlp", "embed"), "*.down_proj.weight": ("embed", "mlp"), "*": None}  # fmt: skip
+FUSED_ROLES = {"*.qkv_proj": "column", "*.o_proj": "row", "*.gate_up_proj": "column", "*.down_proj": "row"}
+
+
+def test_roles_that_modules_of_others_cannot_have_are_refused_with_the_layer(transformers):
+    llama = fs.families.FAMILIES["llama"]
+    weights = {pattern: names for pattern, names in llama.names.items() if not pattern.endswith("bias")}
+    roles = {pattern: role for pattern, role in llama.roles.items() if role != "inside"}
+    tables = {"Olmo2": ({**weights, "*": None}, roles), "Phi3": (FUSED, FUSED_ROLES)}
+    attn = "model.layers.0.self_attn"
+    wanted = {
+        "Olmo2": [
+            f"{attn}.{x}_proj has role 'column', of whose {n} outputs a rank has {n // 2}: {attn}.{x}_norm (Olmo2RMSNorm) "
+            "takes mean over all of them"
+            for x, n in (("q", 16), ("k", 8))
+        ],
+        "Phi3": [
+            f"{attn}.qkv_proj has role 'column', of whose 32 outputs a rank has 16: Phi3Attention takes them apart by place",
+            "model.layers.0.mlp.gate_up_proj has role 'column', of whose 48 outputs a rank has 24: Phi3MLP takes them "
+            "apart by place",
+        ],
+    }
+    for kind, (names, roles) in tables.items():
+        config = getattr(transformers, f"{kind}Config")(**SIZES, **ENDS, pad_token_id=0)
+        module = transformers.AutoModelForCausalLM.from_config(config)
+        units = ("model.embed_tokens", "model.layers.*", HEAD)
+        net = fs.functionalize(module, units, names=names, roles=roles)
+        with pytest.raises(ConfigError) as caught:
+            fs.plan_layout(net, fs.AbstractMesh(("tp",), (2,)))
+        assert [row.strip() for row in str(caught.value).splitlines()[1:-1]] == wanted[kind]
+
+
+def test_files_with_other_buffers_than_the_module_are_refused(transformers, tmp_path):
+    kind, units, sizes = MODULES["deepseek_v3"]
+    net = fs.functionalize(made(kind, sizes), units)
+    layout = fs.plan_layout(net, fs.make_mesh(dp=1))
+    hf.save(tmp_path / "out", fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout), {}, names=net.files)
+    module = made(kind, sizes)
+    (gate,) = (m for name, m in module.named_modules() if name == "model.layers.1.mlp.gate")
+    gate.e_score_correction_bias.zero_()
+    new = fs.functionalize(module, units)
+    row = (
+        "model.layers.1.mlp.gate.e_score_correction_bias is float32[8], and float32[8] of other values in the module, "
+    )
+    for load in (hf.load, checkpoint.load_weights):
+        for extra in ("refuse", "ignore"):
+            with pytest.raises(CheckpointError) as caught:
+                load(tmp_path / "out", layout, new.files if load is hf.load else new.sources, extra=extra)
+            _, *rows, mend = str(caught.value).splitlines()
+            assert rows == [f"  {row}which has it as a buffer"], load
+            assert (
+                "; give the module the buffers of the files before fs.functionalize, as its load_state_dict does"
+                in mend
+            )
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

@@ -5,19 +5,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsharding import boxes, hf
-from fsharding.hf.naming import pieces_of, untiled
+from fsharding.hf.naming import pieces_of, renumbered, untiled
 
 
 @st.composite
 def leaves(draw):
-    """A stack of leaves with parts along one of their dims, as it is, or with its last two dims swapped there."""
+    """A stack of leaves with parts along one of their dims, as it is, or with its last two dims swapped there.
+
+    Its rows are numbered from 0 there, or have keys.
+    """
     stack = draw(st.lists(st.integers(1, 2), max_size=2))
     rest = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(rest) - 1))
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     rest[dim] = sum(sizes)
     turned = len(rest) > 1 and draw(st.booleans())
-    return stack, rest, dim, sizes, turned
+    keys = (
+        draw(st.none() | st.permutations([0, 3, 7, "x"]).map(lambda keys: tuple(keys[: stack[0]]))) if stack else None
+    )
+    return stack, rest, dim, sizes, turned, keys
 
 
 def there(x, pieces):
@@ -32,11 +38,12 @@ def there(x, pieces):
 
 @given(leaves())
 def test_parts_are_joined_here_and_cut_there_and_the_other_way(case):
-    stack, rest, dim, sizes, turned = case
+    stack, rest, dim, sizes, turned, keys = case
     marks, make = ".".join(("{i}", "{j}")[: len(stack)]), hf.Transposed if turned else str
     shape, at = (*stack, *rest), len(stack) + dim
     x = torch.arange(float(torch.tensor(shape).prod())).reshape(shape)
-    joined = hf.Joined(tuple(make(f"{marks}.{part}") for part in range(len(sizes))))
+    named = (lambda name: name) if keys is None else (lambda name: renumbered(name, keys))
+    joined = named(hf.Joined(tuple(make(f"{marks}.{part}") for part in range(len(sizes)))))
     pieces = list(pieces_of(joined, shape, (at, sizes)))
     assert boxes.is_tiling([piece.box for piece in pieces], shape)
     names = {piece.name: [piece] for piece in pieces}
@@ -44,12 +51,12 @@ def test_parts_are_joined_here_and_cut_there_and_the_other_way(case):
     apart = there(x, pieces)
     fused = {}
     for number, part in enumerate(x.split(sizes, at)):
-        section = hf.Section(make(f"{marks}.all"), number, sizes, at - len(shape))
+        section = named(hf.Section(make(f"{marks}.all"), number, sizes, at - len(shape)))
         for piece in pieces_of(section, part.shape):
             fused.setdefault(piece.name, []).append(piece)
             fused[f"{piece.name} filled"] = fused.get(f"{piece.name} filled", 0) + there(part, [piece])[piece.name] + 1
     for lead in torch.cartesian_prod(*map(torch.arange, stack)).reshape(-1, len(stack)).tolist() if stack else [[]]:
-        mark, whole = ".".join(map(str, lead)), x[tuple(lead)]
+        mark, whole = ".".join(map(str, lead if keys is None else [keys[lead[0]], *lead[1:]])), x[tuple(lead)]
         for number, part in enumerate(whole.split(sizes, dim)):
             assert torch.equal(apart[f"{mark}.{number}"], part.mT if turned else part)
         assert not untiled({"": fused[f"{mark}.all"]})

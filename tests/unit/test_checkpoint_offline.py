@@ -217,11 +217,14 @@ def test_a_name_that_torch_misreads_is_refused(saved, tmp_path):
 
 def test_names_that_do_not_fit_are_refused_with_every_reason(saved, tmp_path):
     names = {"table": "scale", "blocks.b": "{i}.{j}.{k}", "counts": ck.Transposed("counts"), "heads": "head"}
+    names |= {"blocks.w": ck.Rows("h.{i}.w", (3, 4, 5)), "none": ck.Rows("none", ())}
     assert refusal(ck.export, saved, tmp_path / "out", "torch", names) == (
-        "fs.checkpoint.export cannot name 4 tensors.\n"
+        "fs.checkpoint.export cannot name 6 tensors.\n"
         "  heads is no leaf of ours; names has it\n"
         "  blocks.b: '{i}.{j}.{k}': indices are {i}, {j}, {k} in this order, at most one for each dim\n"
+        "  blocks.w: 'h.{i}.w': 3 keys for rows, and 2 rows\n"
         "  counts: 'counts': nothing to transpose in [3]\n"
+        "  none: 'none': 0 keys for rows, and no {i}\n"
         "  table: scale is also the name of params.scale\n"
         "names={ours: theirs} gives every leaf a name of its own, blocks with {i}."
     )
@@ -262,12 +265,20 @@ def test_the_verbs(saved, tmp_path, capsys):
     status, out, _ = run(capsys, "reshard", saved, tmp_path / "c", "--mesh", "dp=2")
     assert (status, out) == (0, f"{tmp_path}/c: step 12, {len(made_leaves(saved))} leaves, 3 files\n")
     (tmp_path / "names.json").write_text(
-        json.dumps({"blocks.w": {"transposed": "h.{i}.weight"}, "blocks.b": "h.{i}.b"})
+        json.dumps(
+            {
+                "blocks.w": {"transposed": "h.{i}.weight"},
+                "blocks.b": {
+                    "name": "h.{i}.b",
+                    "rows": [4, "x"],
+                },
+            }
+        )
     )
     command = ["export", tmp_path / "b", tmp_path / "out", "--format", "torch", "--names", tmp_path / "names.json"]
     status, out, _ = run(capsys, *command)
     assert status == 0 and out.startswith(f"{tmp_path}/out: 8 tensors, 1 files, ")
-    assert "h.1.weight" in torch.load(tmp_path / "out", weights_only=True)
+    assert {"h.1.weight", "h.4.b", "h.x.b"} <= {*torch.load(tmp_path / "out", weights_only=True)}
     status, out, _ = run(capsys, "export", saved, tmp_path / "st", "--format", "safetensors", "--what", "all", "--json")
     assert status == 0 and json.loads(out)["path"] == f"{tmp_path}/st"
 

@@ -139,6 +139,12 @@ def test_the_plan_is_a_value_that_says_what_is_gathered_together():
     assert "\n  layers.up.weight: float32[3, 10, 7] ('layers', 'mlp', 'embed')\n" in str(anatomy)
     sources = fs.functionalize(Net(), UNITS).sources
     assert sources["layers.up.weight"] == "layers.{i}.up.weight" and sources["heat"] == "heat"
+    apart = fs.functionalize(Net(), ("embed", "layers.1", "layers.*", ("norm", "head"))).sources
+    assert apart["layers.up.weight"] == fs.checkpoint.Rows("layers.{i}.up.weight", (0, 2))
+    assert apart["layers.1.up.weight"] == "layers.1.up.weight"
+    keyed = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 4)), "b": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))})
+    sources = fs.functionalize(keyed, "*.*").sources
+    assert sources["weight"] == fs.checkpoint.Rows("{i}.weight", ("a.0", "b.0", "b.1"))
     shared = fs.functionalize(Shared(), ("steps.*", "wide.*", "back.*")).anatomy
     assert [leaf.path for leaf in shared.leaves] == [
         "steps.weight", "steps.bias", "wide.weight", "wide.bias", "back.weight", "back.0.bias",
@@ -231,7 +237,7 @@ def test_a_module_can_be_let_go_after_init():
     params = whole_params(net)
     want = module(TOKENS)["logits"]
     other = Net()
-    other.load_state_dict(net.state_dict(params), strict=False)
+    other.load_state_dict(net.state_dict(params))  # every name of parameters and persistent buffers
     assert_bitwise_equal(other(TOKENS)["logits"], want, "another module with these parameters")
     module.to("meta")
     assert_bitwise_equal(net(params, TOKENS)["logits"], want, "logits")
@@ -343,6 +349,86 @@ def call(module, units, x, **settings):
 def under(transform, module, x):
     net = fs.functionalize(module, ())
     return transform(lambda p: net(p, x).sum())(whole_params(net))
+
+
+class Attended(nn.Module):
+    """Attention of two heads, in one of several ways to write it."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.qkv, self.out = way, nn.Linear(8, 24), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8 if way == "norm" else 4)
+        self.gate_up, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        if self.way == "places":
+            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = (y.view(*x.shape[:2], -1, 4) for y in (q, k, v))
+        elif self.way == "parts":
+            q, k, v = self.qkv(x).view(*x.shape[:2], 3, -1, 4).unbind(2)
+        elif self.way == "number":
+            q, k, v = self.qkv(x).view(*x.shape[:2], 2, 12).split(4, -1)
+        else:
+            q, k, v = self.qkv(x).view(*x.shape[:2], -1, 12).split(4, -1)
+        q = self.norm(q.flatten(2)).view_as(q) if self.way == "norm" else self.norm(q)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        if self.way == "gate":
+            gate, up = self.gate_up(x).chunk(2, -1)
+        else:
+            gate, up = self.gate_up(x).unflatten(-1, (-1, 2)).unbind(-1)
+        hidden = F.silu(gate) * up
+        return x + self.down(hidden * self.scale if self.way == "scale" else hidden)
+
+
+class Fused(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.layers = nn.ModuleList(Attended(way) for _ in range(2))
+
+    @property
+    def dummy_inputs(self):
+        return {"x": torch.ones(2, 3, 8)}
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+FUSED = {"*.qkv.weight": ("heads", None), "*.qkv.bias": ("heads",), "*.out.weight": (None, "heads"),
+         "*.gate_up.weight": ("mlp", None), "*.gate_up.bias": ("mlp",), "*.down.weight": (None, "mlp"), "*": None}  # fmt: skip
+FUSED_ROLES = {"*.qkv": "column", "*.out": "row", "*.norm": "inside", "*.gate_up": "column", "*.down": "row"}
+QKV = "layers.0.qkv has role 'column', of whose 24 outputs a rank has 12"
+UNFIT = {
+    "interleaved": None,
+    "places": f"{QKV}: Attended takes them apart by place",
+    "parts": f"{QKV}: Attended takes them apart by place",
+    "norm": f"{QKV}: layers.0.norm (LayerNorm) normalizes over all of them",
+    "number": "layers.0 (Attended): RuntimeError: ",
+    "gate": "layers.0.gate_up has role 'column', of whose 32 outputs a rank has 16: Attended takes them apart by place",
+    "scale": "layers.0 (Attended): RuntimeError: ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", UNFIT)
+def test_roles_that_a_forward_cannot_have_are_refused_when_a_layout_is_planned(way):
+    net = fs.functionalize(Fused(way), "layers.*", names=FUSED, roles=FUSED_ROLES)
+    fs.plan_layout(net, fs.AbstractMesh(("dp",), (2,)))
+    mesh = fs.AbstractMesh(("tp",), (2,))
+    fs.plan_layout(net, mesh, fs.AxisRules(layers=None, heads=None, mlp=None))
+    if UNFIT[way] is None:
+        assert any("tp" in leaf.params.spec.all_axes for leaf in fs.plan_layout(net, mesh).leaves)
+        return
+    with pytest.raises(ConfigError) as caught:
+        fs.plan_layout(net, mesh)
+    rule, row, mend = str(caught.value).splitlines()
+    assert rule == "fs.plan_layout cannot cut this module on mesh {tp: 2}."
+    assert row.startswith(f"  {UNFIT[way]}") and (row.endswith(UNFIT[way]) or "Error: " in row), "torch's words follow"
+    assert (
+        mend == "Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."
+    )
 
 
 def plan(module, units, names, roles, axes, **settings):
@@ -463,7 +549,7 @@ Make the module with real tensors, or pass reset=, a function that fills the par
                           {"pp": 2, "cp": 2, "tp": 2}), ConfigError, """
 fs.plan_layout cannot cut this module on mesh {pp: 2, cp: 2, tp: 2}.
   pp=2: a forward in one piece has no stages; see fs.model_from
-  cp=2: the layers take whole sequences
+  cp=2: the layers take whole sequences; the parts of fs.model_from may take parts of them, see Parts.cp
   layers.up.weight is float32[3, 10, 7], dim 1 ('mlp') over tp: layers.0.up.weight is of a layer with role 'row'
 Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
     "tied roles": (lambda: plan(Net(), UNITS, {"embed.weight": ("vocab", None), "*": None}, {"embed": "vocab"},
@@ -608,12 +694,44 @@ def test_a_module_in_stages_is_a_model_with_its_leaves_by_part():
     assert_trees_close(grads["blocks"]["up"]["weight"].full_tensor()[2], up, rtol=1e-5, atol=1e-6)
 
 
+def test_only_parts_that_say_so_compute_over_cp_and_without_masks():
+    mesh, module = fs.AbstractMesh(("cp",), (2,)), Net()
+    del module.heat
+
+    def block(module, layer, x):
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(4, 4, dtype=torch.bool), dropout_p=0.5)
+
+    whole, cut = (fs.model_from(module, UNITS, net_parts()._replace(block=block, cp=cp)) for cp in (False, True))
+    with pytest.raises(ConfigError) as caught:
+        fs.plan_layout(whole, mesh)
+    why = "the layers take whole sequences; the parts of fs.model_from may take parts of them, see Parts.cp"
+    assert str(caught.value).splitlines()[:-1] == [
+        "fs.plan_layout cannot cut this module on mesh {cp: 2}.",
+        f"  cp=2: {why}",
+    ]
+    fs.plan_layout(cut, mesh)
+    first = fs.tree.map(lambda x: x[0], whole_params(cut)["blocks"])
+    with fs.set_mesh(mesh), pytest.raises(TransformError) as refused:
+        cut.block(first, torch.ones(1, 2, 4, 4))
+    assert str(refused.value).splitlines() == [
+        "fs.model_from computes attention over cp without masks and dropout.",
+        "  attn_mask is bool[4, 4]",
+        "  dropout_p is 0.5",
+        "Give it neither, but is_causal=True, or call ops.attention in the parts, which knows documents.",
+    ]
+
+
 def test_heads_that_tp_cannot_share_are_refused():
     names = {"*.up.weight": ("heads", None), "*": None}
     anatomy = fs.functionalize(Net(), UNITS, names=names).anatomy
     with pytest.raises(ConfigError, match="num_key_value_heads is 2: no multiple of tp=4"):
         check_axes(
-            anatomy, {"*.up": "column"}, fs.AbstractMesh(("tp",), (4,)), fs.DEFAULT_RULES, {"num_key_value_heads": 2}
+            anatomy,
+            {"*.up": "column"},
+            fs.AbstractMesh(("tp",), (4,)),
+            fs.DEFAULT_RULES,
+            {"num_key_value_heads": 2},
+            tried=lambda *_: [],
         )
 
 
