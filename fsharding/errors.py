@@ -38,7 +38,7 @@ __all__ = [
 
 _MOST_ROWS = 10
 _MOST_LINES = 40
-_LONGEST_LINE = 800
+_LONGEST_LINE, _LONGEST_MEND = 800, 4_000
 _HEAD, _TAIL = 400, 300
 
 
@@ -163,7 +163,7 @@ def message(function: str, rule: str, rows: Iterable[str] = (), mend: str = "") 
     if left := sum(1 for _ in rest):
         lines.append(f"  and {left:,} more")
     if mend:
-        lines += _lines(mend)
+        lines += _lines(mend, _LONGEST_MEND)
     return "\n".join(lines)
 
 
@@ -180,12 +180,14 @@ def listed(names: Iterable[str], *, none: str = "none") -> str:
     return ", ".join(first or [none]) + (f" and {left:,} more" if left else "")
 
 
-def printable(text: str) -> str:
+def printable(text: str, longest: int = _LONGEST_LINE) -> str:
     """A text on one line that no terminal acts on: a control character becomes its escape, as Python writes it.
 
-    A line of more than 800 characters keeps its ends, and says how long it was.
+    Args:
+        text: to be printed.
+        longest: of a longer one the ends are kept, and it is said how long it was.
     """
-    if len(text) > _LONGEST_LINE:
+    if len(text) > longest:
         # Cut first: what is left out is not looked at.
         return f"{printable(text[:_HEAD])} ... {printable(text[-_TAIL:])} ({len(text):,} characters)"
     if text.isprintable():
@@ -193,9 +195,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _lines(text: str) -> list[str]:
+def _lines(text: str, longest: int = _LONGEST_LINE) -> list[str]:
     """The lines of a text, each as `printable` has it."""
     lines = text.split("\n", _MOST_LINES)
     if len(lines) > _MOST_LINES:
         lines[-1] = f"... and {lines[-1].count(chr(10)) + 1:,} more lines"
-    return [printable(line) for line in lines]
+    return [printable(line, longest) for line in lines]

@@ -37,6 +37,7 @@ from fsharding.errors import FshardingError
 from fsharding.hf.folder import open_folder
 from fsharding.show import read_metrics
 
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS, BYTES = 1.0, 200 << 20
 HANGS = 30
 DEFAULT, FULL = 150, 10_000
@@ -324,7 +325,10 @@ def limited():
 def run(names: list[str], count: int) -> None:
     """Runs parsers in a new process, which ends with status 0 if all is well."""
     command = [sys.executable, str(Path(__file__)), str(count), *names]
-    found = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    # Of this checkout, wherever the package is installed.
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+    env = {**os.environ, **paths, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=env)
     assert found.returncode == 0, f"{' '.join(command)}\n{found.stdout[-3000:]}\n{found.stderr[-12000:]}"
 
 
@@ -339,7 +343,6 @@ def test_a_parser_under_much_damage(name):
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     for each in sys.argv[2:]:
         start = time.perf_counter()

@@ -172,7 +172,7 @@ STRIDED = record_of(torch.arange(60.0)[4:46:2].as_strided((7, 3), (1, 14), 3))
         (members(record_of(TABLE), data_pkl=b"\x80\x02" + b"(" * (1 << 17)), "more than a tensor's"),
         (members(record_of(TABLE), data_pkl=b"\x80\x02."), "its pickle is broken"),
         (members(record_of(TABLE), data_pkl=b"\x80\x02ctorch\nFloatStorage\n."), "it holds a dtype, no tensor"),
-        (moved_directory(record_of(TABLE)), "is not where its directory says"),
+        (moved_directory(members(record_of(TABLE))), "is not where its directory says"),
     ],
     ids=range(17),
 )
