@@ -23,7 +23,6 @@ from fsharding.errors import ConfigError, message
 __all__ = ["agree", "checksum", "compare", "digest", "facts_of", "refuse_differences"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-_SHOWN = 8
 _LONG = 1000
 
 
@@ -126,8 +125,7 @@ def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
             rarest = sorted(having.items(), key=lambda item: (len(item[1]), -item[1][0]))
             text = ", ".join(f"{_ranks(ranks)} {value}" for value, ranks in rarest)
             found.setdefault((name.rpartition(".")[2], text), name)
-    rows = [f"{name}: {text}" for (_, text), name in found.items()]
-    return rows if len(rows) <= _SHOWN else [*rows[:_SHOWN], f"and {len(rows) - _SHOWN} more"]
+    return [f"{name}: {text}" for (_, text), name in found.items()]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

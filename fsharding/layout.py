@@ -243,7 +243,7 @@ def plan_layout(
     paths = tree.paths(shapes)
     if odd := [f"{path} is {kind_of(x)}" for path, x in zip(paths, flat, strict=True) if not _is_leaf(x)]:
         mend = "Give a Model, or the tree that its init returns: tensors, or draws such as fs.random.normal."
-        raise LayoutError(message("fs.plan_layout", "takes leaves with a shape and a dtype.", _bounded(odd), mend))
+        raise LayoutError(message("fs.plan_layout", "takes leaves with a shape and a dtype.", odd, mend))
     dims = [None] * len(flat) if names is None else _names_of(structure, paths, names)
     named = [(p, tuple(x.shape), x.dtype, _tuple(n)) for p, x, n in zip(paths, flat, dims, strict=True)]
     check_leaves(named, mesh, rules, frozen)
@@ -301,19 +301,12 @@ def _names_of(structure: optree.PyTreeSpec, paths: Sequence[str], names: Tree) -
             rows = [f"names: {path!r} is one key" for path in given]
             mend = "Nest names as the model is: a dict in a dict."
         rule = "got the model and names that do not match."
-        raise TreeError(message("fs.plan_layout", rule, _bounded(rows), mend)) from error
+        raise TreeError(message("fs.plan_layout", rule, rows, mend)) from error
 
 
 def _is_names(x: Any) -> bool:
     """Whether something stands for one leaf in a tree of names."""
     return x is None or (isinstance(x, tuple | list) and all(n is None or isinstance(n, str | Fused) for n in x))
-
-
-def _bounded(rows: list[str]) -> list[str]:
-    return rows if len(rows) <= _SHOWN else [*rows[:_SHOWN], f"and {len(rows) - _SHOWN} more"]
-
-
-_SHOWN = 10
 
 
 def _strategy(strategy: Strategy | str) -> Strategy:

@@ -31,6 +31,7 @@ from fsharding.errors import (
     NotGatheredError,
     ShapeError,
     TransformError,
+    listed,
     message,
 )
 from fsharding.hints import did_you_mean
@@ -42,7 +43,6 @@ from fsharding.tree import Tree
 __all__ = ["explained"]
 
 _NAME = "fs.value_and_grad"
-_SHOWN = 10
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
 _NOT_THE_USERS = (
     *(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, tree)),
@@ -165,7 +165,7 @@ def _of_missing(error: Exception, names: Sequence[str], params: Tree, args: Sequ
     parts = {part for found in paths.values() for path in found for part in path.split(".")}
     if str(key) in parts:
         return None  # It is there, so this is about a dict of the function's own.
-    rows = [f"{name} has {_shown(found)}" if found else f"{name} is {given[name]!r}" for name, found in paths.items()]
+    rows = [f"{name} has {listed(found)}" if found else f"{name} is {given[name]!r}" for name, found in paths.items()]
     hint = did_you_mean(str(key), parts)
     mend = f"Give the batch an entry {key!r}, or ask for one that is there.{hint}"
     rule = f"has a loss function that asks for {key!r}, which is in none of its arguments."
@@ -185,7 +185,7 @@ def _of_arrays(error: Exception, names: Sequence[str], args: Sequence[Any]) -> F
     if not rows:
         return None
     mend = "Give it what the loss function asks for; of arrays make tensors, fs.tree.map(torch.as_tensor, batch)."
-    return BatchError(message(_NAME, f"has a loss function that failed: {text}.", _bounded(rows), mend))
+    return BatchError(message(_NAME, f"has a loss function that failed: {text}.", rows, mend))
 
 
 def _is_local(x: Any) -> bool:
@@ -211,7 +211,7 @@ def _of_shapes(error: Exception, names: Sequence[str], args: Sequence[Any], ledg
         rows += [f"{_joined(name, path)} is {kind_text(leaf)}" for path, leaf in tree.named_leaves(x).items()]
     text = str(error).strip().partition("\n")[0]
     mend = "Give the batch the shapes that the weights take, or the weights those of the batch."
-    rows = [*_line_of(error), *_bounded(rows), *_bounded(ledger.gathered())]
+    rows = [*_line_of(error), *rows, *ledger.gathered()]
     return ShapeError(message(_NAME, f"has a loss function that failed: {text}.", rows, mend))
 
 
@@ -241,12 +241,3 @@ def _line_of(error: BaseException) -> list[str]:
 
 def _joined(name: str, path: str) -> str:
     return f"{name}.{path}" if path else name
-
-
-def _shown(paths: Sequence[str]) -> str:
-    more = len(paths) - _SHOWN
-    return ", ".join(paths[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _bounded(rows: list[str]) -> list[str]:
-    return rows if len(rows) <= _SHOWN else [*rows[:_SHOWN], f"and {len(rows) - _SHOWN} more"]

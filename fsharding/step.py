@@ -386,7 +386,6 @@ def _schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Sc
 
 
 _NO_TENSOR = ", which is no tensor"
-_SHOWN = 10
 
 
 def _uneven(batch: Tree, microbatches: int) -> list[str]:
@@ -399,10 +398,9 @@ def _uneven(batch: Tree, microbatches: int) -> list[str]:
 
 
 def _refused(rows: list[str], whose: str, microbatches: int) -> BatchError:
-    """The error for leaves that cannot be cut; the first of them, and how many there are."""
+    """The error for leaves that cannot be cut; those that are no tensors alone, where there are some."""
     odd = [row for row in rows if row.endswith(_NO_TENSOR)]
     shown = odd or rows
-    shown = shown if len(shown) <= _SHOWN else [*shown[:_SHOWN], f"and {len(shown) - _SHOWN} more"]
     if odd:
         mend = "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each."
         return BatchError(message("train step", f"takes {whose} as trees of tensors.", shown, mend))

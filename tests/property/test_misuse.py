@@ -350,6 +350,7 @@ def test_misuse_is_refused_or_right(misuse):
             assert kind != "raised", f"{misuse} under {strategy} on rank {rank}:\n{value}"
     (kind, whole), (other, cut) = ranks[0].values()
     note(str(ranks[0]))
-    if kind == other == "value":
+    # A rank's part in the place of a leaf is another plain tensor under each strategy.
+    if kind == other == "value" and not misuse.other.endswith("its part"):
         assert alike(whole, cut), f"{misuse} gives other values under zero(3):\n{whole}\n{cut}"
     assert [x[0] for x in ranks[0].values()] == [x[0] for x in ranks[1].values()]
