@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, boxes, moving, tree
 from fsharding.errors import LayoutError, message
 from fsharding.layout import Layout, check_fit
+from fsharding.lost import meet, naming_lost
 from fsharding.mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
 from fsharding.moving import Moving
 from fsharding.ops.exchange import exchange
@@ -64,6 +65,14 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
     if not moved:
         return rebuild([])
     meshes = moving.devices(moved)
+    with naming_lost("fs.reshard", meshes[0]):
+        return _move(tree_or_state, moved, rebuild, meshes, donate=donate, budget=budget)
+
+
+def _move(
+    given: Tree, moved: list[Moving], rebuild: moving.Rebuild, meshes: Sequence[Mesh], *, donate: bool, budget: int
+) -> Any:
+    """Moves the leaves that `moved` lists, and puts the tree or state together again."""
     plan = plan_routes(tuple(m.leaf for m in moved), budget)
     group = _group(meshes, plan.ranks)
     if group is None:
@@ -74,7 +83,7 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
     sources = [m.value for m in moved]
     if donate:
         moving.let_go(moved)
-        _give_up(tree_or_state)
+        _give_up(given)
     values = exchange(plan, sources, dtypes, rank=own_rank(), group=group, device=device, donate=donate)
     return rebuild([x.to(home) for x, home in zip(values, homes, strict=True)])
 
@@ -106,9 +115,13 @@ def _agree(plan: Plan, group: Group, device: torch.device) -> None:
     """Compares what the ranks want to do: they would wait for each other in vain, or mix up bytes."""
     if group.process_group is None:
         return
-    digests = torch.empty(group.size, dtype=torch.int64, device=device)
-    _compat.all_gather_flat(digests, torch.full((1,), plan.digest, device=device), group.process_group).wait()
-    others = [rank for rank, digest in zip(group.ranks, digests.tolist(), strict=True) if digest != plan.digest]
+    if group.size == world_size():
+        digests = meet(plan.digest)
+    else:
+        gathered = torch.empty(group.size, dtype=torch.int64, device=device)
+        _compat.all_gather_flat(gathered, torch.full((1,), plan.digest, device=device), group.process_group).wait()
+        digests = gathered.tolist()
+    others = [rank for rank, digest in zip(group.ranks, digests, strict=True) if digest != plan.digest]
     if others:
         text = f"is asked for different things on different ranks: rank {own_rank()} and ranks {others} differ."
         raise LayoutError(message("fs.reshard", text, mend="Give every rank the same tree, layout and budget."))
@@ -158,7 +171,9 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
     targets = [
         NamedSharding(moving.home(x, s)) if isinstance(x, DTensor) else None for x, s in zip(flat, known, strict=True)
     ]
-    whole = reshard(values, tree.unflatten(spec, targets), source=source)
+    here = next((s.mesh for s in targets if s is not None), None)
+    with naming_lost("fs.unshard", here):
+        whole = reshard(values, tree.unflatten(spec, targets), source=source)
     return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, whole)
 
 

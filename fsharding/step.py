@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, policies, tree
 from fsharding.agreement import compare, digest, facts_of, refuse_differences
@@ -20,8 +21,8 @@ from fsharding.autodiff import value_and_grad
 from fsharding.axes import AXES
 from fsharding.errors import BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout, check_fit
-from fsharding.lost import naming_lost
-from fsharding.mesh import abstract, axis_group, everyone
+from fsharding.lost import meet, naming_lost
+from fsharding.mesh import abstract, axis_group, everyone, world_size
 from fsharding.ops.pool import Pool
 from fsharding.ops.rows import start_sum
 from fsharding.optim.apply import apply_gradients, apply_updates
@@ -33,7 +34,7 @@ from fsharding.planning import kind_text
 from fsharding.policies import Policy, check_policy
 from fsharding.precision import Precision
 from fsharding.schedule import Schedule, plan_schedule
-from fsharding.sharding import local_of
+from fsharding.sharding import is_assigned, local_of
 from fsharding.stacks import first_unit, scan_stacks
 from fsharding.state import TrainState, main_of, spread_main
 from fsharding.transforms import gather_unit
@@ -127,14 +128,14 @@ def make_train_step(
     seen: list[_Seen] = []
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        with naming_lost("train step", state.layout.mesh):
+        with naming_lost("train step", state.layout.mesh, step=state.step):
             return run(state, batch)
 
     def run(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
         known = next((before for before in seen if layout is before.layout or layout == before.layout), None)
         if known is None:
-            _agree(layout, settings, batch, microbatches)
+            _agree(state, settings, batch, microbatches)
             if is_model:
                 _refuse_model(model, layout)
             _refuse_other_state(opt, state)
@@ -211,11 +212,12 @@ def _check_arguments(microbatches: Any, policy: Any) -> None:
     check_policy("fs.make_train_step", policy)
 
 
-def _agree(layout: Layout, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
-    """Refuses ranks whose steps differ, or one of which cannot cut its batch.
+def _agree(state: TrainState, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
+    """Refuses ranks whose steps or states differ, or one of which cannot cut its batch.
 
     A layout is told by what it was planned from, since all else follows.
     """
+    layout = state.layout
     leaves = {
         f"params.{leaf.path}": f"{leaf.init} {leaf.shape} {leaf.names}" + ("" if leaf.trainable else " frozen")
         for leaf in layout.leaves
@@ -225,6 +227,10 @@ def _agree(layout: Layout, settings: dict[str, str], batch: Tree, microbatches: 
     if abstract(layout.mesh).axis_size("pp") == 1:
         settings = {name: text for name, text in settings.items() if name != "schedule"}
     ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
+    facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
+    facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
+    if ranks.size == world_size():
+        meet()
     facts |= {**settings, **leaves, "batch": "\n".join(_uneven(batch, microbatches))}
     told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device)
     uneven = {rank: mine.pop("batch") for rank, mine in told.items()}
@@ -233,6 +239,13 @@ def _agree(layout: Layout, settings: dict[str, str], batch: Tree, microbatches: 
         rows = [f"rank {rank}: {row}" for rank, text in uneven.items() for row in filter(None, text.split("\n"))]
         text = f"cannot cut the batches of all ranks into {microbatches} microbatches."
         raise BatchError(message("train step", text, rows, _EVEN))
+
+
+def _kind_of(x: Any) -> str:
+    """Dtype and shape of a leaf; of one with an assignment, whose shape is that of the stage, its dtype."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return str(x.dtype) if isinstance(x, DTensor) and is_assigned(x) else kind_text(x)
 
 
 def _scale_mismatch(state: TrainState) -> tuple[str, list[str], str]:

@@ -26,6 +26,7 @@ from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.structure import rebuild
 from fsharding.errors import CheckpointError, message
 from fsharding.layout import Layout
+from fsharding.lost import called_by_all
 from fsharding.mesh import own_rank, world_size
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
@@ -39,6 +40,7 @@ _LEAVES = "fs.checkpoint.load_leaves"
 _CPU = torch.device("cpu")
 
 
+@called_by_all(_FUNCTION)
 def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = None, cast: bool = False) -> TrainState:
     """Reads a checkpoint into a layout: the one that it was saved in, or any other of the same model. Collective.
 
@@ -97,6 +99,12 @@ def load_leaves(
         tree_of = {leaf: manifest.tree[leaf] for leaf in _chosen(folder, manifest, chosen)}
         whole = {leaf: Want(saved.shape, getattr(torch, saved.dtype), None, _CPU) for leaf, saved in tree_of.items()}
         return _fetch(open_source(folder, manifest), whole)
+    return _load_leaves(path, chosen, layout, cast=cast)
+
+
+@called_by_all(_LEAVES)
+def _load_leaves(path: StrPath, chosen: Sequence[str], layout: Layout, *, cast: bool) -> dict[str, Tensor]:
+    """Leaves in a layout."""
     device_of(layout, _FUNCTION)
     folder, manifest, damaged = _look(path)
     found = _chosen(folder, manifest, chosen)
