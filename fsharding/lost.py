@@ -10,7 +10,6 @@ nothing is written. `meet` compares what ranks are about to do where no other by
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -62,7 +61,7 @@ _PEERS, _TOLD = "_fsharding_peers", "_fsharding_told"  # marks on exceptions
 _LEAST_S, _MOST_S = 1.5, 4.0
 _LINGER_S = 2.0
 """How long the rank that has the store stays for the questions of the others."""
-_LOOK_S = 0.25
+_LOOK_S = 0.1
 """How often a rank looks whether it is asked; less often where there are so many that the store would feel it."""
 _SHOWN = 10
 
@@ -141,7 +140,7 @@ class naming_lost:
             are in another call, or in none.
     """
 
-    __slots__ = ("_active", "_begin", "_frame", "_thread", "function", "mesh", "step")
+    __slots__ = ("_begin", "_frame", "_outermost", "_thread", "function", "mesh", "step")
 
     def __init__(
         self, function: str, mesh: DeviceMesh | AbstractMesh | Sequence[int] | None, *, step: Tensor | None = None
@@ -150,26 +149,28 @@ class naming_lost:
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
-        several = self.mesh is not None and not isinstance(self.mesh, AbstractMesh) and world_size() > 1
-        self._active = several and self._thread not in _entered
-        if not self._active:
+        self._outermost = _entered.get(self._thread)
+        if self._outermost is not None or self.mesh is None or isinstance(self.mesh, AbstractMesh) or world_size() == 1:
             return
         _forget()
         _listen()
         here = inspect.currentframe()
         self._frame = None if here is None else here.f_back
         self._begin = time.monotonic()
-        _entered[self._thread] = self
+        self._outermost = _entered[self._thread] = self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if not self._active:
+        outermost = self._outermost
+        if outermost is None:
             return
         try:
             if error is not None:
-                self._name(error)
+                # At once, while the others are still where they are.
+                outermost._name(error)
         finally:
-            del _entered[self._thread]
-            self._frame = None
+            if outermost is self:
+                del _entered[self._thread]
+                self._frame = self._outermost = None
 
     def _name(self, error: BaseException) -> None:
         if hasattr(error, _TOLD):
@@ -215,7 +216,7 @@ class _Call(NamedTuple):
 _LIBRARY = str(Path(__file__).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
-_OTHERS = (_LIBRARY, _TORCH, contextlib.__file__, threading.__file__)
+_PYTHON = str(Path(os.__file__).parent) + os.sep
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -224,12 +225,17 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _is_users(frame: FrameType) -> bool:
+    """Whether a frame is neither the library's, nor torch's, nor Python's own."""
+    name = frame.f_code.co_filename
+    return not (name.startswith((_LIBRARY, _TORCH)) or (name.startswith(_PYTHON) and "-packages" not in name))
+
+
 def _site(frame: FrameType | None) -> str:
-    """File and line of the first frame, outwards, that is neither the library's nor torch's."""
+    """File and line of the first frame, outwards, that is a user's."""
     for outer in _outwards(frame):
-        name = outer.f_code.co_filename
-        if not name.startswith(_OTHERS):
-            path = Path(name)
+        if _is_users(outer):
+            path = Path(outer.f_code.co_filename)
             return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{outer.f_lineno}"
     return "a line that is not known"
 
@@ -243,7 +249,7 @@ def _loose_call(frame: FrameType | None, *, waits: bool) -> _Call:
     """
     inside: list[FrameType] = []
     for outer in _outwards(frame):
-        if not outer.f_code.co_filename.startswith(_OTHERS):
+        if _is_users(outer):
             break
         inside.append(outer)
     where = _LIBRARY if waits else _DISTRIBUTED
@@ -597,7 +603,7 @@ def _scattered(call: _Call, followed: Followed, names: Mapping[int, str]) -> str
     rows += [f"and {len(by_text) - _SHOWN} more calls"] if len(by_text) > _SHOWN else []
     # The call of fewest ranks is the one too many; steps are what all make, and `if rank == 0` is what people write.
     odd = min(by_function, key=lambda f: (not f, len(by_function[f]), f == _STEP, by_function[f][0]))
-    if odd == call.function or len(here) <= len(followed.found):
+    if odd == call.function:
         alone = " alone" if len(by_function) > 1 else ", and not at one place"
         rule = f"is called on {_who([*here], names)}{alone}."
     else:

@@ -1,6 +1,8 @@
 """A collective that not all ranks call: every rank that waits is told which ranks are where."""
 
+import os
 import re
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding import ops
+from fsharding import _compat, lost, ops
 from fsharding.errors import RankError
 from fsharding.testing import RankPool
 
@@ -96,7 +98,19 @@ class Run:
         torch.autograd.grad(ops.vary(x, "dp", mesh=self.mesh).sum(), x)
 
     def full_tensor(self):
-        next(iter(fs.tree.leaves(self.state.params["blocks"]))).full_tensor()
+        time.sleep(0.5)
+        try:
+            fs.tree.leaves(self.state.params["blocks"])[0].full_tensor()
+        except RuntimeError:  # torch's own
+            self.nothing()
+
+    def slow_loss(self):
+        def loss(params, batch):
+            if dist.get_rank() == 1:
+                self.nothing()
+            return self.loss(params, batch)
+
+        fs.make_train_step(loss, self.opt)(self.state, self.batch)
 
     def nothing(self):
         while not (self.folder / "told").exists():
@@ -115,15 +129,16 @@ def calls(folder, axes, begin, each):
     except RankError as error:
         return error.ranks, str(error), time.monotonic() - start
     finally:
-        Path(folder, "told").touch()
+        if each[dist.get_rank()] != "nothing":
+            Path(folder, "told").touch()
     return (), "", time.monotonic() - start
 
 
-def told(folder, *each, begin=(), **axes):
+def told(folder, *each, begin=(), seconds=SECONDS + 7, **axes):
     """What each rank got: the ranks of its error, and its text with every place in this file as HERE."""
     with RankPool(len(each)) as pool:  # no group can be used after a failure
         found = pool.run(calls, str(folder), axes or {"dp": len(each)}, begin, each)
-    assert all(seconds < SECONDS + 7 for _, _, seconds in found), found
+    assert all(took < seconds for _, _, took in found), found
     return [(ranks, re.sub(r"tests/dist/test_alone\.py:\d+", "HERE", text)) for ranks, text, _ in found]
 
 
@@ -145,12 +160,18 @@ NAMES = {
     "global_dot": "fs.global_dot",
     "redistribute": "fs.redistribute",
     "psum": "ops.psum",
+    "backward_of_psum": "ops.vary",
     "make_mesh": "fs.make_mesh",
     "step": "train step",
 }
 
 
-@pytest.mark.parametrize("call", NAMES)
+DEFAULT = {"save", "load", "reshard", "unshard", "value_and_grad", "forward", "global_norm", "psum", "make_mesh"}
+
+
+@pytest.mark.parametrize(
+    "call", [call if call in DEFAULT else pytest.param(call, marks=pytest.mark.full) for call in NAMES]
+)
 def test_a_call_of_one_rank_alone(tmp_path, call):
     (ranks, text), other = told(tmp_path, call, "nothing")
     assert other == ((), "")
@@ -162,3 +183,99 @@ def test_a_call_of_one_rank_alone(tmp_path, call):
         "  rank 1 (dp=1): in no collective, at HERE\n"
         f"Every rank has to call {name}: move it out of the `if rank == 0:`."
     ))  # fmt: skip
+
+
+def test_one_rank_saves_while_the_other_steps(tmp_path):
+    rows = (
+        "  rank 0 (dp=0): fs.checkpoint.save at HERE\n"
+        "  rank 1 (dp=1): train step 1 at HERE\n"
+        "Every rank has to call fs.checkpoint.save: move it out of the `if rank == 0:`."
+    )
+    assert told(tmp_path, "save", "step", begin=["step"]) == [
+        ((1,), f"fs.checkpoint.save is called on rank 0 (dp=0) alone.\n{rows}"),
+        ((0,), f"train step waits for rank 0 (dp=0), which called something else.\n{rows}"),
+    ]
+
+
+def test_two_rare_calls_are_told_apart_at_once(tmp_path):
+    rows = (
+        "  rank 0 (dp=0): fs.reshard at HERE\n"
+        "  rank 1 (dp=1): fs.checkpoint.save at HERE\n"
+        "Every rank has to call fs.reshard: move it out of the `if rank == 0:`."
+    )
+    found = told(tmp_path, "reshard", "save", seconds=SECONDS - 0.5)
+    assert [text.partition("\n")[2] for _, text in found] == [rows, rows]
+    assert not (tmp_path / "ckpt").exists()
+
+
+@pytest.mark.parametrize("call", ["global_norm", pytest.param("value_and_grad", marks=pytest.mark.full)])
+def test_two_calls_that_send_unlike_things_are_told_apart_at_once(tmp_path, call):
+    found = told(tmp_path, call, "step", begin=["step"], seconds=SECONDS - 0.5)
+    assert [ranks for ranks, _ in found] == [(1,), (0,)]
+    assert all(f"rank 0 (dp=0): {NAMES[call]} at HERE\n  rank 1 (dp=1): train step 1 at" in text for _, text in found)
+
+
+def test_a_collective_of_torch_that_one_rank_is_in(tmp_path):
+    _, (ranks, text) = told(tmp_path, "full_tensor", "step", begin=["step"])
+    assert ranks == (0,)
+    assert (
+        "\n  rank 0 (dp=0): torch's full_tensor at HERE\n  rank 1 (dp=1): train step 1 at HERE\nEvery rank has" in text
+    )
+
+
+def test_a_rank_that_is_busy_inside_the_call_is_named_with_its_line(tmp_path):
+    (ranks, text), _ = told(tmp_path, "slow_loss", "slow_loss", begin=["step"])
+    head, row, _, mend = text.split("\n")
+    assert (ranks, head) == ((1,), "train step lost rank 1 (dp=1).")
+    assert row.startswith("  rank 1 (dp=1) is busy in train step 1 at HERE: test_alone.py:")
+    assert mend.startswith("If it is only slow, give make_mesh a longer timeout=. Look at what rank 1 said last")
+
+
+@pytest.mark.full
+def test_a_rank_that_saves_alone_is_named_by_those_that_do_not_talk_with_it(tmp_path):
+    found = told(tmp_path, "save", "step", "step", "step", begin=["step"], dp=2, tp=2)
+    assert {ranks for ranks, _ in found[1:]} == {(0,)}
+    assert all(
+        "waits for rank 0 (dp=0, tp=0), which" in text and "save at HERE\n  ranks " in text for _, text in found[1:]
+    )
+
+
+def woken(folder):
+    """Rank 1 is stopped for longer than the timeout; rank 0 gives it up, and lets it go on."""
+    run = Run(folder, dp=2)
+    run.step()
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        run.step()
+    except RankError as error:
+        return error.ranks, str(error)
+    finally:
+        if dist.get_rank() == 0:
+            os.kill(pids[1], signal.SIGCONT)
+
+
+def test_a_rank_that_was_given_up_does_not_blame_itself(tmp_path):
+    with RankPool(2) as pool:
+        (gone, first), (itself, text) = pool.run(woken, str(tmp_path))
+    assert gone == itself == (1,)
+    assert "\n  rank 1 (dp=1) is gone, or does not answer\n" in first
+    head = "train step was given up by the other ranks: they have waited for rank 1 (dp=1), this one, in vain.\n"
+    assert text.startswith(head)
+
+
+def nothing_left(folder):
+    """What is in the store after calls that all ranks make."""
+    run = Run(folder, dp=2)
+    for call in ("step", "save", "load", "reshard", "step"):
+        getattr(run, call)()
+    time.sleep(0.5)
+    names = [key.format(rank) for key in (lost._KEY, lost._PLACE_KEY) for rank in range(2)]
+    return [name for name in (*names, lost._QUESTION) if _compat.default_store().check([name])]
+
+
+def test_where_nothing_fails_nothing_is_written(tmp_path):
+    with RankPool(2) as pool:
+        assert pool.run(nothing_left, str(tmp_path)) == [[], []]
