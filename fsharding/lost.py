@@ -15,13 +15,14 @@ import functools
 import hashlib
 import inspect
 import json
+import logging
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -64,6 +65,11 @@ _LINGER_S = 2.0
 _LOOK_S = 0.1
 """How often a rank looks whether it is asked; less often where there are so many that the store would feel it."""
 _SHOWN = 10
+_REMIND_S = 10.0
+_SPEAKERS = 2
+"""So many ranks say that they wait for others."""
+
+_log = logging.getLogger("fsharding")
 
 
 def own_rank() -> int:
@@ -380,9 +386,9 @@ def _forget() -> None:
                 store.delete_key(key)
 
 
-def _read(rank: int, asked: str, function: str) -> Mapping[str, Any] | None:
+def _read(rank: int, asked: str, function: str, *, at: Any = None) -> Mapping[str, Any] | None:
     """What a rank has written when it failed, else its answer; that of a thread in the same function, if it has one."""
-    store = _compat.default_store()
+    store = _compat.default_store() if at is None else at
     assert store is not None
     note, answer = (
         json.loads(store.get(key)) if store.check([key]) else None
@@ -432,11 +438,13 @@ class Followed:
         found: the ranks that are the cause.
         silent: ranks that are blamed and say nothing.
         met: where the ranks are that wait in the same function.
+        told: whether one of them has found the cause out already.
     """
 
     found: dict[int, Found] = dataclasses.field(default_factory=dict[int, Found])
     silent: list[int] = dataclasses.field(default_factory=list[int])
     met: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
+    told: bool = False
 
 
 def follow(
@@ -468,7 +476,7 @@ def follow(
             result.found[rank] = Found("elsewhere", note["call"], note["function"])
         elif note.get("found"):
             result.found |= {int(other): Found(*found) for other, found in note["found"].items()}
-            result.met[rank] = note.get("call", "")
+            result.met[rank], result.told = note.get("call", ""), True
         elif "peers" in note or "waits" in note:
             result.met[rank] = note.get("call", "")
             front += note.get("peers") or note.get("waits", ())
@@ -503,9 +511,10 @@ def _asked(peers: tuple[int, ...], patience: float, call: _Call) -> Followed:
         asked = _ask(f"{time.time_ns()} {me}")
         read = functools.partial(_read, asked=asked, function=call.function)
         result = follow(peers, me, read, call.function)
-        certain = any(found.kind in ("gone", "raised") for found in result.found.values())
-        late = time.monotonic() > until
-        if certain or late or not result.silent:
+        kinds = {found.kind for found in result.found.values()}
+        # One that seems busy may be about to fail, too, and say so.
+        open_ends = bool(result.silent) or "busy" in kinds
+        if result.told or "raised" in kinds or not open_ends or time.monotonic() > until:
             break
         time.sleep(0.02)
     result.found = _causes(result, call)
@@ -513,9 +522,9 @@ def _asked(peers: tuple[int, ...], patience: float, call: _Call) -> Followed:
     return result
 
 
-def _ask(question: str, again: bool = False) -> str:
-    """Has all ranks say where they are; the question that stands now."""
-    store = _compat.default_store()
+def _ask(question: str, again: bool = False, *, at: Any = None) -> str:
+    """Has all ranks say where they are; the question that stands now, in the store of all, or a connection to it."""
+    store = _compat.default_store() if at is None else at
     assert store is not None
     if again or not store.check([_QUESTION]):
         store.set(_QUESTION, question)
@@ -592,24 +601,38 @@ def _given_up(call: _Call, me: int, names: Mapping[int, str], noticed: str) -> s
 
 def _scattered(call: _Call, followed: Followed, names: Mapping[int, str]) -> str:
     """Ranks that live, and are in several calls."""
-    here = {own_rank(): str(call), **{rank: at for rank, at in followed.met.items() if rank not in followed.found}}
-    by_text: dict[str, list[int]] = {}
+    here, found = _here(call, followed), followed.found
     by_function: dict[str, list[int]] = {}
-    for rank, text in sorted({**here, **{r: it.text for r, it in followed.found.items()}}.items()):
-        by_text.setdefault(text, []).append(rank)
-        it = followed.found.get(rank)
-        by_function.setdefault(call.function if it is None else it.function, []).append(rank)
-    rows = [f"{_who(ranks, names)}: {text}" for text, ranks in [*by_text.items()][:_SHOWN]]
-    rows += [f"and {len(by_text) - _SHOWN} more calls"] if len(by_text) > _SHOWN else []
+    for rank in sorted({*here, *found}):
+        by_function.setdefault(found[rank].function if rank in found else call.function, []).append(rank)
     # The call of fewest ranks is the one too many; steps are what all make, and `if rank == 0` is what people write.
     odd = min(by_function, key=lambda f: (not f, len(by_function[f]), f == _STEP, by_function[f][0]))
-    if odd == call.function:
+    idle = not any(it.function for it in found.values())
+    if odd == call.function and not (idle and len(here) > len(found)):
         alone = " alone" if len(by_function) > 1 else ", and not at one place"
         rule = f"is called on {_who([*here], names)}{alone}."
     else:
-        rule = f"waits for {_who([*followed.found], names)}, which called something else."
+        which = "in no collective" if idle else "in another call"
+        rule = f"waits for {_who([*found], names)}, which {'is' if len(found) == 1 else 'are'} {which}."
     mend = f"Every rank has to call {odd}: move it out of the `if rank == 0:`."
-    return message(call.function, rule, rows, mend)
+    if idle:
+        mend += " If the others are only slow, give make_mesh a longer timeout=."
+    return message(call.function, rule, _table(call, followed, names), mend)
+
+
+def _here(call: _Call, followed: Followed) -> dict[int, str]:
+    """Where the ranks are that are in the same function as this one."""
+    return {own_rank(): str(call), **{rank: at for rank, at in followed.met.items() if rank not in followed.found}}
+
+
+def _table(call: _Call, followed: Followed, names: Mapping[int, str]) -> list[str]:
+    """Which ranks are where."""
+    by_text: dict[str, list[int]] = {}
+    places = {**_here(call, followed), **{rank: it.text for rank, it in followed.found.items()}}
+    for rank, text in sorted({**places, **dict.fromkeys(followed.silent, "no answer")}.items()):
+        by_text.setdefault(text, []).append(rank)
+    rows = [f"{_who(ranks, names)}: {text}" for text, ranks in [*by_text.items()][:_SHOWN]]
+    return rows + ([f"and {len(by_text) - _SHOWN} more calls"] if len(by_text) > _SHOWN else [])
 
 
 _STEP = "train step"
@@ -690,7 +713,7 @@ def meet(number: int = 0) -> list[int]:
     call = int.from_bytes(hashlib.sha256(entry.function.encode()).digest()[:8], "big") >> 1
     everyone = torch.empty(world_size(), 2, dtype=torch.int64)
     everyone[:] = mine = torch.tensor([call, number])
-    with among(range(world_size())):
+    with among(range(world_size())), _reminding(entry):
         _compat.all_gather_flat(everyone.view(-1), mine, _meeting_group()).wait()
     calls, numbers = everyone.unbind(1)
     if others := (calls != call).nonzero().flatten().tolist():
@@ -716,6 +739,36 @@ def called_by_all(function: str) -> Callable[[Callable[_Args, _T]], Callable[_Ar
         return run
 
     return decorate
+
+
+@contextmanager
+def _reminding(entry: naming_lost) -> Generator[None]:
+    """Logs which ranks are where when what is inside takes long: the timeout may be minutes away."""
+    timer = threading.Timer(_REMIND_S, _remind, (entry.call(), entry.mesh))
+    timer.daemon = True
+    if own_rank() < _SPEAKERS:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _remind(call: _Call, mesh: Any) -> None:
+    with suppress(RuntimeError):
+        store = _compat.own_connection(_compat.default_store())
+        asked = _ask(f"{time.time_ns()} {own_rank()}", again=True, at=store)
+        until = time.monotonic() + _LEAST_S
+        read = functools.partial(_read, asked=asked, function=call.function, at=store)
+        followed = Followed(silent=[-1])
+        while followed.silent and time.monotonic() < until:
+            time.sleep(0.05)
+            followed = follow(range(world_size()), own_rank(), read, call.function)
+        store.delete_key(_QUESTION)
+        if followed.found or followed.silent:
+            names = _names(mesh if isinstance(mesh, DeviceMesh) else _latest_mesh and _latest_mesh())
+            rule = f"has waited for the other ranks for {_REMIND_S:g} s on rank {own_rank()}."
+            _log.warning(message(call.function, rule, _table(call, followed, names), "All ranks have to call it."))
 
 
 def _meeting_group() -> dist.ProcessGroup:

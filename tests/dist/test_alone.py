@@ -1,11 +1,13 @@
 """A collective that not all ranks call: every rank that waits is told which ranks are where."""
 
+import logging
 import os
 import re
 import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -181,7 +183,8 @@ def test_a_call_of_one_rank_alone(tmp_path, call):
         f"{name} is called on rank 0 (dp=0) alone.\n"
         f"  rank 0 (dp=0): {numbered} at HERE\n"
         "  rank 1 (dp=1): in no collective, at HERE\n"
-        f"Every rank has to call {name}: move it out of the `if rank == 0:`."
+        f"Every rank has to call {name}: move it out of the `if rank == 0:`. If the others are only slow, give make_mesh a"
+        " longer timeout=."
     ))  # fmt: skip
 
 
@@ -193,7 +196,7 @@ def test_one_rank_saves_while_the_other_steps(tmp_path):
     )
     assert told(tmp_path, "save", "step", begin=["step"]) == [
         ((1,), f"fs.checkpoint.save is called on rank 0 (dp=0) alone.\n{rows}"),
-        ((0,), f"train step waits for rank 0 (dp=0), which called something else.\n{rows}"),
+        ((0,), f"train step waits for rank 0 (dp=0), which is in another call.\n{rows}"),
     ]
 
 
@@ -266,6 +269,29 @@ def test_a_rank_that_was_given_up_does_not_blame_itself(tmp_path):
     assert text.startswith(head)
 
 
+def reminded(folder):
+    """What rank 0 logs while rank 1 comes late to a save, and what is left in the store."""
+    run, said = Run(folder, dp=2), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("fsharding").addHandler(handler)
+    with patch.object(lost, "_REMIND_S", 0.3):
+        if dist.get_rank() == 1:
+            time.sleep(1.2)
+        run.save()
+    return said, _compat.default_store().check([lost._QUESTION])
+
+
+def test_a_rank_that_waits_long_says_for_whom(tmp_path):
+    with RankPool(2) as pool:
+        (said, asked), other = pool.run(reminded, str(tmp_path))
+    head, *rows, mend = re.sub(r"tests/dist/test_alone\.py:\d+", "HERE", said[0]).split("\n")
+    assert head == "fs.checkpoint.save has waited for the other ranks for 0.3 s on rank 0."
+    assert rows == ["  rank 0 (dp=0): fs.checkpoint.save at HERE", "  rank 1 (dp=1): in no collective, at HERE"]
+    assert mend == "All ranks have to call it." and len(said) == 1
+    assert other == ([], False) and not asked
+
+
 def nothing_left(folder):
     """What is in the store after calls that all ranks make."""
     run = Run(folder, dp=2)
@@ -279,3 +305,26 @@ def nothing_left(folder):
 def test_where_nothing_fails_nothing_is_written(tmp_path):
     with RankPool(2) as pool:
         assert pool.run(nothing_left, str(tmp_path)) == [[], []]
+
+
+def differ(folder, how):
+    """Rank 1 has a state that is not that of rank 0."""
+    run = Run(folder, dp=2)
+    if dist.get_rank() == 1 and how == "key":
+        run.state = run.state.replace(key=fs.random.key(7))
+    if dist.get_rank() == 1 and how == "dtype":
+        run.state = run.state.replace(params=fs.tree.map(lambda x: x.double(), run.state.params))
+    try:
+        run.step()
+    except fs.errors.FshardingError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize("how", ["key", "dtype"])
+def test_states_that_differ_are_told_in_the_first_step(tmp_path, how):
+    with RankPool(2) as pool:
+        (kind, text), other = pool.run(differ, str(tmp_path), how)
+    assert (kind, text) == other
+    assert kind == "ConfigError" and text.startswith("train step is set up differently on different ranks.\n  ")
+    assert ("state.key: rank 1 has [" if how == "key" else "rank 1 has float64[2, 36, 32], rank") in text
