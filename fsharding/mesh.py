@@ -97,6 +97,7 @@ def make_mesh(
         MeshError: unknown axis, a rank that does not exist or stands twice, or the product of the sizes differs from
             the number of ranks.
         ConfigError: not all ranks make the same mesh; the text says who makes which.
+        RankError: not all ranks call it before the timeout, or one is gone; the text says which ranks are where.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -57,6 +57,7 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
             different things; all such leaves are listed, and nothing has changed.
         TreeError: the trees do not match.
         DonatedError: the state was donated before.
+        RankError: a rank is gone, or does not call it.
     """
     if isinstance(tree_or_state, TrainState):
         moved, rebuild = moving.of_state(tree_or_state, layout)

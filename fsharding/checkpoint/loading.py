@@ -61,6 +61,7 @@ def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = 
         CheckpointError: on every rank: no checkpoint, or one that is incomplete, damaged, of a newer version, of
             another model, optimizer or main dtype. Every leaf that differs and every damaged file is listed.
         LayoutError: the layout is on an abstract mesh.
+        RankError: a rank is gone, or does not call it.
     """
     device_of(layout, _FUNCTION)
     folder, manifest, damaged = _look(path)

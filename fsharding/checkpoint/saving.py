@@ -63,6 +63,7 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
             a save in the background that failed before, and this one was not begun. What was at `path` is still there,
             unless all that failed was the sync of the parent directory, after the new one had taken its place.
         DonatedError: the state was donated.
+        RankError: a rank is gone, or does not call it; nothing half written stays.
     """
     settle()
     plan_save(path, state, extra).run()

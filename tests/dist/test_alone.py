@@ -110,6 +110,7 @@ class Run:
         def loss(params, batch):
             if dist.get_rank() == 1:
                 self.nothing()
+                raise KeyError("nobody waits for it any more")
             return self.loss(params, batch)
 
         fs.make_train_step(loss, self.opt)(self.state, self.batch)
@@ -130,6 +131,8 @@ def calls(folder, axes, begin, each):
         getattr(run, each[dist.get_rank()])()
     except RankError as error:
         return error.ranks, str(error), time.monotonic() - start
+    except KeyError:
+        pass
     finally:
         if each[dist.get_rank()] != "nothing":
             Path(folder, "told").touch()
@@ -168,7 +171,7 @@ NAMES = {
 }
 
 
-DEFAULT = {"save", "load", "reshard", "unshard", "value_and_grad", "forward", "global_norm", "psum", "make_mesh"}
+DEFAULT = {"save", "reshard", "value_and_grad", "forward", "psum"}
 
 
 @pytest.mark.parametrize(
@@ -218,6 +221,7 @@ def test_two_calls_that_send_unlike_things_are_told_apart_at_once(tmp_path, call
     assert all(f"rank 0 (dp=0): {NAMES[call]} at HERE\n  rank 1 (dp=1): train step 1 at" in text for _, text in found)
 
 
+@pytest.mark.full
 def test_a_collective_of_torch_that_one_rank_is_in(tmp_path):
     _, (ranks, text) = told(tmp_path, "full_tensor", "step", begin=["step"])
     assert ranks == (0,)
@@ -226,6 +230,7 @@ def test_a_collective_of_torch_that_one_rank_is_in(tmp_path):
     )
 
 
+@pytest.mark.full
 def test_a_rank_that_is_busy_inside_the_call_is_named_with_its_line(tmp_path):
     (ranks, text), _ = told(tmp_path, "slow_loss", "slow_loss", begin=["step"])
     head, row, _, mend = text.split("\n")
@@ -260,6 +265,7 @@ def woken(folder):
             os.kill(pids[1], signal.SIGCONT)
 
 
+@pytest.mark.full
 def test_a_rank_that_was_given_up_does_not_blame_itself(tmp_path):
     with RankPool(2) as pool:
         (gone, first), (itself, text) = pool.run(woken, str(tmp_path))

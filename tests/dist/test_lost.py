@@ -150,7 +150,9 @@ def dies_in(folder, call):
             os._exit(1)
 
 
-@pytest.mark.parametrize("call", [*RARE])
+@pytest.mark.parametrize(
+    "call", [call if call.startswith("save") else pytest.param(call, marks=pytest.mark.full) for call in RARE]
+)
 def test_a_rank_that_dies_in_a_rare_call_is_named(tmp_path, call):
     with patch.object(pools, "_GRACE", 20.0), pytest.raises(RankError):
         run_ranks(dies_in, 2, str(tmp_path), call)
