@@ -57,6 +57,7 @@ _Args = ParamSpec("_Args")
 _KEY = "fsharding_lost_{}"
 _PLACE_KEY = "fsharding_place_{}"
 _QUESTION = "fsharding_question"
+_OVER = "the store ends"
 _SILENT = "is gone, or does not answer"
 _PEERS, _TOLD = "_fsharding_peers", "_fsharding_told"  # marks on exceptions
 _LEAST_S, _MOST_S = 1.5, 4.0
@@ -242,7 +243,9 @@ def _site(frame: FrameType | None) -> str:
     for outer in _outwards(frame):
         if _is_users(outer):
             path = Path(outer.f_code.co_filename)
-            return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{outer.f_lineno}"
+            with suppress(OSError, ValueError):  # gone, or elsewhere
+                path = path.relative_to(Path.cwd())
+            return f"{path}:{outer.f_lineno}"
     return "a line that is not known"
 
 
@@ -261,8 +264,10 @@ def _loose_call(frame: FrameType | None, *, waits: bool) -> _Call:
     where = _LIBRARY if waits else _DISTRIBUTED
     codes = [outer.f_code for outer in reversed(inside) if outer.f_code.co_filename.startswith(where)]
     if waits:
-        public = next(filter(None, map(_public_name, codes)), "")
-        function = public or codes[0].co_qualname.replace("<locals>.", "")
+        known = next(filter(None, map(_public_name, codes)), "")
+        backward = any(code.co_name == "backward" for code in codes)
+        inner = "a backward pass" if backward else codes[0].co_qualname.replace("<locals>.", "") if codes else ""
+        function = known or inner
     else:
         function = next((f"torch's {code.co_name}" for code in codes if code.co_name != "wrapper"), "")
     return _Call(function, function, _site(frame))
@@ -323,19 +328,28 @@ class _Listener(threading.Thread):
         # The process that has the store may end first; then there is nobody left to answer.
         with suppress(RuntimeError):
             while not self._end.wait(self._look):
-                self._answer()
+                if dist.group.WORLD is not self.world or not self._answer():
+                    return
             error = getattr(sys, "last_value", None)
             ended = "has ended" if error is None else f"has ended: {_in_one_line(error)}"
             self._store.set(_KEY.format(self._rank), json.dumps({"raised": ended}))
+            if _host() == self._rank:
+                # torch writes a page on each rank whose store is gone while it looks.
+                self._store.set(_QUESTION, _OVER)
+                time.sleep(2 * self._look)
 
-    def _answer(self) -> None:
+    def _answer(self) -> bool:
+        """Answers the question that stands, if it is a new one; whether there may be others."""
         asked = self._store.get(_QUESTION) if self._store.check([_QUESTION]) else b""
         key = _PLACE_KEY.format(self._rank)
+        if asked.decode() == _OVER:
+            return False
         if asked and asked != self._asked:
             self._store.set(key, json.dumps({"to": asked.decode(), "places": _places()}))
         elif self._asked and not asked:
             self._store.delete_key(key)
         self._asked = asked
+        return True
 
     def end(self) -> None:
         """Stops it; it has a moment to say so."""
@@ -350,12 +364,17 @@ def _listen() -> None:
     """Has this rank answer where it is."""
     global _listener
     world = dist.group.WORLD
-    if _listener is not None and _listener.world is world:
+    if (_listener is not None and _listener.world is world) or _is_fake():
         return
     if _listener is None:
         atexit.register(_farewell)
     _listener = _Listener(world, _compat.own_connection(_compat.default_store()))
     _listener.start()
+
+
+def _is_fake() -> bool:
+    """Whether the ranks are torch's fake ones, of which only this one is there."""
+    return dist.get_backend() == "fake"
 
 
 def _farewell() -> None:
@@ -710,9 +729,11 @@ def meet(number: int = 0) -> list[int]:
     entry = _entered.get(threading.get_ident())
     if entry is None:
         return [number]
+    if _is_fake():
+        return [number] * world_size()
     call = int.from_bytes(hashlib.sha256(entry.function.encode()).digest()[:8], "big") >> 1
-    everyone = torch.empty(world_size(), 2, dtype=torch.int64)
-    everyone[:] = mine = torch.tensor([call, number])
+    mine = torch.tensor([call, number], dtype=torch.int64, device="cpu")
+    everyone = torch.empty(world_size(), 2, dtype=torch.int64, device="cpu")
     with among(range(world_size())), _reminding(entry):
         _compat.all_gather_flat(everyone.view(-1), mine, _meeting_group()).wait()
     calls, numbers = everyone.unbind(1)

@@ -165,7 +165,7 @@ NAMES = {
     "global_dot": "fs.global_dot",
     "redistribute": "fs.redistribute",
     "psum": "ops.psum",
-    "backward_of_psum": "ops.vary",
+    "backward_of_psum": "a backward pass",
     "make_mesh": "fs.make_mesh",
     "step": "train step",
 }
@@ -214,11 +214,10 @@ def test_two_rare_calls_are_told_apart_at_once(tmp_path):
     assert not (tmp_path / "ckpt").exists()
 
 
-@pytest.mark.parametrize("call", ["global_norm", pytest.param("value_and_grad", marks=pytest.mark.full)])
-def test_two_calls_that_send_unlike_things_are_told_apart_at_once(tmp_path, call):
-    found = told(tmp_path, call, "step", begin=["step"], seconds=SECONDS - 0.5)
+def test_two_calls_that_send_unlike_things_are_told_apart_at_once(tmp_path):
+    found = told(tmp_path, "global_norm", "step", begin=["step"], seconds=SECONDS - 0.5)
     assert [ranks for ranks, _ in found] == [(1,), (0,)]
-    assert all(f"rank 0 (dp=0): {NAMES[call]} at HERE\n  rank 1 (dp=1): train step 1 at" in text for _, text in found)
+    assert all("rank 0 (dp=0): fs.global_norm at HERE\n  rank 1 (dp=1): train step 1 at" in text for _, text in found)
 
 
 @pytest.mark.full
@@ -243,9 +242,10 @@ def test_a_rank_that_is_busy_inside_the_call_is_named_with_its_line(tmp_path):
 def test_a_rank_that_saves_alone_is_named_by_those_that_do_not_talk_with_it(tmp_path):
     found = told(tmp_path, "save", "step", "step", "step", begin=["step"], dp=2, tp=2)
     assert {ranks for ranks, _ in found[1:]} == {(0,)}
-    assert all(
-        "waits for rank 0 (dp=0, tp=0), which" in text and "save at HERE\n  ranks " in text for _, text in found[1:]
-    )
+    for rank, (_, text) in enumerate(found[1:], 1):
+        assert text.startswith("train step waits for rank 0 (dp=0, tp=0), which is in another call.\n"), text
+        assert "\n  rank 0 (dp=0, tp=0): fs.checkpoint.save at HERE\n" in text, text
+        assert f"rank {rank} (dp=" in text or f"ranks {rank} (dp=" in text or f", {rank} (dp=" in text, text
 
 
 def woken(folder):

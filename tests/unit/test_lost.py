@@ -82,7 +82,7 @@ def until(condition):
 
 def test_the_listener_answers_takes_its_answer_back_and_says_when_the_process_ends():
     store = dist.HashStore()
-    listener = lost._Listener(None, store)
+    listener = lost._Listener(dist.group.WORLD, store)
     listener.start()
     answer, note = lost._PLACE_KEY.format(0), lost._KEY.format(0)
     for question in ("1", "2"):
