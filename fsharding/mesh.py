@@ -139,8 +139,7 @@ def _made(
     """The mesh with its groups, where all ranks make the same."""
     world = dist.get_world_size()
     if world > 1:
-        meet()
-        agree("fs.make_mesh", facts, ranks=range(world), group=dist.group.WORLD, device=device)
+        agree("fs.make_mesh", facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet)
     mesh = DeviceMesh(device, grid, mesh_dim_names=shape.names)
     for group in mesh.get_all_groups() if is_member(mesh) else ():
         _compat.set_group_timeout(group, timeout)

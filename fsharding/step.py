@@ -227,12 +227,11 @@ def _agree(state: TrainState, settings: dict[str, str], batch: Tree, microbatche
     if abstract(layout.mesh).axis_size("pp") == 1:
         settings = {name: text for name, text in settings.items() if name != "schedule"}
     ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
+    facts |= {**settings, **leaves, "batch": "\n".join(_uneven(batch, microbatches))}
     facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
     facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
-    if ranks.size == world_size():
-        meet()
-    facts |= {**settings, **leaves, "batch": "\n".join(_uneven(batch, microbatches))}
-    told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device)
+    ask = meet if ranks.size == world_size() else None
+    told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
     uneven = {rank: mine.pop("batch") for rank, mine in told.items()}
     refuse_differences("train step", told)
     if any(uneven.values()):
