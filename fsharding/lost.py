@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
 from fsharding.axes import AbstractMesh
-from fsharding.errors import RankError, message
+from fsharding.errors import CheckpointError, RankError, message
 
 __all__ = [
     "Found",
@@ -186,6 +186,8 @@ class naming_lost:
         peers, doing = _mark(error)
         if peers is None and is_network_error(error):
             setattr(error, _PEERS, (self.ranks(), doing))
+        elif isinstance(error, CheckpointError):
+            return  # All ranks raise it. The disk may be full, and with it the file of a store.
         elif peers is None:
             note = {"raised": f"raised {_in_one_line(error)}"}
             _bounded(lambda: _post(note), 1.0)
