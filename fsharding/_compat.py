@@ -304,6 +304,11 @@ def default_store() -> dist.Store | None:
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
+def own_connection(store: Any) -> Any:
+    """The same store for another thread, which does not wait where this one waits for a key."""
+    return store.clone()
+
+
 def is_served_by_rank(store: dist.Store | None) -> bool:
     """Whether a store is in the memory of one of the processes that use it, and so is gone with it."""
     while isinstance(store, dist.PrefixStore):

@@ -27,7 +27,13 @@ _LONG = 1000
 
 
 def agree(
-    function: str, facts: Mapping[str, str], *, ranks: Sequence[int], group: dist.ProcessGroup | None, device: str
+    function: str,
+    facts: Mapping[str, str],
+    *,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup | None,
+    device: str,
+    ask: Callable[[int], list[int]] | None = None,
 ) -> None:
     """Compares facts over the ranks of a group. Collective.
 
@@ -37,15 +43,21 @@ def agree(
         ranks: global ranks of the group, in its own order.
         group: None where there is one rank.
         device: the type of device on which the group sends.
+        ask: as in `compare`.
 
     Raises:
         ConfigError: on every rank: some of the facts differ; each is listed with the ranks that have it.
     """
-    refuse_differences(function, compare(facts, ranks=ranks, group=group, device=device))
+    refuse_differences(function, compare(facts, ranks=ranks, group=group, device=device, ask=ask))
 
 
 def compare(
-    facts: Mapping[str, str], *, ranks: Sequence[int], group: dist.ProcessGroup | None, device: str
+    facts: Mapping[str, str],
+    *,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup | None,
+    device: str,
+    ask: Callable[[int], list[int]] | None = None,
 ) -> dict[int, dict[str, str]]:
     """The facts of all ranks by rank, where they differ; nothing where all have the same. Collective.
 
@@ -54,13 +66,18 @@ def compare(
         ranks: global ranks of the group, in its own order.
         group: None where there is one rank.
         device: the type of device on which the group sends.
+        ask: gives the numbers of all ranks for this one's, such as `lost.meet`; by default the group does.
     """
     if group is None:
         return {}
     mine = digest(facts)
-    everyones = torch.full((len(ranks),), mine, dtype=torch.int64, device=device)
-    _compat.all_gather_flat(everyones, torch.full((1,), mine, dtype=torch.int64, device=device), group).wait()
-    if bool((everyones == mine).all()):
+    if ask is not None:
+        everyones = ask(mine)
+    else:
+        gathered = torch.full((len(ranks),), mine, dtype=torch.int64, device=device)
+        _compat.all_gather_flat(gathered, torch.full((1,), mine, dtype=torch.int64, device=device), group).wait()
+        everyones = gathered.tolist()
+    if all(other == mine for other in everyones):
         return {}
     told: list[Any] = [None] * len(ranks)
     dist.all_gather_object(told, dict(facts), group=group)

@@ -131,7 +131,7 @@ class NonFiniteError(FshardingError, FloatingPointError):
 
 
 class RankError(FshardingError, RuntimeError):
-    """A rank raised, died or hung.
+    """A rank raised, died or hung, or is in another call than those that wait for it.
 
     Attributes:
         ranks: which, where that is known of a step.

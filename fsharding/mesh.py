@@ -26,7 +26,8 @@ from fsharding.agreement import agree
 from fsharding.arguments import refuse
 from fsharding.axes import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.ending import rest_at_exit
-from fsharding.errors import MeshError, message
+from fsharding.errors import MeshError, RankError, message
+from fsharding.lost import meet, naming_lost, own_rank, set_meeting, world_size
 from fsharding.public import public
 
 __all__ = [
@@ -101,6 +102,7 @@ def make_mesh(
             the number of ranks.
         ArgumentError: a size without the name of its axis, a device that is neither, or a timeout that is no timedelta.
         ConfigError: not all ranks make the same mesh; the text says who makes which.
+        RankError: not all ranks call it before the timeout, or one is gone; the text says which ranks are where.
     """
     if unnamed:
         size = next((x for x in unnamed if isinstance(x, int)), -1)
@@ -124,19 +126,41 @@ def make_mesh(
         if "RANK" not in os.environ:
             grid = torch.zeros(shape.sizes, dtype=torch.int64)
             return _compat.meshless_device_mesh(device, shape.names, grid, 0)
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+        _start(device, timeout)
     rest_at_exit()
-    if dist.get_world_size() > 1:
+    set_meeting(timeout)
+    with naming_lost("fs.make_mesh", range(world)):
         facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
-        agree("fs.make_mesh", facts, ranks=range(dist.get_world_size()), group=dist.group.WORLD, device=device)
-    mesh = DeviceMesh(device, torch.tensor(members).reshape(shape.sizes), mesh_dim_names=shape.names)
+        mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout)
+    set_meeting(timeout, mesh)
+    return mesh
+
+
+def _start(device: str, timeout: timedelta) -> None:
+    """The default process group, from a launcher's environment."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    try:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+    except dist.DistError as error:
+        rule = f"on rank {os.environ['RANK']} has not met all of {os.environ.get('WORLD_SIZE')} ranks."
+        mend = "Every rank has to call it; look at what the others said last."
+        raise RankError(message("fs.make_mesh", rule, [str(error).strip().partition("\n")[0]], mend)) from error
+
+
+def _made(
+    device: str, grid: torch.Tensor, shape: AbstractMesh, facts: dict[str, str], timeout: timedelta
+) -> DeviceMesh:
+    """The mesh with its groups, where all ranks make the same."""
+    world = dist.get_world_size()
+    if world > 1:
+        agree("fs.make_mesh", facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet)
+    mesh = DeviceMesh(device, grid, mesh_dim_names=shape.names)
     for group in mesh.get_all_groups() if is_member(mesh) else ():
         _compat.set_group_timeout(group, timeout)
     _timeouts[mesh] = timeout
     # All ranks take part in making groups. Those outside are here now and perhaps never again; those of another stage
     # of a pipeline gather over other axes, or in another order.
-    early = shape.names if len(members) < world else data_axes(mesh) if shape.axis_size("pp") > 1 else ()
+    early = shape.names if grid.numel() < world else data_axes(mesh) if shape.axis_size("pp") > 1 else ()
     for count in range(2, len(early) + 1):
         for several in combinations(early, count):
             _process_group(mesh, frozenset(several))
@@ -144,16 +168,6 @@ def make_mesh(
 
 
 _timeouts: dict[DeviceMesh, timedelta] = {}
-
-
-def own_rank() -> int:
-    """The global rank of this process."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world_size() -> int:
-    """How many processes there are."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @public("fs.is_member")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -76,13 +77,18 @@ def _explanation(
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as unfit:
         return message(name, f"cannot be called so: {unfit}.", mend=mend)
-    if not _is_ours(error):
+    if not _is_ours(error) or not _is_about_arguments(error):
         return None
     hints = _hints(function)
     wrong = {arg: x for arg, x in given.items() if not _fits(x, hints.get(arg, Any))}
     rows = [f"{arg} is {kind_of(x)}, not {_words(hints[arg])}" for arg, x in wrong.items()]
     trees = [arg for arg, hint in function.__annotations__.items() if "Tree" in str(hint) and arg in given]
-    odd = [row for arg in trees if arg not in wrong and given[arg] is not None for row in _odd_leaves(arg, given[arg])]
+    odd = [
+        row
+        for arg in trees
+        if arg not in wrong and given[arg] is not None
+        for row in _odd_leaves(arg, given[arg], error)
+    ]
     for first in wrong:
         for second in wrong:
             if first < second and _fits(wrong[first], hints[second]) and _fits(wrong[second], hints[first]):
@@ -164,15 +170,23 @@ def _words(hint: Any) -> str:
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
-def _odd_leaves(name: str, x: Any) -> Iterator[str]:
-    """The leaves of a tree that are no tensors, hold no values, or carry a graph."""
+def _is_about_arguments(error: Exception) -> bool:
+    """Whether an error can come of arguments; those of communication have types, texts or marks of their own."""
+    if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+        return type(error) is RuntimeError and "gloo/" not in str(error) and not hasattr(error, "_fsharding_peers")
+    return isinstance(error, TypeError | AttributeError | ValueError | LookupError | NotImplementedError)
+
+
+def _odd_leaves(name: str, x: Any, error: Exception) -> Iterator[str]:
+    """The leaves of a tree that are no tensors or hold no values; where the error speaks of it, of other dtypes too."""
+    text = str(error)
     for path, leaf in tree.named_leaves(x).items():
         place = f"{name}.{path}" if path else name
         if not isinstance(leaf, Tensor) and not (hasattr(leaf, "shape") and hasattr(leaf, "sharding")):
             yield f"{place} is {kind_of(leaf)}"
         elif isinstance(leaf, Tensor) and leaf.is_meta:
             yield f"{place} is {kind_of(leaf)} on the meta device, without values"
-        elif isinstance(leaf, Tensor) and leaf.requires_grad:
+        elif isinstance(leaf, Tensor) and leaf.requires_grad and "grad" in text:
             yield f"{place} is {kind_of(leaf)} that requires grad; detach it"
-        elif isinstance(leaf, Tensor) and not leaf.is_floating_point():
+        elif isinstance(leaf, Tensor) and not leaf.is_floating_point() and re.search("dtype|type|Long|Int", text):
             yield f"{place} is {kind_of(leaf)}, not floating point"

@@ -20,6 +20,7 @@ from fsharding import _compat, boxes, moving, tree
 from fsharding.conformity import check_state
 from fsharding.errors import LayoutError, message
 from fsharding.layout import Layout, check_fit
+from fsharding.lost import meet, naming_lost
 from fsharding.mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
 from fsharding.moving import Moving
 from fsharding.ops.exchange import exchange
@@ -61,6 +62,7 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
             leaves are listed, and nothing has changed.
         TreeError: the trees do not match.
         DonatedError: the state was donated before.
+        RankError: a rank is gone, or does not call it.
     """
     if isinstance(tree_or_state, TrainState):
         moved, rebuild = moving.of_state(tree_or_state, layout)
@@ -72,10 +74,17 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
 def _run(
     moved: list[Moving], rebuild: moving.Rebuild, function: str, *, given: Tree = None, budget: int = BUDGET
 ) -> Any:
-    """Moves leaves, whose values are taken away from `given`, if that is donated."""
+    """Moves leaves, whose values are taken away from `given`, if that is donated, and puts the tree together again."""
     if not moved:
         return rebuild([])
     meshes = moving.devices(moved)
+    with naming_lost(function, meshes[0]):
+        return _move(function, moved, rebuild, meshes, given=given, budget=budget)
+
+
+def _move(
+    function: str, moved: list[Moving], rebuild: moving.Rebuild, meshes: Sequence[Mesh], *, given: Tree, budget: int
+) -> Any:
     plan = plan_routes(tuple(m.leaf for m in moved), budget)
     group = _group(meshes, plan.ranks)
     if group is None:
@@ -119,9 +128,13 @@ def _agree(function: str, plan: Plan, group: Group, device: torch.device) -> Non
     """Compares what the ranks want to do: they would wait for each other in vain, or mix up bytes."""
     if group.process_group is None:
         return
-    digests = torch.empty(group.size, dtype=torch.int64, device=device)
-    _compat.all_gather_flat(digests, torch.full((1,), plan.digest, device=device), group.process_group).wait()
-    others = [rank for rank, digest in zip(group.ranks, digests.tolist(), strict=True) if digest != plan.digest]
+    if group.size == world_size():
+        digests = meet(plan.digest)
+    else:
+        gathered = torch.empty(group.size, dtype=torch.int64, device=device)
+        _compat.all_gather_flat(gathered, torch.full((1,), plan.digest, device=device), group.process_group).wait()
+        digests = gathered.tolist()
+    others = [rank for rank, digest in zip(group.ranks, digests, strict=True) if digest != plan.digest]
     if others:
         text = f"is asked for different things on different ranks: rank {own_rank()} and ranks {others} differ."
         raise LayoutError(message(function, text, mend="Give every rank the same tree, layout and budget."))
@@ -184,8 +197,10 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
     targets = [
         NamedSharding(moving.home(x, s)) if isinstance(x, DTensor) else None for x, s in zip(flat, known, strict=True)
     ]
-    moved, rebuild = moving.of_tree(values, tree.unflatten(spec, targets), source, function="fs.unshard")
-    whole = _run(moved, rebuild, "fs.unshard")
+    here = next((s.mesh for s in targets if s is not None), None)
+    with naming_lost("fs.unshard", here):
+        moved, rebuild = moving.of_tree(values, tree.unflatten(spec, targets), source, function="fs.unshard")
+        whole = _run(moved, rebuild, "fs.unshard")
     return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, whole)
 
 

@@ -22,7 +22,8 @@ from fsharding.boxes import Box
 from fsharding.conformity import check_leaves, check_main
 from fsharding.errors import ArgumentError, DonatedError, LayoutError, message
 from fsharding.layout import Layout, check_fit
-from fsharding.mesh import everyone, is_member
+from fsharding.lost import meet, naming_lost
+from fsharding.mesh import everyone, is_member, world_size
 from fsharding.optim.base import GradientTransformation
 from fsharding.planning import LeafLayout, moment_of, type_text
 from fsharding.precision import ScaleState
@@ -250,8 +251,10 @@ def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:
         return
     named = {f"params.{path}" if path else "params": x for path, x in tree.named_leaves(draws).items()}
     facts = {"key": str(key.tolist())} | {path: _told(x) for path, x in named.items()}
-    ranks = everyone(layout.mesh)
-    told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=layout.mesh.device_type)
+    ranks, device = everyone(layout.mesh), layout.mesh.device_type
+    ask = meet if ranks.size == world_size() else None
+    with naming_lost("fs.init_state", layout.mesh):
+        told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
     mend = (
         "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever torch.manual_seed"
         " says there; or give every rank the same key and tensors."

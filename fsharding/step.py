@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, policies, tree
 from fsharding.agreement import compare, digest, facts_of, refuse_differences
@@ -23,8 +24,8 @@ from fsharding.axes import AXES
 from fsharding.conformity import StateCheck
 from fsharding.errors import ArgumentError, BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout, check_fit
-from fsharding.lost import naming_lost
-from fsharding.mesh import abstract, axis_group, everyone
+from fsharding.lost import meet, naming_lost
+from fsharding.mesh import abstract, axis_group, everyone, world_size
 from fsharding.ops.pool import Pool
 from fsharding.ops.rows import start_sum
 from fsharding.optim.apply import apply_gradients, apply_updates
@@ -38,7 +39,7 @@ from fsharding.precision import Precision
 from fsharding.public import public
 from fsharding.random import fold_in
 from fsharding.schedule import Schedule, plan_schedule
-from fsharding.sharding import local_of
+from fsharding.sharding import is_assigned, local_of
 from fsharding.stacks import first_unit, scan_stacks
 from fsharding.state import TrainState, main_of, refuse_changed, sealed, spread
 from fsharding.transforms import gather_unit
@@ -156,7 +157,7 @@ def make_train_step(
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         if not isinstance(state, TrainState):
             raise _other_state(state, batch)
-        with naming_lost("train step", state.layout.mesh):
+        with naming_lost("train step", state.layout.mesh, step=state.step):
             refuse_changed("train step", state)
             return run(state, batch)
 
@@ -165,7 +166,7 @@ def make_train_step(
         layout = state.layout
         known = next((before for before in seen if layout is before.layout or layout == before.layout), None)
         if known is None:
-            _agree(layout, settings, batch, microbatches)
+            _agree(state, settings, batch, microbatches)
             if is_model:
                 _refuse_model(model, layout)
             _refuse_other_state(opt, state)
@@ -304,11 +305,12 @@ def _other_state(state: Any, batch: Any) -> ArgumentError:
     return ArgumentError(message("train step", f"takes a TrainState, got {kind_of(state)}.", mend=mend))
 
 
-def _agree(layout: Layout, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
-    """Refuses ranks whose steps differ, or one of which cannot cut its batch.
+def _agree(state: TrainState, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
+    """Refuses ranks whose steps or states differ, or one of which cannot cut its batch.
 
     A layout is told by what it was planned from, since all else follows.
     """
+    layout = state.layout
     leaves = {
         f"params.{leaf.path}": f"{leaf.init} {leaf.shape} {leaf.names}" + ("" if leaf.trainable else " frozen")
         for leaf in layout.leaves
@@ -319,12 +321,22 @@ def _agree(layout: Layout, settings: dict[str, str], batch: Tree, microbatches: 
         settings = {name: text for name, text in settings.items() if name != "schedule"}
     ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
     facts |= {**settings, **leaves, "batch": "\n".join(_uneven(batch, microbatches))}
-    told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device)
+    facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
+    facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
+    ask = meet if ranks.size == world_size() else None
+    told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
     uneven = {rank: mine.pop("batch") for rank, mine in told.items()}
     refuse_differences("train step", told)
     if any(uneven.values()):
         rows = [f"rank {rank}: {row}" for rank, text in uneven.items() for row in filter(None, text.split("\n"))]
         raise _refused(rows, "the batches of all ranks", microbatches)
+
+
+def _kind_of(x: Any) -> str:
+    """Dtype and shape of a leaf; of one with an assignment, whose shape is that of the stage, its dtype."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return str(x.dtype) if isinstance(x, DTensor) and is_assigned(x) else kind_text(x)
 
 
 def _scale_mismatch(state: TrainState) -> tuple[str, list[str], str]:

@@ -36,6 +36,7 @@ from fsharding.config import (
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
 from fsharding.layout import Layout, plan_layout
+from fsharding.lost import naming_lost
 from fsharding.mesh import data_position, everyone, make_mesh
 from fsharding.models.base import Model
 from fsharding.recipes import Recipe, recipe
@@ -127,7 +128,8 @@ def _agree(config: TrainConfig, data: Tokens, mesh: Any) -> None:
     """Refuses ranks that were started with different options, or on machines with different data."""
     facts = {f"--{k.replace('_', '-')}": str(v) for k, v in asdict(config).items() if k not in _OWN}
     facts["fingerprint of --data"], ranks = data.fingerprint(), everyone(mesh)
-    agree("fsharding train", facts, ranks=ranks.ranks, group=ranks.process_group, device=_device(mesh))
+    with naming_lost("fsharding train", mesh):
+        agree("fsharding train", facts, ranks=ranks.ranks, group=ranks.process_group, device=_device(mesh))
 
 
 def _device(mesh: Any) -> str:

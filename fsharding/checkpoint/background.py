@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from fsharding import _compat
+from fsharding.errors import CheckpointError, FshardingError, message
 
 __all__ = ["PendingSave", "own_group", "settle", "start"]
 
@@ -30,7 +31,7 @@ class PendingSave:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
-        self._error: BaseException | None = None
+        self._error: CheckpointError | None = None
         self._told = False
         # Python waits for threads that are no daemons before it ends.
         self._thread = threading.Thread(target=self._run, name="fsharding-save", daemon=False)
@@ -39,8 +40,10 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:
+        except CheckpointError as error:
             self._error = error
+        except BaseException as error:
+            self._error = _as_ours(error)
         del self._work
 
     @property
@@ -59,10 +62,20 @@ class PendingSave:
         if self._error is not None:
             raise self._error
 
-    def untold(self) -> BaseException | None:
+    def untold(self) -> CheckpointError | None:
         """Waits; the failure that nobody has heard of yet, if there is one."""
         self._thread.join()
         return None if self._told else self._error
+
+
+def _as_ours(error: BaseException) -> CheckpointError:
+    """A failure that is none of a checkpoint's, such as a lost rank, as one of them."""
+    text = str(error)
+    if not isinstance(error, FshardingError):
+        text = message("fs.checkpoint.save_async", "failed.", [f"{type(error).__name__}: {error}"])
+    found = CheckpointError(text)
+    found.__cause__ = error
+    return found
 
 
 _latest: PendingSave | None = None

@@ -12,12 +12,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from fsharding.checkpoint import store
-from fsharding.checkpoint.background import own_group, settle, start
+from fsharding.checkpoint.background import settle
 from fsharding.checkpoint.loading import load
-from fsharding.checkpoint.saving import plan_save
+from fsharding.checkpoint.saving import in_background, plan_save
 from fsharding.checkpoint.store import StrPath
 from fsharding.errors import CheckpointError, ConfigError, message
 from fsharding.layout import Layout
+from fsharding.lost import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.state import TrainState
 
@@ -63,6 +64,7 @@ class Checkpointer:
                 raise
             error.add_note(str(failed))
 
+    @called_by_all("fs.checkpoint.Checkpointer.save")
     def save(self, state: TrainState, extra: Any = None) -> None:
         """Saves to `directory/<step>`, and then removes what is too old; see `save_async`.
 
@@ -74,10 +76,10 @@ class Checkpointer:
         target, keep = self.directory / str(int(state.step)), self.keep
         after = None if keep is None else lambda: store.retire(self.directory, keep, target)
         job = plan_save(target, state, extra, after)
-        if not self.background:
-            return job.run()
-        copied, group = job.copied(), own_group()
-        start(lambda: copied.run(group))
+        if self.background:
+            in_background(job)
+        else:
+            job.run()
 
     def after_step(self, state: TrainState, extra: Any = None) -> bool:
         """Saves when it is time; whether it did.

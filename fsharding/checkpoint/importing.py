@@ -34,6 +34,7 @@ from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.weights import Weights, weights_at
 from fsharding.errors import CheckpointError, message
 from fsharding.layout import Layout
+from fsharding.lost import called_by_all
 from fsharding.sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -42,6 +43,7 @@ __all__ = ["load_weights"]
 _FUNCTION = "fs.checkpoint.load_weights"
 
 
+@called_by_all(_FUNCTION)
 def load_weights(
     path: StrPath,
     like: Layout | Tree,

@@ -28,6 +28,7 @@ from fsharding.checkpoint.store import StrPath
 from fsharding.checkpoint.structure import rebuild
 from fsharding.errors import CheckpointError, message
 from fsharding.layout import Layout
+from fsharding.lost import called_by_all
 from fsharding.mesh import own_rank, world_size
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
@@ -41,6 +42,7 @@ _LEAVES = "fs.checkpoint.load_leaves"
 _CPU = torch.device("cpu")
 
 
+@called_by_all(_FUNCTION)
 def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = None, cast: bool = False) -> TrainState:
     """Reads a checkpoint into a layout: the one that it was saved in, or any other of the same model. Collective.
 
@@ -62,6 +64,7 @@ def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = 
             another model, optimizer or main dtype. Every leaf that differs and every damaged file is listed.
         LayoutError: the layout is on an abstract mesh.
         ArgumentError: no path, or no layout; a state, say, has one: `state.layout`.
+        RankError: a rank is gone, or does not call it.
     """
     if not isinstance(path, str | os.PathLike):
         mend = "Give the directory first: fs.checkpoint.load(path, layout)."
@@ -106,6 +109,12 @@ def load_leaves(
         tree_of = {leaf: manifest.tree[leaf] for leaf in _chosen(folder, manifest, chosen)}
         whole = {leaf: Want(saved.shape, getattr(torch, saved.dtype), None, _CPU) for leaf, saved in tree_of.items()}
         return _fetch(open_source(folder, manifest, _LEAVES), whole)
+    return _load_leaves(path, chosen, layout, cast=cast)
+
+
+@called_by_all(_LEAVES)
+def _load_leaves(path: StrPath, chosen: Sequence[str], layout: Layout, *, cast: bool) -> dict[str, Tensor]:
+    """Leaves in a layout."""
     device_of(layout, _LEAVES)
     folder, manifest, damaged = _look(_LEAVES, path)
     found = _chosen(folder, manifest, chosen)

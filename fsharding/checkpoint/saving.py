@@ -34,15 +34,18 @@ from fsharding.checkpoint.store import Partial, StrPath, partial_of
 from fsharding.checkpoint.structure import describe
 from fsharding.conformity import check_state
 from fsharding.errors import CheckpointError, message
-from fsharding.mesh import abstract, is_member, own_rank
+from fsharding.lost import called_by_all, naming_lost
+from fsharding.mesh import abstract, is_member, own_rank, world_size
 from fsharding.sharding import local_of
 from fsharding.state import TrainState
 
-__all__ = ["Job", "finish", "own_version", "plan_save", "save", "save_async"]
+__all__ = ["Job", "finish", "in_background", "own_version", "plan_save", "save", "save_async"]
 
 _FUNCTION = "fs.checkpoint.save"
+_ASYNC = "fs.checkpoint.save_async"
 
 
+@called_by_all(_FUNCTION)
 def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
     """Writes a checkpoint. Collective over all ranks, which have to see one file system, or of one process.
 
@@ -62,11 +65,13 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
             a save in the background that failed before, and this one was not begun. What was at `path` is still there,
             unless all that failed was the sync of the parent directory, after the new one had taken its place.
         DonatedError: the state was donated.
+        RankError: a rank is gone, or does not call it; nothing half written stays.
     """
     settle()
     plan_save(path, state, extra).run()
 
 
+@called_by_all(_ASYNC)
 def save_async(path: StrPath, state: TrainState, *, extra: Any = None) -> PendingSave:
     """Begins to write a checkpoint, and returns when it needs the state no more. Collective, as `save`.
 
@@ -87,8 +92,18 @@ def save_async(path: StrPath, state: TrainState, *, extra: Any = None) -> Pendin
         DonatedError: the state was donated.
     """
     settle()
-    job, group = plan_save(path, state, extra).copied(), own_group()
-    return start(lambda: job.run(group))
+    return in_background(plan_save(path, state, extra))
+
+
+def in_background(job: Job) -> PendingSave:
+    """Runs what is left of a save beside the training, from a copy of what this rank writes. Collective."""
+    copied, group = job.copied(), own_group()
+
+    def run() -> None:
+        with naming_lost(_ASYNC, range(world_size())):
+            copied.run(group)
+
+    return start(run)
 
 
 # ------------------------------------------------------------------------------------------------------------ the plan
@@ -129,7 +144,7 @@ class Job:
             together(_FUNCTION, lambda: held.append(Partial(self.target)) if own_rank() == 0 else None, group)
             written = [part for part in together(_FUNCTION, self._write, group) if part is not None]
             together(_FUNCTION, lambda: [self._finish(partial, written) for partial in held] and None, group)
-        except CheckpointError:
+        except BaseException:
             for partial in held:
                 partial.discard()
             raise

@@ -22,6 +22,7 @@ from fsharding.hf.families import config_of
 from fsharding.hf.folder import Folder, open_folder
 from fsharding.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of
 from fsharding.layout import Layout
+from fsharding.lost import called_by_all
 from fsharding.models.decoder import DecoderConfig
 from fsharding.precision import DTYPES
 from fsharding.tree import Tree
@@ -33,6 +34,7 @@ _STACKED = "model.layers.0.mlp.experts.gate_up_proj"
 _HEAD = "lm_head.weight"
 
 
+@called_by_all(_FUNCTION)
 def load(
     path: StrPath, layout: Layout, names: Names | None = None, *, extra: Literal["refuse", "ignore"] = "refuse"
 ) -> Tree:

@@ -40,6 +40,7 @@ from fsharding.errors import CheckpointError, message
 from fsharding.hf.families import config_json, config_of, decoder_config
 from fsharding.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of, untiled
 from fsharding.layout import Layout
+from fsharding.lost import called_by_all
 from fsharding.mesh import own_rank, world_size
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.planning import LeafLayout
@@ -70,6 +71,7 @@ class Saved:
         return f"{self.path}: {self.tensors} tensors, {len(self.files)} files, {sum(self.files.values()):,} bytes"
 
 
+@called_by_all(_FUNCTION)
 def save(
     path: StrPath,
     params: Tree | TrainState,
@@ -111,7 +113,7 @@ def save(
         together(_FUNCTION, lambda: job.begin() if own_rank() == 0 else None)
         together(_FUNCTION, job.write)
         together(_FUNCTION, lambda: job.commit() if own_rank() == 0 else None)
-    except CheckpointError:
+    except Exception:
         if own_rank() == 0:
             shutil.rmtree(job.partial, ignore_errors=True)
         raise

@@ -1,8 +1,9 @@
 """What the processes of one machine read where it was written, in memory that all of them map.
 
 In: a number of bytes. Out: `Posted`, a buffer of each member, which the others read in place; or `Joint`, one buffer
-of which each member writes a part. A note of 40 bytes through a pipe says where it is, and that it is written.
-Law: what a member reads is what was written before the note; a group of several machines never comes here.
+of which each member writes a part. A note of 48 bytes through a pipe says where it is, how large, and that it is
+written. Law: what a member reads is what was written before the note; a group of several machines never comes here, and
+members that send unlike things find out before they read any.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ _TAG = 1 << 20
 
 _NOWHERE: blocks.Note = (-1, -1, -1, -1)
 """In place of a block, from a member that gives none."""
+
+_POSTED, _OFFERED, _JOINT = range(3)
+"""What a note is about: a buffer of its own, memory for the next joint buffer, or a part of one."""
 
 _SWITCH = "FSHARDING_SHARED_MEMORY"
 
@@ -164,7 +168,7 @@ def _meet(group: Group, pids: tuple[int, ...]) -> _Members | None:
 def _pipes(group: Group) -> Pipes | None:
     """None where this process may open no more files."""
     try:
-        return Pipes(group.size, group.index, len(_NOWHERE))
+        return Pipes(group.size, group.index, len(_NOWHERE) + 1)
     except OSError:
         return None
 
@@ -199,13 +203,20 @@ def _naming(group: Group) -> Generator[None]:
 
 
 class _Notes:
-    """A note from each member to each other one."""
+    """A note from each member to each other one.
 
-    def __init__(self, note: blocks.Note, group: Group) -> None:
+    Args:
+        note: where something is.
+        kind: what this member sends.
+        nbytes: how large it is; kind and size are the same on every member, or they are not in the same call.
+        group: who takes part.
+    """
+
+    def __init__(self, note: blocks.Note, kind: int, nbytes: int, group: Group) -> None:
         """Sends this member's."""
-        self._group, self._channel = group, _channel(group)
+        self._group, self._channel, self._what = group, _channel(group), nbytes * 3 + kind
         with _naming(group):
-            self._number = self._channel.members.pipes.send(self._channel.number, note)
+            self._number = self._channel.members.pipes.send(self._channel.number, (*note, self._what))
         self._come: Mapping[int, tuple[int, ...]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> Mapping[int, tuple[int, ...]]:
@@ -217,8 +228,13 @@ class _Notes:
         if self._come is None:
             assert self._group.process_group is not None
             limit = _compat.group_timeout(self._group.process_group) if timeout is None else timeout
-            with _naming(self._group):
-                self._come = self._channel.members.pipes.receive(self._channel.number, self._number, limit)
+            with among(self._group.ranks), _naming(self._group):
+                notes = self._channel.members.pipes.receive(self._channel.number, self._number, limit)
+            if unlike := [member for member, note in notes.items() if note[-1] != self._what]:
+                with among([self._group.ranks[member] for member in unlike]):
+                    theirs, ours = notes[unlike[0]][-1] // 3, self._what // 3
+                    raise RuntimeError(f"Another call's data came: {theirs} bytes, where {ours} are sent.")
+            self._come = {member: note[:-1] for member, note in notes.items()}
         return self._come
 
     def come(self) -> bool:
@@ -249,7 +265,7 @@ class Posted:
         block = blocks.block_of(mine)
         block.readers = {i: pid for i, pid in enumerate(_channel(group).members.pids) if i != group.index}
         self._mine, self._group = mine, group
-        self._notes = _Notes(block.note(), group)
+        self._notes = _Notes(block.note(), _POSTED, mine.numel(), group)
         self._unsigned: list[tuple[memoryview[int], int]] = []
 
     def wait(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
@@ -297,7 +313,7 @@ class Joint:
         self._group, self._turns = group, channel.turns.setdefault(size, _Turns(size))
         turns = self._turns
         if turns.notes is None:
-            turns.notes = _Notes(turns.offer(group), group)
+            turns.notes = _Notes(turns.offer(group), _OFFERED, size, group)
         giver = turns.count % group.size
         if giver == group.index:
             assert turns.offered is not None
@@ -314,7 +330,8 @@ class Joint:
 
     def start(self) -> None:
         """Says that this member's part is written; it must not change from here."""
-        self._notes = self._turns.notes = _Notes(self._turns.offer(self._group), self._group)
+        note = self._turns.offer(self._group)
+        self._notes = self._turns.notes = _Notes(note, _JOINT, self.buffer.numel(), self._group)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """All parts are written.

@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import _compat, pipeline
-from fsharding.errors import RankError
+from fsharding.checkpoint import loading, saving
+from fsharding.errors import CheckpointError, RankError
 from fsharding.testing import ranks as pools
 from fsharding.testing import run_ranks
 
+mesh_module, reshard_module = (sys.modules[f"fsharding.{name}"] for name in ("mesh", "reshard"))
 PLACES = {
     "do": (pipeline._Run, "do"),
     "sums": (pipeline._Run, "sums"),
@@ -112,6 +114,55 @@ def test_a_rank_that_raises_by_itself_is_named_with_its_error(tmp_path):
 def test_whoever_is_gone_is_named(tmp_path, how, axes):
     texts = told(tmp_path, how, "do" if "pp" in axes else "norm", 2, timeout=3, **axes)
     assert {text.split("\n")[0] for text in texts.values()} == {"(2,)"}, "\n".join(texts.values())
+
+
+RARE = {
+    "save": ("fs.checkpoint.save", (saving.Job, "_write")),
+    "save_async": ("fs.checkpoint.save_async", (saving.Job, "_write")),
+    "load": ("fs.checkpoint.load", (loading, "_fetch")),
+    "make_mesh": ("fs.make_mesh", (mesh_module, "agree")),
+    "reshard": ("fs.reshard", (reshard_module, "exchange")),
+}
+
+
+def dies_in(folder, call):
+    """Rank 1 dies in the middle of a call that all ranks make; rank 0 writes what it gets."""
+    _, state, _ = step_of(None, 20, dp=2)
+    target = Path(folder, "ckpt")
+    fs.checkpoint.save(target, state)
+    place, name = RARE[call][1]
+    method = getattr(place, name)
+    with patch.object(place, name, lambda *_, **__: leave("dies") if dist.get_rank() == 1 else method(*_, **__)):
+        try:
+            if call == "save":
+                fs.checkpoint.save(target, state)
+            elif call == "save_async":
+                fs.checkpoint.save_async(target, state).wait()
+            elif call == "load":
+                fs.checkpoint.load(target, state.layout)
+            elif call == "make_mesh":
+                fs.make_mesh(device="cpu", dp=2)
+            else:
+                fs.reshard(state, state.layout.with_strategy(fs.zero(0)))
+        except (RankError, CheckpointError) as error:
+            left = sorted(path.name for path in Path(folder).iterdir())
+            Path(folder, "told").write_text(f"{type(error).__name__} {left}\n{error}")
+            os._exit(1)
+
+
+@pytest.mark.parametrize(
+    "call", [call if call.startswith("save") else pytest.param(call, marks=pytest.mark.full) for call in RARE]
+)
+def test_a_rank_that_dies_in_a_rare_call_is_named(tmp_path, call):
+    with patch.object(pools, "_GRACE", 20.0), pytest.raises(RankError):
+        run_ranks(dies_in, 2, str(tmp_path), call)
+    kind, head, row, noticed, mend = (tmp_path / "told").read_text().split("\n")
+    assert kind == f"{'CheckpointError' if call == 'save_async' else 'RankError'} ['ckpt']", (
+        "nothing half written stays"
+    )
+    assert head == f"{RARE[call][0]} lost rank 1 (dp=1)."
+    assert row == "  rank 1 (dp=1) is gone, or does not answer"
+    assert noticed.startswith("  rank 0 (dp=0) noticed it") and mend.startswith("Look at what rank 1 said last")
 
 
 def served_by_rank(folder, port):

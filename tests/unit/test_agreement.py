@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 
+import pytest
 import torch
 
 import fsharding as fs
-from fsharding.agreement import _differences, digest, facts_of
+from fsharding.agreement import _differences, digest, facts_of, refuse_differences
+from fsharding.errors import ConfigError
 
 
 def settings(**changes):
@@ -65,4 +67,9 @@ def test_differences_name_the_odd_ranks_first_and_a_value_once():
         "b: rank 3 has x, ranks 0, 1, 2 have nothing",
     ]
     many = {str(i): "x" for i in range(20)}
-    assert _differences({0: many, 1: dict.fromkeys(many, "y")})[-1] == "and 12 more"
+    with pytest.raises(ConfigError) as error:
+        refuse_differences("f", {0: many, 1: dict.fromkeys(many, "y")})
+    assert str(error.value).split("\n")[-2:] == [
+        "  and 10 more",
+        "Start every rank with the same program and arguments.",
+    ]

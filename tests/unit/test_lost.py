@@ -1,10 +1,19 @@
-"""Whom blame leads to."""
+"""Whom blame leads to, and what a rank says of itself."""
 
-from fsharding.lost import follow
+import json
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsharding import lost
+from fsharding.lost import Found, follow
 
 
-def followed(peers, notes, me=0):
-    return follow(peers, me, notes.get)
+def followed(peers, notes, me=0, function="step"):
+    found = follow(peers, me, notes.get, function)
+    return found.found, found.silent
 
 
 def test_blame_goes_on_to_those_who_are_silent():
@@ -15,6 +24,72 @@ def test_blame_goes_on_to_those_who_are_silent():
 
 
 def test_a_rank_that_knows_or_has_raised_ends_the_search():
-    assert followed([1, 5], {1: {"peers": [2], "found": {"3": "is gone"}}}) == ({3: "is gone"}, [5])
-    assert followed([1], {1: {"peers": [2]}, 2: {"raised": "raised ValueError"}}) == ({2: "raised ValueError"}, [])
+    assert followed([1, 5], {1: {"peers": [2], "found": {"3": ["gone", "is gone"]}}}) == (
+        {3: Found("gone", "is gone")},
+        [5],
+    )
+    raised = {1: {"peers": [2]}, 2: {"raised": "raised ValueError"}}
+    assert followed([1], raised) == ({2: Found("raised", "raised ValueError")}, [])
     assert followed([1], {1: {"peers": [0], "found": {}}}) == ({}, []), "each has lost the other, both live"
+
+
+def test_a_rank_that_lives_is_followed_where_it_waits_in_the_same_function():
+    here = {"function": "step", "call": "step 3 at a.py:1", "now": "a.py:9 (f)"}
+    notes = {1: {**here, "waits": [0, 2]}, 2: here}
+    found = follow([1], 0, notes.get, "step")
+    assert found.found == {2: Found("busy", "is busy in step 3 at a.py:1: a.py:9 (f)")}
+    assert found.met == {1: "step 3 at a.py:1"}
+
+
+def test_a_rank_in_another_function_is_where_blame_ends_though_it_waits_or_has_failed():
+    there = {"function": "save", "call": "save at b.py:2", "now": ""}
+    for note in ({**there, "waits": [0]}, {**there, "peers": [0], "found": {"0": ["elsewhere", "step", "step"]}}):
+        assert followed([1], {1: note}) == ({1: Found("elsewhere", "save at b.py:2", "save")}, [])
+
+
+def test_a_rank_says_whom_it_waits_for_and_where_it_was_called():
+    here = Path(__file__).relative_to(Path.cwd())
+    assert lost.place_of()["call"].startswith(f"in no collective, at {here}:")
+    with lost.among((3, 4)):
+        assert lost.place_of()["waits"] == [3, 4]
+    assert "waits" not in lost.place_of()
+
+
+def test_another_thread_is_found_by_its_stack():
+    begun, go = threading.Event(), threading.Event()
+
+    def wait():
+        begun.set()
+        go.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    begun.wait()
+    try:
+        call = lost.place_of(thread.ident)["call"]
+    finally:
+        go.set()
+        thread.join()
+    assert call.startswith(f"in no collective, at {Path(__file__).relative_to(Path.cwd())}:")
+
+
+def until(condition):
+    end = time.monotonic() + 5
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_the_listener_answers_takes_its_answer_back_and_says_when_the_process_ends():
+    store = dist.HashStore()
+    listener = lost._Listener(dist.group.WORLD, store)
+    listener.start()
+    answer, note = lost._PLACE_KEY.format(0), lost._KEY.format(0)
+    for question in ("1", "2"):
+        store.set(lost._QUESTION, question)
+        assert until(lambda asked=question: store.check([answer]) and json.loads(store.get(answer))["to"] == asked)
+    assert json.loads(store.get(answer))["places"][0]["call"].startswith("in no collective, at ")
+    store.delete_key(lost._QUESTION)
+    assert until(lambda: not store.check([answer]))
+    listener.end()
+    assert not listener.is_alive() and json.loads(store.get(note)) == {"raised": "has ended"}
