@@ -280,7 +280,13 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _tuple(names: Any) -> Any:
-    """Dim names as a tuple; what is none stays as it is, and is refused with all that do not fit."""
+    """Dim names as a tuple; what is none stays as it is, and is refused with all that do not fit.
+
+    Raises:
+        ArgumentError: it is neither names nor text.
+    """
+    if names is not None and not isinstance(names, str | tuple | list):
+        raise refuse("fs.plan_layout", "names by dim", names, 'Give a tuple for each leaf, such as ("mlp", None).')
     return names if isinstance(names, str) else tuple(names) if names else None
 
 

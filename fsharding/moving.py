@@ -146,6 +146,9 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
         LayoutError: the layout is of another model, or the state is not in its own.
         DonatedError: the state was donated.
     """
+    if not isinstance(layout, Layout):
+        mend = "Plan one: fs.plan_layout(model, mesh), or state.layout.with_strategy(fs.zero(1))."
+        raise refuse(_FUNCTION, "a state, then a Layout", layout, mend)
     old = state.layout
     check_state(_FUNCTION, state)
     moved = of_layouts(old, layout, state)

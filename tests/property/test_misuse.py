@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class Module(nn.Module):
 def world(strategy, folder):
     """All that a call may need, by name."""
     mesh, key, opt = (
-        fs.make_mesh(dp=2),
+        fs.make_mesh(dp=2, timeout=timedelta(seconds=5)),
         fs.random.key(0),
         fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1)),
     )
