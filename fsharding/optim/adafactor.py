@@ -25,11 +25,12 @@ from fsharding.optim.base import (
     local_leaves,
     new_zeros,
     refuse_unlike,
+    required,
     shardings_of,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.settings import ABOVE_0, FROM_0, check_settings
-from fsharding.optim.units import STACKS, refuse_hidden, required, stacked_dims, sum_dims
+from fsharding.optim.units import STACKS, refuse_hidden, stacked_dims, sum_dims
 from fsharding.planning import mean_over
 from fsharding.precision import wide
 from fsharding.redistribute import redistribute

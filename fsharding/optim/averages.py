@@ -1,7 +1,7 @@
 """Averages of parameters: `ema`, which watches and changes nothing, and `lookahead`, which steps back to its average.
 
 In: updates that are to be added, and the parameters that they will be added to. Out: updates, and the average as state.
-The average lives where the optimizer's main parameters are, in their dtype, and goes with them in reshards and files.
+The average lives where the optimizer's main parameters are, in their dtype whatever that of moments, and goes with them in reshards and files.
 Law: each element is averaged by itself, so an average does not depend on where a leaf is cut, bit for bit.
 """
 
@@ -16,16 +16,18 @@ from fsharding import tree
 from fsharding.errors import TreeError, message
 from fsharding.optim.base import (
     GradientTransformation,
+    check_optimizer,
+    check_update,
     clone,
     grads_where,
     like,
     local_leaves,
     local_where,
+    required,
     run_update,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.settings import FROM_1, TO_1, check_settings
-from fsharding.optim.units import required
 from fsharding.tree import Tree
 
 __all__ = ["EmaState", "LookaheadState", "ema", "ema_of", "lookahead"]
@@ -67,6 +69,7 @@ def ema(decay: float | Schedule = 0.999) -> GradientTransformation:
         return EmaState(torch.zeros((), dtype=torch.int64), like(params, [clone(x) for x in local_leaves(params)]))
 
     def update(updates: Tree, state: EmaState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, EmaState]:
+        check_update("fs.optim.ema", EmaState, updates, state, params, decay=0.0)
         share = rate(int(state.count))
         average = [x if donate else clone(x) for x in local_leaves(state.average)]
         after = _after("fs.optim.ema", updates, required(params, "fs.optim.ema"), state.average)
@@ -108,17 +111,19 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
         share: how far from the slow parameters to the fast ones the next slow parameters are.
 
     Raises:
-        ConfigError: no whole number of updates from 1, or a share that is not from 0 to 1.
+        ConfigError: no optimizer inside; no whole number of updates from 1, or a share that is not from 0 to 1.
     """
+    check_optimizer("fs.optim.lookahead", inner)
     check_settings("fs.optim.lookahead", (FROM_1, {"every": every}), (TO_1, {"share": share}))
 
-    def init(params: Tree) -> LookaheadState:
+    def init(params: Tree, *, moments: torch.dtype | None = None) -> LookaheadState:
         slow = like(params, [clone(x) for x in local_leaves(params)])
-        return LookaheadState(torch.zeros((), dtype=torch.int64), slow, inner.init(params))
+        return LookaheadState(torch.zeros((), dtype=torch.int64), slow, inner.start(params, moments))
 
     def update(
         updates: Tree, state: LookaheadState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
     ) -> tuple[Tree, LookaheadState]:
+        check_update("fs.optim.lookahead", LookaheadState, updates, state, params, decay=0.0)
         params = required(params, "fs.optim.lookahead")
         updates, inside = run_update(inner, updates, state.inner, params, donate=donate, norm=norm)
         count, slow = state.count + 1, state.slow

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, sharding, tree
-from fsharding.errors import TreeError, message
+from fsharding.errors import ConfigError, LayoutError, TreeError, message
 from fsharding.precision import wide
 from fsharding.redistribute import redistribute
 from fsharding.sharding import local_of, sharding_of
@@ -31,6 +31,9 @@ __all__ = [
     "add_decay_",
     "call",
     "chain",
+    "check_optimizer",
+    "check_state",
+    "check_update",
     "clone",
     "like",
     "like_leaf",
@@ -40,10 +43,14 @@ __all__ = [
     "masked",
     "multiply",
     "multi_transform",
+    "narrow",
     "new_zeros",
+    "refuse_other_parts",
     "refuse_unlike",
+    "required",
     "run_update",
     "shardings_of",
+    "widen",
     "zeros",
 ]
 
@@ -52,7 +59,8 @@ class GradientTransformation(NamedTuple):
     """A pair of pure functions.
 
     Attributes:
-        init: `init(params) -> state`.
+        init: `init(params) -> state`. It may take a keyword more: `moments`, the dtype in which a layout's `Precision`
+            wants what is kept of each element; None, or no such keyword, leaves that to the transformation.
         update: `update(updates, state, params) -> (updates, state)`. It may take two keywords more: `donate=True`
             allows it to overwrite updates and state, and `norm` is the global norm of the gradients where it is known.
         apply: `apply(updates, state, params) -> (params, state)`, with the same keywords: `update` and `apply_updates`
@@ -65,6 +73,15 @@ class GradientTransformation(NamedTuple):
     update: Callable[..., tuple[Tree, Tree]]
     apply: Callable[..., tuple[Tree, Tree]] | None = None
     factor: Callable[[Tensor], float] | None = None
+
+    def start(self, params: Tree, moments: torch.dtype | None = None) -> Tree:
+        """The first state: `init`, with the dtype of moments where there is one and it takes it.
+
+        Args:
+            params: main parameters; None for frozen leaves.
+            moments: such as `layout.precision.moments`.
+        """
+        return self.init(params, moments=moments) if moments and _takes_moments(self.init) else self.init(params)
 
 
 class EmptyState(NamedTuple):
@@ -93,6 +110,47 @@ def _keywords(update: Callable[..., Any]) -> tuple[bool, bool, bool]:
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     # Who takes anything may well drop what it does not know, which for a scale would be wrong.
     return "donate" in names or anything, "norm" in names or anything, "scale" in names
+
+
+@functools.lru_cache(maxsize=256)
+def _takes_moments(init: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(init).parameters.values()
+    return any(p.name == "moments" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def check_optimizer(function: str, opt: Any) -> None:
+    """Refuses what is no optimizer, and says how to make one of it.
+
+    Args:
+        function: the public function that got it, for the error.
+        opt: what it got.
+
+    Raises:
+        ConfigError: it is no `GradientTransformation`.
+    """
+    if isinstance(opt, GradientTransformation):
+        return
+    kind = opt if isinstance(opt, type) else type(opt)
+    if issubclass(kind, torch.optim.Optimizer):
+        what = f"the class {kind.__name__}" if isinstance(opt, type) else f"an instance of {kind.__name__}"
+        known = {"Adam": "fs.adamw(...)", "AdamW": "fs.adamw(...)", "SGD": "fs.sgd(...)", "Muon": "fs.optim.muon(...)"}
+        known["Adafactor"] = "fs.optim.adafactor(...)"
+        wrapped = f"fs.optim.from_torch(torch.optim.{kind.__name__}, lr=...)"
+        mend = f"It keeps its state in itself. Use {known.get(kind.__name__, wrapped)}, a pair of pure functions."
+    elif issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        what = f"a {kind.__name__}"
+        mend = "A learning rate may be a function of the number of updates: fs.adamw(fs.warmup_cosine(3e-4, 100, 1000))."
+    elif issubclass(kind, torch.nn.Module):
+        what, mend = f"a module, {kind.__name__}", "The model comes before the optimizer, which is such as fs.adamw(3e-4)."
+    elif isinstance(opt, tuple) and callable(getattr(opt, "init", None)) and callable(getattr(opt, "update", None)):  # pyright: ignore[reportUnknownArgumentType]
+        what = f"a {kind.__name__} of somebody else"
+        mend = "Its functions are of the same form: fs.GradientTransformation(opt.init, opt.update)."
+    elif callable(opt):
+        name = getattr(opt, "__name__", kind.__name__)
+        what, mend = f"the function {name}", f"Call it: {name}(...) makes an optimizer, as fs.adamw(3e-4) does."
+    else:
+        what, mend = f"{kind.__name__} {opt!r:.60}", "Give it one, such as fs.adamw(3e-4)."
+    raise ConfigError(message(function, f"needs an optimizer, a GradientTransformation; got {what}.", mend=mend))
 
 
 def run_update(
@@ -141,16 +199,30 @@ def multiply(values: Tree, factor: float, *, donate: bool = False) -> Tree:
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
-    """Applies transformations one after the other; the first gets the gradients."""
+    """Applies transformations one after the other; the first gets the gradients.
 
-    def init(params: Tree) -> ChainState:
-        return ChainState(tuple(t.init(params) for t in transformations))
+    Raises:
+        ConfigError: something that is no transformation.
+        TreeError: from the update: a state of another chain.
+    """
+    for t in transformations:
+        check_optimizer("fs.chain", t)
+
+    def init(params: Tree, *, moments: torch.dtype | None = None) -> ChainState:
+        return ChainState(tuple(t.start(params, moments) for t in transformations))
+
+    def states_of(updates: Tree, state: Any) -> tuple[Tree, ...]:
+        check_state("fs.chain", ChainState, updates, state)
+        if len(state.states) != len(transformations):
+            text = f"got a state of {len(state.states)} transformations, and has {len(transformations)}."
+            raise TreeError(message("fs.chain", text, mend="Give the state that this chain's init or update made."))
+        return state.states
 
     def update(
         updates: Tree, state: ChainState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
     ) -> tuple[Tree, ChainState]:
         states: list[Tree] = []
-        for t, inner in zip(transformations, state.states, strict=True):
+        for t, inner in zip(transformations, states_of(updates, state), strict=True):
             updates, inner = run_update(t, updates, inner, params, donate=donate, norm=norm)
             states.append(inner)
             norm = None
@@ -170,7 +242,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         scale: float = 1.0,
     ) -> tuple[Tree, ChainState]:
         states: list[Tree] = []
-        for t, inner in zip(transformations[:-1], state.states[:-1], strict=True):
+        inners = states_of(updates, state)
+        for t, inner in zip(transformations[:-1], inners[:-1], strict=True):
             if t.factor is not None and norm is not None:
                 scale *= t.factor(norm)
             else:
@@ -178,7 +251,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
                 scale = 1.0
             states.append(inner)
             norm = None
-        params, inner = call(last, updates, state.states[-1], params, donate=donate, norm=norm, scale=scale)
+        params, inner = call(last, updates, inners[-1], params, donate=donate, norm=norm, scale=scale)
         return params, ChainState((*states, inner))
 
     return GradientTransformation(init, update, apply)
@@ -197,8 +270,12 @@ def masked(
         labels: tree of labels like the parameters, or a function of (path, leaf).
 
     Raises:
-        TreeError: at `init`: a label without a transformation; every such leaf is listed.
+        ConfigError: something that is no transformation.
+        TreeError: at `init`: a label without a transformation; every such leaf is listed. From the update: a state of
+            other groups.
     """
+    for t in groups.values():
+        check_optimizer("fs.masked", t)
 
     def split(values: Tree, labelled: Tree) -> dict[str, Tree]:
         return {g: tree.map(lambda x, label: x if label == g else None, values, labelled) for g in groups}  # noqa: B023
@@ -210,7 +287,7 @@ def masked(
             else tree.prune(labels, params, "fs.masked", ("labels", "parameters"))
         )
 
-    def init(params: Tree) -> MaskedState:
+    def init(params: Tree, *, moments: torch.dtype | None = None) -> MaskedState:
         labelled = label(params)
         rows: list[str] = []
         tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, labelled)
@@ -218,15 +295,23 @@ def masked(
             known = f"Labels are {', '.join(map(repr, groups))}."
             raise TreeError(message("fs.masked", "has labels without a transformation.", rows, known))
         parts = split(params, labelled)
-        return MaskedState({g: t.init(parts[g]) for g, t in groups.items()})
+        return MaskedState({g: t.start(parts[g], moments) for g, t in groups.items()})
+
+    def states_of(updates: Tree, state: Any) -> dict[str, Tree]:
+        check_state("fs.masked", MaskedState, updates, state)
+        if state.groups.keys() != groups.keys():
+            text = f"got a state of the groups {', '.join(state.groups)}, and has {', '.join(groups)}."
+            raise TreeError(message("fs.masked", text, mend="Give the state that its own init or update made."))
+        return state.groups
 
     def update(
         updates: Tree, state: MaskedState, params: Tree = None, *, donate: bool = False
     ) -> tuple[Tree, MaskedState]:
+        states = states_of(updates, state)
         params = tree.prune(params, updates, *_MASKED) if params is not None else None
         labelled = label(params if params is not None else updates)
         parts, params_of = split(updates, labelled), split(params, labelled) if params is not None else {}
-        done = {g: run_update(t, parts[g], state.groups[g], params_of.get(g), donate=donate) for g, t in groups.items()}
+        done = {g: run_update(t, parts[g], states[g], params_of.get(g), donate=donate) for g, t in groups.items()}
         return merge(updates, labelled, done)
 
     def merge(values: Tree, labelled: Tree, done: dict[str, tuple[Tree, Tree]]) -> tuple[Tree, MaskedState]:
@@ -241,11 +326,12 @@ def masked(
     def apply(
         updates: Tree, state: MaskedState, params: Tree, *, donate: bool = False, scale: float = 1.0
     ) -> tuple[Tree, MaskedState]:
+        states = states_of(updates, state)
         pruned = tree.prune(params, updates, *_MASKED)
         labelled = label(pruned)
         parts, params_of = split(updates, labelled), split(pruned, labelled)
         done = {
-            g: call(t.apply, parts[g], state.groups[g], params_of[g], donate=donate, norm=None, scale=scale)
+            g: call(t.apply, parts[g], states[g], params_of[g], donate=donate, norm=None, scale=scale)
             for g, t in groups.items()
             if t.apply is not None
         }
@@ -296,6 +382,29 @@ def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     return like(params, [new_zeros(x, dtype or wide(x.dtype)) for x in local_leaves(params)])
 
 
+def widen(kept: Tree, *, donate: bool) -> list[Tensor]:
+    """The local tensors of moments to compute with, in float32 at least; they may be overwritten.
+
+    Args:
+        kept: tree of moments.
+        donate: those that are wide already may be overwritten themselves.
+    """
+    held = [(m, wide(m.dtype)) for m in local_leaves(kept)]
+    return [m.to(dtype) if m.dtype != dtype else m if donate else clone(m) for m, dtype in held]
+
+
+def narrow(kept: Tree, new: Sequence[Tensor], *, donate: bool) -> Tree:
+    """New moments in the dtype and place of the old ones.
+
+    Args:
+        kept: tree of moments as they were.
+        new: local tensors, such as `widen` gave.
+        donate: the old ones may be overwritten.
+    """
+    pairs = zip(local_leaves(kept), new, strict=True)
+    return like(kept, [x if x.dtype == m.dtype else m.copy_(x) if donate else x.to(m.dtype) for m, x in pairs])
+
+
 def new_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros of the shape of a local tensor, contiguous whatever its strides are: kernels write through flat views."""
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
@@ -343,6 +452,87 @@ def local_where(function: str, params: Tree, where: Tree) -> list[Tensor]:
     return local_leaves(redistribute(pruned, shardings_of(where)))
 
 
+_ORDER = "Call opt.update(gradients, state, params), in this order."
+
+
+def required(params: Tree, function: str, why: str = "to update them") -> Tree:
+    """The parameters.
+
+    Args:
+        params: what was given for them.
+        function: the public function, for the error.
+        why: they are needed.
+
+    Raises:
+        TreeError: there are none.
+    """
+    if params is None:
+        mend = "Call update(updates, state, params)."
+        raise TreeError(message(function, f"needs the parameters {why}.", mend=mend))
+    return params
+
+
+def check_state(function: str, kind: type, updates: Tree, state: Any) -> None:
+    """Refuses a state that is none of this optimizer, such as one that changed places with the gradients.
+
+    Args:
+        function: the public function, for the error.
+        kind: of its states.
+        updates: what stands where gradients belong.
+        state: what stands where the state belongs.
+
+    Raises:
+        TreeError: it is of another kind.
+    """
+    if not isinstance(state, kind):
+        swapped = f", and {kind.__name__} in the place of gradients" if isinstance(updates, kind) else ""
+        text = f"got {type(state).__name__} in the place of its state, {kind.__name__}{swapped}."
+        mend = _ORDER if swapped else f"The state is what opt.init(params), or the last update, returned. {_ORDER}"
+        raise TreeError(message(function, text, mend=mend))
+
+
+def check_update(function: str, kind: type, updates: Tree, state: Any, params: Tree, *, decay: float) -> None:
+    """Refuses arguments of an update that are in each other's place, and decay without anything to decay.
+
+    Args:
+        function: the public function, for the error.
+        kind: of its states.
+        updates: the gradients.
+        state: the state.
+        params: the parameters, or None.
+        decay: how fast they decay by themselves.
+
+    Raises:
+        TreeError: as said.
+    """
+    check_state(function, kind, updates, state)
+    if decay:
+        required(params, function, f"for weight_decay={decay}")
+
+
+def refuse_other_parts(function: str, where: Tree, columns: Mapping[str, Sequence[Tensor]]) -> None:
+    """Refuses local tensors that are not the same part of their leaves: kernels would read or write past an end.
+
+    Args:
+        function: the public function, for the error.
+        where: tree of moments, for its paths.
+        columns: local tensors of all leaves, by what they are.
+
+    Raises:
+        LayoutError: they differ in shape; all such leaves are listed.
+    """
+    shapes = [[x.shape for x in column] for column in columns.values()]
+    if all(other == shapes[0] for other in shapes[1:]):
+        return
+    rows = [
+        f"{path}: {', '.join(f'{name} {list(shape)}' for name, shape in zip(columns, leaf, strict=True))}"
+        for path, *leaf in zip(tree.paths(where), *shapes, strict=True)
+        if len({*leaf}) > 1
+    ]
+    mend = "Bring all of them to layout.main, with fs.shard or fs.reshard; a DTensor of one's own has to hold what it says."
+    raise LayoutError(message(function, "got different parts of the same leaves on this rank.", rows, mend))
+
+
 def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, str]) -> None:
     """Checks that two trees have the same paths and shapes: kernels would broadcast, or fill a part.
 
@@ -356,6 +546,8 @@ def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, s
         TreeError: they differ; all such leaves are listed.
     """
     flat, spec = tree.flatten(first)
+    if labels[0] == "gradients" and isinstance(first, tuple | Tensor) and type(first) is not type(second):
+        _refuse_values(function, first, second)
     others = tree.flatten_up_to(spec, second, function, labels)
     if all(isinstance(y, Tensor) and x.shape == y.shape for x, y in zip(flat, others, strict=True)):
         return
@@ -366,6 +558,14 @@ def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, s
     ]
     text = f"got {labels[0]} and {labels[1]} of different shapes."
     raise TreeError(message(function, text, rows, f"Give {labels[0]} and {labels[1]} of one model."))
+
+
+def _refuse_values(function: str, first: Any, second: Tree) -> None:
+    """Refuses what `fs.value_and_grad` returns beside gradients, or all that it returns."""
+    kind = f"a tuple of {len(first)}" if isinstance(first, tuple) else f"a tensor {list(first.shape)}"  # pyright: ignore[reportUnknownArgumentType]
+    text = f"got {kind} in the place of gradients, and {type(second).__name__} for its moments."
+    mend = f"fs.value_and_grad returns values first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {_ORDER}"
+    raise TreeError(message(function, text, mend=mend))
 
 
 def add_decay_(function: str, updates: Sequence[Tensor], params: Tree, where: Tree, factor: float) -> None:

@@ -25,10 +25,10 @@ from fsharding.optim.base import (
     local_leaves,
     new_zeros,
     refuse_unlike,
+    required,
     shardings_of,
 )
 from fsharding.optim.schedules import as_schedule
-from fsharding.optim.units import required
 from fsharding.redistribute import redistribute
 from fsharding.sharding import local_of
 from fsharding.tree import Tree

@@ -20,9 +20,18 @@ from fsharding import at_rest, tree
 from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.mesh import Mesh, abstract, axis_group, own_rank
 from fsharding.ops.exchange import exchange
-from fsharding.optim.base import GradientTransformation, add_decay_, clone, grads_where, like, local_leaves, zeros
+from fsharding.optim.base import (
+    GradientTransformation,
+    add_decay_,
+    check_update,
+    grads_where,
+    like,
+    narrow,
+    widen,
+    zeros,
+)
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import FROM_0, FROM_1, check_settings
+from fsharding.optim.settings import FROM_0, FROM_1, check_dtype, check_settings
 from fsharding.optim.units import refuse_hidden
 from fsharding.routes import Leaf, plan_routes
 from fsharding.sharding import NamedSharding, sharding_of
@@ -53,6 +62,7 @@ def muon(
     steps: int = 5,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
+    moments: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Muon, with the parameters of `torch.optim.Muon` and its numbers, on matrices [..., M, N].
 
@@ -72,29 +82,35 @@ def muon(
         steps: iterations.
         eps: smallest norm that a matrix is divided by.
         dtype: in which the iteration runs, and its matrices travel.
+        moments: the dtype in which the momentum is kept; by default that of the layout's `Precision`, or else float32 at
+            least. An update is computed in float32 at least, and it is rounded after it.
 
     Raises:
-        ConfigError: an unknown `adjust`; numbers below 0, all of them listed.
+        ConfigError: an unknown `adjust`; numbers below 0, all of them listed. A dtype that kernels lack.
         LayoutError: at `init`: leaves with fewer than two dims; all of them are listed.
+        TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
     """
     if adjust not in _ADJUST:
         text = f"knows no adjust={adjust!r}."
         raise ConfigError(message(_NAME, text, mend=f"Use one of {', '.join(map(repr, _ADJUST))}."))
     above = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay, "eps": eps}
     check_settings(_NAME, (FROM_0, above), (FROM_1, {"steps": steps}))
+    own = check_dtype(_NAME, "moments", moments)
+    check_dtype(_NAME, "dtype", dtype)
     rate = as_schedule(learning_rate)
     orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)
 
-    def init(params: Tree) -> MuonState:
+    def init(params: Tree, *, moments: torch.dtype | None = None) -> MuonState:
         _refuse_vectors(params)
-        return MuonState(torch.zeros((), dtype=torch.int64), zeros(params))
+        return MuonState(torch.zeros((), dtype=torch.int64), zeros(params, own or moments))
 
     def update(updates: Tree, state: MuonState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, MuonState]:
-        lr = rate(int(state.count))
+        check_update(_NAME, MuonState, updates, state, params, decay=weight_decay)
+        lr, given = rate(int(state.count)), grads_where(_NAME, updates, state.mu)
         leaves = tree.leaves(state.mu)
-        mu = [x if donate else clone(x) for x in local_leaves(state.mu)]
+        mu = widen(state.mu, donate=donate)
         ahead: list[Tensor] = []
-        for g, m in zip(grads_where(_NAME, updates, state.mu), mu, strict=True):
+        for g, m in zip(given, mu, strict=True):
             grad = g.to(m.dtype)
             m.lerp_(grad, 1 - momentum)
             ahead.append((grad.lerp(m, momentum) if nesterov else m).to(dtype))
@@ -102,9 +118,9 @@ def muon(
             x.to(m.dtype) * (-lr * _ratio(adjust, leaf.shape))
             for x, m, leaf in zip(_on_whole_matrices(orthogonal, ahead, leaves), mu, leaves, strict=True)
         ]
-        if weight_decay and params is not None:
+        if weight_decay:
             add_decay_(_NAME, deltas, params, state.mu, -lr * weight_decay)
-        return like(state.mu, deltas), MuonState(state.count + 1, like(state.mu, mu))
+        return like(state.mu, deltas), MuonState(state.count + 1, narrow(state.mu, mu, donate=donate))
 
     return GradientTransformation(init, update)
 

@@ -16,14 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.at_rest import base
 from fsharding.axes import AXES
-from fsharding.errors import LayoutError, TreeError, message
+from fsharding.errors import LayoutError, message
 from fsharding.mesh import Mesh, abstract, axis_group
 from fsharding.ops.rows import start_sum
 from fsharding.sharding import NamedSharding, is_assigned, to_local
 from fsharding.stages import begins
-from fsharding.tree import Tree
 
-__all__ = ["label_matrices", "refuse_hidden", "required", "stacked_dims", "sum_dims"]
+__all__ = ["label_matrices", "refuse_hidden", "stacked_dims", "sum_dims"]
 
 STACKS = ("blocks",)
 """Where a `Model` has its stacks."""
@@ -46,18 +45,6 @@ def label_matrices(stacks: Sequence[str] = STACKS) -> Callable[[str, Any], str]:
         return "matrix" if stacked_dims(path, stacks) and leaf.ndim >= 3 else "other"
 
     return label
-
-
-def required(params: Tree, function: str) -> Tree:
-    """The parameters.
-
-    Raises:
-        TreeError: there are none.
-    """
-    if params is None:
-        mend = "Call update(updates, state, params)."
-        raise TreeError(message(function, "needs the parameters to update them.", mend=mend))
-    return params
 
 
 def refuse_hidden(function: str, named: dict[str, Any], known: Sequence[str] = ()) -> None:
