@@ -75,7 +75,7 @@ def foreach_copy_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
 
 
 def _refuse_other_sizes(function: str, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    """Sizes alone, which is a twentieth of what a copy costs; shapes of one size that differ torch refuses by itself."""
+    """Sizes alone, which is a twentieth of what a copy costs; torch refuses other shapes of the same size by itself."""
     if [*map(Tensor.numel, xs)] != [*map(Tensor.numel, ys)]:
         raise LayoutError(_unlike(function, (xs, ys)))
 

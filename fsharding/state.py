@@ -18,7 +18,7 @@ from fsharding import boxes, random, tree
 from fsharding.boxes import Box
 from fsharding.errors import DonatedError, message
 from fsharding.layout import Layout, check_fit
-from fsharding.optim.base import GradientTransformation
+from fsharding.optim.base import GradientTransformation, check_optimizer
 from fsharding.planning import LeafLayout, moment_of
 from fsharding.precision import ScaleState
 from fsharding.random import Draw
@@ -137,17 +137,20 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         model: a `Model`, or a function `key -> tree of Draws or tensors`.
         opt: the optimizer.
         key: random key.
-        layout: where everything goes.
+        layout: where everything goes. `layout.precision.moments` is the dtype of moments where `opt` has none of its own.
 
     Raises:
+        ConfigError: `opt` is no optimizer.
         LayoutError: the layout was planned for other shapes or dtypes; all such leaves are listed.
         TreeError: the layout was planned for another tree.
     """
+    check_optimizer("fs.init_state", opt)
     init_key, run_key = random.split(key).unbind(0)
     draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
-    opt_state = opt.init(main if main is not None else main_params(params, layout))
+    trained = main if main is not None else main_params(params, layout)
+    opt_state = opt.start(trained, layout.precision.moments, layout.main)
     scale = layout.precision.init_scale()
     return TrainState(torch.zeros((), dtype=torch.int64), params, main, opt_state, scale, run_key.clone(), layout)
 
@@ -163,18 +166,20 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
         layout: where everything goes.
 
     Raises:
+        ConfigError: `opt` is no optimizer.
         LayoutError: parameters of other shapes or dtypes; all of them are listed.
         TreeError: another tree.
     """
+    check_optimizer("fs.state_from", opt)
     given = tree.flatten_up_to(layout.structure, params, "fs.state_from", ("the layout", "params"))
     wanted = ((leaf.home.shape_at_rest(leaf.shape), layout.precision.main_dtype(leaf.init)) for leaf in layout.leaves)
     check_fit("fs.state_from", layout, given, wanted)
     trained = [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
     main = tree.unflatten(layout.structure, trained)
     spread = spread_main(main, params, layout)
-    opt_state = opt.init(main if layout.has_main else main_params(spread, layout))
-    step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
     kept = main if layout.has_main else None
+    opt_state = opt.start(main_params(spread, layout) if kept is None else kept, layout.precision.moments, layout.main)
+    step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
     return TrainState(step, spread, kept, opt_state, layout.precision.init_scale(), run_key, layout)
 
 

@@ -197,8 +197,10 @@ def _fused(columns: _Columns, where: Tree, count: float, settings: dict[str, flo
         _fused_copies([*itertools.compress(leaves, map(operator.not_, ready))], dtype, step, settings)
 
 
-def _fused_copies(leaves: Sequence[tuple[Tensor, ...]], dtype: torch.dtype, step: Tensor, settings: dict[str, float]) -> None:
-    """On leaves with gaps or of narrower dtypes, in copies of a chunk at a time; parameters and moments are rounded once.
+def _fused_copies(
+    leaves: Sequence[tuple[Tensor, ...]], dtype: torch.dtype, step: Tensor, settings: dict[str, float]
+) -> None:
+    """On leaves with gaps or of narrower dtypes, in copies of a chunk at a time; what has changed is rounded once.
 
     So weights never pass through the dtype of the moments, and there are no wide moments of all leaves at once.
     """

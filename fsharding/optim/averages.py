@@ -1,7 +1,8 @@
 """Averages of parameters: `ema`, which watches and changes nothing, and `lookahead`, which steps back to its average.
 
 In: updates that are to be added, and the parameters that they will be added to. Out: updates, and the average as state.
-The average lives where the optimizer's main parameters are, in their dtype whatever that of moments, and goes with them in reshards and files.
+The average lives where the optimizer's main parameters are, and goes with them in reshards and files. It is in their
+dtype, whatever that of moments: most of what an average moves by is lost in a narrow one.
 Law: each element is averaged by itself, so an average does not depend on where a leaf is cut, bit for bit.
 """
 
@@ -116,16 +117,23 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
     check_optimizer("fs.optim.lookahead", inner)
     check_settings("fs.optim.lookahead", (FROM_1, {"every": every}), (TO_1, {"share": share}))
 
-    def init(params: Tree, *, moments: torch.dtype | None = None) -> LookaheadState:
+    def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> LookaheadState:
         slow = like(params, [clone(x) for x in local_leaves(params)])
-        return LookaheadState(torch.zeros((), dtype=torch.int64), slow, inner.start(params, moments))
+        return LookaheadState(torch.zeros((), dtype=torch.int64), slow, inner.start(params, moments, shardings))
 
     def update(
-        updates: Tree, state: LookaheadState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
+        updates: Tree,
+        state: LookaheadState,
+        params: Tree = None,
+        *,
+        donate: bool = False,
+        norm: Tensor | None = None,
+        shardings: Tree = None,
     ) -> tuple[Tree, LookaheadState]:
         check_update("fs.optim.lookahead", LookaheadState, updates, state, params, decay=0.0)
         params = required(params, "fs.optim.lookahead")
-        updates, inside = run_update(inner, updates, state.inner, params, donate=donate, norm=norm)
+        known: Any = {"donate": donate, "norm": norm, "shardings": shardings}
+        updates, inside = run_update(inner, updates, state.inner, params, **known)
         count, slow = state.count + 1, state.slow
         if int(count) % every == 0:
             old = local_leaves(slow)

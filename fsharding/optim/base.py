@@ -59,10 +59,12 @@ class GradientTransformation(NamedTuple):
     """A pair of pure functions.
 
     Attributes:
-        init: `init(params) -> state`. It may take a keyword more: `moments`, the dtype in which a layout's `Precision`
-            wants what is kept of each element; None, or no such keyword, leaves that to the transformation.
-        update: `update(updates, state, params) -> (updates, state)`. It may take two keywords more: `donate=True`
-            allows it to overwrite updates and state, and `norm` is the global norm of the gradients where it is known.
+        init: `init(params) -> state`. It may take two keywords more: `moments`, the dtype in which the `Precision` of a
+            layout wants what is kept of each element; and `shardings`, where the parameters are, such as `layout.main`,
+            which says of leaves with explicit assignments what their DTensors cannot.
+        update: `update(updates, state, params) -> (updates, state)`. It may take three keywords more: `donate=True`
+            allows it to overwrite updates and state, `norm` is the global norm of the gradients where it is known, and
+            `shardings` is as above.
         apply: `apply(updates, state, params) -> (params, state)`, with the same keywords: `update` and `apply_updates`
             in fewer passes over memory, for those that can; the results may differ in the last bit. It may take a
             keyword more: `scale`, by which the updates that it is given are still to be multiplied.
@@ -74,14 +76,17 @@ class GradientTransformation(NamedTuple):
     apply: Callable[..., tuple[Tree, Tree]] | None = None
     factor: Callable[[Tensor], float] | None = None
 
-    def start(self, params: Tree, moments: torch.dtype | None = None) -> Tree:
-        """The first state: `init`, with the dtype of moments where there is one and it takes it.
+    def start(self, params: Tree, moments: torch.dtype | None = None, shardings: Tree = None) -> Tree:
+        """The first state: `init`, with those of the keywords that there are and that it takes.
 
         Args:
             params: main parameters; None for frozen leaves.
             moments: such as `layout.precision.moments`.
+            shardings: such as `layout.main`.
         """
-        return self.init(params, moments=moments) if moments and _takes_moments(self.init) else self.init(params)
+        known = {"moments": moments, "shardings": shardings}
+        takes = _taken(self.init)
+        return self.init(params, **{k: x for k, x in known.items() if x is not None and (k in takes or "**" in takes)})
 
 
 class EmptyState(NamedTuple):
@@ -103,19 +108,11 @@ class MaskedState(NamedTuple):
 _MASKED = ("fs.masked", ("parameters", "gradients"))
 
 
-@functools.lru_cache(maxsize=256)
-def _keywords(update: Callable[..., Any]) -> tuple[bool, bool, bool]:
-    parameters = inspect.signature(update).parameters.values()
-    names = {p.name for p in parameters}
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    # Who takes anything may well drop what it does not know, which for a scale would be wrong.
-    return "donate" in names or anything, "norm" in names or anything, "scale" in names
-
-
-@functools.lru_cache(maxsize=256)
-def _takes_moments(init: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(init).parameters.values()
-    return any(p.name == "moments" or p.kind is p.VAR_KEYWORD for p in parameters)
+@functools.lru_cache(maxsize=512)
+def _taken(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of what a function takes, and "**" if it takes any keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
 
 
 def check_optimizer(function: str, opt: Any) -> None:
@@ -139,9 +136,12 @@ def check_optimizer(function: str, opt: Any) -> None:
         mend = f"It keeps its state in itself. Use {known.get(kind.__name__, wrapped)}, a pair of pure functions."
     elif issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
         what = f"a {kind.__name__}"
-        mend = "A learning rate may be a function of the number of updates: fs.adamw(fs.warmup_cosine(3e-4, 100, 1000))."
+        mend = "A learning rate may be a function of the number of updates: fs.adamw(fs.warmup_cosine(3e-4, 9, 99))."
     elif issubclass(kind, torch.nn.Module):
-        what, mend = f"a module, {kind.__name__}", "The model comes before the optimizer, which is such as fs.adamw(3e-4)."
+        what, mend = (
+            f"a module, {kind.__name__}",
+            "The model comes before the optimizer; that is fs.adamw(3e-4), say.",
+        )
     elif isinstance(opt, tuple) and callable(getattr(opt, "init", None)) and callable(getattr(opt, "update", None)):  # pyright: ignore[reportUnknownArgumentType]
         what = f"a {kind.__name__} of somebody else"
         mend = "Its functions are of the same form: fs.GradientTransformation(opt.init, opt.update)."
@@ -162,9 +162,11 @@ def run_update(
     donate: bool = False,
     norm: Tensor | None = None,
     scale: float = 1.0,
+    shardings: Tree = None,
 ) -> tuple[Tree, Tree]:
     """Calls `update` with the keywords that it takes."""
-    return call(transformation.update, updates, state, params, donate=donate, norm=norm, scale=scale)
+    known: Any = {"donate": donate, "norm": norm, "scale": scale, "shardings": shardings}
+    return call(transformation.update, updates, state, params, **known)
 
 
 def call(
@@ -174,15 +176,14 @@ def call(
     donate: bool,
     norm: Tensor | None,
     scale: float = 1.0,
+    shardings: Tree = None,
 ) -> tuple[Tree, Tree]:
     """Calls a function of a transformation with those of the keywords that it takes; scales for one that does not."""
-    takes_donate, takes_norm, takes_scale = _keywords(function)
-    keywords: dict[str, Any] = {}
-    if takes_donate:
-        keywords["donate"] = donate
-    if takes_norm:
-        keywords["norm"] = norm
-    if takes_scale:
+    takes = _taken(function)
+    known = {"donate": donate, "norm": norm} | ({} if shardings is None else {"shardings": shardings})
+    keywords = {name: x for name, x in known.items() if name in takes or "**" in takes}
+    # A function that takes any keyword may well drop those that it does not know, which for a scale would be wrong.
+    if "scale" in takes:
         keywords["scale"] = scale
     elif scale != 1.0:
         updates = multiply(updates, scale, donate=donate)
@@ -208,8 +209,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     for t in transformations:
         check_optimizer("fs.chain", t)
 
-    def init(params: Tree, *, moments: torch.dtype | None = None) -> ChainState:
-        return ChainState(tuple(t.start(params, moments) for t in transformations))
+    def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> ChainState:
+        return ChainState(tuple(t.start(params, moments, shardings) for t in transformations))
 
     def states_of(updates: Tree, state: Any) -> tuple[Tree, ...]:
         check_state("fs.chain", ChainState, updates, state)
@@ -219,11 +220,17 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         return state.states
 
     def update(
-        updates: Tree, state: ChainState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
+        updates: Tree,
+        state: ChainState,
+        params: Tree = None,
+        *,
+        donate: bool = False,
+        norm: Tensor | None = None,
+        shardings: Tree = None,
     ) -> tuple[Tree, ChainState]:
         states: list[Tree] = []
         for t, inner in zip(transformations, states_of(updates, state), strict=True):
-            updates, inner = run_update(t, updates, inner, params, donate=donate, norm=norm)
+            updates, inner = run_update(t, updates, inner, params, donate=donate, norm=norm, shardings=shardings)
             states.append(inner)
             norm = None
         return updates, ChainState(tuple(states))
@@ -240,6 +247,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         donate: bool = False,
         norm: Tensor | None = None,
         scale: float = 1.0,
+        shardings: Tree = None,
     ) -> tuple[Tree, ChainState]:
         states: list[Tree] = []
         inners = states_of(updates, state)
@@ -247,11 +255,13 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             if t.factor is not None and norm is not None:
                 scale *= t.factor(norm)
             else:
-                updates, inner = run_update(t, updates, inner, params, donate=donate, norm=norm, scale=scale)
+                known: Any = {"donate": donate, "norm": norm, "scale": scale, "shardings": shardings}
+                updates, inner = run_update(t, updates, inner, params, **known)
                 scale = 1.0
             states.append(inner)
             norm = None
-        params, inner = call(last, updates, inners[-1], params, donate=donate, norm=norm, scale=scale)
+        known = {"donate": donate, "norm": norm, "scale": scale, "shardings": shardings}
+        params, inner = call(last, updates, inners[-1], params, **known)
         return params, ChainState((*states, inner))
 
     return GradientTransformation(init, update, apply)
@@ -287,15 +297,19 @@ def masked(
             else tree.prune(labels, params, "fs.masked", ("labels", "parameters"))
         )
 
-    def init(params: Tree, *, moments: torch.dtype | None = None) -> MaskedState:
+    def parts_of(values: Tree, like: Tree, labelled: Tree) -> dict[str, Tree]:
+        """The part of each group of what some trees may be, parameters or shardings; nothing where there are none."""
+        return split(tree.prune(values, like, *_MASKED), labelled) if values is not None else {}
+
+    def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> MaskedState:
         labelled = label(params)
         rows: list[str] = []
         tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, labelled)
         if rows:
             known = f"Labels are {', '.join(map(repr, groups))}."
             raise TreeError(message("fs.masked", "has labels without a transformation.", rows, known))
-        parts = split(params, labelled)
-        return MaskedState({g: t.start(parts[g], moments) for g, t in groups.items()})
+        parts, where = split(params, labelled), parts_of(shardings, params, labelled)
+        return MaskedState({g: t.start(parts[g], moments, where.get(g)) for g, t in groups.items()})
 
     def states_of(updates: Tree, state: Any) -> dict[str, Tree]:
         check_state("fs.masked", MaskedState, updates, state)
@@ -305,13 +319,17 @@ def masked(
         return state.groups
 
     def update(
-        updates: Tree, state: MaskedState, params: Tree = None, *, donate: bool = False
+        updates: Tree, state: MaskedState, params: Tree = None, *, donate: bool = False, shardings: Tree = None
     ) -> tuple[Tree, MaskedState]:
         states = states_of(updates, state)
         params = tree.prune(params, updates, *_MASKED) if params is not None else None
         labelled = label(params if params is not None else updates)
         parts, params_of = split(updates, labelled), split(params, labelled) if params is not None else {}
-        done = {g: run_update(t, parts[g], states[g], params_of.get(g), donate=donate) for g, t in groups.items()}
+        where = parts_of(shardings, updates, labelled)
+        done = {
+            g: run_update(t, parts[g], states[g], params_of.get(g), donate=donate, shardings=where.get(g))
+            for g, t in groups.items()
+        }
         return merge(updates, labelled, done)
 
     def merge(values: Tree, labelled: Tree, done: dict[str, tuple[Tree, Tree]]) -> tuple[Tree, MaskedState]:
@@ -324,14 +342,21 @@ def masked(
         return GradientTransformation(init, update)
 
     def apply(
-        updates: Tree, state: MaskedState, params: Tree, *, donate: bool = False, scale: float = 1.0
+        updates: Tree,
+        state: MaskedState,
+        params: Tree,
+        *,
+        donate: bool = False,
+        scale: float = 1.0,
+        shardings: Tree = None,
     ) -> tuple[Tree, MaskedState]:
         states = states_of(updates, state)
         pruned = tree.prune(params, updates, *_MASKED)
         labelled = label(pruned)
         parts, params_of = split(updates, labelled), split(pruned, labelled)
+        where, known = parts_of(shardings, updates, labelled), {"donate": donate, "norm": None, "scale": scale}
         done = {
-            g: call(t.apply, parts[g], states[g], params_of[g], donate=donate, norm=None, scale=scale)
+            g: call(t.apply, parts[g], states[g], params_of[g], shardings=where.get(g), **known)
             for g, t in groups.items()
             if t.apply is not None
         }
@@ -529,7 +554,7 @@ def refuse_other_parts(function: str, where: Tree, columns: Mapping[str, Sequenc
         for path, *leaf in zip(tree.paths(where), *shapes, strict=True)
         if len({*leaf}) > 1
     ]
-    mend = "Bring all of them to layout.main, with fs.shard or fs.reshard; a DTensor of one's own has to hold what it says."
+    mend = "Bring all of them to layout.main with fs.shard or fs.reshard; a DTensor has to hold what it says."
     raise LayoutError(message(function, "got different parts of the same leaves on this rank.", rows, mend))
 
 

@@ -54,8 +54,8 @@ def lion(
         b1: share of the momentum in what is updated with.
         b2: decay of the momentum.
         weight_decay: decoupled decay, times the learning rate.
-        moments: the dtype in which the momentum is kept; by default that of the layout's `Precision`, or else float32 at
-            least. An update is computed in float32 at least, and it is rounded after it.
+        moments: the dtype in which the momentum is kept; by default that of the layout's `Precision`, or else float32
+            at least. An update is computed in float32 at least, and the momentum is rounded after it.
 
     Raises:
         ConfigError: numbers below 0, or above 1 for the momentum; all of them are listed. A momentum in a dtype that
