@@ -137,7 +137,7 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         model: a `Model`, or a function `key -> tree of Draws or tensors`.
         opt: the optimizer.
         key: random key.
-        layout: where everything goes. `layout.precision.moments` is the dtype of moments where `opt` has none of its own.
+        layout: where everything goes. Moments are in `layout.precision.moments` where `opt` has no dtype of its own.
 
     Raises:
         ConfigError: `opt` is no optimizer.

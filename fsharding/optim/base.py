@@ -142,7 +142,7 @@ def check_optimizer(function: str, opt: Any) -> None:
             f"a module, {kind.__name__}",
             "The model comes before the optimizer; that is fs.adamw(3e-4), say.",
         )
-    elif isinstance(opt, tuple) and callable(getattr(opt, "init", None)) and callable(getattr(opt, "update", None)):  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(opt, tuple) and callable(getattr(opt, "init", None)) and callable(getattr(opt, "update", None)):
         what = f"a {kind.__name__} of somebody else"
         mend = "Its functions are of the same form: fs.GradientTransformation(opt.init, opt.update)."
     elif callable(opt):
@@ -354,9 +354,18 @@ def masked(
         pruned = tree.prune(params, updates, *_MASKED)
         labelled = label(pruned)
         parts, params_of = split(updates, labelled), split(pruned, labelled)
-        where, known = parts_of(shardings, updates, labelled), {"donate": donate, "norm": None, "scale": scale}
+        where: dict[str, Tree] = parts_of(shardings, updates, labelled)
         done = {
-            g: call(t.apply, parts[g], states[g], params_of[g], shardings=where.get(g), **known)
+            g: call(
+                t.apply,
+                parts[g],
+                states[g],
+                params_of[g],
+                donate=donate,
+                norm=None,
+                scale=scale,
+                shardings=where.get(g),
+            )
             for g, t in groups.items()
             if t.apply is not None
         }
@@ -587,7 +596,7 @@ def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, s
 
 def _refuse_values(function: str, first: Any, second: Tree) -> None:
     """Refuses what `fs.value_and_grad` returns beside gradients, or all that it returns."""
-    kind = f"a tuple of {len(first)}" if isinstance(first, tuple) else f"a tensor {list(first.shape)}"  # pyright: ignore[reportUnknownArgumentType]
+    kind = f"a tuple of {len(first)}" if isinstance(first, tuple) else f"a tensor {list(first.shape)}"
     text = f"got {kind} in the place of gradients, and {type(second).__name__} for its moments."
     mend = f"fs.value_and_grad returns values first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {_ORDER}"
     raise TreeError(message(function, text, mend=mend))

@@ -198,7 +198,7 @@ def _whole(x: Tensor, home: NamedSharding | None) -> _Whole:
     staged = {a.axis for a in home.assigned} - {a.axis for a in own}
     names = tuple(name for name in abstract(whole).names if name not in staged)
     here = replace(home, mesh=at_rest.slice_of(whole, names) if staged else whole, assigned=own)
-    return _Whole(whole_shape(x, here), here, whole)
+    return _Whole(whole_shape(x, home) if home.grid(x.shape) is None else whole_shape(x, here), here, whole)
 
 
 def _on_whole_matrices(fn: functools.partial[Tensor], local: list[Tensor], wholes: list[_Whole]) -> list[Tensor]:

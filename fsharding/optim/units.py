@@ -85,13 +85,16 @@ def homes(
         hidden = [a for a in abstract(found.whole).names if a not in abstract(found.mesh).names]
         if sharding is not None and {a.axis for a in sharding.assigned} == {*hidden}:
             here = replace(here, mesh=found.whole, assigned=sharding.assigned)
-            if here.local_shape(whole_shape(x, here)) != tuple(local_of(x).shape):
-                rows.append(f"{path}: {here} of {list(whole_shape(x, here))} is not what this rank holds")
+            shape, held = whole_shape(x, here), tuple(local_of(x).shape)
+            want = here.local_shape(shape)
+            if want != held:
+                text = f"{here} of {list(shape)} is not what this rank holds"
+                rows.append(f"{path}: {text}: {list(want)}, and it has {list(held)}")
         elif sharding is not None or not {*hidden} <= {*known}:
             rows.append(f"{path} is assigned over {', '.join(a for a in hidden if a not in known)}")
         result.append(here)
     if rows:
-        mend = "Say where they are: opt.init(params, shardings=layout.main), and the same of opt.update; the train step does."
+        mend = "Say where they are, as the train step does: shardings=layout.main, of opt.init and opt.update."
         raise LayoutError(message(function, "cannot tell who owns leaves with assignments.", rows, mend))
     return result
 
@@ -105,7 +108,9 @@ def whole_shape(x: Tensor, sharding: NamedSharding | None) -> tuple[int, ...]:
         x: the leaf.
         sharding: of `homes`.
     """
-    sizes = {a.dim: sum(map(length, a.ranges)) for a in (sharding.assigned if sharding is not None else ())}
+    if sharding is None or sharding.grid(x.shape) is None:
+        return tuple(x.shape)
+    sizes = {a.dim: sum(map(length, a.ranges)) for a in sharding.assigned}
     return tuple(sizes.get(dim, size) for dim, size in enumerate(x.shape))
 
 

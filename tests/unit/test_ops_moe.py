@@ -67,7 +67,7 @@ def test_no_rows_and_no_groups():
 
 def test_products_that_do_not_fit():
     x, w = torch.zeros(7, 2), torch.zeros(3, 2, 4)
-    rule = "ops.grouped_matmul needs x [M, D], w [X, D, F] of one dtype, and X counts that sum to M.\n"
+    rule = "ops.grouped_matmul needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M.\n"
     assert refusal(SpecError, lambda: ops.grouped_matmul(x, w, torch.tensor([1, 2, 3]))) == (
         f"{rule}  x is torch.float32[7, 2], w is torch.float32[3, 2, 4]\n  counts are [1, 2, 3]"
     )
