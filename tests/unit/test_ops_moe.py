@@ -167,3 +167,10 @@ def test_what_experts_refuse():
         "  gate is [3, 6, 2]\n  up is [3, 6, 2]\n  down is [3, 6, 2]\n"
         'Name their dim "expert" in plan_layout(names=...), with the rule expert="ep".'
     )
+
+
+@pytest.mark.parametrize("counts", [(-8, 15), (80_007, -80_000)], ids=str)
+def test_counts_below_0_never_reach_a_kernel(counts):
+    with pytest.raises(SpecError) as caught:
+        ops.grouped_matmul(torch.ones(7, 8), torch.ones(2, 8, 8), torch.tensor(counts))
+    assert "X counts from 0 that sum to M." in str(caught.value) and f"counts are {list(counts)}" in str(caught.value)
