@@ -21,7 +21,7 @@ from torch import Tensor
 from fsharding import tree
 from fsharding.optim.base import (
     GradientTransformation,
-    check_state,
+    check_update,
     like,
     like_leaf,
     local_leaves,
@@ -133,8 +133,8 @@ def adafactor(
     def update(
         updates: Tree, state: AdafactorState, params: Tree = None, *, shardings: Tree = None
     ) -> tuple[Tree, AdafactorState]:
-        check_state(_NAME, AdafactorState, updates, state)
-        params = tree.prune(required(params, _NAME), updates, _NAME, ("parameters", "gradients"))
+        check_update(_NAME, AdafactorState, updates, state, required(params, _NAME))
+        params = tree.prune(params, updates, _NAME, ("parameters", "gradients"))
         refuse_unlike(_NAME, params, updates, ("parameters", "gradients"))
         where, t = shardings_of(updates), int(state.count) + 1
         grads, spec = tree.flatten(updates)

@@ -70,7 +70,7 @@ def ema(decay: float | Schedule = 0.999) -> GradientTransformation:
         return EmaState(torch.zeros((), dtype=torch.int64), like(params, [clone(x) for x in local_leaves(params)]))
 
     def update(updates: Tree, state: EmaState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, EmaState]:
-        check_update("fs.optim.ema", EmaState, updates, state, params, decay=0.0)
+        check_update("fs.optim.ema", EmaState, updates, state, params)
         share = rate(int(state.count))
         average = [x if donate else clone(x) for x in local_leaves(state.average)]
         after = _after("fs.optim.ema", updates, required(params, "fs.optim.ema"), state.average)
@@ -130,7 +130,7 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
         norm: Tensor | None = None,
         shardings: Tree = None,
     ) -> tuple[Tree, LookaheadState]:
-        check_update("fs.optim.lookahead", LookaheadState, updates, state, params, decay=0.0)
+        check_update("fs.optim.lookahead", LookaheadState, updates, state, params)
         params = required(params, "fs.optim.lookahead")
         known: Any = {"donate": donate, "norm": norm, "shardings": shardings}
         updates, inside = run_update(inner, updates, state.inner, params, **known)

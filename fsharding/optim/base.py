@@ -525,7 +525,7 @@ def check_state(function: str, kind: type, updates: Tree, state: Any) -> None:
         raise TreeError(message(function, text, mend=mend))
 
 
-def check_update(function: str, kind: type, updates: Tree, state: Any, params: Tree, *, decay: float) -> None:
+def check_update(function: str, kind: type, updates: Tree, state: Any, params: Tree, *, decay: float = 0.0) -> None:
     """Refuses arguments of an update that are in each other's place, and decay without anything to decay.
 
     Args:
@@ -540,6 +540,13 @@ def check_update(function: str, kind: type, updates: Tree, state: Any, params: T
         TreeError: as said.
     """
     check_state(function, kind, updates, state)
+    there = params if params is not None else state[1]
+    if isinstance(updates, tuple | Tensor) and there is not None and type(updates) is not type(there):
+        # As fs.value_and_grad returns beside gradients, or with them.
+        what = f"a tuple of {len(updates)}" if isinstance(updates, tuple) else f"a tensor {list(updates.shape)}"
+        text = f"got {what} in the place of gradients, and {type(there).__name__} for the rest."
+        mend = f"Values come first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {_ORDER}"
+        raise TreeError(message(function, text, mend=mend))
     if decay:
         required(params, function, f"for weight_decay={decay}")
 
@@ -580,8 +587,6 @@ def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, s
         TreeError: they differ; all such leaves are listed.
     """
     flat, spec = tree.flatten(first)
-    if labels[0] == "gradients" and isinstance(first, tuple | Tensor) and type(first) is not type(second):
-        _refuse_values(function, first, second)
     others = tree.flatten_up_to(spec, second, function, labels)
     if all(isinstance(y, Tensor) and x.shape == y.shape for x, y in zip(flat, others, strict=True)):
         return
@@ -592,14 +597,6 @@ def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, s
     ]
     text = f"got {labels[0]} and {labels[1]} of different shapes."
     raise TreeError(message(function, text, rows, f"Give {labels[0]} and {labels[1]} of one model."))
-
-
-def _refuse_values(function: str, first: Any, second: Tree) -> None:
-    """Refuses what `fs.value_and_grad` returns beside gradients, or all that it returns."""
-    kind = f"a tuple of {len(first)}" if isinstance(first, tuple) else f"a tensor {list(first.shape)}"
-    text = f"got {kind} in the place of gradients, and {type(second).__name__} for its moments."
-    mend = f"fs.value_and_grad returns values first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {_ORDER}"
-    raise TreeError(message(function, text, mend=mend))
 
 
 def add_decay_(function: str, updates: Sequence[Tensor], params: Tree, where: Tree, factor: float) -> None:

@@ -19,7 +19,7 @@ from fsharding import tree
 from fsharding.errors import ConfigError, message
 from fsharding.optim.base import (
     GradientTransformation,
-    check_state,
+    check_update,
     clone,
     like,
     like_leaf,
@@ -117,8 +117,8 @@ def from_torch(
     def update(
         updates: Tree, state: TorchState, params: Tree = None, *, donate: bool = False
     ) -> tuple[Tree, TorchState]:
-        check_state(_NAME, TorchState, updates, state)
-        params = tree.prune(required(params, _NAME), updates, _NAME, ("parameters", "gradients"))
+        check_update(_NAME, TorchState, updates, state, required(params, _NAME))
+        params = tree.prune(params, updates, _NAME, ("parameters", "gradients"))
         refuse_unlike(_NAME, params, updates, ("parameters", "gradients"))
         where = shardings_of(next(iter(state.slots.values()), params))
         moved = redistribute(updates, where)

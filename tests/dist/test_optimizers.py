@@ -82,6 +82,7 @@ def matrices(path, leaf):
 OPTIMIZERS = {
     "sgd": lambda: fs.sgd(0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
     "lion": lambda: optim.lion(0.01, weight_decay=0.1),
+    "narrow": lambda: fs.adamw(0.1, weight_decay=0.1, moments=torch.bfloat16),
     "nadam": lambda: optim.from_torch(torch.optim.NAdam, lr=lambda count: 0.1 / (1 + count), weight_decay=0.1),
     "rprop": lambda: optim.from_torch(torch.optim.Rprop),
     "own": lambda: optim.from_torch(Heavy, lr=0.2),
@@ -437,14 +438,10 @@ def on_parts(name, levels, stages=None, **axes):
         for step in range(1, STEPS + 1):
             grads = fs.shard(of_parts(step), layout.main)
             how = {"shardings": layout.main, "donate": level % 2 == 1}
-            if state.main is not None or layout.strategy.params:
-                main, inner = optim.apply_gradients(opt, grads, state.opt_state, fs.state.main_of(state), **how)
-                params = fs.spread_main(main, state.params, layout)
-                state = state.replace(params=params, main=main if state.main is not None else None, opt_state=inner)
-            else:
-                main = fs.main_params(state.params, layout)
-                main, inner = optim.apply_gradients(opt, grads, state.opt_state, main, **how)
-                state = state.replace(params=fs.spread_main(main, state.params, layout), opt_state=inner)
+            main = state.main if state.main is not None else fs.main_params(state.params, layout)
+            main, inner = optim.apply_gradients(opt, grads, state.opt_state, main, **how)
+            params, kept = fs.spread_main(main, state.params, layout), main if state.main is not None else None
+            state = state.replace(params=params, main=kept, opt_state=inner)
         one = fs.reshard(state, fs.plan_layout(of_parts(0), mesh_of(dp=-1), RULES, fs.zero(0), names=PART_NAMES))
         found.append((whole(one.params), whole(one.opt_state), sizes))
     return found
@@ -482,7 +479,11 @@ def test_dims_made_of_parts_are_updated_as_by_one_process(name, axes, stages):
         for found in there[name]:
             check(found[0], params)
             check(found[1], state)
-            assert found[2][0] == found[2][1]
+            if (name, "pp" in axes) != (
+                "adafactor",
+                True,
+            ):  # whose statistics of a leaf of another stage have no columns
+                assert found[2][0] == found[2][1]
 
 
 def step_on_parts(name, **axes):
