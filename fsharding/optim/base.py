@@ -191,12 +191,22 @@ def call(
 
 
 def multiply(values: Tree, factor: float, *, donate: bool = False) -> Tree:
-    """All leaves times a number, in place if they are donated."""
-    local = local_leaves(values)
+    """All leaves times a number, in float32 at least: a mean of float16 sums may be too small for a float16.
+
+    Args:
+        values: tree of gradients.
+        factor: the number.
+        donate: those that are wide already are changed in place.
+    """
+    held = local_leaves(values)
+    local = [x if x.dtype in _WIDE else x.to(wide(x.dtype)) for x in held]
     if donate:
         _compat.foreach_mul_(local, factor)
-        return values
+        return values if all(x is y for x, y in zip(held, local, strict=True)) else like(values, local)
     return like(values, _compat.foreach_mul(local, factor))
+
+
+_WIDE = {torch.float32, torch.float64}
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:

@@ -1,6 +1,7 @@
 """Every role of a precision on two ranks: training is what plain torch makes of the same arithmetic, and of no other."""
 
 import functools
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -25,7 +26,7 @@ ROLES = {
     "wide_grads": Precision(grads=F64),
     "moments": Precision(moments=BF16),
     "wide_moments": Precision(moments=F64),
-    "all": Precision(params=F32, compute=BF16, reduce=F16, grads=F16, moments=BF16),
+    "all": Precision(params=F32, compute=F16, reduce=BF16, grads=F16, moments=BF16),
 }
 
 
@@ -89,7 +90,7 @@ def plain(how, *, each):
         terms: list = [[] for _ in range(RANKS)]
         for rank, batch in enumerate(batch_of(i)):
             for piece in range(PIECES):
-                leaves = {name: x.to(how.compute or x.dtype).requires_grad_() for name, x in main.items()}
+                leaves = {name: x.detach().to(how.compute or x.dtype).requires_grad_() for name, x in main.items()}
                 loss = loss_of(**leaves, batch={name: x.chunk(PIECES)[piece] for name, x in batch.items()})
                 terms[rank].append(torch.autograd.grad(loss, [*leaves.values()]))
         for k, name in enumerate(main):
@@ -98,15 +99,13 @@ def plain(how, *, each):
                 total = functools.reduce(lambda a, b: a + b.to(held), sums[1:], sums[0].to(held))
             else:
                 of_rank = [
-                    functools.reduce(
-                        lambda a, b: (a + b).to(held), (t[k] for t in terms[r][1:]), terms[r][0][k].to(held)
-                    )
+                    functools.reduce(lambda a, b: a + b, (terms[r][p][k].to(held) for p in range(PIECES)))
                     for r in range(RANKS)
                 ]
                 total = sum(wired(x).to(wide(held)) for x in of_rank).to(held)
-            mean = total * (1.0 / (RANKS * PIECES * 3))
+            mean = total.to(wide(total.dtype)) * (1.0 / (RANKS * PIECES * 3))
             computed = wide(trace[name].dtype)
-            now = trace[name].to(computed) * 0.9 + (mean.to(wide(main[name].dtype)) + 0.01 * main[name]).to(computed)
+            now = trace[name].to(computed) * 0.9 + (mean + main[name].to(mean.dtype) * 0.01)
             trace[name] = now.to(trace[name].dtype)
             main[name] = (main[name] + (-0.05 * now).to(torch.promote_types(now.dtype, main[name].dtype))).to(
                 main[name].dtype
@@ -126,7 +125,21 @@ LEVELS = [0, 3, *(pytest.param(level, marks=pytest.mark.full) for level in (1, 2
 @pytest.mark.parametrize("role", ROLES)
 def test_training_is_what_plain_torch_makes_of_the_same_dtypes(role, level):
     how = ROLES[role]
-    want, found = plain(how, each=level >= 2), on_two(level)
-    near = 1e-6
-    for there in found:
-        assert_trees_close(there[role], want, rtol=near, atol=near)
+    want = plain(how, each=level >= 2)
+    for there in on_two(level):
+        assert_trees_close(there[role], want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "role", [role for role in ROLES if role not in ("none", "wide_grads", "wide_moments", "wide_params")]
+)
+def test_each_role_can_be_told_from_training(role):
+    """What the test above compares with differs from role to role, so it would see one that is not heeded."""
+    how = ROLES[role]
+    for each in (False, True):
+        found, others = plain(how, each=each), [plain(Precision(), each=each)]
+        if role == "all":
+            roles = ("compute", "reduce", "grads", "moments")
+            others += [plain(replace(how, **{name: F32}), each=each) for name in roles]
+        for other in others:
+            assert max(float((found[name] - other[name]).abs().max()) for name in SHAPES) > 1e-4
