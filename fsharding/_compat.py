@@ -30,6 +30,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsharding.errors import LayoutError, message
+
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
     "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh",
@@ -42,20 +44,55 @@ __all__ = [
 
 
 def foreach_add(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
-    """Adds the tensors of two lists pairwise; unlike torch's, takes empty lists, as do the others here."""
+    """Adds the tensors of two lists pairwise; unlike torch's, takes empty lists, as do the others here.
+
+    Raises:
+        LayoutError: the lists, or two tensors, differ in size: torch would broadcast.
+    """
+    _refuse_other_sizes("foreach_add", xs, ys)
     return list(torch._foreach_add(list(xs), list(ys))) if xs else []
 
 
 def foreach_add_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    """Adds the second list to the first in place."""
+    """Adds the second list to the first in place.
+
+    Raises:
+        LayoutError: the lists, or two tensors, differ in size.
+    """
+    _refuse_other_sizes("foreach_add_", xs, ys)
     if xs:
         torch._foreach_add_(list(xs), list(ys))
 
 
 def foreach_copy_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    """Copies the second list into the first, casting as needed."""
+    """Copies the second list into the first, casting as needed.
+
+    Raises:
+        LayoutError: the lists, or two tensors, differ in size: torch would fill all of one with a part.
+    """
+    _refuse_other_sizes("foreach_copy_", xs, ys)
     if xs:
         torch._foreach_copy_(list(xs), list(ys))
+
+
+def _refuse_other_sizes(function: str, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    """Sizes alone, which is a twentieth of what a copy costs; torch refuses other shapes of the same size by itself."""
+    if [*map(Tensor.numel, xs)] != [*map(Tensor.numel, ys)]:
+        raise LayoutError(_unlike(function, (xs, ys)))
+
+
+def _unlike(function: str, columns: Sequence[Sequence[Tensor]]) -> str:
+    """Says which tensors of some lists do not belong together: the first ten of them, and how many more."""
+
+    def kind(x: Tensor) -> str:
+        where = f"{x.dtype}{list(x.shape)} on {x.device}".removeprefix("torch.")
+        return where if x.is_contiguous() else f"{where} with gaps"
+
+    if len({len(column) for column in columns}) > 1:
+        return message(function, f"got lists of {', '.join(str(len(column)) for column in columns)} tensors.")
+    named = [[kind(x) for x in leaf] for leaf in zip(*columns, strict=True)]
+    rows = [f"number {i}: {', '.join(leaf)}" for i, leaf in enumerate(named) if len({*leaf}) > 1]
+    return message(function, "got tensors that do not belong together.", rows)
 
 
 def foreach_mul(xs: Sequence[Tensor], scalar: float) -> list[Tensor]:
@@ -137,12 +174,25 @@ def same_glances(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...
 
 
 def packed(xs: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype one after the other, flat, in one call."""
+    """Tensors of one dtype one after the other, flat, in one call.
+
+    Raises:
+        LayoutError: of several dtypes, all of which would become the widest.
+    """
+    if len({x.dtype for x in xs}) > 1:
+        raise LayoutError(_unlike("packed", [[xs[0]] * len(xs), xs]))
     return torch._utils._flatten_dense_tensors(tuple(xs))
 
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Views of it, in the shapes of what it was packed from."""
+    """Views of it, in the shapes of what it was packed from; it may be longer.
+
+    Raises:
+        LayoutError: it is shorter.
+    """
+    if flat.numel() < sum(map(Tensor.numel, like)):
+        text = f"got {flat.numel()} elements for tensors of {sum(map(Tensor.numel, like))}."
+        raise LayoutError(message("unpack", text))
     return torch._utils._unflatten_dense_tensors(flat, tuple(like))
 
 
@@ -376,12 +426,26 @@ def fused_adamw_(
     scale: float = 1.0,
     **settings: Any,
 ) -> None:
-    """torch's fused AdamW kernel, with its own settings: updates params, mu, nu and, unless scale is 1, grads."""
+    """torch's fused AdamW kernel, with its own settings: updates params, mu, nu and, unless scale is 1, grads.
+
+    On the CPU the kernel takes as many elements of each column as the parameter has, wherever these end.
+
+    Raises:
+        LayoutError: tensors of one place differ in size, dtype or device, or have gaps.
+    """
+    columns = params, grads, mu, nu
+    sizes = [*map(Tensor.numel, params)]
+    if not all([*map(Tensor.numel, column)] == sizes and all(map(Tensor.is_contiguous, column)) for column in columns):
+        raise LayoutError(_unlike("fused_adamw_", columns))
     divisor = torch.tensor(1.0 / scale, device=params[0].device) if scale != 1.0 else None
-    torch._fused_adamw_(
-        params, grads, mu, nu, [], steps,
-        **settings, amsgrad=False, maximize=False, grad_scale=divisor,
-    )  # fmt: skip
+    try:
+        torch._fused_adamw_(
+            params, grads, mu, nu, [], steps,
+            **settings, amsgrad=False, maximize=False, grad_scale=divisor,
+        )  # fmt: skip
+    except RuntimeError as error:
+        # Dtypes and devices are what the kernel looks at itself.
+        raise LayoutError(_unlike("fused_adamw_", columns)) from error
 
 
 def attend_block(

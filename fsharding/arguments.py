@@ -64,7 +64,7 @@ def is_optimizer(x: Any) -> bool:
     """Whether something can be the optimizer of a step: a pair of functions, `init` and `update`."""
     if isinstance(x, type | nn.Module | Tensor):
         return False
-    needed = all(callable(getattr(x, name, None)) for name in ("init", "update"))
+    needed = all(callable(getattr(x, name, None)) for name in ("init", "update", "start"))
     return needed and all(getattr(x, name, None) is None or callable(getattr(x, name)) for name in ("apply", "factor"))
 
 
@@ -76,12 +76,19 @@ def check_optimizer(function: str, opt: Any) -> None:
     """
     if is_optimizer(opt):
         return
+    pair = not isinstance(opt, type | nn.Module) and all(callable(getattr(opt, n, None)) for n in ("init", "update"))
     if isinstance(opt, torch.optim.Optimizer) or (isinstance(opt, type) and issubclass(opt, torch.optim.Optimizer)):
         name = opt.__name__ if isinstance(opt, type) else type(opt).__name__
-        ours = {"AdamW": "fs.adamw(1e-3)", "SGD": "fs.sgd(0.1)"}.get(name, f"fs.optim.from_torch(torch.optim.{name})")
+        ours = {**dict.fromkeys(("Adam", "AdamW"), "fs.adamw(1e-3)"), "SGD": "fs.sgd(0.1)"}
+        ours |= {"Muon": "fs.optim.muon(1e-2)", "Adafactor": "fs.optim.adafactor(1e-2)"}
+        ours = ours.get(name, f"fs.optim.from_torch(torch.optim.{name})")
         mend = f"Use {ours}: it holds no parameters, its state is part of the TrainState."
     elif inspect.isroutine(opt) and getattr(opt, "__module__", "").startswith("fsharding.optim"):
         mend = f"Call it: fs.{opt.__name__}(...)."
+    elif isinstance(opt, torch.optim.lr_scheduler.LRScheduler):
+        mend = "A learning rate may be a function of the number of updates: fs.adamw(fs.warmup_cosine(3e-4, 9, 99))."
+    elif pair:
+        mend = "Its functions are of the same form: fs.GradientTransformation(opt.init, opt.update)."
     else:
         mend = "Give a pair such as fs.adamw(1e-3) or fs.chain(...), whose init and update are functions."
     raise refuse(function, "an optimizer that is a pair of functions", opt, mend)

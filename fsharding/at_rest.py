@@ -18,7 +18,7 @@ from fsharding import _compat
 from fsharding.mesh import abstract, is_member, own_rank
 from fsharding.spec import PartitionSpec
 
-__all__ = ["Base", "base", "order", "view"]
+__all__ = ["Base", "base", "order", "slice_of", "view"]
 
 _OWNED = "_owned"
 """What is added to the name of an axis that a leaf owns."""
@@ -79,15 +79,20 @@ def _found(
 def _view(_identity: int, mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
     names = abstract(mesh).names
     kept = tuple(name for name in names if name in axes)
-    part = mesh if kept == names else _slice_of(mesh, kept)
+    part = mesh if kept == names else slice_of(mesh, kept)
     result = part if not axes or (axes == kept and not owned) else _renamed(part, axes, owned)
     _bases[id(result)] = result, Base(part, axes or ("dp",), owned, None if part is mesh else mesh)
     return result
 
 
 @functools.lru_cache(maxsize=64)
-def _slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The slice of a mesh with this rank in it; without any axis left, this rank alone."""
+def slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The slice of a mesh with this rank in it; without any axis left, this rank alone.
+
+    Args:
+        mesh: the whole.
+        names: of the axes that it keeps, in the order of the mesh.
+    """
     rank = own_rank()
     if not names:
         return _compat.meshless_device_mesh(mesh.device_type, ("dp",), torch.tensor([rank]), rank)

@@ -121,7 +121,8 @@ class Layout:
         """Exact bytes of one rank.
 
         Args:
-            opt: a `GradientTransformation`, whose state is counted; by default the two moments of Adam.
+            opt: a `GradientTransformation`, whose state is counted, with its own dtype of moments if it has one; by
+                default the two moments of Adam.
             coord: the rank's coordinate; by default this process's, and the first on an abstract mesh, which has most.
         """
         trained = [leaf for leaf in self.leaves if leaf.trainable]
@@ -138,7 +139,7 @@ class Layout:
         if opt is None:
             moments = sum(2 * size(leaf.main, leaf, how.moment_dtype(how.main_dtype(leaf.init))) for leaf in trained)
         else:
-            moments = sum(x.nbytes for x in tree.leaves(opt.init(self.meta_main(coord))))
+            moments = sum(x.nbytes for x in tree.leaves(opt.start(self.meta_main(coord), how.moments)))
         return Memory(params, main if self.has_main else 0, grads, moments)
 
     def meta_main(self, coord: dict[str, int] | None = None) -> Tree:

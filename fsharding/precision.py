@@ -53,14 +53,16 @@ class ScaleState(NamedTuple):
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of each role; None means the dtype of the leaf.
+    """The dtype of each role; None means the dtype of the leaf, and follows from the roles above it.
 
     Attributes:
         params: main parameters, which the optimizer updates.
-        compute: what the loss function sees; also the wire dtype of a gather.
+        compute: what the loss function sees, and the wire dtype of a gather; by default that of the main parameter.
         reduce: wire dtype of the gradients; by default that in which they come out of backward.
-        grads: accumulated gradients; never narrower than float32 unless asked for here.
-        moments: optimizer moments, in the same way.
+        grads: accumulated gradients; by default that of the main parameter, and float32 at least. Sums over ranks are
+            in float32 at least also where a narrower one is asked for here, and are rounded once.
+        moments: optimizer moments, where the optimizer has no dtype of its own; by default as for gradients. Updates
+            are computed in float32 at least.
         loss_scale: dynamic loss scaling, or None.
     """
 
@@ -84,11 +86,11 @@ class Precision:
 
     def compute_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype in which the loss function sees a leaf."""
-        return self.compute if self.compute and leaf.is_floating_point else leaf
+        return self.compute if self.compute and leaf.is_floating_point else self.main_dtype(leaf)
 
     def grad_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a leaf are summed and kept."""
-        return self.grads or wide(leaf)
+        return self.grads or wide(self.main_dtype(leaf))
 
     def moment_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype of the optimizer's moments of a leaf."""

@@ -221,7 +221,7 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         model: a `Model`, or a function `key -> tree of Draws or tensors`.
         opt: the optimizer.
         key: random key.
-        layout: where everything goes.
+        layout: where everything goes. Moments are in `layout.precision.moments` where `opt` has no dtype of its own.
 
     Raises:
         ArgumentError: an argument of another kind, such as an `nn.Module` or an optimizer of torch; or two are swapped.
@@ -239,7 +239,8 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     _refuse_other_draws(draws, run_key, layout)
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
-    opt_state = opt.init(main if main is not None else _slices(params, layout))
+    trained = main if main is not None else _slices(params, layout)
+    opt_state = opt.start(trained, layout.precision.moments, layout.main)
     scale = layout.precision.init_scale()
     step = torch.zeros((), dtype=torch.int64)
     return sealed(TrainState(step, params, main, opt_state, scale, run_key.clone(), layout))
@@ -293,9 +294,9 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
     main = tree.unflatten(layout.structure, trained)
     check_main("fs.state_from", main, params, layout)
     computed = spread(main, params, layout)
-    opt_state = opt.init(main if layout.has_main else _slices(computed, layout))
-    step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
     kept = main if layout.has_main else None
+    opt_state = opt.start(_slices(computed, layout) if kept is None else kept, layout.precision.moments, layout.main)
+    step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
     return sealed(TrainState(step, computed, kept, opt_state, layout.precision.init_scale(), run_key, layout))
 
 

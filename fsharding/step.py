@@ -496,7 +496,8 @@ def _move(
 ) -> tuple[Tree, Tree]:
     """The main parameters and the optimizer state after an update; gradients times `mean` are their means."""
     main = main_of(state)
+    known: Any = {"donate": donate, "norm": norm, "scale": mean, "shardings": state.layout.main}
     if steer is None:
-        return apply_gradients(opt, grads, state.opt_state, main, donate=donate, norm=norm, scale=mean)
-    updates, opt_state = run_update(opt, grads, state.opt_state, main, donate=donate, norm=norm, scale=mean)
+        return apply_gradients(opt, grads, state.opt_state, main, **known)
+    updates, opt_state = run_update(opt, grads, state.opt_state, main, **known)
     return apply_updates(main, steer(updates), donate=donate), opt_state

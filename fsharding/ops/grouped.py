@@ -121,7 +121,7 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Tensor, counts_X: Tensor) -> Tensor:
     Args:
         x_MD: rows sorted by group.
         w_XDF: a matrix for each group; a transposed view, as `w_XFD.mT`, is as good.
-        counts_X: rows of each group (whole numbers, which sum to M); any of them may be 0.
+        counts_X: rows of each group (whole numbers from 0, which sum to M); any of them may be 0.
 
     Returns:
         `[M, F]`, of the dtype of `x_MD`.
@@ -135,13 +135,14 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Tensor, counts_X: Tensor) -> Tensor:
         mend = "Keep the counts out of the vmap, or loop over the batch."
         raise TransformError(message("ops.grouped_matmul", "cannot run under a vmap over its counts.", mend=mend))
     fits = x_MD.ndim == 2 and w_XDF.ndim == 3 and counts.shape == w_XDF.shape[:1] and x_MD.shape[1] == w_XDF.shape[1]
-    # Elsewhere than on the CPU the sum would have to be waited for.
-    whole = counts.device.type != "cpu" or int(counts.sum()) == x_MD.shape[0]
+    # The kernel takes rows wherever counts say. Elsewhere than on the CPU they would have to be waited for.
+    known = counts.tolist() if counts.device.type == "cpu" else None
+    whole = known is None or (sum(known) == x_MD.shape[0] and min(known, default=0) >= 0)
     if not fits or x_MD.dtype != w_XDF.dtype or not whole:
         rows = [
             f"x is {x_MD.dtype}{list(x_MD.shape)}, w is {w_XDF.dtype}{list(w_XDF.shape)}",
             f"counts are {counts.tolist()}",
         ]
-        text = "needs x [M, D], w [X, D, F] of one dtype, and X counts that sum to M."
+        text = "needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M."
         raise SpecError(message("ops.grouped_matmul", text, rows))
     return _rows(x_MD, w_XDF, counts)

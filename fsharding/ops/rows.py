@@ -21,6 +21,7 @@ from fsharding import _compat
 from fsharding.counts import record_sent
 from fsharding.mesh import Group
 from fsharding.ops import blocks, shared, wire
+from fsharding.precision import wide
 
 __all__ = [
     "sums_at_once",
@@ -179,12 +180,15 @@ def sum_rows(rows: Rows, terms: Sequence[int], dtype: torch.dtype, *, out: Tenso
     Args:
         rows: [members, width], or as many tensors [width].
         terms: the order of the rows.
-        dtype: of the sum and of all partial sums.
+        dtype: of the sum; partial sums are in float32 at least, and rounded once.
         out: where the sum goes.
 
     Returns:
         [width].
     """
+    if len(terms) > 1 and (among := wide(dtype)) != dtype:
+        total = sum_rows(rows, terms, among)
+        return total.to(dtype) if out is None else out.copy_(total)
     if len(terms) == 1:
         return rows[terms[0]].to(dtype) if out is None else out.copy_(rows[terms[0]])
     if out is None:

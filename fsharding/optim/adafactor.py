@@ -11,25 +11,28 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsharding import tree
 from fsharding.optim.base import (
     GradientTransformation,
+    check_update,
     like,
     like_leaf,
     local_leaves,
     new_zeros,
     refuse_unlike,
+    required,
     shardings_of,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import ABOVE_0, FROM_0, check_settings
-from fsharding.optim.units import STACKS, refuse_hidden, required, stacked_dims, sum_dims
+from fsharding.optim.settings import ABOVE_0, FROM_0, check_dtype, check_settings
+from fsharding.optim.units import STACKS, homes, stacked_dims, sum_dims, whole_shape
 from fsharding.planning import mean_over
 from fsharding.precision import wide
 from fsharding.public import public
@@ -40,6 +43,7 @@ from fsharding.tree import Tree
 __all__ = ["AdafactorState", "adafactor"]
 
 _NAME = "fs.optim.adafactor"
+_STAGES = ("pp",)
 
 
 class AdafactorState(NamedTuple):
@@ -59,9 +63,11 @@ class AdafactorState(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """One leaf of an update: its gradient, the local tensors that it needs, and its dims."""
+    """One leaf of an update: its gradient, where and what it is whole, the local tensors, and the dims of a unit."""
 
     leaf: Tensor
+    home: NamedSharding | None
+    shape: tuple[int, ...]
     grad: Tensor
     param: Tensor
     unit: tuple[int, ...]
@@ -70,7 +76,7 @@ class _Leaf(NamedTuple):
     @property
     def count(self) -> int:
         """Elements of a unit."""
-        return max(math.prod(self.leaf.shape[dim] for dim in self.unit), 1)
+        return max(math.prod(self.shape[dim] for dim in self.unit), 1)
 
 
 @public("fs.optim.adafactor")
@@ -82,6 +88,7 @@ def adafactor(
     clip: float = 1.0,
     weight_decay: float = 0.0,
     stacks: tuple[str, ...] = STACKS,
+    moments: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Adafactor, with the parameters of `torch.optim.Adafactor` and what it makes of them.
 
@@ -97,54 +104,71 @@ def adafactor(
         weight_decay: decoupled decay, times the learning rate.
         stacks: dotted paths, or beginnings of them, of leaves whose first dim counts units: each unit has statistics of
             its own. Those of a `Model` are under `blocks`; name whatever else stages cut by layers.
+        moments: the dtype in which statistics are kept; by default that of the layout's `Precision`, or else float32 at
+            least. An update is computed in float32 at least, and they are rounded after it.
 
     Raises:
-        ConfigError: numbers below 0; all of them are listed.
+        ConfigError: numbers below 0; all of them are listed. Statistics in a dtype that kernels lack.
+        LayoutError: leaves with explicit assignments that it is not told; all of them are listed.
+        TreeError: from the update: no parameters, or something else than gradients and this state.
     """
     above = {"learning_rate": learning_rate, "eps[0]": eps[0] or 0.0, "eps[1]": eps[1], "weight_decay": weight_decay}
     check_settings(_NAME, (FROM_0, above), (ABOVE_0, {"clip": clip}))
+    own = check_dtype(_NAME, "moments", moments)
     rate = as_schedule(learning_rate)
 
-    def init(params: Tree) -> AdafactorState:
-        refuse_hidden(_NAME, tree.named_leaves(params), ("pp",))
+    def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> AdafactorState:
+        flat, spec = tree.flatten(params)
+        there = homes(_NAME, params, shardings, known=_STAGES)
 
-        def zeros(path: str, x: Tensor, dim: int) -> Tensor | None:
+        def zeros(path: str, x: Tensor, home: NamedSharding | None, dim: int) -> Tensor | None:
             factored = x.ndim - stacked_dims(path, stacks) >= 2
             if factored == (dim == 0):
                 return None
-            return _mean_zeros(x, dim) if dim else like_leaf(x, new_zeros(local_of(x), wide(x.dtype)))
+            dtype = own or moments or wide(x.dtype)
+            return _mean_zeros(x, home, dim, dtype) if dim else like_leaf(x, new_zeros(local_of(x), dtype))
 
-        row, col, full = (tree.map_with_path(lambda p, x, d=dim: zeros(p, x, d), params) for dim in (-1, -2, 0))
+        named = [*zip(tree.paths(params), flat, there, strict=True)]
+        row, col, full = (tree.unflatten(spec, [zeros(*leaf, dim) for leaf in named]) for dim in (-1, -2, 0))
         return AdafactorState(torch.zeros((), dtype=torch.int64), row, col, full)
 
-    def update(updates: Tree, state: AdafactorState, params: Tree = None) -> tuple[Tree, AdafactorState]:
-        params = tree.prune(required(params, _NAME), updates, _NAME, ("parameters", "gradients"))
+    def update(
+        updates: Tree, state: AdafactorState, params: Tree = None, *, shardings: Tree = None
+    ) -> tuple[Tree, AdafactorState]:
+        check_update(_NAME, AdafactorState, updates, state, required(params, _NAME))
+        params = tree.prune(params, updates, _NAME, ("parameters", "gradients"))
         refuse_unlike(_NAME, params, updates, ("parameters", "gradients"))
         where, t = shardings_of(updates), int(state.count) + 1
         grads, spec = tree.flatten(updates)
         main = local_leaves(redistribute(params, where))
         leaves: list[_Leaf] = []
-        for path, g, p in zip(tree.paths(updates), grads, main, strict=True):
+        there = homes(_NAME, updates, shardings, known=_STAGES)
+        for path, g, home, p in zip(tree.paths(updates), grads, there, main, strict=True):
             lead, dtype = stacked_dims(path, stacks), wide(g.dtype)
             unit = tuple(range(lead, g.ndim))
-            leaves.append(_Leaf(g, local_of(g).to(dtype), p.to(dtype), unit, len(unit) >= 2))
+            shape, factored = whole_shape(g, home), len(unit) >= 2
+            leaves.append(_Leaf(g, home, shape, local_of(g).to(dtype), p.to(dtype), unit, factored))
         olds = [
             tree.flatten_up_to(spec, x, _NAME, ("gradients", "moments")) for x in (state.row, state.col, state.full)
         ]
         moments, sizes = _moments(leaves, olds, t**beta2_decay)
         lr, scaled = rate(t - 1), _normalized(leaves, moments, eps[0])
-        norms = sum_dims((u.square() for u in scaled), grads, [x.unit for x in leaves])
+        norms = _sums((u.square() for u in scaled), leaves, [x.unit for x in leaves])
         deltas: list[Tensor] = []
         for x, u, p2, u2 in zip(leaves, scaled, sizes, norms, strict=True):
             size = (p2 / x.count).sqrt().clamp(min=eps[1]) * min(lr, t**-0.5)
             share = ((u2 / x.count).sqrt() / clip).clamp(min=1.0)
             delta = u.mul_((-size / share).to(u.dtype))
             deltas.append(delta.add_(x.param, alpha=-lr * weight_decay) if weight_decay else delta)
-        placed = [_placed(moments[k], olds[k], grads, (-1, -2, 0)[k]) for k in range(3)]
+        placed = [_placed(moments[k], olds[k], leaves, (-1, -2, 0)[k]) for k in range(3)]
         row, col, full = (tree.unflatten(spec, new) for new in placed)
         return like(updates, deltas), AdafactorState(state.count + 1, row, col, full)
 
     return GradientTransformation(init, update)
+
+
+def _sums(terms: Iterable[Tensor], leaves: Sequence[_Leaf], dims: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    return sum_dims(terms, [x.leaf for x in leaves], dims, shardings=[x.home for x in leaves])
 
 
 def _moments(
@@ -153,22 +177,21 @@ def _moments(
     """New local statistics (row, col, full), None where a leaf has none, and sums of squares of the parameters."""
     matrices = [i for i, x in enumerate(leaves) if x.factored]
     cut = [leaves[i] for i in matrices]
-    found = sum_dims(
+    found = _sums(
         itertools.chain((x.grad.square() for x in (*cut, *cut)), (x.param.square() for x in leaves)),
-        [x.leaf for x in (*cut, *cut, *leaves)],
+        [*cut, *cut, *leaves],
         [*((x.leaf.ndim - 1,) for x in cut), *((x.leaf.ndim - 2,) for x in cut), *(x.unit for x in leaves)],
     )
     result: tuple[list[Any], list[Any], list[Any]] = tuple([None] * len(leaves) for _ in range(3))  # pyright: ignore[reportAssignmentType]
     for k, dim in enumerate((-1, -2)):
         for at, i in enumerate(matrices):
-            leaf = leaves[i].leaf
-            mean = found[k * len(matrices) + at] / max(leaf.shape[dim], 1)
-            old = _old(olds[k][i], leaf, dim)
+            mean = found[k * len(matrices) + at] / max(leaves[i].shape[dim], 1)
+            old = _old(olds[k][i], leaves[i], dim)
             # A stage without the leaf has nothing of its means either.
             result[k][i] = old.lerp(mean.to(old.dtype), weight) if old.shape == mean.shape else old
     for i, x in enumerate(leaves):
         if not x.factored:
-            result[2][i] = _old(olds[2][i], x.leaf, 0).lerp(x.grad.square(), weight)
+            result[2][i] = _old(olds[2][i], x, 0).lerp(x.grad.square(), weight)
     return result, found[2 * len(matrices) :]
 
 
@@ -178,13 +201,14 @@ def _normalized(
     """Gradients over the roots of their second moments."""
     rows, cols, full = moments
     matrices = [i for i, x in enumerate(leaves) if x.factored]
-    cut = [leaves[i].leaf for i in matrices]
-    means = dict(zip(matrices, sum_dims([rows[i] for i in matrices], cut, [(x.ndim - 2,) for x in cut]), strict=True))
+    cut = [leaves[i] for i in matrices]
+    sums = _sums([rows[i] for i in matrices], cut, [(x.leaf.ndim - 2,) for x in cut])
+    means = dict(zip(matrices, sums, strict=True))
     result: list[Tensor] = []
     for i, x in enumerate(leaves):
         least = torch.finfo(x.leaf.dtype).eps if eps is None else eps
         if x.factored:
-            mean = (means[i] / max(x.leaf.shape[-2], 1)).to(rows[i].dtype).clamp_(min=least)
+            mean = (means[i] / max(x.shape[-2], 1)).to(rows[i].dtype).clamp_(min=least)
             estimate = (rows[i] * cols[i]).div_(mean)
         else:
             estimate = full[i].clone()
@@ -195,8 +219,8 @@ def _normalized(
 # ---------------------------------------------------------------------------------------------- where statistics are
 
 
-def _sharding(x: DTensor, dim: int) -> NamedSharding:
-    return mean_over(sharding_of(x), x.ndim, dim) if dim else sharding_of(x)
+def _sharding(home: NamedSharding, ndim: int, dim: int) -> NamedSharding:
+    return mean_over(home, ndim, dim) if dim else home
 
 
 def _shape(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
@@ -204,28 +228,30 @@ def _shape(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (*shape[:at], min(shape[at], 1), *shape[at + 1 :]) if dim else shape
 
 
-def _mean_zeros(x: Tensor, dim: int) -> Tensor:
+def _mean_zeros(x: Tensor, home: NamedSharding | None, dim: int, dtype: torch.dtype) -> Tensor:
     """Zeros for the mean over a dim, cut as the leaf along the others."""
-    if not isinstance(x, DTensor):
+    if home is None:
         at = x.ndim + dim
-        return x.new_zeros((*x.shape[:at], 1, *x.shape[at + 1 :]), dtype=wide(x.dtype))
-    where, shape = _sharding(x, dim), _shape(tuple(x.shape), dim)
-    local = local_of(x).new_zeros(where.local_shape(shape), dtype=wide(x.dtype))
-    return where.at_rest(local, shape)
+        return x.new_zeros((*x.shape[:at], 1, *x.shape[at + 1 :]), dtype=dtype)
+    where, shape = _sharding(home, x.ndim, dim), _shape(whole_shape(x, home), dim)
+    return where.to_dtensor(local_of(x).new_zeros(where.local_shape(shape), dtype=dtype), shape)
 
 
-def _old(x: Tensor, leaf: Tensor, dim: int) -> Tensor:
-    """The local tensor of a statistic where the gradient of its leaf is."""
-    return local_of(redistribute(x, _sharding(leaf, dim))) if isinstance(leaf, DTensor) else x
+def _old(x: Tensor, leaf: _Leaf, dim: int) -> Tensor:
+    """The local tensor of a statistic where the gradient of its leaf is, in float32 at least."""
+    if leaf.home is not None:
+        x = local_of(redistribute(x, _sharding(leaf.home, leaf.leaf.ndim, dim)))
+    return x.to(wide(x.dtype))
 
 
-def _placed(news: list[Any], olds: list[Any], grads: list[Any], dim: int) -> list[Any]:
-    """New statistics as leaves, where the old ones were."""
+def _placed(news: list[Any], olds: list[Any], leaves: list[_Leaf], dim: int) -> list[Any]:
+    """New statistics as leaves, where and in the dtype that the old ones were."""
     result: list[Any] = []
-    for new, old, grad in zip(news, olds, grads, strict=True):
-        if new is None or not isinstance(grad, DTensor):
-            result.append(new)
+    for new, old, leaf in zip(news, olds, leaves, strict=True):
+        if new is None or leaf.home is None:
+            result.append(new if new is None else new.to(old.dtype))
             continue
-        at_grad = _sharding(grad, dim).at_rest(new, _shape(tuple(grad.shape), dim))
-        result.append(redistribute(at_grad, sharding_of(old)))
+        at_grad = _sharding(leaf.home, leaf.leaf.ndim, dim)
+        placed = at_grad.to_dtensor(new.to(old.dtype), _shape(leaf.shape, dim))
+        result.append(redistribute(placed, replace(sharding_of(old), mesh=at_grad.mesh, assigned=at_grad.assigned)))
     return result

@@ -2,36 +2,42 @@
 
 In: gradients, moments and main parameters cut alike. Out: updates to be added, and new moments.
 The kernel's last elements, past a multiple of its vector width, round differently: they go through a padded copy.
-It wants leaves without gaps; slices of larger ones are updated where they are, through a copy in the cache.
+It wants leaves without gaps and of one dtype; others are updated where they are, through a copy in the cache.
 Law: an element's update does not depend on where in a shard it stands, so all strategies agree bitwise.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding.errors import LayoutError
 from fsharding.optim.apply import change_slices
 from fsharding.optim.base import (
     GradientTransformation,
     add_decay_,
+    check_update,
     clone,
     grads_where,
     in_place,
     like,
     local_leaves,
     new_zeros,
+    refuse_other_parts,
     zeros,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import BELOW_1, FROM_0, check_settings
+from fsharding.optim.settings import BELOW_1, FROM_0, check_dtype, check_settings
+from fsharding.precision import wide
 from fsharding.public import public
+from fsharding.redistribute import in_buckets
 from fsharding.tree import Tree
 
 __all__ = ["AdamState", "adamw"]
@@ -45,6 +51,15 @@ _LARGE = 1 << 12
 
 _CHUNK = 1 << 16
 """Elements of a leaf with gaps that are copied at once: few enough for a core's cache."""
+
+
+_WIDE = {torch.float32, torch.float64}
+"""In which leaves that are alike may be updated as they are."""
+
+_LABELS = ("parameters", "gradients", "mu", "nu")
+
+_Columns: TypeAlias = Sequence[list[Tensor]]
+"""Parameters, gradients, first and second moments, leaf by leaf."""
 
 
 class AdamState(NamedTuple):
@@ -73,43 +88,49 @@ def adamw(
         b2: decay of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, times the learning rate.
-        moments: their dtype; float32 at least by default.
+        moments: the dtype in which both are kept; by default that of the layout's `Precision`, or else float32 at
+            least. An update is computed in float32 at least, and moments are rounded after it.
 
     Raises:
-        ConfigError: numbers below 0, or decays of moments of 1 and more; all of them are listed.
+        ConfigError: numbers below 0, or decays of moments of 1 and more; all of them are listed. Moments in a dtype
+            that kernels lack.
+        TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
     """
     above = {"learning_rate": learning_rate, "eps": eps, "weight_decay": weight_decay}
     check_settings(_NAME, (FROM_0, above), (BELOW_1, {"b1": b1, "b2": b2}))
+    own = check_dtype(_NAME, "moments", moments)
     rate = as_schedule(learning_rate)
 
-    def init(params: Tree) -> AdamState:
-        return AdamState(torch.zeros((), dtype=torch.int64), zeros(params, moments), zeros(params, moments))
+    def init(params: Tree, *, moments: torch.dtype | None = None) -> AdamState:
+        kept = own or moments
+        return AdamState(torch.zeros((), dtype=torch.int64), zeros(params, kept), zeros(params, kept))
 
     def update(updates: Tree, state: AdamState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, AdamState]:
+        check_update(_NAME, AdamState, updates, state, params, decay=weight_decay)
         grads, mu, nu = _inputs(updates, state, donate)
-        deltas = [new_zeros(x, x.dtype) for x in mu]
-        kernel(deltas, grads, mu, nu, int(state.count), decay=0.0)
-        if weight_decay and params is not None:
+        deltas = [new_zeros(x, wide(x.dtype)) for x in mu]
+        kernel(deltas, grads, mu, nu, state, decay=0.0)
+        if weight_decay:
             add_decay_(_NAME, deltas, params, state.mu, -rate(int(state.count)) * weight_decay)
         return like(state.mu, deltas), _successor(state, mu, nu)
 
     def apply(
         updates: Tree, state: AdamState, params: Tree, *, donate: bool = False, scale: float = 1.0
     ) -> tuple[Tree, AdamState]:
+        check_update(_NAME, AdamState, updates, state, params, decay=weight_decay)
         columns = in_place(params, updates, state.mu, state.nu) if donate else None
         if columns is not None:
             main, grads, mu, nu = columns
-            kernel(main, grads, mu, nu, int(state.count), decay=weight_decay, scale=scale)
+            kernel(main, grads, mu, nu, state, decay=weight_decay, scale=scale)
             return params, AdamState(state.count + 1, state.mu, state.nu)
         grads, mu, nu = _inputs(updates, state, donate)
         if scale != 1.0 and not donate:
             grads = [clone(g) for g in grads]  # the kernel scales them where they are
 
         def change(slices: list[Tensor]) -> list[Tensor]:
-            main = [p.to(m.dtype) for p, m in zip(slices, mu, strict=True)]
-            main = [x.contiguous() if donate or x is not p else clone(x) for x, p in zip(main, slices, strict=True)]
-            kernel(main, grads, mu, nu, int(state.count), decay=weight_decay, scale=scale)
-            return [x.to(p.dtype) for x, p in zip(main, slices, strict=True)]
+            main = [p if donate else clone(p) for p in slices]
+            kernel(main, grads, mu, nu, state, decay=weight_decay, scale=scale)
+            return main
 
         return change_slices(params, state.mu, change, donate=donate, function=_NAME), _successor(state, mu, nu)
 
@@ -118,61 +139,93 @@ def adamw(
         grads: list[Tensor],
         mu: list[Tensor],
         nu: list[Tensor],
-        count: int,
+        state: AdamState,
         *,
         decay: float,
         scale: float = 1.0,
     ) -> None:
+        count = int(state.count)
         settings = {"lr": rate(count), "beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay, "scale": scale}
-        _fused(values, grads, mu, nu, count + 1, settings)
+        _fused((values, grads, mu, nu), state.mu, float(count + 1), settings)
 
     return GradientTransformation(init, update, apply)
 
 
 def _inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     grads = grads_where(_NAME, updates, state.mu)
-    mu, nu = ([x.contiguous() if donate else clone(x) for x in local_leaves(m)] for m in (state.mu, state.nu))
-    return [g.to(m.dtype).contiguous() for g, m in zip(grads, mu, strict=True)], mu, nu
+    mu, nu = ([x if donate else clone(x) for x in local_leaves(m)] for m in (state.mu, state.nu))
+    return grads, mu, nu
 
 
 def _successor(state: AdamState, mu: list[Tensor], nu: list[Tensor]) -> AdamState:
     return AdamState(state.count + 1, like(state.mu, mu), like(state.nu, nu))
 
 
-def _fused(
-    values: list[Tensor], grads: list[Tensor], mu: list[Tensor], nu: list[Tensor], step: int, settings: dict[str, float]
-) -> None:
-    """Runs the kernel on the leaves of each dtype and device."""
-    kinds = [(x.dtype, x.device) for x in values]
+@functools.lru_cache(maxsize=256)
+def _computed_in(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
+    """The dtype of an update of (parameter, gradient, mu, nu): a gradient makes it no wider."""
+    return functools.reduce(torch.promote_types, map(wide, (dtypes[0], *dtypes[2:])))
+
+
+def _fused(columns: _Columns, where: Tree, count: float, settings: dict[str, float]) -> None:
+    """Runs the kernel: on all leaves at once where it takes them as they are, else kind by kind.
+
+    Args:
+        columns: what it changes and needs.
+        where: the tree of the first moments.
+        count: of updates, this one included.
+        settings: of the kernel.
+    """
+    dtypes, devices = {x.dtype for column in columns for x in column}, {x.device for x in columns[0]}
+    alike = len(dtypes) == len(devices) == 1 and dtypes <= _WIDE
+    try:
+        if alike and all(all(map(Tensor.is_contiguous, column)) for column in columns):
+            _fused_dense(columns, torch.tensor(count, device=devices.pop()), settings)
+            return
+    except LayoutError:
+        # Nothing has changed yet; with the names of the leaves it says more.
+        refuse_other_parts(_NAME, where, dict(zip(_LABELS, columns, strict=True)))
+        raise
+    refuse_other_parts(_NAME, where, dict(zip(_LABELS, columns, strict=True)))
+    kinds = [*zip(*([x.dtype for x in column] for column in columns), [x.device for x in columns[0]], strict=True)]
     for kind in dict.fromkeys(kinds):
-        chosen = [i for i, other in enumerate(kinds) if other == kind]
-        columns = [[column[i] for i in chosen] for column in (values, grads, mu, nu)]
-        _fused_alike(columns, torch.tensor(float(step), device=kind[1]), settings)
+        *own, device = kind
+        step, dtype = torch.tensor(count, device=device), _computed_in(tuple(own))
+        leaves = [leaf for leaf, other in zip(zip(*columns, strict=True), kinds, strict=True) if other == kind]
+        ready = [{*own} == {dtype} and all(x.is_contiguous() for x in leaf) for leaf in leaves]
+        direct = [*itertools.compress(leaves, ready)]
+        if direct:
+            _fused_dense([*map(list, zip(*direct, strict=True))], step, settings)
+        _fused_copies([*itertools.compress(leaves, map(operator.not_, ready))], dtype, step, settings)
 
 
-def _fused_alike(columns: Sequence[list[Tensor]], step: Tensor, settings: dict[str, float]) -> None:
-    """On leaves without gaps at once, and one by one on others, such as slices of leaves that are whole elsewhere."""
-    leaves = list(zip(*columns, strict=True))
-    dense = [all(x.is_contiguous() for x in leaf) for leaf in leaves]
-    _fused_dense([list(itertools.compress(column, dense)) for column in columns], step, settings)
-    for leaf in itertools.compress(leaves, map(operator.not_, dense)):
-        for chunk in zip(*map(_chunks, leaf), strict=True):
-            copies = [x.contiguous() for x in chunk]
-            _fused_dense([[x] for x in copies], step, settings)
-            for x, copy in zip(chunk, copies, strict=True):
-                if x is not copy:
-                    x.copy_(copy)
+def _fused_copies(
+    leaves: Sequence[tuple[Tensor, ...]], dtype: torch.dtype, step: Tensor, settings: dict[str, float]
+) -> None:
+    """On leaves with gaps or of narrower dtypes, in copies of a chunk at a time; what has changed is rounded once.
+
+    So weights never pass through the dtype of the moments, and there are no wide moments of all leaves at once.
+    """
+    chunks = (chunk for leaf in leaves for chunk in zip(*map(_chunks, leaf), strict=True))
+    limit = _CHUNK if step.device.type == "cpu" else _CHUNK << 8
+    for batch in in_buckets(chunks, lambda chunk: chunk[0].numel(), limit):
+        parts = [*map(list, zip(*batch, strict=True))]
+        copies = [[x.to(dtype).contiguous() for x in part] for part in parts]
+        _fused_dense(copies, step, settings)
+        for k in (0, 2, 3):
+            moved = [(x, copy) for x, copy in zip(parts[k], copies[k], strict=True) if x is not copy]
+            _compat.foreach_copy_([x for x, _ in moved], [copy for _, copy in moved])
 
 
 def _chunks(x: Tensor) -> list[Tensor]:
     """A leaf in order, cut along its first dims on the CPU, whose caches are what chunks are for."""
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or x.numel() <= _CHUNK:
         return [x]
-    rows = _CHUNK * x.shape[0] // max(x.numel(), 1)
+    rows = _CHUNK * x.shape[0] // x.numel()
     return list(x.split(rows)) if rows else [chunk for row in x.unbind(0) for chunk in _chunks(row)]
 
 
-def _fused_dense(columns: Sequence[list[Tensor]], step: Tensor, settings: dict[str, float]) -> None:
+def _fused_dense(columns: _Columns, step: Tensor, settings: dict[str, float]) -> None:
     """On leaves of whole vectors where they are, so on the whole vectors of large ones, and on the rest in one copy."""
     sizes = [x.numel() for x in columns[0]]
     even = [i for i, n in enumerate(sizes) if n and n % _VECTOR == 0]

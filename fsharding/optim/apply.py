@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import sharding, tree
+from fsharding.arguments import check_optimizer
 from fsharding.optim.base import GradientTransformation, call, local_leaves, refuse_unlike, run_update, shardings_of
 from fsharding.public import public
 from fsharding.redistribute import redistribute
@@ -34,6 +35,7 @@ def apply_gradients(
     donate: bool = False,
     norm: Tensor | None = None,
     scale: float = 1.0,
+    shardings: Tree = None,
 ) -> tuple[Tree, Tree]:
     """One optimizer step: `update` and `apply_updates`, or the optimizer's own way to do both at once.
 
@@ -45,13 +47,20 @@ def apply_gradients(
         donate: gradients, state and parameters may be overwritten.
         norm: the global norm of the gradients, where it is known.
         scale: what the gradients are still to be multiplied by; `norm` is that of the product.
+        shardings: where gradients and main parameters are, such as `layout.main`; needed for leaves with explicit
+            assignments by optimizers that look at more than an element at once.
 
     Returns:
         (parameters, state), in the shardings and dtypes that they had.
+
+    Raises:
+        ConfigError: `opt` is no `GradientTransformation`.
     """
+    check_optimizer("fs.optim.apply_gradients", opt)
+    known: Any = {"donate": donate, "norm": norm, "scale": scale, "shardings": shardings}
     if opt.apply is not None:
-        return call(opt.apply, grads, state, params, donate=donate, norm=norm, scale=scale)
-    updates, state = run_update(opt, grads, state, params, donate=donate, norm=norm, scale=scale)
+        return call(opt.apply, grads, state, params, **known)
+    updates, state = run_update(opt, grads, state, params, **known)
     return apply_updates(params, updates, donate=donate), state
 
 

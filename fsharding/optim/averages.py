@@ -1,7 +1,8 @@
 """Averages of parameters: `ema`, which watches and changes nothing, and `lookahead`, which steps back to its average.
 
 In: updates that are to be added, and the parameters that they will be added to. Out: updates, and the average as state.
-The average lives where the optimizer's main parameters are, in their dtype, and goes with them in reshards and files.
+The average lives where the optimizer's main parameters are, and goes with them in reshards and files. It is in their
+dtype, whatever that of moments: most of what an average moves by is lost in a narrow one.
 Law: each element is averaged by itself, so an average does not depend on where a leaf is cut, bit for bit.
 """
 
@@ -13,19 +14,21 @@ import torch
 from torch import Tensor
 
 from fsharding import tree
+from fsharding.arguments import check_optimizer
 from fsharding.errors import TreeError, message
 from fsharding.optim.base import (
     GradientTransformation,
+    check_update,
     clone,
     grads_where,
     like,
     local_leaves,
     local_where,
+    required,
     run_update,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.settings import FROM_1, TO_1, check_settings
-from fsharding.optim.units import required
 from fsharding.tree import Tree
 
 __all__ = ["EmaState", "LookaheadState", "ema", "ema_of", "lookahead"]
@@ -67,6 +70,7 @@ def ema(decay: float | Schedule = 0.999) -> GradientTransformation:
         return EmaState(torch.zeros((), dtype=torch.int64), like(params, [clone(x) for x in local_leaves(params)]))
 
     def update(updates: Tree, state: EmaState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, EmaState]:
+        check_update("fs.optim.ema", EmaState, updates, state, params)
         share = rate(int(state.count))
         average = [x if donate else clone(x) for x in local_leaves(state.average)]
         after = _after("fs.optim.ema", updates, required(params, "fs.optim.ema"), state.average)
@@ -108,19 +112,28 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
         share: how far from the slow parameters to the fast ones the next slow parameters are.
 
     Raises:
-        ConfigError: no whole number of updates from 1, or a share that is not from 0 to 1.
+        ConfigError: no optimizer inside; no whole number of updates from 1, or a share that is not from 0 to 1.
     """
+    check_optimizer("fs.optim.lookahead", inner)
     check_settings("fs.optim.lookahead", (FROM_1, {"every": every}), (TO_1, {"share": share}))
 
-    def init(params: Tree) -> LookaheadState:
+    def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> LookaheadState:
         slow = like(params, [clone(x) for x in local_leaves(params)])
-        return LookaheadState(torch.zeros((), dtype=torch.int64), slow, inner.init(params))
+        return LookaheadState(torch.zeros((), dtype=torch.int64), slow, inner.start(params, moments, shardings))
 
     def update(
-        updates: Tree, state: LookaheadState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
+        updates: Tree,
+        state: LookaheadState,
+        params: Tree = None,
+        *,
+        donate: bool = False,
+        norm: Tensor | None = None,
+        shardings: Tree = None,
     ) -> tuple[Tree, LookaheadState]:
+        check_update("fs.optim.lookahead", LookaheadState, updates, state, params)
         params = required(params, "fs.optim.lookahead")
-        updates, inside = run_update(inner, updates, state.inner, params, donate=donate, norm=norm)
+        known: Any = {"donate": donate, "norm": norm, "shardings": shardings}
+        updates, inside = run_update(inner, updates, state.inner, params, **known)
         count, slow = state.count + 1, state.slow
         if int(count) % every == 0:
             old = local_leaves(slow)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, sharding, tree
 from fsharding.arguments import check_optimizer
-from fsharding.errors import TreeError, listed, message
+from fsharding.errors import LayoutError, TreeError, listed, message
 from fsharding.precision import wide
 from fsharding.public import public
 from fsharding.redistribute import redistribute
@@ -33,6 +33,8 @@ __all__ = [
     "add_decay_",
     "call",
     "chain",
+    "check_state",
+    "check_update",
     "clone",
     "like",
     "like_leaf",
@@ -42,10 +44,14 @@ __all__ = [
     "masked",
     "multiply",
     "multi_transform",
+    "narrow",
     "new_zeros",
+    "refuse_other_parts",
     "refuse_unlike",
+    "required",
     "run_update",
     "shardings_of",
+    "widen",
     "zeros",
 ]
 
@@ -54,9 +60,12 @@ class GradientTransformation(NamedTuple):
     """A pair of pure functions.
 
     Attributes:
-        init: `init(params) -> state`.
-        update: `update(updates, state, params) -> (updates, state)`. It may take two keywords more: `donate=True`
-            allows it to overwrite updates and state, and `norm` is the global norm of the gradients where it is known.
+        init: `init(params) -> state`. It may take two keywords more: `moments`, the dtype in which the `Precision` of a
+            layout wants what is kept of each element; and `shardings`, where the parameters are, such as `layout.main`,
+            which says of leaves with explicit assignments what their DTensors cannot.
+        update: `update(updates, state, params) -> (updates, state)`. It may take three keywords more: `donate=True`
+            allows it to overwrite updates and state, `norm` is the global norm of the gradients where it is known, and
+            `shardings` is as above.
         apply: `apply(updates, state, params) -> (params, state)`, with the same keywords: `update` and `apply_updates`
             in fewer passes over memory, for those that can; the results may differ in the last bit. It may take a
             keyword more: `scale`, by which the updates that it is given are still to be multiplied.
@@ -67,6 +76,18 @@ class GradientTransformation(NamedTuple):
     update: Callable[..., tuple[Tree, Tree]]
     apply: Callable[..., tuple[Tree, Tree]] | None = None
     factor: Callable[[Tensor], float] | None = None
+
+    def start(self, params: Tree, moments: torch.dtype | None = None, shardings: Tree = None) -> Tree:
+        """The first state: `init`, with those of the keywords that there are and that it takes.
+
+        Args:
+            params: main parameters; None for frozen leaves.
+            moments: such as `layout.precision.moments`.
+            shardings: such as `layout.main`.
+        """
+        known = {"moments": moments, "shardings": shardings}
+        takes = _taken(self.init)
+        return self.init(params, **{k: x for k, x in known.items() if x is not None and (k in takes or "**" in takes)})
 
 
 class EmptyState(NamedTuple):
@@ -88,13 +109,11 @@ class MaskedState(NamedTuple):
 _MASKED = ("fs.masked", ("parameters", "gradients"))
 
 
-@functools.lru_cache(maxsize=256)
-def _keywords(update: Callable[..., Any]) -> tuple[bool, bool, bool]:
-    parameters = inspect.signature(update).parameters.values()
-    names = {p.name for p in parameters}
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    # Who takes anything may well drop what it does not know, which for a scale would be wrong.
-    return "donate" in names or anything, "norm" in names or anything, "scale" in names
+@functools.lru_cache(maxsize=512)
+def _taken(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of what a function takes, and "**" if it takes any keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
 
 
 def run_update(
@@ -106,9 +125,11 @@ def run_update(
     donate: bool = False,
     norm: Tensor | None = None,
     scale: float = 1.0,
+    shardings: Tree = None,
 ) -> tuple[Tree, Tree]:
     """Calls `update` with the keywords that it takes."""
-    return call(transformation.update, updates, state, params, donate=donate, norm=norm, scale=scale)
+    known: Any = {"donate": donate, "norm": norm, "scale": scale, "shardings": shardings}
+    return call(transformation.update, updates, state, params, **known)
 
 
 def call(
@@ -118,15 +139,14 @@ def call(
     donate: bool,
     norm: Tensor | None,
     scale: float = 1.0,
+    shardings: Tree = None,
 ) -> tuple[Tree, Tree]:
     """Calls a function of a transformation with those of the keywords that it takes; scales for one that does not."""
-    takes_donate, takes_norm, takes_scale = _keywords(function)
-    keywords: dict[str, Any] = {}
-    if takes_donate:
-        keywords["donate"] = donate
-    if takes_norm:
-        keywords["norm"] = norm
-    if takes_scale:
+    takes = _taken(function)
+    known = {"donate": donate, "norm": norm} | ({} if shardings is None else {"shardings": shardings})
+    keywords = {name: x for name, x in known.items() if name in takes or "**" in takes}
+    # A function that takes any keyword may well drop those that it does not know, which for a scale would be wrong.
+    if "scale" in takes:
         keywords["scale"] = scale
     elif scale != 1.0:
         updates = multiply(updates, scale, donate=donate)
@@ -134,12 +154,22 @@ def call(
 
 
 def multiply(values: Tree, factor: float, *, donate: bool = False) -> Tree:
-    """All leaves times a number, in place if they are donated."""
-    local = local_leaves(values)
+    """All leaves times a number, in float32 at least: a mean of float16 sums may be too small for a float16.
+
+    Args:
+        values: tree of gradients.
+        factor: the number.
+        donate: those that are wide already are changed in place.
+    """
+    held = local_leaves(values)
+    local = [x if x.dtype in _WIDE else x.to(wide(x.dtype)) for x in held]
     if donate:
         _compat.foreach_mul_(local, factor)
-        return values
+        return values if all(x is y for x, y in zip(held, local, strict=True)) else like(values, local)
     return like(values, _compat.foreach_mul(local, factor))
+
+
+_WIDE = {torch.float32, torch.float64}
 
 
 @public("fs.chain")
@@ -147,20 +177,34 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Applies transformations one after the other; the first gets the gradients.
 
     Raises:
-        ArgumentError: one of them is no pair of functions.
+        ArgumentError: something that is no transformation.
+        TreeError: from the update: a state of another chain.
     """
-    for transformation in transformations:
-        check_optimizer("fs.chain", transformation)
+    for t in transformations:
+        check_optimizer("fs.chain", t)
 
-    def init(params: Tree) -> ChainState:
-        return ChainState(tuple(t.init(params) for t in transformations))
+    def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> ChainState:
+        return ChainState(tuple(t.start(params, moments, shardings) for t in transformations))
+
+    def states_of(updates: Tree, state: Any) -> tuple[Tree, ...]:
+        check_state("fs.chain", ChainState, updates, state)
+        if len(state.states) != len(transformations):
+            text = f"got a state of {len(state.states)} transformations, and has {len(transformations)}."
+            raise TreeError(message("fs.chain", text, mend="Give the state that this chain's init or update made."))
+        return state.states
 
     def update(
-        updates: Tree, state: ChainState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
+        updates: Tree,
+        state: ChainState,
+        params: Tree = None,
+        *,
+        donate: bool = False,
+        norm: Tensor | None = None,
+        shardings: Tree = None,
     ) -> tuple[Tree, ChainState]:
         states: list[Tree] = []
-        for t, inner in zip(transformations, state.states, strict=True):
-            updates, inner = run_update(t, updates, inner, params, donate=donate, norm=norm)
+        for t, inner in zip(transformations, states_of(updates, state), strict=True):
+            updates, inner = run_update(t, updates, inner, params, donate=donate, norm=norm, shardings=shardings)
             states.append(inner)
             norm = None
         return updates, ChainState(tuple(states))
@@ -177,17 +221,21 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         donate: bool = False,
         norm: Tensor | None = None,
         scale: float = 1.0,
+        shardings: Tree = None,
     ) -> tuple[Tree, ChainState]:
         states: list[Tree] = []
-        for t, inner in zip(transformations[:-1], state.states[:-1], strict=True):
+        inners = states_of(updates, state)
+        for t, inner in zip(transformations[:-1], inners[:-1], strict=True):
             if t.factor is not None and norm is not None:
                 scale *= t.factor(norm)
             else:
-                updates, inner = run_update(t, updates, inner, params, donate=donate, norm=norm, scale=scale)
+                known: Any = {"donate": donate, "norm": norm, "scale": scale, "shardings": shardings}
+                updates, inner = run_update(t, updates, inner, params, **known)
                 scale = 1.0
             states.append(inner)
             norm = None
-        params, inner = call(last, updates, state.states[-1], params, donate=donate, norm=norm, scale=scale)
+        known = {"donate": donate, "norm": norm, "scale": scale, "shardings": shardings}
+        params, inner = call(last, updates, inners[-1], params, **known)
         return params, ChainState((*states, inner))
 
     return GradientTransformation(init, update, apply)
@@ -207,11 +255,12 @@ def masked(
         labels: tree of labels like the parameters, or a function of (path, leaf).
 
     Raises:
-        ArgumentError: a group has no pair of functions.
-        TreeError: at `init`: a label without a transformation; every such leaf is listed.
+        ArgumentError: something that is no transformation.
+        TreeError: at `init`: a label without a transformation; every such leaf is listed. From the update: a state of
+            other groups.
     """
-    for transformation in groups.values():
-        check_optimizer("fs.masked", transformation)
+    for t in groups.values():
+        check_optimizer("fs.masked", t)
 
     def split(values: Tree, labelled: Tree) -> dict[str, Tree]:
         return {g: tree.map(lambda x, label: x if label == g else None, values, labelled) for g in groups}  # noqa: B023
@@ -223,23 +272,39 @@ def masked(
             else tree.prune(labels, params, "fs.masked", ("labels", "parameters"))
         )
 
-    def init(params: Tree) -> MaskedState:
+    def parts_of(values: Tree, like: Tree, labelled: Tree) -> dict[str, Tree]:
+        """The part of each group of what some trees may be, parameters or shardings; nothing where there are none."""
+        return split(tree.prune(values, like, *_MASKED), labelled) if values is not None else {}
+
+    def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> MaskedState:
         labelled = label(params)
         rows: list[str] = []
         tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, labelled)
         if rows:
             known = f"Labels are {listed(map(repr, groups))}."
             raise TreeError(message("fs.masked", "has labels without a transformation.", rows, known))
-        parts = split(params, labelled)
-        return MaskedState({g: t.init(parts[g]) for g, t in groups.items()})
+        parts, where = split(params, labelled), parts_of(shardings, params, labelled)
+        return MaskedState({g: t.start(parts[g], moments, where.get(g)) for g, t in groups.items()})
+
+    def states_of(updates: Tree, state: Any) -> dict[str, Tree]:
+        check_state("fs.masked", MaskedState, updates, state)
+        if state.groups.keys() != groups.keys():
+            text = f"got a state of the groups {', '.join(state.groups)}, and has {', '.join(groups)}."
+            raise TreeError(message("fs.masked", text, mend="Give the state that its own init or update made."))
+        return state.groups
 
     def update(
-        updates: Tree, state: MaskedState, params: Tree = None, *, donate: bool = False
+        updates: Tree, state: MaskedState, params: Tree = None, *, donate: bool = False, shardings: Tree = None
     ) -> tuple[Tree, MaskedState]:
+        states = states_of(updates, state)
         params = tree.prune(params, updates, *_MASKED) if params is not None else None
         labelled = label(params if params is not None else updates)
         parts, params_of = split(updates, labelled), split(params, labelled) if params is not None else {}
-        done = {g: run_update(t, parts[g], state.groups[g], params_of.get(g), donate=donate) for g, t in groups.items()}
+        where = parts_of(shardings, updates, labelled)
+        done = {
+            g: run_update(t, parts[g], states[g], params_of.get(g), donate=donate, shardings=where.get(g))
+            for g, t in groups.items()
+        }
         return merge(updates, labelled, done)
 
     def merge(values: Tree, labelled: Tree, done: dict[str, tuple[Tree, Tree]]) -> tuple[Tree, MaskedState]:
@@ -252,13 +317,30 @@ def masked(
         return GradientTransformation(init, update)
 
     def apply(
-        updates: Tree, state: MaskedState, params: Tree, *, donate: bool = False, scale: float = 1.0
+        updates: Tree,
+        state: MaskedState,
+        params: Tree,
+        *,
+        donate: bool = False,
+        scale: float = 1.0,
+        shardings: Tree = None,
     ) -> tuple[Tree, MaskedState]:
+        states = states_of(updates, state)
         pruned = tree.prune(params, updates, *_MASKED)
         labelled = label(pruned)
         parts, params_of = split(updates, labelled), split(pruned, labelled)
+        where: dict[str, Tree] = parts_of(shardings, updates, labelled)
         done = {
-            g: call(t.apply, parts[g], state.groups[g], params_of[g], donate=donate, norm=None, scale=scale)
+            g: call(
+                t.apply,
+                parts[g],
+                states[g],
+                params_of[g],
+                donate=donate,
+                norm=None,
+                scale=scale,
+                shardings=where.get(g),
+            )
             for g, t in groups.items()
             if t.apply is not None
         }
@@ -309,6 +391,29 @@ def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     return like(params, [new_zeros(x, dtype or wide(x.dtype)) for x in local_leaves(params)])
 
 
+def widen(kept: Tree, *, donate: bool) -> list[Tensor]:
+    """The local tensors of moments to compute with, in float32 at least; they may be overwritten.
+
+    Args:
+        kept: tree of moments.
+        donate: those that are wide already may be overwritten themselves.
+    """
+    held = [(m, wide(m.dtype)) for m in local_leaves(kept)]
+    return [m.to(dtype) if m.dtype != dtype else m if donate else clone(m) for m, dtype in held]
+
+
+def narrow(kept: Tree, new: Sequence[Tensor], *, donate: bool) -> Tree:
+    """New moments in the dtype and place of the old ones.
+
+    Args:
+        kept: tree of moments as they were.
+        new: local tensors, such as `widen` gave.
+        donate: the old ones may be overwritten.
+    """
+    pairs = zip(local_leaves(kept), new, strict=True)
+    return like(kept, [x if x.dtype == m.dtype else m.copy_(x) if donate else x.to(m.dtype) for m, x in pairs])
+
+
 def new_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros of the shape of a local tensor, contiguous whatever its strides are: kernels write through flat views."""
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
@@ -354,6 +459,94 @@ def local_where(function: str, params: Tree, where: Tree) -> list[Tensor]:
     pruned = tree.prune(params, where, function, labels)
     refuse_unlike(function, pruned, where, labels)
     return local_leaves(redistribute(pruned, shardings_of(where)))
+
+
+_ORDER = "Call opt.update(gradients, state, params), in this order."
+
+
+def required(params: Tree, function: str, why: str = "to update them") -> Tree:
+    """The parameters.
+
+    Args:
+        params: what was given for them.
+        function: the public function, for the error.
+        why: they are needed.
+
+    Raises:
+        TreeError: there are none.
+    """
+    if params is None:
+        mend = "Call update(updates, state, params)."
+        raise TreeError(message(function, f"needs the parameters {why}.", mend=mend))
+    return params
+
+
+def check_state(function: str, kind: type, updates: Tree, state: Any) -> None:
+    """Refuses a state that is none of this optimizer, such as one that changed places with the gradients.
+
+    Args:
+        function: the public function, for the error.
+        kind: of its states.
+        updates: what stands where gradients belong.
+        state: what stands where the state belongs.
+
+    Raises:
+        TreeError: it is of another kind.
+    """
+    if not isinstance(state, kind):
+        swapped = f", and {kind.__name__} in the place of gradients" if isinstance(updates, kind) else ""
+        text = f"got {type(state).__name__} in the place of its state, {kind.__name__}{swapped}."
+        mend = _ORDER if swapped else f"The state is what opt.init(params), or the last update, returned. {_ORDER}"
+        raise TreeError(message(function, text, mend=mend))
+
+
+def check_update(function: str, kind: type, updates: Tree, state: Any, params: Tree, *, decay: float = 0.0) -> None:
+    """Refuses arguments of an update that are in each other's place, and decay without anything to decay.
+
+    Args:
+        function: the public function, for the error.
+        kind: of its states.
+        updates: the gradients.
+        state: the state.
+        params: the parameters, or None.
+        decay: how fast they decay by themselves.
+
+    Raises:
+        TreeError: as said.
+    """
+    check_state(function, kind, updates, state)
+    there = params if params is not None else state[1]
+    if isinstance(updates, tuple | Tensor) and there is not None and type(updates) is not type(there):
+        # As fs.value_and_grad returns beside gradients, or with them.
+        what = f"a tuple of {len(updates)}" if isinstance(updates, tuple) else f"a tensor {list(updates.shape)}"
+        text = f"got {what} in the place of gradients, and {type(there).__name__} for the rest."
+        mend = f"Values come first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {_ORDER}"
+        raise TreeError(message(function, text, mend=mend))
+    if decay:
+        required(params, function, f"for weight_decay={decay}")
+
+
+def refuse_other_parts(function: str, where: Tree, columns: Mapping[str, Sequence[Tensor]]) -> None:
+    """Refuses local tensors that are not the same part of their leaves: kernels would read or write past an end.
+
+    Args:
+        function: the public function, for the error.
+        where: tree of moments, for its paths.
+        columns: local tensors of all leaves, by what they are.
+
+    Raises:
+        LayoutError: they differ in shape; all such leaves are listed.
+    """
+    shapes = [[x.shape for x in column] for column in columns.values()]
+    if all(other == shapes[0] for other in shapes[1:]):
+        return
+    rows = [
+        f"{path}: {', '.join(f'{name} {list(shape)}' for name, shape in zip(columns, leaf, strict=True))}"
+        for path, *leaf in zip(tree.paths(where), *shapes, strict=True)
+        if len({*leaf}) > 1
+    ]
+    mend = "Bring all of them to layout.main with fs.shard or fs.reshard; a DTensor has to hold what it says."
+    raise LayoutError(message(function, "got different parts of the same leaves on this rank.", rows, mend))
 
 
 def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, str]) -> None:

@@ -19,16 +19,18 @@ from fsharding import tree
 from fsharding.errors import ConfigError, message
 from fsharding.optim.base import (
     GradientTransformation,
+    check_update,
     clone,
     like,
     like_leaf,
     local_leaves,
     new_zeros,
     refuse_unlike,
+    required,
     shardings_of,
 )
 from fsharding.optim.schedules import as_schedule
-from fsharding.optim.units import required
+from fsharding.optim.settings import check_dtype
 from fsharding.redistribute import redistribute
 from fsharding.sharding import local_of
 from fsharding.tree import Tree
@@ -65,21 +67,29 @@ class _Kept(NamedTuple):
     scalars: dict[str, Any]
 
 
-def from_torch(optimizer: type[torch.optim.Optimizer], **settings: Any) -> GradientTransformation:
+def from_torch(
+    optimizer: type[torch.optim.Optimizer], *, moments: torch.dtype | None = None, **settings: Any
+) -> GradientTransformation:
     """A transformation from a torch optimizer that treats each element by itself, such as Adam, RMSprop, NAdam, Rprop.
 
     Groups of parameters with other settings are `fs.masked` over several of these.
 
     Args:
         optimizer: the class, such as `torch.optim.NAdam`.
+        moments: the dtype in which the state that has the shape of parameters is kept between updates; by default that
+            of the layout's `Precision`, or else what torch takes, which is that of the parameter. An update computes in
+            what torch takes.
         **settings: its arguments but for the parameters. `lr` may be a function of the number of updates so far. With
             `fused=True` the last bits may depend on where a leaf is cut.
 
     Raises:
+        TreeError: from the update: no parameters, or something else than gradients and this state.
         ConfigError: it is no class of optimizers, couples elements of a parameter, keeps state apart from parameters,
             wants a closure or sparse gradients, or has settings that make no pure function; the text says what to use.
+            Or kernels lack the dtype of `moments`.
     """
     _refuse_others(optimizer, settings)
+    own = check_dtype(_NAME, "moments", moments)
     rate = as_schedule(settings["lr"]) if callable(settings.get("lr")) else None
     if rate is not None:
         settings = {**settings, "lr": rate(0)}
@@ -88,12 +98,15 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **settings: Any) -> Gradi
     kept_of = functools.cache(functools.partial(_kept, optimizer, settings))
     on_device = bool(settings.get("fused"))
 
-    def init(params: Tree) -> TorchState:
+    def init(params: Tree, *, moments: torch.dtype | None = None) -> TorchState:
         kept = {x.dtype: kept_of(x.dtype) for x in tree.leaves(params)}
         names = [list(dict.fromkeys(name for k in kept.values() for name in k[part])) for part in (0, 1)]
 
         def slot(name: str) -> Tree:
-            return tree.map(lambda x: _zeros(x, kept[x.dtype].slots[name]), params)
+            return tree.map(lambda x: _zeros(x, stored(kept[x.dtype].slots[name])), params)
+
+        def stored(dtype: torch.dtype) -> torch.dtype:
+            return own or moments or dtype if dtype.is_floating_point else dtype
 
         def scalar(name: str) -> Tree:
             return tree.map(lambda x: _number(0, kept[x.dtype].scalars[name]), params)
@@ -104,7 +117,8 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **settings: Any) -> Gradi
     def update(
         updates: Tree, state: TorchState, params: Tree = None, *, donate: bool = False
     ) -> tuple[Tree, TorchState]:
-        params = tree.prune(required(params, _NAME), updates, _NAME, ("parameters", "gradients"))
+        check_update(_NAME, TorchState, updates, state, required(params, _NAME))
+        params = tree.prune(params, updates, _NAME, ("parameters", "gradients"))
         refuse_unlike(_NAME, params, updates, ("parameters", "gradients"))
         where = shardings_of(next(iter(state.slots.values()), params))
         moved = redistribute(updates, where)
@@ -119,15 +133,15 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **settings: Any) -> Gradi
         made = make(held, **now)
         if int(state.count):
             for i, p in enumerate(held):
-                known, home = kept_of(p.dtype).scalars, p.device if on_device else None
-                kept: dict[str, Any] = {n: _own(local_of(x[i]), donate) for n, x in slots.items()}
+                (wanted, known), home = kept_of(p.dtype), p.device if on_device else None
+                kept: dict[str, Any] = {n: _own(local_of(x[i]), wanted[n], donate) for n, x in slots.items()}
                 kept |= {n: _plain(x[i], known[n], home) for n, x in scalars.items()}
                 made.state[p] = kept
         made.step()
         deltas = [p.detach() - old for p, old in zip(held, main, strict=True)]
         after = [cast(dict[str, Any], made.state[p]) for p in held]
         new_slots = {
-            n: tree.unflatten(spec, [like_leaf(old, s[n].detach()) for old, s in zip(x, after, strict=True)])
+            n: tree.unflatten(spec, [_kept_as(old, s[n].detach()) for old, s in zip(x, after, strict=True)])
             for n, x in slots.items()
         }
         new_scalars = {
@@ -139,8 +153,15 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **settings: Any) -> Gradi
     return GradientTransformation(init, update)
 
 
-def _own(x: Tensor, donate: bool) -> Tensor:
+def _own(x: Tensor, dtype: torch.dtype, donate: bool) -> Tensor:
+    """A slot in the dtype that torch takes, which it may overwrite."""
+    if x.dtype != dtype:
+        return x.to(dtype).contiguous()
     return x.contiguous() if donate else clone(x)
+
+
+def _kept_as(old: Tensor, new: Tensor) -> Tensor:
+    return like_leaf(old, new.to(old.dtype))
 
 
 def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.optim.base import GradientTransformation, add_decay_, clone, grads_where, like, local_leaves, zeros
+from fsharding.optim.base import (
+    GradientTransformation,
+    add_decay_,
+    check_update,
+    grads_where,
+    like,
+    narrow,
+    widen,
+    zeros,
+)
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import FROM_0, TO_1, check_settings
+from fsharding.optim.settings import FROM_0, TO_1, check_dtype, check_settings
 from fsharding.public import public
 from fsharding.tree import Tree
 
@@ -33,7 +42,12 @@ class LionState(NamedTuple):
 
 @public("fs.optim.lion")
 def lion(
-    learning_rate: float | Schedule, *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
+    learning_rate: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 0.0,
+    moments: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Lion: update `-lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)`, then `m = b2 * m + (1 - b2) * g`.
 
@@ -42,30 +56,36 @@ def lion(
         b1: share of the momentum in what is updated with.
         b2: decay of the momentum.
         weight_decay: decoupled decay, times the learning rate.
+        moments: the dtype in which the momentum is kept; by default that of the layout's `Precision`, or else float32
+            at least. An update is computed in float32 at least, and the momentum is rounded after it.
 
     Raises:
-        ConfigError: numbers below 0, or above 1 for the momentum; all of them are listed.
+        ConfigError: numbers below 0, or above 1 for the momentum; all of them are listed. A momentum in a dtype that
+            kernels lack.
+        TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
     """
     above = {"learning_rate": learning_rate, "weight_decay": weight_decay}
     check_settings(_NAME, (FROM_0, above), (TO_1, {"b1": b1, "b2": b2}))
+    own = check_dtype(_NAME, "moments", moments)
     rate = as_schedule(learning_rate)
 
-    def init(params: Tree) -> LionState:
-        return LionState(torch.zeros((), dtype=torch.int64), zeros(params))
+    def init(params: Tree, *, moments: torch.dtype | None = None) -> LionState:
+        return LionState(torch.zeros((), dtype=torch.int64), zeros(params, own or moments))
 
     def update(updates: Tree, state: LionState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, LionState]:
-        lr = rate(int(state.count))
-        mu = [x if donate else clone(x) for x in local_leaves(state.mu)]
-        grads = [g.to(m.dtype) for g, m in zip(grads_where(_NAME, updates, state.mu), mu, strict=True)]
+        check_update(_NAME, LionState, updates, state, params, decay=weight_decay)
+        lr, given = rate(int(state.count)), grads_where(_NAME, updates, state.mu)
+        mu = widen(state.mu, donate=donate)
+        grads = [g.to(m.dtype) for g, m in zip(given, mu, strict=True)]
         deltas = _compat.foreach_mul(mu, b1)
         _compat.foreach_add_(deltas, _compat.foreach_mul(grads, 1 - b1))
         for delta in deltas:
             delta.sign_()
         _compat.foreach_mul_(deltas, -lr)
-        if weight_decay and params is not None:
+        if weight_decay:
             add_decay_(_NAME, deltas, params, state.mu, -lr * weight_decay)
         _compat.foreach_mul_(mu, b2)
         _compat.foreach_add_(mu, _compat.foreach_mul(grads, 1 - b2))
-        return like(state.mu, deltas), LionState(state.count + 1, like(state.mu, mu))
+        return like(state.mu, deltas), LionState(state.count + 1, narrow(state.mu, mu, donate=donate))
 
     return GradientTransformation(init, update)

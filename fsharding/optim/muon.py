@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,19 +21,31 @@ from fsharding import at_rest, tree
 from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.mesh import Mesh, abstract, axis_group, own_rank
 from fsharding.ops.exchange import exchange
-from fsharding.optim.base import GradientTransformation, add_decay_, clone, grads_where, like, local_leaves, zeros
+from fsharding.optim.base import (
+    GradientTransformation,
+    add_decay_,
+    check_update,
+    grads_where,
+    like,
+    narrow,
+    widen,
+    zeros,
+)
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import FROM_0, FROM_1, check_settings
-from fsharding.optim.units import refuse_hidden
+from fsharding.optim.settings import FROM_0, FROM_1, check_dtype, check_settings
+from fsharding.optim.units import homes, whole_shape
 from fsharding.public import public
 from fsharding.routes import Leaf, plan_routes
-from fsharding.sharding import NamedSharding, sharding_of
+from fsharding.sharding import NamedSharding
 from fsharding.spec import P
 from fsharding.tree import Tree
 
 __all__ = ["MuonState", "muon"]
 
 _NAME = "fs.optim.muon"
+_STAGES = ("pp",)
+"""Axes whose coordinates own layers, or leaves: each has whole matrices."""
+
 _ADJUST = ("original", "match_rms_adamw")
 
 
@@ -55,6 +68,7 @@ def muon(
     steps: int = 5,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
+    moments: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Muon, with the parameters of `torch.optim.Muon` and its numbers, on matrices [..., M, N].
 
@@ -74,39 +88,49 @@ def muon(
         steps: iterations.
         eps: smallest norm that a matrix is divided by.
         dtype: in which the iteration runs, and its matrices travel.
+        moments: the dtype in which the momentum is kept; by default that of the layout's `Precision`, or else float32
+            at least. An update is computed in float32 at least, and the momentum is rounded after it.
 
     Raises:
-        ConfigError: an unknown `adjust`; numbers below 0, all of them listed.
+        ConfigError: an unknown `adjust`; numbers below 0, all of them listed. A dtype that kernels lack.
         LayoutError: at `init`: leaves with fewer than two dims; all of them are listed.
+        TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
     """
     if adjust not in _ADJUST:
         text = f"knows no adjust={adjust!r}."
         raise ConfigError(message(_NAME, text, mend=f"Use one of {', '.join(map(repr, _ADJUST))}."))
     above = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay, "eps": eps}
     check_settings(_NAME, (FROM_0, above), (FROM_1, {"steps": steps}))
+    own = check_dtype(_NAME, "moments", moments)
+    check_dtype(_NAME, "dtype", dtype)
     rate = as_schedule(learning_rate)
     orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)
 
-    def init(params: Tree) -> MuonState:
+    def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> MuonState:
+        homes(_NAME, params, shardings, known=_STAGES)
         _refuse_vectors(params)
-        return MuonState(torch.zeros((), dtype=torch.int64), zeros(params))
+        return MuonState(torch.zeros((), dtype=torch.int64), zeros(params, own or moments))
 
-    def update(updates: Tree, state: MuonState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, MuonState]:
-        lr = rate(int(state.count))
-        leaves = tree.leaves(state.mu)
-        mu = [x if donate else clone(x) for x in local_leaves(state.mu)]
+    def update(
+        updates: Tree, state: MuonState, params: Tree = None, *, donate: bool = False, shardings: Tree = None
+    ) -> tuple[Tree, MuonState]:
+        check_update(_NAME, MuonState, updates, state, params, decay=weight_decay)
+        lr, given = rate(int(state.count)), grads_where(_NAME, updates, state.mu)
+        there = homes(_NAME, state.mu, shardings, known=_STAGES)
+        wholes = [_whole(x, home) for x, home in zip(tree.leaves(state.mu), there, strict=True)]
+        mu = widen(state.mu, donate=donate)
         ahead: list[Tensor] = []
-        for g, m in zip(grads_where(_NAME, updates, state.mu), mu, strict=True):
+        for g, m in zip(given, mu, strict=True):
             grad = g.to(m.dtype)
             m.lerp_(grad, 1 - momentum)
             ahead.append((grad.lerp(m, momentum) if nesterov else m).to(dtype))
         deltas = [
-            x.to(m.dtype) * (-lr * _ratio(adjust, leaf.shape))
-            for x, m, leaf in zip(_on_whole_matrices(orthogonal, ahead, leaves), mu, leaves, strict=True)
+            x.to(m.dtype) * (-lr * _ratio(adjust, whole.shape))
+            for x, m, whole in zip(_on_whole_matrices(orthogonal, ahead, wholes), mu, wholes, strict=True)
         ]
-        if weight_decay and params is not None:
+        if weight_decay:
             add_decay_(_NAME, deltas, params, state.mu, -lr * weight_decay)
-        return like(state.mu, deltas), MuonState(state.count + 1, like(state.mu, mu))
+        return like(state.mu, deltas), MuonState(state.count + 1, narrow(state.mu, mu, donate=donate))
 
     return GradientTransformation(init, update)
 
@@ -118,10 +142,9 @@ def _refuse_vectors(params: Tree) -> None:
             'fs.masked({"matrix": fs.optim.muon(...), "other": fs.adamw(...)}, fs.optim.label_matrices()) splits them.'
         )
         raise LayoutError(message(_NAME, "takes matrices and stacks of them only.", rows, mend))
-    refuse_hidden(_NAME, named, ("pp",))
 
 
-def _ratio(adjust: str, shape: torch.Size) -> float:
+def _ratio(adjust: str, shape: tuple[int, ...]) -> float:
     rows, columns = max(shape[-2], 1), max(shape[-1], 1)
     return math.sqrt(max(1.0, rows / columns)) if adjust == "original" else 0.2 * math.sqrt(max(rows, columns))
 
@@ -151,27 +174,57 @@ def _orthogonal(x: Tensor, *, coefficients: tuple[float, float, float], steps: i
 # ----------------------------------------------------------------------------------------------------- whole matrices
 
 
-def _on_whole_matrices(fn: functools.partial[Tensor], local: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+class _Whole(NamedTuple):
+    """Where a leaf is among the ranks that have its matrices: all of the mesh, or those of one stage.
+
+    Attributes:
+        shape: of the leaf that they have together.
+        sharding: None for a plain tensor.
+        mesh: with all groups that they need.
+    """
+
+    shape: tuple[int, ...]
+    sharding: NamedSharding | None
+    mesh: Mesh | None
+
+
+def _whole(x: Tensor, home: NamedSharding | None) -> _Whole:
+    if home is None or not isinstance(x, DTensor):
+        return _Whole(tuple(x.shape), None, None)
+    whole = at_rest.base(x.device_mesh).whole
+    if not home.assigned:
+        return _Whole(tuple(x.shape), home, home.mesh if whole is None else whole)
+    assert whole is not None
+    # Stages have matrices of their own, or none at all; along other axes a matrix has several owners.
+    own = tuple(a for a in home.assigned if a.axis not in _STAGES)
+    staged = {a.axis for a in home.assigned} - {a.axis for a in own}
+    names = tuple(name for name in abstract(whole).names if name not in staged)
+    here = replace(home, mesh=at_rest.slice_of(whole, names) if staged else whole, assigned=own)
+    return _Whole(whole_shape(x, home) if home.grid(x.shape) is None else whole_shape(x, here), here, whole)
+
+
+def _on_whole_matrices(fn: functools.partial[Tensor], local: list[Tensor], wholes: list[_Whole]) -> list[Tensor]:
     """Runs a function on whole matrices: of a stack, each rank has some. Collective over the meshes of the leaves."""
     result = list(local)
     groups: dict[Mesh, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, DTensor) and abstract(sharding_of(leaf).mesh).size > 1:
-            groups.setdefault(sharding_of(leaf).mesh, []).append(i)
+    for i, whole in enumerate(wholes):
+        if whole.sharding is not None and abstract(whole.sharding.mesh).size > 1:
+            groups.setdefault(whole.sharding.mesh, []).append(i)
         else:
             result[i] = fn(local[i])
     for members in groups.values():
-        here = [_abstract(sharding_of(leaves[i])) for i in members]  # pyright: ignore[reportArgumentType]
-        there = [_spread(s, tuple(leaves[i].shape)) for s, i in zip(here, members, strict=True)]
-        moved = _move([local[i] for i in members], [leaves[i] for i in members], here, there)
-        back = _move([fn(x) for x in moved], [leaves[i] for i in members], there, here)
+        here = [_abstract(wholes[i]) for i in members]
+        there = [_spread(s, wholes[i].shape) for s, i in zip(here, members, strict=True)]
+        moved = _move([local[i] for i in members], [wholes[i] for i in members], here, there)
+        back = _move([fn(x) for x in moved], [wholes[i] for i in members], there, here)
         for i, x in zip(members, back, strict=True):
             result[i] = x
     return result
 
 
-def _abstract(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(abstract(sharding.mesh), sharding.spec).simplified()
+def _abstract(whole: _Whole) -> NamedSharding:
+    assert whole.sharding is not None
+    return replace(whole.sharding, mesh=abstract(whole.sharding.mesh), owned=()).simplified()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -194,19 +247,18 @@ def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def _move(
-    local: list[Tensor], leaves: list[Tensor], sources: list[NamedSharding], targets: list[NamedSharding]
+    local: list[Tensor], wholes: list[_Whole], sources: list[NamedSharding], targets: list[NamedSharding]
 ) -> list[Tensor]:
-    shapes = [tuple(x.shape) for x in leaves]
     routes = (
-        Leaf(shape, x.dtype.itemsize, source, target)
-        for shape, x, source, target in zip(shapes, local, sources, targets, strict=True)
+        Leaf(whole.shape, x.dtype.itemsize, source, target)
+        for whole, x, source, target in zip(wholes, local, sources, targets, strict=True)
     )
-    mesh = leaves[0].device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-    found = at_rest.base(mesh)
-    group = axis_group(found.mesh if found.whole is None else found.whole, abstract(found.mesh).names)
-    dtypes, device = [x.dtype for x in local], local[0].device
+    mesh, device = abstract(sources[0].mesh), local[0].device
+    assert wholes[0].mesh is not None
+    group = axis_group(wholes[0].mesh, mesh.names)
+    dtypes = [x.dtype for x in local]
     moved = exchange(
         plan_routes(tuple(routes)), [*local], dtypes, rank=own_rank(), group=group, device=device, donate=True
     )
-    coord = abstract(found.mesh).coordinate(own_rank())
-    return [x.reshape(t.local_shape(s, coord)) for x, t, s in zip(moved, targets, shapes, strict=True)]
+    coord = mesh.coordinate(own_rank())
+    return [x.reshape(t.local_shape(w.shape, coord)) for x, t, w in zip(moved, targets, wholes, strict=True)]

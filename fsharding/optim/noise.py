@@ -10,18 +10,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fsharding import random, tree
-from fsharding.optim.base import GradientTransformation, like_leaf
+from fsharding import boxes, random, tree
+from fsharding.optim.base import GradientTransformation, check_state, like_leaf
 from fsharding.optim.schedules import Schedule
 from fsharding.optim.settings import FROM_0, check_settings
-from fsharding.optim.units import refuse_hidden
+from fsharding.optim.units import homes, whole_shape
 from fsharding.public import public
-from fsharding.sharding import local_of, sharding_of
+from fsharding.sharding import NamedSharding, local_of
 from fsharding.tree import Tree
 
 __all__ = ["NoiseState", "add_noise", "annealed"]
+
+_NAME = "fs.optim.add_noise"
 
 
 class NoiseState(NamedTuple):
@@ -46,28 +47,38 @@ def add_noise(std: float | Schedule, key: Tensor) -> GradientTransformation:
 
     Raises:
         ConfigError: a deviation below 0.
-        LayoutError: from the update: leaves with explicit assignments; all of them are listed.
+        LayoutError: from the update: leaves with explicit assignments that it is not told; all of them are listed.
     """
-    check_settings("fs.optim.add_noise", (FROM_0, {"std": std}))
+    check_settings(_NAME, (FROM_0, {"std": std}))
 
     def init(params: Tree) -> NoiseState:
         return NoiseState(torch.zeros((), dtype=torch.int64), key.clone())
 
-    def update(updates: Tree, state: NoiseState, params: Tree = None) -> tuple[Tree, NoiseState]:
-        named = tree.named_leaves(updates)
-        refuse_hidden("fs.optim.add_noise", named)
+    def update(
+        updates: Tree, state: NoiseState, params: Tree = None, *, shardings: Tree = None
+    ) -> tuple[Tree, NoiseState]:
+        check_state(_NAME, NoiseState, updates, state)
+        where = homes(_NAME, updates, shardings)
         count = int(state.count)
         scale = std(count) if callable(std) else std
         drawn = random.fold_in(state.key, count)
-        noisy = [_noisy(x, random.fold_in(drawn, i), scale) for i, x in enumerate(named.values())]
-        return tree.unflatten(tree.flatten(updates)[1], noisy), NoiseState(state.count + 1, state.key)
+        flat, spec = tree.flatten(updates)
+        noisy = [
+            _noisy(x, home, random.fold_in(drawn, i), scale)
+            for i, (x, home) in enumerate(zip(flat, where, strict=True))
+        ]
+        return tree.unflatten(spec, noisy), NoiseState(state.count + 1, state.key)
 
     return GradientTransformation(init, update)
 
 
-def _noisy(x: Tensor, key: Tensor, std: float) -> Tensor:
-    draw = random.normal(key, tuple(x.shape), std=std, dtype=x.dtype)
-    if not isinstance(x, DTensor):
+def _noisy(x: Tensor, home: NamedSharding | None, key: Tensor, std: float) -> Tensor:
+    shape = whole_shape(x, home)
+    draw = random.normal(key, shape, std=std, dtype=x.dtype)
+    if home is None:
         return x + draw.tensor(device=x.device)
-    local = local_of(x)
-    return like_leaf(x, local + draw.slice(sharding_of(x).box(x.shape), device=local.device))
+    local, grid = local_of(x), home.grid(shape)
+    noisy = local.clone() if grid is None else torch.empty_like(local)
+    for box, place in boxes.grid_boxes(grid) if grid is not None else ():
+        noisy[place] = local[place] + draw.slice(box, device=local.device)
+    return like_leaf(x, noisy)

@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
-from fsharding.errors import ConfigError, message
+import torch
 
-__all__ = ["ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_settings"]
+from fsharding.errors import ConfigError, message
+from fsharding.precision import DTYPES
+
+__all__ = ["ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dtype", "check_settings"]
 
 
 class Needs(NamedTuple):
@@ -57,3 +60,23 @@ def check_settings(function: str, *groups: tuple[Needs, Mapping[str, Any]]) -> N
     ]
     if rows:
         raise ConfigError(message(function, "cannot use these settings.", rows))
+
+
+def check_dtype(function: str, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Refuses a dtype in which nothing can be summed.
+
+    Args:
+        function: that got it.
+        name: of the setting.
+        dtype: None is for the layout to say.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        ConfigError: it is none of those that kernels have.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        mend = f"Use one of {', '.join(map(str, DTYPES))}, or None for that of the layout."
+        raise ConfigError(message(function, f"got {name}={dtype!r}.", mend=mend))
+    return dtype

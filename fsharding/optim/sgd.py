@@ -15,16 +15,18 @@ from fsharding import _compat, tree
 from fsharding.errors import ConfigError, message
 from fsharding.optim.base import (
     GradientTransformation,
-    clone,
+    check_update,
     like,
     local_leaves,
     local_where,
+    narrow,
     refuse_unlike,
     shardings_of,
+    widen,
     zeros,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import FROM_0, check_settings
+from fsharding.optim.settings import FROM_0, check_dtype, check_settings
 from fsharding.public import public
 from fsharding.redistribute import redistribute
 from fsharding.tree import Tree
@@ -49,6 +51,7 @@ def sgd(
     dampening: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
+    moments: torch.dtype | None = None,
 ) -> GradientTransformation:
     """SGD: `t = momentum * t + d`, update `-lr * t`; with Nesterov's, `-lr * (d + momentum * t)`.
 
@@ -60,37 +63,43 @@ def sgd(
         dampening: what the trace does not get of a gradient.
         nesterov: look ahead; without dampening only.
         weight_decay: added to the gradient, as in `torch.optim.SGD`.
+        moments: the dtype in which the trace is kept; by default that of the layout's `Precision`, or else float32 at
+            least. An update is computed in float32 at least, and it is rounded after it.
 
     Raises:
-        ConfigError: Nesterov's with dampening, or without momentum; numbers below 0, all of them listed.
+        ConfigError: Nesterov's with dampening, or without momentum; numbers below 0, all of them listed. A trace in a
+            dtype that kernels lack.
+        TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
     """
     above = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
     check_settings(_NAME, (FROM_0, above))
     if nesterov and (dampening or not momentum):
         text = f"got nesterov=True with momentum={momentum} and dampening={dampening}."
         raise ConfigError(message(_NAME, text, mend="Nesterov's needs momentum and no dampening."))
+    own = check_dtype(_NAME, "moments", moments)
     rate = as_schedule(learning_rate)
 
-    def init(params: Tree) -> SgdState:
-        return SgdState(torch.zeros((), dtype=torch.int64), zeros(params) if momentum else None)
+    def init(params: Tree, *, moments: torch.dtype | None = None) -> SgdState:
+        return SgdState(torch.zeros((), dtype=torch.int64), zeros(params, own or moments) if momentum else None)
 
     def update(updates: Tree, state: SgdState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, SgdState]:
+        check_update(_NAME, SgdState, updates, state, params, decay=weight_decay)
         params = tree.prune(params, updates, _NAME, ("parameters", "gradients")) if params is not None else None
         there = next(x for x in (state.trace, params, updates) if x is not None)
         refuse_unlike(_NAME, updates, there, ("gradients", "parameters" if state.trace is None else "the trace"))
         moved = redistribute(updates, shardings_of(there))
         grads = local_leaves(moved)
-        if weight_decay and params is not None:
+        if weight_decay:
             main = local_where(_NAME, params, there)
             decay = [p.to(g.dtype) for p, g in zip(main, grads, strict=True)]
             grads = _compat.foreach_add(grads, _compat.foreach_mul(decay, weight_decay))
         trace = state.trace
         if momentum:
-            kept = [x if donate else clone(x) for x in local_leaves(state.trace)]
+            kept = widen(state.trace, donate=donate)
             _compat.foreach_mul_(kept, momentum)
             damped = dampening and int(state.count)
             _compat.foreach_add_(kept, _compat.foreach_mul(list(grads), 1 - dampening) if damped else list(grads))
-            trace = like(state.trace, kept)
+            trace = narrow(state.trace, kept, donate=donate)
             grads = _compat.foreach_add(grads, _compat.foreach_mul(kept, momentum)) if nesterov else kept
         deltas = _compat.foreach_mul(list(grads), -rate(int(state.count)))
         return like(moved, deltas), SgdState(state.count + 1, trace)

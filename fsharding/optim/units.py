@@ -8,22 +8,25 @@ Law: a sum does not depend on the layout beyond the rounding of float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsharding import tree
 from fsharding.at_rest import base
 from fsharding.axes import AXES
-from fsharding.errors import LayoutError, TreeError, message
+from fsharding.boxes import length
+from fsharding.errors import LayoutError, message
 from fsharding.mesh import Mesh, abstract, axis_group
 from fsharding.ops.rows import start_sum
-from fsharding.sharding import NamedSharding, is_assigned, to_local
+from fsharding.sharding import NamedSharding, local_of, sharding_of, to_local
 from fsharding.stages import begins
 from fsharding.tree import Tree
 
-__all__ = ["label_matrices", "refuse_hidden", "required", "stacked_dims", "sum_dims"]
+__all__ = ["homes", "label_matrices", "stacked_dims", "sum_dims", "whole_shape"]
 
 STACKS = ("blocks",)
 """Where a `Model` has its stacks."""
@@ -48,61 +51,97 @@ def label_matrices(stacks: Sequence[str] = STACKS) -> Callable[[str, Any], str]:
     return label
 
 
-def required(params: Tree, function: str) -> Tree:
-    """The parameters.
-
-    Raises:
-        TreeError: there are none.
-    """
-    if params is None:
-        mend = "Call update(updates, state, params)."
-        raise TreeError(message(function, "needs the parameters to update them.", mend=mend))
-    return params
-
-
-def refuse_hidden(function: str, named: dict[str, Any], known: Sequence[str] = ()) -> None:
-    """Refuses leaves with explicit assignments along axes that their DTensor does not tell; all of them are listed.
+def homes(
+    function: str, values: Tree, shardings: Tree = None, *, known: Sequence[str] = ()
+) -> list[NamedSharding | None]:
+    """Where leaves are, with the assignments that their DTensors do not tell; None for plain tensors.
 
     Args:
-        function: the public function.
-        named: leaves by path.
+        function: the public function, for the error.
+        values: tree of DTensors and plain tensors.
+        shardings: of these leaves, such as `layout.main`: assignments are looked up there, all else the leaf says.
         known: axes along which an assignment does not matter.
 
+    Returns:
+        One for each leaf: with its assignments on the whole mesh where `shardings` tells them; else on the slice of the
+        mesh that the leaf is on.
+
     Raises:
-        LayoutError: there are such leaves.
+        LayoutError: assignments that nobody tells, or others than the leaf has; all such leaves are listed.
     """
+    named = tree.named_leaves(values)
+    told: list[Any] = [None] * len(named)
+    if shardings is not None:
+        pruned = tree.prune(shardings, values, function, ("shardings", "leaves"))
+        told = tree.flatten_up_to(tree.flatten(values)[1], pruned, function, ("leaves", "shardings"))
+    result: list[NamedSharding | None] = []
     rows: list[str] = []
-    for path, x in named.items():
-        if isinstance(x, DTensor) and is_assigned(x):
-            found = base(x.device_mesh)
-            assert found.whole is not None
-            hidden = [a for a in abstract(found.whole).names if a not in (*abstract(found.mesh).names, *known)]
-            rows += [f"{path} is assigned over {', '.join(hidden)}"] if hidden else []
+    for (path, x), sharding in zip(named.items(), told, strict=True):
+        found = base(x.device_mesh) if isinstance(x, DTensor) else None
+        if not isinstance(x, DTensor) or found is None or found.whole is None:
+            result.append(sharding_of(x) if isinstance(x, DTensor) else None)
+            continue
+        here = sharding_of(x)
+        hidden = [a for a in abstract(found.whole).names if a not in abstract(found.mesh).names]
+        if sharding is not None and {a.axis for a in sharding.assigned} == {*hidden}:
+            here = replace(here, mesh=found.whole, assigned=sharding.assigned)
+            shape, held = whole_shape(x, here), tuple(local_of(x).shape)
+            want = here.local_shape(shape)
+            if want != held:
+                text = f"{here} of {list(shape)} is not what this rank holds"
+                rows.append(f"{path}: {text}: {list(want)}, and it has {list(held)}")
+        elif sharding is not None or not {*hidden} <= {*known}:
+            rows.append(f"{path} is assigned over {', '.join(a for a in hidden if a not in known)}")
+        result.append(here)
     if rows:
-        mend = (
-            "Cut these leaves by rules instead of Fused names or stages, or give them another optimizer with fs.masked."
-        )
+        mend = "Say where they are, as the train step does: shardings=layout.main, of opt.init and opt.update."
         raise LayoutError(message(function, "cannot tell who owns leaves with assignments.", rows, mend))
+    return result
 
 
-def sum_dims(terms: Iterable[Tensor], leaves: Sequence[Tensor], dims: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def whole_shape(x: Tensor, sharding: NamedSharding | None) -> tuple[int, ...]:
+    """The shape of a whole leaf, also along dims whose parts have owners.
+
+    Where a rank is no owner of a leaf that others have whole, its first size is 0, as at rest.
+
+    Args:
+        x: the leaf.
+        sharding: of `homes`.
+    """
+    if sharding is None or sharding.grid(x.shape) is None:
+        return tuple(x.shape)
+    sizes = {a.dim: sum(map(length, a.ranges)) for a in sharding.assigned}
+    return tuple(sizes.get(dim, size) for dim, size in enumerate(x.shape))
+
+
+def sum_dims(
+    terms: Iterable[Tensor],
+    leaves: Sequence[Tensor],
+    dims: Sequence[tuple[int, ...]],
+    *,
+    shardings: Sequence[NamedSharding | None] | None = None,
+) -> list[Tensor]:
     """Sums over dims of whole leaves, from what each rank has. Collective over the axes that cut these dims.
 
     Args:
         terms: this rank's part of what is summed; made one by one, if a generator makes them.
         leaves: a leaf for each that is cut as the term is: a DTensor, or a plain tensor that is whole.
         dims: which; they stay, with size 1.
+        shardings: of each leaf, such as those of `layout.main`: of leaves with assignments its DTensor does not tell
+            them, and the sum is then of this slice of the mesh.
 
     Returns:
         float64, on every rank that holds the same range of the other dims.
     """
     sums = [x.sum(d, keepdim=True, dtype=torch.float64) if d else x.double() for x, d in zip(terms, dims, strict=True)]
     groups: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
-    for i, (leaf, over) in enumerate(zip(leaves, dims, strict=True)):
+    known = [None] * len(leaves) if shardings is None else shardings
+    for i, (leaf, over, told) in enumerate(zip(leaves, dims, known, strict=True)):
         if isinstance(leaf, DTensor):
             # On the whole mesh, not its slice: all ranks know its groups.
             sharding: NamedSharding = to_local(leaf).sharding
-            cut = {axis for dim in over for axis in sharding.axes(dim)}
+            owners = told.assigned if told is not None else ()
+            cut = {axis for dim in over for axis in sharding.axes(dim)} | {a.axis for a in owners if a.dim in over}
             if cut:
                 groups.setdefault((sharding.mesh, tuple(a for a in AXES if a in cut)), []).append(i)
     pending = [

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import fsharding as fs
 from fsharding import _compat, _functorch, ops
+from fsharding.errors import LayoutError
 from fsharding.testing import assert_bitwise_equal
 
 
@@ -342,3 +343,69 @@ def test_what_torch_computes_element_by_element():
     seeded = [torch.bernoulli, f.dropout, torch.rand_like]
     assert all(map(_compat.is_elementwise, yes))
     assert not any(map(_compat.is_elementwise, [*no, *seeded]))
+
+
+# ------------------------------------------------------------------------------- kernels that take sizes as they come
+PAIRS = {
+    "foreach_copy_": _compat.foreach_copy_,
+    "foreach_add_": _compat.foreach_add_,
+    "foreach_add": _compat.foreach_add,
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_other_sizes_are_refused_before_anything_changes(name):
+    a, b = torch.zeros(4), torch.zeros(4, 3)
+    for other in (torch.ones(3), torch.ones(()), torch.ones(4, 4)):
+        with pytest.raises(LayoutError) as caught:
+            PAIRS[name]([a, b], [torch.ones(4), other])
+        assert str(caught.value) == (
+            f"{name} got tensors that do not belong together.\n"
+            f"  number 1: float32[4, 3] on cpu, float32{list(other.shape)} on cpu"
+        )
+    with pytest.raises(LayoutError) as caught:
+        PAIRS[name]([a, b], [torch.ones(4)])
+    assert str(caught.value) == f"{name} got lists of 2, 1 tensors."
+    with pytest.raises(LayoutError) as caught:
+        PAIRS[name]([a] * 99, [torch.ones(1)] * 99)
+    assert len(str(caught.value).split("\n")) == 12 and str(caught.value).endswith("\n  and 89 more")
+    assert not a.any() and not b.any()
+
+
+ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
+WRONG = {
+    "short gradient": (1, lambda: torch.ones(64)),
+    "short moment": (3, lambda: torch.ones(64)),
+    "narrow moment": (2, lambda: torch.ones(128, dtype=torch.bfloat16)),
+    "gaps": (0, lambda: torch.ones(256)[::2]),
+    "one element": (1, lambda: torch.ones(1).expand(128)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_kernel_of_adamw_gets_tensors_that_belong_together(name):
+    place, make = WRONG[name]
+    columns = [[torch.ones(128), torch.ones(64)] for _ in range(4)]
+    columns[place][0] = make()
+    before = [[x.clone() for x in column] for column in columns]
+    with pytest.raises(LayoutError) as caught:
+        _compat.fused_adamw_(*columns, [torch.tensor(1.0)] * 2, **ADAM)
+    head, row = str(caught.value).split("\n")
+    assert head == "fused_adamw_ got tensors that do not belong together." and row.startswith("  number 0: ")
+    assert_bitwise_equal(columns, before)
+    columns[place] = columns[place][:1]
+    with pytest.raises(LayoutError, match="got lists of "):
+        _compat.fused_adamw_(*columns, [torch.tensor(1.0)] * 2, **ADAM)
+
+
+def test_packing_is_of_one_dtype_and_unpacking_of_enough():
+    xs = [torch.ones(2), torch.ones(3).double()]
+    with pytest.raises(LayoutError) as caught:
+        _compat.packed(xs)
+    assert str(caught.value) == (
+        "packed got tensors that do not belong together.\n  number 1: float32[2] on cpu, float64[3] on cpu"
+    )
+    with pytest.raises(LayoutError) as caught:
+        _compat.unpack(torch.ones(4), xs)
+    assert str(caught.value) == "unpack got 4 elements for tensors of 5."
+    assert [x.tolist() for x in _compat.unpack(torch.arange(6), xs)] == [[0, 1], [2, 3, 4]]

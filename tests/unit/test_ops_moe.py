@@ -67,7 +67,7 @@ def test_no_rows_and_no_groups():
 
 def test_products_that_do_not_fit():
     x, w = torch.zeros(7, 2), torch.zeros(3, 2, 4)
-    rule = "ops.grouped_matmul needs x [M, D], w [X, D, F] of one dtype, and X counts that sum to M.\n"
+    rule = "ops.grouped_matmul needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M.\n"
     assert refusal(SpecError, lambda: ops.grouped_matmul(x, w, torch.tensor([1, 2, 3]))) == (
         f"{rule}  x is torch.float32[7, 2], w is torch.float32[3, 2, 4]\n  counts are [1, 2, 3]"
     )
@@ -167,3 +167,10 @@ def test_what_experts_refuse():
         "  gate is [3, 6, 2]\n  up is [3, 6, 2]\n  down is [3, 6, 2]\n"
         'Name their dim "expert" in plan_layout(names=...), with the rule expert="ep".'
     )
+
+
+@pytest.mark.parametrize("counts", [(-8, 15), (80_007, -80_000)], ids=str)
+def test_counts_below_0_never_reach_a_kernel(counts):
+    with pytest.raises(SpecError) as caught:
+        ops.grouped_matmul(torch.ones(7, 8), torch.ones(2, 8, 8), torch.tensor(counts))
+    assert "X counts from 0 that sum to M." in str(caught.value) and f"counts are {list(counts)}" in str(caught.value)

@@ -1,5 +1,6 @@
 """Optimizers on plain tensors and on one process: against torch.optim, and what does not depend on where it stands."""
 
+import collections
 import itertools
 import math
 from typing import Any
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding import optim
-from fsharding.errors import ConfigError, LayoutError, TreeError
+from fsharding import _compat, optim
+from fsharding.errors import ArgumentError, ConfigError, LayoutError, TreeError
 from fsharding.optim import AdamState, ChainState, EmptyState, MaskedState
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
@@ -478,3 +479,183 @@ def test_settings_that_can_never_be_right():
     with pytest.raises(ConfigError) as caught:
         fs.linear(1.0, 0.0, 0)
     assert str(caught.value) == "fs.linear got steps=0.\nGive 1 or more, or use fs.constant."
+
+
+# ----------------------------------------------------------------------------------------- what is in another's place
+DECAYING = {
+    "fs.adamw": (lambda: fs.adamw(0.1, weight_decay=0.1), 0.1),
+    "fs.sgd": (lambda: fs.sgd(0.1, weight_decay=0.2), 0.2),
+    "fs.optim.lion": (lambda: optim.lion(0.1, weight_decay=0.3), 0.3),
+    "fs.optim.muon": (lambda: optim.muon(0.1, weight_decay=0.4), 0.4),
+}
+INSIDE = {
+    "alone": lambda opt: opt,
+    "chain": lambda opt: fs.chain(fs.clip_by_global_norm(1.0), opt),
+    "first": lambda opt: fs.chain(opt, optim.ema(0.9)),
+    "masked": lambda opt: fs.masked({"a": fs.sgd(0.1), "b": opt}, lambda path, leaf: "b" if path == "w" else "a"),
+    "lookahead": lambda opt: fs.chain(fs.chain(opt)),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("function", DECAYING)
+def test_decay_without_parameters_is_refused_before_anything_changes(function, inside):
+    make, decay = DECAYING[function]
+    opt, grads = INSIDE[inside](make()), {"w": torch.ones(2, 3), "v": torch.ones(3, 2)}
+    state = opt.init(grads)
+    before = fs.tree.map(torch.clone, (grads, state))
+    with pytest.raises(TreeError) as caught:
+        opt.update(grads, state, donate=True)
+    text = f"{function} needs the parameters for weight_decay={decay}.\nCall update(updates, state, params)."
+    assert str(caught.value) == text
+    if inside not in ("masked", "chain"):  # there others have had their turn, and were told to overwrite
+        assert_bitwise_equal((grads, state), before)
+    with pytest.raises(TreeError):
+        fs.optim.apply_gradients(opt, grads, state, None)
+    updates, _ = opt.update(grads, state, grads)
+    assert fs.tree.paths(updates) == fs.tree.paths(grads)
+
+
+@pytest.mark.parametrize("make", [fs.adamw, fs.sgd, optim.lion, optim.muon], ids=lambda f: f.__name__)
+def test_nothing_needs_parameters_that_do_not_decay(make):
+    grads, how = {"w": torch.ones(2, 3)}, {"weight_decay": 0.0}
+    opt = make(0.1, **how)
+    assert opt.update(grads, opt.init(grads))[0]["w"].shape == (2, 3)
+
+
+STATES = {
+    "fs.adamw": (lambda: fs.adamw(0.1), "AdamState"),
+    "fs.sgd": (lambda: fs.sgd(0.1, momentum=0.9), "SgdState"),
+    "fs.optim.lion": (lambda: optim.lion(0.1), "LionState"),
+    "fs.optim.muon": (lambda: optim.muon(0.1), "MuonState"),
+    "fs.optim.adafactor": (lambda: optim.adafactor(0.1), "AdafactorState"),
+    "fs.optim.from_torch": (lambda: optim.from_torch(torch.optim.Adam), "TorchState"),
+    "fs.optim.ema": (lambda: optim.ema(0.9), "EmaState"),
+    "fs.optim.lookahead": (lambda: optim.lookahead(fs.sgd(0.1)), "LookaheadState"),
+    "fs.optim.add_noise": (lambda: optim.add_noise(0.1, fs.random.key(0)), "NoiseState"),
+    "fs.chain": (lambda: fs.chain(fs.adamw(0.1)), "ChainState"),
+    "fs.masked": (lambda: fs.masked({"a": fs.adamw(0.1)}, lambda path, leaf: "a"), "MaskedState"),
+}
+ORDER = "Call opt.update(gradients, state, params), in this order."
+
+
+@pytest.mark.parametrize("function", STATES)
+def test_a_state_in_another_place_is_told_from_gradients(function):
+    make, kind = STATES[function]
+    opt, params = make(), {"w": torch.ones(2, 3)}
+    state = opt.init(params)
+    for calls in (opt.update, opt.apply):
+        if calls is None:
+            continue
+        with pytest.raises(TreeError) as caught:
+            calls(state, params, params)
+        assert str(caught.value) == (
+            f"{function} got dict in the place of its state, {kind}, and {kind} in the place of gradients.\n{ORDER}"
+        )
+        with pytest.raises(TreeError) as caught:
+            calls(params, EmptyState(), params)
+        assert str(caught.value) == (
+            f"{function} got EmptyState in the place of its state, {kind}.\n"
+            f"The state is what opt.init(params), or the last update, returned. {ORDER}"
+        )
+
+
+@pytest.mark.parametrize(
+    "function", [name for name in STATES if name not in ("fs.chain", "fs.masked", "fs.optim.add_noise")]
+)
+def test_values_are_told_from_gradients(function):
+    opt, params = STATES[function][0](), {"w": torch.ones(2, 3)}
+    state, (value, grads) = opt.init(params), fs.value_and_grad(lambda p: (p["w"].square().sum(), 1.0))(params)
+    mend = f"Values come first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {ORDER}"
+    for wrong, kind in (
+        ((value, grads), "a tuple of 2"),
+        ((value, 1.0), "a tuple of 2"),
+        (torch.ones(()), "a tensor []"),
+    ):
+        with pytest.raises(TreeError) as caught:
+            opt.update(wrong, state, params)
+        assert str(caught.value) == f"{function} got {kind} in the place of gradients, and dict for the rest.\n{mend}"
+
+
+def test_states_of_other_chains_and_groups_are_refused():
+    params = {"w": torch.ones(2)}
+    two, three = fs.chain(fs.sgd(0.1), fs.sgd(0.1)), fs.chain(fs.sgd(0.1), fs.sgd(0.1), fs.sgd(0.1))
+    with pytest.raises(TreeError) as caught:
+        two.update(params, three.init(params), params)
+    assert str(caught.value) == (
+        "fs.chain got a state of 3 transformations, and has 2.\nGive the state that this chain's init or update made."
+    )
+    one, other = (fs.masked({name: fs.sgd(0.1)}, lambda path, leaf, name=name: name) for name in "ab")
+    with pytest.raises(TreeError) as caught:
+        one.update(params, other.init(params), params)
+    assert str(caught.value) == (
+        "fs.masked got a state of the groups b, and has a.\nGive the state that its own init or update made."
+    )
+
+
+def somebody_elses():
+    kind = collections.namedtuple("GradientTransformationExtraArgs", "init update")
+    return kind(lambda params: (), lambda updates, state, params=None: (updates, state))
+
+
+PAIR = "Give a pair such as fs.adamw(1e-3) or fs.chain(...), whose init and update are functions."
+HOLDS = "it holds no parameters, its state is part of the TrainState."
+NO_OPTIMIZERS = [
+    (lambda: torch.optim.Adam([torch.ones(1)]), "an optimizer of torch, Adam", f"Use fs.adamw(1e-3): {HOLDS}"),
+    (lambda: torch.optim.NAdam, "the class NAdam", f"Use fs.optim.from_torch(torch.optim.NAdam): {HOLDS}"),
+    (
+        lambda: torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], 0.1), 1),
+        "a StepLR",
+        "A learning rate may be a function of the number of updates: fs.adamw(fs.warmup_cosine(3e-4, 9, 99)).",
+    ),
+    (lambda: torch.nn.Linear(1, 1), "an nn.Module, Linear", PAIR),
+    (
+        somebody_elses,
+        "a GradientTransformationExtraArgs",
+        "Its functions are of the same form: fs.GradientTransformation(opt.init, opt.update).",
+    ),
+    (lambda: fs.adamw, "the function adamw", "Call it: fs.adamw(...)."),
+    (lambda: 3e-4, "0.0003", PAIR),
+    (lambda: None, "None", PAIR),
+]
+
+
+@pytest.mark.parametrize(("make", "what", "mend"), NO_OPTIMIZERS, ids=[case[1] for case in NO_OPTIMIZERS])
+def test_something_else_than_an_optimizer_is_told_what_to_be(make, what, mend):
+    layout = fs.plan_layout({"w": torch.ones(2)}, fs.make_mesh(device="cpu"))
+    draws, key = (lambda key: {"w": torch.ones(2)}), fs.random.key(0)
+    params = fs.shard({"w": torch.ones(2)}, layout)
+    calls = {
+        "fs.chain": lambda opt: fs.chain(fs.sgd(0.1), opt),
+        "fs.masked": lambda opt: fs.masked({"a": opt}, {"w": "a"}),
+        "fs.optim.lookahead": optim.lookahead,
+        "fs.optim.apply_gradients": lambda opt: optim.apply_gradients(opt, params, None, params),
+        "fs.init_state": lambda opt: fs.init_state(draws, opt, key, layout),
+        "fs.state_from": lambda opt: fs.state_from(params, opt, key, layout),
+    }
+    opt = make()
+    for function, call in calls.items():
+        with pytest.raises(ArgumentError) as caught:
+            call(opt)
+        assert str(caught.value) == f"{function} takes an optimizer that is a pair of functions, got {what}.\n{mend}"
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_parts_of_leaves_that_differ_never_reach_a_kernel(donate):
+    """DTensors that do not hold what they say: the kernel of AdamW would read and write past the end of the short one."""
+    layout = fs.plan_layout({"w": torch.ones(64, 3), "v": torch.ones(128)}, fs.make_mesh(device="cpu"))
+    opt, whole = fs.adamw(0.1), {"w": torch.ones(64, 3), "v": torch.ones(128)}
+    params, grads = fs.shard(whole, layout), fs.shard(whole, layout)
+    state = opt.init(params)
+    grads["v"] = _compat.like_dtensor(grads["v"], torch.ones(64))
+    before = fs.tree.map(torch.clone, (params, state))
+    for call in (opt.apply, opt.update):
+        with pytest.raises(LayoutError) as caught:
+            call(grads, state, params, donate=donate)
+        head, row, mend = str(caught.value).split("\n")
+        assert head == "fs.adamw got different parts of the same leaves on this rank."
+        assert row == "  v: parameters [128], gradients [64], mu [128], nu [128]"
+        assert (
+            mend == "Bring all of them to layout.main with fs.shard or fs.reshard; a DTensor has to hold what it says."
+        )
+    assert_bitwise_equal((params, state), before)

@@ -22,6 +22,8 @@ F16, BF16, F32, F64, I64 = torch.float16, torch.bfloat16, torch.float32, torch.f
         (fs.BF16, BF16, F32, BF16, F32, F32),
         (fs.FP16, F32, F32, F16, F32, F32),
         (Precision(grads=BF16, moments=BF16), F32, F32, F32, BF16, BF16),
+        (Precision(params=BF16), F32, BF16, BF16, F32, F32),
+        (Precision(params=F64, compute=F32), F32, F64, F32, F64, F32),
     ],
 )
 def test_dtypes_by_role(precision, leaf, main, compute, grad, moment):
