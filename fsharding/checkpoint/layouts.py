@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from fsharding import tree
-from fsharding.checkpoint.manifest import Manifest, dtype_name
+from fsharding.checkpoint.manifest import Manifest, dtype_name, is_shape
 from fsharding.checkpoint.structure import describe, rebuild
-from fsharding.errors import CheckpointError, FshardingError, message
+from fsharding.errors import CheckpointError, FshardingError, listed, message
 from fsharding.layout import Layout, plan_layout
 from fsharding.mesh import Mesh, abstract
 from fsharding.precision import LossScale, Precision
@@ -113,6 +113,8 @@ def layout_in(
     try:
         params: dict[str, Any] = plain["params"]
         names = {path: names_from_plain(leaf["names"]) for path, leaf in params.items()}
+        if none := [path for path, leaf in params.items() if not is_shape(leaf["shape"])]:
+            raise ValueError(f"no shape: {listed(none)}")
         model = rebuild(plain["structure"], lambda path: path, "params", owner="the parameters", function=function)
         flat = [path.removeprefix("params").removeprefix(".") for path in tree.leaves(model)]
         shapes = [

@@ -26,6 +26,7 @@ from fsharding import checkpoint as ck
 from fsharding import cli, hf
 from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.pickles import Global, Made, Pairs, named, unpickled
+from fsharding.config import batches_seen
 from fsharding.data import from_files, from_tokens, open_data
 from fsharding.errors import CheckpointError, ConfigError, DataError, FshardingError
 from fsharding.show import read_metrics
@@ -627,9 +628,42 @@ def test_manifests_that_somebody_sealed_again(saved, path, value, reason):
     assert ck.inspect(saved).damaged
 
 
+def test_layouts_of_manifests_that_somebody_sealed_again(saved):
+    found = ck.metadata(saved)
+    params = found.layout["params"]
+    for shape in ([2**62, 3], [7, 3.0], [-1], "ab"):
+        plain = {**found.layout, "params": {**params, "table": {**params["table"], "shape": shape}}}
+        text = refusal(ck.layout_of, dataclasses.replace(found, layout=plain), fs.AbstractMesh(("dp",), (2,)))
+        assert text == "fs.checkpoint.layout_of finds no layout in the manifest.\n  ValueError: no shape: table"
+
+
 def test_what_cannot_be_read_again_is_not_saved(tmp_path):
     extra: list = []
     for _ in range(250):
         extra = [extra]
     text = refusal(ck.save, tmp_path / "a", a_state(), extra=extra)
     assert "cannot write `extra` as JSON.\n  its brackets are " in text
+
+
+@pytest.mark.parametrize(
+    ("extra", "batches"),
+    [(None, 0), (3, 0), ([], 0), ({"batches": 7}, 7), ({"batches": "7"}, None), ({"batches": -1}, None)],
+)
+def test_a_run_goes_on_only_where_a_run_was(extra, batches, tmp_path):
+    ck.save(tmp_path / "a", a_state(), extra=extra)
+    if batches is not None:
+        assert batches_seen(tmp_path / "a") == batches
+        return
+    assert refusal(batches_seen, tmp_path / "a", kind=CheckpointError) == (
+        f"fsharding train --resume cannot go on from {tmp_path}/a: it does not say how many batches its run had seen.\n"
+        f"  batches: {extra['batches']!r}\nfs.checkpoint.load reads it; --resume takes what fsharding train has saved."
+    )
+
+
+def test_rows_of_metrics_end_where_one_is_none(tmp_path):
+    file, good = tmp_path / "metrics.jsonl", b'{"step": 1, "loss": 2.5, "lr": null}\n'
+    for bad in (b'{"step": 1e400}', b'{"step": true}', b'{"step": 2, "loss": NaN}', b'{"step": 2, "loss": "x"}', b'{"step": 2, "loss": [1]}',
+                b'{"step": 2', b"[" * 10**5, b'{"step": 2, "step": 3}', b"\xff", b'{"step": %d}' % 10**30, b"3"):  # fmt: skip
+        file.write_bytes(good + bad + b"\n" + good)
+        assert read_metrics(file) == [{"step": 1, "loss": 2.5, "lr": None}]
+    assert read_metrics(tmp_path / "absent") == []
