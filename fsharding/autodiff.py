@@ -375,7 +375,8 @@ def _plain(grad: Tensor | None, leaf: Any, goal: Goal | None, held: Any) -> Tens
         return None
     if held is not None:
         return held if grad is None else held.add_(grad)
-    return torch.zeros_like(leaf) if grad is None else grad
+    # That of a sum is one element in many places, which nothing could be added to.
+    return torch.zeros_like(leaf) if grad is None else grad.contiguous()
 
 
 def _copy(x: Any) -> Any:
