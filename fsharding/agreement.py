@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -205,6 +206,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _closed_over(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """Defaults of a function's arguments, and what it closes over; a cell may still be empty."""
+    fn = inspect.unwrap(fn)
     yield from (getattr(fn, "__kwdefaults__", None) or {}).items()
     yield from ((f"default {i}", x) for i, x in enumerate(getattr(fn, "__defaults__", None) or ()))
     code: Any = getattr(fn, "__code__", None)

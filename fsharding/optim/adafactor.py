@@ -117,6 +117,7 @@ def adafactor(
     own = check_dtype(_NAME, "moments", moments)
     rate = as_schedule(learning_rate)
 
+    @public("fs.optim.adafactor(...).init")
     def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> AdafactorState:
         flat, spec = tree.flatten(params)
         there = homes(_NAME, params, shardings, known=_STAGES)
@@ -132,6 +133,7 @@ def adafactor(
         row, col, full = (tree.unflatten(spec, [zeros(*leaf, dim) for leaf in named]) for dim in (-1, -2, 0))
         return AdafactorState(torch.zeros((), dtype=torch.int64), row, col, full)
 
+    @public("fs.optim.adafactor(...).update")
     def update(
         updates: Tree, state: AdafactorState, params: Tree = None, *, shardings: Tree = None
     ) -> tuple[Tree, AdafactorState]:

@@ -101,10 +101,12 @@ def adamw(
     own = check_dtype(_NAME, "moments", moments)
     rate = as_schedule(learning_rate)
 
+    @public("fs.adamw(...).init")
     def init(params: Tree, *, moments: torch.dtype | None = None) -> AdamState:
         kept = own or moments
         return AdamState(torch.zeros((), dtype=torch.int64), zeros(params, kept), zeros(params, kept))
 
+    @public("fs.adamw(...).update")
     def update(updates: Tree, state: AdamState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, AdamState]:
         check_update(_NAME, AdamState, updates, state, params, decay=weight_decay)
         grads, mu, nu = _inputs(updates, state, donate)
@@ -114,6 +116,7 @@ def adamw(
             add_decay_(_NAME, deltas, params, state.mu, -rate(int(state.count)) * weight_decay)
         return like(state.mu, deltas), _successor(state, mu, nu)
 
+    @public("fs.adamw(...).apply")
     def apply(
         updates: Tree, state: AdamState, params: Tree, *, donate: bool = False, scale: float = 1.0
     ) -> tuple[Tree, AdamState]:

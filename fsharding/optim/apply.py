@@ -110,10 +110,12 @@ def change_slices(
     leaves, spec = tree.flatten(params)
     labels = ("parameters", "updates" if function == _NAME else "moments")
     marks = tree.flatten_up_to(spec, where, function, labels)
-    if any(
-        mark is not None and getattr(mark, "shape", None) != leaf.shape
+    unlike = (
+        mark is not None
+        and (getattr(mark, "shape", None) != leaf.shape or isinstance(mark, DTensor) != isinstance(leaf, DTensor))
         for leaf, mark in zip(leaves, marks, strict=True)
-    ):
+    )
+    if any(unlike):
         refuse_unlike(function, tree.prune(params, where, function, labels), where, labels)
     targets = tree.unflatten(spec, [sharding_of(m) if isinstance(m, DTensor) else None for m in marks])
     slices = tree.leaves(redistribute(params, targets))

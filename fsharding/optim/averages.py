@@ -29,6 +29,7 @@ from fsharding.optim.base import (
 )
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.settings import FROM_1, TO_1, check_settings
+from fsharding.public import public
 from fsharding.tree import Tree
 
 __all__ = ["EmaState", "LookaheadState", "ema", "ema_of", "lookahead"]
@@ -66,9 +67,11 @@ def ema(decay: float | Schedule = 0.999) -> GradientTransformation:
     check_settings("fs.optim.ema", (TO_1, {"decay": decay}))
     rate = as_schedule(decay)
 
+    @public("fs.optim.ema(...).init")
     def init(params: Tree) -> EmaState:
         return EmaState(torch.zeros((), dtype=torch.int64), like(params, [clone(x) for x in local_leaves(params)]))
 
+    @public("fs.optim.ema(...).update")
     def update(updates: Tree, state: EmaState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, EmaState]:
         check_update("fs.optim.ema", EmaState, updates, state, params)
         share = rate(int(state.count))
@@ -117,10 +120,12 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
     check_optimizer("fs.optim.lookahead", inner)
     check_settings("fs.optim.lookahead", (FROM_1, {"every": every}), (TO_1, {"share": share}))
 
+    @public("fs.optim.lookahead(...).init")
     def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> LookaheadState:
         slow = like(params, [clone(x) for x in local_leaves(params)])
         return LookaheadState(torch.zeros((), dtype=torch.int64), slow, inner.start(params, moments, shardings))
 
+    @public("fs.optim.lookahead(...).update")
     def update(
         updates: Tree,
         state: LookaheadState,

@@ -183,6 +183,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     for t in transformations:
         check_optimizer("fs.chain", t)
 
+    @public("fs.chain(...).init")
     def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> ChainState:
         return ChainState(tuple(t.start(params, moments, shardings) for t in transformations))
 
@@ -193,6 +194,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             raise TreeError(message("fs.chain", text, mend="Give the state that this chain's init or update made."))
         return state.states
 
+    @public("fs.chain(...).update")
     def update(
         updates: Tree,
         state: ChainState,
@@ -213,6 +215,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         return GradientTransformation(init, update)
     last = transformations[-1].apply
 
+    @public("fs.chain(...).apply")
     def apply(
         updates: Tree,
         state: ChainState,
@@ -276,6 +279,7 @@ def masked(
         """The part of each group of what some trees may be, parameters or shardings; nothing where there are none."""
         return split(tree.prune(values, like, *_MASKED), labelled) if values is not None else {}
 
+    @public("fs.masked(...).init")
     def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> MaskedState:
         labelled = label(params)
         rows: list[str] = []
@@ -293,6 +297,7 @@ def masked(
             raise TreeError(message("fs.masked", text, mend="Give the state that its own init or update made."))
         return state.groups
 
+    @public("fs.masked(...).update")
     def update(
         updates: Tree, state: MaskedState, params: Tree = None, *, donate: bool = False, shardings: Tree = None
     ) -> tuple[Tree, MaskedState]:
@@ -316,6 +321,7 @@ def masked(
     if any(t.apply is None for t in groups.values()):
         return GradientTransformation(init, update)
 
+    @public("fs.masked(...).apply")
     def apply(
         updates: Tree,
         state: MaskedState,
@@ -552,6 +558,8 @@ def refuse_other_parts(function: str, where: Tree, columns: Mapping[str, Sequenc
 def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, str]) -> None:
     """Checks that two trees have the same paths and shapes: kernels would broadcast, or fill a part.
 
+    A plain tensor goes with a DTensor where the rank has all of that; else it is whole beside a part.
+
     Args:
         function: the public function, for the error.
         first: tree of tensors.
@@ -563,15 +571,28 @@ def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, s
     """
     flat, spec = tree.flatten(first)
     others = tree.flatten_up_to(spec, second, function, labels)
-    if all(isinstance(y, Tensor) and x.shape == y.shape for x, y in zip(flat, others, strict=True)):
+    if all(map(_alike, flat, others)):
         return
     rows = [
-        f"{path}: {labels[0]} {list(x.shape)}, {labels[1]} {list(getattr(y, 'shape', ()))}"
+        f"{path}: {labels[0]} {_shape(x)}, {labels[1]} {_shape(y)}"
         for path, x, y in zip(tree.paths(first), flat, others, strict=True)
-        if not isinstance(y, Tensor) or x.shape != y.shape
+        if not _alike(x, y)
     ]
     text = f"got {labels[0]} and {labels[1]} of different shapes."
     raise TreeError(message(function, text, rows, f"Give {labels[0]} and {labels[1]} of one model."))
+
+
+def _alike(x: Tensor, y: Any) -> bool:
+    if not isinstance(y, Tensor) or x.shape != y.shape:
+        return False
+    return isinstance(x, DTensor) == isinstance(y, DTensor) or local_of(x).shape == local_of(y).shape
+
+
+def _shape(x: Any) -> str:
+    here = (
+        f", of which {list(local_of(x).shape)} here" if isinstance(x, DTensor) and local_of(x).shape != x.shape else ""
+    )
+    return f"{list(getattr(x, 'shape', ()))}{here}"
 
 
 def add_decay_(function: str, updates: Sequence[Tensor], params: Tree, where: Tree, factor: float) -> None:

@@ -31,6 +31,7 @@ from fsharding.optim.base import (
 )
 from fsharding.optim.schedules import as_schedule
 from fsharding.optim.settings import check_dtype
+from fsharding.public import public
 from fsharding.redistribute import redistribute
 from fsharding.sharding import local_of
 from fsharding.tree import Tree
@@ -98,6 +99,7 @@ def from_torch(
     kept_of = functools.cache(functools.partial(_kept, optimizer, settings))
     on_device = bool(settings.get("fused"))
 
+    @public("fs.optim.from_torch(...).init")
     def init(params: Tree, *, moments: torch.dtype | None = None) -> TorchState:
         kept = {x.dtype: kept_of(x.dtype) for x in tree.leaves(params)}
         names = [list(dict.fromkeys(name for k in kept.values() for name in k[part])) for part in (0, 1)]
@@ -114,6 +116,7 @@ def from_torch(
         slots, scalars = ({n: make(n) for n in part} for part, make in zip(names, (slot, scalar), strict=True))
         return TorchState(torch.zeros((), dtype=torch.int64), slots, scalars)
 
+    @public("fs.optim.from_torch(...).update")
     def update(
         updates: Tree, state: TorchState, params: Tree = None, *, donate: bool = False
     ) -> tuple[Tree, TorchState]:

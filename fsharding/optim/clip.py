@@ -142,9 +142,11 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         mend = "Give a norm above 0; math.inf leaves gradients as they are."
         raise ConfigError(message("fs.clip_by_global_norm", f"got max_norm={max_norm}.", mend=mend))
 
+    @public("fs.clip_by_global_norm(...).init")
     def init(params: Tree) -> EmptyState:
         return EmptyState()
 
+    @public("fs.clip_by_global_norm(...).update")
     def update(
         updates: Tree, state: EmptyState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
     ) -> tuple[Tree, EmptyState]:

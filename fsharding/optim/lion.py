@@ -69,9 +69,11 @@ def lion(
     own = check_dtype(_NAME, "moments", moments)
     rate = as_schedule(learning_rate)
 
+    @public("fs.optim.lion(...).init")
     def init(params: Tree, *, moments: torch.dtype | None = None) -> LionState:
         return LionState(torch.zeros((), dtype=torch.int64), zeros(params, own or moments))
 
+    @public("fs.optim.lion(...).update")
     def update(updates: Tree, state: LionState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, LionState]:
         check_update(_NAME, LionState, updates, state, params, decay=weight_decay)
         lr, given = rate(int(state.count)), grads_where(_NAME, updates, state.mu)

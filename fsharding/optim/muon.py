@@ -106,11 +106,13 @@ def muon(
     rate = as_schedule(learning_rate)
     orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)
 
+    @public("fs.optim.muon(...).init")
     def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> MuonState:
         homes(_NAME, params, shardings, known=_STAGES)
         _refuse_vectors(params)
         return MuonState(torch.zeros((), dtype=torch.int64), zeros(params, own or moments))
 
+    @public("fs.optim.muon(...).update")
     def update(
         updates: Tree, state: MuonState, params: Tree = None, *, donate: bool = False, shardings: Tree = None
     ) -> tuple[Tree, MuonState]:

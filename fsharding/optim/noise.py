@@ -51,9 +51,11 @@ def add_noise(std: float | Schedule, key: Tensor) -> GradientTransformation:
     """
     check_settings(_NAME, (FROM_0, {"std": std}))
 
+    @public("fs.optim.add_noise(...).init")
     def init(params: Tree) -> NoiseState:
         return NoiseState(torch.zeros((), dtype=torch.int64), key.clone())
 
+    @public("fs.optim.add_noise(...).update")
     def update(
         updates: Tree, state: NoiseState, params: Tree = None, *, shardings: Tree = None
     ) -> tuple[Tree, NoiseState]:

@@ -79,9 +79,11 @@ def sgd(
     own = check_dtype(_NAME, "moments", moments)
     rate = as_schedule(learning_rate)
 
+    @public("fs.sgd(...).init")
     def init(params: Tree, *, moments: torch.dtype | None = None) -> SgdState:
         return SgdState(torch.zeros((), dtype=torch.int64), zeros(params, own or moments) if momentum else None)
 
+    @public("fs.sgd(...).update")
     def update(updates: Tree, state: SgdState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, SgdState]:
         check_update(_NAME, SgdState, updates, state, params, decay=weight_decay)
         params = tree.prune(params, updates, _NAME, ("parameters", "gradients")) if params is not None else None
