@@ -19,16 +19,18 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, policies, tree
 from fsharding.axes import AXES
-from fsharding.errors import SpecError, TransformError, message
+from fsharding.errors import LayoutError, SpecError, TransformError, message
 from fsharding.gathering import Unit
 from fsharding.ledger import Ledger, current_ledger
 from fsharding.ops import collectives, transition
 from fsharding.ops.unit import Early, Goal, LeafPlan, Place, plan_unit
+from fsharding.planning import kind_text
 from fsharding.policies import Policy, check_policy
 from fsharding.precision import wide
 from fsharding.public import public
 from fsharding.sharding import Local, to_local, typeof
 from fsharding.sharding import like as like_leaf
+from fsharding.spec import P
 from fsharding.tree import Tree
 
 __all__ = ["flying", "gather_unit", "refuse_cut_layers", "rows_of", "scatter_grads", "select_unit", "start_gather"]
@@ -332,6 +334,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
 
     Raises:
         TransformError: called under a torch.func transform.
+        LayoutError: gradients of other shapes than the whole leaves have; all of them are listed.
         TreeError: the trees do not match.
     """
     if _functorch.in_functorch():
@@ -343,6 +346,14 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
     result: list[Any] = list(given)
     chosen = [i for i, node in enumerate(nodes) if isinstance(node, Local) and given[i] is not None]
+    wanted = {i: _whole_shape(nodes[i]) for i in chosen}
+    named = tree.paths(like)
+    if odd := [i for i in chosen if not isinstance(given[i], Tensor) or tuple(given[i].shape) != wanted[i]]:
+        rows = [
+            f"{named[i]} is {typeof(nodes[i])}, {list(wanted[i])} whole, and got {kind_text(given[i])}" for i in odd
+        ]
+        mend = "Give a gradient of what fs.gather_unit(like) gives; None where there is none."
+        raise LayoutError(message("fs.scatter_grads", "got gradients that are not those of whole leaves.", rows, mend))
     plans = tuple(
         LeafPlan(nodes[i].sharding, nodes[i].shape, given[i].dtype, given[i].dtype,
                  Goal(nodes[i].sharding, wide(given[i].dtype)))
@@ -360,3 +371,11 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
             leaf = leaves[i]
             result[i] = like_leaf(leaf, local) if isinstance(leaf, DTensor) else replace(leaf, value=local)
     return tree.unflatten(spec, result)
+
+
+def _whole_shape(node: Local) -> tuple[int, ...]:
+    """The shape of a leaf that is whole over its data axes, and cut over others as it is."""
+    sharding, data = node.sharding, node.sharding.data_axes
+    spec = P(*(tuple(axis for axis in sharding.axes(dim) if axis not in data) for dim in range(len(sharding.spec))))
+    owned = tuple(axis for axis in sharding.owned if axis in spec.all_axes)
+    return replace(sharding, spec=spec, owned=owned).local_shape(node.shape)

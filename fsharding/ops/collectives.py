@@ -15,11 +15,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+from torch.distributed.tensor import DTensor
 
 from fsharding import _functorch, boxes
 from fsharding.arguments import refuse
 from fsharding.axes import AXES, unknown_axis
-from fsharding.errors import MeshError, SpecError, message
+from fsharding.errors import MeshError, SpecError, TransformError, message
 from fsharding.mesh import Group, Mesh, axis_group, current_mesh
 from fsharding.ops import wire
 from fsharding.ops.rows import open_exchange, open_gather, start_sum, sum_rows
@@ -81,7 +82,14 @@ class _Apply(Function):
 
 
 def apply_linear(x: Tensor, op: Linear) -> Tensor:
-    """Applies a linear map so that autograd and torch.func know its derivatives."""
+    """Applies a linear map so that autograd and torch.func know its derivatives.
+
+    Raises:
+        TransformError: of a DTensor, which is on its way already.
+    """
+    if isinstance(x, DTensor):
+        mend = "Give it x.to_local(); or call it inside fs.shard_map, where leaves are local."
+        raise TransformError(message("fs.ops", "takes local tensors, got a DTensor.", mend=mend))
     return cast(Tensor, _Apply.apply(_functorch.shown(x), op))
 
 

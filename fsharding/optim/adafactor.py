@@ -193,7 +193,8 @@ def _moments(
             result[k][i] = old.lerp(mean.to(old.dtype), weight) if old.shape == mean.shape else old
     for i, x in enumerate(leaves):
         if not x.factored:
-            result[2][i] = _old(olds[2][i], x, 0).lerp(x.grad.square(), weight)
+            old = _old(olds[2][i], x, 0)
+            result[2][i] = old.lerp(x.grad.square().to(old.dtype), weight)
     return result, found[2 * len(matrices) :]
 
 
