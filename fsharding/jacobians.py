@@ -112,7 +112,7 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
 
 
 def _check(leaves: dict[str, Any]) -> None:
-    wrong: list[str] = []
+    wrong: list[str] = [] if leaves else ["there is no leaf"]
     for path, x in leaves.items():
         value = x.value if isinstance(x, Local) else x
         if not isinstance(value, Tensor):

@@ -277,7 +277,7 @@ def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:
 
 
 def _is_leaf(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    return hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), torch.dtype)
 
 
 def _tuple(names: Any) -> Any:

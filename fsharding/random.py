@@ -37,7 +37,13 @@ def key(seed: int) -> Tensor:
 
 @public("fs.random.split")
 def split(key: Tensor, n: int = 2) -> Tensor:
-    """`n` independent keys: int64[n, 2]. Use each of them, and the old key no more."""
+    """`n` independent keys: int64[n, 2]. Use each of them, and the old key no more.
+
+    Raises:
+        RandomKeyError: no key, or a negative number of them.
+    """
+    if isinstance(n, int) and n < 0:
+        raise RandomKeyError(message("random.split", f"cannot make {n} keys.", mend="Give a number from 0."))
     counts = torch.arange(n, dtype=torch.int64)
     return _threefry(_checked(key, "random.split"), torch.stack((torch.zeros_like(counts), counts), -1))
 

@@ -313,7 +313,8 @@ def main_params(params: Tree, layout: Layout) -> Tree:
 
 
 def _slices(params: Tree, layout: Layout) -> Tree:
-    kept = [p if leaf.trainable else None for p, leaf in zip(tree.leaves(params), layout.leaves, strict=True)]
+    leaves = tree.flatten_up_to(layout.structure, params, "fs.main_params", ("the layout", "params"))
+    kept = [p if leaf.trainable else None for p, leaf in zip(leaves, layout.leaves, strict=True)]
     pruned = tree.unflatten(layout.structure, kept)
     return redistribute(pruned, layout.main)
 

@@ -103,7 +103,7 @@ def content(state: TrainState) -> dict[str, Any]:
     layout = state.layout
     main = main_of(state)
     flat = tree.flatten_up_to(layout.structure, main, "fs.checkpoint.save")
-    params = tree.leaves(state.params)
+    params = tree.flatten_up_to(layout.structure, state.params, "fs.checkpoint.save", ("the layout", "state.params"))
     stored = [p if m is None else m for p, m in zip(params, flat, strict=True)]
     named = {param_path(leaf): x for leaf, x in zip(layout.leaves, stored, strict=True)}
     rest = {"step": state.step, "key": state.key, "opt_state": state.opt_state, "loss_scale": state.loss_scale}

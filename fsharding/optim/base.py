@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, sharding, tree
-from fsharding.arguments import check_optimizer
+from fsharding.arguments import check_optimizer, kind_of
 from fsharding.errors import LayoutError, TreeError, listed, message
 from fsharding.precision import wide
 from fsharding.public import public
@@ -504,6 +504,12 @@ def check_state(function: str, kind: type, updates: Tree, state: Any) -> None:
         text = f"got {type(state).__name__} in the place of its state, {kind.__name__}{swapped}."
         mend = _ORDER if swapped else f"The state is what opt.init(params), or the last update, returned. {_ORDER}"
         raise TreeError(message(function, text, mend=mend))
+    count = state.count if "count" in getattr(state, "_fields", ()) else None
+    if count is not None and (not isinstance(count, Tensor) or count.ndim or count.is_meta):
+        text = f"got a state whose count is {kind_of(count)}, not a 0-d tensor."
+        raise TreeError(
+            message(function, text, mend="The state is what opt.init(params), or the last update, returned.")
+        )
 
 
 def check_update(function: str, kind: type, updates: Tree, state: Any, params: Tree, *, decay: float = 0.0) -> None:
@@ -558,7 +564,7 @@ def refuse_other_parts(function: str, where: Tree, columns: Mapping[str, Sequenc
 def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, str]) -> None:
     """Checks that two trees have the same paths and shapes: kernels would broadcast, or fill a part.
 
-    A plain tensor goes with a DTensor where the rank has all of that; else it is whole beside a part.
+    A plain tensor does not go with a DTensor, even where the rank has all of that: elsewhere it is whole beside a part.
 
     Args:
         function: the public function, for the error.
@@ -574,7 +580,7 @@ def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, s
     if all(map(_alike, flat, others)):
         return
     rows = [
-        f"{path}: {labels[0]} {_shape(x)}, {labels[1]} {_shape(y)}"
+        f"{path}: {labels[0]} {_shape(x, y)}, {labels[1]} {_shape(y, x)}"
         for path, x, y in zip(tree.paths(first), flat, others, strict=True)
         if not _alike(x, y)
     ]
@@ -583,16 +589,14 @@ def refuse_unlike(function: str, first: Tree, second: Tree, labels: tuple[str, s
 
 
 def _alike(x: Tensor, y: Any) -> bool:
-    if not isinstance(y, Tensor) or x.shape != y.shape:
-        return False
-    return isinstance(x, DTensor) == isinstance(y, DTensor) or local_of(x).shape == local_of(y).shape
+    return isinstance(y, Tensor) and x.shape == y.shape and isinstance(x, DTensor) == isinstance(y, DTensor)
 
 
-def _shape(x: Any) -> str:
-    here = (
-        f", of which {list(local_of(x).shape)} here" if isinstance(x, DTensor) and local_of(x).shape != x.shape else ""
-    )
-    return f"{list(getattr(x, 'shape', ()))}{here}"
+def _shape(x: Any, other: Any) -> str:
+    shape = f"{list(getattr(x, 'shape', ()))}"
+    if not isinstance(other, Tensor) or isinstance(x, DTensor) == isinstance(other, DTensor):
+        return shape
+    return f"{shape} on a mesh" if isinstance(x, DTensor) else f"{shape} in a plain tensor"
 
 
 def add_decay_(function: str, updates: Sequence[Tensor], params: Tree, where: Tree, factor: float) -> None:
