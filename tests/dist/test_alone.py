@@ -86,8 +86,8 @@ class Run:
     def global_norm(self):
         fs.global_norm(self.state.params)
 
-    def global_dot(self):
-        fs.shard_map(lambda p: fs.global_dot(p, p))(self.state.params)
+    def vdot(self):
+        fs.shard_map(lambda p: fs.tree.vdot(p, p))(self.state.params)
 
     def redistribute(self):
         fs.redistribute(self.state.params, self.layout.with_strategy(fs.zero(0)).params)
@@ -162,7 +162,7 @@ NAMES = {
     "gather_unit": "fs.gather_unit",
     "scatter_grads": "fs.scatter_grads",
     "global_norm": "fs.global_norm",
-    "global_dot": "fs.global_dot",
+    "vdot": "fs.tree.vdot",
     "redistribute": "fs.redistribute",
     "psum": "ops.psum",
     "backward_of_psum": "a backward pass",
