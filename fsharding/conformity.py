@@ -21,7 +21,7 @@ from fsharding.planning import LeafLayout, moment_of
 from fsharding.sharding import LeafType, Local, NamedSharding, sharding_of, typeof
 from fsharding.tree import Tree
 
-__all__ = ["StateCheck", "check_leaves", "check_main", "check_state"]
+__all__ = ["StateCheck", "check_leaves", "check_main", "check_numbers", "check_state"]
 
 Want = tuple[tuple[int, ...], torch.dtype | None, NamedSharding]
 """Global shape, dtype (None takes any) and sharding."""
@@ -54,8 +54,8 @@ class StateCheck:
             TreeError: parameters, or main parameters, are another tree.
             DonatedError: the state was donated.
         """
-        rows: list[str] = []
-        mends: list[str] = []
+        rows = _numbers(state)
+        mends = [_NUMBERS] if rows else []
         for field, find in (("params", _params), ("main", _main), ("opt_state", _moments)):
             values = getattr(state, field)
             glances = [_compat.glance(x) for x in tree.leaves(values)]
@@ -77,6 +77,9 @@ _MENDS = {
     "main": "Bring main parameters there: fs.shard(main, state.layout.main) for whole ones, fs.reshard for DTensors.",
     "opt_state": "Bring moments there: fs.shard(moments, state.layout.main) for whole ones, fs.reshard for DTensors.",
 }
+
+
+_NUMBERS = "Keep step as a 0-d int64 and key as fs.random.key makes it, both on the CPU."
 
 
 def check_state(function: str, state: Any) -> None:
@@ -110,6 +113,20 @@ def check_leaves(function: str, values: Tree, layout: Layout, kind: str = "param
     _refuse(function, _rows(function, values, layout, kind), kind)
 
 
+def check_numbers(function: str, state: Any) -> None:
+    """Refuses a state whose step or key cannot be read.
+
+    Args:
+        function: the public function, for the error.
+        state: a `TrainState`.
+
+    Raises:
+        LayoutError: as said.
+    """
+    if rows := _numbers(state):
+        raise LayoutError(message(function, "got a state without a step number or a key.", rows, _NUMBERS))
+
+
 def check_main(function: str, main: Tree, params: Tree, layout: Layout) -> None:
     """Compares main parameters, and the frozen parameters beside them, with a layout.
 
@@ -140,6 +157,16 @@ def _refuse(function: str, rows: Sequence[str], kind: str) -> None:
         text = f"got {len(rows)} leaves that are not what the layout says."
         mend = f"Bring them there: fs.shard(..., layout.{kind}) for whole tensors, fs.reshard for DTensors."
         raise LayoutError(message(function, text, rows, mend))
+
+
+def _numbers(state: Any) -> list[str]:
+    """What is no step number, or no key."""
+    rows: list[str] = []
+    for name, shape in (("step", ()), ("key", (2,))):
+        x = getattr(state, name)
+        if not isinstance(x, Tensor) or (tuple(x.shape), x.dtype, x.device.type) != (shape, torch.int64, "cpu"):
+            rows.append(f"{name} is {_kind(x)}" + (f" on {x.device}" if isinstance(x, Tensor) else ""))
+    return rows
 
 
 def _params(function: str, values: Tree, layout: Layout) -> list[str]:

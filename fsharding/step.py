@@ -21,7 +21,7 @@ from fsharding.agreement import compare, digest, facts_of, refuse_differences
 from fsharding.arguments import check_function, check_optimizer, is_optimizer, kind_of, refuse
 from fsharding.autodiff import refuse_backward, value_and_grad
 from fsharding.axes import AXES
-from fsharding.conformity import StateCheck
+from fsharding.conformity import StateCheck, check_numbers
 from fsharding.errors import ArgumentError, BatchError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.layout import Layout, check_fit
 from fsharding.lost import meet, naming_lost
@@ -166,6 +166,7 @@ def make_train_step(
         layout = state.layout
         known = next((before for before in seen if layout is before.layout or layout == before.layout), None)
         if known is None:
+            check_numbers("train step", state)
             _agree(state, settings, batch, microbatches)
             if is_model:
                 _refuse_model(model, layout)

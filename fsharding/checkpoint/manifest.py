@@ -175,7 +175,8 @@ def parse(text: bytes, function: str, where: str, *, newer: bool = False) -> Man
     if type(version) is not int or version < 1:
         raise _damaged(function, where, f"its version is {version!r}")
     if version > VERSION and not newer:
-        rule = f"cannot read {where}: it has format version {version}, and this fsharding reads up to {VERSION}."
+        reads = f"and this fsharding reads up to {VERSION}."
+        rule = f"cannot read {where}: its manifest.json has format version {version}, {reads}"
         mend = f"Install the fsharding that wrote it, {data.get('fsharding')}, or a later one."
         raise CheckpointError(message(function, rule, mend=mend))
     seal = data.pop("sha256", None)

@@ -367,7 +367,7 @@ def test_newer_version_and_other_format(saved):
     text = file.read_text()
     file.write_text(text.replace('"version": 1', '"version": 2'))
     assert refusal(ck.load, saved, planned()) == (
-        f"fs.checkpoint.load cannot read {saved}: it has format version 2, and this fsharding reads up to 1.\n"
+        f"fs.checkpoint.load cannot read {saved}: its manifest.json has format version 2, and this fsharding reads up to 1.\n"
         f"Install the fsharding that wrote it, {ck_version(text)}, or a later one."
     )
     reseal_version(file, text)
