@@ -83,8 +83,12 @@ def check_same_model(a: Layout, b: Layout) -> None:
     """Refuses two layouts that cannot hold the same state; every leaf that differs is listed.
 
     Raises:
+        ArgumentError: the second is no layout.
         LayoutError: other leaves, shapes, frozen leaves, or dtypes of main parameters and moments.
     """
+    if not isinstance(b, Layout):
+        mend = "Plan one: fs.plan_layout(model, mesh), or state.layout.with_strategy(fs.zero(1))."
+        raise refuse(_FUNCTION, "a state or layout, then a Layout", b, mend)
     ours, theirs = ({leaf.path: leaf for leaf in layout.leaves} for layout in (a, b))
     rows = [f"params.{path}: only in the state" for path in ours if path not in theirs]
     rows += [f"params.{path}: only in the layout" for path in theirs if path not in ours]
@@ -146,9 +150,6 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
         LayoutError: the layout is of another model, or the state is not in its own.
         DonatedError: the state was donated.
     """
-    if not isinstance(layout, Layout):
-        mend = "Plan one: fs.plan_layout(model, mesh), or state.layout.with_strategy(fs.zero(1))."
-        raise refuse(_FUNCTION, "a state, then a Layout", layout, mend)
     old = state.layout
     check_state(_FUNCTION, state)
     moved = of_layouts(old, layout, state)

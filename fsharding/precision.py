@@ -75,7 +75,11 @@ class Precision:
 
     def __post_init__(self) -> None:
         roles = {role: getattr(self, role) for role in ("params", "compute", "reduce", "grads", "moments")}
-        wrong = [f"{role}={dtype}" for role, dtype in roles.items() if dtype is not None and dtype not in DTYPES]
+        wrong = [
+            f"{role}={dtype}"
+            for role, dtype in roles.items()
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES)
+        ]
         if wrong:
             mend = f"Use one of {', '.join(map(str, DTYPES))}."
             raise ConfigError(message("Precision", "got dtypes that kernels lack.", wrong, mend))

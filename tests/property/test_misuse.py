@@ -302,7 +302,8 @@ def _is_users_own(error: BaseException) -> bool:
     """Whether Python says that a function does not have such arguments, or the user's own code raised."""
     frames = traceback.extract_tb(error.__traceback__)
     last = next((f for f in reversed(frames) if "/torch/" not in f.filename and "/optree/" not in f.filename), None)
-    asked = isinstance(error, TypeError) and "positional argument" in str(error) and "<lambda>" in str(error)
+    name = str(error).partition("(")[0]
+    asked = isinstance(error, TypeError) and "positional argument" in str(error) and ("<" in name or name in globals())
     return asked or (last is not None and last.filename == __file__)
 
 
