@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as torch_pytree
 
 from fsharding import tree
 from fsharding.arguments import check_function
@@ -108,7 +109,17 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
             raise TransformError(message("fs.hessian", f"needs a function to one number, got {got}.", mend=mend))
         return result
 
-    return jacfwd(torch.func.grad(scalar), chunk_size=chunk_size)
+    columns = jacfwd(torch.func.grad(scalar), chunk_size=chunk_size)
+
+    @functools.wraps(fn)
+    def run(params: Tree, *args: Any) -> Tree:
+        # For torch None is a leaf, with respect to which nothing can be differentiated.
+        if any(x is None for x in torch_pytree.tree_leaves(params)):
+            mend = "Leave entries that are None out of the tree."
+            raise TransformError(message("fs.hessian", "got a tree with None in it.", mend=mend))
+        return columns(params, *args)
+
+    return run
 
 
 def _check(leaves: dict[str, Any]) -> None:

@@ -348,10 +348,9 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     chosen = [i for i, node in enumerate(nodes) if isinstance(node, Local) and given[i] is not None]
     wanted = {i: _whole_shape(nodes[i]) for i in chosen}
     named = tree.paths(like)
-    if odd := [i for i in chosen if not isinstance(given[i], Tensor) or tuple(given[i].shape) != wanted[i]]:
-        rows = [
-            f"{named[i]} is {typeof(nodes[i])}, {list(wanted[i])} whole, and got {kind_text(given[i])}" for i in odd
-        ]
+    plain = {i for i in chosen if isinstance(given[i], Tensor) and not isinstance(given[i], DTensor)}
+    if odd := [i for i in chosen if i not in plain or tuple(given[i].shape) != wanted[i]]:
+        rows = [f"{named[i]} is {typeof(nodes[i])}, whole {list(wanted[i])}; got {_kind(given[i])}" for i in odd]
         mend = "Give a gradient of what fs.gather_unit(like) gives; None where there is none."
         raise LayoutError(message("fs.scatter_grads", "got gradients that are not those of whole leaves.", rows, mend))
     plans = tuple(
@@ -379,3 +378,7 @@ def _whole_shape(node: Local) -> tuple[int, ...]:
     spec = P(*(tuple(axis for axis in sharding.axes(dim) if axis not in data) for dim in range(len(sharding.spec))))
     owned = tuple(axis for axis in sharding.owned if axis in spec.all_axes)
     return replace(sharding, spec=spec, owned=owned).local_shape(node.shape)
+
+
+def _kind(x: Any) -> str:
+    return f"{typeof(x)} on a mesh" if isinstance(x, DTensor) else kind_text(x)
