@@ -504,8 +504,10 @@ def check_state(function: str, kind: type, updates: Tree, state: Any) -> None:
         text = f"got {type(state).__name__} in the place of its state, {kind.__name__}{swapped}."
         mend = _ORDER if swapped else f"The state is what opt.init(params), or the last update, returned. {_ORDER}"
         raise TreeError(message(function, text, mend=mend))
-    count = state.count if "count" in getattr(state, "_fields", ()) else None
-    if count is not None and (not isinstance(count, Tensor) or count.ndim or count.is_meta):
+    if "count" not in getattr(state, "_fields", ()):
+        return
+    count = state.count
+    if not isinstance(count, Tensor) or count.ndim or count.is_meta:
         text = f"got a state whose count is {kind_of(count)}, not a 0-d tensor."
         raise TreeError(
             message(function, text, mend="The state is what opt.init(params), or the last update, returned.")
