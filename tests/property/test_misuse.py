@@ -304,6 +304,8 @@ def _is_users_own(error: BaseException) -> bool:
     last = next((f for f in reversed(frames) if "/torch/" not in f.filename and "/optree/" not in f.filename), None)
     name = str(error).partition("(")[0]
     asked = isinstance(error, TypeError) and "positional argument" in str(error) and ("<" in name or name in globals())
+    # An object that has no such method says so, as every object of Python does.
+    asked = asked or (isinstance(error, AttributeError) and last is not None and last.name == "__getattr__")
     return asked or (last is not None and last.filename == __file__)
 
 
