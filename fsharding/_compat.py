@@ -164,13 +164,10 @@ def glance(x: Any) -> tuple[Any, ...]:
     return (None, x.shape, x.dtype) if isinstance(x, Tensor) else (None, type(x), None)
 
 
-def same_glances(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]] | None) -> bool:
+def same_glances(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]]) -> bool:
     """Whether glances are the same; DTensors that were made here share their specs, so identity will do."""
-    return (
-        before is not None
-        and len(now) == len(before)
-        and all(a[0] is b[0] and a[1] == b[1] and a[2] is b[2] for a, b in zip(now, before, strict=True))
-    )
+    same = (a[0] is b[0] and a[1] == b[1] and a[2] is b[2] for a, b in zip(now, before, strict=True))
+    return len(now) == len(before) and all(same)
 
 
 def packed(xs: Sequence[Tensor]) -> Tensor:

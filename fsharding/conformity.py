@@ -34,13 +34,13 @@ class StateCheck:
         layout: of the states.
 
     Attributes:
-        layout: the same. `_seen` has, for each field, a glance at every leaf of the last state that was right; so a
-            leaf whose glance is there is right as well, whatever its values.
+        layout: the same. `_seen` has, for each field, the structure of the last state that was right, and a glance at
+            each of its leaves; so a field that looks the same is right as well, whatever its values.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._seen: dict[str, list[Any]] = {}
+        self._seen: dict[str, tuple[Any, list[Any]]] = {}
 
     def __call__(self, function: str, state: Any) -> None:
         """Compares a state with its layout. Each rank looks at its own leaves; nothing is sent.
@@ -58,12 +58,14 @@ class StateCheck:
         mends = [_NUMBERS] if rows else []
         for field, find in (("params", _params), ("main", _main), ("opt_state", _moments)):
             values = getattr(state, field)
-            glances = [_compat.glance(x) for x in tree.leaves(values)]
-            if _compat.same_glances(glances, self._seen.get(field)):
+            leaves, structure = tree.flatten(values)
+            glances = [_compat.glance(x) for x in leaves]
+            known = self._seen.get(field)
+            if known is not None and known[0] == structure and _compat.same_glances(glances, known[1]):
                 continue
             found = find(function, values, self.layout)
             if not found:
-                self._seen[field] = glances
+                self._seen[field] = structure, glances
             rows += found
             mends += [_MENDS[field]] if found else []
         if rows:

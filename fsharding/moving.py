@@ -33,7 +33,6 @@ __all__ = [
     "Rebuild",
     "check_same_model",
     "devices",
-    "hides_owners",
     "home",
     "let_go",
     "of_layouts",
@@ -238,7 +237,7 @@ def of_tree(
         target = targets[i]
         if target is None or not isinstance(x, DTensor | Local):
             continue
-        if sources[i] is None and hides_owners(x):
+        if sources[i] is None and _hides_owners(x):
             rows.append(f"{path} is {typeof(x)} on a slice of its mesh; a layout alone knows which part that is")
             continue
         here = sources[i] or (x.sharding if isinstance(x, Local) else sharding_of(x))
@@ -269,7 +268,7 @@ def of_tree(
     return moved, rebuild
 
 
-def hides_owners(x: DTensor | Local) -> bool:
+def _hides_owners(x: DTensor | Local) -> bool:
     """Whether a leaf is a slice of one whose owners are explicit: which part that is, it cannot tell itself."""
     return bool(x.slices) if isinstance(x, Local) else is_assigned(x)
 

@@ -23,7 +23,7 @@ from fsharding.public import public
 from fsharding.sharding import Local, NamedSharding, is_assigned, to_local, typeof
 from fsharding.tree import Tree
 
-__all__ = ["counts_here", "norm_in_flight", "refuse_hidden_owners", "vdot"]
+__all__ = ["counts_here", "norm_in_flight", "vdot"]
 
 _VDOT = "fs.tree.vdot"
 
@@ -40,7 +40,7 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     if shardings is not None:
         flat = tree.flatten_up_to(tree.flatten(a)[1], shardings, _VDOT, ("a", "shardings"))
         known = dict(zip(left, flat, strict=True))
-    refuse_hidden_owners(_VDOT, {path: x for path, x in left.items() if known[path] is None})
+    _refuse_hidden_owners(_VDOT, {path: x for path, x in left.items() if known[path] is None})
     _refuse_stages(left)
     terms: dict[tuple[str, ...], list[Tensor]] = {}
     mesh: Mesh | None = None
@@ -78,7 +78,7 @@ def norm_in_flight(values: Tree) -> Tensor:
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
 
 
-def refuse_hidden_owners(function: str, leaves: dict[str, object]) -> None:
+def _refuse_hidden_owners(function: str, leaves: dict[str, object]) -> None:
     """Refuses DTensors that lie on a slice of their mesh: which part of a leaf that is, only a layout knows.
 
     Args:

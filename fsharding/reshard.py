@@ -197,10 +197,8 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
     targets = [
         NamedSharding(moving.home(x, s)) if isinstance(x, DTensor) else None for x, s in zip(flat, known, strict=True)
     ]
-    here = next((s.mesh for s in targets if s is not None), None)
-    with naming_lost("fs.unshard", here):
-        moved, rebuild = moving.of_tree(values, tree.unflatten(spec, targets), source, function="fs.unshard")
-        whole = _run(moved, rebuild, "fs.unshard")
+    moved, rebuild = moving.of_tree(values, tree.unflatten(spec, targets), source, function="fs.unshard")
+    whole = _run(moved, rebuild, "fs.unshard")
     return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, whole)
 
 
