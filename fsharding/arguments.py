@@ -29,7 +29,8 @@ def kind_of(x: Any) -> str:
     if isinstance(x, torch.optim.Optimizer):
         return f"an optimizer of torch, {name}"
     if isinstance(x, Tensor):
-        return f"a tensor {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        on_meta = " on meta" if x.is_meta else ""
+        return f"a tensor {str(x.dtype).removeprefix('torch.')}{list(x.shape)}{on_meta}"
     if inspect.isroutine(x):
         return f"the function {x.__name__}"
     if x is None or isinstance(x, int | float | str | bytes):

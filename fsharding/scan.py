@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fsharding import _functorch, policies, tree
-from fsharding.arguments import check_function
-from fsharding.errors import TreeError, message
+from fsharding.arguments import check_function, kind_of
+from fsharding.errors import ArgumentError, TreeError, message
 from fsharding.ledger import current_ledger
 from fsharding.policies import Policy, check_policy
 from fsharding.public import public
@@ -44,12 +44,13 @@ def scan(
 
     Raises:
         TreeError: leaves of different lengths, or no length at all.
+        ArgumentError: the body returns no pair.
     """
     check_function("fs.scan", "a function (carry, x)", fn, 2)
     rows = _rows(xs, length, "fs.scan")
     ys: list[Tree] = []
     for x in rows:
-        carry, y = fn(carry, x)
+        carry, y = _pair("fs.scan", "fn", fn(carry, x))
         ys.append(y)
     return carry, _stack(ys)
 
@@ -84,6 +85,7 @@ def scan_units(
     Raises:
         TreeError: leaves of different lengths.
         ConfigError: a policy that is none.
+        ArgumentError: with `has_aux`, the block returns no pair.
     """
     check_function("fs.scan_units", "a function (params, carry)", block, 2)
     check_policy("fs.scan_units", policy)
@@ -94,7 +96,7 @@ def scan_units(
     for i, unit in enumerate(rows):
         following = rows[i + 1] if i + 1 < len(rows) else then
         out = step(unit, following, carry, *inputs[i])
-        carry, aux = out if has_aux else (out, None)
+        carry, aux = _pair("fs.scan_units", "with has_aux, block", out) if has_aux else (out, None)
         auxes.append(aux)
     return (carry, _stack(auxes)) if has_aux else carry
 
@@ -160,6 +162,15 @@ def unstack_units(stack: Tree) -> list[Tree]:
         else:
             columns.append(node.unbind(0))
     return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)]
+
+
+def _pair(function: str, what: str, out: Any) -> tuple[Any, Any]:
+    """The carry and the rest that a body returned."""
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        returned = f"{type(out).__name__} of {len(out)}" if isinstance(out, tuple | list) else kind_of(out)
+        text = f"needs a pair from its body: {what} returned {returned}."
+        raise ArgumentError(message(function, text, mend="Return (carry, y); y may be None."))
+    return out[0], out[1]
 
 
 def _length(node: Any) -> int | None:

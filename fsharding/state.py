@@ -347,7 +347,8 @@ def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False) ->
     targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
     dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
     flat = tree.flatten_up_to(layout.structure, main, "fs.spread_main", ("the layout", "main"))
-    merged = [p if m is None else m for p, m in zip(tree.leaves(params), flat, strict=True)]
+    before = tree.flatten_up_to(layout.structure, params, "fs.spread_main", ("the layout", "params"))
+    merged = [p if m is None else m for p, m in zip(before, flat, strict=True)]
     values, where, kinds = (tree.unflatten(layout.structure, x) for x in (merged, targets, dtypes))
     return redistribute(values, where, dtypes=kinds, into=params if donate else None)
 

@@ -348,7 +348,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     chosen = [i for i, node in enumerate(nodes) if isinstance(node, Local) and given[i] is not None]
     wanted = {i: _whole_shape(nodes[i]) for i in chosen}
     named = tree.paths(like)
-    plain = {i for i in chosen if isinstance(given[i], Tensor) and not isinstance(given[i], DTensor)}
+    plain = {i for i in chosen if _is_plain(given[i], nodes[i].value.device)}
     if odd := [i for i in chosen if i not in plain or tuple(given[i].shape) != wanted[i]]:
         rows = [f"{named[i]} is {typeof(nodes[i])}, whole {list(wanted[i])}; got {_kind(given[i])}" for i in odd]
         mend = "Give a gradient of what fs.gather_unit(like) gives; None where there is none."
@@ -380,5 +380,12 @@ def _whole_shape(node: Local) -> tuple[int, ...]:
     return replace(sharding, spec=spec, owned=owned).local_shape(node.shape)
 
 
+def _is_plain(x: Any, device: torch.device) -> bool:
+    """Whether something is a tensor of this rank alone, on a device."""
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.device == device
+
+
 def _kind(x: Any) -> str:
-    return f"{typeof(x)} on a mesh" if isinstance(x, DTensor) else kind_text(x)
+    if isinstance(x, DTensor):
+        return f"{typeof(x)} on a mesh"
+    return f"{kind_text(x)} on {x.device}" if isinstance(x, Tensor) else kind_text(x)

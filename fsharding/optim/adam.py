@@ -23,6 +23,7 @@ from fsharding.optim.apply import change_slices
 from fsharding.optim.base import (
     GradientTransformation,
     add_decay_,
+    check_moments,
     check_update,
     clone,
     grads_where,
@@ -155,6 +156,7 @@ def adamw(
 
 
 def _inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    check_moments(_NAME, mu=state.mu, nu=state.nu)
     grads = grads_where(_NAME, updates, state.mu)
     mu, nu = ([x if donate else clone(x) for x in local_leaves(m)] for m in (state.mu, state.nu))
     return grads, mu, nu

@@ -18,6 +18,7 @@ from fsharding.arguments import check_optimizer
 from fsharding.errors import TreeError, message
 from fsharding.optim.base import (
     GradientTransformation,
+    check_moments,
     check_update,
     clone,
     grads_where,
@@ -74,6 +75,7 @@ def ema(decay: float | Schedule = 0.999) -> GradientTransformation:
     @public("fs.optim.ema(...).update")
     def update(updates: Tree, state: EmaState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, EmaState]:
         check_update("fs.optim.ema", EmaState, updates, state, params)
+        check_moments("fs.optim.ema", average=state.average)
         share = rate(int(state.count))
         average = [x if donate else clone(x) for x in local_leaves(state.average)]
         after = _after("fs.optim.ema", updates, required(params, "fs.optim.ema"), state.average)
@@ -136,6 +138,7 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
         shardings: Tree = None,
     ) -> tuple[Tree, LookaheadState]:
         check_update("fs.optim.lookahead", LookaheadState, updates, state, params)
+        check_moments("fs.optim.lookahead", slow=state.slow)
         params = required(params, "fs.optim.lookahead")
         known: Any = {"donate": donate, "norm": norm, "shardings": shardings}
         updates, inside = run_update(inner, updates, state.inner, params, **known)

@@ -33,6 +33,7 @@ __all__ = [
     "add_decay_",
     "call",
     "chain",
+    "check_moments",
     "check_state",
     "check_update",
     "clone",
@@ -512,6 +513,32 @@ def check_state(function: str, kind: type, updates: Tree, state: Any) -> None:
         raise TreeError(
             message(function, text, mend="The state is what opt.init(params), or the last update, returned.")
         )
+
+
+def check_moments(function: str, **moments: Tree) -> None:
+    """Refuses moments that no kernel can compute with: other things than floating point tensors, or not all there.
+
+    Args:
+        function: the public function, for the error.
+        **moments: trees of one structure, by the names that the state has for them.
+
+    Raises:
+        TreeError: as said; all such leaves are listed.
+    """
+    (first, kept), *others = moments.items()
+    named = tree.named_leaves(kept)
+    rows = [f"{first}.{path}: {kind_of(x)}" for path, x in named.items() if not _is_moment(x)]
+    for name, values in others:
+        flat = tree.flatten_up_to(tree.flatten(kept)[1], values, function, (first, name))
+        rows += [f"{name}.{path}: {kind_of(x)}" for path, x in zip(named, flat, strict=True) if not _is_moment(x)]
+    if rows:
+        text = "got moments that are no floating point tensors."
+        mend = "The state is what opt.init(params), or the last update, returned."
+        raise TreeError(message(function, text, rows, mend))
+
+
+def _is_moment(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta
 
 
 def check_update(function: str, kind: type, updates: Tree, state: Any, params: Tree, *, decay: float = 0.0) -> None:

@@ -16,6 +16,7 @@ from fsharding import _compat
 from fsharding.optim.base import (
     GradientTransformation,
     add_decay_,
+    check_moments,
     check_update,
     grads_where,
     like,
@@ -76,6 +77,7 @@ def lion(
     @public("fs.optim.lion(...).update")
     def update(updates: Tree, state: LionState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, LionState]:
         check_update(_NAME, LionState, updates, state, params, decay=weight_decay)
+        check_moments(_NAME, mu=state.mu)
         lr, given = rate(int(state.count)), grads_where(_NAME, updates, state.mu)
         mu = widen(state.mu, donate=donate)
         grads = [g.to(m.dtype) for g, m in zip(given, mu, strict=True)]

@@ -24,6 +24,7 @@ from fsharding.ops.exchange import exchange
 from fsharding.optim.base import (
     GradientTransformation,
     add_decay_,
+    check_moments,
     check_update,
     grads_where,
     like,
@@ -117,6 +118,7 @@ def muon(
         updates: Tree, state: MuonState, params: Tree = None, *, donate: bool = False, shardings: Tree = None
     ) -> tuple[Tree, MuonState]:
         check_update(_NAME, MuonState, updates, state, params, decay=weight_decay)
+        check_moments(_NAME, mu=state.mu)
         lr, given = rate(int(state.count)), grads_where(_NAME, updates, state.mu)
         there = homes(_NAME, state.mu, shardings, known=_STAGES)
         wholes = [_whole(x, home) for x, home in zip(tree.leaves(state.mu), there, strict=True)]

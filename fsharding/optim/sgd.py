@@ -15,6 +15,7 @@ from fsharding import _compat, tree
 from fsharding.errors import ConfigError, message
 from fsharding.optim.base import (
     GradientTransformation,
+    check_moments,
     check_update,
     like,
     local_leaves,
@@ -86,6 +87,8 @@ def sgd(
     @public("fs.sgd(...).update")
     def update(updates: Tree, state: SgdState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, SgdState]:
         check_update(_NAME, SgdState, updates, state, params, decay=weight_decay)
+        if state.trace is not None:
+            check_moments(_NAME, trace=state.trace)
         params = tree.prune(params, updates, _NAME, ("parameters", "gradients")) if params is not None else None
         there = next(x for x in (state.trace, params, updates) if x is not None)
         refuse_unlike(_NAME, updates, there, ("gradients", "parameters" if state.trace is None else "the trace"))

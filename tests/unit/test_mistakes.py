@@ -762,3 +762,44 @@ def test_metrics_are_still_a_tuple(at):
 def test_a_timeout_that_is_one(at):
     assert fs.make_mesh(dp=1, device="cpu", timeout=timedelta(seconds=5)).size() == 1
     assert math.isfinite(float(at.step(at.state, at.batch)[1].loss))
+
+
+OPTIMIZERS = {
+    "fs.adamw": (lambda: fs.adamw(1e-2), "mu"),
+    "fs.sgd": (lambda: fs.sgd(1e-2, momentum=0.9), "trace"),
+    "fs.optim.lion": (lambda: fs.optim.lion(1e-2), "mu"),
+    "fs.optim.muon": (lambda: fs.optim.muon(1e-2), "mu"),
+    "fs.optim.ema": (lambda: fs.optim.ema(0.9), "average"),
+    "fs.optim.lookahead": (lambda: fs.optim.lookahead(fs.sgd(1e-2), every=1), "slow"),
+}
+
+
+@pytest.mark.parametrize(
+    "odd", [1.5, "w", np.ones((3, 4)), torch.ones(3, 4, dtype=torch.int64), torch.ones(3, 4, device="meta")]
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_that_no_kernel_takes(name, odd):
+    make, field = OPTIMIZERS[name]
+    params, opt = {"w": torch.ones(3, 4)}, make()
+    state = opt.init(params)
+    with pytest.raises(TreeError, match=rf"{name}[\s\S]*{field}.w: [\s\S]*opt.init\(params\)"):
+        opt.update({"w": torch.ones(3, 4)}, state._replace(**{field: {"w": odd}}), params)
+
+
+def test_a_second_moment_that_is_not_there():
+    params, opt = {"w": torch.ones(3, 4), "b": torch.ones(3)}, fs.adamw(1e-2)
+    state = opt.init(params)
+    with pytest.raises(TreeError, match="nu"):
+        opt.update(params, state._replace(nu={"w": state.nu["w"], "b": None}), params)
+
+
+def test_bodies_that_return_no_pair():
+    with pytest.raises(ArgumentError, match=r"fs.scan .*fn returned None"):
+        fs.scan(lambda carry, x: None, torch.ones(2), torch.ones(3, 2))
+    with pytest.raises(ArgumentError, match=r"fs.scan_units .*block returned a tensor"):
+        fs.scan_units(lambda unit, x: x, [{"w": torch.ones(2)}], torch.ones(2), has_aux=True)
+
+
+def test_main_parameters_beside_parameters_that_are_gone(at):
+    spread = fs.spread_main(at.state.params, {**at.state.params, "head": {"weight": None}}, at.layout)
+    assert torch.equal(spread["head"]["weight"].to_local(), at.state.params["head"]["weight"].to_local())
