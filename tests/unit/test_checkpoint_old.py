@@ -1,0 +1,47 @@
+"""A checkpoint that commit 9bfb5d7 wrote on two ranks, before modules moved to rooms, loads and trains on as it did there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsharding as fs
+
+SAVED = Path(__file__).with_name("saved_by_9bfb5d7")
+LOSSES = [1.355285406112671, 2.414419174194336, 1.9546337127685547, 6.333460807800293]
+"""Of its four steps there; the checkpoint is of the second."""
+
+
+def init(key):
+    first, last = fs.random.split(key, 2)
+    return {"hidden": fs.random.normal(first, (5, 3)), "out": fs.random.normal(last, (2, 5))}
+
+
+def loss_fn(params, batch):
+    hidden, out = fs.gather_unit(params["hidden"]), fs.gather_unit(params["out"])
+    y = torch.tanh(batch["x"] @ hidden.T) @ out.T
+    return (y - batch["y"]).square().sum(), y.numel()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    for _ in LOSSES:
+        yield {"x": torch.randn(4, 3, generator=generator), "y": torch.randn(4, 2, generator=generator)}
+
+
+def test_it_is_whole():
+    found = fs.checkpoint.inspect(SAVED)
+    assert not found.damaged and found.manifest.step == 2
+    assert found.manifest.extra == {"losses": LOSSES[:2]}
+
+
+def test_it_trains_on_as_where_it_was_saved():
+    layout = fs.plan_layout(init(fs.random.key(3)), fs.make_mesh(dp=1), strategy=fs.zero(1))
+    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2))
+    state = fs.checkpoint.load(SAVED, layout)
+    step = fs.make_train_step(loss_fn, opt)
+    losses = []
+    for batch in [*batches()][2:]:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    assert losses == pytest.approx(LOSSES[2:], rel=1e-6)
