@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from fsharding.config import (
 )
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
+from fsharding.errors import CheckpointError, message
 from fsharding.layout import Layout, plan_layout
 from fsharding.lost import naming_lost
 from fsharding.mesh import data_position, everyone, make_mesh
@@ -168,7 +170,8 @@ def _save(config: TrainConfig, state: TrainState, data: Tokens, batches: int) ->
     """Saves under the number of batches seen, which is that of updates but for those that a loss scale skipped."""
     told = {k: str(v) for k, v in asdict(config).items()}
     extra = {"preset": config.preset, "data": data.fingerprint(), "batches": batches, "config": told}
-    checkpoint.save(config.checkpoints / str(batches), state, extra=extra)
+    keeper = checkpoint.Checkpointer(config.checkpoints, keep=config.keep, background=False)
+    keeper.save(state, extra, number=batches)
 
 
 def _schedule(config: TrainConfig, chosen: Recipe) -> optim.Schedule:
@@ -207,6 +210,7 @@ class _Log:
     def __init__(self, config: TrainConfig, first: int) -> None:
         self.config, self.first = config, first
         self.file = config.metrics.open("a")
+        self.opened = os.fstat(self.file.fileno())
         console = Console(stderr=config.json)
         self.out = console.file
         self.every = 0 if console.is_terminal else max(1, config.steps // 10)
@@ -230,6 +234,7 @@ class _Log:
             "gathered_peak_bytes": max((c.peak_bytes for c in counts), default=0),
         }  # fmt: skip
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+        self._check_there()
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         fields: dict[str, Any] = {
@@ -241,6 +246,18 @@ class _Log:
         if self.every and (step % self.every == 0 or step == self.config.steps):
             text = f"step {step}/{self.config.steps}  loss {fields['loss']}  {fields['rate']} tokens/s"
             print(f"{text}  {fields['state']} MB of state a rank", file=self.out, flush=True)
+
+    def _check_there(self) -> None:
+        """Refuses to go on when the file that it writes is no longer the one under its name."""
+        try:
+            there = os.path.samestat(os.stat(self.config.metrics), self.opened)
+        except FileNotFoundError:
+            there = False
+        if not there:
+            rule = f"has lost {self.config.metrics}: it was removed or replaced while the run went on."
+            mend = "Start again in a directory that nothing else clears up; what was saved there is gone as well."
+            mend = mend if not self.config.checkpoints.exists() else "Go on from the newest checkpoint with --resume."
+            raise CheckpointError(message("fsharding train", rule, mend=mend))
 
     def finish(self) -> None:
         if self.config.plot:

@@ -65,15 +65,20 @@ class Checkpointer:
             error.add_note(str(failed))
 
     @called_by_all("fs.checkpoint.Checkpointer.save")
-    def save(self, state: TrainState, extra: Any = None) -> None:
-        """Saves to `directory/<step>`, and then removes what is too old; see `save_async`.
+    def save(self, state: TrainState, extra: Any = None, *, number: int | None = None) -> None:
+        """Saves to `directory/<number>`, and then removes what is too old; see `save_async`.
+
+        Args:
+            state: the state.
+            extra: as in `save`.
+            number: by default the step of the state.
 
         Raises:
             CheckpointError: this one cannot be saved, or the one before it failed.
             DonatedError: the state was donated.
         """
         settle()
-        target, keep = self.directory / str(int(state.step)), self.keep
+        target, keep = self.directory / str(int(state.step) if number is None else number), self.keep
         after = None if keep is None else lambda: store.retire(self.directory, keep, target)
         job = plan_save(target, state, extra, after)
         if self.background:

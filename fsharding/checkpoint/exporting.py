@@ -110,7 +110,7 @@ def export(
     Raises:
         CheckpointError: no checkpoint, or a damaged one; names that do not fit; something is at the target; an
             optimizer that FSDP2 has no state for, or settings that are missing or do not fit.
-        OSError: as the system says; nothing is left at the target.
+            A file that cannot be written: nothing is left at the target.
     """
     where = Path(os.path.abspath(target))
     rows = [f"format is {format!r}: formats are {', '.join(FORMATS)}"] if format not in FORMATS else []
@@ -127,16 +127,16 @@ def export(
     folder = store.find(source)
     leaves = open_source(folder, store.read_manifest(_FUNCTION, folder), _FUNCTION)
     items, values = _plan(leaves, names, what, format, settings)
-    where.parent.mkdir(parents=True, exist_ok=True)
-    with _whole(where) as partial:
+    with store.wording_failures(_FUNCTION), _whole(where) as partial:
         if format == "torch":
             _write_torch(leaves, items, partial)
         else:
             partial.mkdir()
-            if format == "safetensors":
-                _write_safetensors(leaves, items, max_file_bytes, partial)
-            else:
-                _write_dcp(leaves, items, values, max_file_bytes, partial)
+            with store.held(partial):
+                if format == "safetensors":
+                    _write_safetensors(leaves, items, max_file_bytes, partial)
+                else:
+                    _write_dcp(leaves, items, values, max_file_bytes, partial)
     files = sorted(where.iterdir()) if where.is_dir() else [where]
     return Exported(where, format, len(items), {file.name: file.stat().st_size for file in files})
 
@@ -223,7 +223,11 @@ def _write_torch(leaves: Source, items: Sequence[_Item], file: Path) -> None:
     """torch leaves room for every tensor, which is then filled."""
     with _compat.shapes_only():
         state = {item.part.name: torch.empty(item.part.shape, dtype=item.dtype) for item in items}
-    _compat.save_without_data(state, file)
+    try:
+        _compat.save_without_data(state, file)
+    except RuntimeError as error:  # torch's zip writer has lost count: the system took less than it was given
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(message(_FUNCTION, f"cannot write {file.parent}.", [reason])) from error
     with file.open("r+b") as stream:
         with _compat.shapes_only():
             room = torch.load(stream, map_location="cpu", weights_only=True)
@@ -276,6 +280,7 @@ def _copy(leaves: Source, item: _Item, stream: BinaryIO) -> None:
 @contextmanager
 def _whole(target: Path) -> Generator[Path]:
     """A path beside the target to write to, which becomes the target if all goes well, and is removed if not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     partial = store.partial_of(target)
     _remove(partial)
     try:

@@ -87,6 +87,10 @@ class _HashedStream:
 
     The hashing has a thread of its own, so that it goes on while the disk is waited for. What is written must stay as
     it is until `hashed` returns.
+
+    Invariant: `write` never raises. torch's zip writer, which calls it, would write the zip's end from its destructor
+    after an exception, find itself at another place than it knows, and end the process. So the first failure is kept,
+    from then on bytes are counted and dropped, and `check` raises once torch has returned.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +101,7 @@ class _HashedStream:
         self._put = 0
         # No pool of concurrent.futures: those take no work when the process ends, and saves may go on until then.
         self._passed: SimpleQueue[tuple[memoryview, bool] | threading.Event | None] = SimpleQueue()
-        self._failed: Exception | None = None
+        self._failed: BaseException | None = None
         self._hasher = threading.Thread(target=self._hash_all, name="fsharding-hash", daemon=True)
         self._hasher.start()
 
@@ -107,14 +111,25 @@ class _HashedStream:
         return self._put + len(self._small)
 
     def write(self, data: bytes | memoryview) -> int:
-        """What torch calls: a header of some bytes, or the whole memory of a tensor."""
-        if len(data) < _PIECE:
-            self._small += data
-        if len(data) >= _PIECE or len(self._small) >= _PIECE:
-            self.flush()
-        if len(data) >= _PIECE:
-            self._through(memoryview(data))
+        """What torch calls: a header of some bytes, or the whole memory of a tensor. Takes all of it, come what may."""
+        end = self.size + len(data)
+        try:
+            if len(data) < _PIECE:
+                self._small += data
+            if len(data) >= _PIECE or len(self._small) >= _PIECE:
+                self.flush()
+            if len(data) >= _PIECE:
+                self._through(memoryview(data))
+        except BaseException as error:  # also Ctrl-C, which arrives wherever it likes
+            self._failed = self._failed or error
+            self._small.clear()
+            self._put = end
         return len(data)
+
+    def check(self) -> None:
+        """Raises the first failure of a write, or of the hashing."""
+        if self._failed is not None:
+            raise self._failed
 
     def flush(self) -> None:
         """Hands over what was gathered."""
@@ -123,11 +138,13 @@ class _HashedStream:
             self._through(memoryview(small))
 
     def _through(self, data: memoryview) -> None:
-        """Hands each piece to the thread that hashes, then to the kernel."""
+        """Hands each piece to the thread that hashes, then to the kernel; after a failure only counts them."""
         while data:
             piece = data[: min(BLOCK - self._put % BLOCK, _PIECE)]
             data = data[len(piece) :]
             self._put += len(piece)
+            if self._failed is not None:
+                continue
             self._passed.put((piece, self._put % BLOCK == 0))
             while piece:
                 piece = piece[os.write(self._fd, piece) :]
@@ -140,7 +157,7 @@ class _HashedStream:
             try:
                 self._hash(*item)
             except Exception as error:
-                self._failed = error
+                self._failed = self._failed or error
 
     def _hash(self, piece: memoryview, ends: bool) -> None:
         self._block.update(piece)
@@ -153,11 +170,11 @@ class _HashedStream:
         done = threading.Event()
         self._passed.put(done)
         done.wait()
-        if self._failed is not None:
-            raise self._failed
+        self.check()
 
     def finish(self) -> SavedFile:
         """Syncs; what there is to say of the file."""
+        self.check()
         self.flush()
         os.fsync(self._fd)
         self.hashed()
@@ -207,7 +224,7 @@ class Writer:
         assert tuple(tensor.shape) == boxes.shape_of(box), f"{path}: {tuple(tensor.shape)} is not {box}"
         offset = self._stream.size
         alone = _alone(tensor)
-        _compat.save_record(alone, self._stream)
+        self._record(alone)
         if alone.data_ptr() != tensor.data_ptr():  # a copy, which goes when this returns
             self.settle()
         dtype = dtype_name(tensor.dtype) or ""
@@ -216,8 +233,12 @@ class Writer:
     def add_value(self, path: str, value: Any) -> None:
         """Writes a plain value, for torch alone: `load` knows no such leaves."""
         offset = self._stream.size
-        _compat.save_record(value, self._stream)
+        self._record(value)
         self._values.append(ValueEntry(path, self.name, offset, self._stream.size - offset))
+
+    def _record(self, x: object) -> None:
+        _compat.save_record(x, self._stream)
+        self._stream.check()
 
     def settle(self) -> None:
         """Returns when all that was added is hashed and handed over: the tensors may change, or go."""

@@ -27,7 +27,7 @@ from fsharding.checkpoint.ranges import pieces
 from fsharding.checkpoint.saving import finish, own_version
 from fsharding.checkpoint.shares import shares
 from fsharding.checkpoint.source import Source, open_source
-from fsharding.checkpoint.store import Partial, StrPath
+from fsharding.checkpoint.store import Partial, StrPath, wording_failures
 from fsharding.errors import CheckpointError, MeshError, message
 from fsharding.sharding import NamedSharding
 from fsharding.strategy import Strategy
@@ -54,7 +54,8 @@ def reshard_checkpoint(
         The manifest of the new checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint, or a damaged one; something at the target that is no checkpoint.
+        CheckpointError: no checkpoint, or a damaged one; something at the target that is no checkpoint; a file that
+            cannot be written.
         MeshError: an unknown axis, or a size below 1.
     """
     if any(size == -1 for size in axes.values()):
@@ -71,17 +72,17 @@ def reshard_checkpoint(
     layout = layout_in(manifest, mesh, strategy, function=_FUNCTION)
     homes = {path: home_of(path, leaf, layout) for path, leaf in manifest.tree.items()}
     tree = {path: leaf._replace(spec=_spec(homes[path])) for path, leaf in manifest.tree.items()}
-    partial = Partial(where)
-    try:
-        written = _write(partial.folder, leaves, manifest, homes, mesh)
-        described, versions = describe_layout(layout), {"torch": str(torch.__version__), "fsharding": own_version()}
-        result = finish(partial, replace(manifest, layout=described, tree=tree, **versions), written)
-    except BaseException:
-        partial.discard()
-        raise
-    finally:
-        partial.close()
-    return result
+    described, versions = describe_layout(layout), {"torch": str(torch.__version__), "fsharding": own_version()}
+    with wording_failures(_FUNCTION):
+        partial = Partial(where)
+        try:
+            written = _write(partial.folder, leaves, manifest, homes, mesh)
+            return finish(partial, replace(manifest, layout=described, tree=tree, **versions), written)
+        except BaseException:
+            partial.discard()
+            raise
+        finally:
+            partial.close()
 
 
 def _spec(home: NamedSharding | None) -> str | None:

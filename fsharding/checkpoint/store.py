@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -24,19 +25,22 @@ from fsharding.untrusted import read_json, read_plain
 __all__ = [
     "Partial",
     "StrPath",
+    "clear_stale",
     "find",
+    "held",
     "latest",
     "metadata",
     "partial_of",
     "read_manifest",
     "retire",
+    "wording_failures",
 ]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
 _SAVE = "fs.checkpoint.save"
 _ASIDE = re.compile(r"\.(.+)\.replaced")
-_RETIRED = re.compile(r"\.\d+\.retired")
+_STALE = re.compile(r"\.(\d+)\.(partial|replaced|retired)")
 _OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
 
 
@@ -53,7 +57,8 @@ class Partial:
     On one rank: make it, `commit` or `discard` it, and `close` it in any case.
 
     Args:
-        target: where the checkpoint is to be; its parents are made. What an interrupted save left is cleared away.
+        target: where the checkpoint is to be; its parents are made. What interrupted saves left is cleared away: to
+            this target, and beside it to those that are named after a step.
 
     Raises:
         CheckpointError: another save holds it, or there is something at the target that is no checkpoint.
@@ -73,6 +78,7 @@ class Partial:
                 rule = f"cannot write {target}: something that is no checkpoint is there."
                 raise CheckpointError(message(_SAVE, rule, mend=mend))
             _clear(self.folder)
+            clear_stale(target.parent)
         except BaseException:
             try:
                 self.discard()
@@ -163,8 +169,8 @@ def _check_settled(target: Path) -> None:
             os.close(fd)
 
 
-def _lock(fd: int, target: Path) -> None:
-    """Locks an open directory, where the file system knows locks of directories; some shared ones do not."""
+def _lock(fd: int, target: Path) -> bool:
+    """Locks an open directory; False where the file system knows no locks of directories, as some shared ones do."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -174,6 +180,64 @@ def _lock(fd: int, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
+        return False
+    return True
+
+
+def clear_stale(root: Path) -> None:
+    """Removes what saves of steps left in a directory when they were interrupted. On one rank.
+
+    A partial checkpoint goes when no save holds its lock; where the file system knows no locks, it stays. One that was
+    set aside goes when a complete one is in its place.
+
+    Args:
+        root: directory of checkpoints.
+    """
+    for name in os.listdir(root):
+        found, folder = _STALE.fullmatch(name), root / name
+        if found is None or folder.is_symlink() or not folder.is_dir():
+            continue
+        step, kind = found.groups()
+        if kind == "retired" or (kind == "replaced" and _complete(root / step) is not None):
+            shutil.rmtree(folder, ignore_errors=True)
+        elif kind == "partial" and all(_OURS.fullmatch(inner) for inner in os.listdir(folder)):
+            _remove_unheld(folder)
+
+
+def _remove_unheld(folder: Path) -> None:
+    """Removes a partial checkpoint that no living save holds, under its lock."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(CheckpointError):
+                if _lock(fd, folder) and _is_at(fd, folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Generator[None]:
+    """Holds the lock of a directory, so that no save beside it takes it for stale."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _lock(fd, folder)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def wording_failures(function: str) -> Generator[None]:
+    """Words what the system says of a file, such as that the disk is full, as a `CheckpointError`.
+
+    Args:
+        function: the public function, for the error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(message(function, "failed.", [f"{type(error).__name__}: {error}"])) from error
 
 
 def _is_at(fd: int, folder: Path) -> bool:
@@ -323,20 +387,18 @@ def _steps(root: Path) -> dict[str, int]:
 
 
 def retire(root: Path, keep: int, newest: Path) -> None:
-    """Removes all but the newest checkpoints that are named after their step. On one rank.
+    """Removes all but the newest checkpoints that are named by a number, such as their step. On one rank.
 
     Each is renamed to a hidden name first: whatever interrupts this, nothing half is left under the name of a whole.
 
     Args:
         root: directory of checkpoints.
         keep: how many to keep, at least one.
-        newest: the one that was just saved, which stays whatever its step is.
+        newest: the one that was just saved, which stays whatever its number is.
     """
-    for name in os.listdir(root):
-        if _RETIRED.fullmatch(name):
-            shutil.rmtree(root / name, ignore_errors=True)
-    steps = {name: step for name, step in _steps(root).items() if name == str(step) and root / name != newest}
-    for name in sorted(steps, key=lambda name: steps[name], reverse=True)[keep - 1 :]:
+    clear_stale(root)
+    numbered = [name for name in _steps(root) if re.fullmatch(r"0|[1-9]\d*", name) and root / name != newest]
+    for name in sorted(numbered, key=int, reverse=True)[keep - 1 :]:
         hidden = root / f".{name}.retired"
         (root / name).rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)

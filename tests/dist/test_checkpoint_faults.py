@@ -1,5 +1,8 @@
 """Checkpoints when things end in the middle: ranks that are killed, disks that are full, saves beside the training."""
 
+import errno
+import fcntl
+import io
 import os
 import random
 import resource
@@ -8,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -124,6 +128,129 @@ def test_a_failure_in_the_background_is_told_on_all_ranks(tmp_path, full):
         assert texts[0].startswith(f"fs.checkpoint.save failed on 1 of 2 ranks.\n  rank {full}: OSError: [Errno 27]")
         assert step == 1
     assert os.listdir(tmp_path) == ["a"]
+
+
+# ------------------------------------------------------------------------------------------- each file operation fails
+OPERATIONS = {
+    os: ("open", "write", "fsync", "close", "stat", "listdir", "scandir", "mkdir", "rename", "unlink", "rmdir"),
+    io: ("open",),
+    fcntl: ("flock",),
+}
+
+
+class Faults:
+    """Counts the operations on files while it is armed, and lets one of them fail: EIO, or ENOSPC."""
+
+    def __init__(self, patch):
+        self.left, self.failed = -1, ""
+        for module, names in OPERATIONS.items():
+            for name in names:
+                patch.setattr(module, name, self.counting(f"{module.__name__}.{name}", getattr(module, name)))
+
+    def counting(self, name, call):
+        def counted(*args, **kwargs):
+            self.left -= self.left >= 0 and not self.failed
+            if self.left == -1 and self.armed and not self.failed:
+                self.failed = name
+                if name == "os.close":
+                    call(*args, **kwargs)
+                raise OSError(
+                    *((errno.EIO, "Input/output error") if name != "os.write" else (errno.ENOSPC, "No space left"))
+                )
+            return call(*args, **kwargs)
+
+        return counted
+
+    @contextmanager
+    def at(self, number):
+        """Inside, operation `number` fails."""
+        self.left, self.failed, self.armed = number, "", True
+        try:
+            yield
+        finally:
+            self.armed, self.left = False, -1
+
+    armed = False
+
+
+def large(step):
+    """A state of leaves of 4 MiB, which pass through no buffer, and small ones."""
+    draws = {"w": fs.random.normal(fs.random.key(step), (1 << 20,)), "b": fs.random.zeros((3,))}
+    layout = fs.plan_layout(draws, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
+    state = fs.init_state(lambda key: draws, fs.sgd(0.1), fs.random.key(0), layout)
+    return state.replace(step=torch.tensor(step))
+
+
+def fail_at_each_operation(path, background, where):
+    """Which operations failed, in order; after each, the checkpoint is the old one or the new one, whole."""
+    failed, step = [], 1
+    save = (lambda *args: ck.save_async(*args).wait()) if background else ck.save
+    ck.save(path / "a", (states := [large(0), large(1)])[1])
+    with pytest.MonkeyPatch.context() as patch:
+        faults = Faults(patch)
+        while True:
+            new = states[(step + 1) % 2].replace(step=torch.tensor(step + 1))
+            with faults.at(len(failed) if dist.get_rank() == where else -1):
+                text = answer(save, path / "a", new)
+            told = [None] * dist.get_world_size()
+            dist.all_gather_object(told, faults.failed)
+            if not told[where]:
+                assert text == "done"
+                return failed
+            failed.append(told[where])
+            found = ck.load(path / "a", new.layout)
+            assert int(found.step) in (step, step + 1), (told[where], int(found.step))
+            step = int(found.step)
+            assert_bitwise_equal(found.params, states[step % 2].params)
+            # `shutil.rmtree` closes a directory again whose close has failed.
+            words = ("Input/output error", "No space left", *(["Bad file descriptor"] * (told[where] == "os.close")))
+            assert text == "done" or any(word in text for word in words), (told[where], text)
+            # Only what is cleared up after the new one has taken its place may fail without a word.
+            assert text != "done" or step == int(new.step), told[where]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("background", [False, True])
+def test_any_file_operation_may_fail(tmp_path, background, ranks):
+    for where in range(ranks):
+        failed = run_ranks(fail_at_each_operation, ranks, tmp_path / str(where), background, where, timeout=100.0)
+        assert len({tuple(each) for each in failed}) == 1
+        assert {"os.open", "os.write", "os.fsync", "os.close"} <= {*failed[0]}
+        assert len(failed[0]) > (40 if where == 0 else 5), failed[0]
+        ck.save(tmp_path / str(where) / "b", large(0)) if ranks == 1 else None
+        assert not [name for name in os.listdir(tmp_path / str(where)) if name.startswith(".")]
+
+
+def train_with_a_full_disk(path, background):
+    """Steps that were taken while every save failed; the limit is that of the process, on every file."""
+    losses, texts = [], []
+    state, step = (
+        large(0),
+        fs.make_train_step(lambda p, b: (fs.gather_unit(p)["w"].sum() * b["x"].sum(), 1), fs.sgd(0.1)),
+    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    keeper = ck.Checkpointer(path, every=1, background=background)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        for _ in range(6):
+            state, metrics = step(state, {"x": torch.ones(2)})
+            losses.append(float(metrics.loss))
+            texts.append(answer(keeper.after_step, state))
+        texts.append(answer(keeper.close))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    keeper.save(state)
+    keeper.close()
+    return len(losses), [text for text in texts if text != "done"], int(keeper.load(state.layout).step)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_training_goes_on_though_no_save_fits(tmp_path, background):
+    for steps, texts, step in run_ranks(train_with_a_full_disk, 1, tmp_path, background):
+        assert steps == step == 6
+        assert len(texts) >= 3
+        assert all("OSError: [Errno 27] File too large" in text for text in texts)
+    assert os.listdir(tmp_path) == ["6"]
 
 
 def save_below_a_file(path):

@@ -155,11 +155,11 @@ def test_a_failure_leaves_nothing_behind(make, trouble, saved, tmp_path, monkeyp
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(Writer, "add", full)
-    kind = CheckpointError if trouble == "damaged" else OSError
     if make == "reshard":
-        refusal(ck.reshard_checkpoint, saved, tmp_path / "b", {"dp": 2}, kind=kind)
+        text = refusal(ck.reshard_checkpoint, saved, tmp_path / "b", {"dp": 2})
     else:
-        refusal(ck.export, saved, tmp_path / "b", "dcp", what="all", kind=kind)
+        text = refusal(ck.export, saved, tmp_path / "b", "dcp", what="all")
+    assert trouble == "damaged" or "OSError: [Errno 28] No space left on device" in text
     assert os.listdir(tmp_path) == ["12"]
 
 
