@@ -7,6 +7,7 @@ from fsharding import checkpoint, data, families, hf, models, ops, optim, polici
 from fsharding.actions import Action
 from fsharding.autodiff import value_and_grad
 from fsharding.axes import AbstractMesh
+from fsharding.checkpoint.replicas import check_replicas
 from fsharding.counts import Traffic, counting_bytes, recording
 from fsharding.decoder_traffic import expected_traffic
 from fsharding.functionalize import PureModule, functionalize
@@ -63,7 +64,7 @@ __all__ = [
     "P", "AbstractMesh", "Action", "Assigned", "AxisRules", "Fused", "GradientTransformation", "Layout", "Local",
     "LossScale", "Memory", "Metrics", "Model", "NamedSharding", "PartitionSpec", "Precision", "Schedule", "Strategy",
     "PureModule", "Traffic", "TrainState", "adamw", "apply_updates", "chain", "check_schedule", "checkpoint",
-    "clip_by_global_norm",
+    "check_replicas", "clip_by_global_norm",
     "constant", "counting_bytes", "data", "data_position", "draw_schedule", "expected_traffic", "explain_reshard",
     "families", "functionalize", "gather_unit", "global_norm", "hessian", "hf", "hybrid", "init_state",
     "is_member", "jacfwd", "layers_of", "linear", "main_params", "make_mesh", "make_schedule", "make_train_step",

@@ -113,23 +113,9 @@ def digest(value: Any) -> int:
 
 
 def checksum(x: torch.Tensor) -> int:
-    """63 bits that depend on every byte of a tensor and on where it stands: the same on every machine.
-
-    Sums of products of 64-bit words, modulo 2^64, which torch takes several times as fast as a cryptographic hash.
-    """
+    """63 bits of the sha256 of a tensor's bytes: the same on every machine. About 1.5 GB/s where the processor has it."""
     flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
-    total = flat.numel()
-    for start in range(0, words.numel(), _WORDS):
-        part = words[start : start + _WORDS]
-        mixed = (part ^ (part >> 29)) * _ODD
-        mixed ^= mixed >> 32
-        mixed *= torch.arange(2 * start + 1, 2 * (start + part.numel()) + 1, 2)
-        total += int(mixed.sum())
-    return (total * _ODD & (1 << 64) - 1) >> 1
-
-
-_WORDS, _ODD = 1 << 20, 0x2545F4914F6CDD1D
+    return int.from_bytes(hashlib.sha256(flat.numpy().data).digest()[:8], "big") >> 1
 
 
 def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:

@@ -79,6 +79,7 @@ class TrainConfig:
         documents: tokens see those of their own document only: a file, or what the separator of a `.bin` ends.
         save_every: steps between checkpoints; 0 for one at the end only.
         keep: how many checkpoints stay, the newest; left out, all.
+        check_replicas_every: steps between comparisons of what several ranks hold; 0 for those of checkpoints alone.
         swap_at: steps at which the state moves to another strategy, or mesh: `50=zero1,100=zero3:replica=2,dp=2`.
         resume: go on from the newest complete checkpoint in `out`.
         policy: what blocks keep for backward: save_except_gathered, nothing_saveable, dots_saveable,
@@ -114,6 +115,7 @@ class TrainConfig:
     documents: bool = False
     save_every: int = 0
     keep: int | None = None
+    check_replicas_every: int = 0
     swap_at: str = ""
     resume: bool = False
     policy: str = "save_except_gathered"
@@ -155,7 +157,7 @@ def check(config: TrainConfig, world: int) -> None:
     options = {"dtype": PRECISIONS, "policy": policies.POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
     check_names(config, "fsharding train", options)
     least = {"steps": 1, "microbatches": 1, "batch": 1, "seq": 1, "save_every": 0, "decay_steps": 0}
-    least |= {"stages_per_rank": 1, "keep": 1}
+    least |= {"stages_per_rank": 1, "keep": 1, "check_replicas_every": 0}
     wrong = [
         f"--{k.replace('_', '-')} {value}: at least {n}"
         for k, n in least.items()

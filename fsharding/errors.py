@@ -26,6 +26,7 @@ __all__ = [
     "NotGatheredError",
     "RandomKeyError",
     "RankError",
+    "ReplicaError",
     "ScheduleError",
     "ShapeError",
     "SpecError",
@@ -128,6 +129,10 @@ class DonatedError(FshardingError, RuntimeError):
 
 class NonFiniteError(FshardingError, FloatingPointError):
     """Loss or gradients are not finite; the step was refused on all ranks and the state is as before."""
+
+
+class ReplicaError(FshardingError, RuntimeError):
+    """Ranks that hold the same part of a state hold different values of it."""
 
 
 class RankError(FshardingError, RuntimeError):

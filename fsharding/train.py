@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fsharding import checkpoint, ops, optim, policies, random
 from fsharding.agreement import agree
 from fsharding.axes import parse_axes
+from fsharding.checkpoint.replicas import check_replicas
 from fsharding.config import (
     OPTIMIZERS,
     PRECISIONS,
@@ -102,6 +103,8 @@ def _train(config: TrainConfig) -> None:
                 batch = ops.cut_sequence(data.batch(number, Shard(*data_position(mesh))), mesh=mesh)
                 state, metrics = step(state, {k: v.to(_device(mesh)) for k, v in batch.items()})
             log.write(number + 1, metrics, counts, rate, state_bytes(state), time.perf_counter() - began)
+            if config.check_replicas_every and (number + 1) % config.check_replicas_every == 0:
+                check_replicas(state)
             if config.save_every and (number + 1) % config.save_every == 0:
                 _save(config, state, data, number + 1)
                 saved = number + 1

@@ -29,6 +29,7 @@ from fsharding.checkpoint.files import METADATA, Writer, Written, write_metadata
 from fsharding.checkpoint.layouts import describe_layout
 from fsharding.checkpoint.leaves import Shards, content, digest, objections, placement, staged
 from fsharding.checkpoint.manifest import Manifest, text_of
+from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
 from fsharding.checkpoint.shares import shares
 from fsharding.checkpoint.store import Partial, StrPath, partial_of
 from fsharding.checkpoint.structure import describe
@@ -60,8 +61,8 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
             and comes back as JSON gives it (tuples as lists).
 
     Raises:
-        CheckpointError: on every rank: a leaf that cannot be saved, one that should be the same on all ranks and is
-            not, a rank that cannot write, another save to the same path, something at `path` that is no checkpoint; or
+        CheckpointError: on every rank: a leaf that cannot be saved; parts that differ between ranks that hold the same;
+            a rank that cannot write, another save to the same path, something at `path` that is no checkpoint; or
             a save in the background that failed before, and this one was not begun. What was at `path` is still there,
             unless all that failed was the sync of the parent directory, after the new one had taken its place.
         DonatedError: the state was donated.
@@ -205,21 +206,28 @@ def plan_save(path: StrPath, state: TrainState, extra: Any = None, after: Callab
         raise refuse(_FUNCTION, "a path, then a TrainState", state, mend)
     named = content(state)
     target = Path(os.path.realpath(path))
-    planned: list[Job] = []
+    planned: list[tuple[Job, dict[Holders, list[SharedBox]]]] = []
 
-    def check() -> dict[str, str]:
-        job, facts = _check(target, named, state, extra)
-        planned.append(dataclasses.replace(job, after=after))
-        return facts
+    def check() -> tuple[dict[str, str], dict[Holders, int]]:
+        job, facts, shared = _check(target, named, state, extra)
+        planned.append((dataclasses.replace(job, after=after), shared))
+        return facts, checksums(shared)
 
-    told = together(_FUNCTION, check)
+    answers = together(_FUNCTION, check)
+    told = [facts for facts, _ in answers]
     _same_everywhere(told)
+    job, shared = planned[0]
+    if rows := differences(_FUNCTION, [sums for _, sums in answers], shared):
+        rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
+        raise CheckpointError(message(_FUNCTION, rule, rows, MEND))
     step = next(facts["step"] for facts in told if "step" in facts)
-    return dataclasses.replace(planned[0], manifest=dataclasses.replace(planned[0].manifest, step=int(step)))
+    return dataclasses.replace(job, manifest=dataclasses.replace(job.manifest, step=int(step)))
 
 
-def _check(target: Path, named: dict[str, Any], state: TrainState, extra: Any) -> tuple[Job, dict[str, str]]:
-    """What is to be done, and what has to be the same on all ranks."""
+def _check(
+    target: Path, named: dict[str, Any], state: TrainState, extra: Any
+) -> tuple[Job, dict[str, str], dict[Holders, list[SharedBox]]]:
+    """What is to be done, what has to be the same on all ranks, and the parts that some of them share."""
     if rows := objections(named, state.layout):
         rule = f"cannot save {len(rows)} leaves."
         raise CheckpointError(message(_FUNCTION, rule, rows))
@@ -233,14 +241,16 @@ def _check(target: Path, named: dict[str, Any], state: TrainState, extra: Any) -
         # A rank outside the mesh has the plain leaves of the time when it left.
         facts |= {f"leaf {path}": digest(x.local) for path, x in leaves.items() if x.sharding is None}
         facts["step"] = str(int(state.step))
-    writers = shares(leaves, abstract(state.layout.mesh).members)
+    members = abstract(state.layout.mesh).members
+    writers = shares(leaves, members)
     mine = tuple(
         (path, x.shape, box, tensor)
         for path, x in sorted(leaves.items())
         for corner, (box, tensor) in x.kept().items()
         if writers[path][corner] == own_rank()
     )
-    return Job(target, mine, manifest), facts
+    on_mesh = {path: x for path, x in leaves.items() if x.sharding is not None}
+    return Job(target, mine, manifest), facts, shared_boxes(on_mesh, members)
 
 
 def _shards(path: str, x: Any, state: TrainState) -> Shards:

@@ -15,7 +15,7 @@ from fsharding.checkpoint.leaves import Shards
 from fsharding.mesh import abstract
 from fsharding.sharding import NamedSharding
 
-__all__ = ["shares"]
+__all__ = ["holders_of", "shares"]
 
 Corner = tuple[int, ...]
 
@@ -31,9 +31,7 @@ def shares(leaves: Mapping[str, Shards], ranks: Sequence[int]) -> dict[str, dict
     open_boxes = [
         (volume * x.local.dtype.itemsize, path, corner, holders)
         for path, x in leaves.items()
-        for corner, (volume, holders) in (
-            _holders(x.sharding, x.shape) if x.sharding is not None else _whole(x.shape, every)
-        ).items()
+        for corner, (volume, holders) in holders_of(x, every).items()
     ]
     load: dict[int, int] = {}
     result: dict[str, dict[Corner, int]] = {path: {} for path in leaves}
@@ -42,6 +40,16 @@ def shares(leaves: Mapping[str, Shards], ranks: Sequence[int]) -> dict[str, dict
         load[writer] = load.get(writer, 0) + size
         result[path][corner] = writer
     return result
+
+
+def holders_of(x: Shards, ranks: tuple[int, ...]) -> dict[Corner, tuple[int, tuple[int, ...]]]:
+    """For each box of a leaf by its corner: how many elements it has, and which ranks hold it.
+
+    Args:
+        x: the leaf, as any of the ranks has it.
+        ranks: those that hold it if it is a plain tensor.
+    """
+    return _holders(x.sharding, x.shape) if x.sharding is not None else _whole(x.shape, ranks)
 
 
 def _whole(shape: tuple[int, ...], ranks: tuple[int, ...]) -> dict[Corner, tuple[int, tuple[int, ...]]]:

@@ -17,7 +17,7 @@ from fsharding import checkpoint as ck
 from fsharding.checkpoint import ranges
 from fsharding.checkpoint.files import Writer
 from fsharding.checkpoint.inventory import inventory
-from fsharding.errors import CheckpointError, MeshError
+from fsharding.errors import MeshError
 from fsharding.sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 from tests.unit.test_checkpoint_convert import FORMATS, read_back, refusal, same_bits

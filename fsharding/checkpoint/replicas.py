@@ -1,0 +1,155 @@
+"""Replicas: whether ranks that hold the same part of a leaf hold the same bytes of it.
+
+In: a `TrainState`, or its leaves as `Shards`. Out: nothing, or one error on every rank that names leaves and ranks.
+A rank sends one checksum for each set of ranks with which it shares parts; those of single parts travel only where two
+such checksums differ. Law: one flipped bit of a part that several ranks hold is found, and the leaf is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.agreement import checksum, digest
+from fsharding.arguments import refuse
+from fsharding.boxes import Box
+from fsharding.checkpoint.agree import together
+from fsharding.checkpoint.leaves import Shards, placement, staged
+from fsharding.checkpoint.shares import holders_of
+from fsharding.conformity import check_state
+from fsharding.errors import ReplicaError, message
+from fsharding.lost import called_by_all
+from fsharding.mesh import abstract, own_rank
+from fsharding.public import public
+from fsharding.sharding import local_of
+from fsharding.state import TrainState
+
+__all__ = ["MEND", "Holders", "SharedBox", "check_replicas", "checksums", "differences", "shared_boxes"]
+
+_FUNCTION = "fs.check_replicas"
+MEND = "Go on from the last checkpoint; if it happens again on one rank, look at the memory of that machine."
+
+Holders: TypeAlias = tuple[int, ...]
+SharedBox: TypeAlias = tuple[str, Box, Tensor]
+"""Path of a leaf, a box of it, and this rank's tensor of that box."""
+
+
+@public("fs.check_replicas")
+@called_by_all("fs.check_replicas")
+def check_replicas(state: TrainState) -> None:
+    """Compares what several ranks hold of a state, bit by bit. Collective.
+
+    Under zero(0) all data ranks hold all of it, with a `replica` axis each part is on several ranks, and counts, steps
+    and keys are everywhere. Nothing in training makes such copies differ; a flipped bit, a rank that changed its part
+    by hand, or another first value does, and no loss shows it for a while. `fs.checkpoint.save` looks, too, at what it
+    is about to write. Each rank reads what it shares once; one small message tells the others.
+
+    Args:
+        state: the state.
+
+    Raises:
+        ReplicaError: on every rank: parts that differ; each is named, with the ranks that differ from most.
+        LayoutError: the state is not what its layout says.
+        RankError: a rank is gone, or does not call it.
+
+    Example:
+        >>> draws = {"w": fs.random.zeros((4,))}
+        >>> layout = fs.plan_layout(draws, fs.make_mesh(dp=1))
+        >>> state = fs.init_state(lambda key: draws, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.check_replicas(state)
+    """
+    if not isinstance(state, TrainState):
+        raise refuse(_FUNCTION, "a TrainState", state, "Give the whole state: fs.check_replicas(state).")
+    planned: list[dict[Holders, list[SharedBox]]] = []
+
+    def look() -> dict[Holders, int]:
+        check_state(_FUNCTION, state)
+        planned.append(shared_boxes(_everything(state), abstract(state.layout.mesh).members))
+        return checksums(planned[0])
+
+    told = together(_FUNCTION, look)
+    if rows := differences(_FUNCTION, told, planned[0]):
+        raise ReplicaError(message(_FUNCTION, f"finds {len(rows)} parts that differ between ranks.", rows, MEND))
+
+
+def _everything(state: TrainState) -> dict[str, Shards]:
+    """Every leaf of a state as this rank holds it, by path: also the parameters beside main ones."""
+    found: dict[str, Shards] = {}
+    for kind in ("params", "main"):
+        values = getattr(state, kind)
+        flat = [] if values is None else tree.flatten_up_to(state.layout.structure, values, _FUNCTION)
+        for leaf, x in zip(state.layout.leaves, flat, strict=False):
+            if x is not None:
+                found[f"{kind}.{leaf.path}"] = staged(leaf.shape, getattr(leaf, kind), local_of(x).detach())
+    rest = {"step": state.step, "key": state.key, "opt_state": state.opt_state, "loss_scale": state.loss_scale}
+    for path, x in tree.named_leaves(rest).items():
+        sharding, shape = placement(path, x, state.layout) if isinstance(x, DTensor) else (None, tuple(x.shape))
+        found[path] = staged(shape, sharding, local_of(x).detach())
+    return found
+
+
+def shared_boxes(leaves: Mapping[str, Shards], ranks: Sequence[int]) -> dict[Holders, list[SharedBox]]:
+    """What this rank holds that others hold as well, by all ranks that hold it, in the order of paths and boxes.
+
+    Args:
+        leaves: of this rank.
+        ranks: those that hold plain tensors: of the mesh.
+    """
+    found: dict[Holders, list[SharedBox]] = {}
+    # A rank outside the mesh has plain leaves of the time when it left.
+    for path, x in sorted(leaves.items()) if own_rank() in ranks else ():
+        holders = holders_of(x, tuple(ranks))
+        for corner, (box, tensor) in sorted(x.kept().items()):
+            if len(holders[corner][1]) > 1 and tensor.numel():
+                found.setdefault(holders[corner][1], []).append((path, box, tensor))
+    return found
+
+
+def checksums(shared: Mapping[Holders, Sequence[SharedBox]]) -> dict[Holders, int]:
+    """One number for all that this rank shares with a set of ranks."""
+    return {holders: digest([checksum(x) for _, _, x in boxes]) for holders, boxes in shared.items()}
+
+
+def differences(
+    function: str, told: Sequence[Mapping[Holders, int]], shared: Mapping[Holders, Sequence[SharedBox]]
+) -> list[str]:
+    """One row for each part that ranks hold differently. Collective where there are any.
+
+    Args:
+        function: the public function, for the error.
+        told: what `checksums` gave on every rank.
+        shared: what `shared_boxes` gave on this one.
+    """
+    disputed = {
+        holders for mine in told for holders in mine if len({other.get(holders) for other in told} - {None}) > 1
+    }
+    if not disputed:
+        return []
+
+    def each() -> dict[tuple[str, Box], int]:
+        return {(path, box): checksum(x) for holders in sorted(disputed) for path, box, x in shared.get(holders, ())}
+
+    values: dict[tuple[str, Box], dict[int, list[int]]] = {}
+    for rank, sums in enumerate(together(function, each)):
+        for part, value in sums.items():
+            values.setdefault(part, {}).setdefault(value, []).append(rank)
+    return [f"{_part(*part)}: {_who(by_value)}" for part, by_value in sorted(values.items()) if len(by_value) > 1]
+
+
+def _part(path: str, box: Box) -> str:
+    return f"{path}[{', '.join(f'{start}:{stop}' for start, stop in box)}]" if box else path
+
+
+def _who(by_value: Mapping[int, Sequence[int]]) -> str:
+    """Which ranks differ from which."""
+    largest, *others = sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    texts = [
+        f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}" for ranks in (largest, *others)
+    ]
+    if len(others[0]) < len(largest):
+        return f"{', '.join(texts[1:])} differ{'s' * (len(others) == len(others[0]) == 1)} from {texts[0]}"
+    return f"{' and '.join(texts)} differ"
