@@ -113,7 +113,7 @@ def digest(value: Any) -> int:
 
 
 def checksum(x: torch.Tensor) -> int:
-    """63 bits of the sha256 of a tensor's bytes: the same on every machine. About 1.5 GB/s where the processor has it."""
+    """63 bits of the sha256 of a tensor's bytes: the same on every machine."""
     flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return int.from_bytes(hashlib.sha256(flat.numpy().data).digest()[:8], "big") >> 1
 
