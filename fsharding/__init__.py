@@ -3,7 +3,7 @@
 `docs/tour.md` teaches all of it on one page. Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
 """
 
-from fsharding import checkpoint, data, families, hf, models, ops, optim, policies, random, recipes, tree
+from fsharding import checkpoint, data, families, hf, models, ops, optim, policies, preemption, random, recipes, tree
 from fsharding.actions import Action
 from fsharding.autodiff import value_and_grad
 from fsharding.axes import AbstractMesh
@@ -69,7 +69,7 @@ __all__ = [
     "families", "functionalize", "gather_unit", "global_norm", "hessian", "hf", "hybrid", "init_state",
     "is_member", "jacfwd", "layers_of", "linear", "main_params", "make_mesh", "make_schedule", "make_train_step",
     "masked", "model_from", "model_loss", "models", "ops", "optim", "parse_strategy", "pipeline_grads", "plan_layout",
-    "plan_schedule", "policies", "random", "recipes",
+    "plan_schedule", "policies", "preemption", "random", "recipes",
     "recording", "redistribute", "remat", "reshard", "run_ranks", "scan", "scan_stacks", "scan_units", "scatter_grads",
     "select_unit", "set_mesh", "sgd", "shard", "shard_map", "spread_main", "stack_units", "stages_of", "stages_for",
     "state_bytes", "state_from", "tree", "typeof", "unshard", "unstack_units", "value_and_grad", "warmup_cosine",

@@ -29,6 +29,7 @@ from fsharding.ops.pool import Pool
 from fsharding.ops.rows import start_sum
 from fsharding.ops.unit import Goal
 from fsharding.precision import FP32, Precision
+from fsharding.preemption import StopBit
 from fsharding.public import public
 from fsharding.sharding import Local, NamedSharding, is_assigned, like, local_of, sharding_of, to_local, typeof
 from fsharding.tree import Tree
@@ -61,6 +62,7 @@ def value_and_grad(
     precision: Precision = FP32,
     mean: bool = True,
     memory: Pool | None = None,
+    stop: StopBit | None = None,
 ) -> GradFn:
     """Makes a function that returns a loss and its gradient with respect to the first argument.
 
@@ -77,6 +79,7 @@ def value_and_grad(
         mean: divide by the global weight; else loss and gradients are sums.
         memory: where large gradients are that are whole on every data rank; from call to call it is used again as soon
             as nobody holds what was in it. By default they are in fresh memory.
+        stop: the bit of `fs.preemption`, which a train step lets travel in the sum of loss and weight.
 
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
@@ -109,7 +112,7 @@ def value_and_grad(
                 loss = _take_apart(tape.forward(fn, *args), has_aux)
                 if loss.total.requires_grad:
                     tape.backward([loss.total])
-                totals = _global_sums(loss, tape.mesh)
+                totals = _global_sums(loss, tape.mesh, stop)
                 found = tape.finish()
         except BaseException:
             tape.close()
@@ -360,14 +363,19 @@ def _kind(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _global_sums(loss: _Loss, mesh: Mesh | None) -> Tensor:
-    """(sum, weight) over all data ranks: float64[2]."""
-    one = torch.ones((), dtype=torch.float64, device=loss.total.device)
-    mine = torch.stack((loss.total.detach().double(), one if loss.weight is None else loss.weight))
+def _global_sums(loss: _Loss, mesh: Mesh | None, stop: StopBit | None) -> Tensor:
+    """(sum, weight) over all data ranks: float64[2], or one more that is the stop bit's."""
+    device = loss.total.device
+    one = torch.ones((), dtype=torch.float64, device=device) if loss.weight is None else loss.weight
+    also = () if stop is None else (stop.mine(device),)
+    mine = torch.stack((loss.total.detach().double(), one, *also))
     if mesh is None:
         return mine
     axes = tuple(sorted(data_axes(mesh), key=AXES.index))
-    return start_sum(mine, axis_group(mesh, axes), torch.float64).wait()
+    totals = start_sum(mine, axis_group(mesh, axes), torch.float64).wait()
+    if stop is not None:
+        stop.summed(totals[2], axes)
+    return totals
 
 
 def _plain(grad: Tensor | None, leaf: Any, goal: Goal | None, held: Any) -> Tensor | None:

@@ -1,6 +1,7 @@
 """The command line: `fsharding VERB ...`, one clear message and exit status 2 for what a user can mend, 1 at run time.
 
-In: arguments. Out: an exit status: 0 done, 1 failed at run time, 2 bad arguments or configuration, 130 interrupted.
+In: arguments. Out: an exit status: 0 done, 1 failed at run time, 2 bad arguments or configuration, 130 interrupted,
+or the one that was asked for if a run was told to stop.
 Configurations are checked before ranks start. Law: no traceback for what a user can mend.
 """
 
@@ -10,11 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NoReturn
 
 import tyro
 
+from fsharding import preemption
 from fsharding.bench import (
     CheckpointConfig,
     MemoryConfig,
@@ -105,7 +107,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     status = 0
     try:
         if isinstance(config, TrainConfig):
-            _train(config)
+            status = _train(config)
         elif isinstance(config, PlanConfig):
             preview(config)
         elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
@@ -132,13 +134,15 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def _train(config: TrainConfig) -> None:
+def _train(config: TrainConfig) -> int:
     ranks = _ranks(config.ranks, default=1)
     check(config, ranks)
     if under_launcher() or ranks == 1:
-        train(config)
-    else:
-        launch_ranks(train, ranks, config)
+        return train(config)
+    if config.deadline:
+        # Counted from here, and the same on all ranks.
+        config = replace(config, deadline=preemption.parse_deadline(config.deadline).isoformat())
+    return max(launch_ranks(train, ranks, config, grace=config.grace))
 
 
 _BENCHES: dict[type[Any], Callable[[Any], None]] = {

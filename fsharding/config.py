@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fsharding import checkpoint, policies
+from fsharding import checkpoint, policies, preemption
 from fsharding.axes import AXES, AbstractMesh, make_shape, parse_axes
 from fsharding.data import Tokens, open_data
 from fsharding.errors import BatchError, CheckpointError, ConfigError, message
@@ -90,6 +91,10 @@ class TrainConfig:
             after it.
         clip: largest global gradient norm.
         timeout: seconds that a collective waits for its peers.
+        deadline: when to have saved and ended, as after SIGTERM: after `3h50m`, at `2030-01-31T18:00`, or `slurm` for
+            the end of its job. The run stops before it by twice its longest step and save.
+        preempt_status: exit status of a run that SIGTERM, SIGUSR1 or the deadline has stopped, and that has saved.
+        grace: seconds that the ranks of `ranks` have to save after a signal, before they are killed.
         plot: draw `loss.png`.
         json: print one JSON object at the end, and progress on standard error.
     """
@@ -124,6 +129,9 @@ class TrainConfig:
     decay_steps: int = 0
     clip: float = 1.0
     timeout: float = 120.0
+    deadline: str = ""
+    preempt_status: int = 0
+    grace: float = 600.0
     plot: bool = True
     json: bool = False
 
@@ -164,14 +172,22 @@ def check(config: TrainConfig, world: int) -> None:
         if (value := getattr(config, k)) is not None and value < n
     ]
     wrong += [
-        f"--{k} {v}: above 0" for k in ("lr", "clip", "timeout") if (v := getattr(config, k)) is not None and not v > 0
+        f"--{k} {v}: above 0"
+        for k in ("lr", "clip", "timeout", "grace")
+        if (v := getattr(config, k)) is not None and not v > 0
     ]
+    wrong += [f"--preempt-status {config.preempt_status}: 0 to 255"] if not 0 <= config.preempt_status <= 255 else []
     wrong += [f"--lr {config.lr}: finite"] if config.lr == math.inf else []
     wrong += [f"--timeout {config.timeout}: at most {_LONGEST_S:,}"] if config.timeout > _LONGEST_S else []
     if 0 < config.decay_steps < warmup:
         wrong.append(f"--decay-steps {config.decay_steps}: 0, or at least the {warmup} of the warm-up")
     if wrong:
         raise ConfigError(message("fsharding train", "got numbers out of range.", wrong))
+    if config.deadline:
+        when = preemption.parse_deadline(config.deadline, function="fsharding train --deadline")
+        if when.timestamp() <= time.time():
+            text = f"got a deadline that is over: {when:%Y-%m-%d %H:%M:%S}."
+            raise ConfigError(message("fsharding train --deadline", text, mend="Give a later one, or leave it out."))
     if config.plot:
         require_matplotlib("fsharding train")
     _layers_of_stages(config)

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import multiprocessing
 import os
+import select
+import signal
+import threading
+import time
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -19,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsharding import errors
 from fsharding.errors import RankError, message
+from fsharding.preemption import SIGNALS
 
 __all__ = ["launch_ranks", "under_launcher"]
 
@@ -28,19 +36,21 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | None = None) -> list[Any]:
     """Runs `fn(*args)` on local ranks and waits for them.
 
     Args:
         fn: a module-level function; sent by name.
         ranks: how many processes.
         *args: what can be pickled.
+        grace: sends `preemption.SIGNALS` on to the ranks, which begin with them blocked until `preemption.watch` lets
+            them through, and waits so many seconds for the ranks to end. By default SIGTERM ends ranks and launcher.
 
     Returns:
         What each rank returned, in order.
 
     Raises:
-        RankError: a rank raised or died; the text has its number and its error.
+        RankError: a rank raised or died; the text has its number and its error. Or ranks had not ended after `grace`.
         KeyboardInterrupt: the launcher was interrupted; all ranks are gone.
     """
     threads = max(1, (os.cpu_count() or 1) // ranks)
@@ -58,19 +68,95 @@ def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
         max_restarts=0,
         monitor_interval=0.1,
         start_method="spawn",
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT" if grace is None else "SIGINT,SIGHUP,SIGQUIT",
     )
+    forwarder = None if grace is None else _Forwarder(grace)
     # The launcher logs a failure line by line; ours says it once.
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        results = elastic_launch(config, fn)(*args)
+        with forwarder or nullcontext():
+            results = elastic_launch(config, fn)(*args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         text = f"lost rank {rank} (exit code {failure.exitcode})."
+        if forwarder is not None and forwarder.killed:
+            text = f"has killed its ranks, which had not saved {grace:g} s after {forwarder.killed}."
+            mend = "Give a longer --grace, or smaller steps; complete checkpoints are intact."
+            raise RankError(message("fsharding", text, mend=mend)) from error
         raise RankError(message("fsharding", text, [_reason(failure.message)])) from error
     except SignalException as error:
         raise KeyboardInterrupt from error
     return [results[rank] for rank in range(ranks)]
+
+
+class _Forwarder:
+    """Sends signals of this process on to its ranks, inside the block, and kills those that are left after a while.
+
+    A thread of its own does it: the main one starts ranks and waits for them. Ranks inherit that the signals are
+    blocked, so one that comes while they start waits until they have handlers.
+
+    Args:
+        grace: seconds from the first signal until ranks are killed.
+
+    Attributes:
+        killed: the signal after which ranks were killed; empty before.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace, self.killed = grace, ""
+
+    def __enter__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._thread = threading.Thread(target=self._run, name="fsharding-forwarder", daemon=True)
+        self._thread.start()
+        # Python writes the number of each signal that has a handler; this thread is the one that lets them through.
+        self._wakeup = signal.set_wakeup_fd(self._write)
+        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.write(self._write, bytes([_END]))
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+
+    def _run(self) -> None:
+        asked: set[signal.Signals] = set()
+        told: set[tuple[int | None, signal.Signals]] = set()
+        until = math.inf
+        while True:
+            # Ranks may start after the signal, and are looked for until the end.
+            ready = select.select([self._read], [], [], _LOOK_S if asked else None)[0]
+            numbers = os.read(self._read, 64) if ready else b""
+            if _END in numbers:
+                return
+            asked |= {number for number in SIGNALS if number in numbers}
+            if asked and until == math.inf and not self.killed:
+                until = time.monotonic() + self._grace
+            ranks = multiprocessing.active_children()
+            for rank, number in ((rank.pid, number) for rank in ranks for number in asked):
+                if (rank, number) not in told:
+                    told.add((rank, number))
+                    _send(rank, number)
+            if time.monotonic() >= until:
+                self.killed, until = ", ".join(sorted(number.name for number in asked)), math.inf
+                for rank in ranks:
+                    _send(rank.pid, signal.SIGKILL)
+
+
+_END, _LOOK_S = 0, 0.1
+
+
+def _send(rank: int | None, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        if rank is not None:
+            os.kill(rank, number)
 
 
 def _reason(recorded: Any) -> str:

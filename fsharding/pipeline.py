@@ -32,6 +32,7 @@ from fsharding.ops.pool import Pool
 from fsharding.ops.rows import start_sum
 from fsharding.policies import Policy
 from fsharding.precision import Precision
+from fsharding.preemption import StopBit
 from fsharding.schedule import Schedule
 from fsharding.sharding import local_of
 from fsharding.stacks import first_unit, scan_stacks
@@ -60,6 +61,7 @@ def pipeline_grads(
     policy: Policy = policies.save_except_gathered,
     scale: float = 1.0,
     known: Messages | None = None,
+    stop: StopBit | None = None,
 ) -> tuple[Tree, Tensor, Tensor]:
     """Runs one step of a schedule. Collective over the whole mesh.
 
@@ -74,6 +76,7 @@ def pipeline_grads(
         scale: of the loss, for fp16.
         known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
             A receiver is told once what activations look like, for each shape of microbatches.
+        stop: as in `value_and_grad`.
 
     Returns:
         (gradients in `layout.main`, sum of losses times scale, sum of weights); the sums are float32, 0-d, the same on
@@ -92,7 +95,7 @@ def pipeline_grads(
                 run.do(action)
             run.settle()
             run.pool.close()
-            return run.held.grads(), *run.sums()
+            return run.held.grads(), *run.sums(stop)
     except BaseException:
         if run is not None:
             run.close()
@@ -336,14 +339,18 @@ class _Run:
             tape.close()
         self.pool.close()
 
-    def sums(self) -> tuple[Tensor, Tensor]:
+    def sums(self, stop: StopBit | None) -> tuple[Tensor, Tensor]:
         """(sum of losses times scale, sum of weights) over all microbatches and ranks."""
         mine = torch.zeros(2, dtype=torch.float64, device=self.device)
         for total, weight in self.losses:
             mine += torch.stack((total.double(), torch.as_tensor(weight, dtype=torch.float64, device=self.device)))
         axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
-        total, weight = start_sum(mine, axis_group(self.layout.mesh, axes), torch.float64).wait()
-        return total.float(), weight.float()
+        if stop is not None:
+            mine = torch.cat((mine, stop.mine(mine.device).reshape(1)))
+        totals = start_sum(mine, axis_group(self.layout.mesh, axes), torch.float64).wait()
+        if stop is not None:
+            stop.summed(totals[2], axes)
+        return totals[0].float(), totals[1].float()
 
 
 def _head(params: Tree) -> Tree:

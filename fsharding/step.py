@@ -31,11 +31,12 @@ from fsharding.ops.rows import start_sum
 from fsharding.optim.apply import apply_gradients, apply_updates
 from fsharding.optim.balance import against_load, set_loads_apart
 from fsharding.optim.base import GradientTransformation, run_update
-from fsharding.optim.clip import global_norm
+from fsharding.optim.clip import norm_with
 from fsharding.pipeline import Messages, pipeline_grads
 from fsharding.planning import kind_text
 from fsharding.policies import Policy, check_policy
 from fsharding.precision import Precision
+from fsharding.preemption import StopBit
 from fsharding.public import public
 from fsharding.random import fold_in
 from fsharding.schedule import Schedule, plan_schedule
@@ -180,18 +181,22 @@ def make_train_step(
         pieces = _split(batch, microbatches)
         scale = float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
         auxes: tuple[Any, ...] = ()
+        stop = StopBit(layout.mesh)
         if is_model and abstract(layout.mesh).axis_size("pp") > 1:
             planned = _schedule(schedule, layout, microbatches)
             given, told = (model, planned, layout, state.params, pieces), known.messages
-            grads, total, weight = pipeline_grads(*given, precision=how, policy=policy, scale=scale, known=told)
+            grads, total, weight = pipeline_grads(
+                *given, precision=how, policy=policy, scale=scale, known=told, stop=stop
+            )
         else:
-            grads, total, weight, auxes = _accumulate(call, state, pieces, how, scale, known.memory)
+            grads, total, weight, auxes = _accumulate(call, state, pieces, how, scale, known.memory, stop)
         grads, loads = set_loads_apart(grads, rates)
         with _compat.region("norm"):
             mean = float(1.0 / (weight.double() * scale))
-            norm = (global_norm(grads, shardings=layout.main).double() * mean).float()
+            norm = (norm_with(stop, grads, layout.main).double() * mean).float()
         loss = refuse_backward((total.double() / (weight.double() * scale)).float())
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
+        stop.settle(loss.device)
         metrics = Metrics(loss, norm, weight, skipped=not finite, aux=auxes)
         if not finite and (how.loss_scale is None or scale <= how.loss_scale.least):
             raise NonFiniteError(_refusal(state, grads, loss, norm))
@@ -436,6 +441,7 @@ def _accumulate(
     how: Precision,
     scale: float,
     memory: Pool,
+    stop: StopBit,
 ) -> tuple[Tree, Tensor, Tensor, tuple[Any, ...]]:
     """Sums of gradients (in `layout.main`), of losses times scale, and of weights, over all ranks and pieces; auxes."""
     layout, key = state.layout, state.key
@@ -446,9 +452,11 @@ def _accumulate(
     totals: list[Tensor] = []
     weights: list[Tensor] = []
     for i, piece in enumerate(pieces):
-        target = layout.main if i + 1 == len(pieces) else layout.grads
+        last = i + 1 == len(pieces)
+        target = layout.main if last else layout.grads
         fn = call.scaled(scale, fold_in(key, i) if call.takes_key else key)
-        run = value_and_grad(fn, has_aux=call.has_aux, grads=target, precision=how, mean=False, memory=memory)
+        also: dict[str, Any] = {"memory": memory, "stop": stop if last else None}
+        run = value_and_grad(fn, has_aux=call.has_aux, grads=target, precision=how, mean=False, **also)
         result, held = run(state.params, piece, accumulate=held, donate=True)
         if call.has_aux:
             result, aux = result

@@ -25,7 +25,7 @@ from fsharding.ops import transition
 from fsharding.ops.rows import sums_at_once
 from fsharding.ops.transition import Step
 from fsharding.ops.unit import unreduced, whole
-from fsharding.optim.clip import norm_axes
+from fsharding.optim.clip import norm_axes, takes_along
 from fsharding.planning import LeafLayout
 from fsharding.redistribute import in_buckets
 from fsharding.schedule import Schedule
@@ -259,11 +259,18 @@ def update(sender: Sender) -> None:
     for leaf in trained:
         axes = norm_axes(leaf.main, math.prod(leaf.shape))
         norms[axes] = norms.get(axes, 0) + 1
+    pipe = () if sender.schedule is None else ("pp",)
+    of_loss = (*pipe, *data_axes(shape))
+    # Loss and weight; with the last microbatch the stop bit, which goes on with the norm where axes are left.
+    sender.send(of_loss, sum_over(2, sender.size(*of_loss), 8, 8), 0 if pipe else sender.microbatches - 1)
+    sender.send(of_loss, sum_over(3, sender.size(*of_loss), 8, 8))
+    left = [axis for axis in shape.names if axis not in of_loss and shape.axis_size(axis) > 1]
+    if (carrier := takes_along(norms, left)) is not None:
+        norms[carrier] += 1
+    elif left:
+        sender.send(tuple(left), sum_over(1, sender.size(*left), 8, 8))
     for axes, count in norms.items():
         sender.send(axes, sum_over(count, sender.size(*axes), 8, 8))
-    pipe = () if sender.schedule is None else ("pp",)
-    axes = (*pipe, *data_axes(shape))
-    sender.send(axes, sum_over(2, sender.size(*axes), 8, 8), 1 if pipe else sender.microbatches)
 
 
 def _by_scatter(sender: Sender, mine: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:

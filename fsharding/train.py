@@ -2,7 +2,7 @@
 
 In: a `TrainConfig`. Out: `metrics.jsonl`, `loss.png` and checkpoints in a directory, a progress line on rank 0.
 Everything that can be wrong with a configuration is found before a rank starts or a file changes.
-Law: a run that is stopped and resumed has bitwise the losses of one that never stopped.
+Law: a run that is stopped and resumed has bitwise the losses of one that never stopped. A signal loses no step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fsharding import checkpoint, ops, optim, policies, random
+from fsharding import checkpoint, ops, optim, policies, preemption, random
 from fsharding.agreement import agree
 from fsharding.axes import parse_axes
 from fsharding.checkpoint.replicas import check_replicas
@@ -56,25 +56,32 @@ __all__ = ["train"]
 Step: TypeAlias = Callable[[TrainState, Tree], tuple[TrainState, Metrics]]
 
 
-def train(config: TrainConfig) -> None:
+def train(config: TrainConfig) -> int:
     """Trains on the ranks that are there: this process alone, or those that a launcher started.
 
     Args:
         config: already checked.
+
+    Returns:
+        The exit status: 0, or `preempt_status` where a signal or the deadline has stopped the run before its end.
 
     Raises:
         NonFiniteError: loss or gradients are not finite; the last checkpoint is intact.
         CheckpointError: saving or loading failed.
         ConfigError: the ranks were started with different options, or see different data; the text says who has what.
     """
-    try:
-        _train(config)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    deadline = preemption.parse_deadline(config.deadline) if config.deadline else None
+    with preemption.watch(deadline=deadline) as watch:
+        try:
+            stopped = _train(config, watch)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return config.preempt_status if stopped else 0
 
 
-def _train(config: TrainConfig) -> None:
+def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
+    """Trains; whether it was told to stop before the last step."""
     chosen = recipe(config.preset)
     model, schedule = model_of(config), _schedule(config, chosen)
     opt = optim.chain(optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
@@ -93,8 +100,15 @@ def _train(config: TrainConfig) -> None:
     saved = first if config.resume else -1
     if first < config.steps:
         data.batch(first, Shard(*data_position(layout.mesh)))  # what cannot be read is found before a file changes
+    pace = _Pace(state_bytes(state))
+    if watch is not None:
+        watch.margin = pace.margin()
+    done, stopped = first, preemption.requested(layout.mesh)
     with _log(config, first, active=leader) as log:
         for number in range(first, config.steps):
+            if stopped:
+                break
+            pace.begin()
             if number in swaps and number > first:
                 state = _swap(config, state, swaps[number])
                 step = _step(config, model, opt, state)
@@ -103,14 +117,65 @@ def _train(config: TrainConfig) -> None:
                 batch = ops.cut_sequence(data.batch(number, Shard(*data_position(mesh))), mesh=mesh)
                 state, metrics = step(state, {k: v.to(_device(mesh)) for k, v in batch.items()})
             log.write(number + 1, metrics, counts, rate, state_bytes(state), time.perf_counter() - began)
-            if config.check_replicas_every and (number + 1) % config.check_replicas_every == 0:
+            done, stopped = number + 1, preemption.requested()
+            if config.check_replicas_every and done % config.check_replicas_every == 0:
                 check_replicas(state)
-            if config.save_every and (number + 1) % config.save_every == 0:
-                _save(config, state, data, number + 1)
-                saved = number + 1
-        if saved < config.steps:
-            _save(config, state, data, config.steps)
-        log.finish()
+            if config.save_every and done % config.save_every == 0:
+                with pace.saving():
+                    _save(config, state, data, done)
+                saved = done
+                # Asked of all ranks: what came while it was saved needs no further step.
+                stopped = stopped or preemption.requested(state.layout.mesh)
+            if watch is not None:
+                watch.margin = pace.margin()
+        if saved != done:
+            _save(config, state, data, done)
+        stopped = stopped and done < config.steps
+        log.finish(f"{done} of {config.steps}: {watch.reason() if watch else ''}" if stopped else "")
+    return stopped
+
+
+class _Pace:
+    """How long steps and saves take, from which follows how long before a deadline a run has to stop.
+
+    Args:
+        size: bytes of a rank's state.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._step = 0.0
+        self._save = size / _UNMEASURED
+        self._measured = False
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        """A step begins; the time since the last one, of all that is not a save, is that of a step."""
+        now = time.perf_counter()
+        if self._began is not None:
+            self._step = max(self._step, now - self._began)
+        self._began = now
+
+    @contextmanager
+    def saving(self) -> Generator[None]:
+        """The time inside is that of a save."""
+        began = time.perf_counter()
+        yield
+        took = time.perf_counter() - began
+        self._save = max(self._save, took) if self._measured else took
+        self._measured = True
+        if self._began is not None:
+            self._began += took
+
+    def margin(self) -> timedelta:
+        """The bit is set in the middle of a step, and goes along with the next one at the latest."""
+        return timedelta(seconds=_EXIT_S + 2 * self._step + 2 * self._save)
+
+
+_UNMEASURED = 1e8
+"""Bytes a second at which a save is reckoned until there was one."""
+
+_EXIT_S = 5.0
+"""For the end of all processes."""
 
 
 def _step(config: TrainConfig, model: Model, opt: optim.GradientTransformation, state: TrainState) -> Step:
@@ -125,7 +190,7 @@ def _step(config: TrainConfig, model: Model, opt: optim.GradientTransformation, 
     )
 
 
-_OWN = {"out", "data", "ranks", "plot", "timeout"}
+_OWN = {"out", "data", "ranks", "plot", "timeout", "deadline", "grace"}
 """Options that ranks on several machines may have each of their own."""
 
 
@@ -262,14 +327,19 @@ class _Log:
             mend = mend if not self.config.checkpoints.exists() else "Go on from the newest checkpoint with --resume."
             raise CheckpointError(message("fsharding train", rule, mend=mend))
 
-    def finish(self) -> None:
-        if self.config.plot:
+    def finish(self, stopped: str = "") -> None:
+        if self.config.plot and not stopped:  # drawing takes longer than what may be left
             plot_loss(self.config.metrics, self.config.out / "loss.png")
         rows = read_metrics(self.config.metrics)
         self.progress.stop()
         loss = rows[-1]["loss"] if rows else None
         if self.config.json:
-            print(json.dumps({"steps": len(rows), "loss": loss, "out": str(self.config.out)}), flush=True)
+            row = {"steps": len(rows), "loss": loss, "out": str(self.config.out)}
+            print(json.dumps({**row, "stopped": stopped} if stopped else row), flush=True)
+            return
+        if stopped:
+            where = checkpoint.latest(self.config.checkpoints)
+            print(f"stopped at step {stopped}; saved {where}; the same command with --resume goes on", flush=True)
             return
         text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
         last = f"{text} after {len(rows)} steps" if rows else "no steps"
@@ -287,7 +357,7 @@ class _Silent(_Log):
     def write(self, step: int, m: Metrics, counts: list[Counts], lr: float, size: int, seconds: float) -> None:
         """Says nothing."""
 
-    def finish(self) -> None:
+    def finish(self, stopped: str = "") -> None:
         """Draws nothing."""
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (1.7, "at_rest"),
     (2, "sharding strategy precision policies ops.wire ops.blocks ops.shared ops.pipes"),
     (2.1, "ops.rows"),
+    (2.15, "preemption"),
     (2.2, "ops.collectives"),
     (2.5, "random stages routes"),
     (2.8, "planning"),

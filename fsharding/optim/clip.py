@@ -7,6 +7,8 @@ result. Law: the norm is the same on every rank, for every strategy and mesh.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,11 +21,12 @@ from fsharding.mesh import abstract, axis_group
 from fsharding.norms import counts_here, norm_in_flight
 from fsharding.ops.rows import start_sum
 from fsharding.optim.base import EmptyState, GradientTransformation, multiply
+from fsharding.preemption import StopBit
 from fsharding.public import public
 from fsharding.sharding import Local, NamedSharding, is_assigned, local_of, sharding_of
 from fsharding.tree import Tree
 
-__all__ = ["clip_by_global_norm", "global_norm", "norm_axes"]
+__all__ = ["clip_by_global_norm", "global_norm", "norm_axes", "norm_with", "takes_along"]
 
 _CHUNK = 1 << 18
 """Elements that are widened at once: 2 MiB that stay in the last cache. Shorter ones are read more slowly."""
@@ -45,6 +48,17 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     Raises:
         LayoutError: a leaf is not reduced yet, or has an assignment that nobody tells; all such leaves are listed.
         TreeError: the trees do not match.
+    """
+    return norm_with(None, values, shardings)
+
+
+def norm_with(stop: StopBit | None, values: Tree, shardings: Tree) -> Tensor:
+    """`global_norm`; one of its sums takes along what the stop bit has not been summed over yet.
+
+    Args:
+        stop: the bit of `fs.preemption`, from a train step.
+        values: as in `global_norm`.
+        shardings: as in `global_norm`.
     """
     named = tree.named_leaves(values)
     if any(isinstance(x, Local) for x in named.values()):
@@ -71,14 +85,30 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
         groups.setdefault(axes, []).append(path)
         if s is not None:
             meshes[axes] = s
+    carrier = takes_along(groups, stop.axes) if stop is not None else None
     for axes, paths in groups.items():
         if axes:
-            mine = torch.stack([squares[path] for path in paths])
-            total = start_sum(mine, axis_group(meshes[axes].mesh, axes), torch.float64).wait()
+            terms = [squares[path] for path in paths]
+            if stop is not None and axes == carrier:
+                terms.append(stop.mine(terms[0].device))
+            total = start_sum(torch.stack(terms), axis_group(meshes[axes].mesh, axes), torch.float64).wait()
+            if stop is not None and axes == carrier:
+                stop.summed(total[-1], axes)
+                total = total[:-1]
             squares.update(zip(paths, total.unbind(), strict=True))
     if not squares:
         return torch.zeros(())
     return torch.stack(list(squares.values())).sum().sqrt().float()
+
+
+def takes_along(sums: Iterable[tuple[str, ...]], axes: Sequence[str]) -> tuple[str, ...] | None:
+    """The sum that a number travels in which is to be summed over some axes; None if there are none, or no such sum.
+
+    Args:
+        sums: the axes of each.
+        axes: over which the number has not been summed.
+    """
+    return min((over for over in sums if axes and {*axes} <= {*over}), key=lambda over: (len(over), over), default=None)
 
 
 def norm_axes(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
