@@ -24,6 +24,7 @@ from fsharding.models.base import Model
 from fsharding.ops.attention import Kind
 from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import recipe
+from fsharding.resume import choose
 from fsharding.schedule import SCHEDULES, Schedule, plan_schedule
 from fsharding.show import require_matplotlib
 from fsharding.spec import DEFAULT_RULES
@@ -82,7 +83,9 @@ class TrainConfig:
         keep: how many checkpoints stay, the newest; left out, all.
         check_replicas_every: steps between comparisons of what several ranks hold; 0 for those of checkpoints alone.
         swap_at: steps at which the state moves to another strategy, or mesh: `50=zero1,100=zero3:replica=2,dp=2`.
-        resume: go on from the newest complete checkpoint in `out`.
+        resume: what to go on from: `auto`, the newest complete checkpoint in `out`, or a new run where there is none;
+            `newest`, which has to be there; the number of a step in `out`; or the path of a checkpoint.
+        resume_older: go back to the checkpoint before, if the data of the one to go on from turns out to be damaged.
         policy: what blocks keep for backward: save_except_gathered, nothing_saveable, dots_saveable,
             everything_saveable.
         optimizer: adamw, lion, muon (for the matrices of blocks, AdamW for the rest) or adafactor.
@@ -122,7 +125,8 @@ class TrainConfig:
     keep: int | None = None
     check_replicas_every: int = 0
     swap_at: str = ""
-    resume: bool = False
+    resume: str = ""
+    resume_older: bool = False
     policy: str = "save_except_gathered"
     optimizer: str = "adamw"
     lr: float | None = None
@@ -183,6 +187,9 @@ def check(config: TrainConfig, world: int) -> None:
         wrong.append(f"--decay-steps {config.decay_steps}: 0, or at least the {warmup} of the warm-up")
     if wrong:
         raise ConfigError(message("fsharding train", "got numbers out of range.", wrong))
+    if config.resume_older and config.resume not in ("auto", "newest"):
+        mend = "Write --resume auto --resume-older."
+        raise ConfigError(message("fsharding train", "got --resume-older without --resume auto or newest.", mend=mend))
     if config.deadline:
         when = preemption.parse_deadline(config.deadline, function="fsharding train --deadline")
         if when.timestamp() <= time.time():
@@ -335,10 +342,9 @@ def _check_out(config: TrainConfig) -> None:
 
 
 def _check_resume(config: TrainConfig, data: Tokens) -> None:
-    newest = checkpoint.latest(config.checkpoints)
+    newest = choose(config.resume, config.checkpoints).path
     if newest is None:
-        text = f"finds no complete checkpoint in {config.checkpoints}."
-        raise CheckpointError(message("fsharding train --resume", text, mend="Leave --resume out to start a new run."))
+        return
     extra = _notes(checkpoint.metadata(newest))
     now = {"preset": config.preset, "data": data.fingerprint()}
     rows = [f"{k}: {extra.get(k)} in the checkpoint, {v} now" for k, v in now.items() if extra.get(k) != v]

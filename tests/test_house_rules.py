@@ -70,6 +70,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (11.3, "module_axes"),
     (11.4, "module_run families module_probe"),
     (11.5, "functionalize staged_module recipes swaps launch testing.* show plan plan.*"),
+    (11.75, "resume"),
     (11.8, "config"),
     (12, "train tools preview bench.*"),
     (13, "cli"),

@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Generator
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from fsharding.checkpoint.manifest import LARGEST, MANIFEST, Manifest, SavedFile, parse
 from fsharding.checkpoint.source import damage
@@ -25,14 +25,17 @@ from fsharding.untrusted import read_json, read_plain
 __all__ = [
     "Partial",
     "StrPath",
+    "Seen",
     "clear_stale",
     "find",
     "held",
     "latest",
+    "lock_alone",
     "metadata",
     "partial_of",
     "read_manifest",
     "retire",
+    "survey",
     "wording_failures",
 ]
 
@@ -172,11 +175,23 @@ def _check_settled(target: Path) -> None:
 def _lock(fd: int, target: Path) -> bool:
     """Locks an open directory; False where the file system knows no locks of directories, as some shared ones do."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_alone(fd)
     except BlockingIOError as error:
         mend = "Wait for it, or give another path."
         text = message(_SAVE, f"cannot write {target}: another save is writing it.", mend=mend)
         raise CheckpointError(text) from error
+
+
+def lock_alone(fd: int) -> bool:
+    """Locks an open file or directory for this process alone; False where the file system knows no such locks.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
     except OSError as error:
         if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
@@ -366,6 +381,48 @@ def latest(directory: StrPath) -> Path | None:
     root = Path(os.path.realpath(directory))
     steps = _steps(root)
     return root / _newest(steps) if steps else None
+
+
+class Seen(NamedTuple):
+    """What looks like a checkpoint.
+
+    Attributes:
+        path: where it is.
+        number: its step, or the number that is its name where its manifest cannot be read.
+        problem: why it is not complete; empty when it is.
+    """
+
+    path: Path
+    number: int
+    problem: str
+
+
+def survey(directory: StrPath) -> list[Seen]:
+    """All that looks like a checkpoint in a directory, the newest first; of one step the complete one first.
+
+    Args:
+        directory: which holds checkpoints, under any names; what saves of steps have left unfinished counts as well.
+    """
+    root = Path(os.path.realpath(directory))
+    steps, found = _steps(root), list[Seen]()
+    for name in os.listdir(root) if root.is_dir() else ():
+        numbered = re.fullmatch(r"\.?(\d+)(\.partial)?", name)
+        if name in steps:
+            found.append(Seen(root / name, steps[name], ""))
+        elif numbered is not None and (root / name).is_dir():
+            found.append(Seen(root / name, int(numbered[1]), _problem(root / name)))
+    return sorted(found, key=lambda one: (-one.number, bool(one.problem), -len(one.path.name), one.path.name))
+
+
+def _problem(folder: Path) -> str:
+    """Why a directory is no complete checkpoint, in one line."""
+    if not os.path.lexists(folder / MANIFEST):
+        return "its save was never finished"
+    try:
+        manifest = read_manifest("fs.checkpoint.latest", folder, newer=True)
+        return next(iter(damage(folder, manifest.files, hashed=False)), "")
+    except (CheckpointError, OSError) as error:
+        return " ".join(line.strip() for line in str(error).splitlines()[:2])
 
 
 def _newest(steps: dict[str, int]) -> str:

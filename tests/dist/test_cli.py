@@ -127,11 +127,11 @@ def test_resume_is_bitwise_a_run_that_never_stopped(whole: Path, cut: Path, tmp_
     # Lines that a killed run wrote after its last checkpoint are cut off.
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')
-    assert train(out, "--resume") == losses(whole)
+    assert train(out, "--resume", "newest") == losses(whole)
 
 
 def test_resume_on_another_mesh_and_strategy(whole: Path, cut: Path, tmp_path: Path):
-    resumed = train(copy(cut, tmp_path / "run"), "--resume", "--strategy", "zero1", ranks=1)
+    resumed = train(copy(cut, tmp_path / "run"), "--resume", "newest", "--strategy", "zero1", ranks=1)
     assert resumed[:3] == losses(whole)[:3]
     assert resumed == pytest.approx(losses(whole), rel=1e-5)
 
@@ -211,7 +211,7 @@ BAD = {
     "no steps": (["--steps", "0"], "--steps 0: at least 1", ""),
     "missing data": (["--data", "nowhere.txt"], "nowhere.txt", ""),
     "unwritable out": (["--out", "/proc/nothing"], "cannot write to --out /proc/nothing", "can be written"),
-    "nothing to resume": (["--resume"], "finds no complete checkpoint", "Leave --resume out"),
+    "nothing to resume": (["--resume", "newest"], "finds no complete checkpoint", "Leave --resume out"),
     "schedule": (["--schedule", "zvb"], "knows no --schedule 'zvb'", "Did you mean 'zbv'?"),
     "size of an axis": (["--mesh", "tp=0"], "got tp=0", "A size is at least 1"),
     "stages a rank": (["--stages-per-rank", "0"], "--stages-per-rank 0: at least 1", ""),
@@ -275,7 +275,7 @@ def test_empty_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_resume_of_another_run_is_refused_by_name(whole: Path, capsys: pytest.CaptureFixture[str]):
     before = (whole / "metrics.jsonl").read_bytes()
-    error = refused(capsys, "train", "--out", whole, *SMALL, "--resume", "--seed", "7")
+    error = refused(capsys, "train", "--out", whole, *SMALL, "--resume", "auto", "--seed", "7")
     assert "it is another run" in error and "data: " in error
     assert (whole / "metrics.jsonl").read_bytes() == before
 
@@ -312,7 +312,7 @@ def test_a_dead_rank_ends_the_run_with_its_error(tmp_path: Path):
     assert run.returncode == 1, out + err
     assert "lost rank" in err
     with pytest.raises(SystemExit, match="0"):
-        main(["train", "--out", str(tmp_path / "run"), "--seq", "32", "--steps", "1", "--resume"])
+        main(["train", "--out", str(tmp_path / "run"), "--seq", "32", "--steps", "1", "--resume", "newest"])
 
 
 def test_interrupt_ends_all_ranks(tmp_path: Path):

@@ -41,7 +41,7 @@ def test_batches_that_a_loss_scale_skips_are_not_seen_again(config, tmp_path):
     parts = replace(whole, out=tmp_path / "parts")
     ran(replace(parts, steps=2))
     assert checkpoint.metadata(parts.checkpoints / "2").step < 2
-    assert ran(replace(parts, resume=True)) == found
+    assert ran(replace(parts, resume="newest")) == found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

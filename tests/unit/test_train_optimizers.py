@@ -26,7 +26,7 @@ def test_an_optimizer_trains_and_resumes(config, name):
     config = replace(config, optimizer=name)
     check(config, 1)
     train(config)
-    again = replace(config, steps=2, resume=True)
+    again = replace(config, steps=2, resume="newest")
     check(again, 1)
     train(again)
     rows = read_metrics(config.metrics)
@@ -42,7 +42,7 @@ def test_another_optimizer_is_another_run(config):
     check(config, 1)
     train(config)
     with pytest.raises(CheckpointError) as caught:
-        check(replace(config, resume=True, optimizer="lion"), 1)
+        check(replace(config, resume="newest", optimizer="lion"), 1)
     assert "\n  optimizer: adamw in the checkpoint, lion now\n" in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         check(replace(config, optimizer="adam"), 1)
