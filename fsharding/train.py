@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from fsharding import checkpoint, ops, optim, policies, preemption, random
 from fsharding.agreement import agree
 from fsharding.axes import parse_axes
 from fsharding.checkpoint.replicas import check_replicas
+from fsharding.checkpoint.store import survey
 from fsharding.config import (
     OPTIMIZERS,
     PRECISIONS,
@@ -37,13 +40,14 @@ from fsharding.config import (
 )
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
-from fsharding.errors import CheckpointError, message
+from fsharding.errors import CheckpointError, message, printable
 from fsharding.layout import Layout, plan_layout
 from fsharding.lost import naming_lost
-from fsharding.mesh import data_position, everyone, make_mesh
+from fsharding.mesh import data_position, everyone, make_mesh, own_rank
 from fsharding.models.base import Model
 from fsharding.recipes import Recipe, recipe
 from fsharding.reshard import reshard
+from fsharding.resume import Choice, alone_in, choose, is_damaged
 from fsharding.show import plot_loss, read_metrics
 from fsharding.state import TrainState, init_state, state_bytes
 from fsharding.step import Metrics, make_train_step
@@ -86,25 +90,34 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
     model, schedule = model_of(config), _schedule(config, chosen)
     opt = optim.chain(optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
     swaps = {swap.step: swap for swap in parse_swaps(config.swap_at)}
-    newest = checkpoint.latest(config.checkpoints) if config.resume else None
-    first = batches_seen(newest) if newest is not None else 0
-    layout = _first_layout(config, model, [swap for step, swap in swaps.items() if step <= first])
-    data = open_tokens(config)
-    _agree(config, data, layout.mesh)
-    if newest is None:
-        state = init_state(model, opt, random.key(config.seed), layout)
-    else:
-        state = checkpoint.load(newest, layout, opt=opt)
-    step = _step(config, model, opt, state)
-    leader = not dist.is_initialized() or dist.get_rank() == 0
-    saved = first if config.resume else -1
+    with ExitStack() as held:
+        state, data, found, first = _begin(config, model, opt, [*swaps.values()], held)
+        return _run(config, watch, model, opt, schedule, swaps, state, data, found, first)
+
+
+def _run(
+    config: TrainConfig,
+    watch: preemption.Watch | None,
+    model: Model,
+    opt: optim.GradientTransformation,
+    schedule: optim.Schedule,
+    swaps: dict[int, Swap],
+    state: TrainState,
+    data: Tokens,
+    found: Path | None,
+    first: int,
+) -> bool:
+    """All steps after `first`, of a state that `found` was loaded into, or a new one; whether it was stopped."""
+    step, mesh = _step(config, model, opt, state), state.layout.mesh
+    leader = own_rank() == 0
+    saved = first if found is not None and _is_own(config, found) else -1
     if first < config.steps:
-        data.batch(first, Shard(*data_position(layout.mesh)))  # what cannot be read is found before a file changes
+        data.batch(first, Shard(*data_position(mesh)))  # what cannot be read is found before a file changes
     pace = _Pace(state_bytes(state))
     if watch is not None:
         watch.margin = pace.margin()
-    done, stopped = first, preemption.requested(layout.mesh)
-    with _log(config, first, active=leader) as log:
+    done, stopped = first, preemption.requested(mesh)
+    with _log(config, found, first, active=leader) as log:
         for number in range(first, config.steps):
             if stopped:
                 break
@@ -133,6 +146,61 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
         stopped = stopped and done < config.steps
         log.finish(f"{done} of {config.steps}: {watch.reason() if watch else ''}" if stopped else "")
     return stopped
+
+
+def _begin(
+    config: TrainConfig, model: Model, opt: optim.GradientTransformation, swaps: list[Swap], held: ExitStack
+) -> tuple[TrainState, Tokens, Path | None, int]:
+    """The first state of a run, its data, the checkpoint that it goes on from, and how many batches that had seen.
+
+    Args:
+        config: of the run.
+        model: what it trains.
+        opt: the optimizer.
+        swaps: of the whole run.
+        held: keeps the directory of the run locked.
+
+    Raises:
+        CheckpointError: another run is there; or a checkpoint is damaged, and there is no older one to go back to.
+    """
+    skip: set[Path] = set()
+    alone = False
+    while True:
+        choice = choose(config.resume, config.checkpoints, skip)
+        first = batches_seen(choice.path) if choice.path is not None else 0
+        layout = _first_layout(config, model, [swap for swap in swaps if swap.step <= first])
+        data = open_tokens(config)
+        _agree(config, data, layout.mesh, choice)
+        if not alone:
+            held.enter_context(alone_in(config.out))
+            alone = True
+            if choose(config.resume, config.checkpoints, skip) != choice:
+                continue  # a run that was ending has saved meanwhile
+        _tell(config, choice, first)
+        if choice.path is None:
+            return init_state(model, opt, random.key(config.seed), layout), data, None, 0
+        try:
+            return checkpoint.load(choice.path, layout, opt=opt), data, choice.path, first
+        except CheckpointError:
+            if not config.resume_older or not is_damaged(choice.path):
+                raise
+            skip.add(choice.path)
+
+
+def _tell(config: TrainConfig, choice: Choice, first: int) -> None:
+    """Says what a run goes on from, and what it passes over."""
+    if own_rank() != 0 or not config.resume:
+        return
+    where = f"goes on from {choice.path}, after {first} batches" if choice.path is not None else "starts a new run"
+    rows = [f"  passed over {row}" for row in choice.passed]
+    if choice.path is not None and _is_own(config, choice.path) and first and not config.metrics.exists():
+        rows.append(f"  {config.metrics} is gone: a new one begins here")
+    print("\n".join([where, *map(printable, rows)]), file=sys.stderr if config.json else sys.stdout, flush=True)
+
+
+def _is_own(config: TrainConfig, found: Path) -> bool:
+    """Whether a checkpoint is one of the run's own directory."""
+    return os.path.realpath(found.parent) == os.path.realpath(config.checkpoints)
 
 
 class _Pace:
@@ -194,10 +262,11 @@ _OWN = {"out", "data", "ranks", "plot", "timeout", "deadline", "grace"}
 """Options that ranks on several machines may have each of their own."""
 
 
-def _agree(config: TrainConfig, data: Tokens, mesh: Any) -> None:
-    """Refuses ranks that were started with different options, or on machines with different data."""
+def _agree(config: TrainConfig, data: Tokens, mesh: Any, choice: Choice) -> None:
+    """Refuses ranks that were started with different options, or that see different data or other checkpoints."""
     facts = {f"--{k.replace('_', '-')}": str(v) for k, v in asdict(config).items() if k not in _OWN}
     facts["fingerprint of --data"], ranks = data.fingerprint(), everyone(mesh)
+    facts["checkpoint to go on from"] = "none" if choice.path is None else choice.path.name
     with naming_lost("fsharding train", mesh):
         agree("fsharding train", facts, ranks=ranks.ranks, group=ranks.process_group, device=_device(mesh))
 
@@ -324,7 +393,9 @@ class _Log:
         if not there:
             rule = f"has lost {self.config.metrics}: it was removed or replaced while the run went on."
             mend = "Start again in a directory that nothing else clears up; what was saved there is gone as well."
-            mend = mend if not self.config.checkpoints.exists() else "Go on from the newest checkpoint with --resume."
+            mend = (
+                mend if not self.config.checkpoints.exists() else "Go on from the newest checkpoint with --resume auto."
+            )
             raise CheckpointError(message("fsharding train", rule, mend=mend))
 
     def finish(self, stopped: str = "") -> None:
@@ -339,7 +410,7 @@ class _Log:
             return
         if stopped:
             where = checkpoint.latest(self.config.checkpoints)
-            print(f"stopped at step {stopped}; saved {where}; the same command with --resume goes on", flush=True)
+            print(f"stopped at step {stopped}; saved {where}; the same command with --resume auto goes on", flush=True)
             return
         text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
         last = f"{text} after {len(rows)} steps" if rows else "no steps"
@@ -365,15 +436,16 @@ class _Silent(_Log):
 
 
 @contextmanager
-def _log(config: TrainConfig, first: int, *, active: bool) -> Generator[_Log]:
+def _log(config: TrainConfig, found: Path | None, first: int, *, active: bool) -> Generator[_Log]:
     """Opens the log of a run: cut back to the step that it resumes from, or new beside what an earlier run left."""
-    if active and config.resume:
+    if active and found is not None and _is_own(config, found):
+        _set_aside(config, [one.path for one in survey(config.checkpoints) if one.number > first])
         kept = [json.dumps(row) for row in read_metrics(config.metrics) if row["step"] <= first]
         part = config.metrics.with_name(".metrics.jsonl.partial")
         part.write_text("".join(line + "\n" for line in kept))
         part.replace(config.metrics)
     elif active:
-        _set_aside(config)
+        _set_aside(config, [p for p in (config.metrics, config.checkpoints, config.out / "loss.png") if p.exists()])
     if dist.is_initialized():
         dist.barrier()
     log = _Log(config, first) if active else _Silent()
@@ -383,9 +455,11 @@ def _log(config: TrainConfig, first: int, *, active: bool) -> Generator[_Log]:
         log.close()
 
 
-def _set_aside(config: TrainConfig) -> None:
-    """Moves what an earlier run left in `out` to `out/earlier-N`: a new run neither mixes with it nor loses it."""
-    left = [p for p in (config.metrics, config.checkpoints, config.out / "loss.png") if p.exists()]
+def _set_aside(config: TrainConfig, left: Sequence[Path]) -> None:
+    """Moves what an earlier run left in `out` to `out/earlier-N`: a new run neither mixes with it nor loses it.
+
+    So do newer checkpoints than the one that a run goes on from: of a later start, the newest has to be its own.
+    """
     if left:
         number = next(n for n in range(1, 10**6) if not (config.out / f"earlier-{n}").exists())
         aside = config.out / f"earlier-{number}"

@@ -278,7 +278,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 def hit(out: Path, moment: Moment, *more: str) -> tuple[bool, int]:
     """Runs, or goes on, until a signal of that moment: whether it stopped early, and the step that it has saved."""
-    again = ["--resume"] if out.exists() else []
+    again = ["--resume", "auto"] if out.exists() else []
     found = run_ranks(run, 2, arguments(out, "--save-every", "4", *again, *more), 2, moment)
     assert len({stopped for stopped, _ in found}) == 1
     return found[0][0], committed(out)
@@ -308,7 +308,7 @@ def test_no_step_is_lost_whenever_the_signal_comes(moment: Moment, last: int, wh
     more = ("--swap-at", "2=zero1") if moment.place == "swap" else ()
     assert hit(out, moment, *more) == (last < STEPS, last)
     assert losses(out) == whole[:last]
-    run_ranks(run, 2, arguments(out, "--resume", *more), 2)
+    run_ranks(run, 2, arguments(out, "--resume", "auto", *more), 2)
     assert losses(out) == whole
 
 
@@ -381,7 +381,7 @@ def test_the_launcher_sends_signals_on_and_ends_with_the_status_that_was_asked_f
     assert losses(out)[: len(whole)] == whole[:last]
 
 
-GOES_ON = "the same command with --resume goes on"
+GOES_ON = "the same command with --resume auto goes on"
 
 
 @pytest.mark.full
