@@ -61,7 +61,7 @@ def test_what_cannot_be_read_leaves_an_earlier_run_alone(config, tmp_path):
     with pytest.raises((DataError, ConfigError)):
         ran(replace(config, data=str(tmp_path / "wrong.bin")))
     assert losses(config) == before
-    assert sorted(p.name for p in config.out.iterdir()) == ["ckpt", "metrics.jsonl"]
+    assert sorted(p.name for p in config.out.iterdir()) == [".lock", "ckpt", "metrics.jsonl"]
 
 
 def test_rows_end_where_something_else_begins(config):
