@@ -34,9 +34,9 @@ from fsharding.errors import LayoutError, message
 
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
-    "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh",
-    "fused_adamw_", "glance", "group_timeout", "grouped_mm", "is_elementwise", "is_served_by_rank", "is_wanted",
-    "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "packed", "persistent_buffers",
+    "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_",
+    "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "is_elementwise", "is_served_by_rank",
+    "is_wanted", "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "packed", "persistent_buffers",
     "reduce_scatter_flat", "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
     "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
     "unpack", "version_of", "versions_of", "visit_first",
@@ -361,6 +361,17 @@ def is_served_by_rank(store: dist.Store | None) -> bool:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore)
+
+
+def flight_record() -> str | None:
+    """torch's record of the collectives of this process that are under way, as JSON; None where it keeps none."""
+    module = torch._C._distributed_c10d
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # the second for every backend, in newer torch
+        dump: Any = getattr(module, name, None)
+        text = "" if dump is None else dump(includeCollectives=True, onlyActive=True).decode(errors="replace")
+        if '"entries"' in text:
+            return text
+    return None
 
 
 def save_record(x: object, file: Any) -> None:

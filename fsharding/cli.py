@@ -34,6 +34,7 @@ from fsharding.bench import (
     overhead,
 )
 from fsharding.config import TrainConfig, check
+from fsharding.doctor import DoctorConfig, doctor
 from fsharding.errors import ConfigError, FshardingError, message
 from fsharding.launch import launch_ranks, under_launcher
 from fsharding.preview import PlanConfig, preview
@@ -57,6 +58,9 @@ class ListConfig:
 _Train = Annotated[TrainConfig, tyro.conf.subcommand("train", description="Train a decoder on bytes or tokens.")]
 _Plan = Annotated[
     PlanConfig, tyro.conf.subcommand("plan", description="Show what a preset takes on a mesh of any size.")
+]
+_Doctor = Annotated[
+    DoctorConfig, tyro.conf.subcommand("doctor", description="Look at this machine as ranks will see it.")
 ]
 _Overhead = Annotated[
     OverheadConfig, tyro.conf.subcommand("overhead", description="Host overhead of a step, beside FSDP2's.")
@@ -99,7 +103,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """
     given = list(args) if args is not None else None
     config = tyro.cli(
-        _Train | _Plan | _Bench | ToolConfig,
+        _Train | _Plan | _Bench | _Doctor | ToolConfig,
         args=given,
         prog="fsharding",
         description="Functional sharding for PyTorch.",
@@ -110,6 +114,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             status = _train(config)
         elif isinstance(config, PlanConfig):
             preview(config)
+        elif isinstance(config, DoctorConfig):
+            status = doctor(config)
         elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
             status = run_tool(config)
         elif isinstance(config, ListConfig):

@@ -8,7 +8,7 @@ No text is without bounds, and none carries what a terminal would act on: names 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 __all__ = [
@@ -140,11 +140,13 @@ class RankError(FshardingError, RuntimeError):
 
     Attributes:
         ranks: which, where that is known of a step.
+        stacks: where the ranks were that could still say so, by rank: their call, the part of the work that they were
+            in, the collective and the ranks that they waited for, and the innermost lines of their Python stacks.
     """
 
-    def __init__(self, text: str = "", ranks: tuple[int, ...] = ()) -> None:
+    def __init__(self, text: str = "", ranks: tuple[int, ...] = (), stacks: Mapping[int, str] | None = None) -> None:
         super().__init__(text)
-        self.ranks = ranks
+        self.ranks, self.stacks = ranks, dict(stacks or {})
 
 
 def message(function: str, rule: str, rows: Iterable[str] = (), mend: str = "") -> str:

@@ -1,7 +1,9 @@
 """Local ranks: starts a function on n processes through torchrun's own launcher.
 
 In: an importable function, its arguments, a number of ranks. Out: what each rank returned.
-A rank that dies ends all others, and its error comes up here. Law: no rank outlives the launcher.
+A rank that dies ends all others, and its error comes up here. Launcher and ranks meet in files of a directory that only
+their user can enter, and listen on loopback alone. Laws: no rank outlives the launcher; neither does the directory,
+unless the launcher is killed: then it is left to whoever cleans the system's temporary files.
 """
 
 from __future__ import annotations
@@ -13,20 +15,23 @@ import multiprocessing
 import os
 import select
 import signal
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, cast
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsharding import errors
 from fsharding.errors import RankError, message
 from fsharding.preemption import SIGNALS
+from fsharding.rendezvous import INIT_METHOD, local_variables
 
 __all__ = ["launch_ranks", "under_launcher"]
 
@@ -53,41 +58,73 @@ def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | 
         RankError: a rank raised or died; the text has its number and its error. Or ranks had not ended after `grace`.
         KeyboardInterrupt: the launcher was interrupted; all ranks are gone.
     """
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler writes about its starts and stops
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT" if grace is None else "SIGINT,SIGHUP,SIGQUIT",
-    )
     forwarder = None if grace is None else _Forwarder(grace)
     # The launcher logs a failure line by line; ours says it once.
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        with forwarder or nullcontext():
-            results = elastic_launch(config, fn)(*args)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        text = f"lost rank {rank} (exit code {failure.exitcode})."
-        if forwarder is not None and forwarder.killed:
-            text = f"has killed its ranks, which had not saved {grace:g} s after {forwarder.killed}."
-            mend = "Give a longer --grace, or smaller steps; complete checkpoints are intact."
-            raise RankError(message("fsharding", text, mend=mend)) from error
-        raise RankError(message("fsharding", text, [_reason(failure.message)])) from error
-    except SignalException as error:
-        raise KeyboardInterrupt from error
+    with tempfile.TemporaryDirectory(prefix="fsharding-", ignore_cleanup_errors=True) as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(folder, "launcher")),
+            rdzv_configs={"store_type": "file"},
+            local_addr="127.0.0.1",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT" if grace is None else "SIGINT,SIGHUP,SIGQUIT",
+        )
+        try:
+            with _environment(_variables(ranks)), forwarder or nullcontext():
+                results = elastic_launch(config, _run_rank)(Path(folder, "ranks").as_uri(), fn, *args)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            text = f"lost rank {rank} (exit code {failure.exitcode})."
+            if forwarder is not None and forwarder.killed:
+                text = f"has killed its ranks, which had not saved {grace:g} s after {forwarder.killed}."
+                mend = "Give a longer --grace, or smaller steps; complete checkpoints are intact."
+                raise RankError(message("fsharding", text, mend=mend)) from error
+            raise RankError(message("fsharding", text, [_reason(failure.message)])) from error
+        except SignalException as error:
+            raise KeyboardInterrupt from error
     return [results[rank] for rank in range(ranks)]
+
+
+def _run_rank(init_method: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """What each rank runs."""
+    os.environ[INIT_METHOD] = init_method
+    return fn(*args)
+
+
+def _variables(ranks: int) -> dict[str, str]:
+    """The environment of ranks, besides what the user has set."""
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
+        "KINETO_LOG_LEVEL": "6",  # or torch's profiler writes about its starts and stops
+        **local_variables(),
+    }
+    # The launcher would share a TCP store of its own with the ranks, on every address.
+    sharing = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {**{name: value for name, value in wanted.items() if name not in os.environ}, **sharing}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Generator[None]:
+    """Sets variables for the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 class _Forwarder:

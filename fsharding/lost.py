@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding import _compat
+from fsharding import _compat, frames
 from fsharding.axes import AbstractMesh
 from fsharding.errors import CheckpointError, RankError, message
 
@@ -49,6 +49,7 @@ __all__ = [
     "place_of",
     "set_meeting",
     "world_size",
+    "write_stacks",
 ]
 
 _T = TypeVar("_T")
@@ -66,6 +67,7 @@ _LINGER_S = 2.0
 _LOOK_S = 0.1
 """How often a rank looks whether it is asked; less often where there are so many that the store would feel it."""
 _SHOWN = 10
+_MOST_STACKS = 64
 _REMIND_S = 10.0
 _SPEAKERS = 2
 """So many ranks say that they wait for others."""
@@ -189,7 +191,8 @@ class naming_lost:
         elif isinstance(error, CheckpointError):
             return  # All ranks raise it. The disk may be full, and with it the file of a store.
         elif peers is None:
-            note = {"raised": f"raised {_in_one_line(error)}"}
+            call = self.call()
+            note = {"raised": f"raised {_in_one_line(error)}", "call": str(call), **_failed(error)}
             _bounded(lambda: _post(note), 1.0)
             return
         raise _explained(self.call(), self.mesh, self._begin, error) from error
@@ -202,7 +205,12 @@ class naming_lost:
     def call(self) -> _Call:
         """Where this rank is."""
         text = self.function if self.step is None else f"{self.function} {int(self.step)}"
-        return _Call(self.function, text, _site(self._frame))
+        return _Call(self.function, text, frames.site(self._frame))
+
+
+def _failed(error: BaseException) -> dict[str, Any]:
+    """What this rank says of itself where an error comes up."""
+    return _doing(frames.lines_of(error), _mark(error)[1])
 
 
 class _Call(NamedTuple):
@@ -222,35 +230,6 @@ class _Call(NamedTuple):
         return f"{self.text} at {self.site}" if self.function else f"in no collective, at {self.site}"
 
 
-_LIBRARY = str(Path(__file__).parent) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
-_PYTHON = str(Path(os.__file__).parent) + os.sep
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_users(frame: FrameType) -> bool:
-    """Whether a frame is neither the library's, nor torch's, nor Python's own."""
-    name = frame.f_code.co_filename
-    return not (name.startswith((_LIBRARY, _TORCH)) or (name.startswith(_PYTHON) and "-packages" not in name))
-
-
-def _site(frame: FrameType | None) -> str:
-    """File and line of the first frame, outwards, that is a user's."""
-    for outer in _outwards(frame):
-        if _is_users(outer):
-            path = Path(outer.f_code.co_filename)
-            with suppress(OSError, ValueError):  # gone, or elsewhere
-                path = path.relative_to(Path.cwd())
-            return f"{path}:{outer.f_lineno}"
-    return "a line that is not known"
-
-
 def _loose_call(frame: FrameType | None, *, waits: bool) -> _Call:
     """The collective that a stack is in without saying so: the call that somebody else made of the library, or torch.
 
@@ -259,11 +238,11 @@ def _loose_call(frame: FrameType | None, *, waits: bool) -> _Call:
         waits: whether it is known to wait in the library; else it can be seen in a collective of torch alone.
     """
     inside: list[FrameType] = []
-    for outer in _outwards(frame):
-        if _is_users(outer):
+    for outer in frames.outwards(frame):
+        if frames.is_users(outer):
             break
         inside.append(outer)
-    where = _LIBRARY if waits else _DISTRIBUTED
+    where = frames.LIBRARY if waits else frames.DISTRIBUTED
     codes = [outer.f_code for outer in reversed(inside) if outer.f_code.co_filename.startswith(where)]
     if waits:
         known = next(filter(None, map(_public_name, codes)), "")
@@ -272,7 +251,7 @@ def _loose_call(frame: FrameType | None, *, waits: bool) -> _Call:
         function = known or inner
     else:
         function = next((f"torch's {code.co_name}" for code in codes if code.co_name != "wrapper"), "")
-    return _Call(function, function, _site(frame))
+    return _Call(function, function, frames.site(frame))
 
 
 def _public_name(code: CodeType) -> str:
@@ -290,16 +269,23 @@ def _public_name(code: CodeType) -> str:
 def _places() -> list[dict[str, Any]]:
     """Where the threads of this rank are: those in collectives, and the main one."""
     main = threading.main_thread().ident or 0
-    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    now = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     threads = dict.fromkeys([main, *_entered, *_waiting])
-    return [_place(thread, frames.get(thread)) for thread in threads]
+    return [_place(thread, now.get(thread)) for thread in threads]
 
 
 def _place(thread: int, frame: FrameType | None) -> dict[str, Any]:
     entry, wait = _entered.get(thread), _waiting.get(thread)
     call = entry.call() if entry is not None else _loose_call(frame, waits=wait is not None)
     waits = {} if wait is None else {"waits": [*wait.ranks]}
-    return {"function": call.function, "call": str(call), "now": _innermost(frame), **waits}
+    doing = _doing(frames.lines(frame), "" if wait is None else wait.doing)
+    return {"function": call.function, "call": str(call), "now": _innermost(frame), **waits, **doing}
+
+
+def _doing(found: Sequence[frames.Line], doing: str) -> dict[str, Any]:
+    """What a stack says of its rank: the part of the work, the collective that it is in, and the lines."""
+    region = ", ".join(filter(None, [frames.region(found), doing]))
+    return {"region": region, "collective": frames.collective(found), "stack": frames.told(found)}
 
 
 def _innermost(frame: FrameType | None) -> str:
@@ -307,7 +293,10 @@ def _innermost(frame: FrameType | None) -> str:
 
 
 def place_of(thread: int | None = None) -> dict[str, Any]:
-    """What this rank says of a thread when it is asked: "function", "call", "now", and "waits" where it waits.
+    """What this rank says of a thread when it is asked.
+
+    "function", "call" and "now" say where it is, "region" and "collective" what it does, "stack" how it came there;
+    "waits" for whom it waits, where it does.
 
     Args:
         thread: its number; by default that of the caller.
@@ -460,12 +449,14 @@ class Followed:
         silent: ranks that are blamed and say nothing.
         met: where the ranks are that wait in the same function.
         told: whether one of them has found the cause out already.
+        stacks: what each rank said of itself, this one included, as far as it was heard of in time.
     """
 
     found: dict[int, Found] = dataclasses.field(default_factory=dict[int, Found])
     silent: list[int] = dataclasses.field(default_factory=list[int])
     met: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
     told: bool = False
+    stacks: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
 
 
 def follow(
@@ -508,13 +499,14 @@ def follow(
     return result
 
 
-def _lost(peers: tuple[int, ...], patience: float, call: _Call) -> Followed:
+def _lost(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[str, Any]) -> Followed:
     """Where blame leads; to whom this rank blames if there is nobody to ask."""
     host = _host()
-    result = _bounded(lambda: _asked(peers, patience, call), patience + _LEAST_S)
+    result = _bounded(lambda: _asked(peers, patience, call, here), patience + _LEAST_S)
     if result is None:
         gone = peers if host is None or host == own_rank() else (host,)
-        return Followed(dict.fromkeys(gone, Found("gone", _SILENT)))
+        found = dict.fromkeys(gone, Found("gone", _SILENT))
+        return Followed(found, stacks={own_rank(): _in_lines([{**here, "call": str(call), "waits": peers}])})
     if host == own_rank():
         _bounded(lambda: _linger(result.found), _LINGER_S)
     if not result.found:
@@ -522,9 +514,9 @@ def _lost(peers: tuple[int, ...], patience: float, call: _Call) -> Followed:
     return result
 
 
-def _asked(peers: tuple[int, ...], patience: float, call: _Call) -> Followed:
+def _asked(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[str, Any]) -> Followed:
     me, until = own_rank(), time.monotonic() + patience
-    note = {"peers": peers, "function": call.function, "call": str(call)}
+    note = {"peers": peers, "function": call.function, "call": str(call), **here}
     _post(note)
     _ask(f"{time.time_ns()} {me}", again=True)
     while True:
@@ -540,7 +532,45 @@ def _asked(peers: tuple[int, ...], patience: float, call: _Call) -> Followed:
         time.sleep(0.02)
     result.found = _causes(result, call)
     _post({**note, "found": result.found})
+    result.stacks = _stacks(asked, {me: _in_lines([note])}, result.silent)
     return result
+
+
+def _stacks(asked: str, known: Mapping[int, str], silent: Sequence[int]) -> dict[int, str]:
+    """What each rank says of itself, once it has looked whether it is asked; of very many ranks, the first ones."""
+    found, store = dict(known), _compat.default_store()
+    assert store is not None
+    until = time.monotonic() + 2 * max(_LOOK_S, world_size() / 2000)
+    left = [rank for rank in range(min(world_size(), _MOST_STACKS)) if rank not in {*found, *silent}]
+    while left:
+        for rank in left:
+            note, answer = (
+                json.loads(store.get(key)) if store.check([key]) else None
+                for key in (_KEY.format(rank), _PLACE_KEY.format(rank))
+            )
+            # Where it failed says more than where it stands now, which is here.
+            if note is not None and "stack" in note:
+                found[rank] = _in_lines([note])
+            elif answer is not None and answer["to"] == asked:
+                found[rank] = _in_lines(answer["places"])
+        left = [rank for rank in left if rank not in found]
+        if time.monotonic() > until:
+            break
+        time.sleep(0.02 if left else 0.0)
+    return dict(sorted(found.items()))
+
+
+def _in_lines(places: Sequence[Mapping[str, Any]]) -> str:
+    """Where the threads of a rank are, for people: a line for each thing that is known, and those of the stacks."""
+    found: list[str] = []
+    for place in places:
+        ranks = place.get("peers") or place.get("waits") or ()
+        waits = f"{place['collective'] or 'an answer'} of {_numbers([*ranks])}" if ranks else place["collective"]
+        found += [f"call: {place['call']}"] if "call" in place else []
+        found += [f"{name}: {text}" for name, text in (("doing", place["region"]), ("waits for", waits)) if text]
+        found += [place["raised"]] if "raised" in place else []
+        found += ["stack, the user's lines first:", *(f"  {line}" for line in place["stack"])]
+    return "\n".join(found)
 
 
 def _ask(question: str, again: bool = False, *, at: Any = None) -> str:
@@ -589,7 +619,7 @@ def _explained(
     # Ranks are as far apart as what they do is long.
     patience = min(max((time.monotonic() - begin) / 2, _LEAST_S), _MOST_S)
     me = own_rank()
-    followed = _lost(tuple(rank for rank in peers or () if rank != me), patience, call)
+    followed = _lost(tuple(rank for rank in peers or () if rank != me), patience, call, _failed(error))
     found = followed.found
     names = _names(mesh if isinstance(mesh, DeviceMesh) else _latest_mesh and _latest_mesh())
     noticed = f"{_who([me], names)} noticed it{' in ' if doing else ''}{doing}: {_in_one_line(error)}"
@@ -600,7 +630,8 @@ def _explained(
         text = _scattered(call, followed, names)
     else:
         text = _gone(call, found, names, noticed, slow=kinds == {"busy"})
-    explained = RankError(text, ranks=(me,) if me in found else tuple(found))
+    by_rank = {rank: f"{_who([rank], names)}\n{stack}" for rank, stack in followed.stacks.items()}
+    explained = RankError(text, ranks=(me,) if me in found else tuple(found), stacks=by_rank)
     setattr(explained, _TOLD, True)
     return explained
 
@@ -684,6 +715,29 @@ def _names(mesh: DeviceMesh | None) -> dict[int, str]:
 
 def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
+
+
+def write_stacks(error: RankError, folder: Path) -> None:
+    """Writes where all ranks are that were heard of into a file of this rank, which the text of the error then names.
+
+    Below them stands the record of torch's collectives, where torch keeps one: with NCCL it does unless it is told not
+    to, with `TORCH_FR_BUFFER_SIZE=2000` set it does with gloo, too.
+
+    Args:
+        error: gets another line; one without stacks stays as it is.
+        folder: is made if it is not there. Where it cannot be written the line says why.
+    """
+    if not error.stacks:
+        return
+    record, file = _compat.flight_record(), folder / f"stacks-{own_rank()}.txt"
+    parts = [str(error), *error.stacks.values(), *(["flight recorder of torch:", record] if record else [])]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n\n".join(parts) + "\n")
+        line = f"Where {_numbers([*error.stacks])} {'stands' if len(error.stacks) == 1 else 'stand'}: {file}"
+    except OSError as reason:
+        line = f"Stacks could not be written: {reason}"
+    error.args = (f"{error}\n{line}", *error.args[1:])
 
 
 def is_network_error(error: BaseException) -> bool:

@@ -29,6 +29,7 @@ from fsharding.ending import rest_at_exit
 from fsharding.errors import MeshError, RankError, message
 from fsharding.lost import meet, naming_lost, own_rank, set_meeting, world_size
 from fsharding.public import public
+from fsharding.rendezvous import init_arguments
 
 __all__ = [
     "Group",
@@ -140,7 +141,7 @@ def _start(device: str, timeout: timedelta) -> None:
     """The default process group, from a launcher's environment."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout, **init_arguments())
     except dist.DistError as error:
         rule = f"on rank {os.environ['RANK']} has not met all of {os.environ.get('WORLD_SIZE')} ranks."
         mend = "Every rank has to call it; look at what the others said last."

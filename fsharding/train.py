@@ -40,9 +40,9 @@ from fsharding.config import (
 )
 from fsharding.counts import Counts, recording
 from fsharding.data import Shard, Tokens
-from fsharding.errors import CheckpointError, message, printable
+from fsharding.errors import CheckpointError, RankError, message, printable
 from fsharding.layout import Layout, plan_layout
-from fsharding.lost import naming_lost
+from fsharding.lost import naming_lost, write_stacks
 from fsharding.mesh import data_position, everyone, make_mesh, own_rank
 from fsharding.models.base import Model
 from fsharding.recipes import Recipe, recipe
@@ -73,11 +73,15 @@ def train(config: TrainConfig) -> int:
         NonFiniteError: loss or gradients are not finite; the last checkpoint is intact.
         CheckpointError: saving or loading failed.
         ConfigError: the ranks were started with different options, or see different data; the text says who has what.
+        RankError: a rank is lost; where the others stand is in the file of `out` that the text names.
     """
     deadline = preemption.parse_deadline(config.deadline) if config.deadline else None
     with preemption.watch(deadline=deadline) as watch:
         try:
             stopped = _train(config, watch)
+        except RankError as error:
+            write_stacks(error, config.out)
+            raise
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -28,7 +28,7 @@ README_SECONDS = 110
 # every module of ops/ that has no entry of its own. A fraction orders the modules within one level.
 LEVEL_TABLE: list[tuple[float, str]] = [
     (0, "errors"),
-    (0.5, "tree untrusted _compat _functorch counts hints ending arguments"),
+    (0.5, "tree untrusted _compat _functorch counts hints ending arguments rendezvous frames"),
     (0.6, "public"),
     (0.8, "axes agreement"),
     (0.9, "lost"),
@@ -72,7 +72,7 @@ LEVEL_TABLE: list[tuple[float, str]] = [
     (11.5, "functionalize staged_module recipes swaps launch testing.* show plan plan.*"),
     (11.75, "resume"),
     (11.8, "config"),
-    (12, "train tools preview bench.*"),
+    (12, "train tools preview doctor bench.*"),
     (13, "cli"),
     (14, "__main__"),
 ]

@@ -23,7 +23,6 @@ import pickle
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -38,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from fsharding.errors import message
+from fsharding.rendezvous import local_variables
 from fsharding.testing.failures import Failure, RankFailure, name_of, repeat, worded
 
 __all__ = ["RankPool", "run_ranks"]
@@ -185,10 +185,7 @@ class RankPool:
             os._exit(_UNGUARDED)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([name for name in _PRELOAD if name in sys.modules])
-        environ = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1"}
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        if loopback in (name for _, name in socket.if_nameindex()):
-            environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        environ = {**os.environ, **local_variables()}
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             args = (rank, self.size, self._folder, environ, theirs)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import re
 import signal
 import time
@@ -248,16 +249,18 @@ def test_a_rank_that_saves_alone_is_named_by_those_that_do_not_talk_with_it(tmp_
         assert f"rank {rank} (dp=" in text or f"ranks {rank} (dp=" in text or f", {rank} (dp=" in text, text
 
 
-def woken(folder):
+def woken(folder, call):
     """Rank 1 is stopped for longer than the timeout; rank 0 gives it up, and lets it go on."""
     run = Run(folder, dp=2)
     run.step()
+    if call == "load":
+        run.save()
     pids = [None, None]
     dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        run.step()
+        getattr(run, call)()
     except RankError as error:
         return error.ranks, str(error)
     finally:
@@ -266,13 +269,49 @@ def woken(folder):
 
 
 @pytest.mark.full
-def test_a_rank_that_was_given_up_does_not_blame_itself(tmp_path):
+@pytest.mark.parametrize("call", ["step", "save", "load", "make_mesh"])
+def test_a_rank_that_was_given_up_does_not_blame_itself(tmp_path, call):
     with RankPool(2) as pool:
-        (gone, first), (itself, text) = pool.run(woken, str(tmp_path))
+        (gone, first), (itself, text) = pool.run(woken, str(tmp_path), call)
     assert gone == itself == (1,)
     assert "\n  rank 1 (dp=1) is gone, or does not answer\n" in first
-    head = "train step was given up by the other ranks: they have waited for rank 1 (dp=1), this one, in vain.\n"
+    head = f"{NAMES[call]} was given up by the other ranks: they have waited for rank 1 (dp=1), this one, in vain.\n"
     assert text.startswith(head)
+
+
+def stood(folder):
+    """Rank 0 waits in a step for rank 1, which is elsewhere; what rank 0 is told of both."""
+    run = Run(folder, dp=2)
+    run.step()
+    try:
+        if dist.get_rank() == 1:
+            run.nothing()
+        run.step()
+    except RankError as error:
+        if dist.get_rank() == 0:
+            lost.write_stacks(error, Path(folder, "out"))
+            return error.stacks, str(error), pickle.loads(pickle.dumps(error)).stacks == error.stacks
+    finally:
+        Path(folder, "told").touch()
+
+
+def test_a_timeout_tells_the_work_the_collective_and_the_stack_of_every_rank(tmp_path):
+    with RankPool(2) as pool:
+        (stacks, text, kept), _ = pool.run(stood, str(tmp_path))
+    here = r"tests/dist/test_alone\.py:\d+"
+    waiting, elsewhere = (re.sub(here, "HERE", stacks[rank]).split("\n") for rank in range(2))
+    assert waiting[:2] == ["rank 0 (dp=0)", "call: train step 1 at HERE"]
+    assert waiting[2].startswith("doing: forward, gather of a unit")
+    assert waiting[3].startswith("waits for: ops.") and waiting[3].endswith(" of rank 1")
+    assert waiting[4:7] == ["stack, the user's lines first:", "  HERE in Run.step", "  HERE in stood"]
+    assert elsewhere[:4] == [
+        "rank 1 (dp=1)", "call: in no collective, at HERE", "stack, the user's lines first:", "  HERE in Run.nothing",
+    ]  # fmt: skip
+    assert all(stack.count("\n  ") <= 10 for stack in stacks.values()) and kept
+    *_, last = text.split("\n")
+    file = tmp_path / "out" / "stacks-0.txt"
+    assert last == f"Where ranks 0, 1 stand: {file}" and len(text.split("\n")) < 14
+    assert all(stack in file.read_text() for stack in stacks.values())
 
 
 def reminded(folder):

@@ -122,12 +122,16 @@ RARE = {
     "load": ("fs.checkpoint.load", (loading, "_fetch")),
     "make_mesh": ("fs.make_mesh", (mesh_module, "agree")),
     "reshard": ("fs.reshard", (reshard_module, "exchange")),
+    "agreement": ("train step", (sys.modules["fsharding.step"], "_agree")),
+    "end of a Checkpointer": ("fs.checkpoint.save_async", (saving.Job, "_write")),
 }
+BACKGROUND = ("save_async", "end of a Checkpointer")
+DEFAULT = ("save", "save_async", "load", "agreement")
 
 
 def dies_in(folder, call):
     """Rank 1 dies in the middle of a call that all ranks make; rank 0 writes what it gets."""
-    _, state, _ = step_of(None, 20, dp=2)
+    step, state, batch = step_of(None, 20, dp=2)
     target = Path(folder, "ckpt")
     fs.checkpoint.save(target, state)
     place, name = RARE[call][1]
@@ -140,6 +144,11 @@ def dies_in(folder, call):
                 fs.checkpoint.save_async(target, state).wait()
             elif call == "load":
                 fs.checkpoint.load(target, state.layout)
+            elif call == "agreement":
+                step(state, batch)
+            elif call == "end of a Checkpointer":
+                with fs.checkpoint.Checkpointer(folder) as keeper:
+                    keeper.save(state)
             elif call == "make_mesh":
                 fs.make_mesh(device="cpu", dp=2)
             else:
@@ -151,15 +160,13 @@ def dies_in(folder, call):
 
 
 @pytest.mark.parametrize(
-    "call", [call if call.startswith("save") else pytest.param(call, marks=pytest.mark.full) for call in RARE]
+    "call", [call if call in DEFAULT else pytest.param(call, marks=pytest.mark.full) for call in RARE]
 )
 def test_a_rank_that_dies_in_a_rare_call_is_named(tmp_path, call):
     with patch.object(pools, "_GRACE", 20.0), pytest.raises(RankError):
         run_ranks(dies_in, 2, str(tmp_path), call)
     kind, head, row, noticed, mend = (tmp_path / "told").read_text().split("\n")
-    assert kind == f"{'CheckpointError' if call == 'save_async' else 'RankError'} ['ckpt']", (
-        "nothing half written stays"
-    )
+    assert kind == f"{'CheckpointError' if call in BACKGROUND else 'RankError'} ['ckpt']", "nothing half written stays"
     assert head == f"{RARE[call][0]} lost rank 1 (dp=1)."
     assert row == "  rank 1 (dp=1) is gone, or does not answer"
     assert noticed.startswith("  rank 0 (dp=0) noticed it") and mend.startswith("Look at what rank 1 said last")

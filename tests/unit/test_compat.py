@@ -409,3 +409,16 @@ def test_packing_is_of_one_dtype_and_unpacking_of_enough():
         _compat.unpack(torch.ones(4), xs)
     assert str(caught.value) == "unpack got 4 elements for tensors of 5."
     assert [x.tolist() for x in _compat.unpack(torch.arange(6), xs)] == [[0, 1], [2, 3, 4]]
+
+
+def test_torch_keeps_a_record_of_collectives_or_says_that_it_has_none(monkeypatch):
+    names = [
+        name for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json") if hasattr(torch._C._distributed_c10d, name)
+    ]
+    record = _compat.flight_record()
+    assert record is None or '"entries"' in record
+    for name in names:
+        monkeypatch.setattr(
+            torch._C._distributed_c10d, name, lambda **asked: f'{{"entries": ["{sorted(asked)}"]}}'.encode()
+        )
+    assert not names or _compat.flight_record() == "{\"entries\": [\"['includeCollectives', 'onlyActive']\"]}"

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
 from fsharding import mesh as meshes
+from fsharding import rendezvous
 from fsharding.axes import AXES, AbstractMesh, make_shape
 from fsharding.errors import MeshError
 
@@ -136,3 +137,17 @@ def test_an_abstract_mesh_sends_nothing():
         == "fs.axis_group cannot run a collective over dp, tp on the abstract mesh {dp: 4, tp: 2}.\nUse fs.make_mesh."
     )
     assert meshes.axis_group(mesh, ("cp",)).size == 1
+
+
+def test_the_environment_says_where_ranks_meet_and_the_user_where_they_listen(monkeypatch):
+    for name in ("FSHARDING_INIT_METHOD", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT"):
+        monkeypatch.delenv(name, raising=False)
+    assert rendezvous.init_arguments() == {}
+    monkeypatch.setenv("FSHARDING_INIT_METHOD", "file:///tmp/meet")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert rendezvous.init_arguments() == {"init_method": "file:///tmp/meet", "rank": 1, "world_size": 3}
+    here = rendezvous.loopback()
+    assert rendezvous.local_variables()["NCCL_SOCKET_IFNAME"] == here
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert rendezvous.local_variables() == {"TORCH_GLOO_LAZY_INIT": "1", "NCCL_SOCKET_IFNAME": here}

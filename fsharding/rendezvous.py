@@ -1,0 +1,43 @@
+"""Where ranks of one machine meet, and on which addresses they listen: nowhere that another machine can reach.
+
+In: the environment. Out: variables for ranks that are about to start, and arguments of torch's `init_process_group`.
+torch's TCP store listens on every address and asks nobody who they are, so local ranks meet in a file that only their
+user can read. Law: a variable that the user has set is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any
+
+__all__ = ["INIT_METHOD", "init_arguments", "local_variables", "loopback"]
+
+INIT_METHOD = "FSHARDING_INIT_METHOD"
+"""The variable with torch's `init_method` of the default process group; by default torch's own, `env://`."""
+
+
+def loopback() -> str | None:
+    """The interface that leads nowhere but to this machine; None where there is none under the usual name."""
+    usual = "lo0" if sys.platform == "darwin" else "lo"
+    return usual if usual in (name for _, name in socket.if_nameindex()) else None
+
+
+def local_variables() -> dict[str, str]:
+    """What the environment of local ranks has to have besides what is set already: gloo and NCCL keep to loopback."""
+    interface = loopback()
+    names = () if interface is None else ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    wanted = {"TORCH_GLOO_LAZY_INIT": "1", **{name: str(interface) for name in names}}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def init_arguments() -> dict[str, Any]:
+    """Arguments of `init_process_group` that say where the ranks meet; none under a launcher such as torchrun.
+
+    torch reads the number of the rank from the environment by itself with `env://` only.
+    """
+    method = os.environ.get(INIT_METHOD)
+    if not method:
+        return {}
+    return {"init_method": method, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}

@@ -1,0 +1,74 @@
+"""What the doctor says of one fact each, without ranks."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from fsharding import doctor
+from fsharding.doctor import Finding, Socket, listening, transport
+
+needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("family", "address", "said"),
+    [
+        (socket.AF_INET, "127.0.0.1", "127.0.0.1"),
+        (socket.AF_INET, "0.0.0.0", "0.0.0.0"),
+        (socket.AF_INET6, "::1", "::1"),
+        (socket.AF_INET6, "::", "::"),
+        (socket.AF_INET6, "::ffff:127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_sockets_that_listen_are_found_with_their_addresses(family, address, said):
+    with socket.socket(family) as it:
+        if family == socket.AF_INET6:
+            it.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        it.bind((address, 0))
+        port = it.getsockname()[1]
+        assert (said, port) not in listening(os.getpid()), "it does not listen yet"
+        it.listen()
+        assert (said, port) in listening(os.getpid())
+    assert (said, port) not in listening(os.getpid())
+
+
+def test_who_reaches_an_address():
+    assert [Socket("rank 0", address, 1).outside for address in ("127.0.0.1", "::1", "0.0.0.0", "::", "10.0.0.1")] == [
+        False, False, True, True, True,
+    ]  # fmt: skip
+    assert str(Socket("rank 0", "::", 7)) == "[::]:7"
+
+
+def test_variables_left_from_a_launcher_and_interfaces_that_are_not_there(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(doctor._PREFIXES) or name in doctor._NAMES]:
+        monkeypatch.delenv(name)
+    assert [*doctor._variables()] == [Finding("variables", "none is set that ranks read")]
+    for name, value in (
+        ("RANK", "0"),
+        ("GLOO_SOCKET_IFNAME", "nope0"),
+        ("NCCL_SOCKET_IFNAME", "^docker"),
+        ("NCCL_DEBUG", "INFO"),
+    ):
+        monkeypatch.setenv(name, value)
+    found = {finding.name: finding for finding in doctor._variables()}
+    assert found["RANK"].wrong.startswith("A launcher sets it") and found["RANK"].mend == "unset RANK"
+    assert found["GLOO_SOCKET_IFNAME"].wrong.startswith("There is no such interface: there are lo")
+    assert not found["NCCL_SOCKET_IFNAME"].wrong and found["NCCL_DEBUG"] == Finding("NCCL_DEBUG", "INFO")
+
+
+def test_why_ranks_send_instead_of_sharing():
+    assert transport("shared memory", "1")[1:] == ("", "")
+    assert transport("gloo", "0")[0] == "gloo over loopback: FSHARDING_SHARED_MEMORY=0 is set"
+    value, wrong, mend = transport("gloo", "1")
+    assert value == "gloo over loopback" and "/proc/PID/fd" in wrong and mend.startswith("Run all ranks as one user")
+
+
+def test_few_open_files_are_told_with_the_command(monkeypatch):
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 2048))
+    finding = doctor._open_files()
+    assert finding.value == "1024, may be raised to 2048" and finding.mend == "Run `ulimit -n 2048` first."
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    assert not doctor._open_files().wrong
