@@ -816,7 +816,7 @@ def test_metrics_of_any_size_are_read_row_by_row(tmp_path):
 
 
 def test_a_resume_looks_at_the_metrics_before_a_rank_starts(tmp_path):
-    config = TrainConfig(out=tmp_path, steps=1, batch=1, seq=8, plot=False, resume=True)
+    config = TrainConfig(out=tmp_path, steps=1, batch=1, seq=8, plot=False, resume="newest")
     extra = {"preset": "tiny", "data": "", "batches": 0}
     ck.save(config.checkpoints / "0", a_state(), extra=extra)
     for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
