@@ -26,7 +26,7 @@ from fsharding.precision import BF16, FP16, FP32
 from fsharding.recipes import recipe
 from fsharding.resume import choose
 from fsharding.schedule import SCHEDULES, Schedule, plan_schedule
-from fsharding.show import require_matplotlib
+from fsharding.show import metrics_rows, require_matplotlib
 from fsharding.spec import DEFAULT_RULES
 from fsharding.staging import stages_of
 from fsharding.strategy import parse_strategy
@@ -204,6 +204,7 @@ def check(config: TrainConfig, world: int) -> None:
     _check_model(config, data)
     if config.resume:
         _check_resume(config, data)
+        next(metrics_rows(config.metrics), None)  # what cannot be read is found before a rank starts
     _check_out(config)
 
 

@@ -7,21 +7,23 @@ matplotlib is in the extra `plot`; without it there is a clear error, before tra
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
 import os
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsharding.actions import COMPUTES
 from fsharding.errors import ConfigError, message
 from fsharding.schedule import Schedule
-from fsharding.untrusted import parse_json, read_plain
+from fsharding.untrusted import open_plain, parse_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Bar", "draw_bars", "draw_schedule", "plot_loss", "read_metrics", "require_matplotlib"]
+__all__ = ["Bar", "draw_bars", "draw_schedule", "metrics_rows", "plot_loss", "read_metrics", "require_matplotlib"]
 
 _MOST_LABELS = 800  # more than this cannot be read, and take seconds to draw
 _COLOURS = {"F": "#6f9bd1", "B": "#7fb77e", "I": "#7fb77e", "W": "#e0a458"}
@@ -53,27 +55,29 @@ def require_matplotlib(function: str, picture: str = "loss.png", *, instead: str
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, None for what is not finite; it ends where a line was cut off, or is no row.
+    """The rows of a metrics file; see `metrics_rows`."""
+    return [*metrics_rows(path)]
+
+
+def metrics_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file one by one, None for what is not finite; they end where a line is cut off, or no row.
 
     Raises:
-        ConfigError: it is no file that can be read, or larger than 1 GiB.
+        ConfigError: it is no file that can be read.
     """
-    rows: list[dict[str, Any]] = []
     try:
-        data = read_plain(os.path.realpath(path), _LARGEST_METRICS) if path.exists() else b""
+        if not path.exists():
+            return
+        with io.BufferedReader(cast("io.RawIOBase", open_plain(os.path.realpath(path)))) as file:
+            while (line := file.readline(_LONGEST_ROW)) and (row := _row(line)) is not None:
+                yield row
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         text = message("fsharding train", f"cannot read {path}.", [why], "Move it away, or give another --out.")
         raise ConfigError(text) from error
-    for line in data.splitlines():
-        row = _row(line)
-        if row is None:
-            break
-        rows.append(row)
-    return rows
 
 
-_LARGEST_METRICS, _MOST_ENTRIES = 1 << 30, 1000
+_LONGEST_ROW, _MOST_ENTRIES = 1 << 16, 1000
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -99,16 +103,19 @@ def plot_loss(metrics: Path, out: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
     from matplotlib.figure import Figure  # lazy: as above
 
-    rows = read_metrics(metrics)
-    steps = [row["step"] for row in rows]
+    steps, losses, norms = array("q"), array("d"), array("d")
+    for row in metrics_rows(metrics):
+        steps.append(row["step"])
+        losses.append(_number(row, "loss"))
+        norms.append(_number(row, "grad_norm"))
     figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)
     loss, norm = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    loss.plot(steps, _numbers(rows, "loss"), linewidth=1.2)
+    loss.plot(steps, losses, linewidth=1.2)
     loss.set_ylabel("loss (nats a token)")
-    last = f"{_numbers(rows, 'loss')[-1]:.3f} after {len(rows)} steps" if rows else "no steps"
+    last = f"{losses[-1]:.3f} after {len(steps)} steps" if steps else "no steps"
     loss.set_title(f"{metrics.parent.name}: {last}")
-    norm.plot(steps, _numbers(rows, "grad_norm"), linewidth=0.8, color="tab:gray")
+    norm.plot(steps, norms, linewidth=0.8, color="tab:gray")
     norm.set_ylabel("gradient norm")
     norm.set_xlabel("step")
     for axes in (loss, norm):
@@ -116,8 +123,8 @@ def plot_loss(metrics: Path, out: Path) -> None:
     _save(figure, out)
 
 
-def _numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
-    return [math.nan if row.get(key) is None else row[key] for row in rows]
+def _number(row: dict[str, Any], key: str) -> float:
+    return math.nan if row.get(key) is None else row[key]
 
 
 def draw_schedule(

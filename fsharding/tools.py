@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -21,7 +22,7 @@ from fsharding.checkpoint.names import Name, Rows, Transposed
 from fsharding.checkpoint.offline import reshard_checkpoint
 from fsharding.errors import ConfigError, message
 from fsharding.strategy import parse_strategy
-from fsharding.untrusted import parse_json
+from fsharding.untrusted import read_json
 
 __all__ = ["ExportConfig", "InspectConfig", "ReshardConfig", "ToolConfig", "run_tool"]
 
@@ -129,12 +130,16 @@ def _show(text: object, data: dict[str, Any], *, as_json: bool) -> None:
     print(json.dumps(data) if as_json else text, flush=True)
 
 
+_LARGEST_NAMES = 1 << 26
+"""Bytes of a table of names: half a million of them."""
+
+
 def _names(file: Path | None) -> dict[str, Name] | None:
     """The table of names in a JSON file."""
     if file is None:
         return None
     try:
-        table = parse_json(file.read_bytes())
+        table = read_json(os.path.realpath(file), most=_LARGEST_NAMES)
         return {ours: _name(theirs) for ours, theirs in table.items()}
     except (OSError, ValueError, AttributeError) as error:
         mend = 'Write {"our.path": "their.name"}, or {"our.path": {"transposed": "their.name"}},'

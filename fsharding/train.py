@@ -48,7 +48,7 @@ from fsharding.models.base import Model
 from fsharding.recipes import Recipe, recipe
 from fsharding.reshard import reshard
 from fsharding.resume import Choice, alone_in, choose, is_damaged
-from fsharding.show import plot_loss, read_metrics
+from fsharding.show import metrics_rows, plot_loss
 from fsharding.state import TrainState, init_state, state_bytes
 from fsharding.step import Metrics, make_train_step
 from fsharding.strategy import parse_strategy
@@ -405,11 +405,12 @@ class _Log:
     def finish(self, stopped: str = "") -> None:
         if self.config.plot and not stopped:  # drawing takes longer than what may be left
             plot_loss(self.config.metrics, self.config.out / "loss.png")
-        rows = read_metrics(self.config.metrics)
+        steps, loss = 0, None
+        for row in metrics_rows(self.config.metrics):
+            steps, loss = steps + 1, row["loss"]
         self.progress.stop()
-        loss = rows[-1]["loss"] if rows else None
         if self.config.json:
-            row = {"steps": len(rows), "loss": loss, "out": str(self.config.out)}
+            row = {"steps": steps, "loss": loss, "out": str(self.config.out)}
             print(json.dumps({**row, "stopped": stopped} if stopped else row), flush=True)
             return
         if stopped:
@@ -417,7 +418,7 @@ class _Log:
             print(f"stopped at step {stopped}; saved {where}; the same command with --resume auto goes on", flush=True)
             return
         text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
-        last = f"{text} after {len(rows)} steps" if rows else "no steps"
+        last = f"{text} after {steps} steps" if steps else "no steps"
         print(f"{last}; metrics, plot and checkpoints in {self.config.out}", flush=True)
 
     def close(self) -> None:
@@ -444,9 +445,9 @@ def _log(config: TrainConfig, found: Path | None, first: int, *, active: bool) -
     """Opens the log of a run: cut back to the step that it resumes from, or new beside what an earlier run left."""
     if active and found is not None and _is_own(config, found):
         _set_aside(config, [one.path for one in survey(config.checkpoints) if one.number > first])
-        kept = [json.dumps(row) for row in read_metrics(config.metrics) if row["step"] <= first]
         part = config.metrics.with_name(".metrics.jsonl.partial")
-        part.write_text("".join(line + "\n" for line in kept))
+        with part.open("w") as file:
+            file.writelines(f"{json.dumps(row)}\n" for row in metrics_rows(config.metrics) if row["step"] <= first)
         part.replace(config.metrics)
     elif active:
         _set_aside(config, [p for p in (config.metrics, config.checkpoints, config.out / "loss.png") if p.exists()])

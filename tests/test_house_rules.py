@@ -424,6 +424,7 @@ FEWEST = {
     "examples of the laws on ranks": (300, r"^@examples\((\d+),", ("test_laws", "test_reshard_laws")),
     "decoders on random meshes": (60, r"^@examples\((\d+),", ("test_mesh_laws",)),
     "ranks killed in a save": (30, r'"count", \[(\d+),', ("test_checkpoint_faults",)),
+    "mixtures of checkpoints": (100, r'"count", \[(\d+),', ("test_sweep",)),
     "bits flipped in a checkpoint": (300, r'"count", \[(\d+),', ("test_checkpoint_damage",)),
 }
 
@@ -435,6 +436,27 @@ def test_guards_do_not_wear_thin(what: str):
     assert len(texts) == len(stems)
     found = [int(number) for text in texts for number in re.findall(pattern, text, re.MULTILINE)]
     assert sum(found) >= fewest, f"{what}: {found} in {', '.join(stems)}; let tests share work, not examples"
+
+
+# ------------------------------------------------------------------------------------------ a page that names its tests
+def row_offences(page: str, root: Path = ROOT) -> list[str]:
+    """Rows of tables that name no test, and tests that are not there."""
+    found: list[str] = []
+    for number, line in enumerate(page.splitlines(), start=1):
+        if not line.startswith("|") or line.startswith(("|---", "| event ")):
+            continue
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", line)
+        found += [] if named else [f"line {number} names no test"]
+        for file, test in named:
+            text = (root / file).read_text(encoding="utf-8") if (root / file).is_file() else ""
+            found += [] if f"def {test}(" in text else [f"line {number}: there is no {file}::{test}"]
+    return found
+
+
+def test_what_the_page_on_reliability_says_is_tested():
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert page.count("\n| ") > 20
+    assert not (found := row_offences(page)), "\n" + "\n".join(found)
 
 
 # ---------------------------------------------------------------------------------------- the rules catch what they say
@@ -504,6 +526,18 @@ def test_the_readme_rule_catches(tmp_path: Path):
     assert readme_offence(page, tmp_path) is None
     page.write_text("text\n\n```python\nx = 1\n```\n```python\nassert x == 2\n```\n")
     assert "line 7, in" in (readme_offence(page, tmp_path) or "")
+
+
+def test_the_rule_of_named_tests_catches(tmp_path: Path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text("def test_b(x): ...\n")
+    rows = ["`tests/test_a.py::test_b`", "`tests/test_a.py::test_c`", "`tests/test_d.py::test_b`", "nothing"]
+    page = "| event | test |\n|---|---|\n" + "".join(f"| an event | {row} |\n" for row in rows)
+    assert row_offences(page, tmp_path) == [
+        "line 4: there is no tests/test_a.py::test_c",
+        "line 5: there is no tests/test_d.py::test_b",
+        "line 6 names no test",
+    ]
 
 
 def test_the_text_rules_catch():

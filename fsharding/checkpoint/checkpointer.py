@@ -6,7 +6,6 @@ Law: an old checkpoint goes only when a newer one is complete, and nothing but c
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,7 +49,7 @@ class Checkpointer:
         if rows:
             mend = "Give numbers of at least 1; keep=None keeps all."
             raise ConfigError(message("fs.checkpoint.Checkpointer", "cannot keep fewer than one.", rows, mend))
-        self.directory = Path(os.path.realpath(directory))
+        self.directory = store.real_path(directory, "fs.checkpoint.Checkpointer")
         self.keep, self.every, self.background = keep, every, background
 
     def __enter__(self) -> Self:

@@ -112,6 +112,7 @@ def export(
             optimizer that FSDP2 has no state for, or settings that are missing or do not fit.
             A file that cannot be written: nothing is left at the target.
     """
+    store.real_path(target, _FUNCTION)
     where = Path(os.path.abspath(target))
     rows = [f"format is {format!r}: formats are {', '.join(FORMATS)}"] if format not in FORMATS else []
     rows += [f"{where}: something is there, and nothing is ever overwritten"] if os.path.lexists(where) else []
@@ -124,8 +125,9 @@ def export(
     rows += ["settings= are of what='fsdp2' alone"] if settings is not None and what != "fsdp2" else []
     if rows:
         raise CheckpointError(message(_FUNCTION, "cannot write.", rows))
-    folder = store.find(source)
-    leaves = open_source(folder, store.read_manifest(_FUNCTION, folder), _FUNCTION)
+    with store.wording_failures(_FUNCTION):
+        folder = store.find(source, _FUNCTION)
+        leaves = open_source(folder, store.read_manifest(_FUNCTION, folder), _FUNCTION)
     items, values = _plan(leaves, names, what, format, settings)
     with store.wording_failures(_FUNCTION), _whole(where) as partial:
         if format == "torch":

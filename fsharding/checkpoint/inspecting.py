@@ -105,7 +105,12 @@ def inspect(path: StrPath) -> Inspection:
         CheckpointError: there is no checkpoint; the text says what is there instead. One that is damaged, or that
             `load` refuses whatever it is to be loaded into, is returned as such.
     """
-    folder = store.find(path)
+    with store.wording_failures(_FUNCTION):
+        return _inspected(store.find(path, _FUNCTION))
+
+
+def _inspected(folder: Path) -> Inspection:
+    """What there is to say of a directory."""
     try:
         manifest = store.read_manifest(_FUNCTION, folder)
     except CheckpointError as error:

@@ -81,7 +81,7 @@ def _finder(function: str) -> Find:
 
 
 def inventory(
-    folder: Path, pickled: bytes, manifest: Manifest | None, function: str = "fs.checkpoint.load"
+    folder: Path, pickled: bytes | bytearray, manifest: Manifest | None, function: str = "fs.checkpoint.load"
 ) -> dict[str, Stored]:
     """Reads DCP's own metadata, without running anything, and checks them.
 

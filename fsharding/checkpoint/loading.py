@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -102,11 +103,13 @@ def load_leaves(
     """
     chosen = [paths] if isinstance(paths, str) else [*paths]
     if layout is None:
-        folder = store.find(path)
-        manifest = store.read_manifest(_LEAVES, folder)
+        with store.wording_failures(_LEAVES):
+            folder = store.find(path, _LEAVES)
+            manifest = store.read_manifest(_LEAVES, folder)
         if damaged := damage(folder, manifest.files, hashed=False):
             raise _refusal(_LEAVES, folder, manifest, damaged)
         tree_of = {leaf: manifest.tree[leaf] for leaf in _chosen(folder, manifest, chosen)}
+        _check_memory(folder, tree_of)
         whole = {leaf: Want(saved.shape, getattr(torch, saved.dtype), None, _CPU) for leaf, saved in tree_of.items()}
         return _fetch(open_source(folder, manifest, _LEAVES), whole)
     return _load_leaves(path, chosen, layout, cast=cast)
@@ -127,18 +130,50 @@ def _load_leaves(path: StrPath, chosen: Sequence[str], layout: Layout, *, cast: 
 
 def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]:
     """The leaves that some paths, or beginnings of them, mean."""
-    unknown: list[str] = []
-    found: dict[str, None] = {}
-    for path in paths:
-        mine = [leaf for leaf in manifest.tree if leaf == path or leaf.startswith(f"{path}.")]
-        if not mine:
-            close = difflib.get_close_matches(path, manifest.tree, 3)
-            unknown.append(f"{path}" + (f": did you mean {', '.join(close)}?" if close else ""))
-        found.update(dict.fromkeys(mine))
-    if unknown:
+    under: dict[str, list[str]] = {}
+    for leaf in manifest.tree:
+        for beginning in _beginnings(leaf):
+            under.setdefault(beginning, []).append(leaf)
+    wanted = dict.fromkeys(paths)
+    missing = [path for path in wanted if path not in under]
+    found = dict.fromkeys(leaf for path in wanted for leaf in under.get(path, ()))
+    if missing:
+        # Comparing every text with every other would take for ever: the error shows the first ones alone.
+        unknown = [f"{path}{_meant(path, manifest) if n < _SUGGESTED else ''}" for n, path in enumerate(missing)]
         rule = f"finds no such leaves in {folder}."
         raise CheckpointError(message(_LEAVES, rule, unknown, "fs.checkpoint.metadata(path).tree has all paths."))
     return [*found]
+
+
+_SUGGESTED, _LONGEST_GUESS, _DEEPEST = 10, 200, 100
+
+
+def _beginnings(leaf: str) -> Iterator[str]:
+    """A path and what stands before each of its dots, as far as paths of ours are deep."""
+    yield leaf
+    at = -1
+    for _ in range(_DEEPEST):
+        if (at := leaf.find(".", at + 1)) < 0:
+            return
+        yield leaf[:at]
+
+
+def _meant(path: str, manifest: Manifest) -> str:
+    """The leaves that look like a path that none has, as the end of a sentence."""
+    if len(path) > _LONGEST_GUESS:
+        return ""
+    close = difflib.get_close_matches(path, [leaf for leaf in manifest.tree if len(leaf) <= _LONGEST_GUESS], 3)
+    return f": did you mean {', '.join(close)}?" if close else ""
+
+
+def _check_memory(folder: Path, leaves: Mapping[str, SavedLeaf]) -> None:
+    """Refuses leaves that no memory of this machine can hold: a file of holes takes no place on the disk."""
+    wanted = sum(math.prod(leaf.shape) * getattr(torch, leaf.dtype).itemsize for leaf in leaves.values())
+    if wanted > (there := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        rows = [f"{path} is {leaf}" for path, leaf in leaves.items()]
+        rule = f"cannot hold {wanted:,} bytes of {folder} whole: this machine has {there:,}."
+        mend = "Give a layout, so that each rank reads its part: load_leaves(path, paths, layout)."
+        raise CheckpointError(message(_LEAVES, rule, rows, mend))
 
 
 def _look(function: str, path: StrPath) -> tuple[Path, Manifest, list[str]]:
@@ -146,7 +181,7 @@ def _look(function: str, path: StrPath) -> tuple[Path, Manifest, list[str]]:
     seen: list[tuple[Path, Manifest]] = []
 
     def read() -> tuple[str, str, list[str]]:
-        folder = store.find(path)
+        folder = store.find(path, function)
         manifest = store.read_manifest(function, folder)
         seen.append((folder, manifest))
         rows = damage(folder, _share(manifest), hashed=False)

@@ -8,7 +8,6 @@ Law: loading the result equals loading the source, bitwise, in every layout.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,12 +62,13 @@ def reshard_checkpoint(
             message(_FUNCTION, "got an axis of size -1.", mend="Give every size: their product is the number of ranks.")
         )
     mesh = make_shape(dict(axes), world=max(1, math.prod(axes.values())), function=_FUNCTION)
-    folder, where = store.find(source), Path(os.path.realpath(target))
+    folder, where = store.find(source, _FUNCTION), store.real_path(target, _FUNCTION)
     if folder == where:
         rule = f"cannot write {where} over itself."
         raise CheckpointError(message(_FUNCTION, rule, mend="Give another directory."))
-    manifest = store.read_manifest(_FUNCTION, folder)
-    leaves = open_source(folder, manifest, _FUNCTION)
+    with wording_failures(_FUNCTION):
+        manifest = store.read_manifest(_FUNCTION, folder)
+        leaves = open_source(folder, manifest, _FUNCTION)
     layout = layout_in(manifest, mesh, strategy, function=_FUNCTION)
     homes = {path: home_of(path, leaf, layout) for path, leaf in manifest.tree.items()}
     tree = {path: leaf._replace(spec=_spec(homes[path])) for path, leaf in manifest.tree.items()}

@@ -63,7 +63,7 @@ def named(pairs: object) -> dict[str, Any]:
     return found
 
 
-def unpickled(data: bytes, find: Find, persistent: Callable[[Any], Any] | None = None) -> Any:
+def unpickled(data: bytes | bytearray, find: Find, persistent: Callable[[Any], Any] | None = None) -> Any:
     """The value of a pickle of protocol 2 to 5, as far as a state dict needs them.
 
     Args:
@@ -80,9 +80,9 @@ def unpickled(data: bytes, find: Find, persistent: Callable[[Any], Any] | None =
 class _Machine:
     """Runs a pickle. `stack` holds what was built since the last mark, and `marked` the stacks below the marks."""
 
-    def __init__(self, data: bytes, find: Find, persistent: Callable[[Any], Any] | None) -> None:
+    def __init__(self, data: bytes | bytearray, find: Find, persistent: Callable[[Any], Any] | None) -> None:
         self.data, self.find, self.persistent = data, find, persistent
-        self.at = self.protocol = 0
+        self.at = self.protocol = self.made = 0
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -98,7 +98,13 @@ class _Machine:
             raise ValueError(f"its pickle is broken at byte {self.at:,}") from error
         return value
 
-    def take(self, count: int) -> bytes:
+    def count(self) -> None:
+        """One more list, tuple or object, which takes fifty times the byte that asks for it: their share is bounded."""
+        self.made += 1
+        if self.made > _FREE + self.at // _BYTES_EACH:
+            raise ValueError("its pickle has more lists, tuples and objects than state dicts of its size")
+
+    def take(self, count: int) -> bytes | bytearray:
         """The next bytes, all of them."""
         start, self.at = self.at, self.at + count
         if self.at > len(self.data):
@@ -130,6 +136,8 @@ class _Machine:
 
 
 _STOP = ord(".")
+_FREE, _BYTES_EACH = 10_000, 5
+"""How many lists, tuples and objects a pickle may have: those of torch have one for every 6 to 11 bytes."""
 _U8, _U16, _I32, _U32, _U64 = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q"))
 _F64 = struct.Struct(">d")
 
@@ -154,7 +162,11 @@ def _constant(value: Any) -> Callable[[_Machine], None]:
 
 
 def _new(make: Callable[[], Any]) -> Callable[[_Machine], None]:
-    return lambda m: m.stack.append(make())
+    def new(m: _Machine) -> None:
+        m.count()
+        m.stack.append(make())
+
+    return new
 
 
 def _number(form: struct.Struct) -> Callable[[_Machine], None]:
@@ -170,16 +182,18 @@ def _text(form: struct.Struct) -> Callable[[_Machine], None]:
 
 
 def _bytes(form: struct.Struct) -> Callable[[_Machine], None]:
-    return lambda m: m.stack.append(m.take(m.number(form)))
+    return lambda m: m.stack.append(bytes(m.take(m.number(form))))
 
 
 def _mark(m: _Machine) -> None:
+    m.count()
     m.marked.append(m.stack)
     m.stack = []
 
 
 def _tuple(m: _Machine) -> None:
     found = tuple(m.items())
+    m.count()
     m.stack.append(found)
 
 
@@ -187,6 +201,7 @@ def _last(count: int) -> Callable[[_Machine], None]:
     def make(m: _Machine) -> None:
         if len(m.stack) < count:
             raise IndexError
+        m.count()
         m.stack[-count:] = [tuple(m.stack[-count:])]
 
     return make
@@ -243,6 +258,7 @@ def _call(m: _Machine) -> None:
     args, kind = m.stack.pop(), m.stack.pop()
     if not isinstance(args, tuple):
         raise ValueError(f"its pickle is broken at byte {m.at:,}: arguments are no tuple")
+    m.count()
     m.stack.append(Made(kind, args))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from fsharding.checkpoint.leaves import Shards, content, digest, objections, pla
 from fsharding.checkpoint.manifest import Manifest, text_of
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
 from fsharding.checkpoint.shares import shares
-from fsharding.checkpoint.store import Partial, StrPath, partial_of
+from fsharding.checkpoint.store import Partial, StrPath, partial_of, real_path
 from fsharding.checkpoint.structure import describe
 from fsharding.conformity import check_state
 from fsharding.errors import CheckpointError, message
@@ -44,6 +45,7 @@ __all__ = ["Job", "finish", "in_background", "own_version", "plan_save", "save",
 
 _FUNCTION = "fs.checkpoint.save"
 _ASYNC = "fs.checkpoint.save_async"
+_LARGEST_EXTRA = 16 << 20
 
 
 @called_by_all(_FUNCTION)
@@ -57,8 +59,8 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
     Args:
         path: the directory to be; its parents are made.
         state: the state.
-        extra: anything that JSON has, such as the configuration or the position in the data; that of rank 0 is kept,
-            and comes back as JSON gives it (tuples as lists).
+        extra: anything that JSON has, such as the configuration or the position in the data, of at most 16 MiB; that of
+            rank 0 is kept, and comes back as JSON gives it (tuples as lists).
 
     Raises:
         CheckpointError: on every rank: a leaf that cannot be saved; parts that differ between ranks that hold the same;
@@ -205,7 +207,7 @@ def plan_save(path: StrPath, state: TrainState, extra: Any = None, after: Callab
         mend = "Give the whole state: fs.checkpoint.save(path, state)."
         raise refuse(_FUNCTION, "a path, then a TrainState", state, mend)
     named = content(state)
-    target = Path(os.path.realpath(path))
+    target = real_path(path, _FUNCTION)
     planned: list[tuple[Job, dict[Holders, list[SharedBox]]]] = []
 
     def check() -> tuple[dict[str, str], dict[Holders, int]]:
@@ -233,6 +235,7 @@ def _check(
         raise CheckpointError(message(_FUNCTION, rule, rows))
     check_state(_FUNCTION, state)
     leaves = {path: _shards(path, x, state) for path, x in named.items()}
+    _check_extra(extra)
     manifest = _manifest(state, leaves, extra)
     text_of(manifest)
     kinds = "\n".join(f"{path} {x.saved}" for path, x in sorted(leaves.items()))
@@ -251,6 +254,18 @@ def _check(
     )
     on_mesh = {path: x for path, x in leaves.items() if x.sharding is not None}
     return Job(target, mine, manifest), facts, shared_boxes(on_mesh, members)
+
+
+def _check_extra(extra: Any) -> None:
+    """Refuses what every load of the checkpoint would spend seconds and memory on. What is no JSON is told later."""
+    try:
+        size = len(json.dumps(extra))
+    except (TypeError, ValueError, RecursionError):
+        return
+    if size > _LARGEST_EXTRA:
+        rule = f"cannot write `extra`: it has {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
+        mend = "Write what is large to a file of your own, and its name into `extra`."
+        raise CheckpointError(message(_FUNCTION, rule, mend=mend))
 
 
 def _shards(path: str, x: Any, state: TrainState) -> Shards:

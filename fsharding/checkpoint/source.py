@@ -325,5 +325,5 @@ def open_source(folder: Path, manifest: Manifest | None, function: str = "fs.che
         raise DamagedError(message(function, f"refuses {folder}: it is damaged.", rows, _OTHER))
     pickled = bytearray(size)
     _Blocks(folder, files, function).fill(METADATA, 0, memoryview(pickled))
-    found = inventory(folder, bytes(pickled), manifest, function)
+    found = inventory(folder, pickled, manifest, function)
     return Source(folder, found, None if manifest is None else manifest.files, function)

@@ -34,6 +34,7 @@ __all__ = [
     "metadata",
     "partial_of",
     "read_manifest",
+    "real_path",
     "retire",
     "survey",
     "wording_failures",
@@ -42,6 +43,7 @@ __all__ = [
 StrPath: TypeAlias = str | os.PathLike[str]
 
 _SAVE = "fs.checkpoint.save"
+_LATEST = "fs.checkpoint.latest"
 _ASIDE = re.compile(r"\.(.+)\.replaced")
 _STALE = re.compile(r"\.(\d+)\.(partial|replaced|retired)")
 _OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
@@ -296,11 +298,28 @@ def sync(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def find(path: StrPath) -> Path:
-    """Where a checkpoint is: at its path, or set aside by a save that was interrupted while it replaced it."""
-    target = Path(os.path.realpath(path))
+def real_path(path: StrPath, function: str) -> Path:
+    """The real path of what a user named, which need not be there.
+
+    Raises:
+        CheckpointError: it is no path of any file: it has a null byte.
+    """
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as error:
+        raise CheckpointError(message(function, f"cannot use the path {os.fspath(path)!r}.", [str(error)])) from error
+
+
+def find(path: StrPath, function: str) -> Path:
+    """Where a checkpoint is: at its path, or set aside by a save that was interrupted while it replaced it.
+
+    Raises:
+        CheckpointError: the system cannot look there, such as at a name that is too long.
+    """
+    target = real_path(path, function)
     aside = _aside(target)
-    return aside if not target.exists() and (aside / MANIFEST).is_file() else target
+    with wording_failures(function):
+        return aside if not target.exists() and (aside / MANIFEST).is_file() else target
 
 
 def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manifest:
@@ -365,7 +384,9 @@ def metadata(path: StrPath) -> Manifest:
     Raises:
         CheckpointError: there is no checkpoint, or its manifest cannot be used.
     """
-    return read_manifest("fs.checkpoint.metadata", find(path))
+    function = "fs.checkpoint.metadata"
+    with wording_failures(function):
+        return read_manifest(function, find(path, function))
 
 
 def latest(directory: StrPath) -> Path | None:
@@ -377,9 +398,13 @@ def latest(directory: StrPath) -> Path | None:
 
     Args:
         directory: which holds checkpoints, under any names.
+
+    Raises:
+        CheckpointError: the system cannot look there, such as at a name that is too long.
     """
-    root = Path(os.path.realpath(directory))
-    steps = _steps(root)
+    root = real_path(directory, _LATEST)
+    with wording_failures(_LATEST):
+        steps = _steps(root)
     return root / _newest(steps) if steps else None
 
 
@@ -466,7 +491,7 @@ def _complete(folder: Path) -> int | None:
     if not os.path.lexists(folder / MANIFEST):
         return None
     with contextlib.suppress(CheckpointError, OSError):
-        manifest = read_manifest("fs.checkpoint.latest", folder, newer=True)
+        manifest = read_manifest(_LATEST, folder, newer=True)
         if not damage(folder, manifest.files, hashed=False):
             return manifest.step
     return None

@@ -94,8 +94,9 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
 
 def weights_at(function: str, path: StrPath, prefix: str = "") -> Weights:
     """`open_weights` for another public function, whose name the errors carry."""
-    where = _where(path)
+    where = Path(path)
     try:
+        where = _where(path)
         if not where.exists():
             raise _Refusal("there is no such file or directory")
         found = _directory(where, function) if where.is_dir() else open_file(where)

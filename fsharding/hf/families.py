@@ -98,8 +98,9 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is no JSON object.
     """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    file = Path(path)
     try:
+        file = file / "config.json" if file.is_dir() else file
         # A path that a user named may be any link; an entry of a directory only one inside its own tree.
         real = Path(os.path.realpath(path))
         real = beside(real, "config.json") if real.is_dir() else real

@@ -18,7 +18,7 @@ from torch import Tensor
 from fsharding.boxes import Box
 from fsharding.checkpoint.manifest import is_plain_name
 from fsharding.checkpoint.source import LeafInfo
-from fsharding.checkpoint.store import StrPath
+from fsharding.checkpoint.store import StrPath, real_path
 from fsharding.checkpoint.tensor_files import INDEX
 from fsharding.checkpoint.weights import Weights, open_file, table_of
 from fsharding.errors import CheckpointError, message
@@ -73,7 +73,7 @@ def open_folder(path: StrPath) -> Folder:
         CheckpointError: no such directory, files that are missing, torn or foreign, tensors that are not where the
             index says; all of them are listed.
     """
-    folder = Path(os.path.realpath(path))
+    folder = real_path(path, _FUNCTION)
     rows: list[str] = []
     table = _table(folder, rows)
     opened: dict[str, Weights] = {}

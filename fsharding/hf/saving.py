@@ -113,7 +113,7 @@ def save(
         together(_FUNCTION, lambda: job.begin() if own_rank() == 0 else None)
         together(_FUNCTION, job.write)
         together(_FUNCTION, lambda: job.commit() if own_rank() == 0 else None)
-    except Exception:
+    except BaseException:  # also Ctrl-C
         if own_rank() == 0:
             shutil.rmtree(job.partial, ignore_errors=True)
         raise
@@ -211,6 +211,7 @@ def _plan(
     max_file_bytes: int,
 ) -> _Job:
     """Checks everything, and says what this rank writes."""
+    store.real_path(path, _FUNCTION)
     target = Path(os.path.abspath(path))
     rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
     if isinstance(params, TrainState):

@@ -26,10 +26,10 @@ from fsharding import checkpoint as ck
 from fsharding import cli, hf
 from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.pickles import Global, Made, Pairs, named, unpickled
-from fsharding.config import batches_seen
+from fsharding.config import TrainConfig, batches_seen, check
 from fsharding.data import from_files, from_tokens, open_data
 from fsharding.errors import CheckpointError, ConfigError, DataError, FshardingError
-from fsharding.show import read_metrics
+from fsharding.show import plot_loss, read_metrics
 from fsharding.testing import assert_bitwise_equal
 
 CONFIG = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
@@ -110,6 +110,9 @@ LAUGHS = {
     "long text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"a.",
     "long bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"a.",
     "deep": b"\x80\x04)" + b"\x85" * 10**5 + b".",
+    "lists": b"\x80\x04" + b"]" * 10**7 + b".",
+    "marks": b"\x80\x04" + b"(" * 10**7 + b".",
+    "objects": b"\x80\x04ctorch\nSize\n\x94" + b"h\x00)R" * 10**6 + b".",
     "loop": b"\x80\x04]\x94h\x00a.",
 }  # fmt: skip
 
@@ -311,7 +314,8 @@ def test_nothing_waits_for_a_fifo(saved, tmp_path):
     (tmp_path / "b.bin").write_bytes(bytes(64))
     os.mkfifo(tmp_path / "b.bin.json")
     assert "no plain file" in refusal(open_data, str(tmp_path / "b.bin"), batch_size=1, seq_len=2, kind=DataError)
-    assert "no plain file" in refusal(read_metrics, fifo, kind=ConfigError)
+    for read in (read_metrics, lambda path: plot_loss(path, tmp_path / "a.png")):
+        assert "no plain file" in refusal(read, fifo, kind=ConfigError)
     (foreign := tmp_path / "foreign").mkdir()
     os.mkfifo(foreign / ".metadata")
     assert "no plain file" in refusal(ck.open_weights, foreign)
@@ -667,3 +671,183 @@ def test_rows_of_metrics_end_where_one_is_none(tmp_path):
         file.write_bytes(good + bad + b"\n" + good)
         assert read_metrics(file) == [{"step": 1, "loss": 2.5, "lr": None}]
     assert read_metrics(tmp_path / "absent") == []
+
+
+# ------------------------------------------------------------------------------------------------------- sizes and names
+def unchanged(folder: Path) -> list[str]:
+    """What is in a directory, and hidden in it: the same before and after a call that was refused."""
+    return sorted(os.listdir(folder))
+
+
+def sparse(file: Path, size: int) -> Path:
+    """A file of zeros that takes no place."""
+    file.touch()
+    os.truncate(file, size)
+    return file
+
+
+@pytest.mark.parametrize("verb", ["export", "inspect", "reshard"])
+def test_verbs_take_no_fifo_and_no_device(verb, saved, tmp_path, capsys):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    (tmp_path / "deep").write_bytes(b'{"a":' * 10**5)
+    sources = [fifo, Path("/dev/zero"), sparse(tmp_path / "sparse", 1 << 40), tmp_path / ("x" * 300)]
+    more = {"export": ["out", "--format", "torch"], "inspect": [], "reshard": ["out", "--mesh", "dp=2"]}[verb]
+    calls = [[verb, str(source), *more] for source in sources]
+    if verb == "export":
+        tables = [fifo, "/dev/zero", tmp_path / "sparse", tmp_path / "deep", tmp_path / ("x" * 300), tmp_path]
+        calls += [[verb, str(saved), *more, "--names", str(table)] for table in tables]
+    if verb != "inspect":
+        calls.append([verb, str(saved), "x" * 250, *more[1:]])
+    before = unchanged(tmp_path)
+    with contextlib.chdir(tmp_path):
+        for call in calls:
+            with soon(), pytest.raises(SystemExit) as ended:
+                cli.main(call)
+            error = capsys.readouterr().err
+            assert ended.value.code == 2 and "Error: f" in error and len(error) < 5_000, call
+    assert unchanged(tmp_path) == before and unchanged(saved.parent) == ["0"]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 5_000, "a\0b"], ids=["name", "path", "null"])
+def test_paths_that_no_system_has_are_errors_of_ours(name, saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    decoder = fs.models.decoder(CONFIG)
+    layout = fs.plan_layout(decoder, fs.make_mesh(device="cpu"))
+    state = fs.init_state(decoder, fs.adamw(1e-2), fs.random.key(0), layout)
+    before = unchanged(tmp_path)
+    for call in (
+        lambda: ck.load(name, layout),
+        lambda: ck.load_leaves(name, "params"),
+        lambda: ck.load_weights(name, layout),
+        lambda: ck.open_weights(name),
+        lambda: ck.inspect(name),
+        lambda: ck.metadata(name),
+        lambda: ck.latest(name),
+        lambda: ck.save(name, state),
+        lambda: ck.save_async(name, state).wait(),
+        lambda: ck.export(name, "out", "torch"),
+        lambda: ck.export(saved, name, "dcp"),
+        lambda: ck.export(saved, name, "torch"),
+        lambda: ck.reshard_checkpoint(name, "out", {"dp": 2}),
+        lambda: ck.reshard_checkpoint(saved, name, {"dp": 2}),
+        lambda: ck.Checkpointer(name, background=False).save(state),
+        lambda: hf.load(name, layout),
+        lambda: hf.config_of(name),
+        lambda: hf.save(name, state, CONFIG),
+    ):
+        with soon():
+            text = refusal(call)
+        assert any(why in text for why in ("too long", "null byte", "no such")), text
+        assert len(text) < 5_000
+    assert unchanged(tmp_path) == before
+
+
+def test_paths_of_leaves_may_be_long(tmp_path):
+    long = "l" * 10_000
+    ck.save(tmp_path / "a", a_state().replace(opt_state={long: torch.arange(3.0)}))
+    with soon():
+        assert len(str(ck.inspect(tmp_path / "a"))) < 10_000
+        assert ck.load_leaves(tmp_path / "a", f"opt_state.{long}")[f"opt_state.{long}"].tolist() == [0.0, 1.0, 2.0]
+        assert len(refusal(ck.load_leaves, tmp_path / "a", long)) < 5_000
+        assert len(refusal(ck.load, tmp_path / "a", planned(), opt=fs.adamw(1e-2))) < 5_000
+    ck.export(tmp_path / "a", tmp_path / "out", "safetensors", what="all")
+    assert f"opt_state.{long}" in ck.open_weights(tmp_path / "out").leaves
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [["params"] * 10**6, [f"params.table{i}" for i in range(10**5)], "ab" * (5 << 20), "." * 10**6],
+    ids=["often", "unknown", "long", "dots"],
+)
+def test_large_requests_for_leaves_take_no_time(paths, saved):
+    with soon(most=100 << 20):
+        if paths[0] == "params":
+            assert [*ck.load_leaves(saved, paths)] == ["params.blocks.w", "params.table"]
+        else:
+            assert len(refusal(ck.load_leaves, saved, paths)) < 10_000
+
+
+def test_leaves_larger_than_the_memory_are_refused(saved):
+    found = ck.metadata(saved)
+    tree = found.tree | {"params.table": found.tree["params.table"]._replace(shape=(1 << 40, 3))}
+    reseal(saved, tree=tree)
+    with soon():
+        text = refusal(ck.load_leaves, saved, "params.table")
+    assert text.startswith(
+        f"fs.checkpoint.load_leaves cannot hold 13,194,139,533,312 bytes of {saved} whole: this machine"
+    )
+
+
+def test_an_extra_of_100_mb_is_not_saved(saved):
+    with soon(most=350 << 20):
+        text = refusal(ck.save, saved, a_state(), extra={"notes": "x" * (100 << 20)}, kind=CheckpointError)
+    assert "cannot write `extra`: it has 104,857,613 bytes as JSON; at most 16,777,216 are written." in text
+    assert unchanged(saved.parent) == ["0"] and ck.metadata(saved).extra is None
+
+
+def test_an_extra_of_100_mb_in_a_manifest_is_read_in_proportion(saved):
+    reseal(saved, extra="x" * (100 << 20))
+    with soon(20.0, 700 << 20):
+        assert ck.metadata(saved).step == 0
+
+
+def test_metadata_of_holes_are_read_once(saved):
+    sparse(saved / ".metadata", 0)
+    sparse(saved / ".metadata", 200 << 20)
+    reseal(saved)
+    with soon(5.0, 300 << 20):
+        assert "its pickle has the opcode 0x00" in refusal(ck.load, saved, planned())
+    os.truncate(saved / ".metadata", 1 << 40)
+    with soon():
+        assert ".metadata has 1,099,511,627,776 bytes, the manifest says" in refusal(ck.load, saved, planned())
+
+
+def test_metrics_of_any_size_are_read_row_by_row(tmp_path):
+    row = b'{"step": %d, "loss": 2.5, "grad_norm": null, "lr": 0.001, "tokens": 1024, "step_s": 0.125}\n'
+    (file := tmp_path / "metrics.jsonl").write_bytes(b"".join(row % n for n in range(1, 20_001)))
+    with soon(10.0, 20 << 20):
+        plot_loss(file, tmp_path / "loss.png")
+    for bad in (b"[" * (64 << 20), b'"' + b"a" * (64 << 20)):
+        file.write_bytes(row % 1 + bad)
+        with soon(most=2 << 20):
+            assert len(read_metrics(file)) == 1
+    with soon(most=2 << 20):
+        assert read_metrics(sparse(file, 1 << 40)) == [{**read_metrics(file)[0]}]
+
+
+def test_a_resume_looks_at_the_metrics_before_a_rank_starts(tmp_path):
+    config = TrainConfig(out=tmp_path, steps=1, batch=1, seq=8, plot=False, resume="newest")
+    extra = {"preset": "tiny", "data": "", "batches": 0}
+    ck.save(config.checkpoints / "0", a_state(), extra=extra)
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
+        make(config.metrics)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fsharding.config._check_resume", lambda *_: None)
+            assert refusal(check, config, 1, kind=ConfigError) == (
+                f"fsharding train cannot read {config.metrics}.\n  it is no plain file\nMove it away, or give another --out."
+            )
+        os.rmdir(config.metrics) if make is os.mkdir else os.unlink(config.metrics)
+
+
+# --------------------------------------------------------------------------------------------- nothing is left behind
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("a bug")])
+@pytest.mark.parametrize("call", ["torch", "safetensors", "dcp", "reshard", "hf"])
+def test_failed_exports_leave_no_directory_behind(call, error, saved, tmp_path, monkeypatch):
+    """Whatever ends it when its data are being synced: the disk, Ctrl-C, or a defect."""
+    layout = fs.plan_layout(fs.models.decoder(CONFIG), fs.make_mesh(device="cpu"))
+    state = fs.init_state(fs.models.decoder(CONFIG), fs.adamw(1e-2), fs.random.key(0), layout)
+    before, out = unchanged(tmp_path), tmp_path / "out"
+
+    def failing(fd):
+        raise error
+
+    monkeypatch.setattr(os, "fsync", failing)
+    run = {
+        "reshard": lambda: ck.reshard_checkpoint(saved, out, {"dp": 2}),
+        "hf": lambda: hf.save(out, state, CONFIG),
+    }.get(call, lambda: ck.export(saved, out, call))
+    ours = isinstance(error, OSError) or (call == "hf" and isinstance(error, Exception))
+    with pytest.raises(CheckpointError if ours else type(error)) as caught:
+        run()
+    assert str(error) in str(caught.value)
+    assert unchanged(tmp_path) == before
