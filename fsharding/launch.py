@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, cast
 
@@ -148,6 +149,8 @@ class _Forwarder:
         os.set_blocking(self._write, False)
         self._thread = threading.Thread(target=self._run, name="fsharding-forwarder", daemon=True)
         self._thread.start()
+        # It unblocks SIGTERM when it starts, which is when the first rank does.
+        resource_tracker.ensure_running()
         # Python writes the number of each signal that has a handler; this thread is the one that lets them through.
         self._wakeup = signal.set_wakeup_fd(self._write)
         self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}

@@ -12,6 +12,8 @@ import socket
 import sys
 from typing import Any
 
+import torch.distributed as dist
+
 __all__ = ["INIT_METHOD", "init_arguments", "local_variables", "loopback"]
 
 INIT_METHOD = "FSHARDING_INIT_METHOD"
@@ -33,11 +35,17 @@ def local_variables() -> dict[str, str]:
 
 
 def init_arguments() -> dict[str, Any]:
-    """Arguments of `init_process_group` that say where the ranks meet; none under a launcher such as torchrun.
+    """Arguments of `init_process_group` that say where the ranks meet; none at a first start under torchrun.
 
-    torch reads the number of the rank from the environment by itself with `env://` only.
+    torch reads the number of the rank from the environment by itself with `env://` only. When torchrun starts the ranks
+    of one machine again, they meet in the store of the start before, with addresses of processes that are gone in it:
+    so each start has a prefix of its own there. Agents of several machines count their restarts apart, and get none.
     """
-    method = os.environ.get(INIT_METHOD)
-    if not method:
+    rank = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
+    if method := os.environ.get(INIT_METHOD):
+        return {"init_method": method, **rank}
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if start == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
         return {}
-    return {"init_method": method, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    store, _, _ = next(iter(dist.rendezvous("env://")))
+    return {"store": dist.PrefixStore(f"start_{start}", store), **rank}
