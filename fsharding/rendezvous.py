@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import Any
 
-import torch.distributed as dist
+from fsharding import _compat
 
 __all__ = ["INIT_METHOD", "init_arguments", "local_variables", "loopback"]
 
@@ -47,5 +47,4 @@ def init_arguments() -> dict[str, Any]:
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if start == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
         return {}
-    store, _, _ = next(iter(dist.rendezvous("env://")))
-    return {"store": dist.PrefixStore(f"start_{start}", store), **rank}
+    return {"store": _compat.launchers_store(f"start_{start}"), **rank}

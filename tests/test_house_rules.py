@@ -28,7 +28,8 @@ README_SECONDS = 110
 # every module of ops/ that has no entry of its own. A fraction orders the modules within one level.
 LEVEL_TABLE: list[tuple[float, str]] = [
     (0, "errors"),
-    (0.5, "tree untrusted _compat _functorch counts hints ending arguments rendezvous frames"),
+    (0.5, "tree untrusted _compat _functorch counts hints ending arguments frames"),
+    (0.55, "rendezvous"),
     (0.6, "public"),
     (0.8, "axes agreement"),
     (0.9, "lost"),
