@@ -36,7 +36,8 @@ __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
     "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_",
     "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "is_elementwise", "is_served_by_rank",
-    "is_wanted", "launchers_store", "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "packed", "persistent_buffers",
+    "is_wanted", "launchers_store",
+    "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "packed", "persistent_buffers",
     "reduce_scatter_flat", "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
     "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
     "unpack", "version_of", "versions_of", "visit_first",
@@ -353,7 +354,7 @@ def default_store() -> dist.Store | None:
 
 def launchers_store(prefix: str) -> dist.Store:
     """The store that a launcher's environment names, with a prefix to every key."""
-    store, _, _ = next(iter(dist.rendezvous("env://")))  # pyright: ignore[reportPrivateImportUsage]
+    store, _, _ = next(iter(dist.rendezvous("env://")))
     return dist.PrefixStore(prefix, store)
 
 
