@@ -1,15 +1,17 @@
 """Runs of one process: what they go on with, what they leave behind, and what they say."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from fsharding import checkpoint
+from fsharding import train as runs
 from fsharding.cli import main
 from fsharding.config import TrainConfig, check
-from fsharding.errors import ConfigError, DataError, NonFiniteError
+from fsharding.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from fsharding.show import plot_loss, read_metrics
 from fsharding.train import train
 
@@ -53,6 +55,29 @@ def test_a_loss_that_is_not_finite_ends_the_run(config, dtype):
     (config.out / "metrics.jsonl").write_text('{"step": 1, "loss": null, "grad_norm": null}\n')
     plot_loss(config.metrics, config.out / "loss.png")
     assert (config.out / "loss.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, ["2", "4", "6", "8"]), (1, ["8"]), (3, ["4", "6", "8"])])
+def test_so_many_checkpoints_stay(config, keep, left):
+    ran(replace(config, save_every=2, keep=keep))
+    assert sorted(p.name for p in config.checkpoints.iterdir()) == left
+    with pytest.raises(ConfigError, match="--keep 0: at least 1"):
+        check(replace(config, keep=0), 1)
+
+
+@pytest.mark.parametrize("gone", ["out", "metrics.jsonl"])
+def test_a_directory_that_is_removed_ends_the_run(config, gone, monkeypatch):
+    def save_and_remove(config, state, data, batches):
+        saved(config, state, data, batches)
+        if batches == 4:
+            shutil.rmtree(config.out) if gone == "out" else config.metrics.unlink()
+
+    saved = runs._save
+    monkeypatch.setattr(runs, "_save", save_and_remove)
+    mend = "Start again in" if gone == "out" else "Go on from the newest checkpoint with --resume auto."
+    with pytest.raises(CheckpointError, match=rf"has lost {config.metrics}: it was removed[\s\S]*{mend}"):
+        ran(replace(config, save_every=2))
+    assert not config.out.exists() if gone == "out" else checkpoint.latest(config.checkpoints).name == "4"
 
 
 def test_what_cannot_be_read_leaves_an_earlier_run_alone(config, tmp_path):
