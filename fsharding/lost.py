@@ -39,6 +39,7 @@ from fsharding.errors import CheckpointError, RankError, message
 
 __all__ = [
     "Found",
+    "UnlikeSizes",
     "among",
     "called_by_all",
     "follow",
@@ -210,7 +211,12 @@ class naming_lost:
 
 def _failed(error: BaseException) -> dict[str, Any]:
     """What this rank says of itself where an error comes up."""
-    return _doing(frames.lines_of(error), _mark(error)[1])
+    said = _doing(frames.lines_of(error), _mark(error)[1])
+    return {**said, "sizes": str(error)} if isinstance(error, UnlikeSizes) else said
+
+
+class UnlikeSizes(RuntimeError):
+    """Data of another size came than this rank sends: ranks that live, in one call, with unlike tensors."""
 
 
 class _Call(NamedTuple):
@@ -430,7 +436,8 @@ class Found(NamedTuple):
     """A rank that is the cause of a failure.
 
     Attributes:
-        kind: "gone", "raised", "elsewhere" (in another call, or in none) or "busy" (in this one, without waiting).
+        kind: "gone", "raised", "elsewhere" (in another call, or in none), "busy" (in this one, without waiting) or
+            "sizes" (in this one, and others sent it data of another size).
         text: for people.
         function: the one that it is in, if it is elsewhere; "" for none.
     """
@@ -484,6 +491,8 @@ def follow(
             result.silent.append(rank)
         elif "raised" in note:
             result.found[rank] = Found("raised", note["raised"])
+        elif "sizes" in note and note.get("function", function) == function:
+            result.found[rank] = Found("sizes", note["sizes"])
         elif note.get("function", function) != function:
             result.found[rank] = Found("elsewhere", note["call"], note["function"])
         elif note.get("found"):
@@ -624,7 +633,11 @@ def _explained(
     names = _names(mesh if isinstance(mesh, DeviceMesh) else _latest_mesh and _latest_mesh())
     noticed = f"{_who([me], names)} noticed it{' in ' if doing else ''}{doing}: {_in_one_line(error)}"
     kinds = {it.kind for it in found.values()}
-    if me in found:
+    if isinstance(error, UnlikeSizes):
+        text = _unlike(call, me, peers or (), names, str(error))
+    elif kinds == {"sizes"}:
+        text = _unlike(call, next(iter(found)), (me,), names, next(iter(found.values())).text)
+    elif me in found:
         text = _given_up(call, me, names, noticed)
     elif kinds == {"elsewhere"}:
         text = _scattered(call, followed, names)
@@ -643,6 +656,13 @@ def _gone(call: _Call, found: Mapping[int, Found], names: Mapping[int, str], not
     if slow:
         mend = "If it is only slow, give make_mesh a longer timeout=. " + mend
     return message(call.function, f"lost {_who([*found], names)}.", [*rows, noticed], mend)
+
+
+def _unlike(call: _Call, rank: int, others: Sequence[int], names: Mapping[int, str], said: str) -> str:
+    """Ranks that are in one call with tensors of other sizes; what one of them said."""
+    rule = f"got tensors of other sizes on {_who([rank], names)} than on {_who([*others], names)}."
+    mend = "Give all ranks the same shapes and dtypes: one of them has another state, layout, precision or batch."
+    return message(call.function, rule, [f"{_who([rank], names)}: {said}"], mend)
 
 
 def _given_up(call: _Call, me: int, names: Mapping[int, str], noticed: str) -> str:

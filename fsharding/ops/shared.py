@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.lost import among
+from fsharding.lost import UnlikeSizes, among
 from fsharding.mesh import Group
 from fsharding.ops import blocks, wire
 from fsharding.ops.pipes import MemberError, Pipes
@@ -233,7 +233,7 @@ class _Notes:
             if unlike := [member for member, note in notes.items() if note[-1] != self._what]:
                 with among([self._group.ranks[member] for member in unlike]):
                     theirs, ours = notes[unlike[0]][-1] // 3, self._what // 3
-                    raise RuntimeError(f"Another call's data came: {theirs} bytes, where {ours} are sent.")
+                    raise UnlikeSizes(f"{theirs} bytes came, where {ours} are sent")
             self._come = {member: note[:-1] for member, note in notes.items()}
         return self._come
 

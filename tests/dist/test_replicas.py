@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import CheckpointError, ConfigError, ReplicaError
+from fsharding.errors import CheckpointError, ConfigError, RankError, ReplicaError
 from fsharding.sharding import local_of
 from fsharding.testing import run_ranks
 
@@ -142,3 +142,25 @@ def first_values_of_ranks_that_differ():
 def test_first_values_that_differ_are_refused():
     for kind, text in run_ranks(first_values_of_ranks_that_differ, 2):
         assert kind == "ConfigError" and "key" in text, text
+
+
+def sums_of_other_sizes(what):
+    mesh, rank = fs.make_mesh(dp=2, device="cpu"), torch.distributed.get_rank()
+    x = torch.ones(4, dtype=torch.bfloat16 if rank else torch.float32) if what == "dtype" else torch.ones(3 + rank)
+    with pytest.raises(RankError) as found:
+        fs.ops.psum(x, "dp", mesh=mesh)
+    return str(found.value)
+
+
+@pytest.mark.skipif(
+    os.environ.get("FSHARDING_SHARED_MEMORY") == "0", reason="gloo ends a process that is sent too much"
+)
+@pytest.mark.parametrize(("what", "sizes"), [("dtype", (16, 8)), ("shape", (12, 16))])
+def test_ranks_that_send_other_sizes_are_told_so(what, sizes):
+    """Not that one of them is gone: both live, and are in one call."""
+    for rank, text in enumerate(run_ranks(sums_of_other_sizes, 2, what)):
+        first, *rows, mend = text.split("\n")
+        who, other = f"rank {rank} (dp={rank})", f"rank {1 - rank} (dp={1 - rank})"
+        assert first == f"ops.psum got tensors of other sizes on {who} than on {other}."
+        assert rows == [f"  {who}: {sizes[1 - rank]} bytes came, where {sizes[rank]} are sent"]
+        assert mend.startswith("Give all ranks the same shapes and dtypes")
