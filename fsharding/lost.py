@@ -633,7 +633,7 @@ def _explained(
     names = _names(mesh if isinstance(mesh, DeviceMesh) else _latest_mesh and _latest_mesh())
     noticed = f"{_who([me], names)} noticed it{' in ' if doing else ''}{doing}: {_in_one_line(error)}"
     kinds = {it.kind for it in found.values()}
-    if isinstance(error, UnlikeSizes):
+    if isinstance(error, UnlikeSizes) and kinds <= {"gone", "sizes"}:
         text = _unlike(call, me, peers or (), names, str(error))
     elif kinds == {"sizes"}:
         text = _unlike(call, next(iter(found)), (me,), names, next(iter(found.values())).text)
