@@ -6,7 +6,6 @@ A bucket is (dtype, data axes) on the way in, and (steps, dtypes) on the way bac
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 
 from fsharding.axes import AXES
 from fsharding.mesh import Mesh, abstract
+from fsharding.mesh_cache import cache_on_mesh
 from fsharding.ops import transition
 from fsharding.ops.bucket import Bucket, plan_bucket
 from fsharding.ops.transition import Step
@@ -162,7 +162,7 @@ def plan_unit(leaves: tuple[LeafPlan, ...]) -> UnitPlan:
     return _plan_unit(leaves, _large.get())
 
 
-@functools.lru_cache(maxsize=1024)
+@cache_on_mesh(lambda leaves, _: leaves[0].sharding.mesh, 1024)
 def _plan_unit(leaves: tuple[LeafPlan, ...], large: int) -> UnitPlan:
     gathers, aliases = _plan_gathers(leaves)
     reductions = _plan_reductions(leaves, large)
