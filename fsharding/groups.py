@@ -35,7 +35,7 @@ class _Kept:
     Attributes:
         group: None on a rank outside.
         idle: how many hold it when nobody does: torch and this.
-        last: number of the last mesh that was known to use it.
+        last: number of the last mesh that asked for it when it was made, or that found it held; as all ranks count.
     """
 
     group: dist.ProcessGroup | None
@@ -64,8 +64,8 @@ class _Groups:
         kept = self.by_key.get(key)
         if kept is None:
             kept = self.by_key[key] = self._make(*key)
-            kept.idle = kept.holders()  # here, where no local name of a caller holds it
-        kept.last = self.meshes
+            # Here, where no local name of a caller holds it.
+            kept.idle, kept.last = kept.holders(), self.meshes
         return kept
 
     def _make(self, ranks: tuple[int, ...], timeout: timedelta) -> _Kept:
@@ -77,10 +77,12 @@ class _Groups:
 
     def close(self, wanted: set[Key]) -> None:
         self.meshes += 1
+        for key in wanted & self.by_key.keys():
+            self.by_key[key].last = self.meshes
         old = [
             key
             for key, kept in self.by_key.items()
-            if key not in wanted and self.meshes - kept.last > _SPARE_MESHES and kept.group is not self.world
+            if self.meshes - kept.last > _SPARE_MESHES and kept.group is not self.world
         ]
         if old:
             gc.collect()  # A mesh and what it keeps hold each other.

@@ -8,7 +8,6 @@ Law: the ranks of `axis_group(mesh, axes)` stand in the order of `axes`, major f
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
@@ -161,32 +160,33 @@ def _made(
     world = dist.get_world_size()
     if world > 1:
         agree("fs.make_mesh", facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet)
+    # All ranks take part in making groups. Those outside are here now and perhaps never again; those of another stage
+    # of a pipeline gather over other axes, or in another order.
+    several = shape.names if grid.numel() < world else data_axes(shape) if shape.axis_size("pp") > 1 else ()
+    early = [frozenset(axes) for count in range(2, len(several) + 1) for axes in combinations(several, count)]
     placed = AbstractMesh(shape.names, shape.sizes, tuple(grid.flatten().tolist()))
     by_axis = [_families(placed, {axis}) for axis in shape.names]
-    close_unused(itertools.chain.from_iterable(by_axis), timeout)
+    wanted = [family for families in (*by_axis, *(_families(placed, axes) for axes in early)) for family in families]
+    close_unused(wanted, timeout)
     groups = [group for families in by_axis if (group := group_among(families, timeout)) is not None]
     if groups:
         mesh = _compat.device_mesh_of(groups, device, shape.names, grid)
     else:
         mesh = _compat.meshless_device_mesh(device, shape.names, grid, own_rank())
     kept_by(mesh)["timeout"] = timeout
-    # All ranks take part in making groups. Those outside are here now and perhaps never again; those of another stage
-    # of a pipeline gather over other axes, or in another order.
-    early = shape.names if grid.numel() < world else data_axes(mesh) if shape.axis_size("pp") > 1 else ()
-    for count in range(2, len(early) + 1):
-        for several in combinations(early, count):
-            _process_group(mesh, frozenset(several))
+    for axes in early:
+        _process_group(mesh, axes)
     return mesh
 
 
 def _timeout(mesh: DeviceMesh) -> timedelta:
-    """That of a mesh of `make_mesh`, and of its views; of another, the default."""
+    """That of a mesh of `make_mesh`; of another, the default."""
     return kept_by(mesh).get("timeout", timedelta(minutes=10))
 
 
 def of_same_groups(part: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
-    """A slice or view of a mesh, whose groups have the timeout of those of the mesh."""
-    kept_by(part)["timeout"] = _timeout(mesh)
+    """A slice of a mesh, or a view: its groups are those of the whole, which all ranks make, and not their slices'."""
+    kept_by(part)["whole"] = mesh
     return part
 
 
@@ -292,6 +292,9 @@ def everyone(mesh: Mesh) -> Group:
 @cache_on_mesh(lambda mesh, _: mesh, 256)
 def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup | None:
     """The process group of this rank over several axes; None on a rank outside the mesh. All ranks make all of them."""
+    whole = kept_by(mesh).get("whole")
+    if whole is not None:
+        return _process_group(whole, axes)
     return group_among(_families(abstract(mesh), axes), _timeout(mesh))
 
 
