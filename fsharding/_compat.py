@@ -126,7 +126,7 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-@cache_on_mesh(lambda mesh, *_: mesh)
+@cache_on_mesh()
 def _spec_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:

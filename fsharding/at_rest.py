@@ -65,14 +65,14 @@ def view(
     return _found(mesh, spec, assigned, owned)
 
 
-@cache_on_mesh(lambda mesh, *_: mesh)
+@cache_on_mesh()
 def _found(mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
     names = abstract(mesh).names
     axes = order(names, spec, assigned)
     return mesh if axes == names and not owned else _view(mesh, axes, owned)
 
 
-@cache_on_mesh(lambda mesh, *_: mesh)
+@cache_on_mesh()
 def _view(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
     names = abstract(mesh).names
     kept = tuple(name for name in names if name in axes)
@@ -83,7 +83,7 @@ def _view(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> De
     return result
 
 
-@cache_on_mesh(lambda mesh, *_: mesh)
+@cache_on_mesh()
 def slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The slice of a mesh with this rank in it; without any axis left, this rank alone.
 

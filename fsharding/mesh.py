@@ -66,7 +66,7 @@ def abstract(mesh: Mesh) -> AbstractMesh:
     return mesh if isinstance(mesh, AbstractMesh) else _abstract(mesh)
 
 
-@cache_on_mesh(lambda mesh: mesh)
+@cache_on_mesh()
 def _abstract(mesh: DeviceMesh) -> AbstractMesh:
     names = mesh.mesh_dim_names
     if names is None:
@@ -257,7 +257,7 @@ class Group:
         return tuple(in_group[rank] for rank in self.ranks)
 
 
-@cache_on_mesh(lambda mesh, _: mesh, 256)
+@cache_on_mesh(256)
 def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     """This process's group along some axes. Every rank has to ask for the same axes in the same order of calls.
 
@@ -289,7 +289,7 @@ def everyone(mesh: Mesh) -> Group:
     return Group(ranks, own_rank(), group if shape.size > 1 else None)
 
 
-@cache_on_mesh(lambda mesh, _: mesh, 256)
+@cache_on_mesh(256)
 def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup | None:
     """The process group of this rank over several axes; None on a rank outside the mesh. All ranks make all of them."""
     whole = kept_by(mesh).get("whole")

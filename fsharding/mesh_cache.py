@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["cache_on_mesh", "kept_by"]
+__all__ = ["cache_on_its_mesh", "cache_on_mesh", "kept_by"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _NAME = "_fsharding_kept"
+"""The attribute of a mesh; read by this name where every call would pay for a look."""
 
 
 class _Kept(dict[Hashable, Any]):
@@ -36,12 +37,37 @@ def kept_by(mesh: DeviceMesh) -> dict[Hashable, Any]:
     return kept
 
 
-def cache_on_mesh(mesh_of: Callable[..., Any], maxsize: int = 4096) -> Callable[[_Function], _Function]:
-    """As `functools.lru_cache`, with a cache for each `DeviceMesh`, and one for all else.
+def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
+    """As `functools.lru_cache`, of a function whose first argument is a mesh: each `DeviceMesh` has a cache.
+
+    No other argument has another `DeviceMesh`, or that would live as long. All are given by position.
 
     Args:
-        mesh_of: the mesh of the function's arguments, which are given by position. No argument has another one, or it
-            would live as long.
+        maxsize: of each cache; those of abstract meshes share one.
+    """
+
+    def decorate(fn: _Function) -> _Function:
+        without = functools.lru_cache(maxsize)(fn)
+
+        @functools.wraps(fn)
+        def run(mesh: Any, *args: Any) -> Any:
+            try:
+                cached = mesh._fsharding_kept[fn]
+            except (AttributeError, KeyError):
+                if not isinstance(mesh, DeviceMesh):
+                    return without(mesh, *args)
+                cached = kept_by(mesh)[fn] = functools.lru_cache(maxsize)(functools.partial(fn, mesh))
+            return cached(*args)
+
+        return run  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
+    """As `cache_on_mesh`, of a function whose first argument has a `mesh`.
+
+    Args:
         maxsize: of each cache.
     """
 
@@ -49,15 +75,14 @@ def cache_on_mesh(mesh_of: Callable[..., Any], maxsize: int = 4096) -> Callable[
         without = functools.lru_cache(maxsize)(fn)
 
         @functools.wraps(fn)
-        def run(*args: Any) -> Any:
-            mesh = mesh_of(*args)
-            if not isinstance(mesh, DeviceMesh):
-                return without(*args)
-            kept = kept_by(mesh)
-            cached = kept.get(fn)
-            if cached is None:
-                cached = kept[fn] = functools.lru_cache(maxsize)(fn)
-            return cached(*args)
+        def run(value: Any, *args: Any) -> Any:
+            try:
+                cached = value.mesh._fsharding_kept[fn]
+            except (AttributeError, KeyError):
+                if not isinstance(value.mesh, DeviceMesh):
+                    return without(value, *args)
+                cached = kept_by(value.mesh)[fn] = functools.lru_cache(maxsize)(fn)
+            return cached(value, *args)
 
         return run  # pyright: ignore[reportReturnType]
 

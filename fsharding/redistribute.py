@@ -20,7 +20,7 @@ from fsharding import _compat, at_rest, tree
 from fsharding.arguments import refuse
 from fsharding.errors import LayoutError, message
 from fsharding.mesh import Mesh, is_member
-from fsharding.mesh_cache import cache_on_mesh
+from fsharding.mesh_cache import cache_on_its_mesh
 from fsharding.ops import transition
 from fsharding.ops.transition import Step
 from fsharding.public import public
@@ -160,7 +160,7 @@ def _find_route(target: NamedSharding, source: NamedSharding, shape: tuple[int, 
     return _Route(rest, stays, target.mesh, steps, wholes, target.local_shape(shape))
 
 
-_route = cache_on_mesh(lambda target, *_: target.mesh)(_find_route)
+_route = cache_on_its_mesh()(_find_route)
 
 
 def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:

@@ -28,7 +28,7 @@ from fsharding.axes import AXES, DATA_AXES, AbstractMesh, unknown_axis
 from fsharding.boxes import Box, Grid, Runs
 from fsharding.errors import NotGatheredError, SpecError, TransformError, message
 from fsharding.mesh import Mesh, abstract, coordinate
-from fsharding.mesh_cache import cache_on_mesh
+from fsharding.mesh_cache import cache_on_its_mesh, cache_on_mesh
 from fsharding.public import public
 from fsharding.spec import P, PartitionSpec
 
@@ -262,11 +262,7 @@ class NamedSharding:
         return text
 
 
-def _mesh_of(sharding: NamedSharding) -> Mesh:
-    return sharding.mesh
-
-
-@cache_on_mesh(_mesh_of)
+@cache_on_its_mesh()
 def _simplified(sharding: NamedSharding) -> NamedSharding:
     shape = abstract(sharding.mesh)
     spec = P(*(sharding.axes(dim) for dim in range(len(sharding.spec))))
@@ -274,7 +270,7 @@ def _simplified(sharding: NamedSharding) -> NamedSharding:
     return replace(sharding, spec=spec, partial=partial, owned=owned)
 
 
-@cache_on_mesh(_mesh_of)
+@cache_on_its_mesh()
 def _placements(sharding: NamedSharding) -> tuple[Placement, ...]:
     spec = sharding.spec
     names = at_rest.order(abstract(sharding.mesh).names, spec, tuple(a.axis for a in sharding.assigned))
@@ -299,7 +295,7 @@ def sharding_of(x: DTensor) -> NamedSharding:
     return _from_placements(x.device_mesh, tuple(x.placements))
 
 
-@cache_on_mesh(lambda mesh, _: mesh)
+@cache_on_mesh()
 def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> NamedSharding:
     base = at_rest.base(mesh)
     cuts: dict[int, list[str]] = {}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from fsharding import boxes
 from fsharding.checkpoint.leaves import Shards
 from fsharding.mesh import abstract
-from fsharding.mesh_cache import cache_on_mesh
+from fsharding.mesh_cache import cache_on_its_mesh
 from fsharding.sharding import NamedSharding
 
 __all__ = ["holders_of", "shares"]
@@ -56,7 +56,7 @@ def _whole(shape: tuple[int, ...], ranks: tuple[int, ...]) -> dict[Corner, tuple
     return {(0,) * len(shape): (math.prod(shape), ranks)}
 
 
-@cache_on_mesh(lambda sharding, _: sharding.mesh)
+@cache_on_its_mesh()
 def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Corner, tuple[int, tuple[int, ...]]]:
     """For each box of a leaf by its corner: how many elements it has, and which ranks hold it."""
     mesh, empty = abstract(sharding.mesh), not math.prod(shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsharding import _compat, boxes
 from fsharding.mesh import Mesh, abstract, axis_group
-from fsharding.mesh_cache import cache_on_mesh
+from fsharding.mesh_cache import cache_on_its_mesh
 from fsharding.ops import bucket as buckets
 from fsharding.ops.rows import Empty, open_gather
 from fsharding.ops.terms import Shown, can_show, open_terms
@@ -53,7 +53,7 @@ def plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]
     return _plan_steps(source, target if target.mesh is source.mesh else replace(target, mesh=source.mesh))
 
 
-@cache_on_mesh(lambda source, _: source.mesh)
+@cache_on_its_mesh()
 def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
     source, target = source.simplified(), target.simplified()
     open_axes = [axis for axis in source.partial if axis not in target.partial]

@@ -18,7 +18,7 @@ from fsharding.mesh_cache import cache_on_mesh, kept_by
 CALLS = []
 
 
-@cache_on_mesh(lambda mesh, _: mesh, 2)
+@cache_on_mesh(2)
 def pair(mesh, number):
     CALLS.append(number)
     return mesh, number
