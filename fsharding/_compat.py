@@ -31,14 +31,15 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsharding.errors import LayoutError, message
+from fsharding.mesh_cache import cache_on_mesh, kept_by
 
 __all__ = [
-    "all_gather_flat", "attend_block", "attend_block_backward", "default_store", "drop_local", "file_offset",
-    "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_",
-    "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "is_elementwise", "is_served_by_rank",
-    "is_wanted", "launchers_store",
-    "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "packed", "persistent_buffers",
-    "reduce_scatter_flat", "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
+    "all_gather_flat", "attend_block", "attend_block_backward", "close_group", "default_store", "device_mesh_of",
+    "drop_local", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul",
+    "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
+    "is_elementwise", "is_served_by_rank", "is_wanted", "launchers_store", "like_dtensor", "local_tensor",
+    "make_dtensor", "meshless_device_mesh", "new_group", "packed", "persistent_buffers", "reduce_scatter_flat",
+    "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
     "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
     "unpack", "version_of", "versions_of", "visit_first",
 ]  # fmt: skip
@@ -121,18 +122,13 @@ def local_tensor(x: DTensor) -> Tensor:
 def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]) -> DTensor:
     """A DTensor of a local tensor as it stands: `from_local` takes the shape `()` for none given, and is slower."""
     # Not DTensor(...): its empty __init__ is wrapped so that the first call imports torch._dynamo, a second or two.
-    spec = _spec_of(id(mesh), mesh, tuple(placements), shape, local.dtype)
+    spec = _spec_of(mesh, tuple(placements), shape, local.dtype)
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-@functools.lru_cache(maxsize=4096)
+@cache_on_mesh()
 def _spec_of(
-    # Meshes that are equal may be different things: that of one rank, and the slice of another mesh with this rank.
-    _identity: int,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
     strides: list[int] = []
     step = 1
@@ -342,6 +338,27 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
+    """A group of some ranks, with the backend of the default one; None on a rank outside. All ranks call it."""
+    group = dist.new_group(list(ranks), timeout=timeout)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def holders_of(group: dist.ProcessGroup) -> int:
+    """How many Python objects and names hold a group, those of torch among them, and some more: compare two of them.
+
+    torch has no other way to say whether somebody still uses it; who does so from C++ has it from Python.
+    """
+    return sys.getrefcount(group)
+
+
+def close_group(group: dist.ProcessGroup) -> None:
+    """Ends a group: what was sent in it is done, and its threads and connections go with the last who holds it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    dist.destroy_process_group(group)
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """The timeout of a group's collectives."""
     return group._get_backend(group._device_types[0]).options._timeout
@@ -389,6 +406,15 @@ def save_record(x: object, file: Any) -> None:
     writer = torch._C.PyTorchFileWriter(file, False, 64)
     torch.serialization._save(x, writer, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
     writer.write_end_of_file()
+
+
+def device_mesh_of(
+    groups: Sequence[dist.ProcessGroup], device_type: str, names: tuple[str, ...], grid: Tensor
+) -> DeviceMesh:
+    """A DeviceMesh of process groups that there are already, one for each of its dims; they live as long as it does."""
+    mesh = DeviceMesh.from_group(list(groups), device_type, mesh=grid, mesh_dim_names=names)
+    kept_by(mesh)["groups"] = tuple(groups)  # torch itself knows their names, and in some versions no more
+    return mesh
 
 
 def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor, rank: int) -> DeviceMesh:

@@ -7,7 +7,6 @@ Law: `base(view(...))` is the mesh, and every torch operation on a DTensor keeps
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
-from fsharding.mesh import abstract, is_member, own_rank
+from fsharding.mesh import abstract, is_member, of_same_groups, own_rank
+from fsharding.mesh_cache import cache_on_mesh, kept_by
 from fsharding.spec import PartitionSpec
 
 __all__ = ["Base", "base", "order", "slice_of", "view"]
@@ -62,30 +62,28 @@ def view(
         assigned: axes whose coordinates own explicitly; the view is of this rank's slice along the others.
         owned: axes of the spec under whose own name the leaf would be taken for one that is gathered over them.
     """
-    return _found(id(mesh), mesh, spec, assigned, owned)
+    return _found(mesh, spec, assigned, owned)
 
 
-# By identity as well: meshes that are equal may be different things, see `_bases`.
-@functools.lru_cache(maxsize=1024)
-def _found(
-    identity: int, mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[str, ...], owned: tuple[str, ...]
-) -> DeviceMesh:
+@cache_on_mesh()
+def _found(mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
     names = abstract(mesh).names
     axes = order(names, spec, assigned)
-    return mesh if axes == names and not owned else _view(identity, mesh, axes, owned)
+    return mesh if axes == names and not owned else _view(mesh, axes, owned)
 
 
-@functools.lru_cache(maxsize=256)
-def _view(_identity: int, mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
+@cache_on_mesh()
+def _view(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
     names = abstract(mesh).names
     kept = tuple(name for name in names if name in axes)
     part = mesh if kept == names else slice_of(mesh, kept)
     result = part if not axes or (axes == kept and not owned) else _renamed(part, axes, owned)
-    _bases[id(result)] = result, Base(part, axes or ("dp",), owned, None if part is mesh else mesh)
+    # Of this view and no other mesh: one of somebody's own may be equal to it.
+    kept_by(result)[Base] = Base(part, axes or ("dp",), owned, None if part is mesh else mesh)
     return result
 
 
-@functools.lru_cache(maxsize=64)
+@cache_on_mesh()
 def slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The slice of a mesh with this rank in it; without any axis left, this rank alone.
 
@@ -97,7 +95,7 @@ def slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     if not names:
         return _compat.meshless_device_mesh(mesh.device_type, ("dp",), torch.tensor([rank]), rank)
     if is_member(mesh):
-        return mesh[names]
+        return of_same_groups(mesh[names], mesh)
     grid = mesh.mesh[tuple(slice(None) if name in names else 0 for name in abstract(mesh).names)]
     return _compat.meshless_device_mesh(mesh.device_type, names, grid, rank)
 
@@ -110,14 +108,10 @@ def _renamed(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) ->
     if not dist.is_initialized() or not is_member(mesh):
         return _compat.meshless_device_mesh(mesh.device_type, names, grid, own_rank())
     groups = [mesh.get_group(axis) for axis in axes]
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=grid, mesh_dim_names=names)
-
-
-# By identity: a mesh of one's own may be equal to a view of another.
-_bases: dict[int, tuple[DeviceMesh, Base]] = {}
+    return of_same_groups(_compat.device_mesh_of(groups, mesh.device_type, names, grid), mesh)
 
 
 def base(mesh: DeviceMesh) -> Base:
     """What a view was made of; any other mesh is its own."""
-    known = _bases.get(id(mesh))
-    return Base(mesh, abstract(mesh).names) if known is None else known[1]
+    known = kept_by(mesh).get(Base)
+    return Base(mesh, abstract(mesh).names) if known is None else known

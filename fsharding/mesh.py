@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations, product
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,9 @@ from fsharding.arguments import refuse
 from fsharding.axes import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.ending import rest_at_exit
 from fsharding.errors import MeshError, RankError, message
+from fsharding.groups import close_unused, find_group, group_among
 from fsharding.lost import meet, naming_lost, own_rank, set_meeting, world_size
+from fsharding.mesh_cache import cache_on_mesh, kept_by
 from fsharding.public import public
 from fsharding.rendezvous import init_arguments
 
@@ -45,6 +47,7 @@ __all__ = [
     "everyone",
     "is_member",
     "mesh_here",
+    "of_same_groups",
     "own_rank",
     "make_mesh",
     "set_mesh",
@@ -54,15 +57,17 @@ __all__ = [
 Mesh: TypeAlias = DeviceMesh | AbstractMesh
 
 
-@functools.lru_cache(maxsize=256)
 def abstract(mesh: Mesh) -> AbstractMesh:
     """The shape of a mesh as a pure value; an `AbstractMesh` is its own.
 
     Raises:
         MeshError: a `DeviceMesh` without axis names, or with a name that is none of the six.
     """
-    if isinstance(mesh, AbstractMesh):
-        return mesh
+    return mesh if isinstance(mesh, AbstractMesh) else _abstract(mesh)
+
+
+@cache_on_mesh()
+def _abstract(mesh: DeviceMesh) -> AbstractMesh:
     names = mesh.mesh_dim_names
     if names is None:
         text = message("fs.abstract", "needs a mesh with named axes.", mend=f"Name its dims with {', '.join(AXES)}.")
@@ -155,20 +160,34 @@ def _made(
     world = dist.get_world_size()
     if world > 1:
         agree("fs.make_mesh", facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet)
-    mesh = DeviceMesh(device, grid, mesh_dim_names=shape.names)
-    for group in mesh.get_all_groups() if is_member(mesh) else ():
-        _compat.set_group_timeout(group, timeout)
-    _timeouts[mesh] = timeout
     # All ranks take part in making groups. Those outside are here now and perhaps never again; those of another stage
     # of a pipeline gather over other axes, or in another order.
-    early = shape.names if grid.numel() < world else data_axes(mesh) if shape.axis_size("pp") > 1 else ()
-    for count in range(2, len(early) + 1):
-        for several in combinations(early, count):
-            _process_group(mesh, frozenset(several))
+    several = shape.names if grid.numel() < world else data_axes(shape) if shape.axis_size("pp") > 1 else ()
+    early = [frozenset(axes) for count in range(2, len(several) + 1) for axes in combinations(several, count)]
+    placed = AbstractMesh(shape.names, shape.sizes, tuple(grid.flatten().tolist()))
+    by_axis = [_families(placed, {axis}) for axis in shape.names]
+    wanted = [family for families in (*by_axis, *(_families(placed, axes) for axes in early)) for family in families]
+    close_unused(wanted, timeout)
+    groups = [group for families in by_axis if (group := group_among(families, timeout)) is not None]
+    if groups:
+        mesh = _compat.device_mesh_of(groups, device, shape.names, grid)
+    else:
+        mesh = _compat.meshless_device_mesh(device, shape.names, grid, own_rank())
+    kept_by(mesh)["timeout"] = timeout
+    for axes in early:
+        _process_group(mesh, axes)
     return mesh
 
 
-_timeouts: dict[DeviceMesh, timedelta] = {}
+def _timeout(mesh: DeviceMesh) -> timedelta:
+    """That of a mesh of `make_mesh`; of another, the default."""
+    return kept_by(mesh).get("timeout", timedelta(minutes=10))
+
+
+def of_same_groups(part: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+    """A slice of a mesh, or a view: its groups are those of the whole, which all ranks make, and not their slices'."""
+    kept_by(part)["whole"] = mesh
+    return part
 
 
 @public("fs.is_member")
@@ -238,7 +257,7 @@ class Group:
         return tuple(in_group[rank] for rank in self.ranks)
 
 
-@functools.lru_cache(maxsize=256)
+@cache_on_mesh(256)
 def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     """This process's group along some axes. Every rank has to ask for the same axes in the same order of calls.
 
@@ -265,19 +284,26 @@ def everyone(mesh: Mesh) -> Group:
     shape = abstract(mesh)
     if not isinstance(mesh, DeviceMesh) or shape.size < world_size() or not dist.is_initialized():
         return axis_group(mesh, shape.names)
-    return Group(tuple(range(shape.size)), own_rank(), dist.group.WORLD if shape.size > 1 else None)
+    ranks = tuple(range(shape.size))
+    group = find_group(ranks, _timeout(mesh)) or dist.group.WORLD
+    return Group(ranks, own_rank(), group if shape.size > 1 else None)
 
 
-@functools.lru_cache(maxsize=256)
+@cache_on_mesh(256)
 def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup | None:
     """The process group of this rank over several axes; None on a rank outside the mesh. All ranks make all of them."""
-    families: dict[tuple[int, ...], list[int]] = {}
-    shape = abstract(mesh)
+    whole = kept_by(mesh).get("whole")
+    if whole is not None:
+        return _process_group(whole, axes)
+    return group_among(_families(abstract(mesh), axes), _timeout(mesh))
+
+
+def _families(shape: AbstractMesh, axes: Collection[str]) -> list[list[int]]:
+    """The ranks that share their coordinates along all other axes."""
+    found: dict[tuple[int, ...], list[int]] = {}
     for coord in shape.coordinates():
-        families.setdefault(tuple(c for n, c in coord.items() if n not in axes), []).append(shape.rank_at(coord))
-    timeout = _timeouts.get(mesh, timedelta(minutes=10))
-    group, _ = dist.new_subgroups_by_enumeration([sorted(family) for family in families.values()], timeout=timeout)
-    return cast("dist.ProcessGroup | None", group)
+        found.setdefault(tuple(c for n, c in coord.items() if n not in axes), []).append(shape.rank_at(coord))
+    return list(found.values())
 
 
 _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)

@@ -7,7 +7,6 @@ Law: only bytes move; a value is never computed, but for the cast that was asked
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
+from fsharding import _compat, at_rest, tree
 from fsharding.arguments import refuse
 from fsharding.errors import LayoutError, message
 from fsharding.mesh import Mesh, is_member
+from fsharding.mesh_cache import cache_on_its_mesh
 from fsharding.ops import transition
 from fsharding.ops.transition import Step
 from fsharding.public import public
@@ -94,7 +94,10 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
         local = local_of(leaf) if dtype is None else local_of(leaf).to(dtype)
         if not isinstance(target, NamedSharding):
             raise refuse("fs.redistribute", "shardings", target, "Give a tree of NamedShardings, such as layout.main.")
-        route = _route(sharding_of(leaf), target, tuple(leaf.shape))
+        base = at_rest.base(leaf.device_mesh)
+        # What is kept with a mesh holds no other mesh, also none that is equal.
+        find = _route if (base.whole or base.mesh) is target.mesh else _find_route
+        route = find(target, sharding_of(leaf), tuple(leaf.shape))
         if route is None:
             wrong.append(i)
         elif not route.steps:
@@ -139,8 +142,7 @@ class _Route(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-@functools.lru_cache(maxsize=4096)
-def _route(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> _Route | None:
+def _find_route(target: NamedSharding, source: NamedSharding, shape: tuple[int, ...]) -> _Route | None:
     """None where no steps along data axes of one mesh lead there."""
     rest = target.simplified()
     if not is_member(rest.mesh):
@@ -149,12 +151,16 @@ def _route(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...])
     # On the slices of the mesh that own an assigned leaf, it is cut as any other.
     target = rest.slice_of_mesh()
     source = replace(source, mesh=target.mesh) if rest.assigned else source
+    if source.mesh != target.mesh or source.owned != target.owned or source.partial:
+        return None
     steps = transition.plan_steps(source, target)
-    moves_more = any(axis not in source.data_axes for step in steps for axis in step.axes)
-    if source.mesh != target.mesh or source.owned != target.owned or source.partial or moves_more:
+    if any(axis not in source.data_axes for step in steps for axis in step.axes):
         return None
     wholes = transition.whole_sizes(source, steps, shape)
     return _Route(rest, stays, target.mesh, steps, wholes, target.local_shape(shape))
+
+
+_route = cache_on_its_mesh()(_find_route)
 
 
 def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:

@@ -17,6 +17,7 @@ from fsharding import boxes
 from fsharding.axes import AbstractMesh
 from fsharding.boxes import Grid, Overlap, Runs
 from fsharding.mesh import abstract
+from fsharding.mesh_cache import cache_on_its_mesh
 from fsharding.sharding import NamedSharding
 
 __all__ = ["BUDGET", "Holder", "Leaf", "Piece", "Plan", "everywhere", "grids", "holders", "plan_routes", "route"]
@@ -120,7 +121,7 @@ def everywhere(ranks: Sequence[int]) -> NamedSharding:
     return NamedSharding(AbstractMesh(("dp",), (len(ranks),), tuple(ranks)))
 
 
-@functools.lru_cache(maxsize=4096)
+@cache_on_its_mesh()
 def holders(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Holder, ...]:
     """Who holds what: ranks that hold the same part together, in the order of their first rank on the mesh."""
     mesh = abstract(sharding.mesh)
@@ -132,7 +133,7 @@ def holders(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Holder, ..
     return tuple(Holder(grid, tuple(ranks)) for grid, ranks in found.items())
 
 
-@functools.lru_cache(maxsize=4096)
+@cache_on_its_mesh()
 def grids(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Grid]:
     """What each rank holds; ranks that hold nothing at all are left out."""
     return {rank: holder.grid for holder in holders(sharding, shape) for rank in holder.ranks}

@@ -7,7 +7,6 @@ Law: `sharding_of(s.to_dtensor(x, shape)) == s`, and the boxes of all ranks tile
 
 from __future__ import annotations
 
-import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from fsharding.axes import AXES, DATA_AXES, AbstractMesh, unknown_axis
 from fsharding.boxes import Box, Grid, Runs
 from fsharding.errors import NotGatheredError, SpecError, TransformError, message
 from fsharding.mesh import Mesh, abstract, coordinate
+from fsharding.mesh_cache import cache_on_its_mesh, cache_on_mesh
 from fsharding.public import public
 from fsharding.spec import P, PartitionSpec
 
@@ -262,7 +262,7 @@ class NamedSharding:
         return text
 
 
-@functools.lru_cache(maxsize=4096)
+@cache_on_its_mesh()
 def _simplified(sharding: NamedSharding) -> NamedSharding:
     shape = abstract(sharding.mesh)
     spec = P(*(sharding.axes(dim) for dim in range(len(sharding.spec))))
@@ -270,7 +270,7 @@ def _simplified(sharding: NamedSharding) -> NamedSharding:
     return replace(sharding, spec=spec, partial=partial, owned=owned)
 
 
-@functools.lru_cache(maxsize=4096)
+@cache_on_its_mesh()
 def _placements(sharding: NamedSharding) -> tuple[Placement, ...]:
     spec = sharding.spec
     names = at_rest.order(abstract(sharding.mesh).names, spec, tuple(a.axis for a in sharding.assigned))
@@ -292,11 +292,12 @@ def sharding_of(x: DTensor) -> NamedSharding:
     Raises:
         SpecError: a placement that no spec expresses.
     """
-    return _from_placements(at_rest.base(x.device_mesh), tuple(x.placements))
+    return _from_placements(x.device_mesh, tuple(x.placements))
 
 
-@functools.lru_cache(maxsize=4096)
-def _from_placements(base: at_rest.Base, placements: tuple[Placement, ...]) -> NamedSharding:
+@cache_on_mesh()
+def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> NamedSharding:
+    base = at_rest.base(mesh)
     cuts: dict[int, list[str]] = {}
     partial: list[str] = []
     for name, placement in zip(base.axes, placements, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -165,14 +166,19 @@ def make_train_step(
     @public("train step")
     def run(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
-        known = next((before for before in seen if layout is before.layout or layout == before.layout), None)
+        known = next((before for before in seen if before.check is not None and before.check.layout is layout), None)
         if known is None:
-            check_numbers("train step", state)
-            _agree(state, settings, batch, microbatches)
-            if is_model:
-                _refuse_model(model, layout)
-            _refuse_other_state(opt, state)
-            seen.append(known := _Seen(layout, Messages(), Pool(), StateCheck(layout)))
+            planned = _off_devices(layout)
+            known = next((before for before in seen if before.layout == planned), None)
+            if known is None:
+                check_numbers("train step", state)
+                _agree(state, settings, batch, microbatches)
+                if is_model:
+                    _refuse_model(model, layout)
+                _refuse_other_state(opt, state)
+                seen.append(known := _Seen(planned, Messages(), Pool()))
+            known.check = StateCheck(layout)
+        assert known.check is not None
         known.check("train step", state)
         _let_go(seen, known)
         how = precision or layout.precision
@@ -212,20 +218,39 @@ def make_train_step(
     return step
 
 
-class _Seen(NamedTuple):
-    """A layout that a step has met: its messages, the memory of its gradients, and what its states look like."""
+@dataclass
+class _Seen:
+    """A layout that a step has met.
+
+    Attributes:
+        layout: without devices, as all ranks meet it once, whenever meshes are collected.
+        messages: of a pipeline.
+        memory: of its gradients.
+        check: of its states; None where the step has gone on to another layout.
+    """
 
     layout: Layout
     messages: Messages
     memory: Pool
-    check: StateCheck
+    check: StateCheck | None = None
 
 
 def _let_go(seen: Sequence[_Seen], known: _Seen) -> None:
-    """Memory of gradients is kept for one layout only."""
+    """Memory of gradients is kept for one layout only, and so is its mesh."""
     for other in seen:
         if other is not known:
             other.memory.close()
+            other.check = None
+
+
+def _off_devices(layout: Layout) -> Layout:
+    """The same layout on an abstract mesh."""
+    mesh = abstract(layout.mesh)
+    leaves = (
+        replace(leaf, **{kind: replace(getattr(leaf, kind), mesh=mesh) for kind in ("params", "grads", "main")})
+        for leaf in layout.leaves
+    )
+    return replace(layout, mesh=mesh, leaves=tuple(leaves))
 
 
 def _settings(

@@ -62,22 +62,33 @@ def leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec_paths(spec: optree.PyTreeSpec) -> tuple[str, ...]:
+def _cached_paths(spec: optree.PyTreeSpec) -> tuple[str, ...]:
     def name(entry: Any) -> str:
         return str(getattr(entry, "field", entry.entry))
 
     return tuple(".".join(_map(name, accessor)) for accessor in spec.accessors())
 
 
+def _paths_of(spec: optree.PyTreeSpec) -> tuple[str, ...]:
+    """Those of a registered node are put together from its children's: a cache would keep its static data, a mesh."""
+    if spec.type not in _registered:
+        return _cached_paths(spec)
+    pairs = zip(spec.entries(), spec.children(), strict=True)
+    return tuple(f"{name}.{rest}" if rest else str(name) for name, child in pairs for rest in _paths_of(child))
+
+
+_registered: set[type[Any]] = set()
+
+
 def paths(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[str, ...]:
     """The dotted path of each leaf: dict keys, field names and positions joined by dots."""
-    return _spec_paths(optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE))
+    return _paths_of(optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE))
 
 
 def named_leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> dict[str, Any]:
     """The leaves of a tree by path: the form in which checkpoints hold a state."""
     flat, spec = flatten(tree, is_leaf=is_leaf)
-    return dict(zip(_spec_paths(spec), flat, strict=True))
+    return dict(zip(_paths_of(spec), flat, strict=True))
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:
@@ -97,7 +108,7 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLe
     _check_function("tree.map_with_path", fn)
     flat, spec = flatten(tree, is_leaf=is_leaf)
     others = [flatten_up_to(spec, other, "tree.map_with_path") for other in rest]
-    return unflatten(spec, [fn(*group) for group in zip(_spec_paths(spec), flat, *others, strict=True)])
+    return unflatten(spec, [fn(*group) for group in zip(_paths_of(spec), flat, *others, strict=True)])
 
 
 def flatten_up_to(
@@ -122,7 +133,7 @@ def flatten_up_to(
 
 def _mismatch(function: str, spec: optree.PyTreeSpec, other: optree.PyTreeSpec, labels: tuple[str, str]) -> TreeError:
     """The error for two structures that differ; every path that only one of them has is listed."""
-    ours, theirs = set(_spec_paths(spec)), set(_spec_paths(other))
+    ours, theirs = set(_paths_of(spec)), set(_paths_of(other))
     rows = [f"{path}: only in {labels[0]}" for path in sorted(ours - theirs)]
     rows += [f"{path}: only in {labels[1]}" for path in sorted(theirs - ours)]
     what, both = ("two trees", "both trees") if labels == _TWO_TREES else (" and ".join(labels), "both")
@@ -149,7 +160,7 @@ def match(function: str, first: Tree, second: Tree, labels: tuple[str, str] = _T
         TreeError: they differ; every path that only one of them has is listed.
     """
     spec, other = (optree.tree_structure(t, namespace=NAMESPACE) for t in (first, second))
-    if spec != other and _spec_paths(spec) != _spec_paths(other):
+    if spec != other and _paths_of(spec) != _paths_of(other):
         raise _mismatch(function, spec, other, labels)
 
 
@@ -188,6 +199,7 @@ def register_node(
     register: Any = optree.register_pytree_node
     entry = optree.GetAttrEntry if fields else optree.AutoEntry
     register(cls, flatten_node, unflatten_node, path_entry_type=entry, namespace=NAMESPACE)
+    _registered.add(cls)
 
 
 def at(tree: Tree, path: str) -> Any:

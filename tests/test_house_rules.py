@@ -28,11 +28,13 @@ README_SECONDS = 110
 # every module of ops/ that has no entry of its own. A fraction orders the modules within one level.
 LEVEL_TABLE: list[tuple[float, str]] = [
     (0, "errors"),
+    (0.4, "mesh_cache"),
     (0.5, "tree untrusted _compat _functorch counts hints ending arguments frames"),
     (0.55, "rendezvous"),
     (0.6, "public"),
     (0.8, "axes agreement"),
     (0.9, "lost"),
+    (0.95, "groups"),
     (1, "mesh boxes"),
     (1.5, "spec"),
     (1.7, "at_rest"),

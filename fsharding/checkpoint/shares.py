@@ -6,13 +6,13 @@ what all ranks hold. Law: all ranks of one state compute the same, and a box is 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 
 from fsharding import boxes
 from fsharding.checkpoint.leaves import Shards
 from fsharding.mesh import abstract
+from fsharding.mesh_cache import cache_on_its_mesh
 from fsharding.sharding import NamedSharding
 
 __all__ = ["holders_of", "shares"]
@@ -56,7 +56,7 @@ def _whole(shape: tuple[int, ...], ranks: tuple[int, ...]) -> dict[Corner, tuple
     return {(0,) * len(shape): (math.prod(shape), ranks)}
 
 
-@functools.lru_cache(maxsize=4096)
+@cache_on_its_mesh()
 def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Corner, tuple[int, tuple[int, ...]]]:
     """For each box of a leaf by its corner: how many elements it has, and which ranks hold it."""
     mesh, empty = abstract(sharding.mesh), not math.prod(shape)

@@ -7,7 +7,6 @@ Law: whatever the steps, each element is the same balanced sum over ranks, so th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from fsharding import _compat, boxes
 from fsharding.mesh import Mesh, abstract, axis_group
+from fsharding.mesh_cache import cache_on_its_mesh
 from fsharding.ops import bucket as buckets
 from fsharding.ops.rows import Empty, open_gather
 from fsharding.ops.terms import Shown, can_show, open_terms
@@ -43,7 +43,6 @@ class Step:
     dim: int = -1
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
     """The steps from one sharding to another on the same mesh.
 
@@ -51,6 +50,11 @@ def plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]
         source: what the local tensors are, with the axes whose sum is still open.
         target: what they become; axes that stay partial stay open.
     """
+    return _plan_steps(source, target if target.mesh is source.mesh else replace(target, mesh=source.mesh))
+
+
+@cache_on_its_mesh()
+def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
     source, target = source.simplified(), target.simplified()
     open_axes = [axis for axis in source.partial if axis not in target.partial]
     dims = range(max(len(source.spec), len(target.spec)))

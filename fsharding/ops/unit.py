@@ -6,7 +6,6 @@ A bucket is (dtype, data axes) on the way in, and (steps, dtypes) on the way bac
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 
 from fsharding.axes import AXES
 from fsharding.mesh import Mesh, abstract
+from fsharding.mesh_cache import cache_on_mesh
 from fsharding.ops import transition
 from fsharding.ops.bucket import Bucket, plan_bucket
 from fsharding.ops.transition import Step
@@ -159,11 +159,11 @@ class UnitPlan:
 
 def plan_unit(leaves: tuple[LeafPlan, ...]) -> UnitPlan:
     """Sorts the leaves of a unit into buckets."""
-    return _plan_unit(leaves, _large.get())
+    return _plan_unit(leaves[0].sharding.mesh, leaves, _large.get())
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan_unit(leaves: tuple[LeafPlan, ...], large: int) -> UnitPlan:
+@cache_on_mesh(1024)
+def _plan_unit(mesh: Mesh, leaves: tuple[LeafPlan, ...], large: int) -> UnitPlan:
     gathers, aliases = _plan_gathers(leaves)
     reductions = _plan_reductions(leaves, large)
     early = tuple(
@@ -173,7 +173,7 @@ def _plan_unit(leaves: tuple[LeafPlan, ...], large: int) -> UnitPlan:
         for place, (leaf, shape) in enumerate(zip(r.leaves, r.shapes, strict=True))
         if math.prod(shape) >= large
     )
-    return UnitPlan(leaves[0].sharding.mesh, gathers, aliases, reductions, early)
+    return UnitPlan(mesh, gathers, aliases, reductions, early)
 
 
 def whole(sharding: NamedSharding) -> NamedSharding:

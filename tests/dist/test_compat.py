@@ -1,5 +1,7 @@
 """What is used of private torch API between ranks is there and does what it should."""
 
+import gc
+import os
 from datetime import timedelta
 
 import pytest
@@ -59,3 +61,31 @@ def test_the_store_of_all_ranks_and_errors_of_its_groups():
     served = dist.PrefixStore("a", dist.TCPStore("127.0.0.1", 0, 1, True))
     assert _compat.is_served_by_rank(served) and not _compat.is_served_by_rank(dist.HashStore())
     assert lost.is_network_error(dist.DistNetworkError()) and not lost.is_network_error(RuntimeError("shape"))
+
+
+def holders():
+    """Who holds a group, and what goes when it is closed."""
+    rank, threads = dist.get_rank(), len(os.listdir("/proc/self/task"))
+    assert (_compat.new_group((1,), timedelta(seconds=20)) is None) == (rank == 0)
+    kept = [_compat.new_group((0, 1), timedelta(seconds=19))]
+    idle = _compat.holders_of(kept[0])
+    gc.collect()
+    assert _compat.holders_of(kept[0]) == idle and _compat.group_timeout(kept[0]) == timedelta(seconds=19)
+    mesh = _compat.device_mesh_of(kept, "cpu", ("dp",), torch.arange(2))
+    assert mesh.get_group("dp") is kept[0] and mesh.get_coordinate() == (rank,) and mesh.mesh_dim_names == ("dp",)
+    with_mesh = _compat.holders_of(kept[0])
+    del mesh
+    gc.collect()
+    name, found = kept[0].group_name, torch.ones(1)
+    dist.all_reduce(found, group=kept[0], async_op=True).wait()
+    assert found.item() == 2 and with_mesh > idle and _compat.holders_of(kept[0]) == idle
+    during = len(os.listdir("/proc/self/task"))
+    dist.barrier()
+    _compat.close_group(kept.pop())
+    with pytest.raises(RuntimeError):
+        dist.distributed_c10d._resolve_process_group(name)
+    return threads < during and len(os.listdir("/proc/self/task")) < during
+
+
+def test_holders_of_a_group_are_counted_and_a_closed_one_is_gone():
+    assert run_ranks(holders, 2) == [True, True]
