@@ -7,7 +7,6 @@ Law: ranks that step together are told after the same step, and no number of the
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
@@ -27,6 +26,7 @@ from fsharding.axes import AXES
 from fsharding.errors import ArgumentError, ConfigError, message
 from fsharding.lost import naming_lost
 from fsharding.mesh import Mesh, abstract, axis_group, everyone, world_size
+from fsharding.mesh_cache import cache_on_mesh
 from fsharding.ops.rows import start_sum
 from fsharding.public import public
 
@@ -208,7 +208,7 @@ class StopBit:
         _agreed = count > 0 if _active is None else bool(count > 0)
 
 
-@functools.lru_cache(maxsize=256)
+@cache_on_mesh(256)
 def _large(mesh: Mesh) -> tuple[str, ...]:
     shape = abstract(mesh)
     return tuple(axis for axis in AXES if shape.axis_size(axis) > 1)
