@@ -41,10 +41,11 @@ def init_arguments() -> dict[str, Any]:
     of one machine again, they meet in the store of the start before, with addresses of processes that are gone in it:
     so each start has a prefix of its own there. Agents of several machines count their restarts apart, and get none.
     """
-    rank = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
-    if method := os.environ.get(INIT_METHOD):
-        return {"init_method": method, **rank}
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if start == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+    method, start = os.environ.get(INIT_METHOD), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if method:
+        where: dict[str, Any] = {"init_method": method}
+    elif start != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        where = {"store": _compat.launchers_store(f"start_{start}")}
+    else:
         return {}
-    return {"store": _compat.launchers_store(f"start_{start}"), **rank}
+    return {**where, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
