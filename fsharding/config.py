@@ -7,7 +7,7 @@ Law: what passes `check` fails later only for reasons that could not be seen: a 
 from __future__ import annotations
 
 import math
-import os
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -334,9 +334,7 @@ def _check_model(config: TrainConfig, data: Tokens) -> None:
 def _check_out(config: TrainConfig) -> None:
     try:
         config.out.mkdir(parents=True, exist_ok=True)
-        probe = config.out / f".write-probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=config.out).close()  # it has no name, so nothing of it can stay
     except OSError as error:
         text = f"cannot write to --out {config.out}: {error.strerror}."
         raise ConfigError(message("fsharding train", text, mend="Choose a directory that can be written.")) from error

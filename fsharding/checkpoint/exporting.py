@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -129,16 +127,13 @@ def export(
         folder = store.find(source, _FUNCTION)
         leaves = open_source(folder, store.read_manifest(_FUNCTION, folder), _FUNCTION)
     items, values = _plan(leaves, names, what, format, settings)
-    with store.wording_failures(_FUNCTION), _whole(where) as partial:
+    with store.writing(where, _FUNCTION, file=format == "torch") as partial:
         if format == "torch":
             _write_torch(leaves, items, partial)
+        elif format == "safetensors":
+            _write_safetensors(leaves, items, max_file_bytes, partial)
         else:
-            partial.mkdir()
-            with store.held(partial):
-                if format == "safetensors":
-                    _write_safetensors(leaves, items, max_file_bytes, partial)
-                else:
-                    _write_dcp(leaves, items, values, max_file_bytes, partial)
+            _write_dcp(leaves, items, values, max_file_bytes, partial)
     files = sorted(where.iterdir()) if where.is_dir() else [where]
     return Exported(where, format, len(items), {file.name: file.stat().st_size for file in files})
 
@@ -274,33 +269,6 @@ def _copy(leaves: Source, item: _Item, stream: BinaryIO) -> None:
     for _, x in _windows(leaves, item):
         stream.write(_raw(x))
         del x
-
-
-# ----------------------------------------------------------------------------------------------------- whole or nothing
-
-
-@contextmanager
-def _whole(target: Path) -> Generator[Path]:
-    """A path beside the target to write to, which becomes the target if all goes well, and is removed if not."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = store.partial_of(target)
-    _remove(partial)
-    try:
-        yield partial
-        if partial.is_dir():
-            store.sync(partial)
-        partial.rename(target)
-    except BaseException:
-        _remove(partial)
-        raise
-    store.sync(target.parent)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _sync(stream: BinaryIO) -> None:

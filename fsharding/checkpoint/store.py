@@ -24,11 +24,11 @@ from fsharding.untrusted import read_json, read_plain
 
 __all__ = [
     "Partial",
+    "PartialOutput",
     "StrPath",
     "Seen",
     "clear_stale",
     "find",
-    "held",
     "latest",
     "lock_alone",
     "metadata",
@@ -38,6 +38,7 @@ __all__ = [
     "retire",
     "survey",
     "wording_failures",
+    "writing",
 ]
 
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -47,6 +48,7 @@ _LATEST = "fs.checkpoint.latest"
 _ASIDE = re.compile(r"\.(.+)\.replaced")
 _STALE = re.compile(r"\.(\d+)\.(partial|replaced|retired)")
 _OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
+_WRITTEN = re.compile(rf"{_OURS.pattern}|config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
 
 def _aside(target: Path) -> Path:
@@ -56,23 +58,84 @@ def _aside(target: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-class Partial:
-    """The directory beside a target that one save writes to, locked against every other save to the same target.
+class PartialOutput:
+    """The file or directory beside a target that is written to, locked against everything else that writes the target.
 
-    On one rank: make it, `commit` or `discard` it, and `close` it in any case.
+    On one process: make it, `place` or `discard` it, and `close` it in any case.
 
     Args:
-        target: where the checkpoint is to be; its parents are made. What interrupted saves left is cleared away: to
-            this target, and beside it to those that are named after a step.
+        target: where the output is to be; its parents are made. What an interrupted writer left is cleared away.
+        function: the public function, for errors.
+        file: write a file, not a directory.
+
+    Raises:
+        CheckpointError: something else is writing there, or there is something that no save has left.
+    """
+
+    def __init__(self, target: Path, function: str, *, file: bool = False) -> None:
+        self.target, self.path = target, partial_of(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self.path, target, function, file=file)
+        try:
+            if not file:
+                _clear(self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def place(self) -> None:
+        """Puts a complete output in its place, where nothing is."""
+        if self.path.is_dir():
+            sync(self.path)
+        self.path.rename(self.target)
+        sync(self.target.parent)
+
+    def discard(self) -> None:
+        """Removes what a failed save left; the next save removes what cannot be removed now."""
+        if _is_at(self._lock, self.path):
+            with contextlib.suppress(OSError):
+                _remove(self.path)
+
+    def close(self) -> None:
+        """Lets the next save in, though a process that was forked meanwhile has the lock open as well."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+        os.close(self._lock)
+
+
+@contextlib.contextmanager
+def writing(target: Path, function: str, *, file: bool = False) -> Generator[Path]:
+    """A path to write to, which becomes the target if all goes well, and is removed if not; see `PartialOutput`.
+
+    Raises:
+        CheckpointError: as `PartialOutput`, and in place of an OSError.
+    """
+    with wording_failures(function):
+        partial = PartialOutput(target, function, file=file)
+        try:
+            yield partial.path
+            partial.place()
+        except BaseException:
+            partial.discard()
+            raise
+        finally:
+            partial.close()
+
+
+class Partial(PartialOutput):
+    """The directory that one save of a checkpoint writes to. `commit` takes the place of `place`.
+
+    Args:
+        target: as in `PartialOutput`, but a checkpoint may be there, which is replaced. What interrupted saves left
+            beside it goes as well, where it is named after a step.
 
     Raises:
         CheckpointError: another save holds it, or there is something at the target that is no checkpoint.
     """
 
     def __init__(self, target: Path) -> None:
-        self.target, self.folder = target, partial_of(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.folder, target)
+        super().__init__(target, _SAVE)
+        self.folder = self.path
         try:
             _check_settled(target)
             aside = _aside(target)
@@ -82,7 +145,6 @@ class Partial:
                 mend = "Give another path; nothing but a checkpoint is ever overwritten."
                 rule = f"cannot write {target}: something that is no checkpoint is there."
                 raise CheckpointError(message(_SAVE, rule, mend=mend))
-            _clear(self.folder)
             clear_stale(target.parent)
         except BaseException:
             try:
@@ -128,40 +190,43 @@ class Partial:
             # The new checkpoint is in its place: what is left of the old one is cleared by the next save.
             shutil.rmtree(aside, ignore_errors=True)
 
-    def discard(self) -> None:
-        """Removes what a failed save left; the next save removes what cannot be removed now."""
-        if _is_at(self._lock, self.folder):
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def close(self) -> None:
-        """Lets the next save in, though a process that was forked meanwhile has the lock open as well."""
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-        os.close(self._lock)
-
 
 def partial_of(target: Path) -> Path:
-    """The directory that a save writes to, beside its target."""
+    """What is written to beside a target."""
     return target.with_name(f".{target.name}.partial")
 
 
-def _locked(folder: Path, target: Path) -> int:
-    """Makes a directory and locks it. The lock is the kernel's and goes with the process, however that ends."""
+def _locked(path: Path, target: Path, function: str, *, file: bool) -> int:
+    """Makes a file or a directory and locks it. The lock is the kernel's and goes with the process, however it ends."""
     while True:
         with contextlib.suppress(FileExistsError):  # not exist_ok, which looks again, and may find it gone meanwhile
-            folder.mkdir()
+            path.touch(exist_ok=False) if file else path.mkdir()
         try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:  # another save was just done with it
             continue
         try:
-            _lock(fd, target)
-            if _is_at(fd, folder):
-                return fd
+            _lock(fd, target, function)
+            if _is_at(fd, path):
+                _check_left_by_us(path, target, function)
+                if path.is_file() == file:
+                    return fd
+                _remove(path)  # left by an export in another format
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _check_left_by_us(path: Path, target: Path, function: str) -> None:
+    """Refuses to clear away what no save has written, whatever the name of the place where it is."""
+    if path.is_dir():
+        rows = sorted(name for name in os.listdir(path) if not _WRITTEN.fullmatch(name))
+    else:
+        rows = [] if path.is_file() else ["it is no file and no directory"]
+    if rows:
+        rule = f"cannot write {target}: it would be written at {path}, and something that no save has left is there."
+        raise CheckpointError(message(function, rule, rows, "Move it away, or give another path."))
 
 
 def _check_settled(target: Path) -> None:
@@ -169,18 +234,18 @@ def _check_settled(target: Path) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _lock(fd, target)
+            _lock(fd, target, _SAVE)
         finally:
             os.close(fd)
 
 
-def _lock(fd: int, target: Path) -> bool:
-    """Locks an open directory; False where the file system knows no locks of directories, as some shared ones do."""
+def _lock(fd: int, target: Path, function: str) -> bool:
+    """Locks an open file or directory; False where the file system knows no such locks, as some shared ones do not."""
     try:
         return lock_alone(fd)
     except BlockingIOError as error:
         mend = "Wait for it, or give another path."
-        text = message(_SAVE, f"cannot write {target}: another save is writing it.", mend=mend)
+        text = message(function, f"cannot write {target}: another save is writing it.", mend=mend)
         raise CheckpointError(text) from error
 
 
@@ -227,21 +292,10 @@ def _remove_unheld(folder: Path) -> None:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with contextlib.suppress(CheckpointError):
-                if _lock(fd, folder) and _is_at(fd, folder):
+                if _lock(fd, folder, _SAVE) and _is_at(fd, folder):
                     shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(fd)
-
-
-@contextlib.contextmanager
-def held(folder: Path) -> Generator[None]:
-    """Holds the lock of a directory, so that no save beside it takes it for stale."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _lock(fd, folder)
-        yield
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -257,20 +311,24 @@ def wording_failures(function: str) -> Generator[None]:
         raise CheckpointError(message(function, "failed.", [f"{type(error).__name__}: {error}"])) from error
 
 
-def _is_at(fd: int, folder: Path) -> bool:
-    """Whether an open directory is the one at a path; not when it was renamed or removed since it was opened."""
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file or directory is the one at a path; not when it was renamed or removed since."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(folder))
-    except FileNotFoundError:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
 def _clear(folder: Path) -> None:
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
+    for name in os.listdir(folder):
+        _remove(folder / name)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_ours(target: Path) -> bool:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -25,14 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import boxes, tree
 from fsharding.boxes import Box
-from fsharding.checkpoint import store
 from fsharding.checkpoint.agree import together
 from fsharding.checkpoint.leaves import Shards, staged
 from fsharding.checkpoint.names import constants_of
 from fsharding.checkpoint.ranges import contiguous, pieces
 from fsharding.checkpoint.shares import shares
 from fsharding.checkpoint.source import LeafInfo
-from fsharding.checkpoint.store import StrPath
+from fsharding.checkpoint.store import PartialOutput, StrPath, partial_of, real_path
 from fsharding.checkpoint.tensor_files import INDEX, TensorFile, index_text, tensor_files
 from fsharding.checkpoint.weights import SAFETENSORS
 from fsharding.conformity import check_state
@@ -109,14 +107,28 @@ def save(
     if rows:
         raise CheckpointError(message(_FUNCTION, "got different things on different ranks.", rows))
     job = planned[0]
-    try:
-        together(_FUNCTION, lambda: job.begin() if own_rank() == 0 else None)
-        together(_FUNCTION, job.write)
-        together(_FUNCTION, lambda: job.commit() if own_rank() == 0 else None)
-    except BaseException:  # also Ctrl-C
+    outputs: list[PartialOutput] = []  # one on rank 0, none on the others
+
+    def begin() -> None:
         if own_rank() == 0:
-            shutil.rmtree(job.partial, ignore_errors=True)
+            outputs.append(PartialOutput(job.target, _FUNCTION))
+            job.begin()
+
+    def commit() -> None:
+        for output in outputs:
+            job.commit(output)
+
+    try:
+        together(_FUNCTION, begin)
+        together(_FUNCTION, job.write)
+        together(_FUNCTION, commit)
+    except BaseException:  # also Ctrl-C
+        for output in outputs:
+            output.discard()
         raise
+    finally:
+        for output in outputs:
+            output.close()
     return Saved(job.target, len(job.tensors), {file.name: file.size for file in job.files})
 
 
@@ -146,7 +158,7 @@ class _Job:
     @property
     def partial(self) -> Path:
         """The directory that is written to, beside the target."""
-        return store.partial_of(self.target)
+        return partial_of(self.target)
 
     def digest(self) -> str:
         """A hash of what has to be the same on all ranks."""
@@ -154,10 +166,7 @@ class _Job:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def begin(self) -> None:
-        """Makes the directory with files of their full size, which have their headers. On one rank."""
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir()
+        """Fills the directory with files of their full size, which have their headers. On one rank."""
         for file in self.files:
             with (self.partial / file.name).open("xb") as stream:
                 stream.write(file.header)
@@ -188,7 +197,7 @@ class _Job:
                 if writers[path][corner] == own_rank():
                     yield from in_tensors(box, x, self.pieces[path])
 
-    def commit(self) -> None:
+    def commit(self, output: PartialOutput) -> None:
         """Puts the directory in its place. On one rank."""
         for name in os.listdir(self.partial):
             handle = os.open(self.partial / name, os.O_RDONLY)
@@ -196,9 +205,7 @@ class _Job:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-        store.sync(self.partial)
-        self.partial.rename(self.target)
-        store.sync(self.target.parent)
+        output.place()
 
 
 def _plan(
@@ -211,7 +218,7 @@ def _plan(
     max_file_bytes: int,
 ) -> _Job:
     """Checks everything, and says what this rank writes."""
-    store.real_path(path, _FUNCTION)
+    real_path(path, _FUNCTION)
     target = Path(os.path.abspath(path))
     rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
     if isinstance(params, TrainState):

@@ -233,7 +233,7 @@ def test_a_directory_that_goes_while_it_is_looked_at(tmp_path, monkeypatch):
 
 def test_a_lock_ends_with_its_holder(tmp_path):
     partial = store.Partial(tmp_path / "a")
-    (partial.folder / "half").write_text("x")
+    (partial.folder / "__0_0.distcp").write_text("x")
     with pytest.raises(CheckpointError, match="another save is writing it"):
         store.Partial(tmp_path / "a")
     partial.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import io
 import json
@@ -830,24 +831,58 @@ def test_a_resume_looks_at_the_metrics_before_a_rank_starts(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- nothing is left behind
+OUTPUTS = ["torch", "safetensors", "dcp", "reshard", "hf"]
+
+
+def write_out(call: str, saved: Path, out: Path) -> None:
+    if call == "reshard":
+        ck.reshard_checkpoint(saved, out, {"dp": 2})
+    elif call == "hf":
+        layout = fs.plan_layout(fs.models.decoder(CONFIG), fs.make_mesh(device="cpu"))
+        hf.save(out, fs.init_state(fs.models.decoder(CONFIG), fs.adamw(1e-2), fs.random.key(0), layout), CONFIG)
+    else:
+        ck.export(saved, out, call)
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("a bug")])
-@pytest.mark.parametrize("call", ["torch", "safetensors", "dcp", "reshard", "hf"])
+@pytest.mark.parametrize("call", OUTPUTS)
 def test_failed_exports_leave_no_directory_behind(call, error, saved, tmp_path, monkeypatch):
     """Whatever ends it when its data are being synced: the disk, Ctrl-C, or a defect."""
-    layout = fs.plan_layout(fs.models.decoder(CONFIG), fs.make_mesh(device="cpu"))
-    state = fs.init_state(fs.models.decoder(CONFIG), fs.adamw(1e-2), fs.random.key(0), layout)
     before, out = unchanged(tmp_path), tmp_path / "out"
 
     def failing(fd):
         raise error
 
     monkeypatch.setattr(os, "fsync", failing)
-    run = {
-        "reshard": lambda: ck.reshard_checkpoint(saved, out, {"dp": 2}),
-        "hf": lambda: hf.save(out, state, CONFIG),
-    }.get(call, lambda: ck.export(saved, out, call))
     ours = isinstance(error, OSError) or (call == "hf" and isinstance(error, Exception))
     with pytest.raises(CheckpointError if ours else type(error)) as caught:
-        run()
+        write_out(call, saved, out)
     assert str(error) in str(caught.value)
+    assert unchanged(tmp_path) == before
+
+
+@pytest.mark.parametrize("call", OUTPUTS)
+def test_two_writers_of_one_target(call, saved, tmp_path):
+    """The second is refused while the first writes; what a killed one left is cleared by the next."""
+    left = tmp_path / ".out.partial"
+    left.touch() if call == "torch" else left.mkdir()
+    fd = os.open(left, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    before = unchanged(tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot write .*out: another .* is writing it"):
+        write_out(call, saved, tmp_path / "out")
+    assert unchanged(tmp_path) == before
+    os.close(fd)
+    write_out(call, saved, tmp_path / "out")
+    assert not left.exists() and (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("call", OUTPUTS)
+def test_only_what_a_save_left_is_cleared_away(call, saved, tmp_path):
+    """A directory of somebody's that has the name a save would write to stays as it is."""
+    (left := tmp_path / ".out.partial").mkdir()
+    (left / "thesis.tex").write_text("years of work")
+    before = unchanged(tmp_path)
+    with pytest.raises(CheckpointError, match=r"something that no save has left is there(.|\n)*thesis\.tex"):
+        write_out(call, saved, tmp_path / "out")
     assert unchanged(tmp_path) == before
