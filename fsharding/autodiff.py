@@ -29,9 +29,9 @@ from fsharding.ops.pool import Pool
 from fsharding.ops.rows import start_sum
 from fsharding.ops.unit import Goal
 from fsharding.precision import FP32, Precision
-from fsharding.preemption import StopBit
 from fsharding.public import public
 from fsharding.sharding import Local, NamedSharding, is_assigned, like, local_of, sharding_of, to_local, typeof
+from fsharding.stop_bit import StopBit
 from fsharding.tree import Tree
 
 __all__ = ["GradFn", "Tape", "refuse_backward", "value_and_grad"]

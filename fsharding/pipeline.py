@@ -32,11 +32,11 @@ from fsharding.ops.pool import Pool
 from fsharding.ops.rows import start_sum
 from fsharding.policies import Policy
 from fsharding.precision import Precision
-from fsharding.preemption import StopBit
 from fsharding.schedule import Schedule
 from fsharding.sharding import local_of
 from fsharding.stacks import first_unit, scan_stacks
 from fsharding.staging import check_ends
+from fsharding.stop_bit import StopBit
 from fsharding.transforms import gather_unit, start_gather
 from fsharding.tree import Tree
 

@@ -1,7 +1,7 @@
 """Preemption: a signal on one rank, or a deadline, as one bit that every rank has after the same step.
 
 In: SIGTERM, SIGUSR1, a time. Out: `requested()`, which all ranks answer alike between two steps.
-The bit of each rank travels in sums that a train step takes anyway, and is read nowhere else; handlers set a flag.
+The bit of each rank travels in sums that a train step takes anyway, see `StopBit`; handlers set a flag.
 Law: ranks that step together are told after the same step, and no number of the step depends on the bit.
 """
 
@@ -22,15 +22,12 @@ from torch import Tensor
 
 from fsharding import _compat
 from fsharding.arguments import refuse
-from fsharding.axes import AXES
 from fsharding.errors import ArgumentError, ConfigError, message
 from fsharding.lost import naming_lost
-from fsharding.mesh import Mesh, abstract, axis_group, everyone, world_size
-from fsharding.mesh_cache import cache_on_mesh
-from fsharding.ops.rows import start_sum
+from fsharding.mesh import Mesh, everyone, world_size
 from fsharding.public import public
 
-__all__ = ["SIGNALS", "StopBit", "Watch", "parse_deadline", "requested", "watch"]
+__all__ = ["SIGNALS", "Watch", "agree", "parse_deadline", "pending", "requested", "watch"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send before they kill: SIGTERM, and SIGUSR1 where one asks Slurm for it."""
@@ -147,71 +144,34 @@ def requested(mesh: Mesh | None = None) -> bool:
             _agreed = _asked(mesh)
     elif isinstance(_agreed, Tensor):
         _agreed = bool(_agreed)
-    return _agreed is True or (world_size() == 1 and _pending())
+    return _agreed is True or (world_size() == 1 and pending())
 
 
 def _asked(mesh: Mesh) -> bool:
     ranks = everyone(mesh)
     if ranks.process_group is None:
-        return _pending()
+        return pending()
     device = getattr(mesh, "device_type", "cpu")
-    mine = torch.full((1,), int(_pending()), dtype=torch.int64, device=device)
+    mine = torch.full((1,), int(pending()), dtype=torch.int64, device=device)
     told = mine.new_empty(ranks.size)
     _compat.all_gather_flat(told, mine, ranks.process_group).wait()
     return bool(told.any())
 
 
-def _pending() -> bool:
+def pending() -> bool:
+    """Whether this rank wants to stop; `requested` says it of all ranks."""
     return _active is not None and _active.pending()
 
 
-class StopBit:
-    """The bits of all ranks on their way through the sums of one step.
-
-    A sum that takes `mine` along says `summed`. The bit is looked at before the first of them and never again: ranks
-    that summed together would else differ in a later sum over other axes.
+def agree(count: Tensor) -> None:
+    """Ends a step: `requested` says from here whether any rank wanted to stop.
 
     Args:
-        mesh: of the step.
-
-    Attributes:
-        axes: of the mesh, those over which the bit has not been summed.
+        count: of the ranks that do, 0-d, summed over all ranks that stepped together.
     """
-
-    __slots__ = ("_count", "_mesh", "axes")
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self.axes = mesh, _large(mesh)
-        self._count: Tensor | None = None
-
-    def mine(self, device: torch.device) -> Tensor:
-        """How many ranks want to stop, as far as it is known here: float64, 0-d."""
-        if self._count is None:
-            self._count = torch.full((), float(_pending()), dtype=torch.float64, device=device)
-        return self._count
-
-    def summed(self, count: Tensor, axes: Sequence[str]) -> None:
-        """Takes the sum of `mine` over some axes."""
-        self._count, self.axes = count, tuple(axis for axis in self.axes if axis not in axes)
-
-    def settle(self, device: torch.device) -> None:
-        """Ends the step: `requested` says from here what was summed.
-
-        Axes over which the step has taken no sum, as with a loss function of one's own and no leaf cut over `tp`, get
-        one of their own.
-        """
-        global _agreed
-        count = self.mine(device)
-        if self.axes:
-            count = start_sum(count.reshape(1), axis_group(self._mesh, self.axes), torch.float64).wait()[0]
-        # Without a watch nobody may ask, so that a device is not waited for.
-        _agreed = count > 0 if _active is None else bool(count > 0)
-
-
-@cache_on_mesh(256)
-def _large(mesh: Mesh) -> tuple[str, ...]:
-    shape = abstract(mesh)
-    return tuple(axis for axis in AXES if shape.axis_size(axis) > 1)
+    global _agreed
+    # Without a watch nobody may ask, so that a device is not waited for.
+    _agreed = count > 0 if _active is None else bool(count > 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ deadlines

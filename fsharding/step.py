@@ -37,13 +37,13 @@ from fsharding.pipeline import Messages, pipeline_grads
 from fsharding.planning import kind_text
 from fsharding.policies import Policy, check_policy
 from fsharding.precision import Precision
-from fsharding.preemption import StopBit
 from fsharding.public import public
 from fsharding.random import fold_in
 from fsharding.schedule import Schedule, plan_schedule
 from fsharding.sharding import is_assigned, local_of
 from fsharding.stacks import first_unit, scan_stacks
 from fsharding.state import TrainState, main_of, refuse_changed, sealed, spread
+from fsharding.stop_bit import StopBit
 from fsharding.transforms import gather_unit
 from fsharding.tree import Tree
 

@@ -21,9 +21,9 @@ from fsharding.mesh import abstract, axis_group
 from fsharding.norms import counts_here, norm_in_flight
 from fsharding.ops.rows import start_sum
 from fsharding.optim.base import EmptyState, GradientTransformation, multiply
-from fsharding.preemption import StopBit
 from fsharding.public import public
 from fsharding.sharding import Local, NamedSharding, is_assigned, local_of, sharding_of
+from fsharding.stop_bit import StopBit
 from fsharding.tree import Tree
 
 __all__ = ["clip_by_global_norm", "global_norm", "norm_axes", "norm_with", "takes_along"]

@@ -33,6 +33,7 @@ from fsharding.config import TrainConfig, check
 from fsharding.errors import RankError
 from fsharding.launch import launch_ranks
 from fsharding.mesh import data_position
+from fsharding.stop_bit import StopBit
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.train import _train
 
@@ -219,7 +220,7 @@ class Moment(NamedTuple):
 PLACES: dict[str, tuple[Any, str]] = {
     "start": (main_job, "init_state"),
     "read": (main_job.ops, "cut_sequence"),
-    "sum": (preemption.StopBit, "mine"),
+    "sum": (StopBit, "mine"),
     "update": (step_module, "_update"),
     "log": (main_job, "state_bytes"),
     "save": (main_job, "_save"),
