@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 import fsharding as fs
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 
 RANKS, SAMPLES, BATCH, WIDTH, STEPS = 2, 512, 128, 16, 100
 RATE, CLIP, NOISE = 2.0, 1.0, 0.5

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 
 RANKS, STEPS, BATCH, WIDTH, NOISE = 2, 120, 64, 33, 0.5
 RULES = fs.AxisRules(hidden=("dp",))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import vmap
 
 import fsharding as fs
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 
 RANKS, MEMBERS, WIDTH, DEPTH, POINTS, STEPS = 2, 8, 32, 2, 64, 100
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import fsharding as fs
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 
 ROWS, LENGTH, STEPS, MICROBATCHES = 16, 32, 12, 2
 LLAMA = {

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 
 RANKS, WIDTH, DEPTH, POINTS, STEPS, KRYLOV, TOP = 2, 16, 2, 128, 100, 15, 5
 

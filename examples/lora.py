@@ -6,7 +6,7 @@ Run it with `python examples/lora.py`. The base is cut over the ranks all the sa
 import torch
 
 import fsharding as fs
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 
 RANKS, PRETRAINING, STEPS, BATCH, LENGTH, RANK = 2, 20, 20, 8, 32, 4
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=160)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.func import grad, grad_and_value, vmap
 
 import fsharding as fs
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 
 RANKS, WIDTH, TASKS, SHOTS, STEPS, INNER_RATE = 2, 32, 16, 10, 80, 0.05
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 
 RANKS, STEPS, BATCH, WIDTH, DEPTH = 2, 60, 256, 33, 3  # 33 rows do not divide by 2 ranks, and need not
 

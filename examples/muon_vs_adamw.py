@@ -9,8 +9,8 @@ import argparse
 import torch
 
 import fsharding as fs
-from fsharding.mesh import data_position
-from fsharding.show import require_matplotlib
+from fsharding.mesh.device_mesh import data_position
+from fsharding.pipeline.plots import require_matplotlib
 
 RANKS, STEPS, BATCH, LENGTH, RATE = 2, 40, 8, 33, 1e-2
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=48, layers=3, heads=4, kv_heads=2, hidden=96)

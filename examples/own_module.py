@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsharding as fs
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 
 RANKS, STEPS, BATCH, LENGTH, WIDTH, DEPTH = 2, 40, 64, 6, 32, 3
 KEY = fs.random.key(0)

@@ -6,7 +6,7 @@ Run it with `python examples/research_step.py`. `fs.make_train_step` is made of 
 import torch
 
 import fsharding as fs
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 
 RANKS, STEPS, BATCH, LENGTH = 2, 5, 8, 32
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=4, heads=4, kv_heads=2, hidden=160)

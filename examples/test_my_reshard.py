@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 
 import fsharding as fs
-from fsharding.boxes import grid_boxes
+from fsharding.sharding.boxes import grid_boxes
 from fsharding.testing import assert_bitwise_equal, device_mesh, local_part, run_ranks, whole_tensors
 from fsharding.testing.strategies import reshard_cases
 

@@ -3,19 +3,20 @@
 `docs/tour.md` teaches all of it on one page. Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
 """
 
-from fsharding import checkpoint, data, families, hf, models, ops, optim, policies, preemption, random, recipes, tree
-from fsharding.actions import Action
-from fsharding.autodiff import value_and_grad
-from fsharding.axes import AbstractMesh
+from fsharding import checkpoint, models, ops, optim, random, tree
 from fsharding.checkpoint.replicas import check_replicas
-from fsharding.counts import Traffic, counting_bytes, recording
-from fsharding.decoder_traffic import expected_traffic
-from fsharding.functionalize import PureModule, functionalize
-from fsharding.in_flight import shard_map
-from fsharding.jacobians import hessian, jacfwd
-from fsharding.layout import Layout, Memory, plan_layout
-from fsharding.mesh import data_position, is_member, make_mesh, set_mesh
-from fsharding.models.base import Model
+from fsharding.comm.counters import Traffic, counting_bytes, recording
+from fsharding.comm.redistribute import redistribute
+from fsharding.interop import hf
+from fsharding.interop.module import hf_tables as families
+from fsharding.interop.module.functionalize import PureModule, functionalize
+from fsharding.interop.module.model_from import model_from
+from fsharding.mesh import preemption
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import data_position, is_member, make_mesh, set_mesh
+from fsharding.models import presets as recipes
+from fsharding.models.model import Model
+from fsharding.models.stacks import scan_stacks
 from fsharding.optim import (
     GradientTransformation,
     adamw,
@@ -29,22 +30,16 @@ from fsharding.optim import (
     sgd,
     warmup_cosine,
 )
-from fsharding.pipeline import pipeline_grads
+from fsharding.pipeline.actions import Action
+from fsharding.pipeline.executor import pipeline_grads
+from fsharding.pipeline.plots import draw_schedule
+from fsharding.pipeline.schedule import Schedule, check_schedule, layers_of, make_schedule, plan_schedule, stages_for
+from fsharding.pipeline.stages import stages_of
 from fsharding.precision import BF16, FP16, FP32, LossScale, Precision
-from fsharding.redistribute import redistribute
-from fsharding.remat import remat
-from fsharding.reshard import explain_reshard, reshard, shard, unshard
-from fsharding.scan import scan, scan_units, stack_units, unstack_units
-from fsharding.schedule import Schedule, check_schedule, layers_of, make_schedule, plan_schedule, stages_for
-from fsharding.sharding import Assigned, Local, NamedSharding, typeof
-from fsharding.show import draw_schedule
-from fsharding.spec import DEFAULT_RULES, AxisRules, Fused, P, PartitionSpec
-from fsharding.stacks import scan_stacks
-from fsharding.staged_module import model_from
-from fsharding.staging import stages_of
-from fsharding.state import TrainState, init_state, main_params, spread_main, state_bytes, state_from
-from fsharding.step import Metrics, make_train_step, model_loss
-from fsharding.strategy import (
+from fsharding.sharding.layout import Layout, Memory, plan_layout
+from fsharding.sharding.named_sharding import Assigned, Local, NamedSharding, typeof
+from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P, PartitionSpec
+from fsharding.sharding.strategy import (
     HFSDP,
     HSDP,
     NO_SHARD,
@@ -57,7 +52,18 @@ from fsharding.strategy import (
     zero,
 )
 from fsharding.testing import run_ranks
-from fsharding.transforms import gather_unit, scatter_grads, select_unit
+from fsharding.train import data
+from fsharding.train.decoder_traffic import expected_traffic
+from fsharding.train.reshard import explain_reshard, reshard, shard, unshard
+from fsharding.train.state import TrainState, init_state, main_params, spread_main, state_bytes, state_from
+from fsharding.train.step import Metrics, make_train_step, model_loss
+from fsharding.transforms import policies
+from fsharding.transforms.gather_unit import gather_unit, scatter_grads, select_unit
+from fsharding.transforms.jacobians import hessian, jacfwd
+from fsharding.transforms.remat import remat
+from fsharding.transforms.scan import scan, scan_units, stack_units, unstack_units
+from fsharding.transforms.shard_map import shard_map
+from fsharding.transforms.value_and_grad import value_and_grad
 
 __all__ = [
     "BF16", "DEFAULT_RULES", "FP16", "FP32", "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS", "OPTIM_GRADS_PARAMS",

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsharding import boxes
-from fsharding.boxes import Box
 from fsharding.errors import LayoutError, RandomKeyError, message
 from fsharding.public import public
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
 
 __all__ = ["BLOCK", "Draw", "bernoulli", "fold_in", "full", "key", "normal", "ones", "split", "uniform", "zeros"]
 

@@ -467,10 +467,15 @@ def test_what_the_page_on_reliability_says_is_tested():
 DOC = '"""One.\n\nTwo.\nThree.\n"""\n'
 # rule, path below fsharding/, a source that keeps the rule, one that breaks it
 PAIRS: list[tuple[str, str, str, str]] = [
-    ("levels", "sharding.py", "from fsharding.spec import P", "from fsharding.ops.collectives import psum"),
+    (
+        "levels",
+        "sharding.py",
+        "from fsharding.sharding.partition_spec import P",
+        "from fsharding.ops.collectives import psum",
+    ),
     ("levels", "sharding.py", "from . import boxes", "from fsharding import strategy"),
     ("levels", "ops/linear.py", "from .norm import f", "from ..layout import f"),
-    ("levels", "optim/muon.py", "from fsharding.redistribute import redistribute", "import fsharding.optim"),
+    ("levels", "optim/muon.py", "from fsharding.comm.redistribute import redistribute", "import fsharding.optim"),
     ("levels", "cli.py", "import fsharding as fs", "from fsharding.__main__ import main"),
     ("levels", "scan.py", "import torch", "import fsharding as fs"),
     ("levels", "scan.py", "", "from fsharding.unheard import f"),

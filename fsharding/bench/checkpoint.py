@@ -32,13 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import checkpoint, optim, random, tree
 from fsharding.bench.rounds import give_back, in_turn
-from fsharding.checkpoint.leaves import content
+from fsharding.checkpoint.state_leaves import content
 from fsharding.errors import ConfigError, message
-from fsharding.layout import plan_layout
-from fsharding.mesh import make_mesh
-from fsharding.sharding import local_of, sharding_of
-from fsharding.state import TrainState, init_state
-from fsharding.strategy import zero
+from fsharding.mesh.device_mesh import make_mesh
+from fsharding.sharding.layout import plan_layout
+from fsharding.sharding.named_sharding import local_of, sharding_of
+from fsharding.sharding.strategy import zero
+from fsharding.train.state import TrainState, init_state
 
 __all__ = ["CheckpointConfig", "bench_checkpoint"]
 

@@ -19,12 +19,12 @@ from fsharding import tree
 from fsharding.bench.peers import Task, forward_bytes
 from fsharding.bench.rounds import print_rows
 from fsharding.bench.step import OURS, StepConfig, build, check, make_task
-from fsharding.layout import plan_layout
-from fsharding.mesh import make_mesh, own_rank
+from fsharding.mesh.device_mesh import make_mesh, own_rank
+from fsharding.models.presets import recipe
+from fsharding.models.stacks import stacks_of
 from fsharding.precision import Precision
-from fsharding.recipes import recipe
-from fsharding.stacks import stacks_of
-from fsharding.strategy import Strategy
+from fsharding.sharding.layout import plan_layout
+from fsharding.sharding.strategy import Strategy
 
 __all__ = ["MemoryConfig", "bench_memory"]
 

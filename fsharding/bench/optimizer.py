@@ -18,12 +18,12 @@ from torch import Tensor
 from fsharding import optim
 from fsharding.bench.rounds import agree, print_rows, take_turns
 from fsharding.errors import ConfigError, message
-from fsharding.layout import plan_layout
-from fsharding.mesh import make_mesh
+from fsharding.mesh.device_mesh import make_mesh
 from fsharding.models.decoder import decoder
-from fsharding.recipes import recipe
-from fsharding.reshard import shard
-from fsharding.sharding import local_of
+from fsharding.models.presets import recipe
+from fsharding.sharding.layout import plan_layout
+from fsharding.sharding.named_sharding import local_of
+from fsharding.train.reshard import shard
 
 __all__ = ["OptimizerConfig", "bench_optimizer"]
 

@@ -21,12 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from fsharding import optim, random, tree
 from fsharding.bench.rounds import agree, print_rows, take_turns
 from fsharding.errors import ConfigError, message
-from fsharding.layout import plan_layout
-from fsharding.mesh import make_mesh, own_rank
-from fsharding.scan import scan_units
-from fsharding.state import init_state
-from fsharding.step import make_train_step
-from fsharding.strategy import zero
+from fsharding.mesh.device_mesh import make_mesh, own_rank
+from fsharding.sharding.layout import plan_layout
+from fsharding.sharding.strategy import zero
+from fsharding.train.state import init_state
+from fsharding.train.step import make_train_step
+from fsharding.transforms.scan import scan_units
 
 __all__ = ["OverheadConfig", "measure", "overhead"]
 

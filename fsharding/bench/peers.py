@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsharding import random, tree
 from fsharding.bench.rounds import allocated
-from fsharding.models.base import Model
-from fsharding.stacks import stacks_of
+from fsharding.models.model import Model
+from fsharding.models.stacks import stacks_of
 from fsharding.tree import Tree
 
 __all__ = ["B1", "B2", "PEERS", "RATE", "Task", "forward_bytes", "missing"]

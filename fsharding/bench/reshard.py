@@ -27,15 +27,15 @@ from rich.table import Table
 
 from fsharding import checkpoint, optim, random, tree
 from fsharding.bench.rounds import give_back, in_turn
-from fsharding.counts import counting_bytes
+from fsharding.comm.counters import counting_bytes
+from fsharding.comm.reshard_plan import BUDGET
 from fsharding.errors import ConfigError, message
-from fsharding.layout import Layout, plan_layout
-from fsharding.mesh import make_mesh
-from fsharding.reshard import explain_reshard, reshard
-from fsharding.routes import BUDGET
-from fsharding.state import TrainState, init_state, state_bytes
-from fsharding.strategy import NO_SHARD, OPTIM_GRADS_PARAMS
+from fsharding.mesh.device_mesh import make_mesh
+from fsharding.sharding.layout import Layout, plan_layout
+from fsharding.sharding.strategy import NO_SHARD, OPTIM_GRADS_PARAMS
 from fsharding.testing import assert_bitwise_equal
+from fsharding.train.reshard import explain_reshard, reshard
+from fsharding.train.state import TrainState, init_state, state_bytes
 
 __all__ = ["ReshardBenchConfig", "bench_reshard"]
 

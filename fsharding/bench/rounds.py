@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fsharding.ops import blocks
+from fsharding.comm.shared_memory import segments as blocks
 
 __all__ = ["Steps", "agree", "allocated", "give_back", "in_turn", "machine", "print_rows", "take_turns"]
 

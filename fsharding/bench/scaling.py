@@ -19,8 +19,8 @@ import torch.distributed as dist
 from fsharding.bench.rounds import print_rows
 from fsharding.bench.step import StepConfig, check, measure
 from fsharding.errors import ConfigError, message
-from fsharding.launch import launch_ranks, under_launcher
-from fsharding.mesh import make_mesh
+from fsharding.mesh.device_mesh import make_mesh
+from fsharding.mesh.launch import launch_ranks, under_launcher
 from fsharding.models.decoder import DecoderConfig
 
 __all__ = ["ScalingConfig", "bench_scaling", "fit"]

@@ -24,20 +24,20 @@ from torch import Tensor
 from fsharding import optim, random, tree
 from fsharding.bench.peers import B1, B2, PEERS, RATE, Task, missing
 from fsharding.bench.rounds import Steps, agree, allocated, print_rows, take_turns
-from fsharding.counts import counting_bytes
+from fsharding.comm import process_group as wire
+from fsharding.comm.counters import counting_bytes
 from fsharding.errors import ConfigError, message
-from fsharding.layout import plan_layout
-from fsharding.mesh import axis_group, make_mesh, own_rank
-from fsharding.models.base import Model
+from fsharding.mesh.device_mesh import axis_group, make_mesh, own_rank
 from fsharding.models.decoder import DecoderConfig, decoder
-from fsharding.ops import wire
+from fsharding.models.model import Model
+from fsharding.models.presets import recipe
+from fsharding.models.stacks import stacks_of
+from fsharding.pipeline.plots import Bar, draw_bars, require_matplotlib
 from fsharding.precision import Precision
-from fsharding.recipes import recipe
-from fsharding.show import Bar, draw_bars, require_matplotlib
-from fsharding.stacks import stacks_of
-from fsharding.state import init_state
-from fsharding.step import make_train_step
-from fsharding.strategy import HSDP, Strategy, zero
+from fsharding.sharding.layout import plan_layout
+from fsharding.sharding.strategy import HSDP, Strategy, zero
+from fsharding.train.state import init_state
+from fsharding.train.step import make_train_step
 
 __all__ = ["OURS", "Built", "StepConfig", "bench_step", "build", "check", "make_task", "measure"]
 

@@ -6,17 +6,17 @@
 
 from fsharding.checkpoint.background import PendingSave
 from fsharding.checkpoint.checkpointer import Checkpointer
+from fsharding.checkpoint.directory import latest, metadata
 from fsharding.checkpoint.exporting import Exported, export
+from fsharding.checkpoint.foreign_weights import Weights, open_weights
 from fsharding.checkpoint.importing import load_weights
 from fsharding.checkpoint.inspecting import Inspection, inspect
-from fsharding.checkpoint.layouts import layout_of
 from fsharding.checkpoint.loading import load, load_leaves
 from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
-from fsharding.checkpoint.names import Names, Rows, Transposed
-from fsharding.checkpoint.offline import reshard_checkpoint
+from fsharding.checkpoint.name_map import Names, Rows, Transposed
+from fsharding.checkpoint.offline_reshard import reshard_checkpoint
 from fsharding.checkpoint.saving import save, save_async
-from fsharding.checkpoint.store import latest, metadata
-from fsharding.checkpoint.weights import Weights, open_weights
+from fsharding.checkpoint.serialized_layout import layout_of
 
 __all__ = [
     "Checkpointer",

@@ -10,16 +10,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fsharding.checkpoint import store
+from fsharding.checkpoint import directory as store
 from fsharding.checkpoint.background import settle
+from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.loading import load
 from fsharding.checkpoint.saving import in_background, plan_save
-from fsharding.checkpoint.store import StrPath
 from fsharding.errors import CheckpointError, ConfigError, message
-from fsharding.layout import Layout
-from fsharding.lost import called_by_all
+from fsharding.mesh.failures import called_by_all
 from fsharding.optim.base import GradientTransformation
-from fsharding.state import TrainState
+from fsharding.sharding.layout import Layout
+from fsharding.train.state import TrainState
 
 __all__ = ["Checkpointer"]
 

@@ -17,19 +17,20 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat, boxes
-from fsharding.boxes import Box
-from fsharding.checkpoint import store
-from fsharding.checkpoint.files import Writer, write_metadata
+from fsharding import _compat
+from fsharding.checkpoint import directory as store
+from fsharding.checkpoint.byte_ranges import pieces
+from fsharding.checkpoint.directory import StrPath
+from fsharding.checkpoint.foreign_weights import SAFETENSORS
 from fsharding.checkpoint.fsdp2 import Settings, Taken, plan_fsdp2
-from fsharding.checkpoint.names import Names, Part, constants_of, naming, our_box, parts, unknown
-from fsharding.checkpoint.ranges import pieces
-from fsharding.checkpoint.source import LeafInfo, Source, open_source
-from fsharding.checkpoint.store import StrPath
-from fsharding.checkpoint.tensor_files import INDEX, index_text, tensor_files
-from fsharding.checkpoint.weights import SAFETENSORS
+from fsharding.checkpoint.name_map import Names, Part, constants_of, naming, our_box, parts, unknown
+from fsharding.checkpoint.reader import LeafInfo, Source, open_source
+from fsharding.checkpoint.safetensors_layout import INDEX, index_text, tensor_files
+from fsharding.checkpoint.writer import Writer, write_metadata
+from fsharding.comm.redistribute import in_buckets
 from fsharding.errors import CheckpointError, message
-from fsharding.redistribute import in_buckets
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
 
 __all__ = ["FORMATS", "Exported", "export"]
 

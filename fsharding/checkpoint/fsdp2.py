@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.checkpoint.names import Names, Part, aliases_of, naming, parts, unknown
-from fsharding.checkpoint.source import LeafInfo
+from fsharding.checkpoint.name_map import Names, Part, aliases_of, naming, parts, unknown
+from fsharding.checkpoint.reader import LeafInfo
 
 __all__ = ["Settings", "Taken", "plan_fsdp2"]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.boxes import Box
-from fsharding.checkpoint.agree import together
-from fsharding.checkpoint.leaves import Want, main_wants, staged
-from fsharding.checkpoint.names import (
+from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.directory import StrPath
+from fsharding.checkpoint.foreign_weights import Weights, weights_at
+from fsharding.checkpoint.name_map import (
     SAME_BUFFERS,
     Name,
     Names,
@@ -29,13 +29,13 @@ from fsharding.checkpoint.names import (
     parts,
     unknown,
 )
-from fsharding.checkpoint.source import LeafInfo
-from fsharding.checkpoint.store import StrPath
-from fsharding.checkpoint.weights import Weights, weights_at
+from fsharding.checkpoint.reader import LeafInfo
+from fsharding.checkpoint.state_leaves import Want, main_wants, staged
 from fsharding.errors import CheckpointError, message
-from fsharding.layout import Layout
-from fsharding.lost import called_by_all
-from fsharding.sharding import local_of, sharding_of
+from fsharding.mesh.failures import called_by_all
+from fsharding.sharding.boxes import Box
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
 __all__ = ["load_weights"]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from fsharding.checkpoint import store
+from fsharding.checkpoint import directory as store
+from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedLeaf
-from fsharding.checkpoint.source import damage, open_source
-from fsharding.checkpoint.store import StrPath
+from fsharding.checkpoint.reader import damage, open_source
 from fsharding.errors import CheckpointError, printable
 
 __all__ = ["Inspection", "inspect"]

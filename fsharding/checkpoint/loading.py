@@ -20,20 +20,20 @@ from torch import Tensor
 
 from fsharding import _compat, tree
 from fsharding.arguments import refuse
-from fsharding.checkpoint import store
-from fsharding.checkpoint.agree import together
-from fsharding.checkpoint.leaves import Want, device_of, home_of, main_wants, param_path, placement, staged
+from fsharding.checkpoint import directory as store
+from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf, text_of
-from fsharding.checkpoint.source import DamagedError, Source, damage, open_source
-from fsharding.checkpoint.store import StrPath
+from fsharding.checkpoint.reader import DamagedError, Source, damage, open_source
+from fsharding.checkpoint.state_leaves import Want, device_of, home_of, main_wants, param_path, placement, staged
 from fsharding.checkpoint.structure import rebuild
 from fsharding.errors import CheckpointError, message
-from fsharding.layout import Layout
-from fsharding.lost import called_by_all
-from fsharding.mesh import own_rank, world_size
+from fsharding.mesh.device_mesh import own_rank, world_size
+from fsharding.mesh.failures import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
-from fsharding.state import TrainState, sealed, spread
+from fsharding.sharding.layout import Layout
+from fsharding.train.state import TrainState, sealed, spread
 from fsharding.tree import Tree
 
 __all__ = ["load", "load_leaves"]

@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.agreement import checksum, digest
 from fsharding.arguments import refuse
-from fsharding.boxes import Box
-from fsharding.checkpoint.agree import together
-from fsharding.checkpoint.leaves import Shards, placement, staged
+from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.shares import holders_of
-from fsharding.conformity import check_state
+from fsharding.checkpoint.state_leaves import Shards, placement, staged
 from fsharding.errors import ReplicaError, message
-from fsharding.lost import called_by_all
-from fsharding.mesh import abstract, own_rank
+from fsharding.mesh.consistency import checksum, digest
+from fsharding.mesh.device_mesh import abstract, own_rank
+from fsharding.mesh.failures import called_by_all
 from fsharding.public import public
-from fsharding.sharding import local_of
-from fsharding.state import TrainState
+from fsharding.sharding.boxes import Box
+from fsharding.sharding.named_sharding import local_of
+from fsharding.train.state import TrainState
+from fsharding.train.state_check import check_state
 
 __all__ = ["MEND", "Holders", "SharedBox", "check_replicas", "checksums", "differences", "shared_boxes"]
 

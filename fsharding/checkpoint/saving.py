@@ -23,23 +23,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsharding.arguments import refuse
-from fsharding.boxes import Box
-from fsharding.checkpoint.agree import together
 from fsharding.checkpoint.background import PendingSave, own_group, settle, start
-from fsharding.checkpoint.files import METADATA, Writer, Written, write_metadata
-from fsharding.checkpoint.layouts import describe_layout
-from fsharding.checkpoint.leaves import Shards, content, digest, objections, placement, staged
+from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.directory import Partial, StrPath, partial_of, real_path
 from fsharding.checkpoint.manifest import Manifest, text_of
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
+from fsharding.checkpoint.serialized_layout import describe_layout
 from fsharding.checkpoint.shares import shares
-from fsharding.checkpoint.store import Partial, StrPath, partial_of, real_path
+from fsharding.checkpoint.state_leaves import Shards, content, digest, objections, placement, staged
 from fsharding.checkpoint.structure import describe
-from fsharding.conformity import check_state
+from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadata
 from fsharding.errors import CheckpointError, message
-from fsharding.lost import called_by_all, naming_lost
-from fsharding.mesh import abstract, is_member, own_rank, world_size
-from fsharding.sharding import local_of
-from fsharding.state import TrainState
+from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
+from fsharding.mesh.failures import called_by_all, naming_lost
+from fsharding.sharding.boxes import Box
+from fsharding.sharding.named_sharding import local_of
+from fsharding.train.state import TrainState
+from fsharding.train.state_check import check_state
 
 __all__ = ["Job", "finish", "in_background", "own_version", "plan_save", "save", "save_async"]
 

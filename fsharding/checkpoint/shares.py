@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fsharding import boxes
-from fsharding.checkpoint.leaves import Shards
-from fsharding.mesh import abstract
+from fsharding.checkpoint.state_leaves import Shards
+from fsharding.mesh.device_mesh import abstract
 from fsharding.mesh_cache import cache_on_its_mesh
-from fsharding.sharding import NamedSharding
+from fsharding.sharding import boxes
+from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = ["holders_of", "shares"]
 

@@ -1,11 +1,11 @@
 """Models as tuples of pure functions."""
 
-from fsharding.models.base import Model
+from fsharding.models.block_parts import Stream
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
-from fsharding.models.dense import Dense
-from fsharding.models.experts import Experts
-from fsharding.models.grouped import Grouped
-from fsharding.models.latent import Latent
-from fsharding.models.parts import Stream
+from fsharding.models.grouped_query import Grouped
+from fsharding.models.latent_attention import Latent
+from fsharding.models.mlp import Dense
+from fsharding.models.model import Model
+from fsharding.models.moe import Experts
 
 __all__ = ["DecoderConfig", "Dense", "Experts", "Grouped", "Latent", "Model", "Stack", "Stream", "decoder"]

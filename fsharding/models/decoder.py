@@ -18,17 +18,17 @@ from torch import Tensor
 
 from fsharding import ops, random
 from fsharding.errors import ConfigError, message
-from fsharding.mesh import Mesh, abstract
-from fsharding.models.base import Model
-from fsharding.models.dense import Dense
-from fsharding.models.experts import Experts
-from fsharding.models.grouped import Grouped
-from fsharding.models.latent import Latent
+from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.models.block_parts import AttentionPart, Cuts, Draws, FeedPart, How, Stream, columns, norm
+from fsharding.models.grouped_query import Grouped
+from fsharding.models.latent_attention import Latent
 from fsharding.models.mixture import Mixture
-from fsharding.models.parts import AttentionPart, Cuts, Draws, FeedPart, How, Stream, columns, norm
+from fsharding.models.mlp import Dense
+from fsharding.models.model import Model
+from fsharding.models.moe import Experts
 from fsharding.ops.attention import Kind
 from fsharding.ops.rotary import Scaling
-from fsharding.spec import AxisRules
+from fsharding.sharding.partition_spec import AxisRules
 from fsharding.tree import Tree
 
 __all__ = ["DecoderConfig", "Stack", "decoder"]

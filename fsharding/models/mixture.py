@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fsharding.models.experts import Experts, expert_draws, expert_names, mixture, uncut
-from fsharding.models.parts import Cuts, Draws, How
+from fsharding.models.block_parts import Cuts, Draws, How
+from fsharding.models.moe import Experts, expert_draws, expert_names, mixture, uncut
 from fsharding.random import Draw
 from fsharding.tree import Tree
 

@@ -2,16 +2,16 @@
 
 from fsharding.ops.attention import attention, plan_ring
 from fsharding.ops.collectives import all_to_all, all_to_all_rows, gather, ppermute, psum, scatter, vary
+from fsharding.ops.context_parallel import cut_sequence, document_positions, positions
 from fsharding.ops.embedding import embedding
-from fsharding.ops.grouped import grouped_matmul
+from fsharding.ops.grouped_matmul import grouped_matmul
 from fsharding.ops.linear import column_linear, enter, leave, row_linear, split_parts
 from fsharding.ops.loss import cross_entropy
+from fsharding.ops.matmul import product
 from fsharding.ops.moe import combine, dispatch, experts_swiglu
 from fsharding.ops.norm import rms_norm
-from fsharding.ops.product import product
 from fsharding.ops.rotary import LlamaScaling, YarnScaling, rotary, rotary_frequencies
-from fsharding.ops.routing import Routing, balance_loss, expert_counts, next_bias, route, tell_load, z_loss
-from fsharding.ops.sequence import cut_sequence, document_positions, positions
+from fsharding.ops.router import Routing, balance_loss, expert_counts, next_bias, route, tell_load, z_loss
 
 __all__ = [
     "LlamaScaling",

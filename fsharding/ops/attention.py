@@ -22,11 +22,11 @@ from torch.autograd.function import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding import _compat, _functorch
+from fsharding.comm import process_group as wire
 from fsharding.errors import SpecError, TransformError, message
-from fsharding.mesh import Group, Mesh, axis_group, axis_size, current_mesh
-from fsharding.ops import wire
+from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.collectives import all_to_all, gather
-from fsharding.ops.sequence import zigzag, zigzag_order
+from fsharding.ops.context_parallel import zigzag, zigzag_order
 from fsharding.precision import wide
 
 __all__ = ["Kind", "RingStep", "attention", "plan_ring"]

@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
-from fsharding import _functorch, boxes
+from fsharding import _functorch
 from fsharding.arguments import refuse
-from fsharding.axes import AXES, unknown_axis
+from fsharding.comm import process_group as wire
+from fsharding.comm.transport import open_exchange, open_gather, start_sum, sum_rows
 from fsharding.errors import MeshError, SpecError, TransformError, message
-from fsharding.mesh import Group, Mesh, axis_group, current_mesh
-from fsharding.ops import wire
-from fsharding.ops.rows import open_exchange, open_gather, start_sum, sum_rows
+from fsharding.mesh.abstract_mesh import AXES, unknown_axis
+from fsharding.mesh.device_mesh import Group, Mesh, axis_group, current_mesh
 from fsharding.precision import wide
 from fsharding.public import public
+from fsharding.sharding import boxes
 
 __all__ = [
     "Linear",

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding import _functorch, boxes
+from fsharding import _functorch
 from fsharding.errors import DataError, message
-from fsharding.mesh import Mesh, axis_index, axis_size
-from fsharding.ops.direct import put_term, takes_terms
+from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
+from fsharding.ops.grad_sink import put_term, takes_terms
 from fsharding.ops.linear import leave
-from fsharding.planning import kind_text
+from fsharding.sharding import boxes
+from fsharding.sharding.leaf_plan import kind_text
 
 __all__ = ["checked_ids", "embedding"]
 

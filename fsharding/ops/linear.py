@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fsharding.boxes import chunk
 from fsharding.errors import SpecError, message
-from fsharding.mesh import Mesh, axis_index, axis_size
+from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather, psum, scatter, vary
-from fsharding.ops.product import product
+from fsharding.ops.matmul import product
+from fsharding.sharding.boxes import chunk
 
 __all__ = ["column_linear", "enter", "leave", "row_linear", "split_parts"]
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding import boxes
-from fsharding.mesh import Mesh, axis_index, axis_size
+from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather, psum
 from fsharding.ops.embedding import checked_ids
+from fsharding.sharding import boxes
 
 __all__ = ["cross_entropy"]
 

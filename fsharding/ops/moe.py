@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding import _functorch, boxes
-from fsharding.axes import AXES, unknown_axis
+from fsharding import _functorch
+from fsharding.comm import process_group as wire
 from fsharding.errors import MeshError, SpecError, TransformError, message
-from fsharding.mesh import Group, Mesh, axis_group, axis_size, current_mesh
-from fsharding.ops import wire
+from fsharding.mesh.abstract_mesh import AXES, unknown_axis
+from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.collectives import Linear, all_to_all_rows, apply_linear, psum, vary
-from fsharding.ops.grouped import grouped_matmul
-from fsharding.ops.routing import Routing
+from fsharding.ops.grouped_matmul import grouped_matmul
+from fsharding.ops.router import Routing
+from fsharding.sharding import boxes
 
 __all__ = ["Dispatched", "Plan", "combine", "dispatch", "experts_swiglu", "owned_experts"]
 

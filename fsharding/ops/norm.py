@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding.mesh import Mesh, axis_size
+from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.ops.collectives import vary
 
 __all__ = ["rms_norm"]

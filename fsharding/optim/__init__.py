@@ -2,9 +2,7 @@
 
 from fsharding.optim.adafactor import AdafactorState, adafactor
 from fsharding.optim.adam import AdamState, adamw
-from fsharding.optim.apply import apply_gradients, apply_updates
 from fsharding.optim.averages import EmaState, LookaheadState, ema, ema_of, lookahead
-from fsharding.optim.balance import against_load, set_loads_apart
 from fsharding.optim.base import (
     ChainState,
     EmptyState,
@@ -16,14 +14,16 @@ from fsharding.optim.base import (
     masked,
     multi_transform,
 )
-from fsharding.optim.bridge import TorchState, from_torch
 from fsharding.optim.clip import clip_by_global_norm, global_norm
+from fsharding.optim.from_torch import TorchState, from_torch
 from fsharding.optim.lion import LionState, lion
 from fsharding.optim.muon import MuonState, muon
 from fsharding.optim.noise import NoiseState, add_noise, annealed
+from fsharding.optim.router_bias import against_load, set_loads_apart
 from fsharding.optim.schedules import Schedule, constant, linear, warmup_cosine
 from fsharding.optim.sgd import SgdState, sgd
-from fsharding.optim.units import label_matrices, sum_dims
+from fsharding.optim.stacked import label_matrices, sum_dims
+from fsharding.optim.updates import apply_gradients, apply_updates
 
 __all__ = [
     "AdafactorState",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fsharding import tree
+from fsharding.comm.redistribute import redistribute
 from fsharding.optim.base import (
     GradientTransformation,
     check_update,
@@ -31,13 +32,12 @@ from fsharding.optim.base import (
     shardings_of,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import ABOVE_0, FROM_0, check_dtype, check_settings
-from fsharding.optim.units import STACKS, homes, stacked_dims, sum_dims, whole_shape
-from fsharding.planning import mean_over
+from fsharding.optim.stacked import STACKS, homes, stacked_dims, sum_dims, whole_shape
+from fsharding.optim.validation import ABOVE_0, FROM_0, check_dtype, check_settings
 from fsharding.precision import wide
 from fsharding.public import public
-from fsharding.redistribute import redistribute
-from fsharding.sharding import NamedSharding, local_of, sharding_of
+from fsharding.sharding.leaf_plan import mean_over
+from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of
 from fsharding.tree import Tree
 
 __all__ = ["AdafactorState", "adafactor"]

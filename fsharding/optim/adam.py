@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding.comm.redistribute import in_buckets
 from fsharding.errors import LayoutError
-from fsharding.optim.apply import change_slices
 from fsharding.optim.base import (
     GradientTransformation,
     add_decay_,
@@ -35,10 +35,10 @@ from fsharding.optim.base import (
     zeros,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import BELOW_1, FROM_0, check_dtype, check_settings
+from fsharding.optim.updates import change_slices
+from fsharding.optim.validation import BELOW_1, FROM_0, check_dtype, check_settings
 from fsharding.precision import wide
 from fsharding.public import public
-from fsharding.redistribute import in_buckets
 from fsharding.tree import Tree
 
 __all__ = ["AdamState", "adamw"]

@@ -29,7 +29,7 @@ from fsharding.optim.base import (
     run_update,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import FROM_1, TO_1, check_settings
+from fsharding.optim.validation import FROM_1, TO_1, check_settings
 from fsharding.public import public
 from fsharding.tree import Tree
 

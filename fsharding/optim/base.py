@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, sharding, tree
+from fsharding import _compat, tree
 from fsharding.arguments import check_optimizer, kind_of
+from fsharding.comm.redistribute import redistribute
 from fsharding.errors import LayoutError, TreeError, listed, message
 from fsharding.precision import wide
 from fsharding.public import public
-from fsharding.redistribute import redistribute
-from fsharding.sharding import local_of, sharding_of
+from fsharding.sharding import named_sharding as sharding
+from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
 __all__ = [

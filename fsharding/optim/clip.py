@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.axes import AXES
-from fsharding.boxes import chunk
+from fsharding.comm.stop_bit import StopBit
+from fsharding.comm.transport import start_sum
 from fsharding.errors import ConfigError, LayoutError, message
-from fsharding.mesh import abstract, axis_group
-from fsharding.norms import counts_here, norm_in_flight
-from fsharding.ops.rows import start_sum
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import abstract, axis_group
 from fsharding.optim.base import EmptyState, GradientTransformation, multiply
 from fsharding.public import public
-from fsharding.sharding import Local, NamedSharding, is_assigned, local_of, sharding_of
-from fsharding.stop_bit import StopBit
+from fsharding.sharding.boxes import chunk
+from fsharding.sharding.named_sharding import Local, NamedSharding, is_assigned, local_of, sharding_of
+from fsharding.transforms.norms import counts_here, norm_in_flight
 from fsharding.tree import Tree
 
 __all__ = ["clip_by_global_norm", "global_norm", "norm_axes", "norm_with", "takes_along"]

@@ -25,7 +25,7 @@ from fsharding.optim.base import (
     zeros,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import FROM_0, TO_1, check_dtype, check_settings
+from fsharding.optim.validation import FROM_0, TO_1, check_dtype, check_settings
 from fsharding.public import public
 from fsharding.tree import Tree
 

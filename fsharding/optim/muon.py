@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import at_rest, tree
+from fsharding import tree
+from fsharding.comm.reshard_plan import Leaf, plan_routes
+from fsharding.comm.reshard_run import exchange
 from fsharding.errors import ConfigError, LayoutError, message
-from fsharding.mesh import Mesh, abstract, axis_group, own_rank
-from fsharding.ops.exchange import exchange
+from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, own_rank
 from fsharding.optim.base import (
     GradientTransformation,
     add_decay_,
@@ -33,12 +34,12 @@ from fsharding.optim.base import (
     zeros,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import FROM_0, FROM_1, check_dtype, check_settings
-from fsharding.optim.units import homes, whole_shape
+from fsharding.optim.stacked import homes, whole_shape
+from fsharding.optim.validation import FROM_0, FROM_1, check_dtype, check_settings
 from fsharding.public import public
-from fsharding.routes import Leaf, plan_routes
-from fsharding.sharding import NamedSharding
-from fsharding.spec import P
+from fsharding.sharding import mesh_view as at_rest
+from fsharding.sharding.named_sharding import NamedSharding
+from fsharding.sharding.partition_spec import P
 from fsharding.tree import Tree
 
 __all__ = ["MuonState", "muon"]

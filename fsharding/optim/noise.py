@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import boxes, random, tree
+from fsharding import random, tree
 from fsharding.optim.base import GradientTransformation, check_state, like_leaf
 from fsharding.optim.schedules import Schedule
-from fsharding.optim.settings import FROM_0, check_settings
-from fsharding.optim.units import homes, whole_shape
+from fsharding.optim.stacked import homes, whole_shape
+from fsharding.optim.validation import FROM_0, check_settings
 from fsharding.public import public
-from fsharding.sharding import NamedSharding, local_of
+from fsharding.sharding import boxes
+from fsharding.sharding.named_sharding import NamedSharding, local_of
 from fsharding.tree import Tree
 
 __all__ = ["NoiseState", "add_noise", "annealed"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
+from fsharding.comm.redistribute import redistribute
 from fsharding.errors import ConfigError, message
 from fsharding.optim.base import (
     GradientTransformation,
@@ -27,9 +28,8 @@ from fsharding.optim.base import (
     zeros,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.settings import FROM_0, check_dtype, check_settings
+from fsharding.optim.validation import FROM_0, check_dtype, check_settings
 from fsharding.public import public
-from fsharding.redistribute import redistribute
 from fsharding.tree import Tree
 
 __all__ = ["SgdState", "sgd"]

@@ -16,27 +16,28 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fsharding import optim, policies, random
-from fsharding.axes import AbstractMesh
-from fsharding.counts import Traffic, counting_bytes
-from fsharding.decoder_traffic import expected_traffic
+from fsharding import optim, random
+from fsharding.comm.counters import Traffic, counting_bytes
 from fsharding.errors import ScheduleError
-from fsharding.layout import Layout, plan_layout
-from fsharding.mesh import Mesh, data_position
-from fsharding.models.base import Model
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import Mesh, data_position
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
-from fsharding.models.experts import Experts
-from fsharding.models.latent import Latent
+from fsharding.models.latent_attention import Latent
+from fsharding.models.model import Model
+from fsharding.models.moe import Experts
 from fsharding.ops.attention import Kind
-from fsharding.ops.sequence import cut_sequence
+from fsharding.ops.context_parallel import cut_sequence
+from fsharding.pipeline.schedule import Schedule, plan_schedule
+from fsharding.pipeline.stages import stages_of
 from fsharding.precision import FP32, Precision
-from fsharding.schedule import Schedule, plan_schedule
-from fsharding.spec import DEFAULT_RULES
-from fsharding.staging import stages_of
-from fsharding.state import init_state
-from fsharding.step import make_train_step
-from fsharding.strategy import NO_SHARD, Strategy
+from fsharding.sharding.layout import Layout, plan_layout
+from fsharding.sharding.partition_spec import DEFAULT_RULES
+from fsharding.sharding.strategy import NO_SHARD, Strategy
 from fsharding.testing.cases import device_mesh
+from fsharding.train.decoder_traffic import expected_traffic
+from fsharding.train.state import init_state
+from fsharding.train.step import make_train_step
+from fsharding.transforms import policies
 
 __all__ = ["DecoderCase", "decoder_kinds", "expert_sizes", "fitting_schedules"]
 

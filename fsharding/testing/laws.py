@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.axes import AXES
 from fsharding.errors import message
-from fsharding.mesh import Mesh, abstract, coordinate
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import Mesh, abstract, coordinate
 from fsharding.ops.collectives import psum
-from fsharding.sharding import Local, NamedSharding, local_of, opened, sharding_of
+from fsharding.sharding.named_sharding import Local, NamedSharding, local_of, opened, sharding_of
 from fsharding.testing.cases import local_part
 from fsharding.testing.compare import compare
 from fsharding.tree import Tree

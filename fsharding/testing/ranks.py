@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from fsharding.errors import message
-from fsharding.rendezvous import local_variables
+from fsharding.mesh.rendezvous import local_variables
 from fsharding.testing.failures import Failure, RankFailure, name_of, repeat, worded
 
 __all__ = ["RankPool", "run_ranks"]

@@ -25,16 +25,16 @@ except ModuleNotFoundError as error:
     _mend = 'Install the extra that has it: pip install "fsharding[test]".'
     raise ConfigError(message("fsharding.testing.strategies", "needs hypothesis.", mend=_mend)) from error
 
-from fsharding.axes import AXES, AbstractMesh
-from fsharding.layout import LAYERS, Layout
-from fsharding.policies import POLICIES
+from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
+from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.precision import BF16, FP32, Precision
-from fsharding.schedule import SCHEDULES
-from fsharding.sharding import Assigned, NamedSharding
-from fsharding.spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec
-from fsharding.strategy import Strategy, hybrid, zero
+from fsharding.sharding.layout import LAYERS, Layout
+from fsharding.sharding.named_sharding import Assigned, NamedSharding
+from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec
+from fsharding.sharding.strategy import Strategy, hybrid, zero
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase
 from fsharding.testing.decoders import DecoderCase, decoder_kinds, expert_sizes, fitting_schedules
+from fsharding.transforms.policies import POLICIES
 from fsharding.tree import Tree
 
 __all__ = [

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.sharding import local_of
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_trees_close, run_ranks
 
 B, T, D, HIDDEN, VOCAB = 2, 6, 16, 24, 30

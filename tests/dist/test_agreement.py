@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding import agreement
-from fsharding.config import TrainConfig
+from fsharding.cli.config import TrainConfig
+from fsharding.cli.train import _train
 from fsharding.errors import BatchError, ConfigError
+from fsharding.mesh import consistency as agreement
 from fsharding.testing import RankPool, run_ranks
-from fsharding.train import _train
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)
 DEFAULT = {

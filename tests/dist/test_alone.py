@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding import _compat, lost, ops
+from fsharding import _compat, ops
 from fsharding.errors import RankError
+from fsharding.mesh import failures as lost
 from fsharding.testing import RankPool
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=2, heads=4, kv_heads=2, hidden=36)

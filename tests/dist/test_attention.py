@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
 from fsharding import _compat, ops, tree
-from fsharding.axes import AbstractMesh
+from fsharding.comm import process_group as wire
 from fsharding.errors import TransformError
-from fsharding.ops import wire
+from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
 
 MODULE = importlib.import_module("fsharding.ops.attention")  # the package has a function of this name

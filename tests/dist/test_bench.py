@@ -10,7 +10,7 @@ from fsharding.bench.optimizer import OptimizerConfig, bench_optimizer
 from fsharding.bench.rounds import agree
 from fsharding.bench.step import StepConfig, bench_step, measure
 from fsharding.errors import ConfigError
-from fsharding.mesh import make_mesh
+from fsharding.mesh.device_mesh import make_mesh
 from fsharding.testing import run_ranks
 
 ALL = ("compute-only", "ddp", "fsdp2", "fsharding-zero0", "fsharding-zero1", "fsharding-zero2", "fsharding-zero3")

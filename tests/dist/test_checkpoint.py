@@ -13,19 +13,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import fsharding as fs
-from fsharding import boxes, random
 from fsharding import checkpoint as ck
-from fsharding import mesh as meshes
-from fsharding.checkpoint.files import Writer, write_metadata
-from fsharding.checkpoint.inventory import inventory
-from fsharding.checkpoint.leaves import staged
+from fsharding import random
+from fsharding.checkpoint.dcp_metadata import inventory
+from fsharding.checkpoint.reader import open_source
 from fsharding.checkpoint.shares import shares
-from fsharding.checkpoint.source import open_source
+from fsharding.checkpoint.state_leaves import staged
+from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.errors import CheckpointError, RankError
+from fsharding.mesh import device_mesh as meshes
 from fsharding.precision import ScaleState
-from fsharding.sharding import Assigned, local_of, sharding_of
-from fsharding.state import main_of, spread_main
+from fsharding.sharding import boxes
+from fsharding.sharding.named_sharding import Assigned, local_of, sharding_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
+from fsharding.train.state import main_of, spread_main
 
 LAYOUTS = {
     "zero0": ({"dp": -1}, fs.zero(0), fs.FP32),
@@ -332,13 +333,13 @@ def save_with_a_fault(path, where, rank):
 @pytest.mark.parametrize(
     ("where", "rank"),
     [
-        ("fsharding.checkpoint.store._locked", 0),
+        ("fsharding.checkpoint.directory._locked", 0),
         ("os.fsync", 1),
         ("fsharding.checkpoint.saving.shares", 1),
-        ("fsharding.checkpoint.files.Writer.add", 1),
-        ("fsharding.checkpoint.files._HashedStream._hash", 1),
+        ("fsharding.checkpoint.writer.Writer.add", 1),
+        ("fsharding.checkpoint.writer._HashedStream._hash", 1),
         ("fsharding.checkpoint.saving.write_metadata", 0),
-        ("fsharding.checkpoint.store.Partial.commit", 0),
+        ("fsharding.checkpoint.directory.Partial.commit", 0),
     ],
 )
 def test_a_fault_in_any_phase_raises_on_all_ranks(tmp_path, where, rank):
@@ -417,7 +418,7 @@ def test_damage_is_told_on_all_ranks(tmp_path):
 
 def load_with_a_fault(path):
     texts = []
-    for where in ("fsharding.checkpoint.store.read_manifest", "fsharding.checkpoint.source.parse_record"):
+    for where in ("fsharding.checkpoint.directory.read_manifest", "fsharding.checkpoint.reader.parse_record"):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(where, refuse)

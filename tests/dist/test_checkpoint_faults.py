@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import background, store
+from fsharding.checkpoint import background
+from fsharding.checkpoint import directory as store
 from fsharding.errors import RankError
-from fsharding.sharding import local_of
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.dist.test_checkpoint import answer, planned, portions, some_state, whole
 

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.errors import CheckpointError, RankError
-from fsharding.sharding import local_of
-from fsharding.state import main_of
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
+from fsharding.train.state import main_of
 
 LAYERS, WIDTH, VOCAB = 3, 6, 13
 NAMES = {

@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 import tyro
 
-from fsharding.axes import AbstractMesh
 from fsharding.bench.overhead import OverheadConfig, measure
-from fsharding.cli import main
-from fsharding.config import TrainConfig, check, schedule_of, stages
-from fsharding.mesh import make_mesh
-from fsharding.schedule import plan_schedule
+from fsharding.cli.config import TrainConfig, check, schedule_of, stages
+from fsharding.cli.main import main
+from fsharding.cli.train import _train
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import make_mesh
+from fsharding.pipeline.schedule import plan_schedule
 from fsharding.testing import run_ranks
-from fsharding.train import _train
 
 pytestmark = pytest.mark.timeout(420)
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.axes import AbstractMesh
-from fsharding.boxes import chunk
 from fsharding.errors import MeshError, SpecError, TransformError
-from fsharding.sharding import local_of, to_local
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.sharding.boxes import chunk
+from fsharding.sharding.named_sharding import local_of, to_local
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 
 SHAPE = AbstractMesh(("dp", "cp"), (2, 2))

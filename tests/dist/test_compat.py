@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsharding import _compat, lost
+from fsharding import _compat
+from fsharding.mesh import failures as lost
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 

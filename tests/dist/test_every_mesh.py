@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.axes import AXES, AbstractMesh
+from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.models import Experts
-from fsharding.ops.unit import early_from
-from fsharding.schedule import SCHEDULES
+from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.testing import DecoderCase, assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
+from fsharding.transforms.unit_plan import early_from
 from tests.dist.test_model_axes import DEEP, alone, train
 
 pytestmark = pytest.mark.timeout(240)

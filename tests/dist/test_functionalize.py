@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsharding as fs
-from fsharding.mesh import data_position
-from fsharding.sharding import Local, to_local
+from fsharding.mesh.device_mesh import data_position
+from fsharding.sharding.named_sharding import Local, to_local
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 
 STEPS, VOCAB = 5, 13

@@ -11,13 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding import checkpoint, hf, ops
+from fsharding import checkpoint, ops
 from fsharding.bench.rounds import allocated
-from fsharding.checkpoint.source import LeafInfo
-from fsharding.checkpoint.tensor_files import tensor_files
+from fsharding.checkpoint.reader import LeafInfo
+from fsharding.checkpoint.safetensors_layout import tensor_files
 from fsharding.errors import CheckpointError, ConfigError, RankError
-from fsharding.mesh import data_position
-from fsharding.sharding import sharding_of
+from fsharding.interop import hf
+from fsharding.mesh.device_mesh import data_position
+from fsharding.sharding.named_sharding import sharding_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 SIZES = {

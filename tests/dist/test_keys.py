@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.agreement import checksum
 from fsharding.errors import ConfigError
-from fsharding.mesh import data_position
+from fsharding.mesh.consistency import checksum
+from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 ROWS, WIDTH = 8, 6

@@ -10,10 +10,10 @@ import torch
 
 import fsharding as fs
 from fsharding.bench.rounds import allocated
-from fsharding.landing import Landing
-from fsharding.ops import wire
-from fsharding.ops.unit import early_from
+from fsharding.comm import process_group as wire
 from fsharding.testing import assert_bitwise_equal, run_ranks
+from fsharding.transforms.grad_reducer import Landing
+from fsharding.transforms.unit_plan import early_from
 
 WIDTH, LAYERS = 16, 4
 

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.axes import AbstractMesh
-from fsharding.boxes import chunk
-from fsharding.checkpoint.leaves import content, param_path, placement
-from fsharding.mesh import abstract, coordinate, data_axes
-from fsharding.sharding import local_of, to_local
-from fsharding.state import main_of
+from fsharding.checkpoint.state_leaves import content, param_path, placement
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import abstract, coordinate, data_axes
+from fsharding.sharding.boxes import chunk
+from fsharding.sharding.named_sharding import local_of, to_local
 from fsharding.testing import (
     Home,
     Leaf,
@@ -34,6 +33,7 @@ from fsharding.testing import (
     whole_tensors,
 )
 from fsharding.testing import strategies as draws
+from fsharding.train.state import main_of
 
 # torch says at length that `full_tensor` gathers axis by axis.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding import _compat, pipeline
+from fsharding import _compat
 from fsharding.checkpoint import loading, saving
 from fsharding.errors import CheckpointError, RankError
+from fsharding.pipeline import executor as pipeline
 from fsharding.testing import ranks as pools
 from fsharding.testing import run_ranks
 
@@ -24,7 +25,7 @@ mesh_module, reshard_module = (sys.modules[f"fsharding.{name}"] for name in ("me
 PLACES = {
     "do": (pipeline._Run, "do"),
     "sums": (pipeline._Run, "sums"),
-    "norm": (sys.modules["fsharding.step"], "global_norm"),
+    "norm": (sys.modules["fsharding.train.step"], "global_norm"),
 }
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
 
@@ -122,7 +123,7 @@ RARE = {
     "load": ("fs.checkpoint.load", (loading, "_fetch")),
     "make_mesh": ("fs.make_mesh", (mesh_module, "agree")),
     "reshard": ("fs.reshard", (reshard_module, "exchange")),
-    "agreement": ("train step", (sys.modules["fsharding.step"], "_agree")),
+    "agreement": ("train step", (sys.modules["fsharding.train.step"], "_agree")),
     "end of a Checkpointer": ("fs.checkpoint.save_async", (saving.Job, "_write")),
 }
 BACKGROUND = ("save_async", "end of a Checkpointer")

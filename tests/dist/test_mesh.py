@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding import mesh as meshes
-from fsharding.axes import AXES
 from fsharding.errors import MeshError
+from fsharding.mesh import device_mesh as meshes
+from fsharding.mesh.abstract_mesh import AXES
 from fsharding.testing import run_ranks
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import _compat
-from fsharding import mesh as meshes
-from fsharding.mesh import data_position
+from fsharding.mesh import device_mesh as meshes
+from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import run_ranks
 
 MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20))

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.axes import AXES, AbstractMesh
-from fsharding.ops.unit import early_from
+from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
 from fsharding.testing import strategies as draws
+from fsharding.transforms.unit_plan import early_from
 from tests.dist.test_laws import FULL, examples
 
 # Tens of runs on several ranks each: about a minute on two cores, in full half an hour or more; longer beside other load.

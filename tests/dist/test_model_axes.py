@@ -12,9 +12,9 @@ import torch
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.axes import AXES
 from fsharding.errors import ConfigError
-from fsharding.mesh import data_position
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=2, heads=8, kv_heads=2, hidden=36)

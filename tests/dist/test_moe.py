@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.boxes import chunk
 from fsharding.errors import LayoutError, SpecError
-from fsharding.mesh import axis_group, coordinate, data_position
+from fsharding.mesh.device_mesh import axis_group, coordinate, data_position
 from fsharding.ops.moe import owned_experts
+from fsharding.sharding.boxes import chunk
 from fsharding.testing import assert_adjoint, assert_bitwise_equal, assert_trees_close, rank_values, run_ranks
 
 LAYERS, EXPERTS, TOP_K, DIM, HIDDEN, ROWS = 2, 6, 2, 8, 12, 16

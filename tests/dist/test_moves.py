@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.axes import AXES
+from fsharding.mesh.abstract_mesh import AXES
 from fsharding.models import Experts
 from fsharding.testing import run_ranks
 from tests.dist.test_model_axes import EPS, RATE, STEPS, alone, batches, mesh_of

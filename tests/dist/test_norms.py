@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding.errors import LayoutError, TransformError
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import assert_trees_close, run_ranks
 
 WIDTH, ROWS, STEPS, DECAY = 6, 8, 4, 0.05

@@ -15,7 +15,7 @@ import torch
 import fsharding as fs
 from fsharding import checkpoint, optim
 from fsharding.errors import LayoutError
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 
 SHAPES = {

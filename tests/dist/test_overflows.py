@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.axes import AXES
 from fsharding.errors import NonFiniteError
+from fsharding.mesh.abstract_mesh import AXES
 from fsharding.models import Experts
 from fsharding.precision import LossScale, Precision
-from fsharding.sharding import local_of
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.dist.test_model_axes import batches, mesh_of
 

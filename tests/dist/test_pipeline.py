@@ -11,12 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharding as fs
 from fsharding.errors import ScheduleError
-from fsharding.ledger import Ledger
-from fsharding.lowering import late
-from fsharding.pipeline import _Run
-from fsharding.schedule import SCHEDULES
-from fsharding.sharding import Local, local_of
+from fsharding.pipeline.executor import _Run
+from fsharding.pipeline.lowering import late
+from fsharding.pipeline.schedule import SCHEDULES
+from fsharding.sharding.named_sharding import Local, local_of
 from fsharding.testing import run_ranks
+from fsharding.transforms.gather_context import Ledger
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
 MODEL = fs.models.decoder(CONFIG)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 from fsharding.precision import Precision, wide
 from fsharding.testing import assert_trees_close, run_ranks
 

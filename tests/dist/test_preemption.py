@@ -24,18 +24,19 @@ import torch
 import tyro
 
 import fsharding as fs
-from fsharding import checkpoint, preemption
-from fsharding import step as step_module
-from fsharding import train as main_job
-from fsharding.checkpoint.files import Writer
-from fsharding.cli import main
-from fsharding.config import TrainConfig, check
+from fsharding import checkpoint
+from fsharding.checkpoint.writer import Writer
+from fsharding.cli import train as main_job
+from fsharding.cli.config import TrainConfig, check
+from fsharding.cli.main import main
+from fsharding.cli.train import _train
+from fsharding.comm.stop_bit import StopBit
 from fsharding.errors import RankError
-from fsharding.launch import launch_ranks
-from fsharding.mesh import data_position
-from fsharding.stop_bit import StopBit
+from fsharding.mesh import preemption
+from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.launch import launch_ranks
 from fsharding.testing import assert_bitwise_equal, run_ranks
-from fsharding.train import _train
+from fsharding.train import step as step_module
 
 pytestmark = pytest.mark.timeout(420)
 

@@ -8,7 +8,7 @@ import torch
 
 import fsharding as fs
 from fsharding.errors import CheckpointError, ConfigError, RankError, ReplicaError
-from fsharding.sharding import local_of
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import run_ranks
 
 MESHES = {

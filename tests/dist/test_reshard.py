@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding import routes
+from fsharding.comm import reshard_plan as routes
 from fsharding.errors import DonatedError, FshardingError, LayoutError
-from fsharding.mesh import data_position
-from fsharding.sharding import Assigned, local_of
+from fsharding.mesh.device_mesh import data_position
+from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20)

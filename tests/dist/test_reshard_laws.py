@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.axes import AXES, AbstractMesh
+from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.testing import TrainCase, assert_bitwise_equal, local_part, run_ranks, whole_tensors
 from fsharding.testing import strategies as draws
 from tests.dist.test_laws import content_is_whole, examples, layout_here, parts, some_state

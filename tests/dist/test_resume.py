@@ -17,13 +17,13 @@ import torch.distributed as dist
 import tyro
 
 from fsharding import checkpoint
-from fsharding.checkpoint.store import survey
-from fsharding.cli import main
-from fsharding.config import TrainConfig, check
+from fsharding.checkpoint.directory import survey
+from fsharding.cli.config import TrainConfig, check
+from fsharding.cli.main import main
+from fsharding.cli.resume import choose
+from fsharding.cli.train import _train
 from fsharding.errors import CheckpointError, FshardingError
-from fsharding.resume import choose
 from fsharding.testing import run_ranks
-from fsharding.train import _train
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding.counts import counting_bytes
+from fsharding.comm import process_group as wire
+from fsharding.comm import steps as transition
+from fsharding.comm.counters import counting_bytes
+from fsharding.comm.shared_memory import segments as blocks
+from fsharding.comm.transport import open_exchange, open_gather, start_sum
 from fsharding.errors import RankError
-from fsharding.mesh import Group, axis_group
-from fsharding.ops import blocks, transition, wire
-from fsharding.ops.rows import open_exchange, open_gather, start_sum
+from fsharding.mesh.device_mesh import Group, axis_group
 from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
 
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.counts import counting_bytes
-from fsharding.mesh import axis_group
-from fsharding.ops import wire
-from fsharding.ops.bucket import plan_bucket
-from fsharding.ops.terms import Shown, open_terms
+from fsharding.comm import process_group as wire
+from fsharding.comm.bucket import plan_bucket
+from fsharding.comm.counters import counting_bytes
+from fsharding.comm.reduce import Shown, open_terms
+from fsharding.mesh.device_mesh import axis_group
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.axes import AbstractMesh
+from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.testing import (
     Home,
     Leaf,

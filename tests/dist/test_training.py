@@ -17,15 +17,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharding as fs
+from fsharding.comm import process_group as wire
+from fsharding.comm.buffer_pool import Pool
 from fsharding.errors import DonatedError, NonFiniteError
-from fsharding.ledger import current_ledger
-from fsharding.mesh import data_position
-from fsharding.ops import wire
-from fsharding.ops.pool import Pool
-from fsharding.ops.unit import early_from
+from fsharding.mesh.device_mesh import data_position
 from fsharding.precision import LossScale, Precision
-from fsharding.sharding import local_of
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
+from fsharding.transforms.gather_context import current_ledger
+from fsharding.transforms.unit_plan import early_from
 
 # torch says at length that `full_tensor` gathers axis by axis.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -18,8 +18,8 @@ from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.axes import DATA_AXES, AbstractMesh
-from fsharding.sharding import local_of
+from fsharding.mesh.abstract_mesh import DATA_AXES, AbstractMesh
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_trees_close, device_mesh, local_part, run_ranks
 from tests.dist.test_laws import FULL
 

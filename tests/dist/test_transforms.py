@@ -12,10 +12,10 @@ from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.axes import DATA_AXES, AbstractMesh
 from fsharding.errors import TransformError
-from fsharding.mesh import data_position
-from fsharding.models.experts import Experts
+from fsharding.mesh.abstract_mesh import DATA_AXES, AbstractMesh
+from fsharding.mesh.device_mesh import data_position
+from fsharding.models.moe import Experts
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, local_part, run_ranks
 
 pytestmark = pytest.mark.timeout(300)

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding.counts import counting_bytes
+from fsharding.comm import process_group as wire
+from fsharding.comm.all_gather import start_whole
+from fsharding.comm.bucket import plan_bucket, whole_views
+from fsharding.comm.counters import counting_bytes
+from fsharding.comm.shared_memory import segments as blocks
 from fsharding.errors import RankError
-from fsharding.mesh import axis_group
-from fsharding.ops import blocks, wire
-from fsharding.ops.bucket import plan_bucket, whole_views
-from fsharding.ops.wholes import start_whole
+from fsharding.mesh.device_mesh import axis_group
 from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
 
 CPU = torch.device("cpu")

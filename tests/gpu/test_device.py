@@ -12,7 +12,7 @@ from fsharding import checkpoint, optim, random
 from fsharding.bench.rounds import allocated
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.precision import Precision
-from fsharding.sharding import local_of
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")

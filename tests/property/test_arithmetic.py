@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding import boxes, routes
-from fsharding.axes import AXES, AbstractMesh
-from fsharding.checkpoint.leaves import staged
 from fsharding.checkpoint.shares import shares
+from fsharding.checkpoint.state_leaves import staged
+from fsharding.comm import reshard_plan as routes
+from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
+from fsharding.sharding import boxes
 from fsharding.testing import Leaf, assert_bitwise_equal, local_part
 from fsharding.testing import strategies as draws
 

@@ -4,8 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsharding import boxes, hf
-from fsharding.hf.naming import pieces_of, renumbered, untiled
+from fsharding.interop import hf
+from fsharding.interop.hf.naming import pieces_of, renumbered, untiled
+from fsharding.sharding import boxes
 
 
 @st.composite

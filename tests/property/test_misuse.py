@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import fsharding as fs
 from fsharding.errors import FshardingError
-from fsharding.mesh import data_position
+from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import run_ranks
 
 ROWS, WIDTH = 8, 6

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.mesh import coordinate
+from fsharding.mesh.device_mesh import coordinate
 from fsharding.ops.moe import owned_experts
 from fsharding.testing import run_ranks
 

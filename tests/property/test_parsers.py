@@ -28,14 +28,14 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding import hf
 from fsharding.checkpoint import manifest as manifests
-from fsharding.checkpoint.inventory import inventory
-from fsharding.checkpoint.layouts import layout_of
-from fsharding.data import from_tokens, open_data
+from fsharding.checkpoint.dcp_metadata import inventory
+from fsharding.checkpoint.serialized_layout import layout_of
 from fsharding.errors import FshardingError
-from fsharding.hf.folder import open_folder
-from fsharding.show import read_metrics
+from fsharding.interop import hf
+from fsharding.interop.hf.folder import open_folder
+from fsharding.pipeline.plots import read_metrics
+from fsharding.train.data import from_tokens, open_data
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS, BYTES = 1.0, 200 << 20

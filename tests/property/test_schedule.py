@@ -9,10 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.actions import COMPUTES, MESSAGES, needs, partner, uses_parameters
 from fsharding.errors import ScheduleError
-from fsharding.lowering import late
-from fsharding.schedule import SCHEDULES
+from fsharding.pipeline.actions import COMPUTES, MESSAGES, needs, partner, uses_parameters
+from fsharding.pipeline.lowering import late
+from fsharding.pipeline.schedule import SCHEDULES
 
 HOWS = st.sampled_from(["step", "microbatch"])
 TIMES = st.tuples(*[st.integers(0, 7)] * 3).filter(any)

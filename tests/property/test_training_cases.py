@@ -15,9 +15,9 @@ from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.ops import wire
-from fsharding.ops.unit import early_from
+from fsharding.comm import process_group as wire
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
+from fsharding.transforms.unit_plan import early_from
 
 # torch says at length that `full_tensor` gathers axis by axis.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

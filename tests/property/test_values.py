@@ -16,15 +16,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
-from fsharding import boxes, random
-from fsharding.axes import AXES, DATA_AXES, AbstractMesh
-from fsharding.ops import bucket as buckets
-from fsharding.ops import transition
-from fsharding.ops.rows import sum_rows
-from fsharding.ops.unit import unreduced
-from fsharding.sharding import Assigned, sharding_of
-from fsharding.spec import P
+from fsharding import random
+from fsharding.comm import bucket as buckets
+from fsharding.comm import steps as transition
+from fsharding.comm.transport import sum_rows
+from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh
+from fsharding.sharding import boxes
+from fsharding.sharding.named_sharding import Assigned, sharding_of
+from fsharding.sharding.partition_spec import P
 from fsharding.testing import assert_bitwise_equal
+from fsharding.transforms.unit_plan import unreduced
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])

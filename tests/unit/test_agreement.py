@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.agreement import _differences, digest, facts_of, refuse_differences
 from fsharding.errors import ConfigError
+from fsharding.mesh.consistency import _differences, digest, facts_of, refuse_differences
 
 
 def settings(**changes):

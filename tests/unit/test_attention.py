@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.axes import AbstractMesh
 from fsharding.errors import BatchError, MeshError, SpecError
-from fsharding.mesh import axis_size
-from fsharding.ops.sequence import zigzag, zigzag_order
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import axis_size
+from fsharding.ops.context_parallel import zigzag, zigzag_order
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
 TWO, FOUR = AbstractMesh(("cp",), (2,)), AbstractMesh(("dp", "cp"), (2, 4))

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from fsharding import boxes
+from fsharding.sharding import boxes
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
+from fsharding.checkpoint import directory as store
 from fsharding.checkpoint import manifest as manifests
-from fsharding.checkpoint import store
 from fsharding.checkpoint.structure import KNOWN, describe, rebuild
 from fsharding.errors import CheckpointError, DonatedError, LayoutError
 from fsharding.precision import ScaleState
-from fsharding.sharding import local_of
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 
 FP32_SCALED = fs.Precision(loss_scale=fs.LossScale(initial=8.0))
@@ -617,7 +617,7 @@ def fail(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["os.fsync", "pathlib.Path.rename", "fsharding.checkpoint.store.sync"])
+@pytest.mark.parametrize("where", ["os.fsync", "pathlib.Path.rename", "fsharding.checkpoint.directory.sync"])
 def test_a_failed_save_leaves_the_old_checkpoint(saved, monkeypatch, where):
     with monkeypatch.context() as patch:
         patch.setattr(where, fail)

@@ -13,9 +13,10 @@ import pytest
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import background, store
+from fsharding.checkpoint import background
+from fsharding.checkpoint import directory as store
 from fsharding.errors import CheckpointError, ConfigError, DonatedError
-from fsharding.sharding import local_of
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 from tests.unit.test_checkpoint import at_step, planned, refusal, state_of
 

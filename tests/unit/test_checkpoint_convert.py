@@ -13,12 +13,12 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 
 import fsharding as fs
-from fsharding import boxes
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import ranges
-from fsharding.checkpoint.names import naming, our_box, parts
+from fsharding.checkpoint import byte_ranges as ranges
+from fsharding.checkpoint.name_map import naming, our_box, parts
 from fsharding.errors import CheckpointError, LayoutError
-from fsharding.sharding import local_of
+from fsharding.sharding import boxes
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 
 ROOT = Path(__file__).resolve().parents[2]

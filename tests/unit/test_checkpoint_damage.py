@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.checkpoint.source import damage
+from fsharding.checkpoint.reader import damage
 from fsharding.errors import CheckpointError
 from fsharding.testing import assert_bitwise_equal
 from tests.unit.test_checkpoint import Evil, described, planned, read_metadata, refusal, reseal, state_of

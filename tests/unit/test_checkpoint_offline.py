@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding import boxes, cli
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import ranges
-from fsharding.checkpoint.files import Writer
-from fsharding.checkpoint.inventory import inventory
+from fsharding.checkpoint import byte_ranges as ranges
+from fsharding.checkpoint.dcp_metadata import inventory
+from fsharding.checkpoint.writer import Writer
+from fsharding.cli import main as cli
 from fsharding.errors import MeshError
-from fsharding.sharding import local_of
+from fsharding.sharding import boxes
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 from tests.unit.test_checkpoint_convert import FORMATS, read_back, refusal, same_bits
 from tests.unit.test_checkpoint_convert import draws as weights

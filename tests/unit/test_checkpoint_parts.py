@@ -10,18 +10,19 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
-from fsharding import boxes, tree
 from fsharding import checkpoint as ck
+from fsharding import tree
 from fsharding.checkpoint import manifest as manifests
-from fsharding.checkpoint.files import METADATA, Writer, write_metadata
-from fsharding.checkpoint.layouts import names_from_plain, plain_names
-from fsharding.checkpoint.leaves import staged
+from fsharding.checkpoint.byte_ranges import pieces, span
 from fsharding.checkpoint.loading import _wanted_leaves
-from fsharding.checkpoint.ranges import pieces, span
+from fsharding.checkpoint.reader import Source, open_source
+from fsharding.checkpoint.serialized_layout import names_from_plain, plain_names
 from fsharding.checkpoint.shares import shares
-from fsharding.checkpoint.source import Source, open_source
+from fsharding.checkpoint.state_leaves import staged
+from fsharding.checkpoint.writer import METADATA, Writer, write_metadata
 from fsharding.errors import LayoutError
-from fsharding.sharding import Assigned, local_of
+from fsharding.sharding import boxes
+from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal
 from tests.unit.test_checkpoint import Wrapped, draws, planned, refusal, state_of
 from tests.unit.test_checkpoint_damage import described
@@ -75,8 +76,8 @@ def test_every_dtype_and_stride_there_and_back(tmp_path):
 
 
 def test_checksums_of_files_of_several_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("fsharding.checkpoint.files.BLOCK", 5000)
-    monkeypatch.setattr("fsharding.checkpoint.files._PIECE", 1700)
+    monkeypatch.setattr("fsharding.checkpoint.writer.BLOCK", 5000)
+    monkeypatch.setattr("fsharding.checkpoint.writer._PIECE", 1700)
     leaves = {f"{i}": torch.full((size,), float(i)) for i, size in enumerate((1, 300, 9000, 5, 1250, 2500, 0, 70))}
     part = written(tmp_path, leaves)
     file = part.file._replace(block=5000)
@@ -94,7 +95,7 @@ def test_checksums_of_files_of_several_blocks(tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", range(20))
 def test_random_boxes(tmp_path, monkeypatch, seed):
     """Chunks of a random tiling are written, random boxes are read into random strides, in slabs of a few bytes."""
-    monkeypatch.setattr("fsharding.checkpoint.ranges.WINDOW_BYTES", 64)
+    monkeypatch.setattr("fsharding.checkpoint.byte_ranges.WINDOW_BYTES", 64)
     draw = random.Random(seed)
     shape = tuple(draw.randint(1, 7) for _ in range(draw.randint(0, 4)))
     whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
@@ -125,7 +126,7 @@ def test_random_boxes(tmp_path, monkeypatch, seed):
 def test_pieces_are_small_and_cover(stride, monkeypatch):
     shape = (8, 5, 10)
     for limit in (1, 7, 40, 99, 1000):
-        monkeypatch.setattr("fsharding.checkpoint.ranges.WINDOW_BYTES", limit)
+        monkeypatch.setattr("fsharding.checkpoint.byte_ranges.WINDOW_BYTES", limit)
         seen = torch.zeros(shape)
         for piece in pieces(boxes.full(shape), 1, stride):
             assert span(boxes.shape_of(piece), stride) <= limit

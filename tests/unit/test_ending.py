@@ -8,13 +8,13 @@ import time
 import pytest
 import torch
 
-from fsharding.ending import let_others_finish
+from fsharding.mesh.shutdown import let_others_finish
 
 ENDS = """
 import atexit, threading
 import torch
 import fsharding as fs
-from fsharding.ending import rest_at_exit
+from fsharding.mesh.shutdown import rest_at_exit
 
 atexit.register(lambda: print("alive" if thread.is_alive() else "done", flush=True))
 rest_at_exit()

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
 from fsharding.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
-from fsharding.families import Parts
-from fsharding.module_axes import check_axes
+from fsharding.interop.module.hf_tables import Parts
+from fsharding.interop.module.tensor_parallel import check_axes
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.dist.test_functionalize import UNITS, VOCAB, Net, Shared
 

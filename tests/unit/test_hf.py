@@ -9,10 +9,11 @@ import safetensors.torch
 import torch
 
 import fsharding as fs
-from fsharding import hf, ops
-from fsharding.checkpoint import ranges
+from fsharding import ops
+from fsharding.checkpoint import byte_ranges as ranges
 from fsharding.errors import CheckpointError, ConfigError
-from fsharding.hf.families import FAMILIES
+from fsharding.interop import hf
+from fsharding.interop.hf.config_tables import FAMILIES
 from fsharding.models import DecoderConfig, Experts, Latent, Stack
 from fsharding.testing import assert_bitwise_equal
 

@@ -24,14 +24,15 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding import cli, hf
 from fsharding.checkpoint import manifest as manifests
-from fsharding.checkpoint.pickles import Global, Made, Pairs, named, unpickled
-from fsharding.config import TrainConfig, batches_seen, check
-from fsharding.data import from_files, from_tokens, open_data
+from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, named, unpickled
+from fsharding.cli import main as cli
+from fsharding.cli.config import TrainConfig, batches_seen, check
 from fsharding.errors import CheckpointError, ConfigError, DataError, FshardingError
-from fsharding.show import plot_loss, read_metrics
+from fsharding.interop import hf
+from fsharding.pipeline.plots import plot_loss, read_metrics
 from fsharding.testing import assert_bitwise_equal
+from fsharding.train.data import from_files, from_tokens, open_data
 
 CONFIG = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
 
@@ -823,7 +824,7 @@ def test_a_resume_looks_at_the_metrics_before_a_rank_starts(tmp_path):
     for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
         make(config.metrics)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fsharding.config._check_resume", lambda *_: None)
+            patch.setattr("fsharding.cli.config._check_resume", lambda *_: None)
             assert refusal(check, config, 1, kind=ConfigError) == (
                 f"fsharding train cannot read {config.metrics}.\n  it is no plain file\nMove it away, or give another --out."
             )

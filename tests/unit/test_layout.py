@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.axes import AbstractMesh
 from fsharding.errors import ConfigError, LayoutError, SpecError, TreeError
-from fsharding.spec import P
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.sharding.partition_spec import P
 
 MESH = AbstractMesh(("dp", "tp"), (4, 2))
 GRID = AbstractMesh(("replica", "dp", "cp", "tp"), (2, 2, 2, 2))

@@ -7,8 +7,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharding as fs
-from fsharding.ops.pool import Pool
-from fsharding.sharding import local_of
+from fsharding.comm.buffer_pool import Pool
+from fsharding.sharding.named_sharding import local_of
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fsharding import lost
-from fsharding.lost import Found, follow
+from fsharding.mesh import failures as lost
+from fsharding.mesh.failures import Found, follow
 
 
 def followed(peers, notes, me=0, function="step"):

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
-from fsharding import mesh as meshes
-from fsharding import rendezvous
-from fsharding.axes import AXES, AbstractMesh, make_shape
 from fsharding.errors import MeshError
+from fsharding.mesh import device_mesh as meshes
+from fsharding.mesh import rendezvous
+from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape
 
 KNOWN = "Axes are pp, replica, dp, ep, cp, tp."
 

@@ -10,10 +10,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
-from fsharding import at_rest, tree
-from fsharding import mesh as meshes
-from fsharding.axes import AbstractMesh
+from fsharding import tree
+from fsharding.mesh import device_mesh as meshes
+from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh_cache import cache_on_mesh, kept_by
+from fsharding.sharding import mesh_view as at_rest
 
 CALLS = []
 

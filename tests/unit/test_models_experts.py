@@ -8,8 +8,8 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.errors import ConfigError
 from fsharding.models import DecoderConfig, Experts, decoder
-from fsharding.models.experts import expert_draws, expert_names, mixture
-from fsharding.optim.balance import against_load, set_loads_apart
+from fsharding.models.moe import expert_draws, expert_names, mixture
+from fsharding.optim.router_bias import against_load, set_loads_apart
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
 DIM = 8

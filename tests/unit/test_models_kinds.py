@@ -12,7 +12,7 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.errors import ConfigError, SpecError
 from fsharding.models import DecoderConfig, Grouped, Latent, Stack, decoder
-from fsharding.stacks import stacks_of
+from fsharding.models.stacks import stacks_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
 LLAMA = ops.LlamaScaling(factor=8.0, length=16)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding import preemption
 from fsharding.errors import ArgumentError, ConfigError
+from fsharding.mesh import preemption
 from fsharding.optim.clip import takes_along
 from fsharding.testing import assert_bitwise_equal
 

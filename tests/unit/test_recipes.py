@@ -7,9 +7,9 @@ import time
 import pytest
 
 import fsharding as fs
-from fsharding.cli import main
+from fsharding.cli.main import main
 from fsharding.errors import ConfigError
-from fsharding.recipes import RECIPES, recipe
+from fsharding.models.presets import RECIPES, recipe
 
 PUBLISHED = {
     "llama3_8b": 8_030_261_248,

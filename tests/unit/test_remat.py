@@ -6,7 +6,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 import fsharding as fs
 from fsharding import _functorch, ops
-from fsharding.axes import AbstractMesh
+from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
 W, X = torch.linspace(-1, 1, 12).view(4, 3), torch.linspace(0, 2, 8).view(2, 4)

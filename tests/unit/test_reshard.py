@@ -5,9 +5,10 @@ import time
 import pytest
 
 import fsharding as fs
-from fsharding import boxes, routes
-from fsharding.axes import AbstractMesh
+from fsharding.comm import reshard_plan as routes
 from fsharding.errors import LayoutError
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.sharding import boxes
 
 FOUR = AbstractMesh(("dp",), (4,))
 

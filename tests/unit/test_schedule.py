@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.actions import KINDS, Action
 from fsharding.errors import ConfigError, ScheduleError
+from fsharding.pipeline.actions import KINDS, Action
 
 SIZES = [(1, 3), (2, 4), (3, 4), (4, 8), (5, 5), (6, 12)]
 TIMES = [(1, 1, 1), (1, 2, 1), (2, 2, 1), (3, 2, 1), (5, 4, 3)]

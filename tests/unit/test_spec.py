@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.axes import AXES
 from fsharding.errors import SpecError
-from fsharding.spec import DEFAULT_RULES, AxisRules, P
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, P
 
 KNOWN = "Axes are pp, replica, dp, ep, cp, tp."
 

@@ -3,9 +3,9 @@
 import pytest
 
 import fsharding as fs
-from fsharding.axes import AbstractMesh
 from fsharding.errors import LayoutError, ScheduleError
-from fsharding.staging import check_ends, layers_by_stage, owners
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.pipeline.stages import check_ends, layers_by_stage, owners
 
 CONFIG = fs.models.DecoderConfig(layers=6)
 MODEL = fs.models.decoder(CONFIG)

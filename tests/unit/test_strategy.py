@@ -6,7 +6,7 @@ import pytest
 
 import fsharding as fs
 from fsharding.errors import ConfigError
-from fsharding.strategy import STRATEGIES, Strategy
+from fsharding.sharding.strategy import STRATEGIES, Strategy
 
 KINDS = ("params", "grads", "opt_state")
 NAMES = "Strategies are zero0, zero1, zero2, zero3, hfsdp, no_shard, optim, optim_grads, optim_grads_params, hsdp."

@@ -2,8 +2,8 @@
 
 import pytest
 
+from fsharding.cli.swaps import Swap, parse_swaps
 from fsharding.errors import ConfigError
-from fsharding.swaps import Swap, parse_swaps
 
 
 def test_swaps_are_read_in_any_order():

@@ -11,8 +11,8 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding import boxes
-from fsharding.axes import AXES, AbstractMesh
+from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
+from fsharding.sharding import boxes
 from fsharding.testing import DecoderCase, Home, Leaf, Pair, ReshardCase, TrainCase, local_part, whole_tensors
 from fsharding.testing import strategies as draws
 

@@ -1,7 +1,7 @@
 """What a step sends, by closed formulas, against sums written out by hand. Real ranks are in tests/dist/test_mesh_laws.py."""
 
 import fsharding as fs
-from fsharding.counts import Sent
+from fsharding.comm.counters import Sent
 
 L, D, H, E, F, V = 3, 32, 8, 4, 40, 64
 CONFIG = fs.models.DecoderConfig(vocab=V, dim=D, layers=L, heads=H, kv_heads=4, hidden=F)

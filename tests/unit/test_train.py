@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from fsharding import checkpoint
-from fsharding import train as runs
-from fsharding.cli import main
-from fsharding.config import TrainConfig, check
+from fsharding.cli import train as runs
+from fsharding.cli.config import TrainConfig, check
+from fsharding.cli.main import main
+from fsharding.cli.train import train
 from fsharding.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from fsharding.show import plot_loss, read_metrics
-from fsharding.train import train
+from fsharding.pipeline.plots import plot_loss, read_metrics
 
 
 @pytest.fixture

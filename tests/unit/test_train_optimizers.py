@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from fsharding import checkpoint
-from fsharding.config import OPTIMIZERS, TrainConfig, check
+from fsharding.cli.config import OPTIMIZERS, TrainConfig, check
+from fsharding.cli.train import train
 from fsharding.errors import CheckpointError, ConfigError
-from fsharding.recipes import recipe
-from fsharding.show import read_metrics
-from fsharding.train import train
+from fsharding.models.presets import recipe
+from fsharding.pipeline.plots import read_metrics
 
 STATES = {"lion": "mu.blocks.wq", "muon": "mu.blocks.wq", "adafactor": "row.blocks.wq"}
 

@@ -1,0 +1,121 @@
+"""Tensors as they lie in files: where their bytes begin, and any slice of them without the rest.
+
+In: a file, an offset, shape, strides and dtype. Out: a part of the tensor, copied into memory that is there already.
+A file is read a window at a time. Nothing is mapped: a file that shrinks is an error, not a signal.
+Law: reading box by box gives the bits that reading at once gives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+from fsharding.untrusted import open_plain
+
+__all__ = ["WINDOW_BYTES", "Range", "contiguous", "pieces", "read_range", "span"]
+
+WINDOW_BYTES = 16 << 20
+"""How much of a file, and how much of a tensor, is in memory at once while it is copied."""
+
+
+class Range(NamedTuple):
+    """A strided tensor in a file.
+
+    Attributes:
+        file: where.
+        offset: byte of its first element.
+        shape: sizes.
+        strides: in elements.
+        dtype: of its elements, little-endian.
+    """
+
+    file: Path
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """The byte after its last element."""
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + span(self.shape, self.strides) * self.dtype.itemsize
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose elements follow each other, the last dim fastest."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Iterator[Box]:
+    """Cuts a box into boxes that span at most `WINDOW_BYTES` each, in halves, along the dim that reaches furthest.
+
+    Args:
+        box: what to cut; an empty box has no pieces.
+        itemsize: bytes of an element.
+        strides: of the memory, in elements; by default that of the box alone, laid out by itself.
+    """
+    sizes = boxes.shape_of(box)
+    steps = contiguous(sizes) if strides is None else strides
+    if 0 in sizes:
+        return
+    if span(sizes, steps) * itemsize <= max(WINDOW_BYTES, itemsize):
+        yield box
+        return
+    dim = max(range(len(box)), key=lambda d: (sizes[d] - 1) * steps[d])
+    start, stop = box[dim]
+    for half in ((start, (start + stop) // 2), ((start + stop) // 2, stop)):
+        yield from pieces((*box[:dim], half, *box[dim + 1 :]), itemsize, strides)
+
+
+def read_range(source: Range, box: Box, out: Tensor) -> None:
+    """Copies a box of a tensor in a file into `out`, casting where the dtypes differ.
+
+    Args:
+        source: the tensor.
+        box: which part.
+        out: of the box's shape, strided in any way, on any device.
+
+    Raises:
+        EOFError: the file has become shorter.
+        OSError: as the system says.
+        ValueError: there is another kind of file now.
+    """
+    with open_plain(source.file) as file:
+        for piece in pieces(box, source.dtype.itemsize, source.strides):
+            out[boxes.relative(piece, box)].copy_(_window(file.fileno(), source, piece))
+
+
+def _window(handle: int, source: Range, box: Box) -> Tensor:
+    """A box, and what of the file lies between its elements, in new memory."""
+    sizes, itemsize = boxes.shape_of(box), source.dtype.itemsize
+    first = sum(start * step for (start, _), step in zip(box, source.strides, strict=True))
+    flat = torch.empty(span(sizes, source.strides) * itemsize, dtype=torch.uint8)
+    _fill(handle, source.offset + first * itemsize, flat.numpy().data)
+    return flat.view(source.dtype).as_strided(sizes, source.strides)
+
+
+def _fill(handle: int, start: int, target: memoryview) -> None:
+    while target:
+        got = os.preadv(handle, [target], start)
+        if not got:
+            raise EOFError(f"the file ends at byte {start:,}, before the tensor does")
+        start, target = start + got, target[got:]
+
+
+def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a tensor that is not empty, both counted."""
+    return 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))

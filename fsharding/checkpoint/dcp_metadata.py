@@ -1,0 +1,240 @@
+"""What a checkpoint holds, by its `.metadata`: every leaf with its chunks, read without running anything.
+
+In: a directory, and the manifest where there is one. Out: `Stored` by path.
+`.metadata` is a pickle: it is read as inert data, and every chunk in it is checked before a byte of a file is read.
+Law: chunks have the elements of their leaf, in files of the directory itself, as the manifest says.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fsharding.checkpoint.inert_pickle import Find, Global, Made, Pairs, named, unpickled
+from fsharding.checkpoint.manifest import Manifest, dtype_name, is_plain_name, is_shape
+from fsharding.checkpoint.writer import METADATA, Entry
+from fsharding.errors import CheckpointError, message
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+
+__all__ = ["Stored", "inventory"]
+
+LARGEST = 1 << 29
+"""Bytes of a `.metadata` that is read: about two million chunks."""
+
+
+class Stored(NamedTuple):
+    """A leaf as the files have it.
+
+    Attributes:
+        shape: global shape.
+        dtype: its name, such as "float32".
+        chunks: where its boxes are.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Entry, ...]
+
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    _DCP: {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    # The path that plain torch was told to write to; nobody looks at it.
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def _finder(function: str) -> Find:
+    """What a global of `.metadata` stands for: a dtype for itself, and any other that may be there for its name."""
+
+    def find(module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if name not in _ALLOWED.get(module, ()):
+            rule = f"refuses to unpickle {module}.{name}, which {METADATA} names: no checkpoint of ours has it."
+            mend = "Whoever made this file may have meant to run code here. Use a checkpoint that you trust."
+            raise CheckpointError(message(function, rule, mend=mend))
+        return Global(module, name)
+
+    return find
+
+
+def inventory(
+    folder: Path, pickled: bytes | bytearray, manifest: Manifest | None, function: str = "fs.checkpoint.load"
+) -> dict[str, Stored]:
+    """Reads DCP's own metadata, without running anything, and checks them.
+
+    Args:
+        folder: the checkpoint.
+        pickled: what is in its `.metadata`.
+        manifest: with which they have to agree; None for a checkpoint that plain torch wrote, of which leaves that are
+            no tensors are left out.
+        function: the public function, for the error.
+
+    Raises:
+        CheckpointError: a global that is not on the list, chunks that do not fill their leaf, a file or range that is
+            not in the directory or that the manifest does not know.
+    """
+    rows: list[str] = []
+    result: dict[str, Stored] = {}
+    try:
+        found = _fields(unpickled(pickled, _finder(function)), "Metadata")
+        sizes = {name: file.bytes for name, file in manifest.files.items()} if manifest else _sizes(folder)
+        result, rows = _leaves(found, sizes, strict=manifest is not None)
+        rows += _contradictions(result, manifest) if manifest else []
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        rows = [str(error)]
+    if rows:
+        what = "fit its manifest" if manifest else "describe what is there"
+        rule = f"cannot read {folder}: its {METADATA} does not {what}."
+        mend = "Use another checkpoint, or a copy of this one."
+        raise CheckpointError(message(function, rule, rows, mend))
+    return result
+
+
+def _fields(value: object, name: str, module: str = _DCP) -> dict[str, Any]:
+    """The attributes of an object of one of DCP's classes."""
+    if not isinstance(value, Made) or value.kind != (module, name):
+        raise ValueError(f"something else is where a {name} belongs")
+    return named(value.state)
+
+
+def _size(value: object) -> tuple[int, ...]:
+    """A `torch.Size`."""
+    if isinstance(value, Made) and value.kind == ("torch", "Size") and len(value.args) == 1:
+        sizes = value.args[0]
+        if isinstance(sizes, tuple | list) and is_shape(found := tuple(sizes)):
+            return found
+    raise ValueError("something else is where a torch.Size belongs")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """The plain files of a directory."""
+    found = {name: os.lstat(folder / name) for name in os.listdir(folder)}
+    return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
+
+
+def _leaves(found: Mapping[str, Any], sizes: Mapping[str, int], *, strict: bool) -> tuple[dict[str, Stored], list[str]]:
+    """The leaves, and one row for whatever is wrong with them."""
+    storage = _storage(found.get("storage_data"))
+    leaves: dict[str, Stored] = {}
+    rows: list[str] = []
+    for path, entry in named(found.get("state_dict_metadata")).items():
+        if isinstance(entry, Made) and entry.kind == (_DCP, "TensorStorageMetadata"):
+            try:
+                leaves[path], wrong = _leaf(path, _fields(entry, "TensorStorageMetadata"), storage, sizes)
+            except (ValueError, KeyError) as error:
+                wrong = [f"it has no {error}" if isinstance(error, KeyError) else str(error)]
+            rows += [f"{path}: {text}" for text in wrong]
+        elif strict:
+            rows.append(f"{path}: is no tensor")
+    return leaves, rows
+
+
+_Place = tuple[str, int, int]
+
+
+def _storage(pairs: object) -> dict[tuple[str, tuple[int, ...]], _Place | None]:
+    """Where chunks are, by path and offsets: file, first byte, length; None for a place that is none."""
+    if not isinstance(pairs, Pairs):
+        raise ValueError("it does not say where its chunks are")
+    found: dict[tuple[str, tuple[int, ...]], _Place | None] = {}
+    for key, value in pairs:
+        index = _fields(key, "MetadataIndex")
+        path, offset = index.get("fqn"), index.get("offset")
+        if not isinstance(path, str):
+            raise ValueError("a chunk has no path")
+        if offset is not None:  # of a tensor
+            found[path, _size(offset)] = _place(value)
+    return found
+
+
+def _place(value: object) -> _Place | None:
+    info = _fields(value, "_StorageInfo", "torch.distributed.checkpoint.filesystem")
+    name, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
+    if not isinstance(name, str) or type(start) is not int or type(length) is not int:
+        raise ValueError("a chunk is at no place")
+    # Chunks that were transformed on the way, such as compressed, are not read.
+    return (name, start, length) if info.get("transform_descriptors") is None else (name, -1, length)
+
+
+def _leaf(
+    path: str,
+    entry: Mapping[str, Any],
+    storage: Mapping[tuple[str, tuple[int, ...]], _Place | None],
+    sizes: Mapping[str, int],
+) -> tuple[Stored, list[str]]:
+    """A leaf, and what is wrong with it."""
+    shape, dtype = _size(entry["size"]), dtype_name(_dtype(entry["properties"])) or ""
+    rows: list[str] = []
+    result: list[Entry] = []
+    seen: set[tuple[int, ...]] = set()
+    volume = 0
+    if not isinstance(chunks := entry["chunks"], list):
+        raise ValueError("it has no list of chunks")
+    for chunk in chunks:
+        found = _fields(chunk, "ChunkStorageMetadata")
+        offsets, extent = _size(found["offsets"]), _size(found["sizes"])
+        box: Box = tuple((a, a + n) for a, n in zip(offsets, extent, strict=False))
+        if not len(offsets) == len(extent) == len(shape) or any(b > n for (_, b), n in zip(box, shape, strict=True)):
+            rows.append(f"chunk {box} is outside {list(shape)}")
+            continue
+        volume += boxes.volume(box)
+        seen.add(offsets)
+        where = storage.get((path, offsets))
+        if where is None or not is_plain_name(where[0]) or where[0] not in sizes:
+            rows.append(f"chunk {box} is in no file that the manifest names")
+            continue
+        file, start, length = where
+        if not 0 <= start <= start + length <= sizes[file]:
+            rows.append(f"chunk {box} is not inside {file}")
+        result.append(Entry(path, shape, dtype, box, file, start, length))
+    if volume != math.prod(shape) or len(seen) != len(chunks):
+        rows.append(f"its {len(chunks)} chunks have {volume} of {math.prod(shape)} elements")
+    elif not boxes.are_disjoint([entry.box for entry in result if boxes.volume(entry.box)]):
+        rows.append("its chunks overlap")
+    return Stored(shape, dtype, tuple(result)), rows
+
+
+def _dtype(properties: object) -> torch.dtype:
+    """The dtype of a tensor by its properties, whose state is a tuple that begins with it."""
+    if isinstance(properties, Made) and properties.kind == (_DCP, "TensorProperties"):
+        state = properties.state
+        first = state[0] if isinstance(state, tuple) and state else None
+        if isinstance(state, Pairs):
+            first = named(state).get("dtype")
+        if isinstance(first, torch.dtype):
+            return first
+    raise ValueError("it has no dtype")
+
+
+def _contradictions(found: Mapping[str, Stored], manifest: Manifest) -> list[str]:
+    rows = [f"{path}: only in one of the two" for path in sorted(set(found) ^ set(manifest.tree))]
+    for path, leaf in manifest.tree.items():
+        stored = found.get(path)
+        if stored is not None and (stored.shape, stored.dtype) != (leaf.shape, leaf.dtype):
+            rows.append(f"{path}: is {stored.dtype}{list(stored.shape)}, the manifest says {leaf}")
+    return rows

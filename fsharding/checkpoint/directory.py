@@ -1,0 +1,555 @@
+"""Directories of checkpoints: a save shows up whole or not at all, and is found again whatever broke in between.
+
+In: a target path. Out: a fresh directory beside it to write to, then one rename; the newest complete one of many.
+An older checkpoint at the target is first renamed to `.<name>.replaced`, so that one of the two is there at every
+moment, and who looks for the target finds it there. Law: only plain files that the manifest names are ever read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from fsharding.checkpoint.manifest import LARGEST, MANIFEST, Manifest, SavedFile, parse
+from fsharding.checkpoint.reader import damage
+from fsharding.errors import CheckpointError, message
+from fsharding.untrusted import read_json, read_plain
+
+__all__ = [
+    "Partial",
+    "PartialOutput",
+    "StrPath",
+    "Seen",
+    "clear_stale",
+    "find",
+    "latest",
+    "lock_alone",
+    "metadata",
+    "partial_of",
+    "read_manifest",
+    "real_path",
+    "retire",
+    "survey",
+    "wording_failures",
+    "writing",
+]
+
+StrPath: TypeAlias = str | os.PathLike[str]
+
+_SAVE = "fs.checkpoint.save"
+_LATEST = "fs.checkpoint.latest"
+_ASIDE = re.compile(r"\.(.+)\.replaced")
+_STALE = re.compile(r"\.(\d+)\.(partial|replaced|retired)")
+_OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
+_WRITTEN = re.compile(rf"{_OURS.pattern}|config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+class PartialOutput:
+    """The file or directory beside a target that is written to, locked against everything else that writes the target.
+
+    On one process: make it, `place` or `discard` it, and `close` it in any case.
+
+    Args:
+        target: where the output is to be; its parents are made. What an interrupted writer left is cleared away.
+        function: the public function, for errors.
+        file: write a file, not a directory.
+
+    Raises:
+        CheckpointError: something else is writing there, or there is something that no save has left.
+    """
+
+    def __init__(self, target: Path, function: str, *, file: bool = False) -> None:
+        self.target, self.path = target, partial_of(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self.path, target, function, file=file)
+        try:
+            if not file:
+                _clear(self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def place(self) -> None:
+        """Puts a complete output in its place, where nothing is."""
+        if self.path.is_dir():
+            sync(self.path)
+        self.path.rename(self.target)
+        sync(self.target.parent)
+
+    def discard(self) -> None:
+        """Removes what a failed save left; the next save removes what cannot be removed now."""
+        if _is_at(self._lock, self.path):
+            with contextlib.suppress(OSError):
+                _remove(self.path)
+
+    def close(self) -> None:
+        """Lets the next save in, though a process that was forked meanwhile has the lock open as well."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+        os.close(self._lock)
+
+
+@contextlib.contextmanager
+def writing(target: Path, function: str, *, file: bool = False) -> Generator[Path]:
+    """A path to write to, which becomes the target if all goes well, and is removed if not; see `PartialOutput`.
+
+    Raises:
+        CheckpointError: as `PartialOutput`, and in place of an OSError.
+    """
+    with wording_failures(function):
+        partial = PartialOutput(target, function, file=file)
+        try:
+            yield partial.path
+            partial.place()
+        except BaseException:
+            partial.discard()
+            raise
+        finally:
+            partial.close()
+
+
+class Partial(PartialOutput):
+    """The directory that one save of a checkpoint writes to. `commit` takes the place of `place`.
+
+    Args:
+        target: as in `PartialOutput`, but a checkpoint may be there, which is replaced. What interrupted saves left
+            beside it goes as well, where it is named after a step.
+
+    Raises:
+        CheckpointError: another save holds it, or there is something at the target that is no checkpoint.
+    """
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(target, _SAVE)
+        self.folder = self.path
+        try:
+            _check_settled(target)
+            aside = _aside(target)
+            if aside.is_dir() and not target.exists():
+                aside.rename(target)
+            if os.path.lexists(target) and not _is_ours(target):
+                mend = "Give another path; nothing but a checkpoint is ever overwritten."
+                rule = f"cannot write {target}: something that is no checkpoint is there."
+                raise CheckpointError(message(_SAVE, rule, mend=mend))
+            clear_stale(target.parent)
+        except BaseException:
+            try:
+                self.discard()
+            finally:
+                self.close()
+            raise
+
+    def commit(self, text: str, files: dict[str, SavedFile]) -> None:
+        """Adds the manifest and puts the directory in its place.
+
+        Args:
+            text: of the manifest.
+            files: that the manifest names; all have to be there.
+
+        Raises:
+            CheckpointError: files that other ranks wrote are not there.
+        """
+        sizes = {name: os.stat(self.folder / name).st_size for name in os.listdir(self.folder)}
+        rows = [f"{name}: not seen whole by rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
+        if rows:
+            rule = f"needs a directory that all ranks share, and {self.target.parent} is none."
+            raise CheckpointError(message(_SAVE, rule, rows))
+        with (self.folder / MANIFEST).open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        sync(self.folder)
+        aside = _aside(self.target)
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        replaced = self.target.exists()
+        if replaced:
+            self.target.rename(aside)
+        try:
+            self.folder.rename(self.target)
+        except OSError:
+            if replaced:
+                aside.rename(self.target)
+            raise
+        sync(self.target.parent)
+        if replaced:
+            # The new checkpoint is in its place: what is left of the old one is cleared by the next save.
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def partial_of(target: Path) -> Path:
+    """What is written to beside a target."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def _locked(path: Path, target: Path, function: str, *, file: bool) -> int:
+    """Makes a file or a directory and locks it. The lock is the kernel's and goes with the process, however it ends."""
+    while True:
+        with contextlib.suppress(FileExistsError):  # not exist_ok, which looks again, and may find it gone meanwhile
+            path.touch(exist_ok=False) if file else path.mkdir()
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:  # another save was just done with it
+            continue
+        try:
+            _lock(fd, target, function)
+            if _is_at(fd, path):
+                _check_left_by_us(path, target, function)
+                if path.is_file() == file:
+                    return fd
+                _remove(path)  # left by an export in another format
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _check_left_by_us(path: Path, target: Path, function: str) -> None:
+    """Refuses to clear away what no save has written, whatever the name of the place where it is."""
+    if path.is_dir():
+        rows = sorted(name for name in os.listdir(path) if not _WRITTEN.fullmatch(name))
+    else:
+        rows = [] if path.is_file() else ["it is no file and no directory"]
+    if rows:
+        rule = f"cannot write {target}: it would be written at {path}, and something that no save has left is there."
+        raise CheckpointError(message(function, rule, rows, "Move it away, or give another path."))
+
+
+def _check_settled(target: Path) -> None:
+    """Refuses while the save that made what is at a target still clears up: its lock went there with its directory."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _lock(fd, target, _SAVE)
+        finally:
+            os.close(fd)
+
+
+def _lock(fd: int, target: Path, function: str) -> bool:
+    """Locks an open file or directory; False where the file system knows no such locks, as some shared ones do not."""
+    try:
+        return lock_alone(fd)
+    except BlockingIOError as error:
+        mend = "Wait for it, or give another path."
+        text = message(function, f"cannot write {target}: another save is writing it.", mend=mend)
+        raise CheckpointError(text) from error
+
+
+def lock_alone(fd: int) -> bool:
+    """Locks an open file or directory for this process alone; False where the file system knows no such locks.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
+
+
+def clear_stale(root: Path) -> None:
+    """Removes what saves of steps left in a directory when they were interrupted. On one rank.
+
+    A partial checkpoint goes when no save holds its lock; where the file system knows no locks, it stays. One that was
+    set aside goes when a complete one is in its place.
+
+    Args:
+        root: directory of checkpoints.
+    """
+    for name in os.listdir(root):
+        found, folder = _STALE.fullmatch(name), root / name
+        if found is None or folder.is_symlink() or not folder.is_dir():
+            continue
+        step, kind = found.groups()
+        if kind == "retired" or (kind == "replaced" and _complete(root / step) is not None):
+            shutil.rmtree(folder, ignore_errors=True)
+        elif kind == "partial" and all(_OURS.fullmatch(inner) for inner in os.listdir(folder)):
+            _remove_unheld(folder)
+
+
+def _remove_unheld(folder: Path) -> None:
+    """Removes a partial checkpoint that no living save holds, under its lock."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(CheckpointError):
+                if _lock(fd, folder, _SAVE) and _is_at(fd, folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def wording_failures(function: str) -> Generator[None]:
+    """Words what the system says of a file, such as that the disk is full, as a `CheckpointError`.
+
+    Args:
+        function: the public function, for the error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(message(function, "failed.", [f"{type(error).__name__}: {error}"])) from error
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file or directory is the one at a path; not when it was renamed or removed since."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _clear(folder: Path) -> None:
+    for name in os.listdir(folder):
+        _remove(folder / name)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_ours(target: Path) -> bool:
+    """Whether a directory is a checkpoint, whole or not, or empty."""
+    if not target.is_dir():
+        return False
+    if all(_OURS.fullmatch(name) for name in os.listdir(target)):
+        return True
+    try:
+        read_manifest(_SAVE, target, newer=True)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def sync(folder: Path) -> None:
+    """Makes the entries of a directory last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def real_path(path: StrPath, function: str) -> Path:
+    """The real path of what a user named, which need not be there.
+
+    Raises:
+        CheckpointError: it is no path of any file: it has a null byte.
+    """
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as error:
+        raise CheckpointError(message(function, f"cannot use the path {os.fspath(path)!r}.", [str(error)])) from error
+
+
+def find(path: StrPath, function: str) -> Path:
+    """Where a checkpoint is: at its path, or set aside by a save that was interrupted while it replaced it.
+
+    Raises:
+        CheckpointError: the system cannot look there, such as at a name that is too long.
+    """
+    target = real_path(path, function)
+    aside = _aside(target)
+    with wording_failures(function):
+        return aside if not target.exists() and (aside / MANIFEST).is_file() else target
+
+
+def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manifest:
+    """The manifest in a directory.
+
+    Raises:
+        CheckpointError: no directory, no manifest, or one that cannot be used; see `manifest.parse`.
+    """
+    mend = "fs.checkpoint.latest(directory) finds the newest complete checkpoint of a directory."
+    if not folder.is_dir():
+        what = "it is no directory" if os.path.lexists(folder) else "there is no such directory"
+    elif not os.listdir(folder):
+        what = "the directory is empty"
+    elif not os.path.lexists(folder / MANIFEST):
+        if backend := _megatron(folder):
+            rule = f"finds a checkpoint in Megatron's {backend} format at {folder}, which is not one of fsharding's."
+            raise CheckpointError(message(function, rule, mend="Give a directory that fs.checkpoint.save has written."))
+        what, mend = _something_else(folder) or (
+            f"there is no {MANIFEST} in it, so its save was never finished",
+            mend,
+        )
+    else:
+        try:
+            text = read_plain(folder / MANIFEST, LARGEST)
+        except ValueError as error:
+            what = f"its {MANIFEST} {str(error).removeprefix('it ')}"
+        else:
+            return parse(text, function, str(folder), newer=newer)
+    raise CheckpointError(message(function, f"finds no checkpoint at {folder}: {what}.", mend=mend))
+
+
+def _something_else(folder: Path) -> tuple[str, str] | None:
+    """What a directory without a manifest is instead, and what to do with it; None if it is nothing that is known."""
+    names, foreign = set(os.listdir(folder)), "fs.checkpoint.load_weights(path, layout, names)"
+    if ".metadata" in names:
+        what = "torch.distributed.checkpoint wrote it, as FSDP2 does, or its save was never finished"
+        return f"{what}: it has no {MANIFEST}", f"Read the tensors of such a directory with {foreign}."
+    if "config.json" in names or any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return "it is a directory of Hugging Face", f"Read its weights with fs.hf.load(path, layout), or {foreign}."
+    for inner in (folder, folder / "ckpt"):
+        if steps := _steps(inner):
+            what = "it is the directory of a run" if inner != folder else "it is a directory of checkpoints"
+            return what, f"Give one of its checkpoints, such as the newest: {inner / _newest(steps)}"
+    if "metrics.jsonl" in names:
+        return "it is the directory of a run that has no complete checkpoint", "Give the directory of another run."
+    return None
+
+
+def _megatron(folder: Path) -> str:
+    """The name of Megatron's format that a directory is in, else ""."""
+    with contextlib.suppress(OSError, ValueError):
+        said = read_json(folder / "metadata.json", most=1 << 16)
+        backend = said.get("sharded_backend") if isinstance(said, dict) else None
+        if backend in ("torch_dist", "zarr"):
+            return str(backend)
+    return "zarr" if any((folder / name / ".zarray").is_file() for name in ("", *os.listdir(folder))) else ""
+
+
+def metadata(path: StrPath) -> Manifest:
+    """What a checkpoint says of itself; reads no other file, and any process can call it.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its manifest cannot be used.
+    """
+    function = "fs.checkpoint.metadata"
+    with wording_failures(function):
+        return read_manifest(function, find(path, function))
+
+
+def latest(directory: StrPath) -> Path | None:
+    """The complete checkpoint of a directory with the highest step; None if there is none.
+
+    Complete means: its manifest can be read, and every file that it names is there in its size. Checksums are left to
+    `load`. A checkpoint of a newer format counts, so that `load` refuses it by name instead of going back in silence.
+    One that was set aside by an interrupted save counts as long as nothing complete is in its place.
+
+    Args:
+        directory: which holds checkpoints, under any names.
+
+    Raises:
+        CheckpointError: the system cannot look there, such as at a name that is too long.
+    """
+    root = real_path(directory, _LATEST)
+    with wording_failures(_LATEST):
+        steps = _steps(root)
+    return root / _newest(steps) if steps else None
+
+
+class Seen(NamedTuple):
+    """What looks like a checkpoint.
+
+    Attributes:
+        path: where it is.
+        number: its step, or the number that is its name where its manifest cannot be read.
+        problem: why it is not complete; empty when it is.
+    """
+
+    path: Path
+    number: int
+    problem: str
+
+
+def survey(directory: StrPath) -> list[Seen]:
+    """All that looks like a checkpoint in a directory, the newest first; of one step the complete one first.
+
+    Args:
+        directory: which holds checkpoints, under any names; what saves of steps have left unfinished counts as well.
+    """
+    root = Path(os.path.realpath(directory))
+    steps, found = _steps(root), list[Seen]()
+    for name in os.listdir(root) if root.is_dir() else ():
+        numbered = re.fullmatch(r"\.?(\d+)(\.partial)?", name)
+        if name in steps:
+            found.append(Seen(root / name, steps[name], ""))
+        elif numbered is not None and (root / name).is_dir():
+            found.append(Seen(root / name, int(numbered[1]), _problem(root / name)))
+    return sorted(found, key=lambda one: (-one.number, bool(one.problem), -len(one.path.name), one.path.name))
+
+
+def _problem(folder: Path) -> str:
+    """Why a directory is no complete checkpoint, in one line."""
+    if not os.path.lexists(folder / MANIFEST):
+        return "its save was never finished"
+    try:
+        manifest = read_manifest("fs.checkpoint.latest", folder, newer=True)
+        return next(iter(damage(folder, manifest.files, hashed=False)), "")
+    except (CheckpointError, OSError) as error:
+        return " ".join(line.strip() for line in str(error).splitlines()[:2])
+
+
+def _newest(steps: dict[str, int]) -> str:
+    """Of several of one step the longest run: names are numbers, and steps can be skipped."""
+    return max(steps, key=lambda name: (steps[name], len(name), name))
+
+
+def _steps(root: Path) -> dict[str, int]:
+    """The complete checkpoints of a directory: step by name."""
+    steps: dict[str, int] = {}
+    for name in sorted(os.listdir(root)) if root.is_dir() else ():
+        step = None if name.startswith(".") and not _ASIDE.fullmatch(name) else _complete(root / name)
+        if step is not None:
+            steps[name] = step
+    for name in list(steps):
+        if (aside := _ASIDE.fullmatch(name)) and aside[1] in steps:
+            del steps[name]
+    return steps
+
+
+def retire(root: Path, keep: int, newest: Path) -> None:
+    """Removes all but the newest checkpoints that are named by a number, such as their step. On one rank.
+
+    Each is renamed to a hidden name first: whatever interrupts this, nothing half is left under the name of a whole.
+
+    Args:
+        root: directory of checkpoints.
+        keep: how many to keep, at least one.
+        newest: the one that was just saved, which stays whatever its number is.
+    """
+    clear_stale(root)
+    numbered = [name for name in _steps(root) if re.fullmatch(r"0|[1-9]\d*", name) and root / name != newest]
+    for name in sorted(numbered, key=int, reverse=True)[keep - 1 :]:
+        hidden = root / f".{name}.retired"
+        (root / name).rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _complete(folder: Path) -> int | None:
+    """The step of a complete checkpoint, else None."""
+    if not os.path.lexists(folder / MANIFEST):
+        return None
+    with contextlib.suppress(CheckpointError, OSError):
+        manifest = read_manifest(_LATEST, folder, newer=True)
+        if not damage(folder, manifest.files, hashed=False):
+            return manifest.step
+    return None

@@ -1,0 +1,195 @@
+"""Names: what our leaves are called in weights that another program wrote, or is to read.
+
+In: a table, or a function, from our paths to foreign names. Out: for each leaf the foreign tensors that make it up.
+Our blocks are stacked and theirs are not: `{i}` in a name is the index along dim 0 of our leaf, `{j}` that along dim 1.
+A stack whose blocks have other numbers there says them: `Rows`. Law: the foreign tensors of a leaf tile it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fsharding.checkpoint.manifest import dtype_name
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+
+__all__ = [
+    "SAME_BUFFERS",
+    "ModuleNames",
+    "Name",
+    "Names",
+    "Part",
+    "Rows",
+    "Transposed",
+    "aliases_of",
+    "constants_of",
+    "naming",
+    "other_constants",
+    "our_box",
+    "parts",
+    "unknown",
+]
+
+_MARKS = ("{i}", "{j}", "{k}")
+
+
+class Transposed(NamedTuple):
+    """The name of a foreign tensor that is our leaf with its last two dims swapped, such as `nn.Linear.weight`.
+
+    Attributes:
+        name: may have `{i}` in it, like any other.
+    """
+
+    name: str
+
+
+class Rows(NamedTuple):
+    """The name of a stack whose blocks are not numbered from 0 there, such as the routed layers behind dense ones.
+
+    Attributes:
+        name: with `{i}` in it.
+        keys: what stands for `{i}` in each row of our leaf, in order: `(3, 4, 5)`.
+    """
+
+    name: str | Transposed
+    keys: tuple[int | str, ...]
+
+
+Name: TypeAlias = str | Transposed | Rows
+Names: TypeAlias = Mapping[str, Name] | Callable[[str], Name] | None
+"""From our dotted path to the foreign name; a path that a table leaves out, and every path by default, is its own."""
+
+
+class ModuleNames(dict[str, Any]):
+    """What the leaves of a module are called in its state dict, and the tensors there that are no leaves: its buffers.
+
+    Who writes a state dict by these names writes the constants, too; who reads one compares them.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[str, Any],
+        constants: Mapping[str, Tensor],
+        aliases: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        """Names of a module.
+
+        Args:
+            names: by our path.
+            constants: persistent buffers, by their name in the module.
+            aliases: every name of a tied parameter, in the order of the module, by each of them.
+        """
+        super().__init__(names)
+        self.constants: Mapping[str, Tensor] = constants
+        self.aliases: Mapping[str, tuple[str, ...]] = aliases
+
+
+def constants_of(names: object) -> Mapping[str, Tensor]:
+    """The tensors of a state dict that are no leaves, where names of a module are given."""
+    return names.constants if isinstance(names, ModuleNames) else {}
+
+
+def aliases_of(names: object, name: str) -> tuple[str, ...]:
+    """Every name that the parameter with a foreign name has in its module, the one that optimizers use first."""
+    return names.aliases.get(name, (name,)) if isinstance(names, ModuleNames) else (name,)
+
+
+def other_constants(names: object, weights: Any) -> list[str]:
+    """Constants of a module that files have with other values, one row each: what is loaded would not be the model.
+
+    Args:
+        names: of a module, or any.
+        weights: with `leaves`, by name, and `read(name, box, out)`.
+    """
+    rows: list[str] = []
+    for name, ours in constants_of(names).items():
+        there = weights.leaves.get(name)
+        if there is None:
+            continue
+        wanted, found = f"{dtype_name(ours.dtype)}{list(ours.shape)}", ours.new_empty(there.shape, device="cpu")
+        if there.shape == ours.shape:
+            weights.read(name, boxes.full(there.shape), found)
+            if torch.equal(found.nan_to_num(), ours.cpu().nan_to_num()):
+                continue
+        rows.append(f"{name} is {there}, and {wanted} of other values in the module, which has it as a buffer")
+    return rows
+
+
+SAME_BUFFERS = "give the module the buffers of the files before fs.functionalize, as its load_state_dict does"
+"""How files and a module get the same constants."""
+
+
+class Part(NamedTuple):
+    """One foreign tensor of a leaf.
+
+    Attributes:
+        name: what it is called there.
+        lead: its indices along the leading dims of our leaf.
+        shape: its shape there.
+        transposed: whether its last two dims are swapped.
+    """
+
+    name: str
+    lead: tuple[int, ...]
+    shape: tuple[int, ...]
+    transposed: bool
+
+
+def naming(names: Names) -> Callable[[str], Name]:
+    """A table of names as a function."""
+    if names is None:
+        return lambda path: path
+    if callable(names):
+        return names
+    return lambda path: names.get(path, path)
+
+
+def unknown(names: Names, paths: Collection[str]) -> list[str]:
+    """Entries of a table that name no leaf: one row each."""
+    table = names if isinstance(names, Mapping) else {}
+    return [f"{path} is no leaf of ours; names has it" for path in table if path not in paths]
+
+
+def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:
+    """The foreign tensors of a leaf.
+
+    Args:
+        name: its foreign name.
+        shape: of our leaf.
+
+    Raises:
+        ValueError: the name has more indices than the leaf has dims, or skips one, other numbers of rows than the leaf,
+            or the transposed leaf no two dims.
+    """
+    keys: tuple[int | str, ...] | None = None
+    if isinstance(name, Rows):
+        name, keys = name
+    transposed = isinstance(name, Transposed)
+    pattern = name.name if transposed else name
+    depth = sum(mark in pattern for mark in _MARKS)
+    if any(mark not in pattern for mark in _MARKS[:depth]) or depth > len(shape):
+        raise ValueError(f"{pattern!r}: indices are {', '.join(_MARKS)} in this order, at most one for each dim")
+    if keys is not None and (depth == 0 or len(keys) != shape[0]):
+        held = f"{shape[0]} rows" if depth else "no {i}"
+        raise ValueError(f"{pattern!r}: {len(keys)} keys for rows, and {held}")
+    rest = tuple(shape[depth:])
+    if transposed and len(rest) < 2:
+        raise ValueError(f"{pattern!r}: nothing to transpose in {list(rest)}")
+    there = (*rest[:-2], rest[-1], rest[-2]) if transposed else rest
+    for lead in product(*map(range, shape[:depth])):
+        text = pattern
+        marks = lead if keys is None else (keys[lead[0]], *lead[1:])
+        for mark, index in zip(_MARKS, marks, strict=False):
+            text = text.replace(mark, str(index))
+        yield Part(text, lead, there, transposed)
+
+
+def our_box(part: Part, box: Box) -> Box:
+    """Where a box of a foreign tensor is in our leaf."""
+    inner = (*box[:-2], box[-1], box[-2]) if part.transposed else box
+    return (*((index, index + 1) for index in part.lead), *inner)

@@ -1,0 +1,131 @@
+"""`reshard_checkpoint`: a checkpoint as a run on another mesh would have saved it, on one process and without devices.
+
+In: a checkpoint, axis sizes, maybe a strategy. Out: another checkpoint of the same state, one file a rank of that mesh.
+Leaves pass through memory a window at a time, so that a checkpoint larger than the memory can be resharded.
+Law: loading the result equals loading the source, bitwise, in every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fsharding.checkpoint import directory as store
+from fsharding.checkpoint.byte_ranges import pieces
+from fsharding.checkpoint.directory import Partial, StrPath, wording_failures
+from fsharding.checkpoint.manifest import Manifest
+from fsharding.checkpoint.reader import Source, open_source
+from fsharding.checkpoint.saving import finish, own_version
+from fsharding.checkpoint.serialized_layout import describe_layout, layout_in
+from fsharding.checkpoint.shares import shares
+from fsharding.checkpoint.state_leaves import Shards, home_of
+from fsharding.checkpoint.writer import Writer, Written
+from fsharding.errors import CheckpointError, MeshError, message
+from fsharding.mesh.abstract_mesh import AbstractMesh, make_shape
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+from fsharding.sharding.named_sharding import NamedSharding
+from fsharding.sharding.strategy import Strategy
+
+__all__ = ["reshard_checkpoint"]
+
+_FUNCTION = "fs.checkpoint.reshard_checkpoint"
+
+
+def reshard_checkpoint(
+    source: StrPath, target: StrPath, axes: Mapping[str, int], strategy: Strategy | None = None
+) -> Manifest:
+    """Writes a checkpoint in another layout. On one process; neither ranks nor devices of the new mesh are needed.
+
+    `load` reads any checkpoint into any layout: this is for many ranks that should each read one file.
+
+    Args:
+        source: a checkpoint that `save` has written; what is read of it is compared with its checksums.
+        target: the directory to be, which may be a checkpoint that is then replaced, but not the source.
+        axes: sizes of the axes of the new mesh; the product is its number of ranks.
+        strategy: by default the one that was saved.
+
+    Returns:
+        The manifest of the new checkpoint.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one; something at the target that is no checkpoint; a file that
+            cannot be written.
+        MeshError: an unknown axis, or a size below 1.
+    """
+    if any(size == -1 for size in axes.values()):
+        raise MeshError(
+            message(_FUNCTION, "got an axis of size -1.", mend="Give every size: their product is the number of ranks.")
+        )
+    mesh = make_shape(dict(axes), world=max(1, math.prod(axes.values())), function=_FUNCTION)
+    folder, where = store.find(source, _FUNCTION), store.real_path(target, _FUNCTION)
+    if folder == where:
+        rule = f"cannot write {where} over itself."
+        raise CheckpointError(message(_FUNCTION, rule, mend="Give another directory."))
+    with wording_failures(_FUNCTION):
+        manifest = store.read_manifest(_FUNCTION, folder)
+        leaves = open_source(folder, manifest, _FUNCTION)
+    layout = layout_in(manifest, mesh, strategy, function=_FUNCTION)
+    homes = {path: home_of(path, leaf, layout) for path, leaf in manifest.tree.items()}
+    tree = {path: leaf._replace(spec=_spec(homes[path])) for path, leaf in manifest.tree.items()}
+    described, versions = describe_layout(layout), {"torch": str(torch.__version__), "fsharding": own_version()}
+    with wording_failures(_FUNCTION):
+        partial = Partial(where)
+        try:
+            written = _write(partial.folder, leaves, manifest, homes, mesh)
+            return finish(partial, replace(manifest, layout=described, tree=tree, **versions), written)
+        except BaseException:
+            partial.discard()
+            raise
+        finally:
+            partial.close()
+
+
+def _spec(home: NamedSharding | None) -> str | None:
+    return None if home is None else str(home)
+
+
+def _write(
+    folder: Path, leaves: Source, manifest: Manifest, homes: Mapping[str, NamedSharding | None], mesh: AbstractMesh
+) -> list[Written]:
+    """Writes the file of each rank in turn."""
+    written: list[Written] = []
+    for rank, mine in _by_rank(manifest, homes, mesh).items():
+        with Writer(folder, rank) as writer:
+            for path, box in mine:
+                shape, dtype = leaves.leaves[path]
+                for piece in pieces(box, dtype.itemsize) if boxes.volume(box) else [box]:
+                    x = torch.empty(boxes.shape_of(piece), dtype=dtype)
+                    leaves.read(path, piece, x)
+                    writer.add(path, shape, piece, x)
+                    writer.settle()
+                    del x  # before the next one is made
+            written.append(writer.close())
+    return written
+
+
+def _by_rank(
+    manifest: Manifest, homes: Mapping[str, NamedSharding | None], mesh: AbstractMesh
+) -> dict[int, list[tuple[str, Box]]]:
+    """What each rank would write, in its order; ranks that would write nothing are left out."""
+    leaves = {
+        path: Shards(leaf.shape, None, torch.empty(0, dtype=getattr(torch, leaf.dtype)), homes[path])
+        for path, leaf in sorted(manifest.tree.items())
+    }
+    writers, result = shares(leaves, range(mesh.size)), dict[int, list[tuple[str, Box]]]()
+    for rank, coord in enumerate(mesh.coordinates()):
+        for path, x in leaves.items():
+            held = (boxes.full(x.shape),) if x.sharding is None else x.sharding.boxes(x.shape, coord)
+            for box in held:
+                if writers[path].get(tuple(start for start, _ in box)) == rank and _counts(box, x.shape):
+                    result.setdefault(rank, []).append((path, box))
+    return result
+
+
+def _counts(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether a box is written: an empty one only of a leaf that is empty as a whole."""
+    return bool(boxes.volume(box)) or not math.prod(shape)

@@ -1,0 +1,329 @@
+"""Reads a checkpoint, ours or plain torch DCP's: any box of any leaf, and every byte is checked before it is used.
+
+In: a directory, what is in it, and the checksums of its files. Out: values, copied into tensors that are there.
+Files are read in blocks; each is hashed in the memory that the values are then taken from, so what is checked is what
+is used. Nothing is mapped: a file that shrinks is an error, not a signal.
+Law: what is read is what was written, or nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import stat
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding.checkpoint.byte_ranges import contiguous, pieces, span
+from fsharding.checkpoint.dcp_metadata import LARGEST, Stored, inventory
+from fsharding.checkpoint.manifest import Manifest, SavedFile, dtype_name
+from fsharding.checkpoint.torch_record import Record, Window, parse_record
+from fsharding.checkpoint.writer import METADATA, Entry
+from fsharding.errors import CheckpointError, message
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+from fsharding.untrusted import open_plain
+
+__all__ = ["DamagedError", "LeafInfo", "Source", "damage", "open_source"]
+
+_PIECE = 1 << 20
+_KEPT_BLOCKS = 3
+_OTHER = "Use another checkpoint, or a copy of this one."
+
+
+class DamagedError(CheckpointError):
+    """Bytes that are not those that were written; the other exceptions of a load say that a checkpoint does not fit."""
+
+
+class LeafInfo(NamedTuple):
+    """Global shape and dtype of a leaf; prints as `float32[8, 512]`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def damage(folder: Path, files: Mapping[str, SavedFile], *, hashed: bool = True) -> list[str]:
+    """What is wrong with files of a checkpoint, one row each.
+
+    Args:
+        folder: the checkpoint.
+        files: which files, and what the manifest says of them.
+        hashed: compare checksums too, of every block; not sizes alone.
+    """
+    rows: list[str] = []
+    scratch = memoryview(bytearray(_PIECE))
+    for name, want in files.items():
+        try:
+            found = os.lstat(folder / name)
+        except FileNotFoundError:
+            rows.append(f"{name} is missing")
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            rows.append(f"{name} is no plain file")
+        elif found.st_size != want.bytes:
+            rows.append(f"{name} has {found.st_size:,} bytes, the manifest says {want.bytes:,}")
+        elif hashed:
+            digests = (_pull(folder / name, want, i, scratch) for i in range(len(want.sha256)))
+            rows += [row for i, got in enumerate(digests) if (row := _difference(name, want, i, got))][:1]
+    return rows
+
+
+def _difference(name: str, want: SavedFile, block: int, got: str) -> str:
+    if not got:
+        return f"{name} ends before its {want.bytes:,} bytes"
+    if not want.sha256 or got == want.sha256[block]:
+        return ""
+    where = f" in block {block + 1} of {len(want.sha256)}" if len(want.sha256) > 1 else ""
+    return f"{name} has the sha256 {got[:12]}...{where}, the manifest says {want.sha256[block][:12]}..."
+
+
+def _pull(path: Path, file: SavedFile, block: int, target: memoryview) -> str:
+    """Reads a block and hashes it on the way, piece by piece while each is in the cache of the core.
+
+    Args:
+        path: of the file.
+        file: its size and blocks.
+        block: which.
+        target: takes it; one that is smaller is used for each piece in turn.
+
+    Returns:
+        The sha256 of what was read, "" if the file ended early; of nothing where there is none to compare it with.
+    """
+    digest = hashlib.sha256()
+    with open_plain(path) as opened:
+        start, size = block * file.block, min(file.block, file.bytes - block * file.block)
+        whole = len(target) >= size
+        done = 0
+        while done < size:
+            want = min(_PIECE, size - done)
+            piece = target[done : done + want] if whole else target[:want]
+            got = os.preadv(opened.fileno(), [piece], start + done)
+            if not got:
+                break
+            if file.sha256:
+                digest.update(piece[:got])
+            done += got
+    return digest.hexdigest() if done == size else ""
+
+
+class _Blocks:
+    """The files of a checkpoint in checked blocks, of which the last few are kept; neighbours share blocks."""
+
+    def __init__(self, folder: Path, files: Mapping[str, SavedFile], function: str) -> None:
+        self._folder, self._files, self._function = folder, files, function
+        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._spare: list[memoryview] = []
+
+    def fill(self, name: str, start: int, target: memoryview) -> None:
+        """Reads the bytes from `start` on; whole blocks go to where they are wanted without a stop."""
+        file = self._files[name]
+        stop = start + len(target)
+        while target:
+            block = start // file.block
+            low, high = block * file.block, min((block + 1) * file.block, file.bytes)
+            part = target[: min(high, stop) - start]
+            if not part:
+                raise self._damaged(f"{name} has no byte {start:,}")
+            if len(part) == high - low and (name, block) not in self._kept:
+                self._check(name, block, part)
+            else:
+                part[:] = self._block(name, block)[start - low : start - low + len(part)]
+            start, target = start + len(part), target[len(part) :]
+
+    def _block(self, name: str, block: int) -> memoryview:
+        if (name, block) in self._kept:
+            self._kept.move_to_end((name, block))
+            return self._kept[name, block]
+        if len(self._kept) >= _KEPT_BLOCKS:
+            self._spare.append(self._kept.popitem(last=False)[1])
+        size = min(self._files[name].block, self._files[name].bytes)
+        held = self._spare.pop() if self._spare else memoryview(bytearray(size))
+        if len(held) < size:
+            held = memoryview(bytearray(size))
+        self._check(name, block, held)
+        self._kept[name, block] = held
+        return held
+
+    def _check(self, name: str, block: int, target: memoryview) -> None:
+        file = self._files[name]
+        try:
+            got = _pull(self._folder / name, file, block, target)
+        except OSError as error:
+            raise self._damaged(f"{name}: {error.strerror}") from error
+        except ValueError as error:
+            raise self._damaged(f"{name}: {error}") from error
+        if row := _difference(name, file, block, got):
+            raise self._damaged(row)
+
+    def _damaged(self, row: str) -> DamagedError:
+        return DamagedError(message(self._function, f"refuses {self._folder}: it is damaged.", [row], _OTHER))
+
+
+# -------------------------------------------------------------------------------------------------------------- leaves
+
+
+class Source:
+    """A checkpoint that is read box by box.
+
+    Args:
+        folder: the checkpoint.
+        inventory: what is in it; see `open_source`.
+        files: size and checksums of its files; None where nobody knows any, as in what plain torch wrote.
+        function: the public function that reads, for errors.
+
+    Attributes:
+        leaves: global shape and dtype of every leaf, by path.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        inventory: Mapping[str, Stored],
+        files: Mapping[str, SavedFile] | None,
+        function: str = "fs.checkpoint.load",
+    ) -> None:
+        if files is None:
+            names = {chunk.file for leaf in inventory.values() for chunk in leaf.chunks}
+            files = {name: SavedFile(os.lstat(folder / name).st_size, ()) for name in names}
+        self.leaves = {path: LeafInfo(leaf.shape, getattr(torch, leaf.dtype)) for path, leaf in inventory.items()}
+        self._folder, self._inventory, self._function = folder, inventory, function
+        self._blocks = _Blocks(folder, files, function)
+        self._records: dict[Entry, Record] = {}
+        self._staging: Tensor | None = None
+
+    def position(self, path: str, box: Box) -> tuple[str, int]:
+        """Where the first part of a box is: file and byte. Reading in this order reads every block once."""
+        found = (c for c in self._inventory[path].chunks if boxes.intersect(c.box, box) is not None)
+        return min(((c.file, c.offset) for c in found), default=("", 0))
+
+    def read(self, path: str, box: Box, out: Tensor) -> None:
+        """Copies a box of a leaf.
+
+        Args:
+            path: of the leaf.
+            box: which part of it.
+            out: takes the values; of the shape of the box, any strides, dtype or device. Where this raises, what is in
+                it means nothing.
+
+        Raises:
+            DamagedError: bytes that are not what was written.
+            CheckpointError: a record that holds anything but the tensor that it should, or elements that are nowhere.
+        """
+        assert tuple(out.shape) == boxes.shape_of(box), f"{path}: {tuple(out.shape)} is not {box}"
+        found = 0
+        for chunk in self._inventory[path].chunks:
+            part = boxes.intersect(chunk.box, box)
+            if part is not None:
+                found += boxes.volume(part)
+                self._copy(chunk, boxes.relative(part, chunk.box), out[boxes.relative(part, box)])
+        if found != boxes.volume(box):
+            row = f"{path}: {found} of {boxes.volume(box)} elements are in the files"
+            raise CheckpointError(message(self._function, f"refuses {self._folder}.", [row], _OTHER))
+
+    def check(self) -> None:
+        """Looks at every record without reading its values.
+
+        Raises:
+            DamagedError: bytes that are not what was written.
+            CheckpointError: a record that holds anything but the tensor that it should.
+        """
+        for leaf in self._inventory.values():
+            for chunk in sorted(leaf.chunks):
+                self._record(chunk)
+
+    def _copy(self, chunk: Entry, part: tuple[slice, ...], out: Tensor) -> None:
+        """Copies a part of a record, straight where both have the same bytes, else piece by piece through staging."""
+        record = self._record(chunk)
+        size = record.dtype.itemsize
+        first = record.start + sum(cut.start * n for cut, n in zip(part, record.stride, strict=True)) * size
+        start = chunk.offset + first
+        same = record.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous()
+        if same and _is_dense(tuple(out.shape), record.stride):
+            self._blocks.fill(chunk.file, start, _memory(out))
+            return
+        whole = boxes.full(out.shape)
+        for piece in pieces(whole, size, record.stride):
+            skip = sum(a * n for (a, _), n in zip(piece, record.stride, strict=True)) * size
+            shape = boxes.shape_of(piece)
+            staged = self._stage(span(shape, record.stride) * size)
+            self._blocks.fill(chunk.file, start + skip, _memory(staged))
+            out[boxes.relative(piece, whole)].copy_(staged.view(record.dtype).as_strided(shape, record.stride))
+
+    def _stage(self, size: int) -> Tensor:
+        if self._staging is None or len(self._staging) < size:
+            self._staging = torch.empty(max(size, _PIECE), dtype=torch.uint8)
+        return self._staging[:size]
+
+    def _record(self, chunk: Entry) -> Record:
+        """What is in a chunk's record, which has to be a tensor of the chunk's shape and dtype."""
+        if chunk in self._records:
+            return self._records[chunk]
+
+        def fetch(start: int, stop: int) -> bytes:
+            data = bytearray(stop - start)
+            self._blocks.fill(chunk.file, chunk.offset + start, memoryview(data))
+            return bytes(data)
+
+        try:
+            record = parse_record(Window(fetch, chunk.length), chunk.length)
+            found, want = (dtype_name(record.dtype), record.shape), (chunk.dtype, boxes.shape_of(chunk.box))
+            if found != want:
+                raise ValueError(f"it is {found[0]}{list(found[1])}, should be {want[0]}{list(want[1])}")
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            rule = f"refuses a record of {self._folder / chunk.file}."
+            mend = "Whoever made this file may have meant to run code here. Use a checkpoint that you trust."
+            raise CheckpointError(message(self._function, rule, [f"{chunk.path}: {error}"], mend)) from error
+        self._records[chunk] = record
+        return record
+
+
+def _memory(x: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, whatever the strides of its dims of size 1."""
+    raw: Any = x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
+    return memoryview(raw)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements stand one after the other in row-major order."""
+    steps = zip(shape, stride, contiguous(shape), strict=True)
+    return not math.prod(shape) or all(n == 1 or step == dense for n, step, dense in steps)
+
+
+def open_source(folder: Path, manifest: Manifest | None, function: str = "fs.checkpoint.load") -> Source:
+    """Opens a checkpoint: reads its `.metadata`, and checks it.
+
+    Args:
+        folder: the checkpoint.
+        manifest: of a checkpoint of ours; None for one that plain torch wrote, which has no checksums.
+        function: the public function that was called, for errors.
+
+    Raises:
+        DamagedError: `.metadata` is not what was written.
+        CheckpointError: it does not fit the manifest, or is not to be trusted.
+    """
+    files = {METADATA: SavedFile(os.lstat(folder / METADATA).st_size, ())} if manifest is None else manifest.files
+    if METADATA not in files:
+        raise DamagedError(message(function, f"refuses {folder}: {METADATA} is not named.", mend=_OTHER))
+    if (size := files[METADATA].bytes) > LARGEST:
+        row = f"{METADATA} has {size:,} bytes; at most {LARGEST:,} are read"
+        raise CheckpointError(message(function, f"refuses {folder}.", [row], _OTHER))
+    if rows := damage(folder, {METADATA: files[METADATA]}, hashed=False):  # before there is memory for all of it
+        raise DamagedError(message(function, f"refuses {folder}: it is damaged.", rows, _OTHER))
+    pickled = bytearray(size)
+    _Blocks(folder, files, function).fill(METADATA, 0, memoryview(pickled))
+    found = inventory(folder, pickled, manifest, function)
+    return Source(folder, found, None if manifest is None else manifest.files, function)

@@ -1,0 +1,194 @@
+"""The leaves of a state as a checkpoint has them: by path, each with its shape and the boxes that this rank holds.
+
+In: a `TrainState`, or a layout and what is to be loaded into it. Out: `Shards` by path.
+`params.*` are the main parameters, whatever the precision and strategy: the copy that computes is derived from them.
+Law: two states that differ in layout alone give the same paths, shapes and dtypes, and boxes that tile the same leaves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
+from fsharding.errors import CheckpointError, LayoutError, message
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box, Grid
+from fsharding.sharding.layout import Layout, LeafLayout
+from fsharding.sharding.leaf_plan import moment_of
+from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of
+from fsharding.train.state import TrainState, main_of, owner_of
+
+__all__ = [
+    "Shards",
+    "Want",
+    "content",
+    "device_of",
+    "digest",
+    "home_of",
+    "main_wants",
+    "objections",
+    "param_path",
+    "placement",
+    "staged",
+]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What this rank holds of one leaf.
+
+    Attributes:
+        shape: global shape.
+        grid: the index ranges that it holds along each dim; None if it holds nothing.
+        local: the local tensor.
+        sharding: None for a plain tensor, which every rank holds whole.
+    """
+
+    shape: tuple[int, ...]
+    grid: Grid | None
+    local: Tensor
+    sharding: NamedSharding | None
+
+    @property
+    def saved(self) -> SavedLeaf:
+        """The leaf as the manifest has it."""
+        spec = None if self.sharding is None else str(self.sharding)
+        return SavedLeaf(self.shape, dtype_name(self.local.dtype) or "", spec)
+
+    def kept(self) -> dict[tuple[int, ...], tuple[Box, Tensor]]:
+        """The parts by offset; empty ones only of a leaf that is empty as a whole."""
+        empty = not math.prod(self.shape)
+        parts = () if self.grid is None else boxes.grid_boxes(self.grid)
+        return {
+            tuple(start for start, _ in box): (box, self.local[place])
+            for box, place in parts
+            if boxes.volume(box) or empty
+        }
+
+
+class Want(NamedTuple):
+    """A leaf that is to be loaded.
+
+    Attributes:
+        shape: global shape.
+        dtype: its dtype.
+        sharding: where it goes; None for a plain tensor.
+        device: where its memory is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: NamedSharding | None
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
+
+
+def content(state: TrainState) -> dict[str, Any]:
+    """Every leaf of a state by path.
+
+    Raises:
+        DonatedError: the state was donated.
+        CheckpointError: two leaves have one path.
+    """
+    layout = state.layout
+    main = main_of(state)
+    flat = tree.flatten_up_to(layout.structure, main, "fs.checkpoint.save")
+    params = tree.flatten_up_to(layout.structure, state.params, "fs.checkpoint.save", ("the layout", "state.params"))
+    stored = [p if m is None else m for p, m in zip(params, flat, strict=True)]
+    named = {param_path(leaf): x for leaf, x in zip(layout.leaves, stored, strict=True)}
+    rest = {"step": state.step, "key": state.key, "opt_state": state.opt_state, "loss_scale": state.loss_scale}
+    paths = [*tree.paths(rest), *(param_path(leaf) for leaf in layout.leaves)]
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        mend = "Rename a key: a dot in a key makes two paths one."
+        raise CheckpointError(message("fs.checkpoint.save", "found paths that name two leaves.", twice, mend))
+    return {**tree.named_leaves(rest), **named}
+
+
+def param_path(leaf: LeafLayout) -> str:
+    """The path of a parameter in a checkpoint."""
+    return f"params.{leaf.path}" if leaf.path else "params"
+
+
+def home_of(path: str, saved: SavedLeaf, layout: Layout) -> NamedSharding | None:
+    """Where a leaf of a checkpoint belongs in a layout, by its path; None for one that is on no mesh."""
+    if saved.spec is None:
+        return None
+    for param in layout.leaves:
+        if path == param_path(param):
+            return param.home
+    owner = moment_of(path, layout.leaves, lambda leaf: leaf.shape == tuple(saved.shape))
+    return owner.main if owner is not None else NamedSharding(layout.mesh)
+
+
+def device_of(layout: Layout, function: str) -> torch.device:
+    """Where the leaves of a layout have their memory.
+
+    Raises:
+        LayoutError: nowhere, since its mesh is abstract.
+    """
+    if isinstance(layout.mesh, AbstractMesh):
+        mend = "Plan the layout on a mesh of fs.make_mesh."
+        raise LayoutError(message(function, f"cannot load onto the abstract mesh {layout.mesh}.", mend=mend))
+    return torch.device(layout.mesh.device_type)
+
+
+def main_wants(layout: Layout, function: str) -> dict[str, Want]:
+    """The main parameters of a layout, and frozen ones, by their path in the layout.
+
+    Raises:
+        LayoutError: the layout is on an abstract mesh.
+    """
+    device, dtype = device_of(layout, function), layout.precision.main_dtype
+    return {leaf.path: Want(leaf.shape, dtype(leaf.init), leaf.home, device) for leaf in layout.leaves}
+
+
+def placement(path: str, x: Tensor, layout: Layout) -> tuple[NamedSharding | None, tuple[int, ...]]:
+    """Where a leaf is and its global shape. An explicit assignment is known to the layout alone, not to the DTensor."""
+    if not isinstance(x, DTensor):
+        return None, tuple(x.shape)
+    named = {param_path(leaf): leaf for leaf in layout.leaves}
+    leaf = named.get(path) or owner_of(path, x, layout)
+    if leaf is not None and leaf.home.assigned and leaf.home.shape_at_rest(leaf.shape) == tuple(x.shape):
+        return leaf.home, leaf.shape
+    return sharding_of(x), tuple(x.shape)
+
+
+def staged(shape: tuple[int, ...], sharding: NamedSharding | None, local: Tensor) -> Shards:
+    """The shards of a local tensor."""
+    grid = boxes.grid_of(shape) if sharding is None else sharding.grid(shape)
+    return Shards(shape, grid, local, sharding)
+
+
+def objections(named: dict[str, Any], layout: Layout) -> list[str]:
+    """Why leaves cannot be saved: one row each."""
+    rows: list[str] = []
+    for path, x in named.items():
+        if not isinstance(x, Tensor):
+            rows.append(f"{path} is a {type(x).__name__}: make it a 0-d tensor")
+            continue
+        sharding, shape = placement(path, x, layout)
+        if sharding is None:
+            continue
+        want, held = sharding.local_shape(shape), tuple(local_of(x).shape)
+        if sharding.partial:
+            rows.append(f"{path} is {sharding}: reduce it")
+        elif want != held:
+            rows.append(f"{path} claims {sharding} of {list(shape)}, that is {list(want)} here, but holds {list(held)}")
+    return rows
+
+
+def digest(x: Tensor) -> str:
+    """The sha256 of a tensor's bytes."""
+    raw = local_of(x).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()

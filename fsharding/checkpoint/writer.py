@@ -1,0 +1,305 @@
+"""Writes the files of a checkpoint as torch DCP does, and hashes every block while it is on its way to the disk.
+
+In: tensors, each exactly one box of a leaf. Out: `__<rank>_0.distcp`, one `torch.save` record after the other, and
+`.metadata`, which says where each record is; plain `torch.distributed.checkpoint.load` reads both.
+Law: the same tensors give the same bytes, and what `Written` says of a file is true of what was handed to the kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fsharding import _compat
+from fsharding.checkpoint.manifest import BLOCK, SavedFile, dtype_name
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+
+__all__ = ["METADATA", "Entry", "ValueEntry", "Writer", "Written", "write_metadata"]
+
+METADATA = ".metadata"
+_PIECE = 1 << 20
+
+
+class Entry(NamedTuple):
+    """One record of a file: a box of a leaf.
+
+    Attributes:
+        path: of the leaf.
+        shape: global shape of the leaf.
+        dtype: its name, such as "float32".
+        box: which part of the leaf it is.
+        file: name of the file.
+        offset: where the record begins, in bytes.
+        length: of the record, in bytes.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+    file: str
+    offset: int
+    length: int
+
+
+class ValueEntry(NamedTuple):
+    """One record of a file that holds no tensor but a plain value, as torch's optimizers have beside their moments."""
+
+    path: str
+    file: str
+    offset: int
+    length: int
+
+
+class Written(NamedTuple):
+    """A file that is complete and synced: its name, size and checksums, and what is in it."""
+
+    name: str
+    file: SavedFile
+    entries: tuple[Entry, ...]
+    values: tuple[ValueEntry, ...] = ()
+
+
+class _HashedStream:
+    """A new file that is written front to back; gathers small pieces, and hashes each block as it passes.
+
+    The hashing has a thread of its own, so that it goes on while the disk is waited for. What is written must stay as
+    it is until `hashed` returns.
+
+    Invariant: `write` never raises. torch's zip writer, which calls it, would write the zip's end from its destructor
+    after an exception, find itself at another place than it knows, and end the process. So the first failure is kept,
+    from then on bytes are counted and dropped, and `check` raises once torch has returned.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._small = bytearray()
+        self._digests: list[str] = []
+        self._block = hashlib.sha256()
+        self._put = 0
+        # No pool of concurrent.futures: those take no work when the process ends, and saves may go on until then.
+        self._passed: SimpleQueue[tuple[memoryview, bool] | threading.Event | None] = SimpleQueue()
+        self._failed: BaseException | None = None
+        self._hasher = threading.Thread(target=self._hash_all, name="fsharding-hash", daemon=True)
+        self._hasher.start()
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return self._put + len(self._small)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """What torch calls: a header of some bytes, or the whole memory of a tensor. Takes all of it, come what may."""
+        end = self.size + len(data)
+        try:
+            if len(data) < _PIECE:
+                self._small += data
+            if len(data) >= _PIECE or len(self._small) >= _PIECE:
+                self.flush()
+            if len(data) >= _PIECE:
+                self._through(memoryview(data))
+        except BaseException as error:  # also Ctrl-C, which arrives wherever it likes
+            self._failed = self._failed or error
+            self._small.clear()
+            self._put = end
+        return len(data)
+
+    def check(self) -> None:
+        """Raises the first failure of a write, or of the hashing."""
+        if self._failed is not None:
+            raise self._failed
+
+    def flush(self) -> None:
+        """Hands over what was gathered."""
+        if self._small:
+            small, self._small = self._small, bytearray()
+            self._through(memoryview(small))
+
+    def _through(self, data: memoryview) -> None:
+        """Hands each piece to the thread that hashes, then to the kernel; after a failure only counts them."""
+        while data:
+            piece = data[: min(BLOCK - self._put % BLOCK, _PIECE)]
+            data = data[len(piece) :]
+            self._put += len(piece)
+            if self._failed is not None:
+                continue
+            self._passed.put((piece, self._put % BLOCK == 0))
+            while piece:
+                piece = piece[os.write(self._fd, piece) :]
+
+    def _hash_all(self) -> None:
+        for item in iter(self._passed.get, None):
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                self._hash(*item)
+            except Exception as error:
+                self._failed = self._failed or error
+
+    def _hash(self, piece: memoryview, ends: bool) -> None:
+        self._block.update(piece)
+        if ends:
+            self._digests.append(self._block.hexdigest())
+            self._block = hashlib.sha256()
+
+    def hashed(self) -> None:
+        """Returns when everything so far is hashed, or raises what went wrong."""
+        done = threading.Event()
+        self._passed.put(done)
+        done.wait()
+        self.check()
+
+    def finish(self) -> SavedFile:
+        """Syncs; what there is to say of the file."""
+        self.check()
+        self.flush()
+        os.fsync(self._fd)
+        self.hashed()
+        if self._put % BLOCK:
+            self._digests.append(self._block.hexdigest())
+        return SavedFile(self._put, tuple(self._digests))
+
+    def close(self) -> None:
+        """Closes the file, finished or not."""
+        self._passed.put(None)
+        self._hasher.join()
+        os.close(self._fd)
+
+
+class Writer:
+    """Writes one file of a checkpoint: `with Writer(folder, number) as writer`, then `add` for each box, then `close`.
+
+    Args:
+        folder: an existing directory.
+        number: of the file, which is new; ranks give their own.
+
+    Raises:
+        OSError: as the system says.
+    """
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.name = f"__{number}_0.distcp"
+        self._stream = _HashedStream(folder / self.name)
+        self._entries: list[Entry] = []
+        self._values: list[ValueEntry] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stream.close()
+
+    def add(self, path: str, shape: tuple[int, ...], box: Box, tensor: Tensor) -> None:
+        """Writes one box of a leaf.
+
+        Args:
+            path: of the leaf.
+            shape: global shape of the leaf.
+            box: which part of it.
+            tensor: that part; any strides, any device. It must stay as it is until `settle` or `close`.
+        """
+        assert tuple(tensor.shape) == boxes.shape_of(box), f"{path}: {tuple(tensor.shape)} is not {box}"
+        offset = self._stream.size
+        alone = _alone(tensor)
+        self._record(alone)
+        if alone.data_ptr() != tensor.data_ptr():  # a copy, which goes when this returns
+            self.settle()
+        dtype = dtype_name(tensor.dtype) or ""
+        self._entries.append(Entry(path, shape, dtype, box, self.name, offset, self._stream.size - offset))
+
+    def add_value(self, path: str, value: Any) -> None:
+        """Writes a plain value, for torch alone: `load` knows no such leaves."""
+        offset = self._stream.size
+        self._record(value)
+        self._values.append(ValueEntry(path, self.name, offset, self._stream.size - offset))
+
+    def _record(self, x: object) -> None:
+        _compat.save_record(x, self._stream)
+        self._stream.check()
+
+    def settle(self) -> None:
+        """Returns when all that was added is hashed and handed over: the tensors may change, or go."""
+        self._stream.flush()
+        self._stream.hashed()
+
+    def close(self) -> Written:
+        """Syncs the file and says what is in it."""
+        return Written(self.name, self._stream.finish(), tuple(self._entries), tuple(self._values))
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU with a storage of just its size, since a record holds whole storages; copies if it must."""
+    x = tensor.detach().cpu().contiguous()
+    if x.untyped_storage().nbytes() == x.nbytes:
+        return x
+    if not x.numel():
+        return torch.empty(x.shape, dtype=x.dtype)
+    raw = x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
+    return torch.from_numpy(raw).view(x.dtype).reshape(x.shape)
+
+
+def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
+    """Writes `.metadata` over all files of a checkpoint, with no path of this machine in it.
+
+    Args:
+        folder: the checkpoint.
+        written: what was written, on all ranks; leaves are listed by path, chunks by box.
+    """
+    by_path: dict[str, list[Entry]] = {}
+    for entry in sorted(entry for part in written for entry in part.entries):
+        by_path.setdefault(entry.path, []).append(entry)
+    leaves: dict[str, STORAGE_TYPES] = {
+        path: TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, entries[0].dtype)),
+            torch.Size(entries[0].shape),
+            [ChunkStorageMetadata(_offset(entry.box), torch.Size(boxes.shape_of(entry.box))) for entry in entries],
+        )
+        for path, entries in by_path.items()
+    }
+    # A pickle shows which strings are one object: interned, all equal ones are.
+    storage = {
+        MetadataIndex(path, _offset(entry.box)): _StorageInfo(sys.intern(entry.file), entry.offset, entry.length)
+        for path, entries in by_path.items()
+        for entry in entries
+    }
+    values = {entry.path: entry for part in written for entry in part.values}
+    storage |= {
+        MetadataIndex(path): _StorageInfo(sys.intern(entry.file), entry.offset, entry.length)
+        for path, entry in values.items()
+    }
+    leaves |= {path: BytesStorageMetadata() for path in values}
+    metadata = Metadata({**leaves}, storage_data=storage, storage_meta=StorageMeta())
+    stream = _HashedStream(folder / METADATA)
+    try:
+        stream.write(pickle.dumps(metadata, protocol=4))
+        return stream.finish()
+    finally:
+        stream.close()
+
+
+def _offset(box: Box) -> torch.Size:
+    return torch.Size([start for start, _ in box])

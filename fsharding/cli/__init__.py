@@ -1,0 +1,1 @@
+"""cli: see the table of rooms."""

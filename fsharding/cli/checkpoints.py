@@ -1,0 +1,165 @@
+"""The verbs of the command line that work on checkpoints: inspect, reshard, export. One process, no devices.
+
+In: a configuration. Out: an exit status, and on standard output a text, or with `--json` one JSON object.
+Law: a verb says what the function of `fs.checkpoint` behind it returns, and nothing is left behind by one that failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import tyro
+
+from fsharding.checkpoint.exporting import export
+from fsharding.checkpoint.inspecting import inspect
+from fsharding.checkpoint.name_map import Name, Rows, Transposed
+from fsharding.checkpoint.offline_reshard import reshard_checkpoint
+from fsharding.errors import ConfigError, message
+from fsharding.mesh.abstract_mesh import parse_axes
+from fsharding.sharding.strategy import parse_strategy
+from fsharding.untrusted import read_json
+
+__all__ = ["ExportConfig", "InspectConfig", "ReshardConfig", "ToolConfig", "run_tool"]
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """Show what a checkpoint holds, and verify its checksums.
+
+    Attributes:
+        path: the checkpoint.
+        json: print one JSON object.
+    """
+
+    path: tyro.conf.Positional[Path]
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class ReshardConfig:
+    """Write a checkpoint in another layout, in bounded memory.
+
+    Attributes:
+        source: the checkpoint.
+        target: the directory to be.
+        mesh: sizes of axes, such as `dp=2,tp=2`; their product is the number of ranks.
+        strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp; by default the saved.
+        json: print one JSON object.
+    """
+
+    source: tyro.conf.Positional[Path]
+    target: tyro.conf.Positional[Path]
+    mesh: str
+    strategy: str | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write a checkpoint for another program.
+
+    Attributes:
+        source: the checkpoint.
+        target: the file (torch) or directory (safetensors, dcp) to be.
+        format: of what is written.
+        names: a JSON file with a table from our paths to foreign names; `{i}` in a name is the index of a block, and
+            `{"transposed": NAME}` swaps the last two dims.
+        what: the parameters, or every leaf.
+        max_file_bytes: files of more than one tensor are at most this large.
+        json: print one JSON object.
+    """
+
+    source: tyro.conf.Positional[Path]
+    target: tyro.conf.Positional[Path]
+    format: Literal["torch", "safetensors", "dcp"]
+    names: Path | None = None
+    what: Literal["params", "all"] = "params"
+    max_file_bytes: int = 5 << 30
+    json: bool = False
+
+
+ToolConfig: TypeAlias = (
+    Annotated[InspectConfig, tyro.conf.subcommand("inspect", description="Show a checkpoint and verify it.")]
+    | Annotated[ReshardConfig, tyro.conf.subcommand("reshard", description="Write a checkpoint in another layout.")]
+    | Annotated[ExportConfig, tyro.conf.subcommand("export", description="Write a checkpoint for another program.")]
+)
+
+
+def run_tool(config: InspectConfig | ReshardConfig | ExportConfig) -> int:
+    """Runs a verb and prints what it found or made.
+
+    Returns:
+        The exit status: 1 for a checkpoint that is damaged, else 0.
+
+    Raises:
+        ConfigError: a mesh, strategy or table of names that cannot be read.
+        CheckpointError: from the function behind the verb.
+    """
+    match config:
+        case InspectConfig():
+            found = inspect(config.path)
+            _show(found, found.to_json(), as_json=config.json)
+            return 1 if found.damaged else 0
+        case ReshardConfig():
+            axes = parse_axes(config.mesh, "fsharding reshard")
+            strategy = None if config.strategy is None else parse_strategy(config.strategy)
+            made = reshard_checkpoint(config.source, config.target, axes, strategy)
+            files = {name: file.bytes for name, file in made.files.items()}
+            text = f"{config.target}: step {made.step}, {len(made.tree)} leaves, {len(files)} files"
+            answer = {"path": str(config.target), "step": made.step, "layout": made.layout, "files": files}
+            _show(text, answer, as_json=config.json)
+        case ExportConfig():
+            done = export(
+                config.source,
+                config.target,
+                config.format,
+                _names(config.names),
+                what=config.what,
+                max_file_bytes=config.max_file_bytes,
+            )
+            _show(done, {**dataclasses.asdict(done), "path": str(done.path)}, as_json=config.json)
+    return 0
+
+
+def _show(text: object, data: dict[str, Any], *, as_json: bool) -> None:
+    print(json.dumps(data) if as_json else text, flush=True)
+
+
+_LARGEST_NAMES = 1 << 26
+"""Bytes of a table of names: half a million of them."""
+
+
+def _names(file: Path | None) -> dict[str, Name] | None:
+    """The table of names in a JSON file."""
+    if file is None:
+        return None
+    try:
+        table = read_json(os.path.realpath(file), most=_LARGEST_NAMES)
+        return {ours: _name(theirs) for ours, theirs in table.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        mend = 'Write {"our.path": "their.name"}, or {"our.path": {"transposed": "their.name"}},'
+        mend += ' or {"our.path": {"name": "their.{i}.name", "rows": [1, 2]}}.'
+        raise ConfigError(message("fsharding export", f"cannot read --names {file}: {error}.", mend=mend)) from error
+
+
+def _name(value: Any) -> Name:
+    match value:
+        case str():
+            return value
+        case {"transposed": str(name)} if len(value) == 1:
+            return Transposed(name)
+        case {"name": name, "rows": [*keys]} if len(value) == 2 and all(isinstance(key, int | str) for key in keys):
+            return _in_rows(_name(name), tuple(keys))
+        case _:
+            raise ValueError(f"{value!r} is no name")
+
+
+def _in_rows(name: Name, keys: tuple[int | str, ...]) -> Name:
+    if isinstance(name, Rows):
+        raise ValueError(f"{name!r} has rows already")
+    return Rows(name, keys)

@@ -1,0 +1,360 @@
+"""What `fsharding train` is asked to do, and the checks that refuse it before anything has changed.
+
+In: the options of the command line. Out: a `TrainConfig`, or one error that says what to change.
+Law: what passes `check` fails later only for reasons that could not be seen: a full disk, a lost rank, a loss of NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fsharding import checkpoint
+from fsharding.cli.resume import choose
+from fsharding.cli.swaps import parse_swaps
+from fsharding.errors import BatchError, CheckpointError, ConfigError, message
+from fsharding.hints import did_you_mean
+from fsharding.mesh import preemption
+from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape, parse_axes
+from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.models.model import Model
+from fsharding.models.presets import recipe
+from fsharding.ops.attention import Kind
+from fsharding.pipeline.plots import metrics_rows, require_matplotlib
+from fsharding.pipeline.schedule import SCHEDULES, Schedule, plan_schedule
+from fsharding.pipeline.stages import stages_of
+from fsharding.precision import BF16, FP16, FP32
+from fsharding.sharding.partition_spec import DEFAULT_RULES
+from fsharding.sharding.strategy import parse_strategy
+from fsharding.train.data import Tokens, open_data
+from fsharding.transforms import policies
+
+__all__ = [
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "TrainConfig",
+    "batches_seen",
+    "check",
+    "check_names",
+    "model_of",
+    "open_tokens",
+    "schedule_of",
+    "stages",
+]
+
+PRECISIONS = {"float32": FP32, "bfloat16": BF16, "float16": FP16}
+"""Precisions by the dtype of compute."""
+
+_LONGEST_S = 10_000_000
+"""Of a timeout: some months."""
+
+OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}
+"""What `--optimizer` takes, and by how much its peak rate is that of AdamW."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train, where, and for how long.
+
+    Attributes:
+        out: directory of metrics, plot and checkpoints.
+        preset: model and settings: a name of `fsharding.models.presets`, such as tiny, tiny_llama3, llama3_8b.
+        ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
+        mesh: sizes of axes, such as `replica=2,dp=2,tp=2`; dp takes what is left.
+        sequence: cut activations along the sequence over tp between attention and MLP.
+        schedule: of the pipeline over pp: gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv, dualpipev.
+        stages_per_rank: of the pipeline; left out, the least that the schedule can have.
+        stage_layers: layers of each stage, in order, such as `3,5`; left out, as even as possible.
+        gather: a stage's parameters that data axes cut come once a step and stay, or anew for each microbatch.
+        attention: how queries meet keys over cp: ring, gather, ulysses.
+        strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
+        dtype: of compute: float32, bfloat16 or float16.
+        steps: total number of steps, also with `resume`.
+        microbatches: pieces of a rank's batch whose gradients are accumulated.
+        batch: sequences of the global batch.
+        seq: tokens of a sequence.
+        seed: of parameters and data.
+        data: `default` (the Python standard library's own source), a file, a directory, or a `.bin` of tokens.
+        documents: tokens see those of their own document only: a file, or what the separator of a `.bin` ends.
+        save_every: steps between checkpoints; 0 for one at the end only.
+        keep: how many checkpoints stay, the newest; left out, all.
+        check_replicas_every: steps between comparisons of what several ranks hold; 0 for those of checkpoints alone.
+        swap_at: steps at which the state moves to another strategy, or mesh: `50=zero1,100=zero3:replica=2,dp=2`.
+        resume: what to go on from: `auto`, the newest complete checkpoint in `out`, or a new run where there is none;
+            `newest`, which has to be there; the number of a step in `out`; or the path of a checkpoint.
+        resume_older: go back to the checkpoint before, if the data of the one to go on from turns out to be damaged.
+        policy: what blocks keep for backward: save_except_gathered, nothing_saveable, dots_saveable,
+            everything_saveable.
+        optimizer: adamw, lion, muon (for the matrices of blocks, AdamW for the rest) or adafactor.
+        lr: peak learning rate; left out, the preset's, which is one of AdamW, times 0.2 for lion and 10 for adafactor.
+        decay_steps: step at which a cosine decay to a tenth ends, not before the warm-up does; 0 for a constant rate
+            after it.
+        clip: largest global gradient norm.
+        timeout: seconds that a collective waits for its peers.
+        deadline: when to have saved and ended, as after SIGTERM: after `3h50m`, at `2030-01-31T18:00`, or `slurm` for
+            the end of its job. The run stops before it by twice its longest step and save.
+        preempt_status: exit status of a run that SIGTERM, SIGUSR1 or the deadline has stopped, and that has saved.
+        grace: seconds that the ranks of `ranks` have to save after a signal, before they are killed.
+        plot: draw `loss.png`.
+        json: print one JSON object at the end, and progress on standard error.
+    """
+
+    out: Path
+    preset: str = "tiny"
+    ranks: int | None = None
+    mesh: str = ""
+    sequence: bool = False
+    attention: Kind = "ring"
+    schedule: str = "1f1b"
+    stages_per_rank: int | None = None
+    stage_layers: str = ""
+    gather: Literal["step", "microbatch"] = "step"
+    strategy: str = "zero3"
+    dtype: str = "float32"
+    steps: int = 60
+    microbatches: int = 1
+    batch: int = 8
+    seq: int = 128
+    seed: int = 0
+    data: str = "default"
+    documents: bool = False
+    save_every: int = 0
+    keep: int | None = None
+    check_replicas_every: int = 0
+    swap_at: str = ""
+    resume: str = ""
+    resume_older: bool = False
+    policy: str = "save_except_gathered"
+    optimizer: str = "adamw"
+    lr: float | None = None
+    decay_steps: int = 0
+    clip: float = 1.0
+    timeout: float = 120.0
+    deadline: str = ""
+    preempt_status: int = 0
+    grace: float = 600.0
+    plot: bool = True
+    json: bool = False
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of checkpoints."""
+        return self.out / "ckpt"
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics file."""
+        return self.out / "metrics.jsonl"
+
+
+def check(config: TrainConfig, world: int) -> None:
+    """Refuses whatever could go wrong later, before anything has changed.
+
+    Args:
+        config: the configuration.
+        world: number of ranks that will run.
+
+    Raises:
+        ConfigError: an unknown name, a number out of range, an `out` that cannot be written.
+        MeshError: the mesh does not fit the number of ranks.
+        BatchError: the batch does not divide.
+        DataError: the data is missing, empty or too short.
+        CheckpointError: `resume` without a checkpoint, or on other data.
+    """
+    warmup = recipe(config.preset).warmup
+    parse_strategy(config.strategy)
+    options = {"dtype": PRECISIONS, "policy": policies.POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+    check_names(config, "fsharding train", options)
+    least = {"steps": 1, "microbatches": 1, "batch": 1, "seq": 1, "save_every": 0, "decay_steps": 0}
+    least |= {"stages_per_rank": 1, "keep": 1, "check_replicas_every": 0}
+    wrong = [
+        f"--{k.replace('_', '-')} {value}: at least {n}"
+        for k, n in least.items()
+        if (value := getattr(config, k)) is not None and value < n
+    ]
+    wrong += [
+        f"--{k} {v}: above 0"
+        for k in ("lr", "clip", "timeout", "grace")
+        if (v := getattr(config, k)) is not None and not v > 0
+    ]
+    wrong += [f"--preempt-status {config.preempt_status}: 0 to 255"] if not 0 <= config.preempt_status <= 255 else []
+    wrong += [f"--lr {config.lr}: finite"] if config.lr == math.inf else []
+    wrong += [f"--timeout {config.timeout}: at most {_LONGEST_S:,}"] if config.timeout > _LONGEST_S else []
+    if 0 < config.decay_steps < warmup:
+        wrong.append(f"--decay-steps {config.decay_steps}: 0, or at least the {warmup} of the warm-up")
+    if wrong:
+        raise ConfigError(message("fsharding train", "got numbers out of range.", wrong))
+    if config.resume_older and config.resume not in ("auto", "newest"):
+        mend = "Write --resume auto --resume-older."
+        raise ConfigError(message("fsharding train", "got --resume-older without --resume auto or newest.", mend=mend))
+    if config.deadline:
+        when = preemption.parse_deadline(config.deadline, function="fsharding train --deadline")
+        if when.timestamp() <= time.time():
+            text = f"got a deadline that is over: {when:%Y-%m-%d %H:%M:%S}."
+            raise ConfigError(message("fsharding train --deadline", text, mend="Give a later one, or leave it out."))
+    if config.plot:
+        require_matplotlib("fsharding train")
+    _layers_of_stages(config)
+    for text in (config.mesh, *(swap.mesh for swap in parse_swaps(config.swap_at) if swap.mesh)):
+        _check_batch(config, _mesh_shape(config, text, world))
+    data = open_tokens(config)
+    _check_model(config, data)
+    if config.resume:
+        _check_resume(config, data)
+        next(metrics_rows(config.metrics), None)  # what cannot be read is found before a rank starts
+    _check_out(config)
+
+
+def batches_seen(newest: Path) -> int:
+    """How many batches a run had seen when it saved a checkpoint."""
+    found = checkpoint.metadata(newest)
+    batches = _notes(found).get("batches", found.step)
+    if type(batches) is not int or batches < 0:
+        text = f"cannot go on from {newest}: it does not say how many batches its run had seen."
+        mend = "fs.checkpoint.load reads it; --resume takes what fsharding train has saved."
+        raise CheckpointError(message("fsharding train --resume", text, [f"batches: {batches!r}"], mend))
+    return batches
+
+
+def _notes(manifest: checkpoint.Manifest) -> dict[str, Any]:
+    """What `fsharding train` added to a checkpoint; nothing where something else saved it."""
+    return manifest.extra if isinstance(manifest.extra, dict) else {}
+
+
+def model_of(config: TrainConfig) -> Model:
+    """The model of a run."""
+    return recipe(config.preset).model(sequence=config.sequence, attention=config.attention)
+
+
+def check_names(config: Any, function: str, options: Mapping[str, Iterable[str]]) -> None:
+    """Refuses an option that has none of its names.
+
+    Args:
+        config: has the options as attributes.
+        function: whose name the error carries.
+        options: by name what each takes.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    for option, known in options.items():
+        if (value := getattr(config, option)) not in known:
+            mend = f"Use one of {', '.join(known)}.{did_you_mean(value, known)}"
+            raise ConfigError(message(function, f"knows no --{option} {value!r}.", mend=mend))
+
+
+def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
+    """The schedule of a pipeline; None on a mesh without `pp`.
+
+    Raises:
+        ScheduleError: the schedule cannot have so many ranks, stages or microbatches.
+    """
+    ranks = abstract(mesh).axis_size("pp")
+    if ranks == 1:
+        return None
+    return plan_schedule(
+        config.schedule, ranks, config.microbatches, stages_per_rank=config.stages_per_rank, gather=config.gather
+    )
+
+
+def stages(config: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:
+    """Who owns what along `pp`, as `plan_layout` takes it; None where there is none.
+
+    Raises:
+        ScheduleError: as `schedule_of`; or more stages than layers, or layers of stages that do not fit.
+    """
+    schedule = schedule_of(config, mesh)
+    return None if schedule is None else stages_of(model_of(config), schedule, counts=_layers_of_stages(config))
+
+
+def _layers_of_stages(config: TrainConfig) -> list[int] | None:
+    counts = [part.strip() for part in config.stage_layers.split(",") if part]
+    if not all(count.isdecimal() for count in counts):
+        text = f"cannot read --stage-layers {config.stage_layers!r}."
+        raise ConfigError(message("fsharding train", text, mend="Write the layers of each stage, such as 3,5."))
+    return [int(count) for count in counts] or None
+
+
+def _mesh_shape(config: TrainConfig, text: str, world: int) -> AbstractMesh:
+    axes = {"dp": -1, **parse_axes(text, "fsharding train")}
+    shape = make_shape(axes, world=world, function=f"fsharding train --mesh {text or 'dp=-1'}")
+    model = model_of(config)
+    known = ("pp", "replica", "dp", "ep", *model.axes)
+    if others := [axis for axis in AXES if axis not in known and shape.axis_size(axis) > 1]:
+        text = f"cannot cut the decoder over {', '.join(others)} on mesh {shape}."
+        raise ConfigError(message("fsharding train", text, mend=f"It runs on the axes {', '.join(known)}."))
+    if model.check is not None:
+        model.check(shape, DEFAULT_RULES)
+    stages(config, shape)
+    cp, tp = shape.axis_size("cp"), shape.axis_size("tp") if config.sequence else 1
+    parts = (2 * cp if cp > 1 else 1) * tp
+    if config.seq % parts:
+        what = " and ".join(f"{axis}={size}" for axis, size in (("cp", cp), ("tp", tp)) if size > 1)
+        raise BatchError(
+            message(
+                "fsharding train", f"cannot cut --seq {config.seq} over {what}.", mend=f"Use a multiple of {parts}."
+            )
+        )
+    return shape
+
+
+def _check_batch(config: TrainConfig, shape: AbstractMesh) -> None:
+    parts = math.prod(map(shape.axis_size, ("replica", "dp", "ep")))
+    if config.batch % (parts * config.microbatches):
+        text = f"cannot divide --batch {config.batch} by {parts} data ranks times {config.microbatches} microbatches."
+        near = max(1, round(config.batch / (parts * config.microbatches))) * parts * config.microbatches
+        raise BatchError(
+            message(
+                "fsharding train",
+                text,
+                mend=f"Use a multiple of {parts * config.microbatches}, such as --batch {near}.",
+            )
+        )
+
+
+def open_tokens(config: TrainConfig) -> Tokens:
+    """The data of a run."""
+    return open_data(
+        config.data, batch_size=config.batch, seq_len=config.seq, seed=config.seed, documents=config.documents
+    )
+
+
+def _check_model(config: TrainConfig, data: Tokens) -> None:
+    vocab = recipe(config.preset).config.vocab
+    if data.vocab_size > vocab:
+        text = f"cannot embed {data.vocab_size} tokens of {config.data} in the {vocab} of --preset {config.preset}."
+        raise ConfigError(
+            message("fsharding train", text, mend="Choose a preset with a larger vocabulary, or other data.")
+        )
+
+
+def _check_out(config: TrainConfig) -> None:
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=config.out).close()  # it has no name, so nothing of it can stay
+    except OSError as error:
+        text = f"cannot write to --out {config.out}: {error.strerror}."
+        raise ConfigError(message("fsharding train", text, mend="Choose a directory that can be written.")) from error
+
+
+def _check_resume(config: TrainConfig, data: Tokens) -> None:
+    newest = choose(config.resume, config.checkpoints).path
+    if newest is None:
+        return
+    extra = _notes(checkpoint.metadata(newest))
+    now = {"preset": config.preset, "data": data.fingerprint()}
+    rows = [f"{k}: {extra.get(k)} in the checkpoint, {v} now" for k, v in now.items() if extra.get(k) != v]
+    options = extra.get("config")
+    before = options.get("optimizer", "adamw") if isinstance(options, dict) else "adamw"
+    rows += [f"optimizer: {before} in the checkpoint, {config.optimizer} now"] if before != config.optimizer else []
+    if rows:
+        options = "--preset, --data, --batch, --seq, --seed and --optimizer"
+        mend = f"Give the {options} of the run, or start a new one in another --out."
+        raise CheckpointError(
+            message("fsharding train --resume", f"cannot go on from {newest}: it is another run.", rows, mend)
+        )

@@ -1,0 +1,117 @@
+"""The verb `plan`: what a preset takes on a mesh of any size, which need not exist.
+
+In: a preset, sizes of axes, a strategy. Out: parameters, and the bytes at rest of the fullest rank of each pipeline
+stage; on standard output as text, or with `--json` as one JSON object. Law: bytes are those of `layout.memory()`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tyro
+
+from fsharding.cli.config import PRECISIONS, check_names
+from fsharding.errors import ConfigError, MeshError, message
+from fsharding.mesh.abstract_mesh import AbstractMesh, make_shape, parse_axes
+from fsharding.models.presets import recipe
+from fsharding.pipeline.schedule import SCHEDULES, plan_schedule
+from fsharding.pipeline.stages import layers_by_coordinate, stages_of
+from fsharding.sharding.layout import Layout, plan_layout
+from fsharding.sharding.strategy import parse_strategy
+
+__all__ = ["PlanConfig", "preview"]
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Show what a preset takes on a mesh of any size, without devices and memory.
+
+    Attributes:
+        preset: a name of `fsharding.models.presets`.
+        mesh: sizes of axes, such as `pp=16,dp=4,ep=64,tp=2`; their product is the number of ranks.
+        strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
+        dtype: of compute: float32, bfloat16 or float16.
+        schedule: of the pipeline over pp.
+        microbatches: of the schedule; left out, twice as many as ranks along pp.
+        json: print one JSON object.
+    """
+
+    preset: tyro.conf.Positional[str]
+    mesh: str = "dp=1"
+    strategy: str = "zero3"
+    dtype: str = "bfloat16"
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    json: bool = False
+
+
+def preview(config: PlanConfig) -> None:
+    """Plans and prints.
+
+    Raises:
+        ConfigError: an unknown name, microbatches below 1, or a mesh that cannot cut the model.
+        MeshError: an unknown axis, or one of size below 1.
+        ScheduleError: the schedule cannot have so many ranks, or microbatches, or more stages than layers.
+    """
+    check_names(config, "fsharding plan", {"dtype": PRECISIONS, "schedule": SCHEDULES})
+    if config.microbatches is not None and config.microbatches < 1:
+        raise ConfigError(message("fsharding plan", f"got --microbatches {config.microbatches}: at least 1."))
+    mesh, model = _mesh(config.mesh), recipe(config.preset).model()
+    ranks, stages = mesh.axis_size("pp"), None
+    if ranks > 1:
+        stages = stages_of(model, plan_schedule(config.schedule, ranks, config.microbatches or 2 * ranks))
+    strategy, precision = parse_strategy(config.strategy), PRECISIONS[config.dtype]
+    layout = plan_layout(model, mesh, strategy=strategy, precision=precision, stages=stages)
+    found = {
+        "preset": config.preset,
+        "parameters": sum(math.prod(leaf.shape) for leaf in layout.leaves),
+        "leaves": len(layout.leaves),
+        "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
+        "ranks": math.prod(mesh.sizes),
+        "strategy": config.strategy,
+        "dtype": config.dtype,
+        "stages": _stages(model, layout, ranks),
+    }
+    print(json.dumps(found) if config.json else _text(found), flush=True)
+
+
+def _mesh(text: str) -> AbstractMesh:
+    """The mesh of an option, whose axes say how many ranks there are."""
+    function, axes = f"fsharding plan --mesh {text}", parse_axes(text, "fsharding plan")
+    if free := [axis for axis, size in axes.items() if size == -1]:
+        mend = "Say the size of each axis: no number of ranks is given of which one could take the rest."
+        raise MeshError(message(function, f"got {', '.join(f'{axis}=-1' for axis in free)}.", mend=mend))
+    return make_shape(axes, world=math.prod(axes.values()), function=function)
+
+
+def _stages(model: Any, layout: Layout, ranks: int) -> list[dict[str, Any]]:
+    """Layers and bytes of the first rank along `pp`, which has the most."""
+    layers = layers_by_coordinate(model, layout, ranks)
+    rows: list[dict[str, Any]] = []
+    for pp in range(ranks):
+        memory = layout.memory(coord={"pp": pp})
+        rows.append({"pp": pp, "layers": layers[pp], "bytes": {**memory._asdict(), "total": memory.total}})
+    return rows
+
+
+def _text(found: dict[str, Any]) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
+    head = [
+        f"{found['preset']}: {found['parameters']:,} parameters in {found['leaves']} leaves",
+        f"{found['ranks']:,} ranks ({mesh}), {found['strategy']}, {found['dtype']}; GB a rank, at most:",
+    ]
+    columns = ["params", "main", "grads", "opt_state", "total"]
+    table = [["pp", "layers", *columns]]
+    for row in found["stages"]:
+        layers = " + ".join(str(n) for n in row["layers"])
+        table.append([str(row["pp"]), layers, *(f"{row['bytes'][name] / 1e9:.3f}" for name in columns)])
+    return "\n".join([*head, *_aligned(table)])
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]

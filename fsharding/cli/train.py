@@ -1,0 +1,475 @@
+"""The main job: trains a decoder on bytes or tokens, on one process, on local ranks, or under torchrun.
+
+In: a `TrainConfig`. Out: `metrics.jsonl`, `loss.png` and checkpoints in a directory, a progress line on rank 0.
+Everything that can be wrong with a configuration is found before a rank starts or a file changes.
+Law: a run that is stopped and resumed has bitwise the losses of one that never stopped. A signal loses no step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fsharding import checkpoint, ops, optim, random
+from fsharding.checkpoint.directory import survey
+from fsharding.checkpoint.replicas import check_replicas
+from fsharding.cli.config import (
+    OPTIMIZERS,
+    PRECISIONS,
+    TrainConfig,
+    batches_seen,
+    model_of,
+    open_tokens,
+    schedule_of,
+    stages,
+)
+from fsharding.cli.resume import Choice, alone_in, choose, is_damaged
+from fsharding.cli.swaps import Swap, parse_swaps
+from fsharding.comm.counters import Counts, recording
+from fsharding.errors import CheckpointError, RankError, message, printable
+from fsharding.mesh import preemption
+from fsharding.mesh.abstract_mesh import parse_axes
+from fsharding.mesh.consistency import agree
+from fsharding.mesh.device_mesh import data_position, everyone, make_mesh, own_rank
+from fsharding.mesh.failures import naming_lost, write_stacks
+from fsharding.models.model import Model
+from fsharding.models.presets import Recipe, recipe
+from fsharding.pipeline.plots import metrics_rows, plot_loss
+from fsharding.sharding.layout import Layout, plan_layout
+from fsharding.sharding.strategy import parse_strategy
+from fsharding.train.data import Shard, Tokens
+from fsharding.train.reshard import reshard
+from fsharding.train.state import TrainState, init_state, state_bytes
+from fsharding.train.step import Metrics, make_train_step
+from fsharding.transforms import policies
+from fsharding.tree import Tree
+
+__all__ = ["train"]
+
+Step: TypeAlias = Callable[[TrainState, Tree], tuple[TrainState, Metrics]]
+
+
+def train(config: TrainConfig) -> int:
+    """Trains on the ranks that are there: this process alone, or those that a launcher started.
+
+    Args:
+        config: already checked.
+
+    Returns:
+        The exit status: 0, or `preempt_status` where a signal or the deadline has stopped the run before its end.
+
+    Raises:
+        NonFiniteError: loss or gradients are not finite; the last checkpoint is intact.
+        CheckpointError: saving or loading failed.
+        ConfigError: the ranks were started with different options, or see different data; the text says who has what.
+        RankError: a rank is lost; where the others stand is in the file of `out` that the text names.
+    """
+    deadline = preemption.parse_deadline(config.deadline) if config.deadline else None
+    with preemption.watch(deadline=deadline) as watch:
+        try:
+            stopped = _train(config, watch)
+        except RankError as error:
+            write_stacks(error, config.out)
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return config.preempt_status if stopped else 0
+
+
+def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
+    """Trains; whether it was told to stop before the last step."""
+    chosen = recipe(config.preset)
+    model, schedule = model_of(config), _schedule(config, chosen)
+    opt = optim.chain(optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
+    swaps = {swap.step: swap for swap in parse_swaps(config.swap_at)}
+    with ExitStack() as held:
+        state, data, found, first = _begin(config, model, opt, [*swaps.values()], held)
+        return _run(config, watch, model, opt, schedule, swaps, state, data, found, first)
+
+
+def _run(
+    config: TrainConfig,
+    watch: preemption.Watch | None,
+    model: Model,
+    opt: optim.GradientTransformation,
+    schedule: optim.Schedule,
+    swaps: dict[int, Swap],
+    state: TrainState,
+    data: Tokens,
+    found: Path | None,
+    first: int,
+) -> bool:
+    """All steps after `first`, of a state that `found` was loaded into, or a new one; whether it was stopped."""
+    step, mesh = _step(config, model, opt, state), state.layout.mesh
+    leader = own_rank() == 0
+    saved = first if found is not None and _is_own(config, found) else -1
+    if first < config.steps:
+        data.batch(first, Shard(*data_position(mesh)))  # what cannot be read is found before a file changes
+    pace = _Pace(state_bytes(state))
+    if watch is not None:
+        watch.margin = pace.margin()
+    done, stopped = first, preemption.requested(mesh)
+    with _log(config, found, first, active=leader) as log:
+        for number in range(first, config.steps):
+            if stopped:
+                break
+            pace.begin()
+            if number in swaps and number > first:
+                state = _swap(config, state, swaps[number])
+                step = _step(config, model, opt, state)
+            began, mesh, rate = time.perf_counter(), state.layout.mesh, schedule(int(state.step))
+            with recording() as counts:
+                batch = ops.cut_sequence(data.batch(number, Shard(*data_position(mesh))), mesh=mesh)
+                state, metrics = step(state, {k: v.to(_device(mesh)) for k, v in batch.items()})
+            log.write(number + 1, metrics, counts, rate, state_bytes(state), time.perf_counter() - began)
+            done, stopped = number + 1, preemption.requested()
+            if config.check_replicas_every and done % config.check_replicas_every == 0:
+                check_replicas(state)
+            if config.save_every and done % config.save_every == 0:
+                with pace.saving():
+                    _save(config, state, data, done)
+                saved = done
+                # Asked of all ranks: what came while it was saved needs no further step.
+                stopped = stopped or preemption.requested(state.layout.mesh)
+            if watch is not None:
+                watch.margin = pace.margin()
+        if saved != done:
+            _save(config, state, data, done)
+        stopped = stopped and done < config.steps
+        log.finish(f"{done} of {config.steps}: {watch.reason() if watch else ''}" if stopped else "")
+    return stopped
+
+
+def _begin(
+    config: TrainConfig, model: Model, opt: optim.GradientTransformation, swaps: list[Swap], held: ExitStack
+) -> tuple[TrainState, Tokens, Path | None, int]:
+    """The first state of a run, its data, the checkpoint that it goes on from, and how many batches that had seen.
+
+    Args:
+        config: of the run.
+        model: what it trains.
+        opt: the optimizer.
+        swaps: of the whole run.
+        held: keeps the directory of the run locked.
+
+    Raises:
+        CheckpointError: another run is there; or a checkpoint is damaged, and there is no older one to go back to.
+    """
+    skip: set[Path] = set()
+    alone = False
+    while True:
+        choice = choose(config.resume, config.checkpoints, skip)
+        first = batches_seen(choice.path) if choice.path is not None else 0
+        layout = _first_layout(config, model, [swap for swap in swaps if swap.step <= first])
+        data = open_tokens(config)
+        _agree(config, data, layout.mesh, choice)
+        if not alone:
+            held.enter_context(alone_in(config.out))
+            alone = True
+            if choose(config.resume, config.checkpoints, skip) != choice:
+                continue  # a run that was ending has saved meanwhile
+        _tell(config, choice, first)
+        if choice.path is None:
+            return init_state(model, opt, random.key(config.seed), layout), data, None, 0
+        try:
+            return checkpoint.load(choice.path, layout, opt=opt), data, choice.path, first
+        except CheckpointError:
+            if not config.resume_older or not is_damaged(choice.path):
+                raise
+            skip.add(choice.path)
+
+
+def _tell(config: TrainConfig, choice: Choice, first: int) -> None:
+    """Says what a run goes on from, and what it passes over."""
+    if own_rank() != 0 or not config.resume:
+        return
+    where = f"goes on from {choice.path}, after {first} batches" if choice.path is not None else "starts a new run"
+    rows = [f"  passed over {row}" for row in choice.passed]
+    if choice.path is not None and _is_own(config, choice.path) and first and not config.metrics.exists():
+        rows.append(f"  {config.metrics} is gone: a new one begins here")
+    print("\n".join([where, *map(printable, rows)]), file=sys.stderr if config.json else sys.stdout, flush=True)
+
+
+def _is_own(config: TrainConfig, found: Path) -> bool:
+    """Whether a checkpoint is one of the run's own directory."""
+    return os.path.realpath(found.parent) == os.path.realpath(config.checkpoints)
+
+
+class _Pace:
+    """How long steps and saves take, from which follows how long before a deadline a run has to stop.
+
+    Args:
+        size: bytes of a rank's state.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._step = 0.0
+        self._save = size / _UNMEASURED
+        self._measured = False
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        """A step begins; the time since the last one, of all that is not a save, is that of a step."""
+        now = time.perf_counter()
+        if self._began is not None:
+            self._step = max(self._step, now - self._began)
+        self._began = now
+
+    @contextmanager
+    def saving(self) -> Generator[None]:
+        """The time inside is that of a save."""
+        began = time.perf_counter()
+        yield
+        took = time.perf_counter() - began
+        self._save = max(self._save, took) if self._measured else took
+        self._measured = True
+        if self._began is not None:
+            self._began += took
+
+    def margin(self) -> timedelta:
+        """The bit is set in the middle of a step, and goes along with the next one at the latest."""
+        return timedelta(seconds=_EXIT_S + 2 * self._step + 2 * self._save)
+
+
+_UNMEASURED = 1e8
+"""Bytes a second at which a save is reckoned until there was one."""
+
+_EXIT_S = 5.0
+"""For the end of all processes."""
+
+
+def _step(config: TrainConfig, model: Model, opt: optim.GradientTransformation, state: TrainState) -> Step:
+    """The step of a run on the mesh where its state is."""
+    return make_train_step(
+        model,
+        opt,
+        microbatches=config.microbatches,
+        schedule=schedule_of(config, state.layout.mesh) or config.schedule,
+        donate=True,
+        policy=policies.POLICIES[config.policy],
+    )
+
+
+_OWN = {"out", "data", "ranks", "plot", "timeout", "deadline", "grace"}
+"""Options that ranks on several machines may have each of their own."""
+
+
+def _agree(config: TrainConfig, data: Tokens, mesh: Any, choice: Choice) -> None:
+    """Refuses ranks that were started with different options, or that see different data or other checkpoints."""
+    facts = {f"--{k.replace('_', '-')}": str(v) for k, v in asdict(config).items() if k not in _OWN}
+    facts["fingerprint of --data"], ranks = data.fingerprint(), everyone(mesh)
+    facts["checkpoint to go on from"] = "none" if choice.path is None else choice.path.name
+    with naming_lost("fsharding train", mesh):
+        agree("fsharding train", facts, ranks=ranks.ranks, group=ranks.process_group, device=_device(mesh))
+
+
+def _device(mesh: Any) -> str:
+    return mesh.device_type
+
+
+def _mesh(config: TrainConfig, text: str) -> Any:
+    axes: dict[str, Any] = {"dp": -1, **parse_axes(text, "fsharding train")}
+    return make_mesh(timeout=timedelta(seconds=config.timeout), **axes)
+
+
+def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> Layout:
+    """The layout that a run begins or goes on with: that of the option, or of the swaps that it has seen."""
+    strategy = swaps[-1].strategy if swaps else config.strategy
+    text = next((swap.mesh for swap in reversed(swaps) if swap.mesh), config.mesh)
+    mesh = _mesh(config, text)
+    return plan_layout(
+        model,
+        mesh,
+        strategy=parse_strategy(strategy),
+        precision=PRECISIONS[config.dtype],
+        stages=stages(config, mesh),
+    )
+
+
+def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
+    """Moves the state, which is let go as it leaves, to another strategy or mesh."""
+    layout = state.layout
+    if swap.mesh:
+        mesh = _mesh(config, swap.mesh)
+        layout = layout.with_mesh(mesh, stages(config, mesh) or {})
+    return reshard(state, layout.with_strategy(parse_strategy(swap.strategy)), donate=True)
+
+
+def _save(config: TrainConfig, state: TrainState, data: Tokens, batches: int) -> None:
+    """Saves under the number of batches seen, which is that of updates but for those that a loss scale skipped."""
+    told = {k: str(v) for k, v in asdict(config).items()}
+    extra = {"preset": config.preset, "data": data.fingerprint(), "batches": batches, "config": told}
+    keeper = checkpoint.Checkpointer(config.checkpoints, keep=config.keep, background=False)
+    keeper.save(state, extra, number=batches)
+
+
+def _schedule(config: TrainConfig, chosen: Recipe) -> optim.Schedule:
+    """Warm-up, then constant: independent of the number of steps, so that a longer run begins as a shorter one."""
+    peak = config.lr or chosen.learning_rate * OPTIMIZERS[config.optimizer]
+    if config.decay_steps:
+        return optim.warmup_cosine(peak, chosen.warmup, config.decay_steps, end=peak / 10)
+    return lambda count: peak * min(1.0, (count + 1) / chosen.warmup)
+
+
+def _optimizer(config: TrainConfig, chosen: Recipe, schedule: optim.Schedule) -> optim.GradientTransformation:
+    """Weights that are no norms and no biases decay; Muon has the matrices of blocks, and AdamW what is left."""
+
+    def make(decay: float) -> optim.GradientTransformation:
+        if config.optimizer == "lion":
+            return optim.lion(schedule, weight_decay=decay / OPTIMIZERS["lion"])
+        if config.optimizer == "adafactor":
+            return optim.adafactor(schedule, weight_decay=decay / OPTIMIZERS["adafactor"])
+        return optim.adamw(schedule, weight_decay=decay)
+
+    def group(path: str, leaf: Any) -> str:
+        last = path.rpartition(".")[2]
+        if "norm" in last or "bias" in last:
+            return "vector"
+        return "stacked" if config.optimizer == "muon" and labels(path, leaf) == "matrix" else "matrix"
+
+    # Muon takes the rates of AdamW when its updates have about the same size.
+    muon = optim.muon(schedule, weight_decay=chosen.weight_decay, adjust="match_rms_adamw")
+    labels, groups = optim.label_matrices(), {"matrix": make(chosen.weight_decay), "vector": make(0.0)}
+    return optim.masked({**groups, "stacked": muon} if config.optimizer == "muon" else groups, group)
+
+
+class _Log:
+    """Metrics and progress of rank 0; the other ranks have one that does nothing."""
+
+    def __init__(self, config: TrainConfig, first: int) -> None:
+        self.config, self.first = config, first
+        self.file = config.metrics.open("a")
+        self.opened = os.fstat(self.file.fileno())
+        console = Console(stderr=config.json)
+        self.out = console.file
+        self.every = 0 if console.is_terminal else max(1, config.steps // 10)
+        columns = (
+            "loss {task.fields[loss]}",
+            "{task.fields[rate]} tokens/s",
+            "{task.fields[state]} MB of state a rank",
+        )
+        self.progress = Progress(
+            BarColumn(), MofNCompleteColumn(), *map(TextColumn, columns), TimeRemainingColumn(),
+            console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self.task = self.progress.add_task("train", total=config.steps, completed=first, loss="-", rate="-", state="-")
+        self.progress.start()
+
+    def write(self, step: int, m: Metrics, counts: list[Counts], lr: float, size: int, seconds: float) -> None:
+        tokens = int(m.weight)
+        row = {
+            "step": step, "loss": float(m.loss), "grad_norm": float(m.grad_norm), "lr": lr, "tokens": tokens,
+            "tokens_per_s": tokens / seconds, "step_s": seconds, "state_bytes": size,
+            "gathered_peak_bytes": max((c.peak_bytes for c in counts), default=0),
+        }  # fmt: skip
+        row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+        self._check_there()
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        fields: dict[str, Any] = {
+            "loss": f"{float(m.loss):.4f}",
+            "rate": f"{tokens / seconds:,.0f}",
+            "state": f"{size / 1e6:.1f}",
+        }
+        self.progress.update(self.task, completed=step, **fields)
+        if self.every and (step % self.every == 0 or step == self.config.steps):
+            text = f"step {step}/{self.config.steps}  loss {fields['loss']}  {fields['rate']} tokens/s"
+            print(f"{text}  {fields['state']} MB of state a rank", file=self.out, flush=True)
+
+    def _check_there(self) -> None:
+        """Refuses to go on when the file that it writes is no longer the one under its name."""
+        try:
+            there = os.path.samestat(os.stat(self.config.metrics), self.opened)
+        except FileNotFoundError:
+            there = False
+        if not there:
+            rule = f"has lost {self.config.metrics}: it was removed or replaced while the run went on."
+            mend = "Start again in a directory that nothing else clears up; what was saved there is gone as well."
+            mend = (
+                mend if not self.config.checkpoints.exists() else "Go on from the newest checkpoint with --resume auto."
+            )
+            raise CheckpointError(message("fsharding train", rule, mend=mend))
+
+    def finish(self, stopped: str = "") -> None:
+        if self.config.plot and not stopped:  # drawing takes longer than what may be left
+            plot_loss(self.config.metrics, self.config.out / "loss.png")
+        steps, loss = 0, None
+        for row in metrics_rows(self.config.metrics):
+            steps, loss = steps + 1, row["loss"]
+        self.progress.stop()
+        if self.config.json:
+            row = {"steps": steps, "loss": loss, "out": str(self.config.out)}
+            print(json.dumps({**row, "stopped": stopped} if stopped else row), flush=True)
+            return
+        if stopped:
+            where = checkpoint.latest(self.config.checkpoints)
+            print(f"stopped at step {stopped}; saved {where}; the same command with --resume auto goes on", flush=True)
+            return
+        text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
+        last = f"{text} after {steps} steps" if steps else "no steps"
+        print(f"{last}; metrics, plot and checkpoints in {self.config.out}", flush=True)
+
+    def close(self) -> None:
+        self.progress.stop()
+        self.file.close()
+
+
+class _Silent(_Log):
+    def __init__(self) -> None:
+        """Opens nothing."""
+
+    def write(self, step: int, m: Metrics, counts: list[Counts], lr: float, size: int, seconds: float) -> None:
+        """Says nothing."""
+
+    def finish(self, stopped: str = "") -> None:
+        """Draws nothing."""
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+
+@contextmanager
+def _log(config: TrainConfig, found: Path | None, first: int, *, active: bool) -> Generator[_Log]:
+    """Opens the log of a run: cut back to the step that it resumes from, or new beside what an earlier run left."""
+    if active and found is not None and _is_own(config, found):
+        _set_aside(config, [one.path for one in survey(config.checkpoints) if one.number > first])
+        part = config.metrics.with_name(".metrics.jsonl.partial")
+        with part.open("w") as file:
+            file.writelines(f"{json.dumps(row)}\n" for row in metrics_rows(config.metrics) if row["step"] <= first)
+        part.replace(config.metrics)
+    elif active:
+        _set_aside(config, [p for p in (config.metrics, config.checkpoints, config.out / "loss.png") if p.exists()])
+    if dist.is_initialized():
+        dist.barrier()
+    log = _Log(config, first) if active else _Silent()
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def _set_aside(config: TrainConfig, left: Sequence[Path]) -> None:
+    """Moves what an earlier run left in `out` to `out/earlier-N`: a new run neither mixes with it nor loses it.
+
+    So do newer checkpoints than the one that a run goes on from: of a later start, the newest has to be its own.
+    """
+    if left:
+        number = next(n for n in range(1, 10**6) if not (config.out / f"earlier-{n}").exists())
+        aside = config.out / f"earlier-{number}"
+        aside.mkdir()
+        for path in left:
+            path.rename(aside / path.name)

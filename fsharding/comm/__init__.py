@@ -1,0 +1,1 @@
+"""comm: see the table of rooms."""

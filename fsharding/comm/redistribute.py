@@ -1,0 +1,218 @@
+"""Moves the leaves of a tree between shardings that differ along data axes: slices and gathers, in buckets.
+
+In: DTensors and a tree of `NamedSharding`s on the same mesh. Out: DTensors in those shardings, maybe in another dtype.
+This is how gradients meet the optimizer's shard and how updated shards become parameters again.
+Law: only bytes move; a value is never computed, but for the cast that was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import _compat, tree
+from fsharding.arguments import refuse
+from fsharding.comm import steps as transition
+from fsharding.comm.steps import Step
+from fsharding.errors import LayoutError, message
+from fsharding.mesh.device_mesh import Mesh, is_member
+from fsharding.mesh_cache import cache_on_its_mesh
+from fsharding.public import public
+from fsharding.sharding import mesh_view as at_rest
+from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
+from fsharding.tree import Tree
+
+__all__ = ["BUCKET_BYTES", "in_buckets", "redistribute", "reduce_grads"]
+
+Item = TypeVar("Item")
+
+BUCKET_BYTES = 32 << 20
+"""Largest bucket of whole leaves that is gathered at once; a larger leaf travels alone."""
+
+
+class _Move(NamedTuple):
+    index: int
+    local: Tensor
+    steps: tuple[Step, ...]
+    wholes: tuple[int, ...]
+    bytes: int
+    home: Tensor | None = None
+
+
+def _home(x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Memory that can take a result: that of a leaf where it fits, else some of its own.
+
+    Whether it fits may differ between ranks, and so may not decide what they send together.
+    """
+    local = local_of(x) if isinstance(x, DTensor) else None
+    if local is not None and local.dtype == like.dtype and local.shape == shape and local.is_contiguous():
+        return local
+    return _compat.fresh(shape, like.dtype, like.device)
+
+
+@public("fs.redistribute")
+def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tree = None) -> Tree:
+    """The same values elsewhere.
+
+    Args:
+        values: tree of DTensors; plain tensors stay where they are. Nothing may be partial.
+        shardings: tree of `NamedSharding`; None leaves a leaf as it is.
+        dtypes: tree of dtypes of the result; None keeps a leaf's own.
+        into: tree of DTensors in the new shardings, whose memory a gather may fill and hand on as its result.
+
+    Returns:
+        The tree in its new shardings; slices are views of the input, everything else is new.
+
+    Raises:
+        LayoutError: a leaf would have to move along an axis that is not a data axis, or between meshes.
+        TreeError: the trees do not match.
+    """
+    leaves, spec = tree.flatten(values)
+    targets = tree.flatten_up_to(spec, shardings, "fs.redistribute", ("values", "shardings"))
+    kinds = (
+        tree.flatten_up_to(spec, dtypes, "fs.redistribute", ("values", "dtypes"))
+        if dtypes is not None
+        else [None] * len(leaves)
+    )
+    homes = (
+        tree.flatten_up_to(spec, into, "fs.redistribute", ("values", "into"))
+        if into is not None
+        else [None] * len(leaves)
+    )
+    result: list[Any] = list(leaves)
+    groups: dict[tuple[Any, ...], list[_Move]] = {}
+    wrong: list[int] = []
+    for i, (leaf, target, dtype) in enumerate(zip(leaves, targets, kinds, strict=True)):
+        if not isinstance(leaf, DTensor) or target is None:
+            result[i] = leaf if dtype is None else leaf.to(dtype)
+            continue
+        local = local_of(leaf) if dtype is None else local_of(leaf).to(dtype)
+        if not isinstance(target, NamedSharding):
+            raise refuse("fs.redistribute", "shardings", target, "Give a tree of NamedShardings, such as layout.main.")
+        base = at_rest.base(leaf.device_mesh)
+        # What is kept with a mesh holds no other mesh, also none that is equal.
+        find = _route if (base.whole or base.mesh) is target.mesh else _find_route
+        route = find(target, sharding_of(leaf), tuple(leaf.shape))
+        if route is None:
+            wrong.append(i)
+        elif not route.steps:
+            result[i] = like(leaf, local) if route.stays else route.target.at_rest(local, tuple(leaf.shape))
+        else:
+            nbytes = math.prod(route.shape) * local.element_size()
+            home = None if into is None else _home(homes[i], route.shape, local)
+            move = _Move(i, local, route.steps, route.wholes, nbytes, home)
+            groups.setdefault((route.mesh, transition.kinds(route.steps), local.dtype), []).append(move)
+    if wrong:
+        text = "moves reduced leaves along data axes of one mesh only."
+        named = tree.paths(values)
+        rows = [f"{named[i]}: from {sharding_of(leaves[i])} to {targets[i].simplified()}" for i in wrong]
+        raise LayoutError(message("fs.redistribute", text, rows))
+    for (mesh, *_), moves in groups.items():
+        for batch in _batches(moves):
+            at_home = [m.home for m in batch if m.home is not None] or None
+            wholes = [m.wholes for m in batch]
+            moved = transition.move([m.local for m in batch], [m.steps for m in batch], mesh, wholes, at_home)
+            for m, local in zip(batch, moved, strict=True):
+                result[m.index] = targets[m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
+    return tree.unflatten(spec, result)
+
+
+class _Route(NamedTuple):
+    """How a leaf gets from one sharding to another.
+
+    Attributes:
+        target: without axes of size 1.
+        stays: the leaf is there already.
+        mesh: of the steps.
+        steps: as planned.
+        wholes: `whole_sizes` of the steps.
+        shape: of what arrives on this rank.
+    """
+
+    target: NamedSharding
+    stays: bool
+    mesh: Mesh
+    steps: tuple[Step, ...] = ()
+    wholes: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
+def _find_route(target: NamedSharding, source: NamedSharding, shape: tuple[int, ...]) -> _Route | None:
+    """None where no steps along data axes of one mesh lead there."""
+    rest = target.simplified()
+    if not is_member(rest.mesh):
+        return _Route(rest, False, rest.mesh)
+    stays = (source.mesh, rest.placements()) == (rest.device_mesh(), source.placements())
+    # On the slices of the mesh that own an assigned leaf, it is cut as any other.
+    target = rest.slice_of_mesh()
+    source = replace(source, mesh=target.mesh) if rest.assigned else source
+    if source.mesh != target.mesh or source.owned != target.owned or source.partial:
+        return None
+    steps = transition.plan_steps(source, target)
+    if any(axis not in source.data_axes for step in steps for axis in step.axes):
+        return None
+    wholes = transition.whole_sizes(source, steps, shape)
+    return _Route(rest, stays, target.mesh, steps, wholes, target.local_shape(shape))
+
+
+_route = cache_on_its_mesh()(_find_route)
+
+
+def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:
+    """Takes the sums that are still open, and moves what comes out to where it belongs. Collective over data axes.
+
+    Args:
+        values: tree of DTensors; their local tensors may be overwritten.
+        sources: tree of `NamedSharding`: where they are.
+        targets: tree of `NamedSharding` on the same mesh.
+
+    Raises:
+        TreeError: the trees do not match.
+    """
+    leaves, spec = tree.flatten(values)
+    flat = [tree.flatten_up_to(spec, x, "fs.redistribute") for x in (sources, targets)]
+    result: list[Any] = list(leaves)
+    groups: dict[tuple[Any, torch.dtype], list[_Move]] = {}
+    for i, (leaf, source, target) in enumerate(zip(leaves, *flat, strict=True)):
+        if leaf is None:
+            continue
+        where, there = source.slice_of_mesh().simplified(), target.slice_of_mesh().simplified()
+        steps, local, shape = transition.plan_steps(where, there), local_of(leaf), tuple(leaf.shape)
+        move = _Move(i, local, steps, transition.whole_sizes(where, steps, shape), local.nbytes)
+        groups.setdefault((transition.kinds(steps), local.dtype), []).append(move)
+    for (route, _), moves in groups.items():
+        for batch in _batches(moves) if route else [moves]:
+            mesh, wholes = flat[1][batch[0].index].mesh, [m.wholes for m in batch]
+            moved = transition.move([m.local for m in batch], [m.steps for m in batch], mesh, wholes)
+            for m, local in zip(batch, moved, strict=True):
+                result[m.index] = flat[1][m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
+    return tree.unflatten(spec, result)
+
+
+def in_buckets(moves: Iterable[Item], size: Callable[[Item], int], limit: int = BUCKET_BYTES) -> Iterator[list[Item]]:
+    """Cuts a sequence, in order, into buckets of at most some bytes; what is larger is in one of its own.
+
+    Args:
+        moves: anything that travels.
+        size: bytes of one.
+        limit: bytes of a bucket.
+    """
+    bucket, held = list[Item](), 0
+    for move in moves:
+        if bucket and held + size(move) > limit:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(move)
+        held += size(move)
+    if bucket:
+        yield bucket
+
+
+def _batches(moves: Sequence[_Move]) -> Iterator[list[_Move]]:
+    return in_buckets(moves, lambda move: move.bytes)

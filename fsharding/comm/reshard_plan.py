@@ -1,0 +1,240 @@
+"""Routes: which rank sends which part of a leaf to which rank, between any two shardings, in rounds of bounded size.
+
+In: for each leaf its shape, the bytes of an element, and where it is and where it goes, on any two meshes.
+Out: a cached, printable plan that is the same on every rank. What a rank already has it keeps; what several ranks have
+is sent by each of them in turn. Law: the pieces that reach a rank, and those that it has, fill its target exactly once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import abstract
+from fsharding.mesh_cache import cache_on_its_mesh
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Grid, Overlap, Runs
+from fsharding.sharding.named_sharding import NamedSharding
+
+__all__ = ["BUDGET", "Holder", "Leaf", "Piece", "Plan", "everywhere", "grids", "holders", "plan_routes", "route"]
+
+BUDGET = 64 << 20
+"""Bytes a rank that the buffers of a plan take at most."""
+
+_ROUND = 4 << 20
+"""Bytes that a rank sends in a round: so little that what was packed is still in a cache when it is sent."""
+
+_STRETCH = 1 << 18
+"""Pieces are cut so that they lie in one stretch of memory on one side, unless that makes them smaller than this."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf on its way.
+
+    Attributes:
+        shape: global shape.
+        itemsize: bytes of an element on the wire.
+        source: where it is; on an abstract mesh.
+        target: where it goes; on an abstract mesh.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    source: NamedSharding
+    target: NamedSharding
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Ranks that hold the same part of a leaf."""
+
+    grid: Grid
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank sends to another of one leaf at once.
+
+    Attributes:
+        leaf: its number.
+        source: the rank that sends.
+        target: the rank that receives.
+        overlap: where it is in the local tensor of each.
+        bytes: its size.
+        number: its place among all pieces of the plan.
+    """
+
+    leaf: int
+    source: int
+    target: int
+    overlap: Overlap
+    bytes: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that has to move.
+
+    Attributes:
+        leaves: what was asked.
+        ranks: of both meshes, ascending.
+        rounds: one all-to-all each; all pieces of a round have elements of one size.
+    """
+
+    leaves: tuple[Leaf, ...]
+    ranks: tuple[int, ...]
+    rounds: tuple[tuple[Piece, ...], ...]
+
+    @functools.cached_property
+    def sent(self) -> tuple[dict[int, int], ...]:
+        """For each leaf, the bytes that each rank sends; ranks that send nothing are left out."""
+        result: tuple[dict[int, int], ...] = tuple({} for _ in self.leaves)
+        for piece in (piece for pieces in self.rounds for piece in pieces):
+            result[piece.leaf][piece.source] = result[piece.leaf].get(piece.source, 0) + piece.bytes
+        return result
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """A number of 63 bits that ranks compare before anything moves."""
+        text = repr((self.leaves, self.ranks))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+
+    def how(self, leaf: int) -> str:
+        """In a word what happens to a leaf: "nothing", "slice" (no bytes sent), "gather" or "all-to-all"."""
+        what = self.leaves[leaf]
+        before, after = grids(what.source, what.shape), grids(what.target, what.shape)
+        if not self.sent[leaf]:
+            return "nothing" if before == after else "slice"
+        grown = all(rank in after and boxes.covers(after[rank], grid) for rank, grid in before.items())
+        return "gather" if grown else "all-to-all"
+
+
+def everywhere(ranks: Sequence[int]) -> NamedSharding:
+    """The sharding of a leaf that every one of some ranks has whole."""
+    return NamedSharding(AbstractMesh(("dp",), (len(ranks),), tuple(ranks)))
+
+
+@cache_on_its_mesh()
+def holders(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Holder, ...]:
+    """Who holds what: ranks that hold the same part together, in the order of their first rank on the mesh."""
+    mesh = abstract(sharding.mesh)
+    found: dict[Grid, list[int]] = {}
+    for coord in mesh.coordinates():
+        grid = sharding.grid(shape, coord)
+        if grid is not None:
+            found.setdefault(grid, []).append(mesh.rank_at(coord))
+    return tuple(Holder(grid, tuple(ranks)) for grid, ranks in found.items())
+
+
+@cache_on_its_mesh()
+def grids(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Grid]:
+    """What each rank holds; ranks that hold nothing at all are left out."""
+    return {rank: holder.grid for holder in holders(sharding, shape) for rank in holder.ranks}
+
+
+def route(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> Iterator[tuple[int, int, Overlap]]:
+    """Every (sender, receiver, part) of one leaf; a rank that has a part already is its own sender."""
+    turns: dict[Grid, int] = {}
+    having = {have.grid: have.ranks for have in holders(source, shape)}
+    by_dim = [tuple(dict.fromkeys(grid[dim] for grid in having)) for dim in range(len(shape))]
+    for goal in holders(target, shape):
+        # Ranges meet dim by dim, so that the cost is that of the ranges, not of all pairs of ranks.
+        met = [_meeting(by_dim[dim], held) for dim, held in enumerate(goal.grid)]
+        for several in product(*met):
+            grid, shared = tuple(held for held, _ in several), tuple(common for _, common in several)
+            ranks = having.get(grid, ())
+            for rank in goal.ranks if ranks else ():
+                if rank in ranks:
+                    yield rank, rank, shared
+                else:
+                    turn = turns.get(grid, 0)
+                    turns[grid] = turn + 1
+                    yield ranks[turn % len(ranks)], rank, shared
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _meeting(sources: tuple[Runs, ...], held: Runs) -> tuple[tuple[Runs, tuple[tuple[int, int, int], ...]], ...]:
+    """Those of some runs that share something with others, and what."""
+    return tuple((runs, shared) for runs in sources if (shared := boxes.meet(runs, held)))
+
+
+@functools.lru_cache(maxsize=256)
+def plan_routes(leaves: tuple[Leaf, ...], budget: int = BUDGET) -> Plan:
+    """Plans all leaves together.
+
+    Buffers of at most a quarter of the budget, one to send and one to receive, are in use twice: one pair is filled
+    while the other is on its way. Leaves are cut so that all ranks have something to send in every round, and so that
+    pieces can leave or arrive without a copy.
+
+    Args:
+        leaves: what moves; leaves with larger elements go first.
+        budget: bytes a rank.
+    """
+    ranks = tuple(sorted({r for leaf in leaves for s in (leaf.source, leaf.target) for r in abstract(s.mesh).members}))
+    limit = max(min(budget // 4, _ROUND), 1)
+    most = max(limit // 4, 1)
+    rounds = _Rounds(limit, most)
+    number = 0
+    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].itemsize):
+        leaf = leaves[i]
+        for source, target, shared in route(leaf.source, leaf.target, leaf.shape):
+            for part in _cut(leaf, source, target, shared, most) if source != target else ():
+                rounds.add(Piece(i, source, target, part, boxes.overlap_volume(part) * leaf.itemsize, number), leaf)
+                number += 1
+    return Plan(leaves, ranks, tuple(tuple(pieces) for pieces in rounds.pieces))
+
+
+class _Rounds:
+    """Puts pieces in the first round in which sender and receiver have room, elements of one size in each round."""
+
+    def __init__(self, limit: int, most: int) -> None:
+        self.pieces: list[list[Piece]] = []
+        self._limit, self._most = limit, most
+        self._filled: list[dict[tuple[str, int], int]] = []
+        self._size = 0
+        self._open: dict[tuple[str, int], int] = {}
+        self._begin = 0
+
+    def add(self, piece: Piece, leaf: Leaf) -> None:
+        """Adds a piece; one over the limit gets a round where both sides idle."""
+        if leaf.itemsize != self._size:
+            self._size, self._begin, self._open = leaf.itemsize, len(self.pieces), {}
+        keys = (("send", piece.source), ("receive", piece.target))
+        place = max(self._open.get(key, self._begin) for key in keys)
+        while not self._has_room(place, keys, piece.bytes):
+            place += 1
+        while len(self.pieces) <= place:
+            self.pieces.append([])
+            self._filled.append({})
+        self.pieces[place].append(piece)
+        for key in keys:
+            self._filled[place][key] = self._filled[place].get(key, 0) + piece.bytes
+            first = self._open.get(key, self._begin)
+            while first < len(self._filled) and self._filled[first].get(key, 0) + self._most > self._limit:
+                first += 1
+            self._open[key] = first
+
+    def _has_room(self, place: int, keys: Sequence[tuple[str, int]], count: int) -> bool:
+        if place >= len(self._filled):
+            return True
+        used = [self._filled[place].get(key, 0) for key in keys]
+        return not any(used) or max(used) + count <= self._limit
+
+
+def _cut(leaf: Leaf, source: int, target: int, shared: Overlap, most: int) -> Iterator[Overlap]:
+    """Parts of at most so many bytes, each in one stretch of memory on one side if that leaves them large enough."""
+    grids_of = grids(leaf.source, leaf.shape)[source], grids(leaf.target, leaf.shape)[target]
+    sizes = [boxes.grid_shape(grid) for grid in grids_of]
+    outer = min(boxes.outer_dims(shared, size) for size in sizes)
+    parts = [shared]
+    if boxes.overlap_volume(shared) * leaf.itemsize // boxes.overlap_volume(shared[:outer]) >= _STRETCH:
+        parts = boxes.split_outer(shared, outer)
+    for part in parts:
+        yield from boxes.split_overlap(part, max(most // leaf.itemsize, 1))

@@ -1,0 +1,1 @@
+"""shared_memory: see the table of rooms."""

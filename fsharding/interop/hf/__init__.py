@@ -1,0 +1,24 @@
+"""Hugging Face in and out: `config.json` as a decoder, safetensors straight into a layout, and back.
+
+`fs.hf.load(path, layout)` reads each rank's slices; `fs.hf.save(path, params, config)` writes what transformers loads.
+"""
+
+from fsharding.interop.hf.config_tables import config_json, config_of
+from fsharding.interop.hf.loading import load
+from fsharding.interop.hf.naming import Joined, Name, Names, Rows, Section, Transposed, names_of
+from fsharding.interop.hf.saving import Saved, save
+
+__all__ = [
+    "Joined",
+    "Name",
+    "Names",
+    "Rows",
+    "Saved",
+    "Section",
+    "Transposed",
+    "config_json",
+    "config_of",
+    "load",
+    "names_of",
+    "save",
+]

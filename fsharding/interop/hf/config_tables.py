@@ -1,0 +1,360 @@
+"""Families of models: `config.json` of a Hugging Face directory, and the decoder that it means.
+
+In: the entries of a `config.json`. Out: a `DecoderConfig`, and back. Families are Llama, Qwen2, Qwen3, Mixtral and
+Qwen3-MoE. What `models.decoder` lacks is refused by name: other activations, sliding windows, biases elsewhere.
+Law: `config_of(config_json(c))` computes what `c` computes, for every config that a family can say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsharding.errors import ConfigError, listed, message
+from fsharding.models.decoder import DecoderConfig
+from fsharding.models.moe import Experts
+from fsharding.ops.rotary import LlamaScaling, Scaling, YarnScaling
+from fsharding.untrusted import beside
+from fsharding.untrusted import read_json as json_in
+
+__all__ = ["FAMILIES", "Family", "config_json", "config_of"]
+
+_MEND = "Use another model, or bring its weights into a tree of your own: fs.hf.load(path, layout, names)."
+
+
+@dataclass(frozen=True)
+class Family:
+    """What models of a `model_type` have in common.
+
+    Attributes:
+        architecture: the class of transformers.
+        bias: queries, keys and values have biases.
+        qk_norm: query and key heads have norms.
+        experts: the key of the number of experts; None for a dense family.
+        head_dim: where `config.json` has none; None for the width over the heads.
+        rope_base: where it has none.
+        eps: where it has none.
+    """
+
+    architecture: str
+    bias: bool = False
+    qk_norm: bool = False
+    experts: str | None = None
+    head_dim: int | None = None
+    rope_base: float = 10_000.0
+    eps: float = 1e-6
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+    "mixtral": Family("MixtralForCausalLM", experts="num_local_experts", rope_base=1_000_000.0, eps=1e-5),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts="num_experts"),
+}
+"""Families by `model_type`."""
+
+_LACKS = "models.decoder has no such thing"
+_LACKED = {
+    "gpt2": "learned positions, LayerNorm with biases, and a GELU in the place of SwiGLU",
+}
+
+
+# ------------------------------------------------------------------------------------------------------------------ in
+def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a `config.json` means.
+
+    A router's balance loss counts where transformers would add it, that is with `output_router_logits`; shares of
+    experts are those of one layer here, and those of all layers there.
+
+    Args:
+        source: the entries; or a directory with a `config.json`, or the path of such a file.
+
+    Raises:
+        ConfigError: no such file, an unknown family, entries that are missing, or that the decoder lacks; all of them
+            are listed.
+    """
+    entries = source if isinstance(source, Mapping) else read_json(source)
+    kind = entries.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        rows = [f"model_type is {kind!r}" + (f": it has {_LACKED[kind]}" if kind in [*_LACKED] else "")]
+        mend = f"Families are {', '.join(FAMILIES)}. {_MEND}"
+        raise ConfigError(message("fs.hf.config_of", "knows no such family.", rows, mend))
+    rows = _wrong_numbers(entries, family)
+    rows += _foreign(entries, family)
+    scaling = _scaling(entries, rows)
+    if rows:
+        raise ConfigError(message("fs.hf.config_of", f"cannot make a decoder of this {kind}.", rows, _MEND))
+    return _decoder(entries, family, scaling)
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The entries of a `config.json`, given the file or its directory.
+
+    Raises:
+        ConfigError: there is none, or it is no JSON object.
+    """
+    file = Path(path)
+    try:
+        file = file / "config.json" if file.is_dir() else file
+        # A path that a user named may be any link; an entry of a directory only one inside its own tree.
+        real = Path(os.path.realpath(path))
+        real = beside(real, "config.json") if real.is_dir() else real
+        entries = json_in(real, most=_CONFIG_LIMIT, finite=False)
+        if not isinstance(entries, dict):
+            raise ValueError(f"it holds a {type(entries).__name__}, not an object")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        mend = "Give a directory that has a config.json, as save_pretrained of transformers makes it."
+        raise ConfigError(message("fs.hf.config_of", f"cannot read {file}.", [str(why)], mend)) from error
+    return entries
+
+
+_CONFIG_LIMIT = 16 << 20
+_MOST: dict[str, int] = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
+_MOST_ELSE = 1 << 24
+"""Above every model, and below what makes plans of it slow, or its bytes more than a number holds."""
+
+
+def _sizes(entries: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The sizes that have to be there, as they are, and those that may be there, where they are."""
+    keys = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
+    keys += ["num_experts_per_tok"] if family.experts is not None else []
+    found = {key: entries.get(key) for key in keys}
+    if family.experts is not None:
+        found[family.experts] = entries.get(family.experts, entries.get("num_local_experts"))
+        found |= {"moe_intermediate_size": entries.get("moe_intermediate_size")} if family.qk_norm else {}
+    return found | {key: entries[key] for key in ("num_key_value_heads", "head_dim") if entries.get(key) is not None}
+
+
+def _wrong_numbers(entries: Mapping[str, Any], family: Family) -> list[str]:
+    """Sizes and other numbers that no model can have, one row each."""
+    sizes = _sizes(entries, family).items()
+    rows = [f"{key} is {x!r}: a whole number above 0" for key, x in sizes if not _is_size(x)]
+    most = ((key, x, _MOST.get(key, _MOST_ELSE)) for key, x in sizes if _is_size(x))
+    rows += [f"{key} is {x:,}: at most {limit:,}" for key, x, limit in most if x > limit]
+    eps, theta = entries.get("rms_norm_eps", family.eps), _rope(entries).get("rope_theta", family.rope_base)
+    rows += [] if _is_number(eps, 0, 1) else [f"rms_norm_eps is {eps!r}: a number from 0 to 1"]
+    rows += [] if _is_number(theta, 1, _LARGEST) else [f"rope_theta is {theta!r}: a number from 1 to {_LARGEST:g}"]
+    if entries.get("output_router_logits"):
+        share = entries.get("router_aux_loss_coef", 0.0)
+        wrong = not _is_number(share, 0, _LARGEST)
+        rows += [f"router_aux_loss_coef is {share!r}: a number from 0 on"] if wrong else []
+    if not rows and (count := _largest(dict(sizes))) > _MOST_ELEMENTS:
+        rows.append(f"one leaf of it would have {count:,} elements: at most {_MOST_ELEMENTS:,}")
+    return rows
+
+
+def _largest(sizes: Mapping[str, int]) -> int:
+    """About how many elements the largest leaf has."""
+    dim, layers, hidden = sizes["hidden_size"], sizes["num_hidden_layers"], sizes["intermediate_size"]
+    experts = max(sizes.get("num_experts", 1), sizes.get("num_local_experts", 1))
+    heads = sizes["num_attention_heads"] * sizes.get("head_dim", dim)
+    return dim * max(sizes["vocab_size"], layers * experts * max(hidden, sizes.get("moe_intermediate_size", 1)), heads)
+
+
+_LARGEST = 1e15
+_MOST_ELEMENTS = 1 << 50
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _foreign(entries: Mapping[str, Any], family: Family) -> list[str]:
+    """Entries that mean something which the decoder lacks, one row each."""
+
+    def on(key: str) -> bool:
+        return bool(entries.get(key))
+
+    kinds = entries.get("layer_types") or []
+    windows = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    sliding = on("sliding_window") and (on("use_sliding_window") or "use_sliding_window" not in entries)
+    lacked = {
+        "hidden_act": entries.get("hidden_act", "silu") not in ("silu", "swish"),
+        "attention_bias": on("attention_bias") and family.architecture != "Qwen2ForCausalLM",
+        "mlp_bias": on("mlp_bias"),
+        "attention_dropout": on("attention_dropout"),
+        "sliding_window": sliding and family.architecture not in ("LlamaForCausalLM",),
+        "layer_types": windows,
+        "router_jitter_noise": on("router_jitter_noise"),
+        "mlp_only_layers": on("mlp_only_layers"),
+        "decoder_sparse_step": entries.get("decoder_sparse_step", 1) != 1,
+        "partial_rotary_factor": entries.get("partial_rotary_factor") not in (None, 1, 1.0),
+        "quantization_config": on("quantization_config"),
+    }
+    return [f"{key} is {entries.get(key)!r}: {_LACKS}" for key, is_so in lacked.items() if is_so]
+
+
+def _rope(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary entries of files of transformers 4 and 5 as those of 5."""
+    said = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
+    rope = dict(said) if isinstance(said, Mapping) else {"rope_type": said}
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    if "rope_theta" not in rope and entries.get("rope_theta") is not None:
+        rope["rope_theta"] = entries["rope_theta"]
+    return rope
+
+
+def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
+    """How rotary frequencies are scaled; what cannot be said is added to the rows."""
+    rope = _rope(entries)
+    if nested := sorted(key for key, value in rope.items() if isinstance(value, dict)):
+        rows.append(f"the rotary positions differ between {listed(nested)}: {_LACKS}")
+        return None
+    kind, theta = rope["rope_type"], rope.get("rope_theta", 1.0)
+    known = {
+        "default": (),
+        "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+        "yarn": ("factor", "original_max_position_embeddings"),
+    }
+    if kind not in [*known]:
+        rows.append(f"rope_type is {kind!r}: types are {', '.join(known)}")
+        return None
+    numbers = {key: rope.get(key) for key in known[kind]} | {"rope_theta": theta}
+    numbers |= {key: rope[key] for key in ("beta_slow", "beta_fast") if kind == "yarn" and rope.get(key) is not None}
+    wrong = [f"{key} of the rotary positions is {x!r}: a number" for key, x in numbers.items() if not _is_number(x)]
+    if not wrong and not _is_number(numbers.get("factor", 1), most=_MOST_FACTOR):
+        wrong.append(f"factor of the rotary positions is {numbers['factor']!r}: at most {_MOST_FACTOR:,}")
+    others = ("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor")
+    odd = [key for key in others if rope.get(key) is not None]
+    odd += ["truncate"] if kind == "yarn" and rope.get("truncate") is False else []
+    wrong += [f"{key} of the rotary positions is {rope[key]!r}: {_LACKS}" for key in odd]
+    rows += wrong
+    if wrong or kind == "default":
+        return None
+    factor, length = float(rope["factor"]), int(rope["original_max_position_embeddings"])
+    if kind == "yarn":
+        return YarnScaling(factor, length, float(rope.get("beta_slow") or 1), float(rope.get("beta_fast") or 32))
+    return LlamaScaling(factor, length, float(rope["low_freq_factor"]), float(rope["high_freq_factor"]))
+
+
+_MOST_FACTOR = 1_000_000
+"""By which a context can grow."""
+
+
+def _is_number(value: Any, least: float = -_LARGEST, most: float = _LARGEST) -> bool:
+    """Whether it is a number in a range, which NaN is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None) -> DecoderConfig:
+    dim, heads = entries["hidden_size"], entries["num_attention_heads"]
+    size = entries.get("head_dim") or family.head_dim or dim // heads
+    experts = None
+    if family.experts is not None:
+        hidden = entries["moe_intermediate_size" if family.qk_norm else "intermediate_size"]
+        balance = entries.get("router_aux_loss_coef", 0.001) if entries.get("output_router_logits") else 0.0
+        normalize = bool(entries.get("norm_topk_prob", False)) if family.qk_norm else True
+        count, active = _sizes(entries, family)[family.experts], entries["num_experts_per_tok"]
+        experts = Experts(count, active, hidden, normalize=normalize, balance=balance)
+    return DecoderConfig(
+        vocab=entries["vocab_size"],
+        dim=dim,
+        layers=entries["num_hidden_layers"],
+        heads=heads,
+        kv_heads=entries.get("num_key_value_heads") or heads,
+        hidden=entries["intermediate_size"],
+        tied=bool(entries.get("tie_word_embeddings", False)),
+        rope_base=float(_rope(entries).get("rope_theta", family.rope_base)),
+        eps=float(entries.get("rms_norm_eps", family.eps)),
+        head_size=None if size * heads == dim else size,
+        bias=family.bias,
+        rope_scaling=scaling,
+        qk_norm=family.qk_norm,
+        experts=experts,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- out
+def decoder_config(config: Any, function: str) -> DecoderConfig:
+    """The config of a decoder, where it or a recipe that has it is given.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    found = config if isinstance(config, DecoderConfig) else getattr(config, "config", None)
+    if not isinstance(found, DecoderConfig):
+        mend = "Pass a DecoderConfig, or a recipe such as fs.recipes.llama3_8b()."
+        raise ConfigError(message(function, f"needs the config of a decoder; got {type(config).__name__}.", mend=mend))
+    return found
+
+
+def config_json(config: Any, **entries: Any) -> dict[str, Any]:
+    """The `config.json` of a decoder: that of the family that computes the same.
+
+    Args:
+        config: a `DecoderConfig`, or a recipe that has one.
+        **entries: more entries, or others, such as `max_position_embeddings` or `eos_token_id`.
+
+    Raises:
+        ConfigError: no family has all that the decoder has, or it is no config.
+    """
+    config = decoder_config(config, "fs.hf.config_json")
+    kind, experts = _kind(config), config.experts
+    family = FAMILIES[kind]
+    found: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": kind,
+        "vocab_size": config.vocab,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.eps,
+        "tie_word_embeddings": config.tied,
+        **_rope_json(config),
+    }
+    if experts is not None:
+        found |= {
+            str(family.experts): experts.count,
+            "num_experts_per_tok": experts.active,
+            "output_router_logits": experts.balance > 0,
+            "router_aux_loss_coef": experts.balance,
+        }
+        both = {"moe_intermediate_size": experts.hidden, "norm_topk_prob": experts.normalize}
+        found |= both if kind == "qwen3_moe" else {"intermediate_size": experts.hidden}
+    return found | entries
+
+
+def _rope_json(config: DecoderConfig) -> dict[str, Any]:
+    """The rotary entries, for transformers 5 and, beside them, for 4, which would take another base in silence."""
+    scaling, rope = config.rope_scaling, dict[str, Any](rope_type="default")
+    if scaling is not None:
+        rope = {"rope_type": "yarn", "beta_slow": scaling.slow, "beta_fast": scaling.fast}
+        if isinstance(scaling, LlamaScaling):
+            rope = {"rope_type": "llama3", "low_freq_factor": scaling.slow, "high_freq_factor": scaling.fast}
+        rope |= {"factor": scaling.factor, "original_max_position_embeddings": scaling.length}
+    found = {"rope_parameters": {**rope, "rope_theta": config.rope_base}, "rope_theta": config.rope_base}
+    if scaling is not None:
+        found |= {"rope_scaling": rope, "max_position_embeddings": round(scaling.factor * scaling.length)}
+    return found
+
+
+def _kind(config: DecoderConfig) -> str:
+    """The family of a decoder."""
+    experts = config.experts
+    rows = ["it has stacks of unlike blocks"] if config.stacks else []
+    rows += [f"its attention is {type(config.attention).__name__}"] if config.attention is not None else []
+    if experts is not None:
+        plain = {"score": "softmax", "shared": 0, "scale": 1.0, "groups": 1, "z": 0.0, "bias_rate": None}
+        odd = {key: getattr(experts, key) for key, usual in plain.items() if getattr(experts, key) != usual}
+        rows += [f"its experts have {key}={value!r}" for key, value in odd.items()]
+        if not experts.normalize and not config.qk_norm:
+            rows.append("weights of its experts are not normalized, which only qwen3_moe knows, with qk_norm")
+    wanted = config.bias, config.qk_norm, experts is not None
+    fits = [kind for kind, f in FAMILIES.items() if wanted == (f.bias, f.qk_norm, f.experts is not None)]
+    if not fits:
+        with_or_without = "with" if experts else "without"
+        rows.append(f"bias={config.bias} and qk_norm={config.qk_norm}, {with_or_without} experts, go not together")
+    if rows:
+        mend = f"Families are {', '.join(FAMILIES)}; give the entries of a config.json of another one yourself."
+        raise ConfigError(message("fs.hf.config_json", "finds no family that computes as this decoder.", rows, mend))
+    return fits[0]

@@ -1,0 +1,125 @@
+"""A Hugging Face directory as it lies on the disk: the entries of its `config.json`, and where its tensors are.
+
+In: a path. Out: names, shapes and dtypes, and any slice of any tensor. Reads headers alone.
+Law: every file that cannot be read is named in one error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from fsharding.checkpoint.directory import StrPath, real_path
+from fsharding.checkpoint.foreign_weights import Weights, open_file, table_of
+from fsharding.checkpoint.manifest import is_plain_name
+from fsharding.checkpoint.reader import LeafInfo
+from fsharding.checkpoint.safetensors_layout import INDEX
+from fsharding.errors import CheckpointError, message
+from fsharding.sharding.boxes import Box
+from fsharding.untrusted import beside
+
+__all__ = ["Folder", "open_folder"]
+
+_FUNCTION = "fs.hf.load"
+_RUNTIME = re.compile(r"\.rotary_emb\.inv_freq$")
+"""What old versions of transformers stored although it follows from the config."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Tensors by name in safetensors files.
+
+    Attributes:
+        path: the directory.
+        leaves: shape and dtype by name.
+        files: of each tensor, the file that it is in.
+    """
+
+    path: Path
+    leaves: Mapping[str, LeafInfo]
+    files: Mapping[str, Weights]
+
+    def read(self, name: str, box: Box, out: Tensor) -> None:
+        """Reads a slice of a tensor, a window of 16 MiB at a time.
+
+        Args:
+            name: which tensor.
+            box: which part of it.
+            out: of the box's shape, strided in any way; elements are cast to its dtype.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        self.files[name].read(name, box, out)
+
+    def digest(self) -> str:
+        """A hash of names, shapes and dtypes, which all ranks have to see alike."""
+        return hashlib.sha256(repr(sorted(self.leaves.items())).encode()).hexdigest()
+
+
+def open_folder(path: StrPath) -> Folder:
+    """Reads the headers of all safetensors files of a directory.
+
+    Args:
+        path: a directory with `model.safetensors`, or several files and `model.safetensors.index.json`.
+
+    Raises:
+        CheckpointError: no such directory, files that are missing, torn or foreign, tensors that are not where the
+            index says; all of them are listed.
+    """
+    folder = real_path(path, _FUNCTION)
+    rows: list[str] = []
+    table = _table(folder, rows)
+    opened: dict[str, Weights] = {}
+    for name in sorted({*table.values()}) if table is not None else _files(folder, rows):
+        try:
+            if not is_plain_name(name):
+                raise ValueError("is no plain file name")
+            found = open_file(beside(folder, name))
+            if found.format != "safetensors":
+                raise ValueError("it is no safetensors file")
+            opened[name] = replace(found, function=_FUNCTION)
+        except FileNotFoundError:
+            rows.append(f"{name} is missing")
+        except (OSError, ValueError) as error:
+            rows.append(f"{name}: {getattr(error, 'strerror', None) or error}")
+    leaves, files = dict[str, LeafInfo](), dict[str, Weights]()
+    for name, weights in opened.items():
+        mine = [tensor for tensor in weights.leaves if table is None or table.get(tensor) == name]
+        leaves |= {tensor: weights.leaves[tensor] for tensor in mine if not _RUNTIME.search(tensor)}
+        files |= dict.fromkeys(mine, weights)
+    lost = [(tensor, name) for tensor, name in (table or {}).items() if name in opened and tensor not in files]
+    rows += [f"{tensor} is not in {name}, where the index has it" for tensor, name in lost]
+    if rows:
+        mend = "Get the directory again, as save_pretrained(safe_serialization=True) of transformers makes it."
+        raise CheckpointError(message(_FUNCTION, f"cannot read {folder}.", rows, mend))
+    return Folder(folder, leaves, files)
+
+
+def _table(folder: Path, rows: list[str]) -> dict[str, str] | None:
+    """The file of each tensor, by the index; None where there is no index."""
+    if not os.path.lexists(folder / INDEX):
+        return None
+    try:
+        table = table_of(folder / INDEX)
+        if not all(isinstance(name, str) for name in table.values()):
+            raise ValueError("a tensor of it is in no file")
+    except (OSError, ValueError) as error:
+        rows.append(f"{INDEX}: {getattr(error, 'strerror', None) or error}")
+        return {}
+    return table
+
+
+def _files(folder: Path, rows: list[str]) -> list[str]:
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    found = [name for name in names if name.endswith(".safetensors")]
+    if len(found) != 1:
+        what = "there is no such directory" if not folder.is_dir() else f"it has {len(found)} .safetensors files"
+        rows.append(what if not folder.is_dir() else f"{what} and no {INDEX}")
+    return found[:1]

@@ -1,0 +1,160 @@
+"""`load`: the weights of a Hugging Face directory in any layout; each rank reads its own slices and nothing else.
+
+In: a directory, a layout, and where its leaves are there, which for `models.decoder` follows from the `config.json`.
+Out: a tree of new DTensors. Every name, shape and dtype is compared before the first tensor is read.
+Law: what is loaded does not depend on the layout, bit for bit; a rank holds its shard and a window of 16 MiB.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+from typing import Any, Literal
+
+from fsharding import _compat, tree
+from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.directory import StrPath
+from fsharding.checkpoint.name_map import SAME_BUFFERS, constants_of, other_constants
+from fsharding.checkpoint.reader import LeafInfo
+from fsharding.checkpoint.state_leaves import Shards, Want, main_wants, staged
+from fsharding.errors import CheckpointError, FshardingError, message
+from fsharding.interop.hf.config_tables import config_of
+from fsharding.interop.hf.folder import Folder, open_folder
+from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of
+from fsharding.mesh.failures import called_by_all
+from fsharding.models.decoder import DecoderConfig
+from fsharding.precision import DTYPES
+from fsharding.sharding.layout import Layout
+from fsharding.tree import Tree
+
+__all__ = ["load"]
+
+_FUNCTION = "fs.hf.load"
+_STACKED = "model.layers.0.mlp.experts.gate_up_proj"
+_HEAD = "lm_head.weight"
+
+
+@called_by_all(_FUNCTION)
+def load(
+    path: StrPath, layout: Layout, names: Names | None = None, *, extra: Literal["refuse", "ignore"] = "refuse"
+) -> Tree:
+    """Reads the weights of a Hugging Face directory. Collective over all ranks, which have to see one file system.
+
+    Args:
+        path: with `config.json`, and `model.safetensors` or several files and their index.
+        layout: where the leaves go: of `models.decoder(fs.hf.config_of(path))`, or of any tree with `names`.
+        names: where each leaf is; by default `fs.hf.names_of` for the decoder of the `config.json`, which is not read
+            otherwise. A leaf with a `Fused` dim may be `Joined` of tensors that are apart there.
+        extra: "ignore" lets tensors be that no leaf asks for.
+
+    Returns:
+        A tree as `fs.state_from` takes it: main parameters in `layout.main` and their dtype, frozen ones in
+        `layout.params`. `fs.spread_main(tree, tree, layout)` makes parameters of them that compute.
+
+    Raises:
+        CheckpointError: on every rank, and before anything is read: a directory or files that cannot be read, a model
+            that the decoder cannot be, tensors that are missing, extra, or of another shape or kind; all of them.
+        LayoutError: the layout is on an abstract mesh.
+    """
+    wants = main_wants(layout, _FUNCTION)
+    looked: list[tuple[Folder, dict[str, list[Piece]]]] = []
+
+    def look() -> str:
+        folder, config = _opened(path, with_config=names is None)
+        found = (names or {}, ()) if config is None else _default_names(config, folder)
+        looked.append((folder, _compare(folder, layout, wants, *found, strict=extra == "refuse")))
+        return folder.digest()
+
+    seen = together(_FUNCTION, look)
+    rows = [f"rank {r} sees other tensors than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]
+    if rows:
+        raise CheckpointError(message(_FUNCTION, f"finds {path} different on different ranks.", rows))
+    ((folder, pieces),) = looked
+    # All of the memory that stays comes first: what is needed between then lies in one place, and goes.
+    shards = {leaf: _room(want) for leaf, want in wants.items()}
+
+    def fill() -> None:
+        for leaf, shard in shards.items():
+            _fill(folder, pieces[leaf], shard)
+
+    together(_FUNCTION, fill)
+    read = [x.local if x.sharding is None else x.sharding.to_dtensor(x.local, x.shape) for x in shards.values()]
+    return tree.unflatten(layout.structure, read)
+
+
+def _opened(path: StrPath, *, with_config: bool) -> tuple[Folder, DecoderConfig | None]:
+    """The headers, and the config where it is asked for; what is wrong with both is told at once."""
+    found: list[Any] = []
+    wrong: list[str] = []
+    for read in (open_folder, config_of) if with_config and os.path.isdir(path) else (open_folder,):
+        try:
+            found.append(read(path))
+        except FshardingError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise CheckpointError("\n".join(wrong))
+    return found[0], found[1] if with_config else None
+
+
+def _default_names(config: DecoderConfig, folder: Folder) -> tuple[Names, tuple[str, ...]]:
+    """The names that a config means, and tensors that may be there besides."""
+    return names_of(config, stacked_experts=_STACKED in folder.leaves), (_HEAD,) if config.tied else ()
+
+
+def _compare(
+    folder: Folder, layout: Layout, wants: dict[str, Want], names: Names, allowed: tuple[str, ...], *, strict: bool
+) -> dict[str, list[Piece]]:
+    """The pieces of each leaf; refuses a directory that does not have them, with every tensor that differs."""
+    rows = [f"{path} is no leaf of ours; its name is {name!r}" for path, name in names.items() if path not in wants]
+    found: dict[str, list[Piece]] = {}
+    for leaf in layout.leaves:
+        if leaf.path not in names:
+            rows.append(f"{leaf.path} has no name there")
+            continue
+        try:
+            pieces = pieces_of(names[leaf.path], leaf.shape, declared(leaf))
+            # Not all of them first: a config may claim a million layers.
+            found[leaf.path] = list(islice(pieces, len(folder.leaves) + 1))
+            if next(iter(pieces), None) is not None:
+                rows.append(f"{leaf.path} is more tensors than the {len(folder.leaves):,} that are there")
+        except ValueError as error:
+            rows.append(f"{leaf.path}: {error}")
+    for path, pieces in found.items():
+        for piece in pieces:
+            if why := _objection(piece, wants[path], folder.leaves.get(piece.name)):
+                rows.append(f"{path}: {piece.name} {why}")
+    used = {piece.name for pieces in found.values() for piece in pieces}
+    if strict:
+        allowed = (*allowed, *constants_of(names))
+        others = {name: leaf for name, leaf in folder.leaves.items() if name not in used and name not in allowed}
+        rows += [f"{name} is extra: {leaf}" for name, leaf in others.items()]
+    rows += (unlike := other_constants(names, folder))
+    if rows:
+        mend = "Plan the layout with models.decoder(fs.hf.config_of(path)), or give names={ours: theirs}"
+        mend += f"; {SAME_BUFFERS}" if unlike else ""
+        mend += "; extra='ignore' leaves the rest." if any(" is extra: " in row for row in rows) else "."
+        rule = f"cannot use {folder.path}: {len(rows)} tensors are not as they should be."
+        raise CheckpointError(message(_FUNCTION, rule, rows, mend))
+    return found
+
+
+def _objection(piece: Piece, want: Want, found: LeafInfo | None) -> str | None:
+    if found is None:
+        return f"is missing; wanted is {LeafInfo(piece.shape, want.dtype)}"
+    plain = found.dtype == want.dtype or (found.dtype in DTYPES and want.dtype in DTYPES)
+    if found.shape != piece.shape or not plain:
+        return f"is {found}, wanted is {LeafInfo(piece.shape, want.dtype)}"
+    return None
+
+
+def _room(want: Want) -> Shards:
+    """New memory for what this rank holds of a leaf."""
+    size = want.shape if want.sharding is None else want.sharding.local_shape(want.shape)
+    return staged(want.shape, want.sharding, _compat.fresh(size, want.dtype, want.device))
+
+
+def _fill(folder: Folder, pieces: list[Piece], shard: Shards) -> None:
+    """Reads what this rank holds of a leaf."""
+    for box, x in shard.kept().values():
+        for name, there, out in in_tensors(box, x, pieces):
+            folder.read(name, there, out)

@@ -1,0 +1,278 @@
+"""What a leaf of ours is made of in a Hugging Face directory: boxes of tensors that are turned, split or fused there.
+
+In: a name, the shape of our leaf, and the parts that it declares. Out: pieces, each a box of our leaf and the tensor
+that it lies in. One direction reads a box of ours there, the other writes it there.
+Law: the pieces of a leaf tile it; those of all leaves tile every tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+from torch import Tensor
+
+from fsharding.checkpoint.name_map import Name as SimpleName
+from fsharding.checkpoint.name_map import Rows, Transposed, our_box, parts
+from fsharding.interop.hf.config_tables import decoder_config
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+from fsharding.sharding.leaf_plan import LeafLayout
+from fsharding.sharding.partition_spec import Fused
+
+__all__ = [
+    "Joined",
+    "Name",
+    "Names",
+    "Piece",
+    "Rows",
+    "Section",
+    "Transposed",
+    "declared",
+    "in_tensors",
+    "names_of",
+    "pieces_of",
+    "renumbered",
+    "untiled",
+]
+
+
+class Joined(NamedTuple):
+    """The name of a leaf of ours that is fused, where the other side has its parts apart: q, k and v, say.
+
+    Attributes:
+        names: of the parts, in the order of the leaf's `Fused` dim, which says their sizes.
+        dim: along which the parts are equally large, where the leaf has no such dim; counted from the last one: -1, -2
+            and so on.
+    """
+
+    names: tuple[SimpleName, ...]
+    dim: int | None = None
+
+
+class Section(NamedTuple):
+    """The name of a leaf of ours that is one part of a tensor which is fused there: the gate of gate and up, say.
+
+    Attributes:
+        name: of the fused tensor.
+        index: which of its parts the leaf is.
+        sizes: of all parts, along `dim`.
+        dim: of our leaf, counted from its last one: -1, -2 and so on.
+    """
+
+    name: SimpleName
+    index: int
+    sizes: tuple[int, ...]
+    dim: int = -2
+
+
+Name: TypeAlias = SimpleName | Joined | Section
+"""Where a leaf is: in one tensor or one for each `{i}` and `{j}`, as the parts of it, or as a part of one."""
+
+Names: TypeAlias = Mapping[str, Name]
+"""From our dotted path to where the leaf is."""
+
+
+def renumbered(name: Name, keys: tuple[int | str, ...]) -> Name:
+    """A name of a stack that is numbered from 0, for one whose rows have other numbers there."""
+    if isinstance(name, Joined):
+        return name._replace(names=tuple(_rows(part, keys) for part in name.names))
+    return name._replace(name=_rows(name.name, keys)) if isinstance(name, Section) else _rows(name, keys)
+
+
+def _rows(name: SimpleName, keys: tuple[int | str, ...]) -> Rows:
+    return Rows(name.name if isinstance(name, Rows) else name, keys)
+
+
+Declared: TypeAlias = tuple[int, tuple[int, ...]] | None
+"""The dim of a leaf that is made of parts, and their sizes."""
+
+
+class Piece(NamedTuple):
+    """A box of our leaf that lies in one tensor of the other side.
+
+    Attributes:
+        name: of that tensor.
+        shape: of all of it.
+        box: which box of our leaf.
+        dim: of our leaf, along which the tensor begins elsewhere than the leaf.
+        shift: what an index of ours along it has to be moved by.
+        lead: first dims of our leaf that the tensor lacks.
+        transposed: whether its last two dims are swapped.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    dim: int
+    shift: int
+    lead: int
+    transposed: bool
+
+    def there(self, box: Box) -> Box:
+        """Where a box of our leaf, inside of this piece, is in the tensor."""
+        moved = [(a + self.shift, b + self.shift) if d == self.dim else (a, b) for d, (a, b) in enumerate(box)]
+        inner = tuple(moved[self.lead :])
+        return (*inner[:-2], inner[-1], inner[-2]) if self.transposed else inner
+
+
+def in_tensors(box: Box, x: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[str, Box, Tensor]]:
+    """What a box of our leaf has of each tensor: its name, the box there, and a view of our values laid out as there.
+
+    Args:
+        box: of our leaf.
+        x: its values.
+        pieces: of the leaf.
+    """
+    for piece in pieces:
+        shared = boxes.intersect(box, piece.box)
+        if shared is not None:
+            view = x[boxes.relative(shared, box)][(0,) * piece.lead]
+            yield piece.name, piece.there(shared), view.mT if piece.transposed else view
+
+
+def declared(leaf: LeafLayout) -> Declared:
+    """The dim of a leaf that has a `Fused` name, and the sizes of its parts; None where no dim has."""
+    found = [(dim, name.sizes) for dim, name in enumerate(leaf.names or ()) if isinstance(name, Fused)]
+    return found[0] if len(found) == 1 else None
+
+
+def pieces_of(name: Name, shape: Sequence[int], fused: Declared = None) -> Iterator[Piece]:
+    """The pieces of a leaf, one after the other.
+
+    Args:
+        name: where it is.
+        shape: global shape of our leaf.
+        fused: its parts, for `Joined`.
+
+    Raises:
+        ValueError: the name does not fit the shape, or the declared parts.
+    """
+    if isinstance(name, Joined):
+        yield from _joined(name, tuple(shape), fused)
+    elif isinstance(name, Section):
+        yield from _section(name, tuple(shape))
+    else:
+        yield from _plain(name, tuple(shape))
+
+
+def _plain(name: SimpleName, shape: tuple[int, ...]) -> Iterator[Piece]:
+    for part in parts(name, shape):
+        box = our_box(part, boxes.full(part.shape))
+        yield Piece(part.name, part.shape, box, 0, 0, len(part.lead), part.transposed)
+
+
+def _joined(name: Joined, shape: tuple[int, ...], fused: Declared) -> Iterator[Piece]:
+    if fused is None and name.dim is not None and -len(shape) <= name.dim < 0:
+        size, rest = divmod(shape[name.dim], len(name.names))
+        fused = (len(shape) + name.dim, (size,) * len(name.names)) if not rest else None
+    if fused is None or len(fused[1]) != len(name.names):
+        said = "none" if fused is None else f"{len(fused[1])} parts"
+        raise ValueError(f"{len(name.names)} names are joined, its layout declares {said}: name a dim fs.Fused(...)")
+    dim, sizes = fused
+    for number, (part, size) in enumerate(zip(name.names, sizes, strict=True)):
+        start = sum(sizes[:number])
+        for piece in _plain(part, (*shape[:dim], size, *shape[dim + 1 :])):
+            if piece.lead > dim:
+                raise ValueError(f"{part!r}: an index stands for the dim that is made of parts")
+            a, b = piece.box[dim]
+            box = (*piece.box[:dim], (a + start, b + start), *piece.box[dim + 1 :])
+            yield piece._replace(box=box, dim=dim, shift=-start)
+
+
+def _section(name: Section, shape: tuple[int, ...]) -> Iterator[Piece]:
+    dim, start = len(shape) + name.dim, sum(name.sizes[: name.index])
+    if not -len(shape) <= name.dim < 0 or shape[dim] != name.sizes[name.index]:
+        has, wants = shape[dim] if -len(shape) <= name.dim < 0 else "no such dim", name.sizes[name.index]
+        raise ValueError(f"{name.name!r}: part {name.index} has {wants} along dim {name.dim}, ours {has}")
+    for piece in _plain(name.name, (*shape[:dim], sum(name.sizes), *shape[dim + 1 :])):
+        if piece.lead > dim:
+            raise ValueError(f"{name.name!r}: an index stands for the dim that is made of parts")
+        box = (*piece.box[:dim], (0, shape[dim]), *piece.box[dim + 1 :])
+        yield piece._replace(box=box, dim=dim, shift=start)
+
+
+def untiled(pieces: Mapping[str, Sequence[Piece]]) -> list[str]:
+    """Tensors that their pieces do not tile, one row each.
+
+    Args:
+        pieces: all of them, of all leaves, by the name of the tensor.
+    """
+    rows: list[str] = []
+    for name, found in pieces.items():
+        shape, held = found[0].shape, [piece.there(piece.box) for piece in found]
+        if any(piece.shape != shape for piece in found):
+            rows.append(f"{name} has several shapes: {', '.join(sorted({str([*p.shape]) for p in found}))}")
+        elif not boxes.is_tiling(held, shape):
+            count = sum(map(boxes.volume, held))
+            rows.append(f"{name} of {math.prod(shape)} elements gets {count}, or some twice")
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------ tables of the decoder
+_LAYER = "model.layers.{i}."
+_ATTENTION: dict[str, Name] = {
+    "norm1": f"{_LAYER}input_layernorm.weight",
+    "norm2": f"{_LAYER}post_attention_layernorm.weight",
+    "wq": f"{_LAYER}self_attn.q_proj.weight",
+    "wk": f"{_LAYER}self_attn.k_proj.weight",
+    "wv": f"{_LAYER}self_attn.v_proj.weight",
+    "wo": Transposed(f"{_LAYER}self_attn.o_proj.weight"),
+}
+_BIASES: dict[str, Name] = {f"{x}_bias": f"{_LAYER}self_attn.{x}_proj.bias" for x in "qkv"}
+_HEAD_NORMS: dict[str, Name] = {f"{x}_norm": f"{_LAYER}self_attn.{x}_norm.weight" for x in "qk"}
+_DENSE: dict[str, Name] = {
+    "gate": f"{_LAYER}mlp.gate_proj.weight",
+    "up": f"{_LAYER}mlp.up_proj.weight",
+    "down": Transposed(f"{_LAYER}mlp.down_proj.weight"),
+}
+_SPARSE = f"{_LAYER}block_sparse_moe."
+_MIXTRAL: dict[str, Name] = {
+    "experts.router": f"{_SPARSE}gate.weight",
+    "experts.gate": f"{_SPARSE}experts.{{j}}.w1.weight",
+    "experts.up": f"{_SPARSE}experts.{{j}}.w3.weight",
+    "experts.down": Transposed(f"{_SPARSE}experts.{{j}}.w2.weight"),
+}
+_QWEN_MOE: dict[str, Name] = {
+    "experts.router": f"{_LAYER}mlp.gate.weight",
+    "experts.gate": f"{_LAYER}mlp.experts.{{j}}.gate_proj.weight",
+    "experts.up": f"{_LAYER}mlp.experts.{{j}}.up_proj.weight",
+    "experts.down": Transposed(f"{_LAYER}mlp.experts.{{j}}.down_proj.weight"),
+}
+
+
+def _fused(names: dict[str, Name]) -> dict[str, Name]:
+    """The same with queries, keys and values as one leaf, their biases, and gate and up."""
+    joined = {"wqkv": ("wq", "wk", "wv"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
+    found, left = dict[str, Name](), dict(names)
+    for leaf, apart in joined.items():
+        if apart[0] in left:
+            found[leaf] = Joined(tuple(cast("SimpleName", left.pop(name)) for name in apart))
+    return {**left, **found}
+
+
+def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
+    """Where each leaf of `models.decoder(config)` is in a directory of its family.
+
+    Args:
+        config: one that `hf.config_json` can say, or a recipe that has one.
+        stacked_experts: a layer has all experts in one tensor, their gates and ups fused, as transformers has them in
+            memory; by default each expert has tensors of its own, as published files have.
+    """
+    config = decoder_config(config, "fs.hf.names_of")
+    blocks = _ATTENTION | (_BIASES if config.bias else {}) | (_HEAD_NORMS if config.qk_norm else {})
+    if config.experts is None:
+        blocks |= _DENSE
+    elif stacked_experts:
+        sizes, fused = (config.experts.hidden,) * 2, f"{_LAYER}mlp.experts.gate_up_proj"
+        blocks |= {"experts.router": f"{_LAYER}mlp.gate.weight"}
+        blocks |= {f"experts.{name}": Section(fused, index, sizes) for index, name in enumerate(("gate", "up"))}
+        blocks |= {"experts.down": Transposed(f"{_LAYER}mlp.experts.down_proj")}
+    else:
+        blocks |= _QWEN_MOE if config.qk_norm else _MIXTRAL
+    blocks = _fused(blocks) if config.fused else blocks
+    ends: dict[str, Name] = {"embed.table": "model.embed_tokens.weight", "head.norm": "model.norm.weight"}
+    if not config.tied:
+        ends["head.unembed"] = "lm_head.weight"
+    return {**ends, **{f"blocks.{leaf}": name for leaf, name in blocks.items()}}

@@ -1,0 +1,360 @@
+"""`save`: weights in any layout as a directory that transformers loads; each rank writes its own boxes to their places.
+
+In: a tree of DTensors or plain tensors, or a state, and the config. Out: safetensors files, their index, `config.json`.
+Sizes of all files are known before the first byte, so ranks need neither each other nor room for a whole tensor.
+Law: loading what was saved gives the same bits; under the final name is everything or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.checkpoint.byte_ranges import contiguous, pieces
+from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
+from fsharding.checkpoint.foreign_weights import SAFETENSORS
+from fsharding.checkpoint.name_map import constants_of
+from fsharding.checkpoint.reader import LeafInfo
+from fsharding.checkpoint.safetensors_layout import INDEX, TensorFile, index_text, tensor_files
+from fsharding.checkpoint.shares import shares
+from fsharding.checkpoint.state_leaves import Shards, staged
+from fsharding.errors import CheckpointError, message
+from fsharding.interop.hf.config_tables import config_json, config_of, decoder_config
+from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of, untiled
+from fsharding.mesh.device_mesh import own_rank, world_size
+from fsharding.mesh.failures import called_by_all
+from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_plan import LeafLayout
+from fsharding.sharding.named_sharding import NamedSharding, is_assigned, local_of, sharding_of
+from fsharding.train.state import TrainState, main_of
+from fsharding.train.state_check import check_state
+from fsharding.tree import Tree
+
+__all__ = ["Saved", "save"]
+
+_FUNCTION = "fs.hf.save"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was written.
+
+    Attributes:
+        path: the directory.
+        tensors: how many tensors there are.
+        files: bytes of each safetensors file by name.
+    """
+
+    path: Path
+    tensors: int
+    files: dict[str, int]
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.tensors} tensors, {len(self.files)} files, {sum(self.files.values()):,} bytes"
+
+
+@called_by_all(_FUNCTION)
+def save(
+    path: StrPath,
+    params: Tree | TrainState,
+    config: DecoderConfig | Mapping[str, Any],
+    layout: Layout | None = None,
+    *,
+    names: Names | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 << 30,
+) -> Saved:
+    """Writes a directory for `AutoModelForCausalLM.from_pretrained`. Collective; all ranks see one file system.
+
+    Args:
+        path: the directory to be; nothing may be there yet.
+        params: the tree of `models.decoder`, or of `names`; of a state, the main parameters.
+        config: of the decoder, or a recipe that has one, or the entries of the `config.json` to be.
+        layout: of the parameters. It is needed where a leaf is assigned, by stages or parts, or `Joined`.
+        names: where each leaf goes; by default `fs.hf.names_of` for the decoder of the config. Those of a
+            functionalized module (`net.files`, `net.sources`) bring its persistent buffers along.
+        dtype: of the floating point leaves there; by default their own. Buffers keep theirs.
+        max_file_bytes: files of more than one tensor are at most this large.
+
+    Raises:
+        CheckpointError: on every rank: something is at the path, leaves without a name, names that do not tile their
+            tensors, or that the disk refuses; nothing is left at the path then.
+    """
+    planned: list[_Job] = []
+
+    def plan() -> str:
+        planned.append(_plan(path, params, config, layout, names, dtype, max_file_bytes))
+        return planned[0].digest()
+
+    seen = together(_FUNCTION, plan)
+    rows = [f"rank {r} has another path, config, or leaves than rank 0" for r, it in enumerate(seen) if it != seen[0]]
+    if rows:
+        raise CheckpointError(message(_FUNCTION, "got different things on different ranks.", rows))
+    job = planned[0]
+    outputs: list[PartialOutput] = []  # one on rank 0, none on the others
+
+    def begin() -> None:
+        if own_rank() == 0:
+            outputs.append(PartialOutput(job.target, _FUNCTION))
+            job.begin()
+
+    def commit() -> None:
+        for output in outputs:
+            job.commit(output)
+
+    try:
+        together(_FUNCTION, begin)
+        together(_FUNCTION, job.write)
+        together(_FUNCTION, commit)
+    except BaseException:  # also Ctrl-C
+        for output in outputs:
+            output.discard()
+        raise
+    finally:
+        for output in outputs:
+            output.close()
+    return Saved(job.target, len(job.tensors), {file.name: file.size for file in job.files})
+
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+@dataclass(frozen=True)
+class _Job:
+    """What is to be written, and what of it by this rank.
+
+    Attributes:
+        target: the directory to be.
+        entries: of `config.json`.
+        tensors: shape and dtype by name.
+        files: that hold them.
+        leaves: what this rank holds, by path.
+        pieces: of each leaf.
+        dtype: to cast to, or None.
+    """
+
+    target: Path
+    entries: dict[str, Any]
+    tensors: dict[str, LeafInfo]
+    files: list[TensorFile]
+    leaves: dict[str, Shards]
+    pieces: dict[str, list[Piece]]
+    dtype: torch.dtype | None
+
+    @property
+    def partial(self) -> Path:
+        """The directory that is written to, beside the target."""
+        return partial_of(self.target)
+
+    def digest(self) -> str:
+        """A hash of what has to be the same on all ranks."""
+        facts = str(self.target), self.entries, self.tensors, [(file.name, file.offsets) for file in self.files]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def begin(self) -> None:
+        """Fills the directory with files of their full size, which have their headers. On one rank."""
+        for file in self.files:
+            with (self.partial / file.name).open("xb") as stream:
+                stream.write(file.header)
+                stream.truncate(file.size)
+        if len(self.files) > 1:
+            (self.partial / INDEX).write_bytes(index_text(self.files))
+        (self.partial / "config.json").write_text(json.dumps(self.entries, indent=2) + "\n", encoding="utf-8")
+
+    def write(self) -> None:
+        """Writes the boxes of this rank, each to its place."""
+        place = {tensor: (file.name, offset) for file in self.files for tensor, offset in file.offsets.items()}
+        opened: dict[str, int] = {}
+        with contextlib.ExitStack() as stack:
+            for tensor, box, x in self._mine():
+                name, offset = place[tensor]
+                if name not in opened:
+                    opened[name] = os.open(self.partial / name, os.O_WRONLY | os.O_CLOEXEC)
+                    stack.callback(os.close, opened[name])
+                _write_box(opened[name], offset, self.tensors[tensor], box, x)
+            for handle in opened.values():
+                os.fsync(handle)
+
+    def _mine(self) -> Iterator[tuple[str, Box, Tensor]]:
+        """What this rank writes: the name of a tensor, a box of it, and the values."""
+        writers = shares(self.leaves, range(world_size()))
+        for path, leaf in self.leaves.items():
+            for corner, (box, x) in leaf.kept().items():
+                if writers[path][corner] == own_rank():
+                    yield from in_tensors(box, x, self.pieces[path])
+
+    def commit(self, output: PartialOutput) -> None:
+        """Puts the directory in its place. On one rank."""
+        for name in os.listdir(self.partial):
+            handle = os.open(self.partial / name, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        output.place()
+
+
+def _plan(
+    path: StrPath,
+    params: Tree | TrainState,
+    config: DecoderConfig | Mapping[str, Any],
+    layout: Layout | None,
+    names: Names | None,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+) -> _Job:
+    """Checks everything, and says what this rank writes."""
+    real_path(path, _FUNCTION)
+    target = Path(os.path.abspath(path))
+    rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
+    if isinstance(params, TrainState):
+        layout, params = params.layout, _stored(params)
+    config = config if isinstance(config, Mapping) else decoder_config(config, _FUNCTION)
+    entries = dict(config_json(config) if isinstance(config, DecoderConfig) else config)
+    sizes: dict[str, tuple[int, ...]] = {}
+    if names is None:
+        meant = config if isinstance(config, DecoderConfig) else config_of(entries)
+        names, sizes = names_of(meant), _sizes(meant)
+    homes = {} if layout is None else {leaf.path: leaf for leaf in layout.leaves}
+    leaves = {leaf: _shards(leaf, x, homes.get(leaf), rows) for leaf, x in tree.named_leaves(params).items()}
+    other = [(leaf, sizes[leaf]) for leaf, x in leaves.items() if sizes.get(leaf, x.shape) != x.shape]
+    rows += [f"{leaf} is {list(leaves[leaf].shape)}; the config says {list(shape)}" for leaf, shape in other]
+    rows += [f"{leaf} is no leaf of ours; its name is {name!r}" for leaf, name in names.items() if leaf not in leaves]
+    found, by_name = dict[str, list[Piece]](), dict[str, list[Piece]]()
+    tensors: dict[str, LeafInfo] = {}
+    for leaf, held in leaves.items():
+        kind = dtype if dtype is not None and held.local.dtype.is_floating_point else held.local.dtype
+        if kind not in SAFETENSORS.values():
+            rows.append(f"{leaf}: safetensors has no {kind}")
+        try:
+            if leaf not in names:
+                raise ValueError("has no name there")
+            fused = declared(homes[leaf]) if leaf in homes else None
+            found[leaf] = list(pieces_of(names[leaf], held.shape, fused))
+        except ValueError as error:
+            rows.append(f"{leaf}: {error}")
+            continue
+        for piece in found[leaf]:
+            by_name.setdefault(piece.name, []).append(piece)
+            if (other := tensors.setdefault(piece.name, LeafInfo(piece.shape, kind)).dtype) != kind:
+                rows.append(f"{leaf}: {piece.name} would be both {kind} and {other}: give dtype=")
+    kinds = {str(info.dtype).removeprefix("torch.") for info in tensors.values()}
+    for name, buffer in constants_of(names).items():
+        rows += [f"{name}: a leaf and a buffer of the module"] if name in tensors else []
+        rows += [f"{name}: safetensors has no {buffer.dtype}"] if buffer.dtype not in SAFETENSORS.values() else []
+        leaves[name] = staged(tuple(buffer.shape), None, buffer)
+        found[name] = list(pieces_of(name, buffer.shape))
+        tensors[name] = LeafInfo(tuple(buffer.shape), buffer.dtype)
+    rows += untiled(by_name)
+    if rows:
+        mend = "Give the tree of models.decoder(config), or say where its leaves go: names={ours: theirs}."
+        raise CheckpointError(message(_FUNCTION, f"cannot write {target}.", rows, mend))
+    tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
+    entries.pop("torch_dtype", None)
+    entries |= {"dtype": kinds.pop()} if len(kinds) == 1 else {}
+    files = tensor_files(tensors, max_file_bytes)
+    return _Job(target, entries, tensors, files, leaves, found, dtype)
+
+
+def _sizes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the leaves of a decoder."""
+    draws = decoder(config).init(torch.zeros(2, dtype=torch.int64))
+    return {path: tuple(draw.shape) for path, draw in tree.named_leaves(draws).items()}
+
+
+def _stored(state: TrainState) -> Tree:
+    """The main parameters of a state, and frozen ones."""
+    check_state(_FUNCTION, state)
+    flat = tree.flatten_up_to(state.layout.structure, main_of(state), _FUNCTION)
+    params = tree.leaves(state.params)
+    return tree.unflatten(state.layout.structure, [p if m is None else m for p, m in zip(params, flat, strict=True)])
+
+
+def _shards(path: str, x: Any, home: LeafLayout | None, rows: list[str]) -> Shards:
+    """What this rank holds of a leaf; what cannot be saved is added to the rows."""
+    if not isinstance(x, DTensor):
+        return staged(tuple(x.shape), None, x.detach())
+    sharding: NamedSharding = sharding_of(x)
+    shape, local = tuple(x.shape), local_of(x)
+    if is_assigned(x):
+        if home is None:
+            rows.append(f"{path} is assigned, by stages or parts: give its layout")
+            return staged(shape, None, local)
+        sharding = home.home if _is_in(x, home.home, home.shape) else home.params
+        shape = home.shape
+    if sharding.partial:
+        rows.append(f"{path} is {sharding}: reduce it")
+    elif sharding.local_shape(shape) != tuple(local.shape):
+        held, want = list(local.shape), list(sharding.local_shape(shape))
+        rows.append(f"{path} of {list(shape)} is {sharding}, that is {want} here, but holds {held}")
+    return staged(shape, sharding, local)
+
+
+def _is_in(x: DTensor, sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether an assigned DTensor is in a sharding: on the slice of the mesh that owns it, it is cut as any other."""
+    found = sharding_of(x)
+    alike = all(found.axes(dim) == sharding.axes(dim) for dim in range(x.ndim))
+    return alike and sharding.shape_at_rest(shape) == tuple(x.shape)
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Orders names as people do: layer 2 before layer 10."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+# ------------------------------------------------------------------------------------------------------------ the bytes
+def _write_box(handle: int, start: int, tensor: LeafInfo, box: Box, x: Tensor) -> None:
+    """Writes a box of a tensor to its places in a file, a window at a time.
+
+    Args:
+        handle: of the file.
+        start: the byte at which the tensor begins.
+        tensor: all of it, and the dtype that it has in the file.
+        box: which part.
+        x: its values, strided in any way, on any device.
+    """
+    size, strides = tensor.dtype.itemsize, contiguous(tensor.shape)
+    for piece in pieces(box, size):
+        flat = x[boxes.relative(piece, box)].to("cpu", tensor.dtype).contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().data
+        outer = _outer_dims(boxes.shape_of(piece), tensor.shape)
+        first = start + sum(a * step for (a, _), step in zip(piece, strides, strict=True)) * size
+        rows = product(*(range(stop - begin) for begin, stop in piece[:outer]))
+        steps = [step * size for step in strides[:outer]]
+        length = len(data) // max(1, _volume(boxes.shape_of(piece)[:outer]))
+        for number, index in enumerate(rows):
+            at = first + sum(i * step for i, step in zip(index, steps, strict=True))
+            _put(handle, data[number * length : (number + 1) * length], at)
+
+
+def _outer_dims(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """How many first dims have to be walked index by index until the rest is one stretch of the tensor."""
+    inner = len(shape)
+    while inner and sizes[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    return max(inner - 1, 0)
+
+
+def _volume(sizes: tuple[int, ...]) -> int:
+    return boxes.volume(boxes.full(sizes))
+
+
+def _put(handle: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(handle, data, at)
+        data, at = data[done:], at + done

@@ -1,0 +1,1 @@
+"""module: see the table of rooms."""

@@ -1,0 +1,230 @@
+"""Bring your own module: `functionalize` makes a pure function of its parameters out of an nn.Module.
+
+In: a module, and patterns that say which of its modules are gathered and let go together. Out: a `PureModule`, which
+`plan_layout` and `init_state` take as a model, and which is called inside a loss function: `net(params, *inputs)`.
+The module's own forward runs, with any control flow; where it calls a unit, the unit's weights are gathered, used,
+and let go, the next ones on their way. Law: outputs and gradients are those of the module on one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsharding import tree
+from fsharding.checkpoint.name_map import ModuleNames, Rows
+from fsharding.errors import ConfigError, FshardingError, TransformError, message
+from fsharding.interop.hf.naming import Name, renumbered
+from fsharding.interop.module.hf_tables import family_of
+from fsharding.interop.module.initializers import Reset, lazy_leaves, real_buffers
+from fsharding.interop.module.probe import unfit_roles
+from fsharding.interop.module.problems import FUNCTION, check_module
+from fsharding.interop.module.runtime import Engine, Run
+from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested, plan_module
+from fsharding.interop.module.tensor_parallel import Roles, check_axes, check_roles
+from fsharding.mesh.device_mesh import Mesh
+from fsharding.public import public
+from fsharding.sharding.partition_spec import AxisRules
+from fsharding.transforms import policies
+from fsharding.transforms.policies import Policy, check_policy
+from fsharding.tree import Tree
+
+__all__ = ["PureModule", "functionalize"]
+
+
+class PureModule:
+    """A module as a function of its parameters. It holds no parameters; `init` reads them from the module it is of.
+
+    Attributes:
+        anatomy: leaves and units, printable.
+        names: tree of tuples of dim names, for `plan_layout`.
+        frozen: paths of leaves whose parameters do not require gradients; `plan_layout` freezes them.
+        roles: of its layers over `tp`.
+        sources: what the leaves are called in a state dict of the module, for `checkpoint.load_weights` and `export`:
+            `layers.up.weight` is `layers.{i}.up.weight`, or `Rows` where blocks have other numbers than 0, 1, 2.
+        files: what they are called in files of Hugging Face, for `hf.load` and `hf.save`: the same, but for families
+            whose experts are apart there. Both carry the module's persistent buffers, which are constants: who writes
+            by these names writes them, too, and who reads refuses files that have other ones.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        anatomy: Anatomy,
+        *,
+        roles: Roles,
+        heads: Mapping[str, int],
+        files: Mapping[str, Name],
+        reset: Reset | None,
+        policy: Policy,
+    ) -> None:
+        """Made by `functionalize`."""
+        self.anatomy = anatomy
+        self.names = nested({leaf.path: leaf.names for leaf in anatomy.leaves})
+        self.frozen = tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable)
+        sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
+        self._module, self._reset, self._policy = module, reset, policy
+        self.roles, self._heads = dict(roles), dict(heads)
+        self._tried = functools.cache(functools.partial(unfit_roles, module, self.roles))
+        order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
+        self._order: list[int] = order
+        self._engine = Engine(module, anatomy, roles, real_buffers(module, reset))
+        self._engine.open()
+        self.sources = ModuleNames(sources, self._engine.persistent(), _aliases(module))
+        named = {path: _there(files[path], name) if path in files else name for path, name in sources.items()}
+        self.files = ModuleNames(named, self.sources.constants, self.sources.aliases)
+
+    def init(self, key: Tensor) -> Tree:
+        """First values, for `init_state`: those of the module's tensors; those on the meta device are drawn.
+
+        Each rank takes its own slices. A parameter on the meta device is drawn whole, with all others of its submodule,
+        and then cut; so the memory on top of the state is one submodule. After `init_state` the module may be moved to
+        the meta device, which lets its memory go.
+
+        Args:
+            key: of what is drawn (int64[2]).
+
+        Raises:
+            ConfigError: when values are taken: parameters on the meta device that nothing draws; all are listed.
+        """
+        return nested(lazy_leaves(self._module, self.anatomy.leaves, key, self._reset))
+
+    def check(self, mesh: Mesh, rules: AxisRules) -> None:
+        """Raises where the module cannot be cut over the mesh; `plan_layout` calls it.
+
+        Raises:
+            ConfigError: a model axis over which some layer does not compute; all are listed. A module with
+                `dummy_inputs`, as models of Hugging Face have them, is tried with the shapes that `tp` leaves a rank.
+        """
+        check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
+
+    def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:
+        """What the module returns for these parameters; on a rank, for its part of the batch.
+
+        Args:
+            params: `Local` nodes, as a loss function gets them, DTensors at rest, or whole plain tensors.
+            *args: of the module's forward.
+            random_key: of what the forward draws, such as dropout masks (int64[2]). The same key gives the same masks
+                on one mesh, under every strategy and policy. Ranks along data axes draw masks of their own, and so do
+                ranks of `tp` between a column and its row, so another mesh gives other ones.
+            **kwargs: of the module's forward.
+
+        Raises:
+            TransformError: the forward changes tensors of the module, draws without a key, or uses weights of a unit
+                outside of it; all are listed.
+            TreeError: the parameters are another module's.
+        """
+        return Run(self._engine, self._policy, self._leaves(params), random_key).forward(args, kwargs)
+
+    def state_dict(self, params: Tree) -> dict[str, Tensor]:
+        """The parameters and persistent buffers under the names of the module, for its `load_state_dict`.
+
+        Args:
+            params: whole plain tensors, as `fs.unshard` gives them.
+
+        Returns:
+            Every name of every parameter, those of blocks as views of their stacks; and the buffers that a state dict
+            of the module has, which are constants.
+        """
+        leaves = self._leaves(params)
+        weights = (weight for unit in self.anatomy.units for weight in unit.weights)
+        named = {w.name: leaves[w.leaf] if w.row is None else leaves[w.leaf][w.row] for w in weights}
+        return named | self._engine.persistent()
+
+    def _leaves(self, params: Tree) -> list[Any]:
+        """What stands at each leaf, in the order of the anatomy."""
+        found: list[Any] = [None] * len(self._order)
+        for number, leaf in zip(self._order, tree.flatten_up_to(self._structure, params, "PureModule"), strict=True):
+            found[number] = leaf
+        return found
+
+    def __str__(self) -> str:
+        return f"PureModule of {type(self._module).__name__}, {self.anatomy}"
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Every name of a parameter that has several, by each of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(every) for every in names.values() if len(every) > 1 for name in every}
+
+
+def _there(name: Name, source: str | Rows) -> Name:
+    """The name of a leaf in files of its family, whose blocks have the numbers that they have in the module."""
+    return renumbered(name, source.keys) if isinstance(source, Rows) else name
+
+
+@public("fs.functionalize")
+def functionalize(
+    module: nn.Module,
+    units: UnitPatterns | None = None,
+    *,
+    names: NameTable | None = None,
+    roles: Roles | None = None,
+    reset: Reset | None = None,
+    policy: Policy = policies.save_except_gathered,
+) -> PureModule:
+    """Makes a pure function of its parameters out of a module, which is not changed.
+
+    Args:
+        module: with real tensors, or on the meta device. Whether it is in train mode is taken over. Its tensors
+            besides parameters are constants: a forward that changes one is refused. What it keeps in Python, such as a
+            counter or a list, is not watched, and belongs to this copy.
+        units: paths of the modules that are gathered when they are called, and let go after it. In `"layers.*"` the
+            star stands for one part of a path, and the blocks that it finds are stacked: one leaf `[L, ...]` for each
+            parameter. `("embed", "layers.*", ("norm", "head"))` has a unit of one module, a stack, and two modules
+            that are gathered together. A module belongs to the first pattern that fits it. What is in no unit is
+            gathered first and stays until the end. Units are sent for in the order in which the module defines them.
+            By default those of `fsharding.interop.module.hf_tables`, for models of Hugging Face that stand there.
+        names: dim names of leaves by pattern of the path, without that of a stack's first dim:
+            `{"*.up.weight": ("mlp", "embed"), "*": None}`. By default those of the family, or none; a leaf without
+            names is cut along its first dim.
+        roles: of layers over `tp`, by pattern of the path; see `fsharding.interop.module.tensor_parallel`. By default those of the family.
+        reset: fills the parameters and buffers of a submodule that are on the meta device, in place; it gets one
+            submodule at a time, without its children. By default its own `reset_parameters`, or the family's.
+        policy: what blocks of stacks keep for backward.
+
+    Returns:
+        A function `net(params, *inputs)` that is a model for `plan_layout` and `init_state`.
+
+    Raises:
+        ConfigError: no module, patterns that find no units, roles for layers that are not there or cannot have them,
+            buffers on the meta device, a policy that is none; or problems of several kinds.
+        TreeError: blocks of one stack that are not alike.
+        LayoutError: leaves that `names` misses, or names for leaves that are not there.
+        TransformError: modules in train mode that change their buffers in forward, or checkpoint their own layers. Of
+            each kind all are listed.
+    """
+    check_module(FUNCTION, module)
+    check_policy(FUNCTION, policy)
+    family = family_of(module) if units is None else None
+    if units is None and family is None:
+        children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]
+        mend = "Say which modules are gathered together, such as units='layers.*'."
+        raise ConfigError(message(FUNCTION, f"does not know the units of {type(module).__name__}.", children, mend))
+    problems = [*_statistics(module), *check_roles(module, roles or {})]
+    plan = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
+    if family is not None:
+        units, names, roles = units or family.units, names or family.names, family.roles if roles is None else roles
+        reset = reset or (getattr(module, family.reset, None) if family.reset else None)
+    assert units is not None
+    anatomy = plan(module, units, names)
+    heads = family.heads_of(module) if family is not None else {}
+    files = family.files if family is not None else {}
+    return PureModule(module, anatomy, roles=roles or {}, heads=heads, files=files, reset=reset, policy=policy)
+
+
+def _statistics(module: nn.Module) -> list[FshardingError]:
+    """Modules of torch that are known to change their buffers in forward."""
+    rows = [
+        f"{name or 'the module'} is {type(m).__name__}: its forward changes {', '.join(dict(m.named_buffers()))}"
+        for name, m in module.named_modules()
+        if m.training and getattr(m, "track_running_stats", False) and dict(m.named_buffers())
+    ]
+    mend = "Put them in eval mode, or use a norm without statistics, such as nn.GroupNorm or nn.LayerNorm."
+    text = "needs a forward that changes no buffers."
+    return [TransformError(message(FUNCTION, text, rows, mend))] if rows else []

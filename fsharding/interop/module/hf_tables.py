@@ -1,0 +1,218 @@
+"""Tables of model families as Hugging Face writes them: units, names of dims, roles of layers, and their parts.
+
+In: a module with a `config.model_type`. Out: its `Family`, or None. Nothing here imports transformers.
+Names of dims are those of `DEFAULT_RULES`. Experts have no name that cuts them: every rank gathers them whole, and a
+mesh with `ep` uses it for data alone. Law: every parameter of the family's causal language model has names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fsharding import ops
+from fsharding.interop.hf.naming import Joined, Name
+from fsharding.interop.module.structure import NameTable
+from fsharding.interop.module.tensor_parallel import Roles
+from fsharding.mesh.device_mesh import axis_size
+from fsharding.tree import Tree
+
+__all__ = ["FAMILIES", "Family", "Parts", "family_of"]
+
+
+class Parts(NamedTuple):
+    """How the parts of a module are put together, as its forward does; see `fs.model_from`.
+
+    Attributes:
+        embed: `embed(module, batch) -> x`; x is any tree of tensors.
+        block: `block(module, layer, x) -> x`.
+        head: `head(module, x, batch) -> (sum of losses, number of tokens)`.
+        cp: they compute over `cp` too, where a rank has an early and a late chunk of each sequence: positions come from
+            `ops.positions`, and tokens meet in `F.scaled_dot_product_attention` alone, which `ops.attention` then does.
+    """
+
+    embed: Callable[[Any, Tree], Any]
+    block: Callable[[Any, Any, Any], Any]
+    head: Callable[[Any, Any, Tree], tuple[Tensor, Tensor]]
+    cp: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """What `fs.functionalize` has to know of a module, other than the module.
+
+    Attributes:
+        units: as in `fs.functionalize`.
+        names: as in `fs.functionalize`.
+        roles: as in `fs.functionalize`.
+        heads: attributes of the config that `tp` has to divide.
+        parts: of `fs.model_from`, for causal attention over whole rows by torch's kernel.
+        files: leaves that published files, and those of `save_pretrained`, have in other tensors than the module.
+        reset: method of the module that gives a submodule its first values. What it does for the whole model alone,
+            such as the narrower output projections of a new GPT-2, does not happen on the meta device.
+    """
+
+    units: tuple[str | tuple[str, ...], ...]
+    names: NameTable
+    roles: Roles = field(default_factory=dict)
+    heads: tuple[str, ...] = ()
+    parts: Parts | None = None
+    files: Mapping[str, Name] = field(default_factory=dict[str, Name])
+    reset: str | None = "_init_weights"
+
+    def heads_of(self, module: nn.Module) -> Mapping[str, int]:
+        """The numbers that `tp` has to divide, by name."""
+        config = getattr(module, "config", None)
+        return {name: int(getattr(config, name)) for name in self.heads}
+
+    def objections(self, module: nn.Module) -> list[str]:
+        """Why the parts do not compute what the module's forward does; one row each."""
+        config: Any = getattr(module, "config", None)
+        kind = getattr(config, "_attn_implementation", None)
+        kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+        sliding = getattr(config, "sliding_window", None) is not None
+        rows = [f"attention is {kind!r}, not 'sdpa'"] if kind != "sdpa" else []
+        rows += [f"layers have {', '.join(sorted(kinds))}"] if kinds else []
+        rows += [f"sliding_window is {config.sliding_window}"] if sliding else []
+        by_layer = "scale_attn_by_inverse_layer_idx"
+        return rows + (
+            [f"{by_layer} is True: every layer scales its attention by another number"]
+            if getattr(config, by_layer, False)
+            else []
+        )
+
+
+def _loss(logits: Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
+    targets = batch["targets"]
+    return ops.cross_entropy(logits, targets).sum(), (targets != -100).sum()
+
+
+def _positions(x: Tensor) -> Tensor:
+    """The positions of this rank's tokens, which are dim 1: int64[T]."""
+    return ops.positions(x.shape[1] * axis_size("cp"), device=x.device)
+
+
+def _llama_block(module: Any, layer: Any, x_BTD: Tensor) -> Tensor:
+    at = _positions(x_BTD)[None]
+    turns = module.model.rotary_emb(x_BTD, at)
+    return layer(x_BTD, attention_mask=None, position_ids=at, position_embeddings=turns)
+
+
+def _gpt2_embed(module: Any, batch: Tree) -> Tensor:
+    tokens, model = batch["tokens"], module.transformer
+    return model.drop(model.wte(tokens) + model.wpe(_positions(tokens)))
+
+
+_LLAMA = Family(
+    units=("model.embed_tokens", "model.layers.*", ("model.norm", "lm_head")),
+    names={
+        "model.embed_tokens.weight": ("vocab", "embed"),
+        "lm_head.weight": ("vocab", "embed"),
+        "*.q_proj.weight": ("heads", "embed"),
+        "*.k_proj.weight": ("kv_heads", "embed"),
+        "*.v_proj.weight": ("kv_heads", "embed"),
+        "*.o_proj.weight": ("embed", "heads"),
+        "*.q_proj.bias": ("heads",),
+        "*.k_proj.bias": ("kv_heads",),
+        "*.v_proj.bias": ("kv_heads",),
+        "*.o_proj.bias": ("embed",),
+        "*.mlp.gate_proj.weight": ("mlp", "embed"),
+        "*.mlp.up_proj.weight": ("mlp", "embed"),
+        "*.mlp.down_proj.weight": ("embed", "mlp"),
+        "*.mlp.gate_proj.bias": ("mlp",),
+        "*.mlp.up_proj.bias": ("mlp",),
+        "*.mlp.down_proj.bias": ("embed",),
+        "*norm.weight": (None,),
+    },
+    roles={
+        "model.embed_tokens": "vocab",
+        "lm_head": "logits",
+        "*.self_attn.q_proj": "column",
+        "*.self_attn.k_proj": "column",
+        "*.self_attn.v_proj": "column",
+        "*.self_attn.o_proj": "row",
+        "*.self_attn.q_norm": "inside",
+        "*.self_attn.k_norm": "inside",
+        "*.mlp.gate_proj": "column",
+        "*.mlp.up_proj": "column",
+        "*.mlp.down_proj": "row",
+    },
+    heads=("num_attention_heads", "num_key_value_heads"),
+    parts=Parts(
+        lambda module, batch: module.model.embed_tokens(batch["tokens"]),
+        _llama_block,
+        lambda module, x_BTD, batch: _loss(module.lm_head(module.model.norm(x_BTD)), batch),
+        cp=True,
+    ),
+)
+
+_EXPERTS = "model.layers.{i}.mlp.experts.{j}."
+_QWEN_MOE = replace(
+    _LLAMA,
+    names={
+        **_LLAMA.names,
+        "*.mlp.gate.weight": (None, "embed"),
+        "*.experts.gate_up_proj": (None, None, "embed"),
+        "*.experts.down_proj": (None, "embed", None),
+    },
+    files={
+        "model.layers.mlp.experts.gate_up_proj": Joined(
+            (f"{_EXPERTS}gate_proj.weight", f"{_EXPERTS}up_proj.weight"), dim=-2
+        ),
+        "model.layers.mlp.experts.down_proj": f"{_EXPERTS}down_proj.weight",
+    },
+)
+
+_SPARSE = "model.layers.{i}.block_sparse_moe."
+_MIXTRAL = replace(
+    _QWEN_MOE,
+    files={
+        "model.layers.mlp.gate.weight": f"{_SPARSE}gate.weight",
+        "model.layers.mlp.experts.gate_up_proj": Joined(
+            (f"{_SPARSE}experts.{{j}}.w1.weight", f"{_SPARSE}experts.{{j}}.w3.weight"), dim=-2
+        ),
+        "model.layers.mlp.experts.down_proj": f"{_SPARSE}experts.{{j}}.w2.weight",
+    },
+)
+
+_GPT2 = Family(
+    units=(("transformer.wte", "transformer.wpe"), "transformer.h.*", ("transformer.ln_f", "lm_head")),
+    names={
+        "transformer.wte.weight": ("vocab", "embed"),
+        "transformer.wpe.weight": (None, "embed"),
+        "lm_head.weight": ("vocab", "embed"),
+        "*.attn.c_attn.weight": ("embed", "heads"),
+        "*.attn.c_attn.bias": ("heads",),
+        "*.attn.c_proj.weight": ("heads", "embed"),
+        "*.mlp.c_fc.weight": ("embed", "mlp"),
+        "*.mlp.c_fc.bias": ("mlp",),
+        "*.mlp.c_proj.weight": ("mlp", "embed"),
+        "*.c_proj.bias": ("embed",),
+        "*ln_?.weight": (None,),
+        "*ln_?.bias": (None,),
+    },
+    parts=Parts(
+        _gpt2_embed,
+        lambda module, layer, x_BTD: layer(x_BTD, attention_mask=None),
+        lambda module, x_BTD, batch: _loss(module.lm_head(module.transformer.ln_f(x_BTD)), batch),
+        cp=True,
+    ),
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN_MOE,
+    "gpt2": _GPT2,
+}
+"""By `config.model_type`."""
+
+
+def family_of(module: nn.Module) -> Family | None:
+    """The family of a module, by the `model_type` of its config."""
+    return FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))

@@ -1,0 +1,200 @@
+"""First values of the parameters of a module, leaf by leaf and lazily: those that it has, or those that it would draw.
+
+In: a module with real or meta tensors, the leaves of its anatomy, a key. Out: for each leaf something with a shape and
+a dtype that computes any slice. What is on the meta device is drawn by the module's own `reset_parameters`, one
+submodule at a time, on the CPU, from a seed that follows from the key and from where the submodule stands.
+Law: the values of a leaf do not depend on the slice that is asked for, so every layout gets the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fsharding import random
+from fsharding.errors import ConfigError, message
+from fsharding.interop.module.problems import FUNCTION
+from fsharding.interop.module.structure import ModuleLeaf
+from fsharding.sharding.leaf_plan import type_text
+
+__all__ = [
+    "LazyLeaf", "Reset", "lazy_leaves", "random_state", "real_buffers", "reseed", "seed_of", "seeded",
+    "set_random_state",
+]  # fmt: skip
+
+Reset: TypeAlias = Callable[[nn.Module], object]
+"""Gives the tensors that a submodule itself has (not those of its children) their first values, in place."""
+
+
+def seed_of(key: Tensor) -> int:
+    """A seed for torch's generators from a key."""
+    high, low = key.tolist()
+    return (high << 32) | low
+
+
+@contextmanager
+def seeded(seed: int | None, device: torch.device | str = "cpu") -> Generator[None]:
+    """Torch's generators of the CPU and of a device begin at a seed inside, and go on as before after it."""
+    if seed is None:
+        yield
+        return
+    device = torch.device(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        reseed(seed, device)
+        yield
+
+
+def reseed(seed: int, device: torch.device) -> None:
+    """Torch's generators of the CPU and of a device begin at a seed."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """What tells whether something has been drawn: the state of the generator of a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """The generator of a device goes on from a state that it had."""
+    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
+
+
+@dataclass(frozen=True)
+class LazyLeaf:
+    """One leaf: values are computed for whatever slice is asked.
+
+    Attributes:
+        shape: with the rows first, where it is stacked.
+        dtype: element type.
+        parts: make the value of each row of a stack, else of the whole.
+        stacked: whether the first dim are rows.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Callable[[], Tensor], ...]
+    stacked: bool
+
+    def rows(self, chosen: slice) -> LazyLeaf:
+        """Some rows of a stack, as a stack."""
+        parts = self.parts[chosen]
+        return LazyLeaf((len(parts), *self.shape[1:]), self.dtype, parts, stacked=True)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        if not self.stacked:
+            return self.parts[0]()[index]
+        chosen = self.parts[index[0]]
+        shape = [len(range(*s.indices(size))) for s, size in zip(index, self.shape, strict=True)]
+        out = torch.empty(shape, dtype=self.dtype)
+        for row, part in zip(out, chosen, strict=True):
+            row.copy_(part()[index[1:]])
+        return out
+
+
+def lazy_leaves(
+    module: nn.Module, leaves: Sequence[ModuleLeaf], key: Tensor, reset: Reset | None
+) -> dict[str, LazyLeaf]:
+    """The leaves of a module by path.
+
+    Args:
+        module: whose tensors are taken; it may have been moved to the meta device since its anatomy was planned.
+        leaves: of its anatomy.
+        key: of what is drawn.
+        reset: as in `fs.functionalize`.
+
+    Raises:
+        ConfigError: when values are asked for: parameters on the meta device that nothing draws; all are listed.
+    """
+    owners = dict(module.named_modules(remove_duplicate=False))
+    order = {name: i for i, name in enumerate(owners)}
+    wrong: list[str] = []
+
+    def refuse() -> Tensor:  # only when values are asked for: a plan needs none, nor do weights from files
+        mend = "Make the module with real tensors, or pass reset=, a function that fills the parameters of a submodule."
+        raise ConfigError(message(FUNCTION, "cannot draw parameters on the meta device.", wrong, mend))
+
+    def part(name: str) -> Callable[[], Tensor]:
+        path, _, last = name.rpartition(".")
+        owner = owners[path]
+        if not getattr(owner, last).is_meta:
+            return lambda: getattr(owner, last).detach()
+        if (how := _reset_of(owner, reset)) is None:
+            text = type_text(tuple(getattr(owner, last).shape), getattr(owner, last).dtype)
+            wrong.append(f"{name} is {text} of {type(owner).__name__}, which has no reset_parameters")
+            return refuse
+        return lambda: _drawn(owner, path, last, how, random.fold_in(key, order[path]))
+
+    return {
+        leaf.path: LazyLeaf(leaf.shape, leaf.dtype, tuple(part(name) for name in leaf.sources), leaf.stacked)
+        for leaf in leaves
+    }
+
+
+def _reset_of(owner: nn.Module, reset: Reset | None) -> Reset | None:
+    if reset is not None:
+        return reset
+    return getattr(type(owner), "reset_parameters", None)
+
+
+def _drawn(owner: nn.Module, path: str, name: str, how: Reset, key: Tensor) -> Tensor:
+    """One parameter of a submodule, drawn with all others of it.
+
+    Raises:
+        ConfigError: it has got no value.
+    """
+    with seeded(seed_of(key)):
+        filled = getattr(_reset_copy(owner, how), name)
+    if filled.is_floating_point() and bool(filled.isnan().any()):
+        rows = [f"{'.'.join(filter(None, (path, name)))} of {type(owner).__name__}"]
+        mend = "Pass reset=, a function that fills every parameter of a submodule."
+        raise ConfigError(message(FUNCTION, "finds a parameter that its reset leaves without values.", rows, mend))
+    return filled.detach()
+
+
+@torch.no_grad()
+def _reset_copy(owner: nn.Module, how: Reset) -> Any:
+    """A copy of a submodule with tensors of its own on the CPU, filled; what is not filled is NaN."""
+
+    def fresh(x: Tensor) -> Tensor:
+        new = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        new.fill_(torch.nan if new.is_floating_point() else 0)
+        return nn.Parameter(new, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else new
+
+    own = [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
+    filled = copy.deepcopy(owner, {**{id(x): fresh(x) for x in own}, **{id(c): c for c in owner.children()}})
+    with torch.device("cpu"):  # the caller may still be where the module was made, on the meta device
+        how(filled)
+    return filled
+
+
+def real_buffers(module: nn.Module, reset: Reset | None) -> dict[str, Tensor]:
+    """Values of the buffers that are on the meta device, by name.
+
+    Raises:
+        ConfigError: buffers that their submodules do not fill; all are listed.
+    """
+    found: dict[str, Tensor] = {}
+    wrong: list[str] = []
+    for path, owner in module.named_modules():
+        named = {name: b for name, b in owner.named_buffers(recurse=False) if b.is_meta}
+        how = _reset_of(owner, reset) if named else None
+        filled = None if how is None else _reset_copy(owner, how)
+        for name, buffer in named.items():
+            full = ".".join(filter(None, (path, name)))
+            value = getattr(filled, name, None)
+            if value is None or (value.is_floating_point() and bool(value.isnan().any())):
+                wrong.append(f"{full} is {type_text(tuple(buffer.shape), buffer.dtype)} of {type(owner).__name__}")
+            else:
+                found[full] = value
+    if wrong:
+        mend = "Make these submodules with real tensors, or pass reset=, a function that fills the buffers of one."
+        raise ConfigError(message(FUNCTION, "finds buffers on the meta device that nothing fills.", wrong, mend))
+    return found

@@ -1,0 +1,283 @@
+"""A module as a `Model`: embed, blocks, head. What a pipeline needs, whose stages are these parts.
+
+In: a module, its units, and three functions that say how its parts are put together, as its forward does. Out: a
+`Model` with the leaves of the module under `embed`, `blocks` and `head`; `functionalize` takes a forward in one piece.
+Law: losses and gradients are those of the module on one process, on every mesh with `pp`, `tp` and data axes; `cp` is
+one where the parts take parts of sequences, as those of families do.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fsharding import ops, tree
+from fsharding.errors import ConfigError, TransformError, message
+from fsharding.interop.module.hf_tables import Parts, family_of
+from fsharding.interop.module.initializers import LazyLeaf, Reset, lazy_leaves, real_buffers
+from fsharding.interop.module.mutation_guard import unlike_blocks
+from fsharding.interop.module.probe import unfit_roles
+from fsharding.interop.module.problems import check_module
+from fsharding.interop.module.runtime import Engine, computing
+from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested, plan_module
+from fsharding.interop.module.tensor_parallel import Bare, Roles, check_axes, check_roles
+from fsharding.mesh.device_mesh import axis_size
+from fsharding.models.model import Model
+from fsharding.sharding.leaf_plan import type_text
+from fsharding.tree import Tree
+
+__all__ = ["model_from"]
+
+_FUNCTION = "fs.model_from"
+
+
+class _Places(NamedTuple):
+    """Where the weights of a part come from: name in the module to path in the part's tree."""
+
+    paths: dict[str, str]
+    tied: dict[str, str]
+
+
+class _Run(NamedTuple):
+    """Blocks that follow each other and have the same parameters: a stack of the model.
+
+    Attributes:
+        name: of the stack, where the model has several.
+        members: paths of the blocks, the first of which runs for all.
+        places: where the weights of the first come from, below a row of the stack.
+        rows: for the path of each leaf of the anatomy its path there, and which of its rows are these blocks.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    places: _Places
+    rows: dict[str, tuple[str, slice]]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The leaves of a module, by part; paths are below the part."""
+
+    anatomy: Anatomy
+    embed: _Places
+    runs: tuple[_Run, ...]
+    head: _Places
+
+    def spread(self, values: Mapping[str, Any], rows_of: Callable[[Any, slice], Any]) -> Tree:
+        """A tree of `embed`, `blocks` and `head` from a value for each leaf of the anatomy.
+
+        Args:
+            values: by path of the leaf.
+            rows_of: the value of some rows, from the value of a stacked leaf.
+        """
+        stacked = {leaf.path for leaf in self.anatomy.leaves if leaf.stacked}
+        embed = {*self.embed.paths.values()}
+        stacks = [
+            nested({below: rows_of(values[path], rows) for path, (below, rows) in run.rows.items()})
+            for run in self.runs
+        ]
+        named = {run.name: stack for run, stack in zip(self.runs, stacks, strict=True)}
+        return {
+            "embed": nested({path: x for path, x in values.items() if path in embed}),
+            "blocks": named if len(stacks) > 1 else stacks[0],
+            "head": nested({path: x for path, x in values.items() if path not in embed and path not in stacked}),
+        }
+
+
+def model_from(
+    module: nn.Module,
+    units: UnitPatterns | None = None,
+    parts: Parts | None = None,
+    *,
+    names: NameTable | None = None,
+    roles: Roles | None = None,
+    reset: Reset | None = None,
+) -> Model:
+    """Makes a `Model` out of a module, which is not changed.
+
+    Args:
+        module: with real or meta tensors, of which nothing may be drawn: in eval mode, or without dropout.
+        units: as in `functionalize`, with one stack. What the module defines before it is `embed`, what comes after it
+            `head`; there is no root. By default those of the family. Where layers of a family are dense or routed, the
+            model has a stack for each run of equal ones, such as `blocks.from_0` and `blocks.from_3`.
+        parts: how these are put together: `embed(module, batch) -> x`, `block(module, layer, x) -> x` and
+            `head(module, x, batch) -> (sum of losses, number of tokens)`. They get the module with the weights of their
+            part alone. All blocks of a stack run as the first one, with weights of their own, so they differ in nothing
+            else but a number of their own, such as `layer_idx`. By default those of the family, for a batch of `tokens`
+            and `targets`.
+        names: as in `functionalize`.
+        roles: as in `functionalize`.
+        reset: as in `functionalize`.
+
+    Raises:
+        ConfigError: units that are no `embed`, one stack and `head`, parameters outside of them or shared in other ways
+            than between the two ends, frozen parameters, a config whose parts are other ones, or blocks that differ in
+            more than weights: buffers, numbers, flags, functions; all are listed.
+        TransformError: from the parts: something is drawn, or tensors of the module are changed.
+    """
+    check_module(_FUNCTION, module)
+    problems = check_roles(module, roles or {})
+    family = family_of(module) if units is None else None
+    plan_units = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
+    if family is not None and parts is None and (rows := family.objections(module)):
+        mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
+        raise ConfigError(message(_FUNCTION, "has no parts for this config.", rows, mend))
+    if family is not None:
+        units, names, roles = family.units, names or family.names, family.roles if roles is None else roles
+        reset, parts = reset or getattr(module, family.reset or "", None), parts or family.parts
+    if units is None or parts is None:
+        mend = "Pass units=('embed', 'layers.*', 'head') and parts=Parts(embed, block, head)."
+        raise ConfigError(
+            message(_FUNCTION, f"does not know the units and parts of {type(module).__name__}.", mend=mend)
+        )
+    roles = roles or {}
+    plan = _plan(module, plan_units(module, units, names))
+    idle = [member for run in plan.runs for member in run.members[1:]]
+    engine = Engine(module, plan.anatomy, roles, real_buffers(module, reset), idle=idle)
+    layers = [{path: engine.module.get_submodule(path) for path in run.members} for run in plan.runs]
+    if rows := [row for blocks in layers for row in unlike_blocks(blocks)]:
+        mend = "Make what differs an input of the blocks, or functionalize the module, which runs each block as itself."
+        raise ConfigError(message(_FUNCTION, "runs all blocks as the first one, but for the weights.", rows, mend))
+    heads = family.heads_of(module) if family is not None else {}
+
+    def init(key: Tensor) -> Tree:
+        return plan.spread(lazy_leaves(module, plan.anatomy.leaves, key, reset), LazyLeaf.rows)
+
+    def block(run: _Run) -> Callable[..., Any]:
+        layer = engine.module.get_submodule(run.members[0])
+        return _part(engine, functools.partial(parts.block, engine.module, layer), run.places)
+
+    tried = functools.cache(functools.partial(unfit_roles, module, roles))
+    over = ("pp", "cp") if parts.cp else ("pp",)
+    blocks = {run.name: block(run) for run in plan.runs}
+    return Model(
+        init=init,
+        embed=_part(engine, functools.partial(parts.embed, engine.module), plan.embed),
+        block=blocks if len(blocks) > 1 else blocks[plan.runs[0].name],
+        head=_part(engine, functools.partial(parts.head, engine.module), plan.head),
+        names=plan.spread({leaf.path: leaf.names for leaf in plan.anatomy.leaves}, lambda names, _: names),
+        tied=tuple((name, f"embed.{path}") for name, path in plan.head.tied.items()),
+        axes=("cp", "tp") if parts.cp else ("tp",),
+        check=lambda mesh, rules: check_axes(plan.anatomy, roles, mesh, rules, heads, tried=tried, over=over),
+    )
+
+
+class _Attending(TorchFunctionMode):
+    """Over `cp`, attention of torch is that over the whole sequence, of which each rank has a part."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attend = _over_cp if func is F.scaled_dot_product_attention else func
+        return attend(*args, **(kwargs or {}))
+
+
+def _attending() -> AbstractContextManager[Any]:
+    return _Attending() if axis_size("cp") > 1 else nullcontext()
+
+
+def _over_cp(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention`, with its arguments.
+
+    Raises:
+        TransformError: a mask or dropout, which would be of this rank's part alone.
+    """
+    rows = [f"attn_mask is {type_text(tuple(attn_mask.shape), attn_mask.dtype)}"] if attn_mask is not None else []
+    rows += [f"dropout_p is {dropout_p}"] if dropout_p else []
+    if rows:
+        mend = "Give it neither, but is_causal=True, or call ops.attention in the parts, which knows documents."
+        raise TransformError(message(_FUNCTION, "computes attention over cp without masks and dropout.", rows, mend))
+    return ops.attention(query, key, value, causal=is_causal, scale=scale)
+
+
+def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[..., Any]:
+    """A part as a function of its parameters."""
+    bare = Bare(engine.module, fn)
+
+    def run(params: Tree, *args: Any) -> Any:
+        weights = {f"inner.{name}": tree.at(params, path) for name, path in places.paths.items()}
+        weights |= {f"inner.{name}": params[name] for name in places.tied}
+        with engine.guard(weights.values(), keyed=False), computing(None), _attending():
+            return torch.func.functional_call(bare, weights, args, tie_weights=False)
+
+    return run
+
+
+def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
+    """Sorts the units of a module into parts, or refuses them."""
+    root, *units = anatomy.units
+    stacks = list(dict.fromkeys(unit.stack for unit in units if unit.stack is not None))
+    blocks = [i for i, unit in enumerate(units) if unit.stack is not None]
+    wrong = [f"{weight.name} is in no unit" for weight in root.weights]
+    if len(stacks) != 1:
+        wrong.append(f"there are {len(stacks)} stacks: {', '.join(map(repr, stacks)) or 'no pattern has a star'}")
+    first, last = min(blocks, default=0), max(blocks, default=-1)
+    wrong += [f"{', '.join(u.members)} stands between the blocks" for u in units[first:last] if u.stack is None]
+    ends = units[:first], units[last + 1 :]
+    sides = zip(("before", "after"), ends, strict=True)
+    wrong += [f"there is no unit {side} the blocks" for side, end in sides if blocks and not end]
+    frozen = [leaf.path for leaf in anatomy.leaves if leaf.dtype.is_floating_point and not leaf.trainable]
+    wrong += [f"{path} is frozen" for path in frozen]
+    wrong += [
+        f"{weight.name} of a block is tied to {anatomy.leaves[weight.leaf].path}"
+        for unit in units
+        for weight in unit.weights
+        if unit.stack is not None and weight.row is None
+    ]
+    known_as: dict[int, list[str]] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        known_as.setdefault(id(child), []).append(path)
+    blocks_named = (known_as[id(module.get_submodule(m))] for u in units if u.stack is not None for m in u.members)
+    wrong += [f"{paths[0]} is {', '.join(paths[1:])} as well: one block" for paths in blocks_named if len(paths) > 1]
+    if wrong:
+        mend = "Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."
+        raise ConfigError(
+            message(_FUNCTION, "needs units for an embedding, one stack of blocks, and a head.", wrong, mend)
+        )
+    known = {weight.leaf for unit in ends[0] for weight in unit.weights}
+    runs = _runs(anatomy, units[first : last + 1], stacks[0] or "")
+    return _Plan(anatomy, _places(anatomy, ends[0], set()), runs, _places(anatomy, ends[1], known))
+
+
+def _runs(anatomy: Anatomy, blocks: Sequence[ModuleUnit], stack: str) -> tuple[_Run, ...]:
+    """The blocks of a stack, cut where their parameters are other ones than before."""
+
+    def kind(numbered: tuple[int, ModuleUnit]) -> list[int]:
+        return [weight.leaf for weight in numbered[1].weights]
+
+    runs: list[_Run] = []
+    for _, group in itertools.groupby(enumerate(blocks), key=kind):
+        numbers, units = zip(*group, strict=True)
+        weights = [(w, anatomy.leaves[w.leaf].path) for w in units[0].weights]
+        below = {path: path.removeprefix(f"{stack}.") for _, path in weights}
+        places = _Places({w.name: below[path] for w, path in weights}, {})
+        rows = {path: (below[path], slice(w.row, w.row + len(units))) for w, path in weights if w.row is not None}
+        members = tuple(member for unit in units for member in unit.members)
+        runs.append(_Run(f"from_{numbers[0]}", members, places, rows))
+    return tuple(runs)
+
+
+def _places(anatomy: Anatomy, units: Sequence[ModuleUnit], elsewhere: set[int]) -> _Places:
+    """Paths of the weights of an end; those of leaves that are elsewhere are tied."""
+    weights = [weight for unit in units for weight in unit.weights]
+    paths = {w.name: anatomy.leaves[w.leaf].path for w in weights}
+    return _Places(
+        {w.name: paths[w.name] for w in weights if w.leaf not in elsewhere},
+        {w.name: paths[w.name] for w in weights if w.leaf in elsewhere},
+    )

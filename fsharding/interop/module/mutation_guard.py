@@ -1,0 +1,215 @@
+"""What a module holds besides its parameters: in what equal blocks differ, and what a forward has changed.
+
+In: modules. Out: rows that say what is unlike or has changed; nothing is refused here.
+Tensors are watched by identity, by torch's version counters, and at the first call by value, since `.data` has no
+counter. Law: where no row comes out, the tensors of a module are those that it had. Python numbers and lists are not
+watched: a module may count its calls.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsharding import _compat, _functorch
+from fsharding.sharding.leaf_plan import type_text
+
+__all__ = ["Watch", "unlike_blocks"]
+
+_OWN_INDEX = ("idx", "index", "layer_id", "layer_idx", "layer_index", "layer_number")
+_SIMPLE = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+
+
+# -------------------------------------------------------------------------------------------------- in what they differ
+def unlike_blocks(blocks: Mapping[str, nn.Module]) -> list[str]:
+    """In what else than weights blocks differ from the first of them: types, buffers, numbers, flags, functions.
+
+    Attributes by which a block knows its own number, such as `layer_idx`, may differ. Of other objects only the type is
+    compared.
+
+    Args:
+        blocks: by path.
+
+    Returns:
+        One row each; empty where one block computes as any other.
+    """
+    (first, template), *others = blocks.items()
+    wanted = dict(_state(template))
+    rows: list[str] = []
+    for path, block in others:
+        found = dict(_state(block))
+        for name in sorted({*wanted, *found}):
+            a, b = wanted.get(name, _NOT_THERE), found.get(name, _NOT_THERE)
+            if not _alike(a, b):
+                rows.append(f"{name}: {_shown(a)} in {first}, {_shown(b)} in {path}" + _where(a, b))
+    return rows
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "not there"
+
+
+_NOT_THERE = _Missing()
+
+
+def _state(block: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a block and what is inside of it hold, by name."""
+    for path, child in block.named_modules(remove_duplicate=False):
+        lead = f"{path}." if path else ""
+        yield f"{lead}forward of", type(child)
+        for key, value in vars(child).items():
+            if key == "_buffers":
+                yield from ((lead + name, x) for name, x in value.items())
+            elif key.endswith("_hooks"):
+                yield lead + key.strip("_"), [*value.values()]
+            elif not key.startswith("_") and not (key in _OWN_INDEX and isinstance(value, int)):
+                yield lead + key, value
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two values make two blocks compute alike, as far as can be seen."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _equal(a, b)
+    if isinstance(a, type) or isinstance(b, type):
+        return a is b
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, dict):
+        return [*a] == [*b] and all(map(_alike, a.values(), b.values()))
+    if isinstance(a, _SIMPLE):
+        return a == b or (a != a and b != b)
+    if (code := getattr(a, "__code__", None)) is not None:
+        return code is b.__code__
+    return not isinstance(a, type(len)) or a == b  # functions of C, such as torch.relu
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same values, NaN among them."""
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return a is b or torch.equal(a, b) or bool((a.isnan() & b.isnan() | (a == b)).all())
+
+
+def _shown(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return type_text(tuple(x.shape), x.dtype)
+    if isinstance(x, type) or callable(x):
+        return getattr(x, "__name__", type(x).__name__)
+    return repr(x) if isinstance(x, (*_SIMPLE, list, tuple, dict, _Missing)) else type(x).__name__
+
+
+def _where(a: Any, b: Any) -> str:
+    return " of other values" if isinstance(a, Tensor) and isinstance(b, Tensor) and _shown(a) == _shown(b) else ""
+
+
+# ----------------------------------------------------------------------------------------------------- what has changed
+@dataclass
+class _Held:
+    """A tensor of a module that is no parameter: a buffer, or a plain attribute."""
+
+    name: str
+    home: dict[str, Any]
+    key: str
+    value: Tensor
+    version: int = 0
+
+
+@dataclass
+class _Seen:
+    """What a submodule had when it was last looked at, as buffers and as attributes."""
+
+    path: str
+    homes: tuple[dict[str, Any], dict[str, Any]]
+    before: tuple[dict[str, Any], dict[str, Any]]
+
+    def is_same(self) -> bool:
+        """Whether all is where it was."""
+        both = zip(self.homes, self.before, strict=True)
+        return all(len(a) == len(b) and all(map(operator.is_, a.values(), b.values())) for a, b in both)
+
+    def keep(self) -> None:
+        """Remembers what is there now."""
+        self.before = dict(self.homes[0]), dict(self.homes[1])
+
+
+class Watch:
+    """The tensors of a module that are no parameters: they stay where they are and what they are."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        """Looks at some submodules, by path, each without its children."""
+        homes = {path: (vars(m)["_buffers"], vars(m)) for path, m in modules.items()}
+        self._seen = [_Seen(path, two, (dict(two[0]), dict(two[1]))) for path, two in homes.items()]
+        self._held: dict[tuple[int, str], _Held] = {
+            (id(home), key): _Held(_path(seen.path, key), home, key, x)
+            for seen in self._seen
+            for home in seen.homes
+            for key, x in home.items()
+            if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
+        }
+        self._values: list[Tensor] | None = None
+        self._is_new = True
+
+    def begin(self) -> None:
+        """Remembers what there is."""
+        for held in self._held.values():
+            held.version = _compat.version_of(held.value)
+        if self._is_new:  # that of the first call is as good as any: a forward does the same each time
+            with _functorch.outside_transforms(), torch.no_grad():
+                self._values = [held.value.clone() for held in self._held.values()]
+
+    def end(self, *, done: bool) -> list[str]:
+        """What has changed since; replaced tensors get their places back, and new ones go.
+
+        Args:
+            done: whether the call came to its end; the first one that did has its values compared.
+        """
+        rows: dict[str, Tensor] = {}
+        for seen in self._seen:
+            if not seen.is_same():
+                rows |= self._look(seen)
+                seen.keep()
+        for held in self._held.values():
+            if _compat.version_of(held.value) != held.version:
+                rows[held.name] = held.value
+        if done and self._values is not None:
+            with _functorch.outside_transforms(), torch.no_grad():
+                for held, value in zip(self._held.values(), self._values, strict=True):
+                    rows |= {} if _equal(held.value, value) else {held.name: held.value}
+        self._values, self._is_new = None, self._is_new and not done
+        order = {held.name: i for i, held in enumerate(self._held.values())}
+        return [f"{name} is {_shown(rows[name])}" for name in sorted(rows, key=lambda n: order.get(n, len(order)))]
+
+    def _look(self, seen: _Seen) -> dict[str, Tensor]:
+        """Tensors of a submodule that are not what they were; all get their places back."""
+        rows: dict[str, Tensor] = {}
+        for home, before in zip(seen.homes, seen.before, strict=True):
+            for key in {**before, **home}:
+                now, held = home.get(key), self._held.get((id(home), key))
+                if held is not None and now is not held.value:
+                    rows[held.name] = now if isinstance(now, Tensor) else held.value
+                    home[key] = held.value
+                elif held is None and isinstance(now, Tensor) and now is not before.get(key):
+                    rows[_path(seen.path, key)] = now
+                    home.pop(key) if key not in before else home.update({key: before[key]})
+        return rows
+
+    def move(self, device: torch.device) -> None:
+        """Brings the tensors to a device."""
+        for held in self._held.values():
+            if held.value.device != device:
+                held.value = held.home[held.key] = held.value.to(device)
+        for seen in self._seen:
+            seen.keep()
+
+
+def _path(path: str, key: str) -> str:
+    return ".".join(filter(None, (path, key)))

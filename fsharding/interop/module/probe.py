@@ -1,0 +1,263 @@
+"""Tries a module's forward with the shapes that `tp` leaves a rank, before anything is computed: which roles cannot be.
+
+In: a module with inputs of its own to try (`dummy_inputs`, as models of Hugging Face have them), its roles, and which
+weights `tp` cuts. Out: rows that name a layer and the reason. Runs on the meta device, so no values and no memory.
+The outputs of columns are followed through views and elementwise operations. Law: where a forward takes other parts of
+them, or a mean over them, than each rank can have, there is a row; a module that cannot be tried gives none.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsharding import tree
+from fsharding.interop.module.tensor_parallel import Roles, role_of
+from fsharding.sharding import boxes
+
+__all__ = ["unfit_roles"]
+
+
+class _Cut(NamedTuple):
+    """A tensor of which a rank will have a part: along a dim, the outputs of a column."""
+
+    dim: int
+    column: str
+    held: int
+    whole: int
+
+
+_REDUCING = {
+    "mean": 1, "sum": 1, "prod": 1, "amax": 1, "amin": 1, "max": 1, "min": 1, "argmax": 1, "argmin": 1, "var": 1,
+    "std": 1, "var_mean": 1, "linalg_vector_norm": 2, "norm": 2, "_softmax": 1, "_log_softmax": 1, "logsumexp": 1,
+    "cumsum": 1, "sort": 1, "topk": 2,
+}  # fmt: skip
+"""Operations that put all elements of a dim together, and where among their arguments the dim stands."""
+
+_LAST = {"sort", "topk"}
+"""Those that mean the last dim where they are given none; the others mean all."""
+
+_NORMS = {"native_layer_norm", "_fused_rms_norm", "rms_norm"}
+"""Those whose second argument is the shape of the last dims that they put together."""
+
+_TAKING = {"slice": 1, "split": 2, "split_with_sizes": 2, "select": 1, "unbind": 1, "index_select": 1, "flip": 1}
+"""Operations that take some indices of a dim, and where among their arguments the dim stands."""
+
+_END = (1 << 63) - 1
+"""Where a slice stops that has no stop."""
+
+_SAME = {"clone", "_to_copy", "detach", "alias", "contiguous"}
+_VIEWS = {"view", "_unsafe_view", "reshape"}
+
+
+def unfit_roles(module: nn.Module, roles: Roles, cut: Collection[str], tp: int) -> list[str]:
+    """Why the forward of a module cannot have its roles on `tp`: one row for each layer, of equal blocks the first.
+
+    Args:
+        module: with real or meta tensors; it is not changed.
+        roles: of its layers.
+        cut: names of the weights that `tp` cuts.
+        tp: size of the axis.
+    """
+    paths = {path for path in dict(module.named_modules()) if f"{path}.weight" in cut}
+    regions = {path: role for path in paths if (role := role_of(path, roles)) in ("column", "row")}
+    inputs = getattr(module, "dummy_inputs", None) if regions else None
+    if not isinstance(inputs, Mapping):
+        return []
+    inputs = tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, dict(inputs))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # Grouped products of experts know one dtype there; other modules compute in several, and not in that one.
+        hollow = next(filter(None, (_tried(module, inputs, dtype) for dtype in (None, torch.bfloat16))), None)
+        if hollow is None:
+            return []
+        following = _Following()
+        rows = following.rows
+        for path, part in hollow.named_modules():
+            following.watch(path, part)
+        layers: list[tuple[str, Any]] = [(path, hollow.get_submodule(path)) for path in regions]
+        for path, layer in layers:
+            if regions[path] == "column":
+                layer.forward = _column(layer, path, tp, following)
+        with following:  # with outputs that are whole: a dim of heads is then longer than 1, and shows where it goes
+            hollow(**inputs)
+        for path, layer in layers:
+            layer.forward = _part_of_column(layer, tp) if regions[path] == "column" else _row(layer, path, tp, rows)
+        try:
+            if not rows:
+                hollow(**inputs)
+        except Exception as error:  # what the first step would raise, without a word of the layer
+            rows += [] if rows else [f"{following.where()}: {type(error).__name__}: {str(error).splitlines()[0]}"]
+    return rows
+
+
+def _tried(module: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None) -> nn.Module | None:
+    """A copy on the meta device, whose forward has run; None where it cannot, since it asks for values."""
+
+    def hollow(x: Tensor) -> Tensor:
+        new = torch.empty_like(x, device="meta", dtype=dtype if x.is_floating_point() else None)
+        return nn.Parameter(new, requires_grad=False) if isinstance(x, nn.Parameter) else new
+
+    own = {id(x): x for x in (*module.parameters(), *module.buffers())}
+    copied = copy.deepcopy(module, {key: hollow(x) for key, x in own.items()})
+    try:
+        copied(**inputs)
+    except Exception:  # whatever the module raises: nothing can be told of its shapes then
+        return None
+    return copied
+
+
+class _Following(TorchDispatchMode):
+    """Follows what columns put out, and says where a forward asks for what a rank does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[str] = []
+        self._cuts: Any = WeakTensorKeyDictionary()
+        self._inside: list[tuple[str, str]] = []
+        self._told: set[tuple[str, str]] = set()
+
+    def watch(self, path: str, part: nn.Module) -> None:
+        """Remembers that a submodule runs, from its call to its end."""
+        kind = type(part).__name__
+
+        def begin(*_: Any) -> None:
+            self._inside.append((path, kind))
+
+        def end(*_: Any) -> None:
+            self._inside.pop()
+
+        part.register_forward_pre_hook(begin)
+        part.register_forward_hook(end)
+
+    def where(self) -> str:
+        """The submodule that runs."""
+        path, kind = self._inside[-1] if self._inside else ("", "")
+        return f"{path} ({kind})" if path else "the module"
+
+    def mark(self, x: Tensor, cut: _Cut) -> Tensor:
+        """Begins to follow an output of a column."""
+        self._cuts[x] = cut
+        return x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        followed = [(x, self._cuts[x]) for x in _tensors(args) if x in self._cuts]
+        for x, cut in followed:
+            if reason := _objection(name, x, cut, args, kwargs or {}):
+                self._tell(cut, reason)
+        found = func(*args, **(kwargs or {}))
+        if followed:
+            x, cut = followed[0]
+            for out in _tensors([found]):
+                dim = _followed(name, func, x, cut.dim, out, args)
+                if dim is not None:
+                    self._cuts[out] = cut._replace(dim=dim)
+        return found
+
+    def _tell(self, cut: _Cut, reason: str) -> None:
+        inner, kind = self._inside[-1] if self._inside else ("", "the module")
+        who = kind if inner == cut.column.rpartition(".")[0] else f"{inner} ({kind})"
+        known = ".".join("*" if part.isdecimal() else part for part in cut.column.split("."))
+        if (known, reason) not in self._told:
+            self._told.add((known, reason))
+            held = f"of whose {cut.whole} outputs a rank has {cut.held}"
+            self.rows.append(f"{cut.column} has role 'column', {held}: {who} {reason}")
+
+
+def _tensors(args: Any) -> list[Tensor]:
+    flat = [y for x in args for y in (x if isinstance(x, list | tuple) else [x])]
+    return [x for x in flat if isinstance(x, Tensor)]
+
+
+def _dims(value: Any, ndim: int) -> set[int]:
+    """The dims that an argument means; none or an empty one means all, and a tensor is no dim."""
+    if isinstance(value, Tensor):
+        return set()
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return set(range(ndim))
+    return {int(d) % ndim for d in (value if isinstance(value, list | tuple) else [value])}
+
+
+def _objection(name: str, x: Tensor, cut: _Cut, args: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Why an operation needs more of a tensor than a rank has."""
+
+    def argument(place: int, default: Any) -> Any:
+        return kwargs.get("dim", args[place] if len(args) > place else default)
+
+    all_or_last = -1 if name in _LAST else None
+    if name in _REDUCING and cut.dim in _dims(argument(_REDUCING[name], all_or_last), x.ndim):
+        return f"takes {name.strip('_').replace('linalg_vector_', '')} over all of them"
+    if name in _NORMS and cut.dim >= x.ndim - len(args[1]):
+        return "normalizes over all of them"
+    if name in _TAKING and cut.dim in _dims(argument(_TAKING[name], 0), x.ndim):
+        start, stop, step = (*args[2:5], *(0, _END, 1)[len(args[2:5]) :]) if name == "slice" else (None, None, None)
+        is_all = step == 1 and not start and stop in (None, _END)
+        return None if is_all else "takes them apart by place"
+    return None
+
+
+def _followed(name: str, func: Any, x: Tensor, dim: int, out: Tensor, args: Any) -> int | None:
+    """The dim of an output that is cut as that of an input; None where it cannot be told."""
+    if name in _VIEWS:
+        return _viewed(tuple(x.shape), dim, tuple(out.shape))
+    if name == "transpose":
+        a, b = (int(d) % x.ndim for d in args[1:3])
+        return {a: b, b: a}.get(dim, dim)
+    if name == "t":
+        return dim if x.ndim < 2 else 1 - dim
+    if name == "permute":
+        return [int(d) % x.ndim for d in args[1]].index(dim)
+    if name == "unsqueeze":
+        return dim + (int(args[1]) % (x.ndim + 1) <= dim)
+    if name == "expand":
+        return dim + out.ndim - x.ndim
+    if name in ("select", "unbind"):
+        gone = int(args[1] if len(args) > 1 else 0) % x.ndim
+        return None if gone == dim else dim - (gone < dim)
+    if name in ("slice", "split", "split_with_sizes", "cat"):
+        return dim if out.shape[dim] == x.shape[dim] else None
+    if name in _SAME or torch.Tag.pointwise in func.tags:
+        dim += out.ndim - x.ndim
+        return dim if out.shape[dim] == x.shape[dim - out.ndim + x.ndim] else None
+    return None
+
+
+def _viewed(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int | None:
+    """Where a dim is after a view: the first dim that begins where it begins."""
+    lead = math.prod(before[:dim])
+    begins = [j for j in range(len(after)) if math.prod(after[:j]) == lead and (after[j] != 1 or before[dim] == 1)]
+    return begins[0] if begins else None
+
+
+def _column(layer: nn.Linear, path: str, tp: int, following: _Following) -> Callable[[Tensor], Tensor]:
+    start, stop = boxes.chunk(layer.out_features, tp, 0)
+
+    def forward(x: Tensor) -> Tensor:
+        out = x.new_empty((*x.shape[:-1], layer.out_features))
+        return following.mark(out, _Cut(out.ndim - 1, path, stop - start, layer.out_features))
+
+    return forward
+
+
+def _part_of_column(layer: nn.Linear, tp: int) -> Callable[[Tensor], Tensor]:
+    start, stop = boxes.chunk(layer.out_features, tp, 0)
+    return lambda x: x.new_empty((*x.shape[:-1], stop - start))
+
+
+def _row(layer: nn.Linear, path: str, tp: int, rows: list[str]) -> Callable[[Tensor], Tensor]:
+    start, stop = boxes.chunk(layer.in_features, tp, 0)
+
+    def forward(x: Tensor) -> Tensor:
+        if x.shape[-1] != stop - start and not rows:
+            has = f"of whose {layer.in_features} inputs a rank has {stop - start}"
+            rows.append(f"{path} has role 'row', {has}: it gets {x.shape[-1]}")
+        return x.new_empty((*x.shape[:-1], layer.out_features))
+
+    return forward

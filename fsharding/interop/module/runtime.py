@@ -1,0 +1,332 @@
+"""One call of a module as a function: the module without weights, and the units that get theirs where they are called.
+
+In: a module, its anatomy, leaves at rest, in flight or whole. Out: what the module's forward returns.
+A copy of the module is made once. In it each weight is a place that nothing can be computed with, and a unit's forward
+asks the current call for its weights, gathers, computes and lets go. Every unit draws from a seed of its own.
+Law: a forward that changes tensors of the module, or draws without a key, is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fsharding import _compat, _functorch, random, tree
+from fsharding.errors import ConfigError, FshardingError, TransformError, message
+from fsharding.interop.module.initializers import random_state, seed_of
+from fsharding.interop.module.mutation_guard import Watch
+from fsharding.interop.module.problems import FUNCTION
+from fsharding.interop.module.structure import Anatomy, ModuleUnit
+from fsharding.interop.module.tensor_parallel import Bare, Entrances, Roles, install
+from fsharding.mesh.abstract_mesh import DATA_AXES
+from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size, set_mesh
+from fsharding.sharding.named_sharding import Local, typeof
+from fsharding.transforms import policies
+from fsharding.transforms.gather_unit import gather_unit
+from fsharding.transforms.policies import Policy
+from fsharding.transforms.remat import remat
+from fsharding.transforms.scan import unstack_units
+
+__all__ = ["Engine", "Run", "computing"]
+
+
+class _Absent(Tensor):
+    """The place of a weight while its unit is not gathered: it has a shape, and nothing can be computed with it."""
+
+    path: str
+    home: torch.device
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == cls.device.__get__:
+            return getattr(args[0], "home", torch.device("cpu"))
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "detach", "requires_grad_", "size", "dim", "numel", "is_floating_point", "__repr__"):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        rows = [getattr(x, "path", "") for x in tree.leaves((args, kwargs)) if isinstance(x, _Absent)]
+        if not _guarded.get():
+            raise _Elsewhere(message(*_recomputing([f"{row} is asked for by {name}" for row in rows])))
+        text = f"needs weights that are used where their unit is called; {name} asked for them elsewhere."
+        mend = "Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."
+        raise _Elsewhere(message(FUNCTION, text, rows, mend))
+
+
+class _Elsewhere(FshardingError, RuntimeError):
+    """A weight is used outside of its unit. No TypeError: the operators of a tensor would take it for their own."""
+
+
+def _absent(name: str, parameter: nn.Parameter) -> Any:
+    hollow = torch.empty_like(parameter, device="meta").detach().as_subclass(_Absent)
+    result: Any = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
+    result.path = name
+    return result
+
+
+def _copied(module: nn.Module, absent: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(module, absent)
+    except (RuntimeError, TypeError) as error:
+        mend = "Take out what cannot be copied; the weight_norm of torch.nn.utils.parametrizations can be."
+        rows = [str(error).split(".  ")[0]]
+        raise ConfigError(message(FUNCTION, f"cannot copy {type(module).__name__}.", rows, mend)) from error
+
+
+_ODD = 0x9E3779B97F4A7C15
+"""Between seeds that follow each other, so that all their bits differ (the step of splitmix64)."""
+
+_running: ContextVar[Run | None] = ContextVar("fsharding_module_run", default=None)
+_guarded: ContextVar[bool] = ContextVar("fsharding_module_guarded", default=False)
+
+
+class Engine:
+    """A copy of the module without weights, whose units ask the current run for theirs."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        anatomy: Anatomy,
+        roles: Roles,
+        buffers: Mapping[str, Tensor],
+        idle: Sequence[str] = (),
+    ) -> None:
+        """Copies a module.
+
+        Args:
+            module: as in `fs.functionalize`.
+            anatomy: of it.
+            roles: of its layers.
+            buffers: values of those on the meta device.
+            idle: paths of blocks that never run, since another one runs for them.
+
+        Raises:
+            TransformError: it checkpoints its own layers.
+            ConfigError: it cannot be copied.
+        """
+        own = {n: m for n, m in module.named_modules() if m.training and getattr(m, "gradient_checkpointing", False)}
+        if own:
+            rows = [
+                f"{name or 'the module'} is {type(m).__name__}, gradient_checkpointing=True" for name, m in own.items()
+            ]
+            raise TransformError(message(*_recomputing(rows)))
+        absent = {id(p): _absent(name, p) for name, p in module.named_parameters()}
+        self._absent = list(absent.values())
+        self.module: nn.Module = _copied(module, absent)
+        for name, value in buffers.items():
+            owner, _, last = name.rpartition(".")
+            setattr(self.module.get_submodule(owner), last, value)
+        self.entrances: Entrances = install(self.module, roles)
+        self.units, self.bodies = anatomy.units, dict[str, Callable[..., Any]]()
+        running = {n: m for n, m in self.module.named_modules() if not n.startswith(tuple(f"{b}." for b in idle))}
+        self._watch, self._home = Watch(running), None
+        self.drops = [
+            f"{name} is {m}"
+            for name, m in self.module.named_modules()
+            if m.training and isinstance(p := getattr(m, "p", None), float) and p > 0 and "Drop" in type(m).__name__
+        ]
+
+    def persistent(self) -> dict[str, Tensor]:
+        """The buffers that a state dict has, by every name."""
+        return {
+            ".".join(filter(None, (path, name))): buffer
+            for path, owner in self.module.named_modules(remove_duplicate=False)
+            for name, buffer in _compat.persistent_buffers(owner).items()
+        }
+
+    def open(self) -> None:
+        """Makes every unit ask for its weights when it is called."""
+        for number, unit in enumerate(self.units):
+            for member in unit.members:
+                self._open(number, member)
+
+    @contextmanager
+    def guard(self, leaves: Iterable[Any], *, keyed: bool) -> Generator[torch.device]:
+        """Brings constants to the device of some leaves; what runs inside must not change them, nor draw without a key.
+
+        Raises:
+            TransformError: it does; all is listed.
+        """
+        if self.drops and not keyed:
+            raise TransformError(message(*_keyless(self.drops)))
+        first = next((x for x in leaves if isinstance(x, Local | Tensor)), None)
+        device = torch.device("cpu") if first is None else (first.value if isinstance(first, Local) else first).device
+        self._move(device)
+        self._watch.begin()
+        state, done = random_state(device), False
+        token = _guarded.set(True)
+        try:
+            with _worded():
+                yield device
+            done = True
+        finally:
+            _guarded.reset(token)
+            self.entrances.clear()
+            changed = self._watch.end(done=done)
+        if changed:
+            raise TransformError(message(*_changing(changed)))
+        if not keyed and not torch.equal(state, random_state(device)):
+            raise TransformError(message(*_keyless([f"{type(self.module).__name__} in its forward"])))
+
+    def _open(self, number: int, member: str) -> None:
+        inner = self.module.get_submodule(member)
+        bare = Bare(inner, inner.forward)
+
+        def body(weights: dict[str, Tensor], args: Any, kwargs: Any, seed: int | None, mesh: Mesh | None) -> Any:
+            device = next((x.device for x in weights.values()), "cpu")
+            named = {f"inner.{name[len(member) + 1 :]}": x for name, x in weights.items()}
+            with self.entrances.drawing(seed, device), computing(mesh):
+                return torch.func.functional_call(bare, named, args, kwargs, tie_weights=False)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run = _running.get()
+            if run is None:
+                raise TransformError(message(*_recomputing([f"{member} is called again"])))
+            return run.enter(number, member, args, kwargs)
+
+        self.bodies[member] = body
+        inner.forward = forward
+
+    def _move(self, device: torch.device) -> None:
+        """Constants to the device of the weights."""
+        if device == self._home:
+            return
+        self._home = device
+        self._watch.move(device)
+        for absent in self._absent:
+            absent.home = device
+
+
+class Run:
+    """One call of a module: its leaves, what has been gathered, and what it draws with."""
+
+    def __init__(self, engine: Engine, policy: Policy, leaves: list[Any], key: Tensor | None) -> None:
+        self._engine, self._policy, self._leaves = engine, policy, leaves
+        self._rows: dict[int, Any] = {}
+        self._trees: dict[int, dict[str, Any]] = {}
+        self._together: dict[int, dict[str, Tensor]] = {}
+        self._entered = 0
+        shardings = (typeof(x).sharding for x in leaves if isinstance(x, Local | DTensor))
+        self._mesh = next((s.mesh for s in shardings if s is not None), None)
+        self._first_seed: int | None = None
+        if key is not None:  # ranks along data axes have other tokens
+            where = 0
+            for axis in DATA_AXES:
+                where = where * axis_size(axis, self._mesh) + axis_index(axis, self._mesh)
+            self._first_seed = seed_of(random.fold_in(key, where))
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """Runs the module."""
+        with self._engine.guard(self._leaves, keyed=self._first_seed is not None) as device:
+            token = _running.set(self)
+            try:
+                root = self._gather(0)
+                with self._engine.entrances.drawing(self._seed(), device), computing(self._mesh):
+                    return torch.func.functional_call(self._engine.module, root, args, kwargs, tie_weights=False)
+            finally:
+                _running.reset(token)
+
+    def enter(self, number: int, member: str, args: Any, kwargs: Any) -> Any:
+        """Runs a member of a unit with its weights."""
+        unit, body = self._engine.units[number], self._engine.bodies[member]
+        if len(unit.members) > 1:
+            if number not in self._together:
+                self._together[number] = self._gather(number)
+            weights = {n: x for n, x in self._together[number].items() if n.startswith(f"{member}.")}
+        else:
+            weights = self._gather(number)
+        if unit.stack is None:
+            return body(weights, args, kwargs, self._seed(), self._mesh)
+        rest: list[Any] = []
+
+        def tensors(*inputs: Any) -> tuple[Tensor, ...]:  # all that a transform can differentiate
+            leaves, spec = tree.flatten(body(*inputs))
+            rest[:] = [spec, [None if isinstance(x, Tensor) else x for x in leaves]]
+            return tuple(x for x in leaves if isinstance(x, Tensor))
+
+        found = iter(remat(tensors, policy=self._policy)(weights, args, kwargs, self._seed(), self._mesh))
+        spec, others = rest
+        return tree.unflatten(spec, [next(found) if x is None else x for x in others])
+
+    def _gather(self, number: int) -> dict[str, Tensor]:
+        """The weights of a unit by name; the next unit is sent for."""
+        units = self._engine.units
+        policy = self._policy if units[number].stack is not None else policies.save_except_gathered
+        then = self._tree(number + 1) if number + 1 < len(units) else None
+        return gather_unit(self._tree(number), policy=policy, then=then)
+
+    def _tree(self, number: int) -> dict[str, Any]:
+        if number not in self._trees:
+            self._trees[number] = self._made(self._engine.units[number])
+        return self._trees[number]
+
+    def _made(self, unit: ModuleUnit) -> dict[str, Any]:
+        return {w.name: self._leaves[w.leaf] if w.row is None else self._row(w.leaf, w.row) for w in unit.weights}
+
+    def _row(self, leaf: int, row: int) -> Any:
+        if leaf not in self._rows:
+            self._rows[leaf] = unstack_units(self._leaves[leaf])
+        return self._rows[leaf][row]
+
+    def _seed(self) -> int | None:
+        """A seed for the unit that is entered now."""
+        if self._first_seed is None:
+            return None
+        self._entered += 1
+        return (self._first_seed + self._entered * _ODD) % 2**64
+
+
+@contextmanager
+def computing(mesh: Mesh | None) -> Generator[None]:
+    """Modules run inside: on a mesh, if there is one, and under torch.func with kernels that have every derivative."""
+    with (
+        nullcontext() if mesh is None else set_mesh(mesh),
+        sdpa_kernel(SDPBackend.MATH) if _functorch.in_functorch() else nullcontext(),
+    ):
+        yield
+
+
+@contextmanager
+def _worded() -> Generator[None]:
+    """What torch and its transforms say of a module that cannot be a function of its parameters, in words of ours."""
+    try:
+        yield
+    except _Elsewhere as error:
+        raise TransformError(str(error)) from None
+    except RuntimeError as error:
+        text = str(error)
+        if _functorch.in_functorch() and any(words in text for words in _IN_PLACE):
+            raise TransformError(message(*_changing([f"under torch.func: {text.splitlines()[0]}"]))) from error
+        if "forward AD" in text and "_grouped_mm" in text:
+            raise TransformError(message(*_GROUPED)) from error
+        raise
+
+
+_IN_PLACE = ("would mutate a captured Tensor", "vmap: inplace arithmetic")
+_GROUPED = (
+    FUNCTION,
+    "cannot differentiate grouped products of experts by forward mode: torch has no such derivative.",
+    (),
+    "Make the module with experts_implementation='eager' in its config, or use reverse mode: torch.func.grad, vjp.",
+)
+
+
+def _changing(rows: list[str]) -> tuple[str, str, list[str], str]:
+    mend = "Keep such state outside of the module: give it as an input, and return it as an output."
+    return FUNCTION, "needs a forward that changes no buffers and no other tensors of the module.", rows, mend
+
+
+def _recomputing(rows: list[str]) -> tuple[str, str, list[str], str]:
+    mend = "Switch its own checkpointing off, and pass policy=fs.policies.nothing_saveable, which recomputes blocks."
+    return FUNCTION, "needs a module that does not run its layers again in the backward pass.", rows, mend
+
+
+def _keyless(rows: list[str]) -> tuple[str, str, list[str], str]:
+    mend = "Pass random_key=, another one at each step, or put the module in eval mode before functionalize."
+    return FUNCTION, "needs a random_key for a forward that draws.", rows, mend

@@ -1,0 +1,399 @@
+"""What an nn.Module is made of: leaves, which have the parameters of equal blocks stacked, and units of modules.
+
+In: a module with real or meta tensors, patterns of the modules that are units, dim names by pattern. Out: an `Anatomy`,
+a printable value without tensors; or one error with everything that does not fit.
+The tree of leaves has the shape of the module, without the number of a block: `layers.3.attn.weight` is row 3 of
+`layers.attn.weight`. Law: every name of every parameter is in one unit, and a tied parameter is one leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import takewhile
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from fsharding.checkpoint.name_map import Rows
+from fsharding.errors import ConfigError, FshardingError, LayoutError, TreeError, listed
+from fsharding.interop.module.problems import problem, refuse_all
+from fsharding.sharding.leaf_plan import LAYERS, type_text
+from fsharding.sharding.partition_spec import DimName
+from fsharding.tree import Tree
+
+__all__ = ["Anatomy", "ModuleLeaf", "ModuleUnit", "NameTable", "UnitPatterns", "Weight", "nested", "plan_module"]
+
+UnitPatterns: TypeAlias = str | Sequence[str | tuple[str, ...]]
+"""Paths of modules; `*` stands for one part of a path, and a tuple is gathered together."""
+
+NameTable: TypeAlias = Mapping[str, tuple[DimName, ...] | None]
+"""Dim names by pattern of a leaf's path; `*` stands for anything, and the first pattern that fits counts."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One name of a parameter: where the unit that has it finds its value.
+
+    Attributes:
+        name: in the module, such as `layers.3.attn.weight`.
+        leaf: number of the leaf.
+        row: of a stacked leaf, else None.
+    """
+
+    name: str
+    leaf: int
+    row: int | None
+
+
+@dataclass(frozen=True)
+class ModuleUnit:
+    """Modules that are gathered together, when the first of them is called.
+
+    Attributes:
+        members: their paths; empty for the root, which has what no other unit has.
+        weights: of all of them.
+        stack: path of the stack that the only member is a block of, else None.
+    """
+
+    members: tuple[str, ...]
+    weights: tuple[Weight, ...]
+    stack: str | None
+
+
+@dataclass(frozen=True)
+class ModuleLeaf:
+    """One leaf of the tree of parameters.
+
+    Attributes:
+        path: dotted.
+        shape: with the blocks that have it as first dim, where they are stacked.
+        dtype: element type.
+        sources: names of the parameters that it is made of: one for each row of a stack, else one.
+        stacked: whether its first dim is the blocks.
+        trainable: whether the module asks for its gradient.
+        names: of its dims.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: tuple[str, ...]
+    stacked: bool
+    trainable: bool
+    names: tuple[DimName, ...]
+
+    def pattern(self) -> str | Rows:
+        """The name of its parameters; `{i}` stands for the row, or for what `Rows` says."""
+        if not self.stacked:
+            return self.sources[0]
+        split = [source.split(".") for source in self.sources]
+        shortest = min(map(len, split))
+
+        def alike(counts: range) -> int:
+            return sum(1 for _ in takewhile(lambda k: len({parts[k] for parts in split}) == 1, counts))
+
+        start, stop = alike(range(shortest)), -alike(range(-1, -shortest - 1, -1))
+        if len(split) == 1:  # its number is that part of the name which the path of the leaf lacks
+            (parts,) = split
+            lacks = (k for k in range(shortest) if ".".join([*parts[:k], *parts[k + 1 :]]) == self.path)
+            start = next(lacks, 0)
+            stop = start + 1 - shortest
+        first = split[0]
+        name = ".".join([*first[:start], "{i}", *first[len(first) + stop :]])
+        keys = [".".join(parts[start : len(parts) + stop]) for parts in split]
+        if keys == [str(row) for row in range(len(keys))]:
+            return name
+        return Rows(name, tuple(int(key) if key.isdecimal() and str(int(key)) == key else key for key in keys))
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """See the module.
+
+    Attributes:
+        leaves: of the tree of parameters.
+        units: the root first, the others in the order in which the module defines them.
+    """
+
+    leaves: tuple[ModuleLeaf, ...]
+    units: tuple[ModuleUnit, ...]
+
+    def __str__(self) -> str:
+        def title(unit: ModuleUnit) -> str:
+            return ", ".join(unit.members) if unit.members else "root"
+
+        units = [unit for unit in self.units if unit.weights]
+        rows = [f"  {title(unit)}: {len(unit.weights)} weights" for unit in units]
+        rows += [f"  {leaf.path}: {type_text(leaf.shape, leaf.dtype)} {leaf.names}" for leaf in self.leaves]
+        return "\n".join([f"{len(units)} units, {len(self.leaves)} leaves", *rows])
+
+
+def nested(values: Mapping[str, Any]) -> Tree:
+    """A tree of dicts from what stands at dotted paths.
+
+    Raises:
+        ConfigError: a path goes on below another one.
+    """
+    tree: dict[str, Any] = {}
+    clashes: list[str] = []
+    for path, value in values.items():
+        *way, last = path.split(".")
+        node = tree
+        for part in way:
+            below = node.setdefault(part, {})
+            if not isinstance(below, dict):
+                break
+            node = below
+        else:
+            if last not in node:
+                node[last] = value
+                continue
+        clashes.append(f"{path}: there is a leaf above or below it")
+    _refuse_clashes(clashes)
+    return tree
+
+
+def _refuse_clashes(rows: list[str]) -> None:
+    refuse_all(problem(ConfigError, "gets two leaves at one path.", rows, _RENAME))
+
+
+_RENAME = "Rename what stands beside the blocks, or name each block as a unit of its own, without a star."
+
+
+_Homes: TypeAlias = dict[int, list[tuple[int, str]]]
+"""For each parameter (by identity) the units that have it, by number, and its names there."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A unit before its weights are known."""
+
+    members: tuple[str, ...]
+    stack: str | None
+
+
+def plan_module(
+    module: nn.Module,
+    units: UnitPatterns,
+    names: NameTable | None = None,
+    *,
+    general: bool = False,
+    ragged: bool = False,
+    problems: Sequence[FshardingError] = (),
+) -> Anatomy:
+    """Plans the leaves and the units of a module.
+
+    Args:
+        module: with real or meta tensors.
+        units: as in `fs.functionalize`.
+        names: as in `fs.functionalize`.
+        general: the names are those of a family, not all of which every module has.
+        ragged: blocks of a stack may lack parameters that others have; a leaf then has rows of those that have it. The
+            stacks of a family are so: layers of one model are dense or routed.
+        problems: that are known already, to be raised with those that are found.
+
+    Raises:
+        ConfigError: a pattern that fits no module that can be a unit, units inside units, or a parameter with the path
+            of a stack; or problems of several kinds. All are listed.
+        TreeError: blocks of one stack that differ; every parameter that does is listed.
+        LayoutError: leaves that `names` misses, or patterns that fit none; all are listed.
+    """
+    modules, problems, before = dict(module.named_modules()), [*problems], len(problems)
+    patterns = _find_units(modules, [units] if isinstance(units, str) else list(units), problems)
+    found, is_sure = [_Found((), None), *patterns], len(problems) == before
+    uses = _uses(modules, found)
+    homes: _Homes = {}
+    for number, named in enumerate(uses):
+        for name, parameter in named.items():
+            homes.setdefault(id(parameter), []).append((number, name))
+    own = [_own(unit, named, homes) for unit, named in zip(found, uses, strict=True)]
+    problems += _unlike(found, uses, own, ragged=ragged)
+    sources: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
+    places: dict[int, tuple[str, int | None]] = {}
+    for unit, named, stacked in zip(found, uses, own, strict=True):
+        for name, parameter in named.items():
+            if id(parameter) in places:
+                continue
+            if name in stacked:
+                path = ".".join(filter(None, (unit.stack, name[len(unit.members[0]) + 1 :])))
+            else:
+                path = next((n for i, n in homes[id(parameter)] if found[i].stack is None), name)
+            rows = sources.setdefault((path, name in stacked), [])
+            places[id(parameter)] = path, len(rows) if name in stacked else None
+            rows.append((name, parameter))
+    twice = [f"{path}: {rows[0][0]}" for (path, s), rows in sources.items() if (path, not s) in sources]
+    problems += problem(ConfigError, "gets two leaves at one path.", twice, _RENAME)
+    leaves = tuple(_leaf(path, rows, stacked) for (path, stacked), rows in sources.items())
+    numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
+    planned: list[ModuleUnit] = []
+    for unit, named in zip(found, uses, strict=True):
+        weights = ((name, *places[id(parameter)]) for name, parameter in named.items())
+        here = tuple(Weight(name, numbers[path], row) for name, path, row in weights)
+        planned.append(ModuleUnit(unit.members, here, unit.stack))
+    # Where a pattern has found no units, nobody knows what the leaves outside of units would be called.
+    known = leaves if is_sure else [leaves[i] for i in sorted({w.leaf for unit in planned[1:] for w in unit.weights})]
+    problems += _misnamed(known, names, None if general or not is_sure else leaves)
+    refuse_all(problems)
+    return Anatomy(_named(leaves, names), tuple(planned))
+
+
+def _find_units(
+    modules: Mapping[str, nn.Module], patterns: Sequence[str | tuple[str, ...]], problems: list[FshardingError]
+) -> list[_Found]:
+    """The units that the patterns name, in the order of the module; a module belongs to the first that fits it."""
+    odd = [repr(p) for p in patterns if not all(isinstance(x, str) for x in (p if isinstance(p, tuple) else (p,)))]
+    problems += problem(ConfigError, "needs patterns that are paths, or tuples of them.", odd, _STAR)
+    patterns = [pattern for pattern in patterns if repr(pattern) not in odd]
+    found: list[_Found] = []
+    wrong: list[str] = []
+    taken: set[str] = set()
+    for pattern in patterns:
+        together = (pattern,) if isinstance(pattern, str) else pattern
+        fits = [name for one in together for name in modules if _fits(name, one) and name not in taken]
+        good = [name for name in fits if _why_not(modules[name]) is None]
+        taken |= {*good}
+        missing = [one for one in together if not any(_fits(name, one) for name in good)]
+        reasons = [f"{name} {_why_not(modules[name])}" for name in fits if name not in good and name in together]
+        wrong += reasons or [f"{one!r} fits no module" for one in missing]
+        if isinstance(pattern, str) and "*" in pattern:
+            stack = ".".join(part for part in pattern.split(".") if part != "*")
+            found += [_Found((name,), stack) for name in good]
+        else:
+            found.append(_Found(tuple(good), None))
+    if wrong:
+        children = [f"  {name} is {_kind(m)}" for name, m in modules.items() if name and name.count(".") < 2]
+        problems += problem(ConfigError, "finds no units for a pattern.", [*wrong, "modules are", *children], _STAR)
+    members = [name for unit in found for name in unit.members]
+    inside = [f"{b} is inside {a}" for a in members for b in members if b.startswith(f"{a}.")]
+    problems += problem(ConfigError, "got units inside units.", inside, "Keep the outer or the inner ones.")
+    refuse_all(problems if inside else [])  # what else there is would be about units that are in two places
+    order = {name: i for i, name in enumerate(modules)}
+    return sorted((unit for unit in found if unit.members), key=lambda unit: order[unit.members[0]])
+
+
+_STAR = "Name blocks by the path of their list and a star, such as units='layers.*'."
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a path fits a pattern, part by part."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return name != "" and len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Why a module cannot be a unit."""
+    if type(module).forward is nn.Module.forward:
+        return f"is a {type(module).__name__}, which is never called itself"
+    return None if any(True for _ in module.parameters()) else "has no parameters"
+
+
+def _kind(module: nn.Module) -> str:
+    inside = list(module.children()) if type(module).forward is nn.Module.forward else []
+    kinds = sorted({type(child).__name__ for child in inside})
+    return type(module).__name__ + (f" of {len(inside)} {', '.join(kinds)}" if inside else "")
+
+
+def _uses(modules: Mapping[str, nn.Module], found: Sequence[_Found]) -> list[dict[str, nn.Parameter]]:
+    """For each unit its parameters by name, with every name of one that has several."""
+    uses = [
+        {
+            ".".join(filter(None, (member, inner, name))): parameter
+            for member in unit.members
+            for inner, child in modules[member].named_modules()
+            for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
+        }
+        for unit in found
+    ]
+    inside = {id(child) for unit in found for member in unit.members for child in modules[member].modules()}
+    uses[0] = {
+        ".".join(filter(None, (path, name))): parameter
+        for path, child in modules.items()
+        if id(child) not in inside
+        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
+    }
+    return uses
+
+
+def _own(unit: _Found, named: Mapping[str, nn.Parameter], homes: _Homes) -> set[str]:
+    """The first names of those parameters of a block that no other unit has: they are stacked."""
+    if unit.stack is None:
+        return set()
+    alone = {name: homes[id(p)] for name, p in named.items() if len({number for number, _ in homes[id(p)]}) == 1}
+    return {name for name, uses in alone.items() if uses[0][1] == name}
+
+
+def _unlike(
+    found: Sequence[_Found],
+    uses: Sequence[Mapping[str, nn.Parameter]],
+    own: Sequence[set[str]],
+    *,
+    ragged: bool,
+) -> list[FshardingError]:
+    """Blocks of one stack that cannot be its rows."""
+    firsts: dict[str, dict[str, tuple[str, str]]] = {}
+    wrong: list[str] = []
+    for unit, named, stacked in zip(found, uses, own, strict=True):
+        if unit.stack is None:
+            continue
+        (member,) = unit.members
+        kinds = {name[len(member) + 1 :]: _type(p, name in stacked) for name, p in named.items()}
+        is_first = unit.stack not in firsts
+        wanted = firsts.setdefault(unit.stack, {})
+        if is_first or ragged:
+            wanted |= {name: (member, kind) for name, kind in kinds.items() if name not in wanted}
+        template = next((where for where, _ in wanted.values()), member)
+        for name in sorted({*kinds, *wanted} if not ragged else kinds):
+            where, a = wanted.get(name, (template, "not there"))
+            b = kinds.get(name, "not there")
+            wrong += [f"{name}: {a} in {where}, {b} in {member}"] if a != b else []
+    mend = "Give unlike blocks patterns of their own, which come first: units=('layers.0', 'layers.*')."
+    return problem(TreeError, "can stack only blocks that are alike.", wrong, mend)
+
+
+def _type(parameter: nn.Parameter, stacked: bool) -> str:
+    text = type_text(tuple(parameter.shape), parameter.dtype)
+    frozen = "" if parameter.requires_grad or not parameter.is_floating_point() else ", frozen"
+    return text + frozen + ("" if stacked else ", tied")
+
+
+def _leaf(path: str, rows: Sequence[tuple[str, nn.Parameter]], stacked: bool) -> ModuleLeaf:
+    first = rows[0][1]
+    shape = (len(rows), *first.shape) if stacked else tuple(first.shape)
+    names = (LAYERS, *(None,) * first.ndim) if stacked else (None,) * first.ndim
+    sources = tuple(name for name, _ in rows)
+    return ModuleLeaf(path, shape, first.dtype, sources, stacked, first.requires_grad, names)
+
+
+def _misnamed(
+    leaves: Sequence[ModuleLeaf], table: NameTable | None, every: Sequence[ModuleLeaf] | None
+) -> list[FshardingError]:
+    """Leaves that a table misses; and its patterns that fit none of all leaves, where these are given."""
+    if table is None:
+        return []
+    missed = [leaf for leaf in leaves if not any(fnmatchcase(leaf.path, pattern) for pattern in table)]
+    rows = [f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}" for leaf in missed]
+    mend = "Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."
+    text = f"finds no names for {len(missed)} leaves; the table has {listed(map(repr, table), none='nothing')}."
+    problems = problem(LayoutError, text, rows, mend)
+    if every is None:
+        return problems
+    idle = [repr(pattern) for pattern in table if not any(fnmatchcase(leaf.path, pattern) for leaf in every)]
+    rows = [*idle, "leaves are", *(f"  {leaf.path}" for leaf in every)] if idle else []
+    mend = "Take them out, or write them as the leaves are called; print(net) shows what names they get."
+    return problems + problem(LayoutError, "gets names for leaves that are not there.", rows, mend)
+
+
+def _named(leaves: tuple[ModuleLeaf, ...], table: NameTable | None) -> tuple[ModuleLeaf, ...]:
+    """The leaves with the dim names of a table."""
+    if table is None:
+        return leaves
+    fits = [next((pattern for pattern in table if fnmatchcase(leaf.path, pattern)), None) for leaf in leaves]
+    result: list[ModuleLeaf] = []
+    for leaf, pattern in zip(leaves, fits, strict=True):
+        given = table[pattern] if pattern is not None else None
+        layers = (LAYERS,) if leaf.stacked else ()
+        result.append(leaf if given is None else replace(leaf, names=(*layers, *given)))
+    return tuple(result)

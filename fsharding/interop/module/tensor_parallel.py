@@ -1,0 +1,307 @@
+"""Tensor parallelism for modules of plain `nn.Linear` and `nn.Embedding`: which forwards are replaced, and by what.
+
+In: a module and a table from module paths to roles. Out: the same module, whose layers compute with the shards that
+`tp` leaves them; a layer whose weight is whole computes as before. Roles are those of a transformer block: `column`
+begins a region, `row` ends it (Shoeybi et al. 2019), `inside` has whole parameters that each rank uses on other heads,
+`vocab` looks up in a cut table, `logits` makes whole logits with one. Law: outputs and gradients are those of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsharding import ops
+from fsharding.errors import ConfigError, FshardingError, message
+from fsharding.interop.module.initializers import random_state, reseed, seeded, set_random_state
+from fsharding.interop.module.problems import FUNCTION
+from fsharding.interop.module.structure import Anatomy
+from fsharding.mesh.abstract_mesh import DATA_AXES
+from fsharding.mesh.device_mesh import Mesh, abstract, axis_index, axis_size
+from fsharding.sharding import boxes
+from fsharding.sharding.leaf_plan import EXPERT, type_text
+from fsharding.sharding.partition_spec import AxisRules, rule_name
+
+__all__ = ["Role", "Roles", "check_axes", "check_roles", "install", "role_of"]
+
+Role: TypeAlias = Literal["column", "row", "inside", "vocab", "logits"]
+Roles: TypeAlias = Mapping[str, Role]
+"""Roles by pattern of a module's path; `*` stands for anything, and the first pattern that fits counts."""
+
+_CUT: dict[str, dict[str, int]] = {
+    "column": {"weight": 0, "bias": 0},
+    "row": {"weight": 1},
+    "inside": {},
+    "vocab": {"weight": 0},
+    "logits": {"weight": 0, "bias": 0},
+}
+"""For each role the dim of each parameter that `tp` may cut."""
+
+
+def role_of(path: str, roles: Roles) -> Role | None:
+    """The role of a module."""
+    return next((role for pattern, role in roles.items() if fnmatchcase(path, pattern)), None)
+
+
+@dataclass
+class _Unit:
+    """What runs now: a unit, or what is around all of them.
+
+    Attributes:
+        seed: that it draws from; None where nothing may be drawn.
+        devices: whose generators it may draw from.
+        known: activations that have entered a region, by the parent of its columns: before and after.
+        inside: parents of the columns whose rows have not come yet.
+        outside: the states of the generators, as they were before the region.
+        regions: how many there were.
+    """
+
+    seed: int | None = None
+    devices: tuple[torch.device, ...] = ()
+    known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    inside: list[str] = field(default_factory=list)
+    outside: list[Tensor] = field(default_factory=list)
+    regions: int = 0
+
+
+class Entrances:
+    """Where regions begin and end, for what is shared by columns of one parent, and for what is drawn inside.
+
+    The columns share one sum in backward. In a region each rank draws for its own part from a seed of its own, and
+    after it all draw alike again, since parts that are not equally large have drawn unequally often.
+    """
+
+    def __init__(self) -> None:
+        self._unit = _Unit()
+
+    @contextmanager
+    def drawing(self, seed: int | None, device: torch.device | str) -> Generator[None]:
+        """A unit runs inside, with a seed of its own."""
+        devices = tuple({torch.device("cpu"), torch.device(device)})
+        around, self._unit = self._unit, _Unit(seed, devices)
+        try:
+            with seeded(seed, device):
+                yield
+        finally:
+            self._unit = around
+
+    def begin(self, parent: str) -> None:
+        """A column begins a region, or goes on with it."""
+        unit = self._unit
+        if unit.seed is not None and not unit.inside:
+            unit.outside = [random_state(device) for device in unit.devices]
+            number = unit.regions * axis_size("tp") + axis_index("tp") + 1
+            for device in unit.devices:
+                reseed((unit.seed + number * _ODD) % 2**64, device)
+            unit.regions += 1
+        unit.inside += [parent] if parent not in unit.inside else []
+
+    def end(self, parent: str) -> None:
+        """A row ends the region of its parent, or all where its parent has begun none."""
+        unit = self._unit
+        unit.inside = [p for p in unit.inside if p != parent] if parent in unit.inside else []
+        if not unit.inside and unit.outside:
+            for device, state in zip(unit.devices, unit.outside, strict=True):
+                set_random_state(state, device)
+            unit.outside = []
+
+    def enter(self, parent: str, x: Tensor) -> Tensor:
+        """What `ops.enter` makes of x, once for each x of a parent."""
+        known = self._unit.known.get(parent)
+        if known is None or known[0] is not x:
+            known = self._unit.known[parent] = x, ops.enter(x)
+        return known[1]
+
+    def clear(self) -> None:
+        """Lets all activations go."""
+        self._unit.known.clear()
+
+
+_ODD = 0xD1342543DE82EF95
+"""Between seeds of regions (a multiplier of a linear congruential generator of 64 bits, Steele and Vigna 2021)."""
+
+
+def install(module: nn.Module, roles: Roles) -> Entrances:
+    """Replaces the forwards of the layers that have a role; `check_roles` says whether they can have it."""
+    entrances = Entrances()
+    for path, layer in list(module.named_modules()):
+        role = role_of(path, roles)
+        if role is None:
+            continue
+        parent = path.rpartition(".")[0]
+        if isinstance(layer, nn.Linear) and role in ("column", "row", "logits"):
+            make = {"column": _column, "row": _row, "logits": _logits}[role]
+            layer.forward = make(layer, layer.forward, parent, entrances)
+        elif isinstance(layer, nn.Embedding) and role == "vocab":
+            layer.forward = _vocab(layer, layer.forward)
+        else:
+            siblings = [child for child in module.get_submodule(parent).children() if isinstance(child, nn.Linear)]
+            layer.forward = _inside(layer, layer.forward, siblings)
+    return entrances
+
+
+def check_roles(module: nn.Module, roles: Roles, *, general: bool = False) -> list[FshardingError]:
+    """What is wrong with roles: such as there are none of, for layers that are not there, or cannot have them.
+
+    Args:
+        module: with the layers.
+        roles: of them.
+        general: they are those of a family, not all of which every module has.
+    """
+    layers = dict(module.named_modules())
+    wrong = [f"{pattern!r} has role {role!r}: there is none" for pattern, role in roles.items() if role not in _CUT]
+    for path, layer in layers.items():
+        role = role_of(path, roles)
+        wanted = nn.Embedding if role == "vocab" else nn.Module if role in ("inside", None) else nn.Linear
+        if role in _CUT and not isinstance(layer, wanted):
+            wrong.append(f"{path} is {type(layer).__name__}, role {role!r} needs {wanted.__name__}")
+    fits = {pattern for pattern in roles if any(fnmatchcase(path, pattern) for path in layers)}
+    wrong += [f"{pattern!r} fits no module" for pattern in roles if pattern not in fits and not general]
+    mend = f"Give plain nn.Linear and nn.Embedding one of the roles {', '.join(map(repr, _CUT))}, and others none."
+    return [ConfigError(message(FUNCTION, "cannot compute some layers over tp.", wrong, mend))] if wrong else []
+
+
+_Forward: TypeAlias = Callable[..., Any]
+
+
+def _column(layer: nn.Linear, whole: _Forward, parent: str, entrances: Entrances) -> _Forward:
+    def forward(x: Tensor) -> Tensor:
+        if layer.weight.shape[0] == layer.out_features:
+            return whole(x)
+        entrances.begin(parent)
+        return F.linear(entrances.enter(parent, x), layer.weight, layer.bias)
+
+    return forward
+
+
+def _row(layer: nn.Linear, whole: _Forward, parent: str, entrances: Entrances) -> _Forward:
+    def forward(x: Tensor) -> Tensor:
+        if layer.weight.shape[1] == layer.in_features:
+            return whole(x)
+        bias = cast("Tensor | None", layer.bias)
+        y = ops.leave(F.linear(x, layer.weight))
+        entrances.end(parent)
+        return y if bias is None else y + bias
+
+    return forward
+
+
+def _logits(layer: nn.Linear, whole: _Forward, parent: str, entrances: Entrances) -> _Forward:
+    def forward(x: Tensor) -> Tensor:
+        if layer.weight.shape[0] == layer.out_features:
+            return whole(x)
+        mine = F.linear(entrances.enter(parent, x), layer.weight, layer.bias)
+        start, stop = boxes.chunk(layer.out_features, axis_size("tp"), axis_index("tp"))
+        # A sum, because its transpose is the identity: all ranks go on with the same logits.
+        return ops.leave(F.pad(mine, (start, layer.out_features - stop)))
+
+    return forward
+
+
+def _vocab(layer: nn.Embedding, whole: _Forward) -> _Forward:
+    def forward(tokens: Tensor) -> Tensor:
+        if layer.weight.shape[0] == layer.num_embeddings:
+            return whole(tokens)
+        found = ops.embedding(tokens, layer.weight, vocab=layer.num_embeddings)
+        if layer.padding_idx is None:
+            return found
+        return torch.where((tokens == layer.padding_idx).unsqueeze(-1), found.detach(), found)
+
+    return forward
+
+
+def _inside(layer: nn.Module, whole: _Forward, siblings: Sequence[nn.Linear]) -> _Forward:
+    bare = Bare(layer, whole)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if all(s.weight.shape == (s.out_features, s.in_features) for s in siblings):
+            return whole(*args, **kwargs)
+        varied = {f"inner.{name}": ops.vary(p, "tp") for name, p in layer.named_parameters()}
+        return torch.func.functional_call(bare, varied, args, kwargs, tie_weights=False)
+
+    return forward
+
+
+class Bare(nn.Module):
+    """A module whose forward is a given function; the module that has the parameters is inside, as `inner`."""
+
+    def __init__(self, inner: nn.Module, forward: _Forward) -> None:
+        super().__init__()
+        self.inner, self._call = inner, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The given function."""
+        return self._call(*args, **kwargs)
+
+
+def check_axes(
+    anatomy: Anatomy,
+    roles: Roles,
+    mesh: Mesh,
+    rules: AxisRules,
+    heads: Mapping[str, int],
+    *,
+    tried: Callable[[frozenset[str], int], list[str]],
+    over: Collection[str] = (),
+) -> None:
+    """Refuses a mesh over which the module does not compute.
+
+    Args:
+        anatomy: of the module.
+        roles: of its layers.
+        mesh: with devices, or abstract.
+        rules: axes by dim name.
+        heads: numbers that `tp` has to divide, by name, where it cuts heads.
+        tried: says for names of weights that `tp` cuts, and its size, why the forward cannot have its roles; it is
+            asked last.
+        over: axes that it computes over besides `tp` and the data axes other than `cp`: `pp` in stages, `cp`.
+
+    Raises:
+        ConfigError: an axis that the module cannot be cut over; all leaves and numbers are listed.
+    """
+    shape = abstract(mesh)
+    reasons = {
+        "pp": "a forward in one piece has no stages; see fs.model_from",
+        "cp": "the layers take whole sequences; the parts of fs.model_from may take parts of them, see Parts.cp",
+    }
+    hindered = [axis for axis in reasons if axis not in over and shape.axis_size(axis) > 1]
+    wrong = [f"{axis}={shape.axis_size(axis)}: {reasons[axis]}" for axis in hindered]
+    called_by: dict[int, list[str]] = {}
+    for unit in anatomy.units:
+        for weight in unit.weights:
+            called_by.setdefault(weight.leaf, []).append(weight.name)
+    cut_heads, cut_weights = False, set[str]()
+    for i, leaf in enumerate(anatomy.leaves):
+        for dim, name in enumerate(leaf.names):
+            called = rule_name(name)
+            axes = [a for a in rules.get(called, ()) if shape.axis_size(a) > 1] if called is not None else []
+            cuts = [a for a in axes if a not in (*DATA_AXES, "pp") or called == EXPERT]
+            cut_heads |= bool(cuts) and called in ("heads", "kv_heads")
+            cut_weights |= {*called_by[i]} if "tp" in cuts else set()
+            inner = dim - 1 if leaf.stacked else dim
+            bad = next((source for source in called_by[i] if not _can_cut(source, roles, inner)), None)
+            if cuts and (bad or cuts != ["tp"]):
+                where = f"dim {dim} ({called!r}) over {', '.join(cuts)}"
+                role = role_of((source := bad or leaf.sources[0]).rpartition(".")[0], roles)
+                whose = f"{source} is of a layer with {f'role {role!r}' if role else 'no role'}"
+                wrong.append(f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}, {where}: {whose}")
+    tp = shape.axis_size("tp")
+    wrong += [f"{name} is {count}: no multiple of tp={tp}" for name, count in heads.items() if cut_heads and count % tp]
+    wrong = wrong or (tried(frozenset(cut_weights), tp) if cut_weights else [])
+    if wrong:
+        mend = "Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."
+        raise ConfigError(message("fs.plan_layout", f"cannot cut this module on mesh {shape}.", wrong, mend))
+
+
+def _can_cut(source: str, roles: Roles, dim: int) -> bool:
+    """Whether the layer that has a parameter computes with a part of it along a dim."""
+    path, _, last = source.rpartition(".")
+    role = role_of(path, roles)
+    return role is not None and _CUT[role].get(last) == dim

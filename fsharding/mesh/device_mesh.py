@@ -1,0 +1,361 @@
+"""Meshes with devices: torch `DeviceMesh`es over the six axes, the groups of their ranks, and which mesh is current.
+
+In: a size for each axis, -1 for the one that takes what is left. Out: a mesh, coordinates on it, process groups.
+What needs no devices takes an `AbstractMesh` as well.
+Law: the ranks of `axis_group(mesh, axes)` stand in the order of `axes`, major first, on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import combinations, product
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsharding import _compat
+from fsharding.arguments import refuse
+from fsharding.errors import MeshError, RankError, message
+from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
+from fsharding.mesh.consistency import agree
+from fsharding.mesh.failures import meet, naming_lost, own_rank, set_meeting, world_size
+from fsharding.mesh.groups import close_unused, find_group, group_among
+from fsharding.mesh.rendezvous import init_arguments
+from fsharding.mesh.shutdown import rest_at_exit
+from fsharding.mesh_cache import cache_on_mesh, kept_by
+from fsharding.public import public
+
+__all__ = [
+    "Group",
+    "Mesh",
+    "abstract",
+    "axis_group",
+    "axis_index",
+    "axis_size",
+    "coordinate",
+    "current_mesh",
+    "data_axes",
+    "data_position",
+    "everyone",
+    "is_member",
+    "mesh_here",
+    "of_same_groups",
+    "own_rank",
+    "make_mesh",
+    "set_mesh",
+    "world_size",
+]
+
+Mesh: TypeAlias = DeviceMesh | AbstractMesh
+
+
+def abstract(mesh: Mesh) -> AbstractMesh:
+    """The shape of a mesh as a pure value; an `AbstractMesh` is its own.
+
+    Raises:
+        MeshError: a `DeviceMesh` without axis names, or with a name that is none of the six.
+    """
+    return mesh if isinstance(mesh, AbstractMesh) else _abstract(mesh)
+
+
+@cache_on_mesh()
+def _abstract(mesh: DeviceMesh) -> AbstractMesh:
+    names = mesh.mesh_dim_names
+    if names is None:
+        text = message("fs.abstract", "needs a mesh with named axes.", mend=f"Name its dims with {', '.join(AXES)}.")
+        raise MeshError(text)
+    for name in names:
+        if name not in AXES:
+            raise MeshError(message("fs.abstract", unknown_axis(name)))
+    ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
+    standard = ranks == tuple(range(len(ranks)))
+    return AbstractMesh(tuple(names), tuple(mesh.mesh.shape), () if standard else ranks)
+
+
+@public("fs.make_mesh")
+def make_mesh(
+    *unnamed: object,
+    order: Sequence[str] = AXES,
+    device: str | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    ranks: Sequence[int] | None = None,
+    **axes: int,
+) -> DeviceMesh:
+    """Makes a torch `DeviceMesh`; axes that are not named have size 1, `dp=-1` takes what is left. Collective.
+
+    Starts the default process group if a launcher's environment (`RANK`, `WORLD_SIZE`) is there and none runs yet.
+    On one process without a launcher the mesh has one rank and no process group at all.
+
+    Args:
+        *unnamed: refused; every size has the name of its axis.
+        order: all six axes, major first: which ranks are neighbours.
+        device: "cpu" or "cuda"; by default "cuda" if there is one.
+        timeout: how long a collective of any group of this mesh waits for its peers.
+        ranks: the ranks of the mesh, row-major; by default all of them. Every rank makes the mesh, also those that
+            are not in it: they hold nothing of what lives on it, and meet it in `reshard` only.
+        **axes: sizes of `pp`, `replica`, `dp`, `ep`, `cp`, `tp`.
+
+    Raises:
+        MeshError: unknown axis, a rank that does not exist or stands twice, or the product of the sizes differs from
+            the number of ranks.
+        ArgumentError: a size without the name of its axis, a device that is neither, or a timeout that is no timedelta.
+        ConfigError: not all ranks make the same mesh; the text says who makes which.
+        RankError: not all ranks call it before the timeout, or one is gone; the text says which ranks are where.
+    """
+    if unnamed:
+        size = next((x for x in unnamed if isinstance(x, int)), -1)
+        mend = f"Name the axis: fs.make_mesh(dp={size}). Axes are {', '.join(AXES)}."
+        raise refuse("fs.make_mesh", "sizes by axis", unnamed[0], mend)
+    if device not in (None, "cpu", "cuda"):
+        raise refuse("fs.make_mesh", 'device="cpu" or "cuda"', device, "Give one of the two.")
+    if not isinstance(timeout, timedelta):
+        mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
+        raise refuse("fs.make_mesh", "timeout= as a timedelta", timeout, mend)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    members = list(range(world)) if ranks is None else list(ranks)
+    if sorted({*members} & {*range(world)}) != sorted(members):
+        text = f"got ranks={tuple(members)}, but the ranks are 0 to {world - 1}, each at most once."
+        raise MeshError(message("fs.make_mesh", text))
+    shape = make_shape(axes, world=len(members), order=order)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            grid = torch.zeros(shape.sizes, dtype=torch.int64)
+            return _compat.meshless_device_mesh(device, shape.names, grid, 0)
+        _start(device, timeout)
+    rest_at_exit()
+    set_meeting(timeout)
+    with naming_lost("fs.make_mesh", range(world)):
+        facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
+        mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout)
+    set_meeting(timeout, mesh)
+    return mesh
+
+
+def _start(device: str, timeout: timedelta) -> None:
+    """The default process group, from a launcher's environment."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    try:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout, **init_arguments())
+    except dist.DistError as error:
+        rule = f"on rank {os.environ['RANK']} has not met all of {os.environ.get('WORLD_SIZE')} ranks."
+        mend = "Every rank has to call it; look at what the others said last."
+        raise RankError(message("fs.make_mesh", rule, [str(error).strip().partition("\n")[0]], mend)) from error
+
+
+def _made(
+    device: str, grid: torch.Tensor, shape: AbstractMesh, facts: dict[str, str], timeout: timedelta
+) -> DeviceMesh:
+    """The mesh with its groups, where all ranks make the same."""
+    world = dist.get_world_size()
+    if world > 1:
+        agree("fs.make_mesh", facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet)
+    # All ranks take part in making groups. Those outside are here now and perhaps never again; those of another stage
+    # of a pipeline gather over other axes, or in another order.
+    several = shape.names if grid.numel() < world else data_axes(shape) if shape.axis_size("pp") > 1 else ()
+    early = [frozenset(axes) for count in range(2, len(several) + 1) for axes in combinations(several, count)]
+    placed = AbstractMesh(shape.names, shape.sizes, tuple(grid.flatten().tolist()))
+    by_axis = [_families(placed, {axis}) for axis in shape.names]
+    wanted = [family for families in (*by_axis, *(_families(placed, axes) for axes in early)) for family in families]
+    close_unused(wanted, timeout)
+    groups = [group for families in by_axis if (group := group_among(families, timeout)) is not None]
+    if groups:
+        mesh = _compat.device_mesh_of(groups, device, shape.names, grid)
+    else:
+        mesh = _compat.meshless_device_mesh(device, shape.names, grid, own_rank())
+    kept_by(mesh)["timeout"] = timeout
+    for axes in early:
+        _process_group(mesh, axes)
+    return mesh
+
+
+def _timeout(mesh: DeviceMesh) -> timedelta:
+    """That of a mesh of `make_mesh`; of another, the default."""
+    return kept_by(mesh).get("timeout", timedelta(minutes=10))
+
+
+def of_same_groups(part: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+    """A slice of a mesh, or a view: its groups are those of the whole, which all ranks make, and not their slices'."""
+    kept_by(part)["whole"] = mesh
+    return part
+
+
+@public("fs.is_member")
+def is_member(mesh: Mesh) -> bool:
+    """Whether this process is one of the mesh's ranks."""
+    return isinstance(mesh, AbstractMesh) or mesh.get_coordinate() is not None
+
+
+def coordinate(mesh: Mesh) -> dict[str, int]:
+    """This process's coordinate along each axis; all zeros on an `AbstractMesh`.
+
+    Raises:
+        MeshError: this process is not one of the mesh's ranks.
+    """
+    shape = abstract(mesh)
+    coord = [0] * len(shape.names) if isinstance(mesh, AbstractMesh) else mesh.get_coordinate()
+    if coord is None:
+        mend = "Guard what only its ranks do with fs.is_member(mesh)."
+        raise MeshError(message("fs.coordinate", f"is called on a rank that is not in the mesh {shape}.", mend=mend))
+    return dict(zip(shape.names, coord, strict=True))
+
+
+def data_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of a mesh along which ranks see different tokens, in cutting order."""
+    shape = abstract(mesh)
+    return tuple(axis for axis in DATA_AXES if shape.axis_size(axis) > 1)
+
+
+@public("fs.data_position")
+def data_position(mesh: Mesh) -> tuple[int, int]:
+    """Which part of the global batch this process reads: (index, count) over replica, dp and ep, in rank order."""
+    shape, coord, index, count = abstract(mesh), coordinate(mesh), 0, 1
+    for axis in ("replica", "dp", "ep"):
+        size = shape.axis_size(axis)
+        index, count = index * size + coord.get(axis, 0), count * size
+    return index, count
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share everything but their coordinates along some axes.
+
+    Attributes:
+        ranks: global ranks in the order of the axes, major first.
+        index: this process's place among them.
+        process_group: None when the group has one rank.
+        terms: the members in the order in which sums are taken: by coordinate, with the axes as in `AXES`. A sum over
+            `(dp, replica)` and one over `dp` and then `replica` then add the same terms in the same pairs.
+        axes: along which they lie, as in `AXES`; empty where they are not of one mesh.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    process_group: dist.ProcessGroup | None
+    terms: tuple[int, ...] = (0,)
+    axes: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """The rank inside `process_group` of each member."""
+        in_group = {rank: i for i, rank in enumerate(sorted(self.ranks))}
+        return tuple(in_group[rank] for rank in self.ranks)
+
+
+@cache_on_mesh(256)
+def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
+    """This process's group along some axes. Every rank has to ask for the same axes in the same order of calls.
+
+    Raises:
+        MeshError: the mesh has no devices and the group more than one rank.
+    """
+    shape, mine = abstract(mesh), coordinate(mesh)
+    axes = tuple(axis for axis in axes if shape.axis_size(axis) > 1)
+    steps = [dict(zip(axes, c, strict=True)) for c in product(*(range(shape.axis_size(a)) for a in axes))]
+    ranks = tuple(shape.rank_at({**mine, **step}) for step in steps)
+    index = steps.index({axis: mine[axis] for axis in axes})
+    if len(ranks) == 1:
+        return Group(ranks, 0, None)
+    if isinstance(mesh, AbstractMesh):
+        text = f"cannot run a collective over {', '.join(axes)} on the abstract mesh {shape}."
+        raise MeshError(message("fs.axis_group", text, mend="Use fs.make_mesh."))
+    terms = tuple(sorted(range(len(ranks)), key=lambda i: [steps[i].get(axis, 0) for axis in AXES]))
+    group = mesh.get_group(axes[0]) if len(axes) == 1 else _process_group(mesh, frozenset(axes))
+    return Group(ranks, index, group, terms, tuple(axis for axis in AXES if axis in axes))
+
+
+def everyone(mesh: Mesh) -> Group:
+    """The group of all ranks of a mesh: that of all processes, where they are all in it."""
+    shape = abstract(mesh)
+    if not isinstance(mesh, DeviceMesh) or shape.size < world_size() or not dist.is_initialized():
+        return axis_group(mesh, shape.names)
+    ranks = tuple(range(shape.size))
+    group = find_group(ranks, _timeout(mesh)) or dist.group.WORLD
+    return Group(ranks, own_rank(), group if shape.size > 1 else None)
+
+
+@cache_on_mesh(256)
+def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup | None:
+    """The process group of this rank over several axes; None on a rank outside the mesh. All ranks make all of them."""
+    whole = kept_by(mesh).get("whole")
+    if whole is not None:
+        return _process_group(whole, axes)
+    return group_among(_families(abstract(mesh), axes), _timeout(mesh))
+
+
+def _families(shape: AbstractMesh, axes: Collection[str]) -> list[list[int]]:
+    """The ranks that share their coordinates along all other axes."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for coord in shape.coordinates():
+        found.setdefault(tuple(c for n, c in coord.items() if n not in axes), []).append(shape.rank_at(coord))
+    return list(found.values())
+
+
+_current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)
+
+
+def axis_index(axis: str, mesh: Mesh | None = None) -> int:
+    """This process's coordinate along an axis of a mesh, by default of that of `set_mesh`; 0 where there is none."""
+    here = mesh if mesh is not None else _current.get()
+    return 0 if here is None else coordinate(here).get(axis, 0)
+
+
+@contextmanager
+def set_mesh(mesh: Mesh) -> Generator[None]:
+    """Makes a mesh the one that `fs.ops` collectives use inside the `with` block.
+
+    Raises:
+        ArgumentError: no mesh.
+    """
+    if not isinstance(mesh, DeviceMesh | AbstractMesh):
+        raise refuse("fs.set_mesh", "a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
+    token = _current.set(mesh)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def mesh_here() -> Mesh | None:
+    """The mesh of the innermost `set_mesh`, if there is one."""
+    return _current.get()
+
+
+def current_mesh(function: str) -> Mesh:
+    """The mesh of the innermost `set_mesh`.
+
+    Raises:
+        MeshError: there is none.
+    """
+    mesh = _current.get()
+    if mesh is None:
+        text = message(function, "was called without a mesh.", mend="Pass mesh=, or call it inside fs.set_mesh(mesh).")
+        raise MeshError(text)
+    return mesh
+
+
+def axis_size(axis: str, mesh: Mesh | None = None, *, function: str = "fs.axis_size") -> int:
+    """The size of an axis of a mesh, by default that of `set_mesh`; 1 where the mesh lacks it, or there is no mesh.
+
+    Raises:
+        MeshError: no such axis can exist.
+    """
+    if axis not in AXES:
+        raise MeshError(message(function, unknown_axis(axis)))
+    mesh = mesh if mesh is not None else _current.get()
+    return 1 if mesh is None else abstract(mesh).axis_size(axis)

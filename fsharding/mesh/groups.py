@@ -1,0 +1,145 @@
+"""Process groups of meshes: one for each set of ranks and timeout, however many meshes there are and were.
+
+In: sets of ranks, of which none has a rank of another. Out: the process group of the set that this process is in.
+A group has threads and connections. So a later mesh is given the groups of an earlier one, and those that no process
+holds any more are closed when all ranks make a mesh: a garbage collector would close them here and not there.
+Law: all ranks make, use and close the same groups in the same order; none is closed that somebody holds.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fsharding import _compat
+from fsharding.mesh.failures import meet, own_rank, world_size
+
+__all__ = ["Key", "close_unused", "find_group", "group_among"]
+
+Key = tuple[tuple[int, ...], timedelta]
+"""The ranks of a group, sorted, and its timeout."""
+
+_SPARE_MESHES = 8
+"""For so many meshes that are made without it, a group that nobody holds is kept: a run that swaps comes back."""
+_BITS = 62
+
+
+@dataclass
+class _Kept:
+    """A group that every rank knows.
+
+    Attributes:
+        group: None on a rank outside.
+        idle: how many hold it when nobody does: torch and this.
+        last: number of the last mesh that asked for it when it was made, or that found it held; as all ranks count.
+    """
+
+    group: dist.ProcessGroup | None
+    idle: int = 0
+    last: int = 0
+
+    def holders(self) -> int:
+        """How many hold it."""
+        return 0 if self.group is None else _compat.holders_of(self.group)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody in this process holds it: a mesh, what was planned for one, or what still travels."""
+        return self.holders() > self.idle
+
+
+class _Groups:
+    """The groups beside one default process group, and how many meshes were made so far."""
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.world = world
+        self.by_key: dict[Key, _Kept] = {}
+        self.meshes = 0
+
+    def get(self, key: Key) -> _Kept:
+        kept = self.by_key.get(key)
+        if kept is None:
+            kept = self.by_key[key] = self._make(*key)
+            # Here, where no local name of a caller holds it.
+            kept.idle, kept.last = kept.holders(), self.meshes
+        return kept
+
+    def _make(self, ranks: tuple[int, ...], timeout: timedelta) -> _Kept:
+        """The default process group serves the meshes of one timeout, that of the first over all ranks."""
+        if len(ranks) == world_size() and all(kept.group is not self.world for kept in self.by_key.values()):
+            _compat.set_group_timeout(self.world, timeout)
+            return _Kept(self.world)
+        return _Kept(_compat.new_group(ranks, timeout))
+
+    def close(self, wanted: set[Key]) -> None:
+        self.meshes += 1
+        for key in wanted & self.by_key.keys():
+            self.by_key[key].last = self.meshes
+        old = [
+            key
+            for key, kept in self.by_key.items()
+            if self.meshes - kept.last > _SPARE_MESHES and kept.group is not self.world
+        ]
+        if old:
+            gc.collect()  # A mesh and what it keeps hold each other.
+        for start in range(0, len(old), _BITS):
+            some = old[start : start + _BITS]
+            held = sum(self.by_key[key].is_held << i for i, key in enumerate(some))
+            anywhere = meet(held)
+            for i, key in enumerate(some):
+                if any(mask >> i & 1 for mask in anywhere):
+                    self.by_key[key].last = self.meshes
+                else:
+                    self._close(self.by_key.pop(key))
+
+    @staticmethod
+    def _close(kept: _Kept) -> None:
+        if kept.group is not None:
+            _compat.close_group(kept.group)
+
+
+_groups: _Groups | None = None
+
+
+def _known() -> _Groups:
+    global _groups
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    if _groups is None or _groups.world is not world:
+        _groups = _Groups(world)
+    return _groups
+
+
+def group_among(families: Iterable[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """The group of this process among some; None if it is in none of them. All ranks there are ask for the same.
+
+    Args:
+        families: global ranks of each group; no rank is in two.
+        timeout: of the groups.
+    """
+    known, here, mine = _known(), own_rank(), None
+    for family in families:
+        group = known.get((tuple(sorted(family)), timeout)).group
+        if here in family:
+            mine = group
+    return mine
+
+
+def find_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
+    """The group of some ranks, if there is one."""
+    kept = _known().by_key.get((tuple(sorted(ranks)), timeout))
+    return None if kept is None else kept.group
+
+
+def close_unused(families: Iterable[Sequence[int]], timeout: timedelta) -> None:
+    """Closes the groups that no rank holds and that were not used for a while. Called by all ranks, for each mesh.
+
+    Args:
+        families: ranks of the groups that the mesh will ask for.
+        timeout: of the groups.
+    """
+    _known().close({(tuple(sorted(family)), timeout) for family in families})

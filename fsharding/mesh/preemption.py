@@ -1,0 +1,207 @@
+"""Preemption: a signal on one rank, or a deadline, as one bit that every rank has after the same step.
+
+In: SIGTERM, SIGUSR1, a time. Out: `requested()`, which all ranks answer alike between two steps.
+The bit of each rank travels in sums that a train step takes anyway, see `StopBit`; handlers set a flag.
+Law: ranks that step together are told after the same step, and no number of the step depends on the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.arguments import refuse
+from fsharding.errors import ArgumentError, ConfigError, message
+from fsharding.mesh.device_mesh import Mesh, everyone, world_size
+from fsharding.mesh.failures import naming_lost
+from fsharding.public import public
+
+__all__ = ["SIGNALS", "Watch", "agree", "parse_deadline", "pending", "requested", "watch"]
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers send before they kill: SIGTERM, and SIGUSR1 where one asks Slurm for it."""
+
+
+class Watch:
+    """What this rank has been told inside `watch`.
+
+    Attributes:
+        received: the signal that came last; None before any.
+        deadline: seconds since 1970; None without one.
+        margin: how long before the deadline the bit is set; may be changed as steps and saves are measured.
+    """
+
+    def __init__(self, deadline: float | None, margin: timedelta) -> None:
+        self.received: signal.Signals | None = None
+        self.deadline, self.margin = deadline, margin
+        self._near = False
+
+    def pending(self) -> bool:
+        """Whether this rank wants to stop: a signal has come, or the deadline is near. Once true, always true."""
+        if self.deadline is not None and not self._near:
+            self._near = time.time() >= self.deadline - self.margin.total_seconds()
+        return self.received is not None or self._near
+
+    def reason(self) -> str:
+        """Why this rank wants to stop, in words."""
+        if self.received is not None:
+            return self.received.name
+        if self._near and self.deadline is not None:
+            return f"the deadline at {datetime.fromtimestamp(self.deadline):%Y-%m-%d %H:%M:%S}"
+        return "another rank was told to"
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler of all signals. Sets a flag: Python calls it between any two instructions."""
+        self.received = signal.Signals(number)
+
+
+_active: Watch | None = None
+_agreed: bool | Tensor = False
+"""What the last sum said: the same on all ranks of its mesh. A tensor until it is asked for."""
+
+
+@contextmanager
+def watch(
+    signals: Sequence[signal.Signals] = SIGNALS,
+    *,
+    deadline: datetime | timedelta | None = None,
+    margin: timedelta = timedelta(0),
+) -> Generator[Watch]:
+    """Takes signals as the wish to stop after a step, until the `with` block ends; then the handlers before are back.
+
+    Enter it on every rank, in the main thread. A signal, the first or a later one, interrupts nothing: a save, an
+    evaluation or a compilation that is under way goes on, and the next step carries the bit. Signals that were blocked
+    are let through inside. SIGINT stays `KeyboardInterrupt` unless it is listed.
+
+    Args:
+        signals: which; empty for a deadline alone.
+        deadline: when this process has to be gone, or after how long. A time without a zone is local.
+        margin: how long before the deadline to ask: longer than a step and a save.
+
+    Returns:
+        A `Watch`, whose `margin` may be changed and whose `reason()` says what came.
+
+    Raises:
+        ArgumentError: it is not the main thread, which alone can have handlers; it is open already; or a deadline of
+            another kind, or something that is no signal or cannot be handled.
+    """
+    global _active, _agreed
+    if not isinstance(deadline, datetime | timedelta | None):
+        mend = 'Write datetime.timedelta(hours=4), or fs.preemption.parse_deadline("3h50m").'
+        raise refuse("fs.preemption.watch", "deadline= as a datetime or a timedelta", deadline, mend)
+    if _active is not None:
+        raise ArgumentError(message("fs.preemption.watch", "is open already.", mend="Open it once, around the run."))
+    if signals and threading.current_thread() is not threading.main_thread():
+        mend = "Open it in the main thread, or give signals=() and a deadline."
+        raise ArgumentError(message("fs.preemption.watch", "is opened in a thread without signals.", mend=mend))
+    if wrong := [x for x in signals if not isinstance(x, signal.Signals) or x in (signal.SIGKILL, signal.SIGSTOP)]:
+        mend = "Give some of signal.Signals, such as signal.SIGTERM; SIGKILL and SIGSTOP reach no handler."
+        raise refuse("fs.preemption.watch", "signals that can be handled", wrong[0], mend)
+    when = datetime.now() + deadline if isinstance(deadline, timedelta) else deadline
+    opened = Watch(None if when is None else when.timestamp(), margin)
+    _active, _agreed = opened, False
+    before = {number: signal.signal(number, opened.note) for number in signals}
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    try:
+        yield opened
+    finally:
+        # Blocked before unhandled: a signal of this moment shall not end a process that has just saved.
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            # None: not set from Python, so that Python cannot set it again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _active = None
+
+
+@public("fs.preemption.requested")
+def requested(mesh: Mesh | None = None) -> bool:
+    """Whether to save and stop: the same on all ranks of a mesh, because it is what their last step's sum said.
+
+    It changes inside collective calls only, a train step or `requested(mesh)`: what comes in between shows after the
+    next one. So all ranks leave a loop over steps after the same one. One process alone has nobody to agree with and
+    sees its own signals and deadline at once. Outside of `watch` a rank has no wish of its own, and hears the others'.
+
+    Args:
+        mesh: asks all its ranks now. Collective; for loops without train steps, such as an evaluation.
+
+    Raises:
+        RankError: with a mesh: another rank is gone, or does not answer within the timeout of the mesh.
+    """
+    global _agreed
+    if mesh is not None:
+        with naming_lost("fs.preemption.requested", mesh):
+            _agreed = _asked(mesh)
+    elif isinstance(_agreed, Tensor):
+        _agreed = bool(_agreed)
+    return _agreed is True or (world_size() == 1 and pending())
+
+
+def _asked(mesh: Mesh) -> bool:
+    ranks = everyone(mesh)
+    if ranks.process_group is None:
+        return pending()
+    device = getattr(mesh, "device_type", "cpu")
+    mine = torch.full((1,), int(pending()), dtype=torch.int64, device=device)
+    told = mine.new_empty(ranks.size)
+    _compat.all_gather_flat(told, mine, ranks.process_group).wait()
+    return bool(told.any())
+
+
+def pending() -> bool:
+    """Whether this rank wants to stop; `requested` says it of all ranks."""
+    return _active is not None and _active.pending()
+
+
+def agree(count: Tensor) -> None:
+    """Ends a step: `requested` says from here whether any rank wanted to stop.
+
+    Args:
+        count: of the ranks that do, 0-d, summed over all ranks that stepped together.
+    """
+    global _agreed
+    # Without a watch nobody may ask, so that a device is not waited for.
+    _agreed = count > 0 if _active is None else bool(count > 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ deadlines
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?")
+_UNITS = ("days", "hours", "minutes", "seconds")
+
+
+@public("fs.preemption.parse_deadline")
+def parse_deadline(text: str, *, function: str = "fs.preemption.parse_deadline") -> datetime:
+    """Reads a deadline as the command line takes it.
+
+    Args:
+        text: how long from now, such as `3h50m`, `2d`, `90s` or `5400`, which are seconds; a time, such as
+            `2030-01-31T18:00`; or `slurm`, the end of the job that Slurm tells in `SLURM_JOB_END_TIME`.
+        function: the public function, for the error.
+
+    Raises:
+        ConfigError: none of these, or Slurm tells no end.
+    """
+    if text == "slurm":
+        end = os.environ.get("SLURM_JOB_END_TIME", "")
+        if not end.isdecimal():
+            rule = f"finds no end of the job: SLURM_JOB_END_TIME is {end!r}."
+            raise ConfigError(message(function, rule, mend="Give the deadline as a duration, such as 3h50m."))
+        return datetime.fromtimestamp(int(end))
+    found = _DURATION.fullmatch(text)
+    try:
+        if found is not None and text:
+            return datetime.now() + timedelta(**dict(zip(_UNITS, map(float, found.groups("0")), strict=True)))
+        return datetime.fromisoformat(text)
+    except (ValueError, OverflowError) as error:
+        mend = "Write 3h50m, a number of seconds, a time such as 2030-01-31T18:00, or slurm."
+        raise ConfigError(message(function, f"cannot read the deadline {text!r}.", mend=mend)) from error

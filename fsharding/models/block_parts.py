@@ -1,0 +1,211 @@
+"""What the parts of a block share: how they compute, the stream that goes through them, their draws and linear maps.
+
+In: static choices, activations, weights of which `tp` may have cut some dim. Out: the same on every mesh.
+A part of a block, attention or feed-forward, is a frozen value of sizes with the pure functions `init`, `names`,
+`apply` and `objections`. Law: whether a weight is cut shows in its shape; what is whole is computed by all ranks alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from fsharding import ops, random
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import axis_size
+from fsharding.ops.attention import Kind
+from fsharding.ops.rotary import Scaling
+from fsharding.random import Draw
+from fsharding.sharding.partition_spec import AxisRules
+from fsharding.tree import Tree
+
+__all__ = [
+    "AttentionPart",
+    "Cuts",
+    "Draws",
+    "FeedPart",
+    "How",
+    "Part",
+    "Stream",
+    "columns",
+    "norm",
+    "positions_of",
+    "rows",
+    "scale_of",
+]
+
+
+class Stream(NamedTuple):
+    """What goes from block to block.
+
+    Attributes:
+        x: activations (`[B, T, D]`); with `sequence`, this rank's part of T.
+        positions: of the tokens (int64[B, T]) where they are not those of one whole sequence.
+        documents: of the tokens (int[B, T]) where several are packed.
+        extra: what routers have added to the loss of these tokens (0-d), if any do.
+    """
+
+    x: Tensor
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+    extra: Tensor | None = None
+
+
+class How(NamedTuple):
+    """Static choices of a model.
+
+    Attributes:
+        eps: of RMSNorm.
+        sequence: the dim of activations that `tp` cuts outside of regions, or None.
+        kind: how queries meet keys of other ranks of `cp`.
+    """
+
+    eps: float
+    sequence: int | None
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """A mesh as a part sees it, before anything is planned.
+
+    Attributes:
+        mesh: abstract.
+        rules: axes by dim name.
+        kind: as in `How`.
+    """
+
+    mesh: AbstractMesh
+    rules: AxisRules
+    kind: Kind
+
+    @property
+    def tp(self) -> int:
+        """The size of `tp`."""
+        return self.mesh.axis_size("tp")
+
+    @property
+    def cp(self) -> int:
+        """The size of `cp`."""
+        return self.mesh.axis_size("cp")
+
+    def has(self, name: str) -> bool:
+        """Whether `tp` cuts the dims of a name."""
+        return self.tp > 1 and "tp" in self.rules.get(name, ())
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Lazy first values of the leaves of a unit, each with a key of its own.
+
+    Attributes:
+        key: of the unit.
+        rows: what the leaves are stacked to: `(layers,)`, or nothing.
+        narrow: standard deviation of weights that write to the residual stream.
+        count: makes the keys.
+    """
+
+    key: Tensor
+    rows: tuple[int, ...] = ()
+    narrow: float = 0.02
+    count: itertools.count[int] = field(default_factory=itertools.count)
+
+    def normal(self, *shape: int, std: float = 0.02) -> Draw:
+        """Normal values."""
+        return random.normal(random.fold_in(self.key, next(self.count)), (*self.rows, *shape), std=std)
+
+    def into_stream(self, *shape: int) -> Draw:
+        """Normal values of a weight that writes to the residual stream."""
+        return self.normal(*shape, std=self.narrow)
+
+    def ones(self, *shape: int) -> Draw:
+        """Ones."""
+        return random.ones((*self.rows, *shape))
+
+    def zeros(self, *shape: int) -> Draw:
+        """Zeros."""
+        return random.zeros((*self.rows, *shape))
+
+
+class Part(Protocol):
+    """A part of a block: sizes, and what follows from them."""
+
+    def init(self, dim: int, draws: Draws) -> dict[str, Tree]:
+        """First values of the leaves of a stack of blocks of width `dim`."""
+        ...
+
+    def names(self) -> dict[str, Tree]:
+        """Dim names of the leaves, "layers" first."""
+        ...
+
+    def objections(self, cuts: Cuts) -> list[str]:
+        """Why the mesh cannot cut the part in the way that the rules ask."""
+        ...
+
+
+class AttentionPart(Part, Protocol):
+    """The part of a block in which tokens see each other."""
+
+    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
+        """What it adds to the residual stream, from the normalized stream [B, T, D]."""
+        ...
+
+
+class FeedPart(Part, Protocol):
+    """The part of a block that is a function of each token, but for what balances its experts."""
+
+    def apply(self, params: Tree, x_BTD: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
+        """What it adds to the residual stream, from the normalized stream [B, T, D], and to the loss (0-d)."""
+        ...
+
+
+def columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, how: How) -> Sequence[Tensor]:
+    """Products with weights whose rows `tp` cuts, or does not where the rules say so: then all ranks do the same.
+
+    Args:
+        x_BTD: the same on all ranks of `tp`, or cut along `how.sequence`.
+        weights: each [F of this rank, D].
+        whole: `tp` does not cut them.
+        how: static choices.
+    """
+    if whole:
+        return [ops.product(x_BTD, w, 1) for w in weights]
+    return ops.column_linear(x_BTD, *weights, sequence_dim=how.sequence)
+
+
+def rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, how: How) -> Tensor:
+    """The product with a weight whose rows `tp` cuts, summed over `tp`; or of all ranks alike.
+
+    Args:
+        x_BTF: this rank's columns.
+        weight_FD: the rows that meet them.
+        whole: `tp` does not cut them.
+        how: static choices.
+    """
+    return ops.product(x_BTF, weight_FD, 0) if whole else ops.row_linear(x_BTF, weight_FD, sequence_dim=how.sequence)
+
+
+def norm(scale_D: Tensor, x_BTD: Tensor, how: How) -> Tensor:
+    """RMSNorm of activations that may be cut along the sequence."""
+    return ops.rms_norm(x_BTD, scale_D, eps=how.eps, over="tp" if how.sequence is not None else ())
+
+
+def positions_of(stream: Stream, length: int) -> Tensor:
+    """The positions of this rank's tokens: int64[T] or [B, T].
+
+    Args:
+        stream: may have its own.
+        length: tokens of this rank.
+    """
+    if stream.positions is not None:
+        return stream.positions
+    return ops.positions(length * axis_size("cp"), device=stream.x.device)
+
+
+def scale_of(head_dim: int, scaling: Scaling | None) -> float:
+    """What attention multiplies its scores with."""
+    return (1.0 if scaling is None else scaling.score_factor) / head_dim**0.5

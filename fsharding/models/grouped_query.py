@@ -1,0 +1,139 @@
+"""Grouped-query attention: several query heads share a key head (Ainslie et al. 2023, arXiv:2305.13245).
+
+In: normalized activations [B, T, D] and the leaves of a block. Out: what attention adds to the stream.
+Queries and keys turn by their positions, and may be normalized before, head by head (Henry et al. 2020,
+arXiv:2010.04245); queries, keys and values may have a bias. `tp` cuts heads; the key heads that it cannot cut are
+gathered, and each rank takes those of its query heads.
+Law: values and gradients are those of all heads on one process. Shapes: H query heads, K key heads, E head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from einops import rearrange
+from torch import Tensor
+
+from fsharding import ops
+from fsharding.errors import ConfigError, message
+from fsharding.mesh.device_mesh import axis_index
+from fsharding.models.block_parts import Cuts, Draws, How, Stream, columns, positions_of, rows, scale_of
+from fsharding.ops.rotary import Scaling
+from fsharding.random import Draw
+from fsharding.sharding.partition_spec import DimName, Fused
+from fsharding.tree import Tree
+
+__all__ = ["Grouped"]
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Sizes of grouped-query attention.
+
+    Attributes:
+        heads: H.
+        kv_heads: K; divides `heads`.
+        head_dim: E, even.
+        bias: queries, keys and values have a bias.
+        rope_base: base of the rotary frequencies.
+        rope_scaling: of these frequencies, for a longer context.
+        qk_norm: RMSNorm of each query and key head before it turns, with one scale [E] for all heads of a layer.
+        fused: queries, keys and values are one leaf, `wqkv`, and one product, and so are their biases, `qkv_bias`.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool = False
+    rope_base: float = 10_000.0
+    rope_scaling: Scaling | None = None
+    qk_norm: bool = False
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = [f"head_dim {self.head_dim} is not even"] if self.head_dim % 2 or self.head_dim < 1 else []
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads}
+        wrong += [f"{name}={size}: at least 1" for name, size in sizes.items() if size < 1]
+        if self.kv_heads >= 1 and self.heads % self.kv_heads:
+            wrong.append(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
+        if wrong:
+            raise ConfigError(message("models.Grouped", "has sizes that do not fit.", wrong))
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Columns of queries, keys and values."""
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
+
+    def init(self, dim: int, draws: Draws) -> dict[str, Draw]:
+        """First values of the leaves; see `Part`."""
+        sizes = {"qkv": sum(self.sizes)} if self.fused else dict(zip("qkv", self.sizes, strict=True))
+        biases = {f"{x}_bias": size for x, size in sizes.items()} if self.bias else {}
+        return {
+            **{f"w{x}": draws.normal(size, dim) for x, size in sizes.items()},
+            "wo": draws.into_stream(self.sizes[0], dim),
+            **{name: draws.zeros(size) for name, size in biases.items()},
+            **({name: draws.ones(self.head_dim) for name in ("q_norm", "k_norm")} if self.qk_norm else {}),
+        }
+
+    def names(self) -> dict[str, tuple[DimName, ...]]:
+        """Dim names of the leaves; see `Part`."""
+        apart: dict[str, DimName] = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
+        of = {"qkv": Fused("heads", self.sizes)} if self.fused else apart
+        matrices = {f"w{x}": ("layers", name, "embed") for x, name in of.items()}
+        biases = {f"{x}_bias": ("layers", name) for x, name in of.items()} if self.bias else {}
+        norms = dict.fromkeys(("q_norm", "k_norm"), ("layers", None)) if self.qk_norm else {}
+        return {**matrices, "wo": ("layers", "heads", "embed"), **biases, **norms}
+
+    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
+        """Attention of a block; see `Part`."""
+        heads = params["wo"].shape[0] // self.head_dim
+        whole = heads == self.heads
+        found = columns(x_BTD, self._rows(params, "w{}", heads), whole=whole, how=how)
+        if self.bias:
+            found = [y + bias for y, bias in zip(found, self._rows(params, "{}_bias", heads), strict=True)]
+        found = ops.split_parts(found[0], self.sizes) if self.fused else found
+        q_BHTE, k_BKTE, v_BKTE = (rearrange(y, "b t (h e) -> b h t e", e=self.head_dim) for y in found)
+        if self.qk_norm:
+            over = () if whole else "tp"
+            q_BHTE = ops.rms_norm(q_BHTE, params["q_norm"], eps=how.eps, over=over)
+            k_BKTE = ops.rms_norm(k_BKTE, params["k_norm"], eps=how.eps, over=over)
+        at = positions_of(stream, q_BHTE.shape[2])
+        q_BHTE, k_BKTE = (ops.rotary(y, at, base=self.rope_base, scaling=self.rope_scaling) for y in (q_BHTE, k_BKTE))
+        scale = scale_of(self.head_dim, self.rope_scaling)
+        out_BHTE = ops.attention(q_BHTE, k_BKTE, v_BKTE, documents=stream.documents, kind=how.kind, scale=scale)
+        return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, how=how)
+
+    def _rows(self, params: Tree, name: str, heads: int) -> list[Tensor]:
+        """The rows that this rank needs, of queries, keys and values, or of all in one."""
+        if self.fused:
+            return [params[name.format("qkv")]]
+        return [params[name.format("q")], *(self._kv_rows(params[name.format(x)], heads) for x in "kv")]
+
+    def _kv_rows(self, weight: Tensor, heads: int) -> Tensor:
+        """The rows of the key heads that this rank's query heads need; query heads of several ranks may share one."""
+        size, count = self.heads // heads, self.kv_heads * self.head_dim
+        if size == 1 or (self.kv_heads % size == 0 and weight.shape[0] < count):
+            return weight
+        weight = ops.vary(weight, "tp") if weight.shape[0] == count else ops.gather(weight, "tp", dim=0, size=count)
+        group = self.heads // self.kv_heads
+        first = axis_index("tp") * heads
+        return weight[first // group * self.head_dim : ((first + heads - 1) // group + 1) * self.head_dim]
+
+    def objections(self, cuts: Cuts) -> list[str]:
+        """Why the mesh cannot cut the heads; see `Part`."""
+        wrong: list[str] = []
+        each = self.heads // cuts.tp if cuts.has("heads") else self.heads
+        group = self.heads // self.kv_heads
+        if cuts.kind == "ulysses" and each % cuts.cp:
+            wrong.append(f"{each} heads a rank: no multiple of cp={cuts.cp}, as attention='ulysses' needs")
+        if cuts.has("heads") and self.heads % cuts.tp:
+            wrong.append(f"{self.heads} heads: no multiple of {cuts.tp}")
+        elif cuts.has("heads") and each % group and group % each:
+            wrong.append(
+                f"{each} heads a rank: neither whole groups of {group}, which share a key head, nor a part of one"
+            )
+        if self.fused and cuts.has("heads") and self.kv_heads % cuts.tp:
+            wrong.append(f"{self.kv_heads} kv_heads, in one leaf with the queries: no multiple of {cuts.tp}")
+        if not self.fused and cuts.has("kv_heads") and not cuts.has("heads"):
+            wrong.append(f"{self.kv_heads} kv_heads: cut over tp, but the heads are not")
+        return wrong

@@ -1,0 +1,125 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, sec. 2.1; DeepSeek-V3, arXiv:2412.19437, eq. 1 to 11).
+
+In: normalized activations [B, T, D] and the leaves of a block. Out: what attention adds to the stream.
+Queries come from one narrow vector a token, keys and values of all heads from another; positions turn a part of each
+query, and one key part that all heads share. `tp` cuts heads; the narrow vectors are made by all ranks alike, and where
+activations are cut along the sequence they, not the wide stream, are gathered.
+Law: values and gradients are those of all heads on one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fsharding import ops
+from fsharding.errors import ConfigError, message
+from fsharding.models.block_parts import Cuts, Draws, How, Stream, norm, positions_of, rows, scale_of
+from fsharding.ops.rotary import Scaling
+from fsharding.random import Draw
+from fsharding.sharding.partition_spec import DimName
+from fsharding.tree import Tree
+
+__all__ = ["Latent"]
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-head latent attention.
+
+    Attributes:
+        heads: H.
+        q_rank: width of the narrow vector of queries.
+        kv_rank: width of that of keys and values.
+        plain_dim: part of the head dim of queries and keys that does not turn.
+        rotary_dim: part that turns, even; of keys it is one for all heads.
+        value_dim: head dim of values.
+        rope_base: base of the rotary frequencies.
+        rope_scaling: of these frequencies, for a longer context.
+    """
+
+    heads: int
+    q_rank: int
+    kv_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    rope_base: float = 10_000.0
+    rope_scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim % 2:
+            wrong = [f"rotary_dim {self.rotary_dim} is not even"]
+            raise ConfigError(message("models.Latent", "has sizes that do not fit.", wrong))
+
+    @property
+    def head_dim(self) -> int:
+        """Head dim of queries and keys."""
+        return self.plain_dim + self.rotary_dim
+
+    def init(self, dim: int, draws: Draws) -> dict[str, Draw]:
+        """First values of the leaves; see `Part`."""
+        return {
+            "q_down": draws.normal(self.q_rank, dim),
+            "q_norm": draws.ones(self.q_rank),
+            "q_up": draws.normal(self.heads * self.head_dim, self.q_rank),
+            "kv_down": draws.normal(self.kv_rank + self.rotary_dim, dim),
+            "kv_norm": draws.ones(self.kv_rank),
+            "kv_up": draws.normal(self.heads * (self.plain_dim + self.value_dim), self.kv_rank),
+            "wo": draws.into_stream(self.heads * self.value_dim, dim),
+        }
+
+    def names(self) -> dict[str, tuple[DimName, ...]]:
+        """Dim names of the leaves; see `Part`."""
+        return {
+            "q_down": ("layers", None, "embed"),
+            "q_norm": ("layers", None),
+            "q_up": ("layers", "heads", None),
+            "kv_down": ("layers", None, "embed"),
+            "kv_norm": ("layers", None),
+            "kv_up": ("layers", "heads", None),
+            "wo": ("layers", "heads", "embed"),
+        }
+
+    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
+        """Attention of a block; see `Part`."""
+        heads = params["q_up"].shape[0] // self.head_dim
+        whole = heads == self.heads
+        q_BTR, kv_BTR, turning_BTE = self._narrow(params, x_BTD, whole, how)
+        q_BHTE = rearrange(ops.product(q_BTR, params["q_up"], 1), "b t (h e) -> b h t e", h=heads)
+        kv_BHTE = rearrange(ops.product(kv_BTR, params["kv_up"], 1), "b t (h e) -> b h t e", h=heads)
+        at = positions_of(stream, q_BHTE.shape[2])
+
+        def turned(y_BHTE: Tensor) -> Tensor:
+            return ops.rotary(y_BHTE, at, base=self.rope_base, scaling=self.rope_scaling)
+
+        q_plain, q_turning = q_BHTE.split((self.plain_dim, self.rotary_dim), -1)
+        k_plain, v_BHTE = kv_BHTE.split((self.plain_dim, self.value_dim), -1)
+        q_BHTE = torch.cat((q_plain, turned(q_turning)), -1)
+        k_BHTE = torch.cat((k_plain, turned(turning_BTE[:, None]).expand(-1, heads, -1, -1)), -1)
+        scale = scale_of(self.head_dim, self.rope_scaling)
+        out_BHTE = ops.attention(q_BHTE, k_BHTE, v_BHTE, documents=stream.documents, kind=how.kind, scale=scale)
+        return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, how=how)
+
+    def _narrow(self, params: Tree, x_BTD: Tensor, whole: bool, how: How) -> tuple[Tensor, ...]:
+        """The narrow vectors, normalized, and the part of keys that turns, in the region of heads."""
+        q_down, kv_down = params["q_down"], params["kv_down"]
+        if how.sequence is not None:  # each rank of tp has other tokens, so gradients of what is whole are summed
+            q_down, kv_down = ops.vary(q_down, "tp"), ops.vary(kv_down, "tp")
+        sizes = (self.q_rank, self.kv_rank, self.rotary_dim)
+        kv_BTR, turning_BTE = ops.product(x_BTD, kv_down, 1).split(sizes[1:], -1)
+        q_BTR = norm(params["q_norm"], ops.product(x_BTD, q_down, 1), how)
+        narrow = torch.cat((q_BTR, norm(params["kv_norm"], kv_BTR, how), turning_BTE), -1)
+        return (narrow if whole else ops.enter(narrow, sequence_dim=how.sequence)).split(sizes, -1)
+
+    def objections(self, cuts: Cuts) -> list[str]:
+        """Why the mesh cannot cut the heads; see `Part`."""
+        if cuts.has("heads") and self.heads % cuts.tp:
+            return [f"{self.heads} heads: no multiple of {cuts.tp}"]
+        each = self.heads // cuts.tp if cuts.has("heads") else self.heads
+        if cuts.kind == "ulysses" and each % cuts.cp:
+            return [f"{each} heads a rank: no multiple of cp={cuts.cp}, as attention='ulysses' needs"]
+        return []

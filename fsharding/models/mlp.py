@@ -1,0 +1,57 @@
+"""The dense feed-forward part of a block: SwiGLU (Shazeer 2020, arXiv:2002.05202).
+
+In: normalized activations [B, T, D] and the leaves of a block. Out: what the part adds to the stream.
+`tp` cuts the hidden dim F. Law: values and gradients are those of all of it on one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsharding import ops
+from fsharding.models.block_parts import Cuts, Draws, How, columns, rows
+from fsharding.random import Draw
+from fsharding.sharding.partition_spec import DimName, Fused
+from fsharding.tree import Tree
+
+__all__ = ["Dense"]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Sizes of a dense feed-forward part.
+
+    Attributes:
+        hidden: F.
+        fused: gate and up are one leaf, `gate_up`, and one product.
+    """
+
+    hidden: int
+    fused: bool = False
+
+    def init(self, dim: int, draws: Draws) -> dict[str, Draw]:
+        """First values of the leaves; see `Part`."""
+        names = {"gate_up": 2 * self.hidden} if self.fused else {"gate": self.hidden, "up": self.hidden}
+        wide = {name: draws.normal(size, dim) for name, size in names.items()}
+        return {**wide, "down": draws.into_stream(self.hidden, dim)}
+
+    def names(self) -> dict[str, tuple[DimName, ...]]:
+        """Dim names of the leaves; see `Part`."""
+        if self.fused:
+            gate_up = ("layers", Fused("mlp", (self.hidden, self.hidden)), "embed")
+            return {"gate_up": gate_up, "down": ("layers", "mlp", "embed")}
+        return dict.fromkeys(("gate", "up", "down"), ("layers", "mlp", "embed"))
+
+    def apply(self, params: Tree, x_BTD: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
+        """`down(silu(gate(x)) * up(x))`; see `Part`."""
+        whole = params["down"].shape[0] == self.hidden
+        found = columns(x_BTD, [params[n] for n in ("gate_up", "gate", "up") if n in params], whole=whole, how=how)
+        gate_BTF, up_BTF = ops.split_parts(found[0], (self.hidden, self.hidden)) if self.fused else found
+        return rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, how=how), None
+
+    def objections(self, cuts: Cuts) -> list[str]:
+        """Why the mesh cannot cut the hidden dim; see `Part`."""
+        return [f"mlp of size {self.hidden}: less than 2"] if cuts.tp > 1 and self.hidden < 2 else []

@@ -1,0 +1,173 @@
+"""A mixture of experts in the place of a block's MLP: router, routed experts, shared experts, and what balances them.
+
+In: an `Experts`, the leaves of one block, activations. Out: activations, and what the routers add to the loss.
+Every token counts for balance, also one without a target. Leaves: router, gate, up, down; maybe bias, shared.
+Shapes: B batch, T positions, D model, X experts of all ranks, E of them here, F hidden, N = B * T tokens.
+Law: what comes out does not depend on which rank has which experts, tokens, or part of F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from fsharding import ops, random
+from fsharding.errors import ConfigError, message
+from fsharding.mesh.device_mesh import Mesh, abstract, axis_size
+from fsharding.ops.router import misfits
+from fsharding.precision import wide
+from fsharding.sharding.partition_spec import AxisRules, DimName
+from fsharding.tree import Tree
+
+__all__ = ["Experts", "expert_draws", "expert_names", "mixture", "uncut"]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Sizes of a mixture of experts, and how its tokens find them; see `ops.route`.
+
+    Attributes:
+        count: X, experts a layer.
+        active: experts of each token.
+        hidden: F, of one expert.
+        shared: experts that see every token, as one MLP of hidden size `shared * hidden`.
+        score: "softmax" over experts, or "sigmoid" of each.
+        normalize: weights of a token sum to 1, before `scale`.
+        scale: factor of the weights.
+        groups: experts are in so many groups, of which a token sees some.
+        kept_groups: how many.
+        balance: factor of `ops.balance_loss` in the loss of a token. Shares of the experts are those of one microbatch,
+            of all ranks: with it, and only with it, losses depend on how a batch is cut into microbatches.
+        z: factor of `ops.z_loss`.
+        bias_rate: by how much a step moves the bias of each expert's score against its load (Wang et al. 2024); None
+            for a router without biases, 0.0 for biases that stay.
+    """
+
+    count: int
+    active: int
+    hidden: int
+    shared: int = 0
+    score: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    balance: float = 0.0
+    z: float = 0.0
+    bias_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        least = {"count": 1, "hidden": 1, "shared": 0, "balance": 0, "z": 0, "bias_rate": 0}
+        given = {name: getattr(self, name) for name in least}
+        wrong = [f"{k}={v}: at least {least[k]}" for k, v in given.items() if v is not None and not v >= least[k]]
+        wrong += misfits(self.count, self.active, self.score, self.groups, self.kept_groups)
+        if wrong:
+            raise ConfigError(message("Experts", "has numbers that do not fit.", wrong))
+
+
+def expert_draws(c: Experts, layers: int, dim: int, weight: Callable[..., random.Draw], narrow: float) -> Tree:
+    """The leaves of the mixtures of a stack of layers.
+
+    Args:
+        c: sizes.
+        layers: of the stack.
+        dim: D.
+        weight: makes the next draw, `weight(*shape, std=...)`.
+        narrow: std of what writes to the residual stream.
+    """
+    expert = (layers, c.count, c.hidden, dim)
+    leaves: dict[str, Tree] = {
+        "router": weight(layers, c.count, dim),
+        "gate": weight(*expert),
+        "up": weight(*expert),
+        "down": weight(*expert, std=narrow),
+    }
+    if c.bias_rate is not None:
+        leaves["bias"] = random.zeros((layers, c.count))
+    if c.shared:
+        shared = (layers, c.shared * c.hidden, dim)
+        leaves["shared"] = {"gate": weight(*shared), "up": weight(*shared), "down": weight(*shared, std=narrow)}
+    return leaves
+
+
+def expert_names(c: Experts) -> Tree:
+    """The dim names of `expert_draws`."""
+    names: dict[str, Tree] = {"router": ("layers", None, "embed")}
+    expert: tuple[DimName, ...] = ("layers", "expert", "mlp", "embed")
+    names.update(dict.fromkeys(("gate", "up", "down"), expert))
+    if c.bias_rate is not None:
+        names["bias"] = ("layers", None)
+    if c.shared:
+        names["shared"] = dict.fromkeys(("gate", "up", "down"), ("layers", "mlp", "embed"))
+    return names
+
+
+def uncut(c: Experts, mesh: Mesh, rules: AxisRules) -> list[str]:
+    """What the axes of a mesh cannot cut in the way that the rules ask, for an error."""
+    sizes, wrong = abstract(mesh), list[str]()
+    along = [axis for axis in rules.get("expert", ()) if sizes.axis_size(axis) > 1]
+    ep, tp = sizes.axis_size("ep"), sizes.axis_size("tp")
+    if set(along) - {"ep"}:
+        wrong.append(f"rule expert={', '.join(along)}: tokens go to their experts along ep alone")
+    elif along and c.count % ep:
+        wrong.append(f"{c.count} experts: no multiple of ep={ep}")
+    if "tp" in rules.get("mlp", ()) and c.hidden % tp:
+        wrong.append(f"{c.hidden} hidden of an expert: no multiple of tp={tp}")
+    return wrong
+
+
+def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """The mixture of one block. Collective along `ep`, where it cuts experts, and `tp`, where it cuts F.
+
+    Logits are taken in float32 at least, outside of the region over `tp`; all of the rest is inside.
+
+    Args:
+        c: sizes.
+        params: leaves of one layer of `expert_draws`, as `gather_unit` gives them.
+        x_BTD: normalised activations of this rank's tokens.
+        sequence_dim: along which `tp` cuts the tokens outside of the region, if it does; see `ops.enter`.
+
+    Returns:
+        What the block adds to the residual stream, and the sum over this rank's tokens of what the router adds to
+        the loss (0-d).
+    """
+    cut = params["gate"].shape[1] != c.hidden and axis_size("tp") > 1
+    router_XD = params["router"] if sequence_dim is None else ops.enter(params["router"])
+    high = wide(x_BTD.dtype)
+    logits_BTX = F.linear(x_BTD.to(high), router_XD.to(high))
+    if cut:
+        x_BTD, logits_BTX = (ops.enter(y, sequence_dim=sequence_dim) for y in (x_BTD, logits_BTX))
+    x_ND, logits_NX = (rearrange(y, "b t d -> (b t) d") for y in (x_BTD, logits_BTX))
+    bias_X = params.get("bias")
+    routing = ops.route(
+        logits_NX, top_k=c.active, score=c.score, bias=bias_X, normalize=c.normalize, scale=c.scale,
+        groups=c.groups, kept_groups=c.kept_groups,
+    )  # fmt: skip
+    extra = _extra_loss(c, routing, logits_NX, cut=cut)
+    if bias_X is not None:
+        routing = ops.tell_load(routing, bias_X)
+    y_ND = ops.experts_swiglu(
+        x_ND, params["gate"], params["up"], params["down"], routing,
+        axis="ep" if params["gate"].shape[0] != c.count else (), tp=None,
+    )  # fmt: skip
+    if c.shared:
+        shared = params["shared"]
+        hidden_NF = F.silu(ops.product(x_ND, shared["gate"], 1)) * ops.product(x_ND, shared["up"], 1)
+        y_ND = y_ND + ops.product(hidden_NF, shared["down"], 0)
+    y_BTD = y_ND.view_as(x_BTD)
+    return ops.leave(y_BTD, sequence_dim=sequence_dim) if cut else y_BTD, extra
+
+
+def _extra_loss(c: Experts, routing: ops.Routing, logits_NX: Tensor, *, cut: bool) -> Tensor:
+    """What the router adds to the loss; inside a region each rank has an equal term of it."""
+    # Tensors, not numbers: under forward over reverse torch takes a 0-d float32 times a number for a float64.
+    extra = logits_NX.new_zeros(())
+    if c.balance:
+        extra = extra + logits_NX.new_tensor(c.balance) * ops.balance_loss(routing)[0]
+    if c.z:
+        extra = extra + logits_NX.new_tensor(c.z) * ops.z_loss(logits_NX)[0]
+    return ops.leave(extra / axis_size("tp")) if cut and extra.requires_grad else extra

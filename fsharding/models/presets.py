@@ -1,0 +1,188 @@
+"""Named models with settings that train them: what `--preset` takes.
+
+In: a name, or a function of this module. Out: a `Recipe`, a pure value. Published models have their published sizes.
+Each family has a tiny twin, of about a million parameters, that goes the same way through the code and learns bytes on
+a laptop; `tiny`, `tiny-moe` and those that begin with `bench` are of this library alone.
+Law: a recipe holds no tensors, so planning one of any size is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsharding.errors import ConfigError, message
+from fsharding.hints import did_you_mean
+from fsharding.models.decoder import DecoderConfig, Stack, decoder
+from fsharding.models.latent_attention import Latent
+from fsharding.models.model import Model
+from fsharding.models.moe import Experts
+from fsharding.ops.rotary import LlamaScaling, YarnScaling
+
+__all__ = [
+    "RECIPES",
+    "Recipe",
+    "deepseek_v3",
+    "llama3_8b",
+    "llama3_70b",
+    "llama3_405b",
+    "mixtral_8x7b",
+    "qwen2_5_72b",
+    "recipe",
+    "tiny_deepseek_v3",
+    "tiny_llama3",
+    "tiny_mixtral",
+    "tiny_qwen2_5",
+]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model and how to train it.
+
+    Attributes:
+        config: sizes of the decoder.
+        learning_rate: peak rate of AdamW.
+        warmup: steps of linear warm-up.
+        weight_decay: of matrices; norms and biases have none.
+    """
+
+    config: DecoderConfig
+    learning_rate: float = 3e-4
+    warmup: int = 100
+    weight_decay: float = 0.1
+
+    def model(self, **options: Any) -> Model:
+        """The model.
+
+        Args:
+            **options: of `models.decoder`.
+        """
+        return decoder(self.config, **options)
+
+
+# ---------------------------------------------------------------------------------------------------- published models
+def llama3_8b() -> Recipe:
+    """Llama 3.1 8B (Grattafiori et al. 2024, arXiv:2407.21783, table 3): 8,030,261,248 parameters."""
+    return Recipe(_llama3(4096, 32, 32, 14_336), 3e-4, warmup=8000)
+
+
+def llama3_70b() -> Recipe:
+    """Llama 3.1 70B (arXiv:2407.21783, table 3): 70,553,706,496 parameters."""
+    return Recipe(_llama3(8192, 80, 64, 28_672), 1.5e-4, warmup=8000)
+
+
+def llama3_405b() -> Recipe:
+    """Llama 3.1 405B (arXiv:2407.21783, table 3): 405,853,388,800 parameters."""
+    return Recipe(_llama3(16_384, 126, 128, 53_248), 8e-5, warmup=8000)
+
+
+def _llama3(dim: int, layers: int, heads: int, hidden: int) -> DecoderConfig:
+    scaling = LlamaScaling()
+    return DecoderConfig(128_256, dim, layers, heads, 8, hidden, rope_base=500_000.0, rope_scaling=scaling)
+
+
+def qwen2_5_72b() -> Recipe:
+    """Qwen2.5 72B (Qwen Team 2024, arXiv:2412.15115): 72,706,203,648 parameters."""
+    return Recipe(
+        DecoderConfig(
+            vocab=152_064, dim=8192, layers=80, heads=64, kv_heads=8, hidden=29_568, bias=True, rope_base=1_000_000.0
+        )
+    )
+
+
+def mixtral_8x7b() -> Recipe:
+    """Mixtral 8x7B (Jiang et al. 2024, arXiv:2401.04088, table 1): 46,702,792,704 parameters.
+
+    The factor of the balance loss is that of Switch; its authors do not say theirs.
+    """
+    experts = Experts(8, 2, 14_336, balance=1e-2)
+    return Recipe(DecoderConfig(32_000, 4096, 32, 32, 8, 14_336, rope_base=1_000_000.0, experts=experts))
+
+
+def deepseek_v3() -> Recipe:
+    """DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, sec. 4.2): 671,026,419,200 parameters.
+
+    That is without the module that predicts a second token, and with the 58 x 256 biases of its routers. Three dense
+    blocks, then 58 with experts, which are balanced by these biases. Its balance loss of each sequence is left out.
+    """
+    latent = Latent(128, 1536, 512, plain_dim=128, rotary_dim=64, value_dim=128, rope_scaling=YarnScaling())
+    experts = Experts(
+        256, 8, 2048, shared=1, score="sigmoid", scale=2.5, groups=8, kept_groups=4, bias_rate=1e-3
+    )  # fmt: skip
+    config = DecoderConfig(
+        vocab=129_280, dim=7168, layers=61, hidden=18_432, eps=1e-6, attention=latent,
+        stacks=(Stack("dense", 3), Stack("routed", 58, experts=experts)),
+    )  # fmt: skip
+    return Recipe(config, 2.2e-4, warmup=2000)
+
+
+# --------------------------------------------------------------------------------------------------------------- twins
+def tiny_llama3() -> Recipe:
+    """The twin of the Llama 3.1 models; its original context is 64 tokens, so that scaling matters in short rows."""
+    scaling = LlamaScaling(length=64)
+    return _tiny(DecoderConfig(heads=8, kv_heads=2, rope_base=500_000.0, rope_scaling=scaling))
+
+
+def tiny_qwen2_5() -> Recipe:
+    """The twin of Qwen2.5."""
+    return _tiny(DecoderConfig(heads=8, kv_heads=2, bias=True, rope_base=1_000_000.0))
+
+
+def tiny_mixtral() -> Recipe:
+    """The twin of Mixtral."""
+    return _tiny(DecoderConfig(heads=8, hidden=192, rope_base=1_000_000.0, experts=Experts(8, 2, 192, balance=1e-2)))
+
+
+def tiny_deepseek_v3() -> Recipe:
+    """The twin of DeepSeek-V3; its original context is 64 tokens."""
+    scaling = YarnScaling(length=64, fast=8.0)
+    latent = Latent(4, 48, 32, plain_dim=16, rotary_dim=16, value_dim=24, rope_scaling=scaling)
+    experts = Experts(
+        16, 4, 64, shared=1, score="sigmoid", scale=2.5, groups=4, kept_groups=2, bias_rate=1e-3
+    )  # fmt: skip
+    stacks = (Stack("dense", 1), Stack("routed", 3, experts=experts))
+    return _tiny(DecoderConfig(eps=1e-6, attention=latent, stacks=stacks))
+
+
+def _tiny(config: DecoderConfig) -> Recipe:
+    return Recipe(config, learning_rate=4e-3, warmup=20)
+
+
+_MAKERS = (
+    llama3_8b, llama3_70b, llama3_405b, qwen2_5_72b, mixtral_8x7b, deepseek_v3,
+    tiny_llama3, tiny_qwen2_5, tiny_mixtral, tiny_deepseek_v3,
+)  # fmt: skip
+
+_BENCH = DecoderConfig(vocab=8192, dim=512, layers=8, heads=8, kv_heads=8, hidden=1408)
+
+RECIPES = {
+    "tiny": _tiny(DecoderConfig()),
+    "tiny-moe": _tiny(
+        DecoderConfig(experts=Experts(8, 2, 192, shared=1, score="sigmoid", balance=1e-3, z=1e-3, bias_rate=1e-3))
+    ),
+    "bench-1b": Recipe(DecoderConfig(vocab=32768, dim=2048, layers=16, heads=16, kv_heads=16, hidden=5632)),
+    "bench-34m": Recipe(_BENCH),
+    "bench-deep": Recipe(replace(_BENCH, dim=256, layers=16, heads=4, kv_heads=4, hidden=704)),
+    "bench-wide": Recipe(replace(_BENCH, dim=1024, layers=4, heads=16, kv_heads=16, hidden=2816)),
+    "bench-moe": Recipe(replace(_BENCH, experts=Experts(8, 2, 352))),
+    **{make.__name__: make() for make in _MAKERS},
+}
+"""Recipes by name."""
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of a name; `-` and `.` are as good as `_`.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    same = [known for known in RECIPES if _plain(known) == _plain(name)]
+    if not same:
+        known = f"Presets are {', '.join(RECIPES)}.{did_you_mean(name, RECIPES)}"
+        raise ConfigError(message("fsharding train", f"knows no preset {name!r}.", mend=known))
+    return RECIPES[same[0]]
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "_").replace(".", "_")

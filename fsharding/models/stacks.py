@@ -1,0 +1,74 @@
+"""The stacks of a model: one at `blocks`, or several of unlike blocks under their names, in order.
+
+In: a `Model` and its tree `blocks`, of parameters or of anything else. Out: paths and functions of stacks, a scan over
+all of them. Law: the units are the same, and in the same order, as those of one list of unlike blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fsharding import tree
+from fsharding.transforms import policies
+from fsharding.transforms.gather_unit import select_unit
+from fsharding.transforms.policies import Policy
+from fsharding.transforms.scan import scan_units
+from fsharding.tree import Tree
+
+__all__ = ["first_unit", "map_stacks", "scan_stacks", "stacks_of"]
+
+
+def stacks_of(model: Any) -> tuple[tuple[str, Callable[..., Any]], ...]:
+    """(path, block function) of each stack of a `Model`, in order; the only one of a model is at `blocks`."""
+    if callable(model.block):
+        return (("blocks", model.block),)
+    return tuple((f"blocks.{name}", block) for name, block in model.block.items())
+
+
+def _parts(model: Any, blocks: Tree) -> list[Tree]:
+    return [blocks] if callable(model.block) else [blocks[name] for name in model.block]
+
+
+def map_stacks(model: Any, fn: Callable[[int, Tree], Tree], blocks: Tree) -> Tree:
+    """The tree `blocks` with `fn(number of the stack, stack)` in the place of each stack."""
+    if callable(model.block):
+        return fn(0, blocks)
+    return {name: fn(i, blocks[name]) for i, name in enumerate(model.block)}
+
+
+def first_unit(model: Any, blocks: Tree, then: Tree = None) -> Tree:
+    """The first unit of all stacks, and `then` where there is none."""
+    return _first(_parts(model, blocks), then)
+
+
+def _first(stacks: Sequence[Tree], then: Tree) -> Tree:
+    found = (stack for stack in stacks if tree.leaves(stack)[0].shape[0])
+    stack = next(found, None)
+    return then if stack is None else select_unit(stack, 0)
+
+
+def scan_stacks(
+    model: Any,
+    blocks: Tree,
+    carry: Tree,
+    *,
+    policy: Policy = policies.save_except_gathered,
+    then: Tree = None,
+) -> Tree:
+    """`scan_units` over the stacks of a model, one after the other.
+
+    Args:
+        model: a `Model`.
+        blocks: its parameters under `blocks`; a stack may have no rows, as on a pipeline stage that has none of them.
+        carry: what goes into the first block.
+        policy: what is kept for backward.
+        then: the unit that is gathered after the last one, such as the head.
+
+    Returns:
+        What comes out of the last block.
+    """
+    stacks = _parts(model, blocks)
+    for i, (_, block) in enumerate(stacks_of(model)):
+        carry = scan_units(block, stacks[i], carry, policy=policy, then=_first(stacks[i + 1 :], then))
+    return carry

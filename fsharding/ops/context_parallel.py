@@ -1,0 +1,147 @@
+"""How context parallelism cuts a sequence, and the positions that follow from it.
+
+In: a length, or tensors with a dim of tokens, and the mesh axis. Out: what this rank has of them, in its own order.
+A causal token sees all tokens before it, so late ones cost more than early ones. With n ranks a sequence is cut into
+2n equal chunks and rank i has chunks i and 2n-1-i: one early, one late, the same cost for all.
+Laws: every token is on one rank; the tokens of a rank stand in ascending order; one rank has the whole, uncut.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fsharding import tree
+from fsharding.errors import BatchError, SpecError, message
+from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
+from fsharding.ops.collectives import gather
+from fsharding.sharding.leaf_plan import kind_text
+from fsharding.tree import Tree
+
+__all__ = ["cut_sequence", "document_positions", "positions", "zigzag", "zigzag_order"]
+
+
+@functools.lru_cache(maxsize=256)
+def zigzag(size: int) -> tuple[tuple[int, int], ...]:
+    """The two chunks of each of `size` ranks, out of `2 * size`; the only rank of one has both."""
+    return tuple((index, 2 * size - 1 - index) for index in range(size))
+
+
+def zigzag_order(length: int, size: int, device: torch.device | str | None = None) -> Tensor:
+    """The global positions of all tokens of `size` ranks, one rank after the other: int64[length].
+
+    Args:
+        length: T of the whole sequence; a multiple of `2 * size`, or anything on one rank.
+        size: number of ranks.
+        device: of the result.
+    """
+    whole = torch.arange(length, device=device)
+    if size == 1:
+        return whole
+    return whole.view(2 * size, -1)[torch.tensor(zigzag(size), device=device).flatten()].flatten()
+
+
+def positions(
+    length: int, *, axis: str = "cp", mesh: Mesh | None = None, device: torch.device | str | None = None
+) -> Tensor:
+    """The global positions of this rank's tokens.
+
+    Args:
+        length: T of the whole sequence.
+        axis: the mesh axis that cuts it.
+        mesh: by default that of `fs.set_mesh`; where there is none, or it lacks the axis, the sequence is whole.
+        device: of the result.
+
+    Returns:
+        int64[T_local], ascending.
+
+    Raises:
+        BatchError: the length is no multiple of twice the size of the axis.
+    """
+    size, index = _place("ops.positions", axis, mesh)
+    if why := _uncut(length, size):
+        raise BatchError(message("ops.positions", f"cannot cut a sequence of {length} over {axis}: {size}.", mend=why))
+    return zigzag_order(length, size, device).view(size, -1)[index]
+
+
+def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | None = None) -> Tensor:
+    """Positions that begin anew at 0 with each document, of this rank's tokens.
+
+    Args:
+        documents_BT: integer [B, T], the document of each token of this rank, as `cut_sequence` takes them. The tokens
+            of a document stand together: where the number changes, the next one begins.
+        axis: the mesh axis that cuts the sequence; its ranks tell each other their documents.
+        mesh: by default that of `fs.set_mesh`; where there is none, or it lacks the axis, the sequence is whole.
+
+    Returns:
+        int64[B, T].
+
+    Raises:
+        SpecError: documents are not [B, T].
+    """
+    if documents_BT.ndim != 2:
+        mend = "Give the document of each token, as [B, T]."
+        raise SpecError(message("ops.document_positions", "needs documents [B, T].", [kind_text(documents_BT)], mend))
+    size, index = _place("ops.document_positions", axis, mesh)
+    order = zigzag_order(documents_BT.shape[1] * size, size, documents_BT.device)
+    if size > 1:
+        documents_BT = gather(documents_BT, axis, dim=1, mesh=mesh).index_select(1, order.argsort())
+    at_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = torch.zeros_like(documents_BT, dtype=torch.int64)
+    begins_BT[:, 1:] = at_T[1:] * (documents_BT[:, 1:] != documents_BT[:, :-1])
+    return (at_T - begins_BT.cummax(1).values).index_select(1, order.view(size, -1)[index])
+
+
+def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None = None) -> Tree:
+    """Takes this rank's tokens out of whole tensors: tokens, targets and documents of a batch, in one call.
+
+    Args:
+        x: a tensor, or a tree of them, the same on all ranks of the axis.
+        dim: the dim of tokens, in every leaf.
+        axis: the mesh axis that cuts it.
+        mesh: by default that of `fs.set_mesh`; where there is none, or it lacks the axis, `x` comes back as it is.
+
+    Returns:
+        A tree of contiguous tensors, each with this rank's part of `dim`, in the order of `positions`.
+
+    Raises:
+        BatchError: a length is no multiple of twice the size of the axis, or a leaf has no such dim.
+    """
+    size, index = _place("ops.cut_sequence", axis, mesh)
+    wrong: list[str] = []
+    ways: set[str] = set()
+    for path, leaf in tree.named_leaves(x).items():
+        what = f"{path or 'the tensor'} is {kind_text(leaf)}"
+        if not isinstance(leaf, Tensor) or not -leaf.ndim <= dim < leaf.ndim:
+            wrong.append(f"{what}: no dim {dim} to cut")
+            ways.add("Leave out what has no tokens, or say where they are with dim=.")
+        elif why := _uncut(leaf.shape[dim], size):
+            wrong.append(f"{what}: dim {dim} has {leaf.shape[dim]} tokens")
+            ways.add(why)
+    if wrong:
+        rule = f"cannot cut {len(wrong)} of {len(tree.leaves(x))} leaves over {axis}: {size}."
+        raise BatchError(message("ops.cut_sequence", rule, wrong, " ".join(sorted(ways))))
+    if size == 1:
+        return x
+
+    def part(leaf: Tensor) -> Tensor:
+        chunks = leaf.chunk(2 * size, dim) if leaf.shape[dim] else (leaf,) * 2 * size
+        return torch.cat([chunks[number] for number in zigzag(size)[index]], dim)
+
+    return tree.map(part, x)
+
+
+def _place(function: str, axis: str, mesh: Mesh | None) -> tuple[int, int]:
+    """The size of an axis, and this rank's coordinate along it."""
+    return axis_size(axis, mesh, function=function), axis_index(axis, mesh)
+
+
+def _uncut(length: int, size: int) -> str:
+    """Which lengths would do, where this one does not."""
+    if size == 1 or length % (2 * size) == 0:
+        return ""
+    below = length - length % (2 * size)
+    near = " or ".join(str(n) for n in (below, below + 2 * size) if n)
+    return f"Each rank takes an early and a late chunk: make the length a multiple of {2 * size}, such as {near}."

@@ -1,0 +1,271 @@
+"""`from_torch`: a pure pair of functions made of any elementwise optimizer of torch, or of one's own in its form.
+
+In: the class and its settings. Out: a transformation whose state has a tree for each tensor that the optimizer keeps of
+a parameter, cut as the parameters, and 0-d tensors for what it keeps in numbers.
+Each update builds the optimizer anew around this rank's parts. What couples elements is found by trying and refused.
+Law: parameters are those of the torch optimizer, and inputs are unchanged unless donated.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fsharding import tree
+from fsharding.comm.redistribute import redistribute
+from fsharding.errors import ConfigError, message
+from fsharding.optim.base import (
+    GradientTransformation,
+    check_update,
+    clone,
+    like,
+    like_leaf,
+    local_leaves,
+    new_zeros,
+    refuse_unlike,
+    required,
+    shardings_of,
+)
+from fsharding.optim.schedules import as_schedule
+from fsharding.optim.validation import check_dtype
+from fsharding.public import public
+from fsharding.sharding.named_sharding import local_of
+from fsharding.tree import Tree
+
+__all__ = ["TorchState", "from_torch"]
+
+_NAME = "fs.optim.from_torch"
+_INSTEAD = {
+    "Adafactor": "Use fs.optim.adafactor, which sums the statistics of whole matrices over ranks.",
+    "Muon": "Use fs.optim.muon, which brings whole matrices together.",
+    "SparseAdam": "Use torch.optim.Adam: gradients of sharded parameters are dense.",
+    "LBFGS": "Use an optimizer that updates from one gradient, or write the line search around fs.value_and_grad.",
+}
+
+
+class TorchState(NamedTuple):
+    """Number of updates (int64, 0-d, on the CPU), and what the optimizer keeps.
+
+    Attributes:
+        count: of updates; while it is 0 the rest has no meaning yet, and torch makes its own first values.
+        slots: by torch's name, trees in shape and sharding of the parameters, such as `exp_avg`.
+        scalars: by torch's name, trees of 0-d tensors on the CPU, such as `step`.
+    """
+
+    count: Tensor
+    slots: dict[str, Tree]
+    scalars: dict[str, Tree]
+
+
+class _Kept(NamedTuple):
+    """What an optimizer keeps of a parameter: dtypes by name; Python's own types for plain numbers."""
+
+    slots: dict[str, torch.dtype]
+    scalars: dict[str, Any]
+
+
+def from_torch(
+    optimizer: type[torch.optim.Optimizer], *, moments: torch.dtype | None = None, **settings: Any
+) -> GradientTransformation:
+    """A transformation from a torch optimizer that treats each element by itself, such as Adam, RMSprop, NAdam, Rprop.
+
+    Groups of parameters with other settings are `fs.masked` over several of these.
+
+    Args:
+        optimizer: the class, such as `torch.optim.NAdam`.
+        moments: the dtype in which the state that has the shape of parameters is kept between updates; by default that
+            of the layout's `Precision`, or else what torch takes, which is that of the parameter. An update computes in
+            what torch takes.
+        **settings: its arguments but for the parameters. `lr` may be a function of the number of updates so far. With
+            `fused=True` the last bits may depend on where a leaf is cut.
+
+    Raises:
+        TreeError: from the update: no parameters, or something else than gradients and this state.
+        ConfigError: it is no class of optimizers, couples elements of a parameter, keeps state apart from parameters,
+            wants a closure or sparse gradients, or has settings that make no pure function; the text says what to use.
+            Or kernels lack the dtype of `moments`.
+    """
+    _refuse_others(optimizer, settings)
+    own = check_dtype(_NAME, "moments", moments)
+    rate = as_schedule(settings["lr"]) if callable(settings.get("lr")) else None
+    if rate is not None:
+        settings = {**settings, "lr": rate(0)}
+    _refuse(optimizer, settings)
+    make: Any = optimizer
+    kept_of = functools.cache(functools.partial(_kept, optimizer, settings))
+    on_device = bool(settings.get("fused"))
+
+    @public("fs.optim.from_torch(...).init")
+    def init(params: Tree, *, moments: torch.dtype | None = None) -> TorchState:
+        kept = {x.dtype: kept_of(x.dtype) for x in tree.leaves(params)}
+        names = [list(dict.fromkeys(name for k in kept.values() for name in k[part])) for part in (0, 1)]
+
+        def slot(name: str) -> Tree:
+            return tree.map(lambda x: _zeros(x, stored(kept[x.dtype].slots[name])), params)
+
+        def stored(dtype: torch.dtype) -> torch.dtype:
+            return own or moments or dtype if dtype.is_floating_point else dtype
+
+        def scalar(name: str) -> Tree:
+            return tree.map(lambda x: _number(0, kept[x.dtype].scalars[name]), params)
+
+        slots, scalars = ({n: make(n) for n in part} for part, make in zip(names, (slot, scalar), strict=True))
+        return TorchState(torch.zeros((), dtype=torch.int64), slots, scalars)
+
+    @public("fs.optim.from_torch(...).update")
+    def update(
+        updates: Tree, state: TorchState, params: Tree = None, *, donate: bool = False
+    ) -> tuple[Tree, TorchState]:
+        check_update(_NAME, TorchState, updates, state, required(params, _NAME))
+        params = tree.prune(params, updates, _NAME, ("parameters", "gradients"))
+        refuse_unlike(_NAME, params, updates, ("parameters", "gradients"))
+        where = shardings_of(next(iter(state.slots.values()), params))
+        moved = redistribute(updates, where)
+        main = local_leaves(redistribute(params, where))
+        grads, spec = local_leaves(moved), tree.flatten(moved)[1]
+        slots = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.slots.items()}
+        scalars = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.scalars.items()}
+        held = [torch.nn.Parameter(clone(p)) for p in main]
+        for p, g in zip(held, grads, strict=True):
+            p.grad = g.to(p.dtype).contiguous() if donate else clone(g.to(p.dtype))
+        now = settings if rate is None else {**settings, "lr": rate(int(state.count))}
+        made = make(held, **now)
+        if int(state.count):
+            for i, p in enumerate(held):
+                (wanted, known), home = kept_of(p.dtype), p.device if on_device else None
+                kept: dict[str, Any] = {n: _own(local_of(x[i]), wanted[n], donate) for n, x in slots.items()}
+                kept |= {n: _plain(x[i], known[n], home) for n, x in scalars.items()}
+                made.state[p] = kept
+        made.step()
+        deltas = [p.detach() - old for p, old in zip(held, main, strict=True)]
+        after = [cast(dict[str, Any], made.state[p]) for p in held]
+        new_slots = {
+            n: tree.unflatten(spec, [_kept_as(old, s[n].detach()) for old, s in zip(x, after, strict=True)])
+            for n, x in slots.items()
+        }
+        new_scalars = {
+            n: tree.unflatten(spec, [_number(s[n], old.dtype) for old, s in zip(x, after, strict=True)])
+            for n, x in scalars.items()
+        }
+        return like(moved, deltas), TorchState(state.count + 1, new_slots, new_scalars)
+
+    return GradientTransformation(init, update)
+
+
+def _own(x: Tensor, dtype: torch.dtype, donate: bool) -> Tensor:
+    """A slot in the dtype that torch takes, which it may overwrite."""
+    if x.dtype != dtype:
+        return x.to(dtype).contiguous()
+    return x.contiguous() if donate else clone(x)
+
+
+def _kept_as(old: Tensor, new: Tensor) -> Tensor:
+    return like_leaf(old, new.to(old.dtype))
+
+
+def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return like_leaf(x, new_zeros(local_of(x), dtype))
+
+
+def _number(value: Any, kind: Any) -> Tensor:
+    """A number as a 0-d tensor on the CPU; Python's own numbers in 64 bits."""
+    dtype = kind if isinstance(kind, torch.dtype) else torch.float64 if kind is float else torch.int64
+    return torch.tensor(value.item() if isinstance(value, Tensor) else value, dtype=dtype)
+
+
+def _plain(x: Tensor, kind: Any, device: torch.device | None) -> Any:
+    """A number as the optimizer had it; its fused kernels want it beside the parameter."""
+    return x.to(device, copy=True) if isinstance(kind, torch.dtype) else kind(x.item())
+
+
+# ------------------------------------------------------------------------------------------------------- what it keeps
+
+_ROWS, _COLUMNS, _TRIES = 3, 4, 3
+
+
+def _kept(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype) -> _Kept:
+    """What an optimizer keeps of a parameter after a step, found by taking one."""
+    _, states, _ = _try(optimizer, settings, [_ROWS * _COLUMNS], dtype, 1)
+    slots: dict[str, torch.dtype] = {}
+    scalars: dict[str, Any] = {}
+    for name, x in states[0].items():
+        if isinstance(x, Tensor) and x.shape == (_ROWS * _COLUMNS,):
+            slots[name] = x.dtype
+        elif isinstance(x, Tensor | bool | int | float) and (not isinstance(x, Tensor) or x.ndim == 0):
+            scalars[name] = x.dtype if isinstance(x, Tensor) else type(x)
+        elif x is not None:
+            raise ConfigError(_refusal(optimizer, f"keeps {name}, which is neither a number nor one for each element"))
+    return _Kept(slots, scalars)
+
+
+def _try(
+    optimizer: type[torch.optim.Optimizer],
+    settings: dict[str, Any],
+    shapes: list[Any],
+    dtype: torch.dtype,
+    steps: int,
+) -> tuple[Tensor, list[dict[str, Any]], bool]:
+    """Steps on the same elements in parameters of some shapes: they end as [elements]; states; are groups as before?"""
+    sizes = [torch.Size((s,) if isinstance(s, int) else s) for s in shapes]
+    # What is compared is the same for all, so a fixed sequence will do.
+    values = [torch.linspace(0.3, 2.9 + k, sum(s.numel() for s in sizes)).sin().to(dtype) for k in range(steps + 1)]
+    pieces = [
+        [x.view(s).clone() for x, s in zip(v.split([s.numel() for s in sizes]), sizes, strict=True)] for v in values
+    ]
+    held = [torch.nn.Parameter(x) for x in pieces[0]]
+    made = optimizer(held, **settings)
+    before = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
+    for grads in pieces[1:]:
+        for p, g in zip(held, grads, strict=True):
+            p.grad = g
+        made.step()
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
+    states = [cast(dict[str, Any], made.state[p]) for p in held]
+    return torch.cat([p.detach().reshape(-1) for p in held]), states, groups == before
+
+
+def _refuse_others(optimizer: Any, settings: dict[str, Any]) -> None:
+    """Refuses what is no class of optimizers, and settings for graphs, of autograd or of a device."""
+    if not isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
+        kind = f"class {optimizer.__name__}" if isinstance(optimizer, type) else repr(optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            kind = f"an instance of {type(optimizer).__name__}"
+        mend = "Pass the class and its settings: fs.optim.from_torch(torch.optim.NAdam, lr=1e-3)."
+        raise ConfigError(message(_NAME, f"needs a class of optimizers; got {kind}.", mend=mend))
+    why = {
+        "differentiable": "updates have no graph: write the rule as a pair (init, update) and differentiate that",
+        "capturable": "each update builds the optimizer anew, which no CUDA graph can repeat",
+    }
+    rows = [f"{name}=True: {text}" for name, text in why.items() if settings.get(name)]
+    if rows:
+        raise ConfigError(message(_NAME, f"cannot take settings of {optimizer.__name__}.", rows, "Leave them out."))
+
+
+def _refuse(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
+    """Refuses what cannot be a pure function of one element's gradient, parameter and state."""
+    if optimizer.__name__ in _INSTEAD and optimizer is getattr(torch.optim, optimizer.__name__):
+        why = {"LBFGS": "needs a closure", "SparseAdam": "needs sparse gradients"}
+        raise ConfigError(_refusal(optimizer, why.get(optimizer.__name__, "does not treat each element by itself")))
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(_refusal(optimizer, "needs a closure"))
+    count = _ROWS * _COLUMNS
+    whole, _, same = _try(optimizer, settings, [(_ROWS, _COLUMNS)], torch.float32, _TRIES)
+    pieces, _, _ = _try(optimizer, settings, [(1, _COLUMNS), 2, count - _COLUMNS - 2], torch.float32, _TRIES)
+    if not same:
+        raise ConfigError(_refusal(optimizer, "keeps state in its groups, which is no parameter's"))
+    if not torch.allclose(whole, pieces, rtol=1e-5, atol=1e-6):
+        raise ConfigError(
+            _refusal(optimizer, "does not treat each element by itself: a parameter in pieces moves elsewhere")
+        )
+    _kept(optimizer, settings, torch.float32)
+
+
+def _refusal(optimizer: type[torch.optim.Optimizer], why: str) -> str:
+    mend = "Write it as a pair (init, update) of functions on trees; fs.optim.sum_dims sums over ranks."
+    name = optimizer.__name__
+    return message(_NAME, f"cannot take {name}: it {why}.", mend=_INSTEAD.get(name, mend))

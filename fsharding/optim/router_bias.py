@@ -1,0 +1,56 @@
+"""Biases that balance experts: leaves that a step moves by itself, against their load, and no optimizer.
+
+In: gradients, of which those of some leaves are loads (`ops.tell_load`). Out: updates of these leaves by a sign.
+The rule is that of Wang et al. 2024, algorithm 1. Neither the norm nor clipping nor moments see a load.
+Law: only the sign of a load counts, so it does not matter by what all gradients are divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.sharding.named_sharding import like, local_of
+from fsharding.tree import Tree
+
+__all__ = ["against_load", "set_loads_apart"]
+
+
+def set_loads_apart(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str, Tensor]]:
+    """Gradients with zeros in the place of loads, and the loads by path.
+
+    Args:
+        grads: tree of reduced gradients; None for frozen leaves.
+        paths: of the leaves whose gradients are loads.
+    """
+    loads = {path: x for path, x in tree.named_leaves(grads).items() if path in paths} if paths else {}
+    if not loads:
+        return grads, loads
+    kept = tree.map_with_path(lambda p, x: _with(x, torch.zeros_like(local_of(x))) if p in loads else x, grads)
+    return kept, loads
+
+
+def against_load(updates: Tree, loads: Mapping[str, Tensor], rates: Mapping[str, float]) -> Tree:
+    """Updates in which loaded leaves move by `-rate * sign(load)`, whatever the optimizer made of their zeros.
+
+    Args:
+        updates: of the optimizer.
+        loads: of `set_loads_apart`.
+        rates: by path.
+    """
+    if not loads:
+        return updates
+
+    def move(path: str, x: Any) -> Any:
+        return _with(loads[path], torch.sign(local_of(loads[path])) * -rates[path]) if path in loads else x
+
+    return tree.map_with_path(move, updates)
+
+
+def _with(x: Tensor, local: Tensor) -> Tensor:
+    return like(x, local) if isinstance(x, DTensor) else local

@@ -1,0 +1,158 @@
+"""Which dims of a leaf are stacked units, which leaves are matrices, and sums over dims that ranks share.
+
+In: paths and leaves; local tensors of leaves that are cut in any way. Out: numbers of dims, labels, whole sums.
+A stack is one leaf for many equal units, so what an optimizer says of a matrix it says of each row of a stack.
+Law: a sum does not depend on the layout beyond the rounding of float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.comm.transport import start_sum
+from fsharding.errors import LayoutError, message
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
+from fsharding.sharding.boxes import length
+from fsharding.sharding.mesh_view import base
+from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of, to_local
+from fsharding.sharding.stage_owners import begins
+from fsharding.tree import Tree
+
+__all__ = ["homes", "label_matrices", "stacked_dims", "sum_dims", "whole_shape"]
+
+STACKS = ("blocks",)
+"""Where a `Model` has its stacks."""
+
+
+def stacked_dims(path: str, stacks: Sequence[str]) -> int:
+    """How many first dims of a leaf count units: 1 under the path of a stack, else 0."""
+    return int(any(begins(path, entry) for entry in stacks))
+
+
+def label_matrices(stacks: Sequence[str] = STACKS) -> Callable[[str, Any], str]:
+    """Labels for `masked`: "matrix" for the matrices of stacked units, "other" for embedding, head, norms and biases.
+
+    Args:
+        stacks: dotted paths, or beginnings of them, of leaves whose first dim counts units; those of a `Model` are
+            under `blocks`.
+    """
+
+    def label(path: str, leaf: Any) -> str:
+        return "matrix" if stacked_dims(path, stacks) and leaf.ndim >= 3 else "other"
+
+    return label
+
+
+def homes(
+    function: str, values: Tree, shardings: Tree = None, *, known: Sequence[str] = ()
+) -> list[NamedSharding | None]:
+    """Where leaves are, with the assignments that their DTensors do not tell; None for plain tensors.
+
+    Args:
+        function: the public function, for the error.
+        values: tree of DTensors and plain tensors.
+        shardings: of these leaves, such as `layout.main`: assignments are looked up there, all else the leaf says.
+        known: axes along which an assignment does not matter.
+
+    Returns:
+        One for each leaf: with its assignments on the whole mesh where `shardings` tells them; else on the slice of the
+        mesh that the leaf is on.
+
+    Raises:
+        LayoutError: assignments that nobody tells, or others than the leaf has; all such leaves are listed.
+    """
+    named = tree.named_leaves(values)
+    told: list[Any] = [None] * len(named)
+    if shardings is not None:
+        pruned = tree.prune(shardings, values, function, ("shardings", "leaves"))
+        told = tree.flatten_up_to(tree.flatten(values)[1], pruned, function, ("leaves", "shardings"))
+    result: list[NamedSharding | None] = []
+    rows: list[str] = []
+    for (path, x), sharding in zip(named.items(), told, strict=True):
+        found = base(x.device_mesh) if isinstance(x, DTensor) else None
+        if not isinstance(x, DTensor) or found is None or found.whole is None:
+            result.append(sharding_of(x) if isinstance(x, DTensor) else None)
+            continue
+        here = sharding_of(x)
+        hidden = [a for a in abstract(found.whole).names if a not in abstract(found.mesh).names]
+        if sharding is not None and {a.axis for a in sharding.assigned} == {*hidden}:
+            here = replace(here, mesh=found.whole, assigned=sharding.assigned)
+            shape, held = whole_shape(x, here), tuple(local_of(x).shape)
+            want = here.local_shape(shape)
+            if want != held:
+                text = f"{here} of {list(shape)} is not what this rank holds"
+                rows.append(f"{path}: {text}: {list(want)}, and it has {list(held)}")
+        elif sharding is not None or not {*hidden} <= {*known}:
+            rows.append(f"{path} is assigned over {', '.join(a for a in hidden if a not in known)}")
+        result.append(here)
+    if rows:
+        mend = "Say where they are, as the train step does: shardings=layout.main, of opt.init and opt.update."
+        raise LayoutError(message(function, "cannot tell who owns leaves with assignments.", rows, mend))
+    return result
+
+
+def whole_shape(x: Tensor, sharding: NamedSharding | None) -> tuple[int, ...]:
+    """The shape of a whole leaf, also along dims whose parts have owners.
+
+    Where a rank is no owner of a leaf that others have whole, its first size is 0, as at rest.
+
+    Args:
+        x: the leaf.
+        sharding: of `homes`.
+    """
+    if sharding is None or sharding.grid(x.shape) is None:
+        return tuple(x.shape)
+    sizes = {a.dim: sum(map(length, a.ranges)) for a in sharding.assigned}
+    return tuple(sizes.get(dim, size) for dim, size in enumerate(x.shape))
+
+
+def sum_dims(
+    terms: Iterable[Tensor],
+    leaves: Sequence[Tensor],
+    dims: Sequence[tuple[int, ...]],
+    *,
+    shardings: Sequence[NamedSharding | None] | None = None,
+) -> list[Tensor]:
+    """Sums over dims of whole leaves, from what each rank has. Collective over the axes that cut these dims.
+
+    Args:
+        terms: this rank's part of what is summed; made one by one, if a generator makes them.
+        leaves: a leaf for each that is cut as the term is: a DTensor, or a plain tensor that is whole.
+        dims: which; they stay, with size 1.
+        shardings: of each leaf, such as those of `layout.main`: of leaves with assignments its DTensor does not tell
+            them, and the sum is then of this slice of the mesh.
+
+    Returns:
+        float64, on every rank that holds the same range of the other dims.
+    """
+    sums = [x.sum(d, keepdim=True, dtype=torch.float64) if d else x.double() for x, d in zip(terms, dims, strict=True)]
+    groups: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
+    known = [None] * len(leaves) if shardings is None else shardings
+    for i, (leaf, over, told) in enumerate(zip(leaves, dims, known, strict=True)):
+        if isinstance(leaf, DTensor):
+            # On the whole mesh, not its slice: all ranks know its groups.
+            sharding: NamedSharding = to_local(leaf).sharding
+            owners = told.assigned if told is not None else ()
+            cut = {axis for dim in over for axis in sharding.axes(dim)} | {a.axis for a in owners if a.dim in over}
+            if cut:
+                groups.setdefault((sharding.mesh, tuple(a for a in AXES if a in cut)), []).append(i)
+    pending = [
+        (
+            members,
+            start_sum(torch.cat([sums[i].reshape(-1) for i in members]), axis_group(mesh, axes), torch.float64),
+        )
+        for (mesh, axes), members in groups.items()
+    ]
+    for members, total in pending:
+        parts = total.wait().split([sums[i].numel() for i in members])
+        for i, part in zip(members, parts, strict=True):
+            sums[i] = part.view(sums[i].shape)
+    return sums

@@ -1,0 +1,134 @@
+"""`apply_updates`: parameters plus updates, wherever the two are cut; `apply_gradients`: a whole optimizer step.
+
+In: parameters, and updates in the sharding of the optimizer state. Out: parameters in their own sharding.
+Where updates are cut further than parameters, each rank adds its slice and the slices are gathered once.
+Law: without `donate` the parameters that came in are unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.arguments import check_optimizer
+from fsharding.comm.redistribute import redistribute
+from fsharding.optim.base import GradientTransformation, call, local_leaves, refuse_unlike, run_update, shardings_of
+from fsharding.public import public
+from fsharding.sharding import named_sharding as sharding
+from fsharding.sharding.named_sharding import local_of, sharding_of
+from fsharding.tree import Tree
+
+__all__ = ["apply_gradients", "apply_updates", "change_slices"]
+
+_NAME = "fs.apply_updates"
+
+
+def apply_gradients(
+    opt: GradientTransformation,
+    grads: Tree,
+    state: Tree,
+    params: Tree,
+    *,
+    donate: bool = False,
+    norm: Tensor | None = None,
+    scale: float = 1.0,
+    shardings: Tree = None,
+) -> tuple[Tree, Tree]:
+    """One optimizer step: `update` and `apply_updates`, or the optimizer's own way to do both at once.
+
+    Args:
+        opt: the optimizer.
+        grads: mean gradients; None at a leaf leaves the parameter as it is.
+        state: of the optimizer.
+        params: tree of DTensors or plain tensors.
+        donate: gradients, state and parameters may be overwritten.
+        norm: the global norm of the gradients, where it is known.
+        scale: what the gradients are still to be multiplied by; `norm` is that of the product.
+        shardings: where gradients and main parameters are, such as `layout.main`; needed for leaves with explicit
+            assignments by optimizers that look at more than an element at once.
+
+    Returns:
+        (parameters, state), in the shardings and dtypes that they had.
+
+    Raises:
+        ConfigError: `opt` is no `GradientTransformation`.
+    """
+    check_optimizer("fs.optim.apply_gradients", opt)
+    known: Any = {"donate": donate, "norm": norm, "scale": scale, "shardings": shardings}
+    if opt.apply is not None:
+        return call(opt.apply, grads, state, params, **known)
+    updates, state = run_update(opt, grads, state, params, **known)
+    return apply_updates(params, updates, donate=donate), state
+
+
+@public("fs.apply_updates")
+def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
+    """Adds updates to parameters.
+
+    Args:
+        params: tree of DTensors or plain tensors.
+        updates: the same tree, in any data sharding; None at a leaf leaves the parameter as it is.
+        donate: the parameters may be overwritten.
+
+    Returns:
+        The new parameters in the shardings and dtypes of `params`.
+
+    Raises:
+        TreeError: parameters and updates differ in paths or shapes; all such leaves are listed.
+    """
+    deltas = local_leaves(updates)
+
+    def add(slices: list[Tensor]) -> list[Tensor]:
+        return [_add(*pair, donate) for pair in zip(slices, deltas, strict=True)]
+
+    return change_slices(params, updates, add, donate=donate)
+
+
+def change_slices(
+    params: Tree,
+    where: Tree,
+    change: Callable[[list[Tensor]], list[Tensor]],
+    *,
+    donate: bool = False,
+    function: str = _NAME,
+) -> Tree:
+    """Changes parameters where something else is cut: brings them there and back.
+
+    Args:
+        params: tree of DTensors or plain tensors.
+        where: the same tree, cut as the slices shall be; None at a leaf leaves the parameter as it is.
+        change: from local slices, in order, to new ones of the same shapes.
+        donate: the parameters may be overwritten.
+        function: the public function, for the error.
+
+    Raises:
+        TreeError: the two differ in paths or shapes; all such leaves are listed.
+    """
+    leaves, spec = tree.flatten(params)
+    labels = ("parameters", "updates" if function == _NAME else "moments")
+    marks = tree.flatten_up_to(spec, where, function, labels)
+    unlike = (
+        mark is not None
+        and (getattr(mark, "shape", None) != leaf.shape or isinstance(mark, DTensor) != isinstance(leaf, DTensor))
+        for leaf, mark in zip(leaves, marks, strict=True)
+    )
+    if any(unlike):
+        refuse_unlike(function, tree.prune(params, where, function, labels), where, labels)
+    targets = tree.unflatten(spec, [sharding_of(m) if isinstance(m, DTensor) else None for m in marks])
+    slices = tree.leaves(redistribute(params, targets))
+    changed = iter(change([local_of(x) for x, mark in zip(slices, marks, strict=True) if mark is not None]))
+    moved: list[Any] = []
+    for leaf, part, mark in zip(leaves, slices, marks, strict=True):
+        new = next(changed) if mark is not None else leaf
+        moved.append(sharding.like(part, new) if mark is not None and isinstance(part, DTensor) else new)
+    return redistribute(tree.unflatten(spec, moved), shardings_of(params), into=params if donate else None)
+
+
+def _add(param: Tensor, delta: Tensor, donate: bool) -> Tensor:
+    if donate and param.dtype == delta.dtype:
+        return param.add_(delta)
+    return param.add(delta.to(param.dtype)) if param.dtype == delta.dtype else (param + delta).to(param.dtype)

@@ -1,0 +1,1 @@
+"""pipeline: see the table of rooms."""

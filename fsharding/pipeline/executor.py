@@ -1,0 +1,363 @@
+"""Pipelines: walks this rank's row of a schedule; one graph for each stage and microbatch, messages between stages.
+
+In: a `Model`, a `Schedule`, parameters at rest in a layout whose stages are those of the schedule, microbatches.
+Out: the sums of losses and weights, and gradients where the optimizer wants them, as from `value_and_grad`.
+Parameters are gathered stage by stage, or unit by unit for each microbatch, and gradients reduced, as the row says.
+Law: losses and gradients are those of no pipeline, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from fsharding import tree
+from fsharding.comm import process_group as wire
+from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.stop_bit import StopBit
+from fsharding.comm.transport import start_sum
+from fsharding.errors import TransformError, message
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes
+from fsharding.mesh.failures import among, naming_lost
+from fsharding.models.stacks import first_unit, scan_stacks
+from fsharding.pipeline.actions import Action, uses_parameters
+from fsharding.pipeline.lowering import late
+from fsharding.pipeline.schedule import Schedule
+from fsharding.pipeline.stage_state import Holding
+from fsharding.pipeline.stages import check_ends
+from fsharding.precision import Precision
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.named_sharding import local_of
+from fsharding.transforms import policies
+from fsharding.transforms.gather_unit import gather_unit, start_gather
+from fsharding.transforms.policies import Policy
+from fsharding.transforms.value_and_grad import Tape
+from fsharding.tree import Tree
+
+__all__ = ["Messages", "pipeline_grads"]
+
+_T = TypeVar("_T")
+
+_Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+Messages: TypeAlias = dict[tuple[int, _Shapes], tuple[Any, _Shapes]]
+"""The tree, shapes and dtypes of what a stage sends, by stage and by what its microbatch looks like."""
+
+
+def pipeline_grads(
+    model: Any,
+    schedule: Schedule,
+    layout: Layout,
+    params: Tree,
+    pieces: Sequence[Tree],
+    *,
+    precision: Precision,
+    policy: Policy = policies.save_except_gathered,
+    scale: float = 1.0,
+    known: Messages | None = None,
+    stop: StopBit | None = None,
+) -> tuple[Tree, Tensor, Tensor]:
+    """Runs one step of a schedule. Collective over the whole mesh.
+
+    Args:
+        model: a `Model`.
+        schedule: for the size of `pp`.
+        layout: planned with `stages=stages_of(model, schedule)`.
+        params: at rest in this layout.
+        pieces: the microbatches of this rank's data position; the same on all ranks along `pp`.
+        precision: dtypes of compute, wire and gradients.
+        policy: what the blocks keep for backward.
+        scale: of the loss, for fp16.
+        known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
+            A receiver is told once what activations look like, for each shape of microbatches.
+        stop: as in `value_and_grad`.
+
+    Returns:
+        (gradients in `layout.main`, sum of losses times scale, sum of weights); the sums are float32, 0-d, the same on
+        all ranks.
+
+    Raises:
+        LayoutError: the layout has other stages than the schedule.
+        TransformError: a stage gives other activations than before for a microbatch of the same shapes.
+        RankError: another rank is gone, or did not answer within the timeout of the mesh; it is named.
+    """
+    run, known = None, {} if known is None else known
+    try:
+        with naming_lost("train step", layout.mesh):
+            run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, known)
+            for action in run.row():
+                run.do(action)
+            run.settle()
+            run.pool.close()
+            return run.held.grads(), *run.sums(stop)
+    except BaseException:
+        if run is not None:
+            run.close()
+        raise
+
+
+@dataclass
+class _Flight:
+    """A microbatch between forward and backward of a stage: its tape, what went in, and what came out.
+
+    Of activations that leave only their place in the graph is kept, None where they have none, and what they look like.
+    """
+
+    tape: Tape
+    inputs: list[Tensor]
+    outputs: Sequence[Any] = ()
+    types: _Shapes = ()
+    given: list[Tensor] | None = None
+
+
+@dataclass
+class _Run:
+    """One step on one rank; see `pipeline_grads`."""
+
+    model: Any
+    schedule: Schedule
+    layout: Layout
+    params: Tree
+    pieces: list[Tree]
+    precision: Precision
+    policy: Policy
+    scale: float
+    known: Messages
+    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
+    arrived: dict[Action, tuple[Any, list[Tensor], wire.Pending]] = field(default_factory=dict[Action, Any])
+    handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = field(
+        default_factory=dict[tuple[str, int, int], Any]
+    )
+    sent: dict[Action, wire.Pending] = field(default_factory=dict[Action, wire.Pending])
+    begun: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
+    closing: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
+    losses: list[tuple[Tensor, Any]] = field(default_factory=list[tuple[Tensor, Any]])
+
+    def __post_init__(self) -> None:
+        mesh = self.layout.mesh
+        self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
+        self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
+        check_ends(self.model, self.schedule, self.layout)
+        self.held = Holding(self.model, self.schedule, self.layout, self.params, self.precision)
+        # What each GATHER of a microbatch is for: the next of its computes that uses parameters.
+        self.uses = defaultdict[tuple[int, int | None], list[str]](list)
+        for kind, stage, m in filter(uses_parameters, self.schedule.table[self.rank]):
+            self.uses[stage, m].append(kind)
+
+    # ------------------------------------------------------------------------------------------------------ a stage
+    def _tape(self, stage: int) -> Tape:
+        tape = Tape(*self.held.work[stage], self.precision, self.pool)
+        assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
+        return tape
+
+    def _forward(self, stage: int, params: Tree, x: Any, batch: Tree) -> Any:
+        head, blocks = _head(params), params["blocks"]
+        if stage == 0:
+            x = self.model.embed(gather_unit(params["embed"], then=first_unit(self.model, blocks, head)), batch)
+        x = scan_stacks(self.model, blocks, x, policy=self.policy, then=head)
+        return x if head is None else self.model.head(gather_unit(head), x, batch)
+
+    # ------------------------------------------------------------------------------------------------------- actions
+    def row(self) -> tuple[Action, ...]:
+        """What this rank does, in order.
+
+        Activations of microbatches that look like none before are described by their sender, who may itself wait for
+        what this rank does before it needs them. Then no receive is ahead of its use; all along `pp` see that alike.
+        """
+        row, seen = self.schedule.table[self.rank], {shapes for _, shapes in self.known}
+        return row if all(self._looks(m) in seen for m in range(len(self.pieces))) else late(row, self.schedule.owner)
+
+    def _looks(self, m: int) -> _Shapes:
+        return _shapes(tree.leaves(self.pieces[m]))
+
+    def do(self, action: Action) -> None:
+        """Does one action, or posts it."""
+        kind, stage, m = action
+        match kind:
+            case "GATHER":
+                self._gather(stage, m)
+            case "SCATTER":
+                if m is not None:
+                    self.closing.pop((stage, m)).finish()
+                self.held.scatter(stage)
+            case "F" | "B" | "I" | "W":
+                assert m is not None
+                self._f(stage, m) if kind == "F" else self._b(stage, m, kind)
+                if uses_parameters(action):
+                    self.held.used(stage)
+            case "SEND_F" | "SEND_B":
+                self.settle(wait=False)
+                assert m is not None
+                spec, leaves = self.handed.pop((kind[-1], stage, m))
+                self.sent[action] = self._guard(action, lambda: self._send(action, spec, leaves))
+            case _:
+                self.arrived[action] = self._guard(action, lambda: self._receive(action))
+
+    def _gather(self, stage: int, m: int | None) -> None:
+        """Gathers a stage, or starts with its first unit, whose others follow one by one while it computes."""
+        if m is None:
+            self.held.gather(stage)
+            return
+        use = self.uses[stage, m].pop(0)
+        if use == "F":
+            self.begun[stage, m] = tape = self._tape(stage)
+            tape.forward(lambda params: start_gather(self._first(stage, params)))
+            return
+        flight = self.flights.get((stage, m))  # none where the walk back to the inputs was the one to the weights
+        if flight is not None and any(y is not None for y in flight.outputs):
+            flight.tape.ledger.start_back()
+
+    def _first(self, stage: int, params: Tree) -> Tree:
+        return params["embed"] if stage == 0 else first_unit(self.model, params["blocks"], _head(params))
+
+    def _f(self, stage: int, m: int) -> None:
+        last = stage == self.schedule.stages - 1
+        spec, leaves = (None, []) if stage == 0 else self._inputs("F", stage, m)
+        x_leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in leaves]
+        tape = self.begun.pop((stage, m), None) or self._tape(stage)
+        flight = self.flights[stage, m] = _Flight(tape, x_leaves)
+        x = None if spec is None else tree.unflatten(spec, x_leaves)
+        out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])
+        tape.ledger.rest()
+        if last:
+            total, weight = out if isinstance(out, tuple) else (out, 1.0)
+            total = total * self.scale if self.scale != 1.0 else total
+            flight.outputs = [total if total.requires_grad else None]
+            self.losses.append((total.detach(), weight))
+            return
+        flat, out_spec = tree.flatten(out)
+        floating = [y for y in flat if y.is_floating_point()]
+        flight.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in floating]
+        flight.types = _shapes(floating)
+        self.handed["F", stage, m] = out_spec, [y.detach() for y in flat]
+
+    def _b(self, stage: int, m: int, kind: str) -> None:
+        if self.policy.activations == "dots" and kind != "B":
+            # torch keeps the products for one walk back only: it comes with I, for the weights as well.
+            if kind == "W":
+                return
+            kind = "B"
+        flight = self.flights[stage, m]
+        cotangents: list[Tensor] | None = None
+        if stage < self.schedule.stages - 1:
+            if flight.given is None:
+                flight.given = self._inputs("B", stage, m)[1]
+            cotangents = [g for y, g in zip(flight.outputs, flight.given, strict=True) if y is not None]
+        outputs = [y for y in flight.outputs if y is not None]
+        wanted = [x for x in flight.inputs if x.requires_grad] if kind != "W" else []
+        found: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if outputs and (kind != "I" or wanted):
+            found = flight.tape.backward(outputs, cotangents, wanted, params=kind != "I", again=kind == "I")
+        if wanted:
+            zero = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+            self.handed["B", stage, m] = None, zero
+        if kind == "I":
+            if wanted:
+                flight.tape.ledger.rewind()
+        elif self.held.each:
+            # The last reductions are under way; they are waited for at the SCATTER.
+            self.closing[stage, m] = self.flights.pop((stage, m)).tape
+        else:
+            self.flights.pop((stage, m)).tape.finish()
+
+    def _inputs(self, way: str, stage: int, m: int) -> tuple[Any, list[Tensor]]:
+        """What the neighbour has made for this stage: by hand on one rank, else by message, which is waited for."""
+        neighbour = stage - 1 if way == "F" else stage + 1
+        if self.schedule.is_local(min(stage, neighbour)):
+            return self.handed.pop((way, neighbour, m))
+        action = Action("RECV_F" if way == "F" else "RECV_B", stage, m)
+        spec, leaves, pending = self.arrived.pop(action)
+        self._guard(action, pending.wait)
+        return spec, leaves
+
+    # ------------------------------------------------------------------------------------------------------ messages
+    def _tag(self, action: Action, number: int) -> int:
+        """One of its own for each tensor of each message of a step; both ends compute it alike."""
+        kind, stage, m = action
+        assert m is not None
+        sender = stage if kind.startswith("SEND") else stage - 1 if kind == "RECV_F" else stage + 1
+        messages = 2 * self.schedule.stages * self.schedule.microbatches
+        return 1 + number * messages + (sender * self.schedule.microbatches + m) * 2 + kind.endswith("B")
+
+    def _send(self, action: Action, spec: Any, leaves: list[Tensor]) -> wire.Pending:
+        peer = self.group.ranks[self.schedule.peer(action)]
+        if action.kind == "SEND_F":
+            self._tell(action, peer, (spec, _shapes(leaves)))
+        messages = [
+            wire.Message(peer, self._tag(action, i), wire.as_bytes(x.contiguous())) for i, x in enumerate(leaves)
+        ]
+        return wire.exchange_messages(messages, [], self.group)
+
+    def _tell(self, action: Action, peer: int, told: tuple[Any, _Shapes]) -> None:
+        """Says what activations look like, the first time that a stage sends them for such a microbatch."""
+        key = action.stage, self._looks(action.microbatch or 0)
+        if key not in self.known:
+            wire.send_object(told, peer, self.group, self.device)
+        if self.known.setdefault(key, told) != told:
+            rule = f"got other activations of stage {action.stage} than before from a microbatch of the same shapes."
+            rows = [f"{text} {list(types)}" for text, (_, types) in (("before:", self.known[key]), ("now:", told))]
+            mend = "Let the tree, shapes and dtypes of activations follow from the shapes of the batch."
+            raise TransformError(message("train step", rule, rows, mend))
+
+    def _receive(self, action: Action) -> tuple[Any, list[Tensor], wire.Pending]:
+        assert action.microbatch is not None
+        peer = self.group.ranks[self.schedule.peer(action)]
+        if action.kind == "RECV_F":
+            key = action.stage - 1, self._looks(action.microbatch)
+            if key not in self.known:
+                self.known[key] = wire.receive_object(peer, self.group, self.device)
+            spec, types = self.known[key]
+        else:
+            flight = self.flights[action.stage, action.microbatch]
+            spec, types = None, flight.types
+        leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in types]
+        messages = [wire.Message(peer, self._tag(action, i), wire.as_bytes(x)) for i, x in enumerate(leaves)]
+        return spec, leaves, wire.exchange_messages([], messages, self.group)
+
+    def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
+        """Says who it was with, and in what, if it fails."""
+        with among((self.group.ranks[self.schedule.peer(action)],), str(action)):
+            return communicate()
+
+    # -------------------------------------------------------------------------------------------------------- results
+    def settle(self, *, wait: bool = True) -> None:
+        """Lets go of what was sent and has left; with `wait` returns when all of it has."""
+        for action, pending in list(self.sent.items()):
+            if wait or all(work.is_completed() for work in pending.works):
+                self._guard(action, pending.wait)
+                del self.sent[action]
+
+    def close(self) -> None:
+        """Lets go of everything after a failure."""
+        for tape in (*self.begun.values(), *(f.tape for f in self.flights.values()), *self.closing.values()):
+            tape.close()
+        self.pool.close()
+
+    def sums(self, stop: StopBit | None) -> tuple[Tensor, Tensor]:
+        """(sum of losses times scale, sum of weights) over all microbatches and ranks."""
+        mine = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for total, weight in self.losses:
+            mine += torch.stack((total.double(), torch.as_tensor(weight, dtype=torch.float64, device=self.device)))
+        axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
+        if stop is not None:
+            mine = torch.cat((mine, stop.mine(mine.device).reshape(1)))
+        totals = start_sum(mine, axis_group(self.layout.mesh, axes), torch.float64).wait()
+        if stop is not None:
+            stop.summed(totals[2], axes)
+        return totals[0].float(), totals[1].float()
+
+
+def _head(params: Tree) -> Tree:
+    """The head of a stage with the leaves that it has from others; None on a stage without one."""
+    return {**params["head"], **params["tied"]} if "head" in params else None
+
+
+def _shapes(leaves: Sequence[Tensor]) -> _Shapes:
+    return tuple((tuple(x.shape), x.dtype) for x in leaves)

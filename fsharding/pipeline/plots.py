@@ -1,0 +1,222 @@
+"""Pictures of a run, of a pipeline schedule and of a benchmark.
+
+In: the `metrics.jsonl` that training writes, a `Schedule`, or bars. Out: a PNG, written whole or not at all.
+matplotlib is in the extra `plot`; without it there is a clear error, before training starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from fsharding.errors import ConfigError, message
+from fsharding.pipeline.actions import COMPUTES
+from fsharding.pipeline.schedule import Schedule
+from fsharding.untrusted import open_plain, parse_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Bar", "draw_bars", "draw_schedule", "metrics_rows", "plot_loss", "read_metrics", "require_matplotlib"]
+
+_MOST_LABELS = 800  # more than this cannot be read, and take seconds to draw
+_COLOURS = {"F": "#6f9bd1", "B": "#7fb77e", "I": "#7fb77e", "W": "#e0a458"}
+
+
+class Bar(NamedTuple):
+    """A row of `draw_bars`: its length, the width of its spread, and the least that it can be, if that is known."""
+
+    name: str
+    length: float
+    spread: float = 0.0
+    limit: float | None = None
+
+
+def require_matplotlib(function: str, picture: str = "loss.png", *, instead: str = ", or pass --no-plot") -> None:
+    """Checks that plots can be drawn.
+
+    Args:
+        function: the public function that was called.
+        picture: what it would draw.
+        instead: what to do without matplotlib, as the end of a sentence.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        mend = f"pip install 'fsharding[plot]'{instead}."
+        raise ConfigError(message(function, f"needs matplotlib to draw {picture}.", mend=mend))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file; see `metrics_rows`."""
+    return [*metrics_rows(path)]
+
+
+def metrics_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file one by one, None for what is not finite; they end where a line is cut off, or no row.
+
+    Raises:
+        ConfigError: it is no file that can be read.
+    """
+    try:
+        if not path.exists():
+            return
+        with io.BufferedReader(cast("io.RawIOBase", open_plain(os.path.realpath(path)))) as file:
+            while (line := file.readline(_LONGEST_ROW)) and (row := _row(line)) is not None:
+                yield row
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        text = message("fsharding train", f"cannot read {path}.", [why], "Move it away, or give another --out.")
+        raise ConfigError(text) from error
+
+
+_LONGEST_ROW, _MOST_ENTRIES = 1 << 16, 1000
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A row of metrics: its step, a whole number, and other numbers or None; None where a line is something else."""
+    try:
+        row = parse_json(line, values=_MOST_ENTRIES)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or abs(row["step"]) > 1 << 62:
+        return None
+    found = cast("dict[str, Any]", row)
+    plain = all(isinstance(x, float | None) or (isinstance(x, int) and abs(x) < 1 << 62) for x in found.values())
+    return found if plain else None
+
+
+def plot_loss(metrics: Path, out: Path) -> None:
+    """Draws loss and gradient norm over steps.
+
+    Args:
+        metrics: a `metrics.jsonl`.
+        out: the PNG to write.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
+    from matplotlib.figure import Figure  # lazy: as above
+
+    steps, losses, norms = array("q"), array("d"), array("d")
+    for row in metrics_rows(metrics):
+        steps.append(row["step"])
+        losses.append(_number(row, "loss"))
+        norms.append(_number(row, "grad_norm"))
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, norm = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    loss.plot(steps, losses, linewidth=1.2)
+    loss.set_ylabel("loss (nats a token)")
+    last = f"{losses[-1]:.3f} after {len(steps)} steps" if steps else "no steps"
+    loss.set_title(f"{metrics.parent.name}: {last}")
+    norm.plot(steps, norms, linewidth=0.8, color="tab:gray")
+    norm.set_ylabel("gradient norm")
+    norm.set_xlabel("step")
+    for axes in (loss, norm):
+        axes.grid(alpha=0.3)
+    _save(figure, out)
+
+
+def _number(row: dict[str, Any], key: str) -> float:
+    return math.nan if row.get(key) is None else row[key]
+
+
+def draw_schedule(
+    schedule: Schedule,
+    path: str | Path,
+    *,
+    forward: float = 1.0,
+    backward_input: float = 1.0,
+    backward_weight: float = 1.0,
+    send: float = 0.0,
+) -> None:
+    """Draws the timeline of a pipeline schedule: one row a rank, a bar for each F, B, I and W.
+
+    Later stages of a rank are darker. Idle share and activations in flight stand at the end of each row.
+
+    Args:
+        schedule: what to draw.
+        path: the PNG to write.
+        forward: as in `Schedule.simulate`, and so for the others.
+        backward_input: of I.
+        backward_weight: of W.
+        send: of a message.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        ScheduleError: the schedule has no end.
+    """
+    require_matplotlib("fs.draw_schedule", "a schedule", instead=", or print(schedule.show())")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
+    from matplotlib.figure import Figure  # lazy: as above
+
+    times = schedule.simulate(forward, backward_input, backward_weight, send)
+    figure = Figure(figsize=(min(40, max(8, 0.3 * times.total + 2)), 0.5 * schedule.ranks + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    rows = [[span for span in row if span.action.kind in COMPUTES] for row in times.spans]
+    for rank, row in enumerate(rows):
+        stages = schedule.stages_on(rank)
+        colours = [(_COLOURS[a.kind], (1 + stages.index(a.stage)) / len(stages)) for a, _, _ in row]
+        bars = [(begin, end - begin) for _, begin, end in row]
+        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colours, edgecolors="white", linewidths=0.5)
+        note = f" idle {times.idle_share(rank):.1%}, {times.in_flight[rank]} in flight"
+        axes.text(times.total, rank, note, va="center", size=7)
+        for action, begin, end in row if sum(map(len, rows)) <= _MOST_LABELS else ():
+            axes.text((begin + end) / 2, rank, f"{action.kind}{action.microbatch}", ha="center", va="center", size=6)
+    axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, times.total * (1 + 2.2 / figure.get_figwidth()))
+    axes.set_xlabel("time")
+    axes.set_title(f"{schedule.name}, {schedule.microbatches} microbatches: {times.bubble_share:.1%} bubbles", size=9)
+    _save(figure, Path(path))
+
+
+def draw_bars(rows: Sequence[Bar], path: str | Path, *, title: str, unit: str, limit: str) -> None:
+    """Draws one bar a row, with its spread, and the least that it can be as a line across it.
+
+    Args:
+        rows: from the top.
+        path: the PNG to write.
+        title: above it.
+        unit: of all lengths.
+        limit: what the line across a bar is.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_matplotlib("fsharding bench", "bars", instead=", or leave --plot out")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
+    from matplotlib.figure import Figure  # lazy: as above
+
+    figure = Figure(figsize=(8, 0.4 * len(rows) + 1.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    spreads = [row.spread / 2 for row in rows]
+    axes.barh(range(len(rows)), [row.length for row in rows], xerr=spreads, height=0.7, color=_COLOURS["F"])
+    limits = [(i, row.limit) for i, row in enumerate(rows) if row.limit is not None]
+    if limits:
+        ends = [i - 0.45 for i, _ in limits], [i + 0.45 for i, _ in limits]
+        axes.vlines([at for _, at in limits], *ends, color=_COLOURS["W"], linewidth=2, label=limit)
+        axes.legend(fontsize=7)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.set_title(title, size=9)
+    _save(figure, Path(path))
+
+
+def _save(figure: Figure, out: Path) -> None:
+    """Writes a PNG beside its place and moves it there."""
+    part = out.with_name(f".{out.name}.partial")
+    try:
+        figure.savefig(part, dpi=120, format="png")
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)

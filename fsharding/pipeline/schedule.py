@@ -1,0 +1,397 @@
+"""Pipeline schedules as values: for each rank of the axis `pp` a table of what it does, in order.
+
+In: the name of a schedule, the number of ranks and of microbatches; or a table of one's own. Out: a `Schedule`, made
+without process group, tensors or devices; it can be checked, timed, shown, and run by any interpreter that walks a row.
+Laws: every schedule that can be planned passes `check_schedule`; equal arguments give equal schedules on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias, cast, get_args
+
+from fsharding import _compat
+from fsharding.errors import ScheduleError, message
+from fsharding.hints import did_you_mean
+from fsharding.pipeline import simulation as timeline
+from fsharding.pipeline import validation as checking
+from fsharding.pipeline.actions import Action, Kind, Owner, Table, peer
+from fsharding.pipeline.lowering import How, lower
+from fsharding.pipeline.simulation import Durations, Timeline
+
+__all__ = ["SCHEDULES", "Schedule", "check_schedule", "layers_of", "make_schedule", "plan_schedule", "stages_for"]
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """What every rank of a pipeline does in one step.
+
+    Attributes:
+        name: of the kind of schedule.
+        ranks: size of the axis `pp`.
+        stages: how many the model is cut into; stage 0 has the embedding, the last one the head and the loss.
+        microbatches: how many the batch is cut into.
+        owner: the rank of each stage.
+        table: for each rank its actions, in order. See `Action` for what they are, and who waits for what.
+        pairs: of an F and the B after it that the order is meant to overlap, as DualPipeV does. Only `simulate` looks
+            at them: a rank computes one after the other.
+    """
+
+    name: str
+    ranks: int
+    stages: int
+    microbatches: int
+    owner: Owner
+    table: Table
+    pairs: tuple[tuple[Action, Action], ...] = ()
+
+    def __hash__(self) -> int:
+        # Without the table, which has thousands of entries; equality looks at it.
+        return hash((self.name, self.ranks, self.stages, self.microbatches, self.owner))
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({self.name}: {_count(self.ranks, 'rank')}, {_count(self.stages, 'stage')}, "
+            f"{_count(self.microbatches, 'microbatch', 'es')}, {_count(sum(map(len, self.table)), 'action')})"
+        )
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in order."""
+        return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
+
+    def peer(self, action: Action) -> int:
+        """The rank at the other end of a send or receive, as a coordinate of `pp`."""
+        return peer(action, self.owner)
+
+    def is_local(self, stage: int) -> bool:
+        """Whether a stage and the next one are on one rank: they hand over results without messages."""
+        return stage + 1 < self.stages and self.owner[stage] == self.owner[stage + 1]
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each rank the most (stage, microbatch) pairs whose F is done and whose B or W is not."""
+        return timeline.in_flight(self.table)
+
+    def simulate(
+        self,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        send: float = 0.0,
+        pair: float | None = None,
+    ) -> Timeline:
+        """The schedule in time, from the durations of one stage and one microbatch. See `plan_schedule` for formulas.
+
+        Args:
+            forward: of F.
+            backward_input: of I; B takes this and the next.
+            backward_weight: of W.
+            send: from the end of a compute action until its message has arrived. Messages do not slow each other, and
+                gathers and scatters take no time.
+            pair: of an F and a B of `pairs`, computed as one: it begins when both can, and both end with it. None
+                computes them one after the other, as ranks do.
+
+        Raises:
+            ScheduleError: some ranks wait for ever, or a duration is negative.
+        """
+        durations = Durations(forward, backward_input, backward_weight, send, pair)
+        given = {name: value for name, value in durations._asdict().items() if value is not None}
+        rows = [f"{name} is {value}" for name, value in given.items() if not 0 <= value < float("inf")]
+        if rows:
+            mend = "Durations are finite and not negative."
+            raise ScheduleError(message("Schedule.simulate", "cannot use these durations.", rows, mend))
+        return timeline.simulate(self.owner, self.table, durations, "Schedule.simulate", self.pairs)
+
+    def show(
+        self,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        send: float = 0.0,
+    ) -> str:
+        """The timeline as text: one row a rank, one column a slot of time.
+
+        Args:
+            forward: as in `simulate`, and so for the others.
+            backward_input: of I.
+            backward_weight: of W.
+            send: of a message.
+        """
+        times = self.simulate(forward, backward_input, backward_weight, send)
+        return f"{self}\n{times.show()}\ntotal {times.total:g}, bubbles {times.bubble_share:.1%}"
+
+
+def _count(n: int, what: str, plural: str = "s") -> str:
+    return f"{n} {what}{'' if n == 1 else plural}"
+
+
+# ------------------------------------------------------------------------------------------------------------- planning
+Computes: TypeAlias = Sequence[Sequence[tuple[tuple[str, int, int], ...]]]
+"""For each rank (kind, stage, microbatch) of its computes; two together are an F and a B that are meant to overlap."""
+
+
+class _Plan(NamedTuple):
+    """What makes a schedule: how many stages a rank has, whether they lie as a V, and the order of computes."""
+
+    least: int
+    most: int | None
+    is_v: bool
+    order: Callable[[int, int, int], Computes]
+
+
+def _gpipe(ranks: int, local: int, microbatches: int) -> Computes:
+    """All forwards, then all backwards."""
+    return [[((kind, r, m),) for kind in "FB" for m in range(microbatches)] for r in range(ranks)]
+
+
+def _one_forward_one_backward(ranks: int, local: int, microbatches: int) -> Computes:
+    """As many forwards as there are stages behind, then a forward and a backward in turn."""
+    rows: list[list[tuple[tuple[str, int, int], ...]]] = []
+    for r in range(ranks):
+        early = min(ranks - 1 - r, microbatches)
+        row = [(("F", r, m),) for m in range(early)]
+        for m in range(early, microbatches):
+            row += [(("F", r, m),), (("B", r, m - early),)]
+        rows.append(row + [(("B", r, m),) for m in range(microbatches - early, microbatches)])
+    return rows
+
+
+def _torch(name: str) -> Callable[[int, int, int], Computes]:
+    return functools.partial(_compat.torch_pipeline_order, name)
+
+
+_PLANS = {
+    "gpipe": _Plan(1, 1, False, _gpipe),
+    "1f1b": _Plan(1, 1, False, _one_forward_one_backward),
+    "interleaved": _Plan(2, None, False, _torch("ScheduleInterleaved1F1B")),
+    "interleaved_zero_bubble": _Plan(2, None, False, _torch("ScheduleInterleavedZeroBubble")),
+    "zbv": _Plan(2, 2, True, _torch("ScheduleZBVZeroBubble")),
+    "dualpipev": _Plan(2, 2, True, _torch("ScheduleDualPipeV")),
+}
+
+SCHEDULES: tuple[str, ...] = tuple(_PLANS)
+"""The names that `plan_schedule` takes."""
+
+
+def plan_schedule(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    stages_per_rank: int | None = None,
+    gather: How = "step",
+    scatter: How | None = None,
+    ahead: int = 1,
+) -> Schedule:
+    """Plans a pipeline schedule. Pure and cached.
+
+    | name | stages a rank | stage s is on rank | idle time of a rank |
+    |---|---|---|---|
+    | gpipe, 1f1b | 1 | s | (p-1)·(F+I+W) [1, 2] |
+    | interleaved | v >= 2 | s mod p | (p-1)·(F+I+W), if m >= p [2] |
+    | interleaved_zero_bubble | v >= 2 | s mod p | (p-1)·(F+I-W), if m >= p and I >= W [3] |
+    | zbv | 2 | as a V: 0 1 1 0 | (p-1)·F, if F = I = W and m >= 2p-1 [3] |
+    | dualpipev | 2 | as a V: 0 1 1 0 | (p-1)·(F+2I-W), if F = I >= W and pairs take F+I+W [4] |
+
+    p is ranks, m is microbatches; F, I and W are times of one stage; messages take none. A rank is busy for
+    v·m·(F+I+W). So the bubble share, idle over idle + busy, is (p-1)/(m+p-1) for gpipe and 1f1b, and (p-1)/(v·m+p-1)
+    for interleaved; [2] gives it over busy alone: (p-1)/(v·m). With m < p interleaved idles for
+    (p-1+(v-1)(p-m))·(F+I+W). Where a condition does not hold, ask `simulate`.
+    For dualpipev [4] counts a forward and the backward that it overlaps as one: `simulate(pair=F+I+W)`, or less for
+    what overlapping saves. Ranks compute them one after the other and idle less: (p-1)·F, if F = I = W.
+
+    [1] Huang et al. 2019, arXiv:1811.06965. [2] Narayanan et al. 2021, arXiv:2104.04473. [3] Qi et al. 2023,
+    arXiv:2401.10241 (ZB-H1 with v stages a rank; ZB-V, where the paper leaves out the time until a rank has its first
+    input). [4] DeepSeek-AI 2024, arXiv:2412.19437, and its DualPipe repository.
+
+    All but gpipe and 1f1b are torch's own orders. In each a stage's gradients come in the order of microbatches.
+
+    Args:
+        name: one of `SCHEDULES`.
+        ranks: size of the axis `pp`, p.
+        microbatches: m. dualpipev needs 2p of them; the interleaved ones a multiple of max(1, m // p).
+        stages_per_rank: v; by default the least that the schedule can have.
+        gather: parameters cut over the data axes are gathered once a step and kept, or anew for each F, B, I and W.
+        scatter: gradients are summed whole and reduced once a step, or reduced for each microbatch to where the layout
+            holds them; by default as `gather`.
+        ahead: by how many computes a receive or gather is posted earlier than needed, so that it runs beside them; a
+            receive never before an earlier message of the same two ranks. A backend may send nothing until then. With
+            `gather="microbatch"` each is one more unit that is alive beside the usual two.
+
+    Raises:
+        ScheduleError: the schedule does not exist, or cannot have these numbers; all of them are listed.
+    """
+    plan = _PLANS.get(name)
+    if plan is None:
+        mend = f"Schedules are {', '.join(SCHEDULES)}.{did_you_mean(str(name), SCHEDULES, cutoff=0.4)}"
+        raise ScheduleError(message("fs.plan_schedule", f"knows no schedule {name!r}.", mend=mend))
+    local = plan.least if stages_per_rank is None else stages_per_rank
+    rows = _wrong_numbers(ranks=ranks, microbatches=microbatches, stages_per_rank=local)
+    rows += _wrong_options(gather, scatter, ahead)
+    rows = rows or _misfits(name, plan, ranks, local, microbatches)
+    if rows:
+        raise ScheduleError(message("fs.plan_schedule", f"cannot plan {name} with these numbers.", rows))
+    return _plan(name, ranks, microbatches, local, gather, scatter or gather, ahead)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _wrong_numbers(**numbers: int) -> list[str]:
+    return [f"{what} is {value!r}, not a number from 1" for what, value in numbers.items() if not _is_count(value, 1)]
+
+
+def _wrong_options(gather: str, scatter: str | None, ahead: int) -> list[str]:
+    options = {"gather": gather} if scatter is None else {"gather": gather, "scatter": scatter}
+    rows = [
+        f"{what} is {how!r}, not 'step' or 'microbatch'" for what, how in options.items() if how not in get_args(How)
+    ]
+    return rows if _is_count(ahead, 0) else [*rows, f"ahead is {ahead!r}, not a number from 0"]
+
+
+def _misfits(name: str, plan: _Plan, ranks: int, local: int, microbatches: int) -> list[str]:
+    """What a kind of schedule cannot have."""
+    rows: list[str] = []
+    if local < plan.least or (plan.most is not None and local > plan.most):
+        wanted = f"at least {plan.least}" if plan.most is None else f"{plan.least}"
+        rows.append(f"stages_per_rank is {local}, but {name} has {wanted}")
+    if name == "dualpipev" and microbatches < 2 * ranks:
+        rows.append(f"microbatches is {microbatches}, but {name} on {ranks} ranks needs at least {2 * ranks}")
+    if name.startswith("interleaved") and not _in_rounds(ranks, microbatches):
+        rounds = microbatches // ranks
+        below = next(m for m in range(microbatches, 0, -1) if _in_rounds(ranks, m))
+        above = next(m for m in range(microbatches, 2 * microbatches + ranks) if _in_rounds(ranks, m))
+        rows.append(
+            f"microbatches is {microbatches}, but {name} on {ranks} ranks does them in {rounds} equal rounds: "
+            f"make it {below} or {above}"
+        )
+    return rows
+
+
+def _in_rounds(ranks: int, microbatches: int) -> bool:
+    return microbatches % max(1, microbatches // ranks) == 0
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(name: str, ranks: int, microbatches: int, local: int, gather: How, scatter: How, ahead: int) -> Schedule:
+    plan = _PLANS[name]
+    owner = (*range(ranks), *reversed(range(ranks))) if plan.is_v else tuple(range(ranks)) * local
+    groups = [
+        [[Action(cast(Kind, kind), stage, m) for kind, stage, m in group] for group in row]
+        for row in plan.order(ranks, local, microbatches)
+    ]
+    computes = tuple(tuple(itertools.chain.from_iterable(row)) for row in groups)
+    pairs = tuple((group[0], group[1]) for row in groups for group in row if len(group) == 2)
+    table = lower(owner, computes, gather=gather, scatter=scatter, ahead=ahead, function="fs.plan_schedule")
+    return check_schedule(Schedule(name, ranks, ranks * local, microbatches, owner, table, pairs))
+
+
+# ------------------------------------------------------------------------------------------------------ tables of users
+def make_schedule(
+    computes: Sequence[Sequence[Action | str]],
+    *,
+    name: str = "custom",
+    gather: How = "step",
+    scatter: How | None = None,
+    ahead: int = 1,
+) -> Schedule:
+    """A schedule from one's own order of computes; messages, gathers and scatters are put in between.
+
+    Args:
+        computes: for each rank its F, B, I and W in order, as actions or as they print: `[["0F0", "0B0"]]`. Stages and
+            microbatches are those that appear, a stage is on the rank where it appears.
+        name: of the schedule.
+        gather: as in `plan_schedule`, and so for the others.
+        scatter: of gradients.
+        ahead: of receives and gathers.
+
+    Raises:
+        ScheduleError: the computes are not complete, not in an order that has an end, or on more than one rank.
+    """
+    table = tuple(tuple(Action.parse(a) if isinstance(a, str) else a for a in row) for row in computes)
+    places = {action.stage: rank for rank, row in reversed(list(enumerate(table))) for action in row}
+    owner = tuple(places.get(stage, -1) for stage in range(max(places, default=-1) + 1))
+    microbatches = 1 + max((a.microbatch for row in table for a in row if a.microbatch is not None), default=-1)
+    rows = _wrong_options(gather, scatter, ahead) or checking.compute_faults(owner, microbatches, table)
+    if rows:
+        mend = "Give F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
+        raise ScheduleError(message("fs.make_schedule", "cannot use these computes.", rows, mend))
+    whole = lower(owner, table, gather=gather, scatter=scatter or gather, ahead=ahead, function="fs.make_schedule")
+    return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, whole))
+
+
+def check_schedule(schedule: Schedule) -> Schedule:
+    """Refuses a schedule that cannot be run, or would not give the whole gradient.
+
+    It has to be complete (F and B, or F, I and W, of every stage and microbatch once), in an order in which nothing
+    comes before what it needs, with every message sent and received in one order on both sides, parameters gathered
+    before use, gradients scattered after the last one, and with an end: no ranks that wait for each other. For the
+    last, messages of a pair of ranks are taken to run one after another, each when both ranks have posted it.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ScheduleError: lists all that is wrong; order over ranks is looked at when each rank by itself is right.
+    """
+    rows = _wrong_numbers(ranks=schedule.ranks, stages=schedule.stages, microbatches=schedule.microbatches)
+    if schedule.ranks != len(schedule.table):
+        rows.append(f"ranks is {schedule.ranks}, but the table has {len(schedule.table)} rows")
+    if schedule.stages != len(schedule.owner):
+        rows.append(f"stages is {schedule.stages}, but owner has {len(schedule.owner)}")
+    rows = rows or checking.faults(schedule.owner, schedule.microbatches, schedule.table)
+    if rows:
+        mend = "fs.make_schedule puts messages, gathers and scatters between computes by itself."
+        raise ScheduleError(message("fs.check_schedule", f"refuses {schedule.name}.", rows, mend))
+    return schedule
+
+
+# --------------------------------------------------------------------------------------------------------------- layers
+def layers_of(schedule: Schedule, layers: int, *, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
+    """The layers of each stage: contiguous, in order.
+
+    Args:
+        schedule: whose stages.
+        layers: of the whole model.
+        counts: how many each stage has, in order of stages, 0 included; by default as even as possible, where stages
+            in the middle have those that are left over, since the first has the embedding and the last the head.
+
+    Raises:
+        ScheduleError: more stages than layers, or counts that do not fit.
+    """
+    stages = schedule.stages
+    if counts is None:
+        if not _is_count(layers, stages):
+            mend = f"Use at most {layers} stages, or say counts= with 0 for the stages without layers."
+            rule = f"cannot put {layers} layers on the {stages} stages of {schedule.name}."
+            raise ScheduleError(message("fs.layers_of", rule, mend=mend))
+        least, left = divmod(layers, stages)
+        first = (stages - left) // 2
+        counts = [least + (first <= stage < first + left) for stage in range(stages)]
+    if len(counts) != stages or sum(counts) != layers or not all(_is_count(n, 0) for n in counts):
+        rule = f"cannot put {layers} layers on the {stages} stages of {schedule.name} as {list(counts)}."
+        raise ScheduleError(message("fs.layers_of", rule, mend=f"Give {stages} counts that sum to {layers}."))
+    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+    return tuple(tuple(range(end - n, end)) for n, end in zip(counts, ends, strict=True))
+
+
+def stages_for(schedule: Schedule, layers: int, *, counts: Sequence[int] | None = None) -> list[list[int]]:
+    """The layers of each coordinate of `pp`, as `plan_layout` takes them under `stages`.
+
+    Args:
+        schedule: whose stages.
+        layers: of the whole model.
+        counts: as in `layers_of`.
+
+    Returns:
+        For each coordinate its layers, in order of its stages.
+
+    Raises:
+        ScheduleError: as `layers_of`.
+    """
+    by_stage = layers_of(schedule, layers, counts=counts)
+    return [[i for stage in schedule.stages_on(rank) for i in by_stage[stage]] for rank in range(schedule.ranks)]

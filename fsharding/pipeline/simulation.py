@@ -1,0 +1,247 @@
+"""Timelines: when each action of a table begins and ends, were there nothing but compute times and a time on the wire.
+
+In: a table and the durations of its actions. Out: a `Timeline` with begin and end of each action, total time, idle
+share, and the activations in flight; as text, one row a rank.
+Laws: a rank does one compute action, or pair of them, at a time; no action begins before what it needs has ended; the
+busy time of a rank is the sum of its durations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fsharding.errors import ScheduleError, message
+from fsharding.pipeline.actions import COMPUTES, Action, Owner, Table
+
+__all__ = ["Durations", "Span", "Timeline", "in_flight", "simulate"]
+
+
+class Durations(NamedTuple):
+    """Times of actions, in any one unit.
+
+    Attributes:
+        forward: of F, for one stage and one microbatch.
+        backward_input: of I. B takes this and the next.
+        backward_weight: of W.
+        send: from the end of a compute action until its message is at the other rank. Messages do not slow each other.
+        pair: of an F and a B that are computed as one; None where they are not.
+    """
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    send: float = 0.0
+    pair: float | None = None
+
+    def of(self, action: Action) -> float:
+        """How long an action keeps its rank busy; 0 for what runs beside the computes."""
+        match action.kind:
+            case "F":
+                return self.forward
+            case "B":
+                return self.backward_input + self.backward_weight
+            case "I":
+                return self.backward_input
+            case "W":
+                return self.backward_weight
+            case _:
+                return 0.0
+
+
+class Span(NamedTuple):
+    """One action in time; a message ends when it has arrived."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A table in time.
+
+    Attributes:
+        spans: for each rank its actions, in order.
+        durations: what they were made from.
+        total: time from the first begin to the last end of a compute action.
+        busy: for each rank the sum of its compute times.
+        in_flight: for each rank, see `in_flight`.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    durations: Durations
+    total: float
+    busy: tuple[float, ...]
+    in_flight: tuple[int, ...]
+
+    @property
+    def bubble_share(self) -> float:
+        """Idle time of all ranks, as a share of ranks x total."""
+        whole = self.total * len(self.busy)
+        return (whole - sum(self.busy)) / whole if whole else 0.0
+
+    def idle_share(self, rank: int) -> float:
+        """Idle time of one rank, as a share of the total."""
+        return 1 - self.busy[rank] / self.total if self.total else 0.0
+
+    def show(self) -> str:
+        """One row a rank, one column a slot of time, and at the end of a row its idle share and activations in flight.
+
+        A slot is as long as the shortest action. `.` is idle, `--` goes on with the action before. Cells say the stage
+        where ranks have several: `F0` is microbatch 0, `2F0` is that on stage 2.
+        """
+        rows = [[span for span in row if span.action.kind in COMPUTES and span.end > span.begin] for row in self.spans]
+        slot = min((span.end - span.begin for row in rows for span in row), default=1.0)
+        several = any(len({span.action.stage for span in row}) > 1 for row in rows)
+        cells = [list(_cells(row, slot, round(self.total / slot), several)) for row in rows]
+        width = max((len(cell) for row in cells for cell in row), default=1)
+        label = len(f"rank {len(rows) - 1}")
+        return "\n".join(
+            f"{f'rank {rank}':<{label}} | {' '.join(f'{cell:<{width}}' for cell in row)} | "
+            f"idle {self.idle_share(rank):.1%}, {self.in_flight[rank]} in flight"
+            for rank, row in enumerate(cells)
+        )
+
+
+def _cells(row: list[Span], slot: float, slots: int, several: bool) -> Iterator[str]:
+    """What a rank does in the middle of each slot."""
+    spans, shown = iter(row), None
+    span = next(spans, None)
+    for i in range(slots):
+        middle = (i + 0.5) * slot
+        while span is not None and span.end <= middle:
+            span = next(spans, None)
+        if span is None or span.begin > middle:
+            yield "."
+        elif span is shown:
+            yield "--"
+        else:
+            shown = span
+            yield str(span.action) if several else str(span.action)[len(str(span.action.stage)) :]
+
+
+def in_flight(table: Table) -> tuple[int, ...]:
+    """For each rank the most (stage, microbatch) pairs whose F is done and whose B or W is not; no times enter it."""
+    most: list[int] = []
+    for row in table:
+        now, top = 0, 0
+        for action in row:
+            now += (action.kind == "F") - (action.kind in ("B", "W"))
+            top = max(top, now)
+        most.append(top)
+    return tuple(most)
+
+
+def simulate(
+    owner: Owner, table: Table, durations: Durations, function: str, pairs: Iterable[tuple[Action, Action]] = ()
+) -> Timeline:
+    """Runs a table on ranks that do nothing but wait and take time.
+
+    Args:
+        owner: the rank of each stage.
+        table: with messages, or of compute actions alone; then each result is sent when it is there.
+        durations: of the actions.
+        function: the public function that was called, for the error.
+        pairs: of an F and the next compute of its rank, a B, that are computed as one if the durations have a time for
+            it.
+
+    Raises:
+        ScheduleError: some ranks wait for ever; each is listed with the action at which it stands.
+    """
+    run = _Run(owner, table, durations, pairs)
+    at = [0] * len(table)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(table):
+            start = at[rank]
+            while at[rank] < len(row) and run.step(rank, row[at[rank]]):
+                at[rank] += 1
+            moved |= at[rank] > start
+    rows = [f"rank {rank} stands at {row[at[rank]]}" for rank, row in enumerate(table) if at[rank] < len(row)]
+    if rows:
+        mend = "F comes after F of the stage before, B or I after that of the next stage, W after I."
+        raise ScheduleError(message(function, "has no end: these ranks wait for ever.", rows, mend))
+    busy = tuple(sum(map(run.takes, row)) for row in table)
+    spans = tuple(tuple(run.landed(span) for span in row) for row in run.spans)
+    return Timeline(spans, durations, max(run.clocks, default=0.0), busy, in_flight(table))
+
+
+class _Run:
+    """The ranks of a simulation: a clock each, and what has arrived when."""
+
+    def __init__(self, owner: Owner, table: Table, durations: Durations, pairs: Iterable[tuple[Action, Action]]):
+        self.owner, self.durations = owner, durations
+        self.backward_of = {} if durations.pair is None else dict(pairs)
+        self.backwards = frozenset(self.backward_of.values())
+        self.by_itself = not any(action.kind.startswith("SEND") for row in table for action in row)
+        self.clocks = [0.0] * len(table)
+        self.spans: list[list[Span]] = [[] for _ in table]
+        self.done: set[Action] = set()
+        self.arrived: dict[tuple[str, int, int | None], float] = {}
+
+    def takes(self, action: Action) -> float:
+        """How long an action keeps its rank busy; the B of a pair is done with its F."""
+        if action in self.backwards:
+            return 0.0
+        pair = self.durations.pair if action in self.backward_of else None
+        return self.durations.of(action) if pair is None else pair
+
+    def step(self, rank: int, action: Action) -> bool:
+        """Does an action, unless it has to wait for another rank."""
+        kind, stage, microbatch = action
+        begin = self.clocks[rank]
+        if kind in COMPUTES:
+            ready = self._ready(action)
+            if ready is None:
+                return False
+            begin = max(begin, ready)
+            self.clocks[rank] = begin + self.takes(action)
+            self.done.add(action)
+            self._hand_over(action)
+        elif kind == "SEND_F":
+            self.arrived["F", stage + 1, microbatch] = begin + self.durations.send
+        elif kind == "SEND_B":
+            self.arrived["B", stage - 1, microbatch] = begin + self.durations.send
+        self.spans[rank].append(Span(action, begin, self.clocks[rank]))
+        return True
+
+    def _ready(self, action: Action) -> float | None:
+        """When the inputs of a compute action, or of a pair, are there; None while that is not known."""
+        backward = self.backward_of.get(action)
+        inputs = [self._arrival(action), 0.0 if backward is None else self._arrival(backward)]
+        return None if None in inputs else max(time for time in inputs if time is not None)
+
+    def _arrival(self, action: Action) -> float | None:
+        """When the inputs of one compute action are there; None while that is not known."""
+        kind, stage, microbatch = action
+        if kind == "F":
+            return 0.0 if stage == 0 else self.arrived.get(("F", stage, microbatch))
+        if Action("I" if kind == "W" else "F", stage, microbatch) not in self.done:
+            return None
+        if kind == "W" or stage == len(self.owner) - 1:
+            return 0.0
+        return self.arrived.get(("B", stage, microbatch))
+
+    def _hand_over(self, action: Action) -> None:
+        """Gives a result to a neighbour on the same rank, and to any where the table has no messages."""
+        step = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+        to = action.stage + step
+        if step == 0 or not 0 <= to < len(self.owner):
+            return
+        here = self.owner[action.stage]
+        local = self.owner[to] == here
+        if local or self.by_itself:
+            name = "F" if step > 0 else "B"
+            self.arrived[name, to, action.microbatch] = self.clocks[here] + (0.0 if local else self.durations.send)
+
+    def landed(self, span: Span) -> Span:
+        """A span with the end of its message."""
+        kind, stage, microbatch = span.action
+        if kind.startswith("SEND"):
+            return span._replace(end=span.begin + self.durations.send)
+        if kind.startswith("RECV"):
+            return span._replace(end=max(span.begin, self.arrived[kind[-1], stage, microbatch]))
+        return span

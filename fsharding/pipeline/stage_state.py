@@ -1,0 +1,172 @@
+"""What a rank of a pipeline holds while a step runs: the parameters and the sums of gradients of each of its stages.
+
+In: parameters at rest, a schedule that says when a stage is gathered and when its sums are reduced. Out: for each stage
+what a tape takes, and at the end all gradients where the optimizer wants them.
+Parameters and sums are as at rest, or whole and unreduced from the stage's GATHER to its last use and to its SCATTER.
+Law: each leaf is reduced once, with the last SCATTER of the stages that have it, by the same tree of terms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import _compat, tree
+from fsharding.comm.redistribute import redistribute, reduce_grads
+from fsharding.mesh.device_mesh import axis_group, axis_index
+from fsharding.models.stacks import map_stacks, stacks_of
+from fsharding.pipeline.actions import uses_parameters
+from fsharding.pipeline.schedule import Schedule
+from fsharding.pipeline.stages import layers_by_stage, over_owners
+from fsharding.precision import Precision
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_plan import LeafLayout
+from fsharding.sharding.named_sharding import NamedSharding, local_of
+from fsharding.sharding.stage_owners import begins
+from fsharding.transforms.unit_plan import unreduced, whole
+from fsharding.tree import Tree
+
+__all__ = ["Holding"]
+
+
+class Holding:
+    """See the module.
+
+    Args:
+        model: a `Model`.
+        schedule: of the step.
+        layout: whose stages are those of the schedule.
+        params: at rest in this layout.
+        precision: dtypes of compute and gradients.
+
+    Attributes:
+        once: whether stages are gathered once a step, as a whole.
+        each: whether gradients are reduced for each microbatch.
+        work: for each stage that can compute: its parameters, where its gradients go, and their sums so far.
+    """
+
+    def __init__(self, model: Any, schedule: Schedule, layout: Layout, params: Tree, precision: Precision) -> None:
+        """Makes sums that are zero; nothing is sent."""
+        self.model, self.schedule, self.layout, self.params, self.precision = model, schedule, layout, params, precision
+        self.rank = axis_index("pp", layout.mesh)
+        row, mine = schedule.table[self.rank], schedule.stages_on(self.rank)
+        self.once = any(a.kind == "GATHER" and a.microbatch is None for a in row)
+        self.each = any(a.kind == "SCATTER" and a.microbatch is not None for a in row)
+        counts, starts = layers_by_stage(model, schedule, layout), [0] * len(stacks_of(model))
+        self._rows: dict[int, list[tuple[int, int]]] = {}
+        for stage in mine:
+            self._rows[stage] = [(start, start + n) for start, n in zip(starts, counts[stage], strict=True)]
+            starts = [stop for _, stop in self._rows[stage]]
+        self._homes = [_home_of_sums(leaf, self.each) if leaf.trainable else None for leaf in layout.leaves]
+        self._sources = tree.unflatten(layout.structure, self._homes)
+        self._sums = [
+            None if home is None else _zeros(home, leaf.shape, self._grad_dtype(leaf), x)
+            for leaf, home, x in zip(layout.leaves, self._homes, tree.leaves(params), strict=True)
+        ]
+        self._uses = Counter(a.stage for a in row if uses_parameters(a))
+        self._scatters = Counter(a.stage for a in row if a.kind == "SCATTER")
+        last = {a.stage: i for i, a in enumerate(row) if a.kind == "SCATTER"}
+        numbers = tree.unflatten(layout.structure, [*range(len(layout.leaves))])
+        self._leaves = {stage: tree.leaves(self._part(numbers, stage)) for stage in mine}
+        # Stages share the embedding where it is tied; each has its own rows of a stack.
+        whole_ones = {i for i, leaf in enumerate(layout.leaves) if not begins(leaf.path, "blocks")}
+        in_order = sorted(mine, key=last.__getitem__)
+        self._reduced_with = {i: stage for stage in in_order for i in self._leaves[stage] if i in whole_ones}
+        self._reduced: dict[int, dict[int, Tensor]] = {}
+        self.work = {} if self.once else {stage: self._work(stage, self._part(params, stage)) for stage in mine}
+
+    def _grad_dtype(self, leaf: LeafLayout) -> torch.dtype:
+        return self.precision.grad_dtype(self.layout.param_dtype(leaf))
+
+    def _work(self, stage: int, params: Tree) -> tuple[Tree, Tree, Tree]:
+        sums = tree.unflatten(self.layout.structure, self._sums)
+        return params, self._part(self._sources, stage), self._part(sums, stage)
+
+    def _part(self, values: Tree, stage: int) -> Tree:
+        """What a stage has of a tree of parameters, or of shardings."""
+
+        def rows(i: int, stack: Tree) -> Tree:
+            return tree.map(lambda x: _rows(x, *self._rows[stage][i]), stack)
+
+        part = {"blocks": map_stacks(self.model, rows, values["blocks"])}
+        if stage == 0:
+            part["embed"] = values["embed"]
+        if stage == self.schedule.stages - 1:
+            part["head"] = values["head"]
+            part["tied"] = {name: tree.at(values, path) for name, path in self.model.tied}
+        return part
+
+    # ------------------------------------------------------------------------------------------------------- parameters
+    def gather(self, stage: int) -> None:
+        """Makes the parameters of a stage whole over the data axes, in the dtype of compute. Collective over these."""
+        homes, dtypes = (
+            tree.unflatten(self.layout.structure, values)
+            for values in (
+                [replace(whole(leaf.params), assigned=leaf.params.assigned) for leaf in self.layout.leaves],
+                [self.precision.compute_dtype(self.layout.param_dtype(leaf)) for leaf in self.layout.leaves],
+            )
+        )
+        part, to, kinds = (self._part(values, stage) for values in (self.params, homes, dtypes))
+        self.work[stage] = self._work(stage, redistribute(part, to, dtypes=kinds))
+
+    def used(self, stage: int) -> None:
+        """Notes that an action has used the parameters of a stage; after the last one, they go."""
+        self._uses[stage] -= 1
+        if self.once and not self._uses[stage]:
+            del self.work[stage]
+
+    # -------------------------------------------------------------------------------------------------------- gradients
+    def scatter(self, stage: int) -> None:
+        """With the last SCATTER of a stage, takes its sums to where the optimizer wants them."""
+        self._scatters[stage] -= 1
+        if self._scatters[stage]:
+            return
+        sums = tree.leaves(self._part(tree.unflatten(self.layout.structure, self._sums), stage))
+        trained = [i for i in self._leaves[stage] if self._sums[i] is not None]
+        parts = dict(zip(trained, sums, strict=True))
+        self._reduce(stage, {i: x for i, x in parts.items() if self._reduced_with.get(i, stage) == stage})
+
+    def _reduce(self, stage: int, parts: dict[int, Any]) -> None:
+        homes, mains = [self._homes[i] for i in parts], [self.layout.leaves[i].main for i in parts]
+        found = reduce_grads([*parts.values()], homes, mains)
+        for i, grad in zip(parts, found, strict=True):
+            self._reduced.setdefault(i, {})[stage] = local_of(grad)
+
+    def grads(self) -> Tree:
+        """All gradients in `layout.main`; stages that share a leaf have added theirs. Collective over `pp`."""
+        group = axis_group(self.layout.mesh, ("pp",))
+        # What this rank has no part of.
+        self._reduce(-1, {i: x for i, x in enumerate(self._sums) if x is not None and i not in self._reduced})
+        found: list[DTensor | None] = []
+        for i, (leaf, total) in enumerate(zip(self.layout.leaves, self._sums, strict=True)):
+            if total is None:
+                found.append(None)
+                continue
+            parts = [x for _, x in sorted(self._reduced[i].items())]
+            local = parts[0] if len(parts) == 1 else torch.cat(parts)
+            grad = leaf.main.simplified().at_rest(local, tuple(total.shape))
+            found.append(over_owners(grad, leaf.main, group, self.rank))
+        return tree.unflatten(self.layout.structure, found)
+
+
+def _rows(x: Any, start: int, stop: int) -> Any:
+    """Some rows of a stacked leaf; a sharding or dtype of the stack is that of its rows."""
+    if not isinstance(x, DTensor):
+        return x
+    local = local_of(x)[start:stop]
+    return _compat.make_dtensor(local, x.device_mesh, x.placements, (stop - start, *x.shape[1:]))
+
+
+def _home_of_sums(leaf: LeafLayout, each: bool) -> NamedSharding:
+    """Where gradients are summed: as the layout holds them, if they are reduced for each microbatch, or unreduced."""
+    return leaf.grads if each else replace(unreduced(leaf.params), assigned=leaf.params.assigned)
+
+
+def _zeros(home: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> DTensor:
+    local = torch.zeros(home.local_shape(shape), dtype=dtype, device=local_of(x).device)
+    return home.simplified().to_dtensor(local, shape)

@@ -1,0 +1,166 @@
+"""Who has what in a pipeline: the layers of each stage, where embedding and head are, and leaves that stages share.
+
+In: a schedule and a model, or a layout. Out: stages as `plan_layout` takes them, counts of layers, sums over owners.
+Law: what a stage computes with is on its rank, and a leaf that two stages use has one gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.comm import process_group as wire
+from fsharding.comm.transport import sum_rows
+from fsharding.errors import LayoutError, message
+from fsharding.mesh.device_mesh import Group
+from fsharding.models.stacks import stacks_of
+from fsharding.pipeline.schedule import Schedule, layers_of
+from fsharding.precision import wide
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.named_sharding import NamedSharding, like, local_of
+from fsharding.sharding.stage_owners import Owners, begins, normal, stage_of
+
+__all__ = ["check_ends", "layers_by_coordinate", "layers_by_stage", "over_owners", "owners", "stages_of"]
+
+
+def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = None) -> dict[str, Any]:
+    """Who owns what of a `Model` in a schedule, as `plan_layout` takes it: `plan_layout(..., stages=stages_of(...))`.
+
+    Several stacks are cut as one: a stage may have the last blocks of one and the first of the next.
+
+    Args:
+        model: a `Model`.
+        schedule: the schedule.
+        counts: layers of each stage, of all stacks together; by default as even as possible.
+
+    Raises:
+        ScheduleError: more stages than layers, or counts that do not fit.
+    """
+    shapes = model.init(torch.zeros(2, dtype=torch.int64))
+    sizes = {path: tree.leaves(tree.at(shapes, path))[0].shape[0] for path, _ in stacks_of(model)}
+    first, last = schedule.owner[0], schedule.owner[-1]
+    owners = _owned(schedule, sizes, layers_of(schedule, sum(sizes.values()), counts=counts))
+    return {**owners, "embed": first, "head": last, **{path: sorted({first, last}) for _, path in model.tied}}
+
+
+def _by_stack(sizes: Mapping[str, int], by_stage: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
+    """The layers of each stage by stack, as numbers within the stack, from the layers of each stage in one count."""
+    found: dict[str, list[list[int]]] = {}
+    start = 0
+    for path, size in sizes.items():
+        found[path] = [[i - start for i in layers if start <= i < start + size] for layers in by_stage]
+        start += size
+    return found
+
+
+def _owned(schedule: Schedule, sizes: Mapping[str, int], by_stage: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """For each stack the layers of each coordinate of `pp`, in order of its stages."""
+    return {
+        path: [[i for stage in schedule.stages_on(rank) for i in layers[stage]] for rank in range(schedule.ranks)]
+        for path, layers in _by_stack(sizes, by_stage).items()
+    }
+
+
+def layers_by_stage(model: Any, schedule: Schedule, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """How many layers of each stack each stage has in a layout: by stage, then by stack.
+
+    Raises:
+        LayoutError: the layers of the layout are not in the order of the schedule's stages.
+    """
+    paths = [path for path, _ in stacks_of(model)]
+    sizes = {path: next(leaf.shape[0] for leaf in layout.leaves if begins(leaf.path, path)) for path in paths}
+    held = {path: stage_of(layout.stages, path) for path in paths}
+    for by_stage in (_even(schedule, sum(sizes.values())), _in_order(schedule, sizes, held)):
+        if by_stage and dict(normal(_owned(schedule, sizes, by_stage))) == held:
+            stacks = _by_stack(sizes, by_stage).values()
+            return tuple(tuple(len(layers[stage]) for layers in stacks) for stage in range(schedule.stages))
+    rows = [
+        f"{path} are on {owned or 'no stages'}, stages of the schedule on {schedule.owner}"
+        for path, owned in held.items()
+    ]
+    raise _other_stages(schedule, rows)
+
+
+def layers_by_coordinate(model: Any, layout: Layout, size: int) -> list[list[int]]:
+    """How many layers of each stack each coordinate of `pp` has: by coordinate, then by stack, on a mesh of any kind.
+
+    Args:
+        model: a `Model`.
+        layout: of it.
+        size: of `pp`.
+    """
+    counts: list[list[int]] = [[] for _ in range(size)]
+    for path, _ in stacks_of(model):
+        leaf = next(leaf for leaf in layout.leaves if begins(leaf.path, path))
+        for pp, found in enumerate(counts):
+            found.append(leaf.main.local_shape(leaf.shape, {"pp": pp})[0])
+    return counts
+
+
+def _even(schedule: Schedule, layers: int) -> Sequence[Sequence[int]]:
+    return layers_of(schedule, layers) if schedule.stages <= layers else ()
+
+
+def _in_order(
+    schedule: Schedule, sizes: Mapping[str, int], held: Mapping[str, Owners | None]
+) -> Sequence[Sequence[int]]:
+    """The layers of each stage, each on the first stage of its owner that is not before the layer before; or none."""
+    by_stage: list[list[int]] = [[] for _ in range(schedule.stages)]
+    stage, start = 0, 0
+    for path, size in sizes.items():
+        owners = enumerate(held[path] or ())
+        rank_of = {i: rank for rank, mine in owners for i in (mine if isinstance(mine, tuple) else ())}
+        for layer in range(size):
+            stage = next((s for s in range(stage, schedule.stages) if schedule.owner[s] == rank_of.get(layer)), -1)
+            if stage < 0:
+                return ()
+            by_stage[stage].append(start + layer)
+        start += size
+    return by_stage
+
+
+def _other_stages(schedule: Schedule, rows: Sequence[str]) -> LayoutError:
+    mend = "Plan the layout with stages=fs.stages_of(model, schedule)."
+    return LayoutError(message("train step", f"needs a layout with the stages of {schedule!r}.", rows, mend))
+
+
+def check_ends(model: Any, schedule: Schedule, layout: Layout) -> None:
+    """Refuses a layout whose first and last stages have not what they compute with."""
+    tied = [path for _, path in model.tied]
+    rows: list[str] = []
+    for leaf in layout.leaves:
+        wanted = {schedule.owner[0]} if begins(leaf.path, "embed") else set[int]()
+        if begins(leaf.path, "head") or any(begins(leaf.path, path) for path in tied):
+            wanted.add(schedule.owner[-1])
+        if lacking := sorted(wanted - {*owners(leaf.main, schedule.ranks)}):
+            rows.append(f"{leaf.path} is not on pp={', '.join(map(str, lacking))}")
+    if rows:
+        raise _other_stages(schedule, rows)
+
+
+def owners(home: NamedSharding, size: int) -> list[int]:
+    """The coordinates of `pp` that have a leaf, or a part of it."""
+    for owned in home.assigned:
+        if owned.axis == "pp":
+            return [c for c, ranges in enumerate(owned.ranges) if ranges]
+    return [*range(size)]
+
+
+def over_owners(grad: DTensor, home: NamedSharding, group: Group, rank: int) -> DTensor:
+    """Adds the gradients of the coordinates of `pp` that share a leaf, each of which has a term of its own."""
+    shared = owners(home, group.size)
+    cut = any(a.axis == "pp" and a.dim is not None for a in home.assigned) or "pp" in home.spec.all_axes
+    if cut or len(shared) == 1 or rank not in shared:
+        return grad
+    mine = local_of(grad).contiguous()
+    terms = mine.new_empty(len(shared), mine.numel())
+    terms[shared.index(rank)].copy_(mine.view(-1))
+    others = [(i, group.ranks[c]) for i, c in enumerate(shared) if c != rank]
+    sends = [wire.Message(peer, 0, wire.as_bytes(mine)) for _, peer in others]
+    receives = [wire.Message(peer, 0, wire.as_bytes(terms[i])) for i, peer in others]
+    wire.exchange_messages(sends, receives, group).wait()
+    return like(grad, sum_rows(terms, range(len(shared)), wide(mine.dtype)).to(mine.dtype).view(mine.shape))

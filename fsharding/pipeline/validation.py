@@ -1,0 +1,247 @@
+"""Checking: everything that is wrong with a table, as sentences.
+
+In: a table, the owner of each stage, the number of microbatches. Out: rows for an error; none if the table is right.
+Laws: each stage has F and B, or F, I and W, of each microbatch once; nothing comes before what it needs; a send has its
+receive, in one order on both sides; parameters are gathered before use, gradients scattered after the last one.
+Messages of a pair of ranks are taken to run one after another in the order in which both post them, which is the
+strictest thing that a backend does: what ends here ends everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from fsharding.pipeline.actions import (
+    COMPUTES,
+    KINDS,
+    MESSAGES,
+    Action,
+    Kind,
+    Owner,
+    Table,
+    needs,
+    partner,
+    peer,
+    uses_parameters,
+)
+
+__all__ = ["compute_faults", "faults"]
+
+_BEFORE: tuple[Kind, ...] = ("RECV_F", "SEND_B")  # what a stage has to do with the one before
+_AFTER: tuple[Kind, ...] = ("SEND_F", "RECV_B")
+
+
+def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
+    """What is wrong with a table, in sentences; empty if nothing is.
+
+    Args:
+        owner: the rank of each stage.
+        microbatches: how many.
+        table: for each rank its actions.
+    """
+    rows = list(_strangers(owner, microbatches, table))
+    if rows:
+        return rows  # what follows looks up neighbours by index
+    rows += _incomplete(owner, microbatches, table)
+    rows += _unsent(owner, microbatches, table)
+    rows += _disordered(owner, table)
+    rows += _mixed(table)
+    for rank, row in enumerate(table):
+        for stage in (stage for stage, at in enumerate(owner) if at == rank):
+            own = [action for action in row if action.stage == stage]
+            rows += [f"rank {rank}: {text}" for text in (*_ungathered(stage, own), *_unscattered(stage, own))]
+    return rows or _crossed(owner, table) or _endless(owner, table)
+
+
+def compute_faults(owner: Owner, microbatches: int, computes: Table) -> list[str]:
+    """What is wrong with the computes of a table that is still without messages; their order is not looked at."""
+    rows = [
+        f"rank {rank}: {action} is no F, B, I or W"
+        for rank, row in enumerate(computes)
+        for action in row
+        if action.kind not in COMPUTES
+    ]
+    return rows or list(_strangers(owner, microbatches, computes)) or list(_incomplete(owner, microbatches, computes))
+
+
+def _strangers(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
+    """Stages, microbatches and kinds that there are not, and actions on the wrong rank."""
+    for stage, rank in enumerate(owner):
+        if not 0 <= rank < len(table):
+            yield f"stage {stage} is on none of the {len(table)} ranks"
+    if len({*owner}) < len(table):
+        yield f"ranks {sorted({*range(len(table))} - {*owner})} have no stage"
+    for rank, row in enumerate(table):
+        for action in row:
+            kind, stage, microbatch = action
+            if kind not in KINDS:
+                yield f"rank {rank}: {action} is of no kind that there is"
+            elif not 0 <= stage < len(owner):
+                yield f"rank {rank}: {action}, but stages are 0 to {len(owner) - 1}"
+            elif owner[stage] != rank:
+                yield f"rank {rank}: {action}, but stage {stage} is on rank {owner[stage]}"
+            elif microbatch is None and kind not in ("GATHER", "SCATTER"):
+                yield f"rank {rank}: {action} has no microbatch"
+            elif microbatch is not None and not 0 <= microbatch < microbatches:
+                yield f"rank {rank}: {action}, but microbatches are 0 to {microbatches - 1}"
+            elif kind in MESSAGES and not 0 <= partner(action).stage < len(owner):
+                yield f"rank {rank}: {action} has no stage at its other end"
+
+
+def _incomplete(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
+    """Computes that are missing, and whatever is there twice."""
+    for rank, row in enumerate(table):
+        for action, count in Counter(row).items():
+            allowed = 3 if action.kind == "GATHER" and action.microbatch is not None else 1
+            if count > allowed:
+                yield f"rank {rank}: {action} is there {count} times"
+    there = {action for row in table for action in row}
+    for stage, rank in enumerate(owner):
+        for m in range(microbatches):
+            if Action("F", stage, m) not in there:
+                yield f"rank {rank}: {stage}F{m} is missing"
+            halves = [Action(kind, stage, m) for kind in ("I", "W") if Action(kind, stage, m) in there]
+            if Action("B", stage, m) not in there:
+                if not halves:
+                    yield f"rank {rank}: {stage}B{m} is missing, or {stage}I{m} and {stage}W{m}"
+                elif len(halves) == 1:
+                    other = Action("W" if halves[0].kind == "I" else "I", stage, m)
+                    yield f"rank {rank}: {other} is missing beside {halves[0]}"
+            elif halves:
+                yield f"rank {rank}: {stage}B{m} does what {' and '.join(map(str, halves))} would do again"
+
+
+def _unsent(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
+    """Messages that are missing, and those within a rank."""
+    for rank, row in enumerate(table):
+        there = {action for action in row if action.kind in MESSAGES}
+        for action in sorted(there):
+            if peer(action, owner) == rank:
+                yield f"rank {rank}: {action} is not needed, both stages are on this rank"
+        for stage in (stage for stage, at in enumerate(owner) if at == rank):
+            before: tuple[Kind, ...] = _BEFORE if stage > 0 and owner[stage - 1] != rank else ()
+            after: tuple[Kind, ...] = _AFTER if stage < len(owner) - 1 and owner[stage + 1] != rank else ()
+            for m in range(microbatches):
+                missing = [action for kind in (*before, *after) if (action := Action(kind, stage, m)) not in there]
+                yield from (f"rank {rank}: {action} is missing" for action in missing)
+
+
+def _disordered(owner: Owner, table: Table) -> Iterator[str]:
+    """Actions that stand before what they need."""
+    for rank, row in enumerate(table):
+        place = {action: i for i, action in reversed(list(enumerate(row)))}
+        for i, action in enumerate(row):
+            for choices in needs(action, owner):
+                found = [choice for choice in choices if choice in place]
+                if found and min(place[choice] for choice in found) > i:
+                    yield f"rank {rank}: {action} stands before {found[0]}, which it needs"
+
+
+def _ungathered(stage: int, own: list[Action]) -> Iterator[str]:
+    """Uses of a stage's parameters before they are gathered, and gathers that nothing uses."""
+    whole, waiting = False, dict[int | None, int]()
+    used, apart = False, list[Action]()
+    for action in own:
+        kind, _, m = action
+        if kind == "GATHER":
+            if m is None:
+                yield from (f"{action} is too late beside {before}" for before in apart)
+                whole = True
+            elif whole or waiting.get(m):
+                yield f"{action} is not needed, the parameters of stage {stage} are there"
+            else:
+                waiting[m], apart = 1, apart or [action]
+        elif uses_parameters(action):
+            used = True
+            if not whole and not waiting.get(m):
+                yield f"{action} has no {stage}GATHER or {stage}GATHER{m} before it"
+            waiting[m] = 0
+    unused = [f"{stage}GATHER{m}" for m, left in waiting.items() if left and not whole]
+    if whole and not used:
+        unused.append(f"{stage}GATHER")
+    yield from (f"{name} is not used" for name in unused)
+
+
+def _mixed(table: Table) -> Iterator[str]:
+    """Ranks that gather or scatter once a step for some of their stages, and for each microbatch for others."""
+    for rank, row in enumerate(table):
+        for kind in ("GATHER", "SCATTER"):
+            once = {a.stage for a in row if a.kind == kind and a.microbatch is None}
+            each = {a.stage for a in row if a.kind == kind and a.microbatch is not None} - once
+            if once and each:
+                text = f"stages {sorted(once)} {kind} once a step, stages {sorted(each)} for each microbatch"
+                yield f"rank {rank}: {text}: all stages of a rank do the same"
+
+
+def _unscattered(stage: int, own: list[Action]) -> Iterator[str]:
+    """Gradients that are not reduced, are reduced twice, or come too late."""
+    last = {action.microbatch: i for i, action in enumerate(own) if action.kind in ("B", "W")}
+    place = {action.microbatch: i for i, action in enumerate(own) if action.kind == "SCATTER"}
+    if None in place:
+        yield from (f"{stage}SCATTER{m} is not needed beside {stage}SCATTER" for m in place if m is not None)
+        late = [own[i] for i in last.values() if i > place[None]]
+        yield from (f"{stage}SCATTER stands before {action}" for action in late)
+    elif not place:
+        yield f"{stage}SCATTER is missing"
+    else:
+        for m, i in last.items():
+            if m not in place:
+                yield f"{stage}SCATTER{m} is missing"
+            elif place[m] < i:
+                yield f"{stage}SCATTER{m} stands before {own[i]}"
+
+
+def _crossed(owner: Owner, table: Table) -> list[str]:
+    """Channels on which the receives are not in the order of the sends; one row each."""
+    sends, receives = defaultdict[tuple[int, int], list[Action]](list), defaultdict[tuple[int, int], list[Action]](list)
+    for rank, row in enumerate(table):
+        for action in row:
+            if action.kind.startswith("SEND"):
+                sends[rank, peer(action, owner)].append(action)
+            elif action.kind.startswith("RECV"):
+                receives[peer(action, owner), rank].append(action)
+    rows: list[str] = []
+    for (source, target), sent in sends.items():
+        pairs = zip(sent, receives[source, target], strict=True)
+        first = next(((s, r) for s, r in pairs if partner(s) != r), None)
+        if first is not None:
+            rows.append(f"rank {source} sends {first[0]} where rank {target} receives {first[1]}")
+    return rows
+
+
+def _endless(owner: Owner, table: Table) -> list[str]:
+    """Ranks that wait for ever, were they to run the table; one row each."""
+    posted = [defaultdict[int, list[Action]](list) for _ in table]  # by rank, then by the rank at the other end
+    done: dict[tuple[int, int], int] = defaultdict(int)  # by pair: how many of its messages are over
+    over: set[Action] = set()
+    at = [0] * len(table)
+
+    def settle(rank: int, other: int) -> None:
+        mine, theirs, pair = posted[rank][other], posted[other][rank], (min(rank, other), max(rank, other))
+        while (n := done[pair]) < min(len(mine), len(theirs)) and partner(mine[n]) == theirs[n]:
+            over.update((mine[n], theirs[n]))
+            done[pair] += 1
+
+    def step(rank: int, action: Action) -> bool:
+        if action.kind in MESSAGES:
+            other = peer(action, owner)
+            posted[rank][other].append(action)
+            settle(rank, other)
+        return all(any(c in over or c.kind not in MESSAGES for c in choices) for choices in needs(action, owner))
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(table):
+            start = at[rank]
+            while at[rank] < len(row) and step(rank, row[at[rank]]):
+                at[rank] += 1
+            moved |= at[rank] > start
+    rows = [f"rank {rank} waits for ever at {row[at[rank]]}" for rank, row in enumerate(table) if at[rank] < len(row)]
+    for rank, others in enumerate(posted):
+        for other, mine in others.items():
+            n, theirs = done[min(rank, other), max(rank, other)], posted[other][rank]
+            if rank < other and n < min(len(mine), len(theirs)):
+                rows.append(f"ranks {rank} and {other} are at {mine[n]} and {theirs[n]}, which are not one message")
+    return rows

@@ -1,0 +1,1 @@
+"""sharding: see the table of rooms."""

@@ -1,0 +1,359 @@
+"""Layouts: the shardings of params, grads and opt_state that a mesh, rules and a strategy give to a model.
+
+In: shapes with named dims. Out: a hashable, printable value, planned without memory or devices, and its exact bytes.
+Data axes go where a rule puts them, else on the first free dim of a leaf (never on `layers`), minor to any other axis.
+Law: the bytes that `memory()` says are the bytes that a state has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsharding import tree
+from fsharding.arguments import check_optimizer, kind_of, refuse, refuse_module
+from fsharding.errors import LayoutError, TreeError, message
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.precision import FP32, Precision
+from fsharding.public import public
+from fsharding.sharding.leaf_plan import (
+    LAYERS,
+    LeafLayout,
+    check_leaves,
+    check_stages,
+    is_trainable,
+    plan_leaf,
+    type_text,
+)
+from fsharding.sharding.named_sharding import NamedSharding
+from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused
+from fsharding.sharding.stage_owners import Stages, normal
+from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, parse_strategy
+from fsharding.tree import Tree
+
+__all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "plan_layout"]
+
+
+class Memory(NamedTuple):
+    """Bytes of one rank.
+
+    Attributes:
+        params: parameters.
+        main: main parameters kept beside them; 0 when the parameters are their own main copy.
+        grads: gradients as they are accumulated.
+        opt_state: optimizer moments.
+    """
+
+    params: int
+    main: int
+    grads: int
+    opt_state: int
+
+    @property
+    def state(self) -> int:
+        """What is there between steps: all but the gradients."""
+        return self.params + self.main + self.opt_state
+
+    @property
+    def total(self) -> int:
+        """All four."""
+        return self.state + self.grads
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {value:,}" for name, value in self._asdict().items())
+        return f"{self.total:,} bytes a rank ({parts})"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """See the module. Everything about where a state lives; travels with the state.
+
+    Attributes:
+        mesh: with devices, or abstract.
+        rules: axes by dim name.
+        strategy: what is cut over the data axes.
+        precision: dtypes at rest.
+        leaves: one `LeafLayout` for each parameter.
+        structure: of the parameter tree.
+        stages: explicit ownership along `pp`, as `stages.normal` gives it.
+    """
+
+    mesh: Mesh
+    rules: AxisRules
+    strategy: Strategy
+    precision: Precision
+    leaves: tuple[LeafLayout, ...]
+    structure: optree.PyTreeSpec
+    stages: Stages = ()
+
+    @property
+    def params(self) -> Tree:
+        """Tree of `NamedSharding`: where the parameters are."""
+        return tree.unflatten(self.structure, [leaf.params for leaf in self.leaves])
+
+    @property
+    def grads(self) -> Tree:
+        """Tree of `NamedSharding`: where gradients are accumulated; None for frozen leaves."""
+        return tree.unflatten(self.structure, [leaf.grads if leaf.trainable else None for leaf in self.leaves])
+
+    @property
+    def main(self) -> Tree:
+        """Tree of `NamedSharding`: where main parameters, moments and reduced gradients are; None for frozen leaves."""
+        return tree.unflatten(self.structure, [leaf.main if leaf.trainable else None for leaf in self.leaves])
+
+    @property
+    def has_main(self) -> bool:
+        """Whether main parameters are kept beside the params: because these are narrower in dtype, or cut further."""
+        return any(leaf.trainable and self.main_apart(leaf) for leaf in self.leaves)
+
+    def main_apart(self, leaf: LeafLayout) -> bool:
+        """Whether the main copy of a leaf cannot be the parameter itself or a slice of it."""
+        narrower = self.param_dtype(leaf) != self.precision.main_dtype(leaf.init)
+        return narrower or not _covers(leaf.params, leaf.main)
+
+    def param_dtype(self, leaf: LeafLayout) -> torch.dtype:
+        """The dtype of a parameter at rest: of the main copy where it is that, else the compute dtype."""
+        main, compute = self.precision.main_dtype(leaf.init), self.precision.compute_dtype(leaf.init)
+        if not leaf.trainable:
+            return main
+        return main if leaf.params == leaf.main and self.strategy.params else compute
+
+    def memory(self, opt: Any = None, coord: dict[str, int] | None = None) -> Memory:
+        """Exact bytes of one rank.
+
+        Args:
+            opt: a `GradientTransformation`, whose state is counted, with its own dtype of moments if it has one; by
+                default the two moments of Adam.
+            coord: the rank's coordinate; by default this process's, and the first on an abstract mesh, which has most.
+        """
+        trained = [leaf for leaf in self.leaves if leaf.trainable]
+
+        def size(sharding: NamedSharding, leaf: LeafLayout, dtype: torch.dtype) -> int:
+            return math.prod(sharding.local_shape(leaf.shape, coord)) * dtype.itemsize
+
+        params = sum(size(leaf.params, leaf, self.param_dtype(leaf)) for leaf in self.leaves)
+        how = self.precision
+        grads = sum(size(leaf.grads, leaf, how.grad_dtype(how.main_dtype(leaf.init))) for leaf in trained)
+        main = sum(size(leaf.main, leaf, how.main_dtype(leaf.init)) for leaf in trained)
+        if opt is not None:
+            check_optimizer("Layout.memory", opt)
+        if opt is None:
+            moments = sum(2 * size(leaf.main, leaf, how.moment_dtype(how.main_dtype(leaf.init))) for leaf in trained)
+        else:
+            moments = sum(x.nbytes for x in tree.leaves(opt.start(self.meta_main(coord), how.moments)))
+        return Memory(params, main if self.has_main else 0, grads, moments)
+
+    def meta_main(self, coord: dict[str, int] | None = None) -> Tree:
+        """Main parameters of one rank as plain tensors on the meta device; None for frozen leaves.
+
+        Args:
+            coord: the rank's coordinate, as in `memory`.
+        """
+        leaves = [
+            torch.empty(
+                leaf.main.local_shape(leaf.shape, coord), dtype=self.precision.main_dtype(leaf.init), device="meta"
+            )
+            if leaf.trainable
+            else None
+            for leaf in self.leaves
+        ]
+        return tree.unflatten(self.structure, leaves)
+
+    def with_strategy(self, strategy: Strategy | str) -> Layout:
+        """The layout of the same model on the same mesh under another strategy, or one of that name.
+
+        Raises:
+            ConfigError: an unknown name.
+        """
+        return self._replan(strategy=_strategy(strategy))
+
+    def with_precision(self, precision: Precision) -> Layout:
+        """The same layout with other dtypes at rest."""
+        return replace(self, precision=precision)
+
+    def with_mesh(self, mesh: Mesh, stages: Mapping[str, Any] | None = None) -> Layout:
+        """The layout of the same model on another mesh.
+
+        Args:
+            mesh: with devices, or abstract.
+            stages: as in `plan_layout`; by default this layout's.
+        """
+        return self._replan(mesh=mesh, stages=self.stages if stages is None else normal(stages))
+
+    def _replan(self, **changes: Any) -> Layout:
+        new = replace(self, **changes)
+        named = [(leaf.path, leaf.shape, leaf.init, leaf.names) for leaf in self.leaves]
+        check_stages(named, new.mesh, new.stages)
+        leaves = (
+            plan_leaf(leaf, self.leaves[i].trainable, new.mesh, new.rules, new.strategy, new.stages)
+            for i, leaf in enumerate(named)
+        )
+        return replace(new, leaves=tuple(leaves))
+
+    def __str__(self) -> str:
+        head = f"Layout of {len(self.leaves)} leaves on mesh {abstract(self.mesh)}, strategy {self.strategy}"
+        rows = [
+            f"  {leaf.path}: {type_text(leaf.shape, self.param_dtype(leaf))} params {leaf.params}"
+            + (f", grads {leaf.grads}, opt_state {leaf.main}" if leaf.trainable else ", frozen")
+            for leaf in self.leaves
+        ]
+        return "\n".join([head, *rows])
+
+
+@public("fs.plan_layout")
+def plan_layout(
+    model: Any,
+    mesh: Mesh,
+    rules: AxisRules = DEFAULT_RULES,
+    strategy: Strategy | str = OPTIM_GRADS_PARAMS,
+    *,
+    precision: Precision = FP32,
+    names: Tree = None,
+    frozen: str | Sequence[str] = (),
+    stages: Mapping[str, Any] | None = None,
+) -> Layout:
+    """Plans where every leaf lives. Pure: allocates nothing, and runs on an `AbstractMesh` of any size.
+
+    Args:
+        model: a `Model` (its `init` and `names` are used), or a tree of anything with `shape` and `dtype`.
+        mesh: with devices, or abstract.
+        rules: axes by dim name.
+        strategy: what is cut over the data axes, or the name of a strategy, such as "zero3".
+        precision: dtypes at rest.
+        names: tree of tuples of dim names; by default the model's. Leaves without names are cut along their first dim.
+            A dim that is made of parts has a `Fused` name, and each part is cut by itself.
+        frozen: dotted paths, or beginnings of them, of leaves without gradients and moments, besides the model's own.
+        stages: who owns what along `pp`, by path or beginning of one: for a stack the layers of each coordinate, such
+            as `{"blocks": [[0, 2], [1, 3]]}`, else the coordinates that have the leaf, such as `{"embed": 0}`. What
+            is left out is cut by the rules.
+
+    Raises:
+        ArgumentError: an argument of another kind, such as an `nn.Module` or an init function, or two are swapped.
+        SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
+        ConfigError: the mesh cannot cut a `Model` as the rules ask, or there is no strategy of that name.
+        LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path that no leaf has.
+    """
+    _check_kinds(model, mesh, rules, precision)
+    strategy = _strategy(strategy)
+    if hasattr(model, "init") and hasattr(model, "names"):
+        shapes = model.init(torch.zeros(2, dtype=torch.int64))
+        names = model.names if names is None else names
+    else:
+        shapes = model
+    frozen = (*((frozen,) if isinstance(frozen, str) else frozen), *getattr(model, "frozen", ()))
+    flat, structure = tree.flatten(shapes)
+    paths = tree.paths(shapes)
+    if odd := [f"{path} is {kind_of(x)}" for path, x in zip(paths, flat, strict=True) if not _is_leaf(x)]:
+        mend = "Give a Model, or the tree that its init returns: tensors, or draws such as fs.random.normal."
+        raise LayoutError(message("fs.plan_layout", "takes leaves with a shape and a dtype.", odd, mend))
+    dims = [None] * len(flat) if names is None else _names_of(structure, paths, names)
+    named = [(p, tuple(x.shape), x.dtype, _tuple(n)) for p, x, n in zip(paths, flat, dims, strict=True)]
+    check_leaves(named, mesh, rules, frozen)
+    if getattr(model, "check", None) is not None:
+        model.check(mesh, rules)
+    owned = normal(stages or {})
+    check_stages(named, mesh, owned)
+    leaves = tuple(
+        plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned) for leaf in named
+    )
+    return Layout(mesh, rules, strategy, precision, leaves, structure, owned)
+
+
+def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:
+    """Refuses arguments of another kind than `plan_layout` takes."""
+    name = "fs.plan_layout"
+    refuse_module(name, model)
+    if isinstance(model, DeviceMesh | AbstractMesh):
+        raise refuse(name, "a model, then a mesh", model, "Swap the two: fs.plan_layout(model, mesh).")
+    if callable(model) and not hasattr(model, "names"):
+        mend = "Call it, nothing is computed: fs.plan_layout(init(fs.random.key(0)), mesh)."
+        raise refuse(name, "a Model, or a tree of leaves", model, mend)
+    if not isinstance(mesh, DeviceMesh | AbstractMesh):
+        raise refuse(name, "a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
+    if not isinstance(rules, AxisRules):
+        mend = "Give fs.DEFAULT_RULES or fs.AxisRules(...) third, and the strategy fourth or as strategy=."
+        raise refuse(name, "axis rules", rules, mend)
+    if not isinstance(precision, Precision):
+        raise refuse(name, "a Precision", precision, "Give fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).")
+
+
+def _is_leaf(x: Any) -> bool:
+    return hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), torch.dtype)
+
+
+def _tuple(names: Any) -> Any:
+    """Dim names as a tuple; what is none stays as it is, and is refused with all that do not fit.
+
+    Raises:
+        ArgumentError: it is neither names nor text.
+    """
+    if names is not None and not isinstance(names, str | tuple | list):
+        raise refuse("fs.plan_layout", "names by dim", names, 'Give a tuple for each leaf, such as ("mlp", None).')
+    return names if isinstance(names, str) else tuple(names) if names else None
+
+
+def _names_of(structure: optree.PyTreeSpec, paths: Sequence[str], names: Tree) -> list[Any]:
+    """The dim names of each leaf.
+
+    Raises:
+        TreeError: `names` is another tree; the leaves that only one of the two has are listed.
+    """
+    try:
+        return structure.flatten_up_to(names)
+    except (ValueError, TypeError) as error:
+        given = tree.paths(names, is_leaf=_is_names)
+        rows = [f"{path}: only in the model" for path in paths if path not in given]
+        rows += [f"{path}: only in names" for path in given if path not in paths]
+        mend = "Give names an entry for each leaf of the model, None for one without."
+        if not rows:
+            rows = [f"names: {path!r} is one key" for path in given]
+            mend = "Nest names as the model is: a dict in a dict."
+        rule = "got the model and names that do not match."
+        raise TreeError(message("fs.plan_layout", rule, rows, mend)) from error
+
+
+def _is_names(x: Any) -> bool:
+    """Whether something stands for one leaf in a tree of names."""
+    return x is None or (isinstance(x, tuple | list) and all(n is None or isinstance(n, str | Fused) for n in x))
+
+
+def _strategy(strategy: Strategy | str) -> Strategy:
+    return strategy if isinstance(strategy, Strategy) else parse_strategy(strategy)
+
+
+def check_fit(
+    function: str, layout: Layout, values: Sequence[Any], wanted: Iterable[tuple[tuple[int, ...], torch.dtype | None]]
+) -> None:
+    """Refuses values that are not those of a layout: what does not fit would be cut off, or left as garbage.
+
+    Args:
+        function: the public function, for the error.
+        layout: that they should be in.
+        values: one for each leaf of the layout: anything with shape and dtype.
+        wanted: shape and dtype for each of them; None takes any dtype.
+
+    Raises:
+        LayoutError: some differ; all of them are listed.
+    """
+    rows: list[str] = []
+    for leaf, x, (shape, dtype) in zip(layout.leaves, values, wanted, strict=True):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            rows.append(f"{leaf.path}: {type(x).__name__} given, {type_text(shape, dtype or leaf.init)} in the layout")
+        elif tuple(x.shape) != shape or x.dtype != (dtype or x.dtype):
+            given, want = type_text(tuple(x.shape), x.dtype), type_text(shape, dtype or x.dtype)
+            rows.append(f"{leaf.path}: {given} given, {want} in the layout")
+    if rows:
+        mend = "Plan the layout for what is given, with fs.plan_layout, or give what it was planned for."
+        raise LayoutError(message(function, f"got {len(rows)} leaves that do not fit the layout.", rows, mend))
+
+
+def _covers(params: NamedSharding, main: NamedSharding) -> bool:
+    """Whether the main shard of every rank is inside its shard of the params."""
+    return all(main.axes(dim)[: len(params.axes(dim))] == params.axes(dim) for dim in range(len(params.spec)))

@@ -1,0 +1,323 @@
+"""Planning: where each leaf of a model lives, from its named dims, the rules, the strategy and the stages.
+
+In: shapes, dtypes and dim names by path. Out: a `LeafLayout` for each leaf, or one error with all that do not fit.
+Data axes go where a rule puts them, else on the first free dim of a leaf (never on `layers`), minor to any other axis.
+Those that a rule puts on `expert` are owned: other dims of such a leaf, and its gradient, have the rest of them.
+Law: planning needs no memory and no devices, and the boxes of every sharding tile the leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fsharding.errors import LayoutError, SpecError, listed, message
+from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
+from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.precision import DTYPES
+from fsharding.sharding.named_sharding import Assigned, NamedSharding
+from fsharding.sharding.partition_spec import AxisRules, DimName, Fused, P, rule_name
+from fsharding.sharding.stage_owners import Stages, assignment, begins, objection, stage_of
+from fsharding.sharding.strategy import Strategy
+
+__all__ = [
+    "EXPERT",
+    "LAYERS",
+    "LeafLayout",
+    "NamedLeaf",
+    "STATISTICS",
+    "check_leaves",
+    "check_stages",
+    "is_trainable",
+    "kind_text",
+    "mean_over",
+    "moment_of",
+    "plan_leaf",
+    "type_text",
+]
+
+
+LAYERS = "layers"
+"""The dim name of stacked units; data axes never cut it, since a unit is gathered whole."""
+
+EXPERT = "expert"
+"""The dim name of experts; the axes that a rule puts on it own them as `tp` owns heads, even if they are data axes."""
+
+STATISTICS = {"row": -1, "col": -2}
+"""Trees of an optimizer state whose leaves are means over one dim of the parameters, by name; the dim stays, as 1."""
+
+
+@dataclass(frozen=True)
+class LeafLayout:
+    """One leaf of a layout.
+
+    Attributes:
+        path: its dotted path.
+        shape: global shape.
+        init: the dtype that the model's init gives it.
+        names: dim names, or None.
+        trainable: whether it has gradients and moments.
+        params: where the parameter is.
+        grads: where gradients are accumulated; unreduced over the axes that the strategy does not cut them over.
+        main: where the optimizer's main parameter and moments are, and reduced gradients go.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    init: torch.dtype
+    names: tuple[DimName, ...] | None
+    trainable: bool
+    params: NamedSharding
+    grads: NamedSharding
+    main: NamedSharding
+
+    @property
+    def home(self) -> NamedSharding:
+        """Where the values are from which all others are made: the main parameter, or the frozen one."""
+        return self.main if self.trainable else self.params
+
+
+NamedLeaf: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, tuple[DimName, ...] | None]
+"""Path, shape, dtype, dim names."""
+
+
+def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, frozen: Sequence[str]) -> None:
+    """Refuses what cannot be planned, with every offending leaf."""
+    wrong = [
+        f"{path} is {type_text(shape, dtype)} but has names {names!r}: give {_as_many(names, shape)}, say"
+        for path, shape, dtype, names in leaves
+        if names is not None and (isinstance(names, str) or len(names) != len(shape))
+    ]
+    if wrong:
+        raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
+    wrong += [
+        f"{path} is {type_text(shape, dtype)}, dim {dim}: {name!r} is no name"
+        for path, shape, dtype, names in leaves
+        for dim, name in enumerate(names or ())
+        if name is not None and not isinstance(name, str | Fused)
+    ]
+    wrong += [
+        f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): its parts have {sum(name.sizes)} of {size}"
+        for path, shape, dtype, names in leaves
+        for dim, (name, size) in enumerate(zip(names or (), shape, strict=False))
+        if isinstance(name, Fused) and sum(name.sizes) != size
+    ]
+    wrong += [
+        f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): one axis at most can cut it, not {', '.join(axes)}"
+        for path, shape, dtype, names in leaves
+        for dim, name in enumerate(names or ())
+        if isinstance(name, Fused)
+        and len(axes := [a for a in _present(rules.get(name.name, ()), mesh) if a not in DATA_AXES]) > 1
+    ]
+    wrong += [
+        f"{path} is {type_text(shape, dtype)}: kernels take {', '.join(map(_name, DTYPES))}, or whole numbers"
+        for path, shape, dtype, _ in leaves
+        if dtype not in DTYPES and (dtype.is_floating_point or dtype.is_complex)
+    ]
+    wrong += [
+        f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): experts are whole, they have no parts"
+        for path, shape, dtype, names in leaves
+        for dim, name in enumerate(names or ())
+        if isinstance(name, Fused) and name.name == EXPERT
+    ]
+    unused = [entry for entry in frozen if not any(begins(leaf[0], entry) for leaf in leaves)]
+    wrong += [f"frozen path {entry!r} is no leaf; leaves are {listed(leaf[0] for leaf in leaves)}" for entry in unused]
+    if wrong:
+        raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
+    _check_rules(leaves, mesh, rules)
+
+
+def _as_many(names: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """As many names as a leaf has dims, beginning with those that were given."""
+    given = (names,) if isinstance(names, str) else tuple(names)
+    return (*given, *(None,) * len(shape))[: len(shape)]
+
+
+def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> None:
+    """Refuses dim names without a rule, and axes that would cut two dims of a leaf."""
+    missing: list[str] = []
+    twice: list[str] = []
+    hints: dict[str, str] = {}
+    for path, shape, dtype, names in leaves:
+        called = [rule_name(name) for name in names or ()]
+        for dim, name in enumerate(called):
+            if name is not None and name not in rules:
+                missing.append(
+                    f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}, size {shape[dim]}): no rule {name!r}."
+                )
+                hints.setdefault(name, rules.hint(name))
+        spent: dict[str, list[str]] = {}
+        by_rule = _by_rule(called, mesh, rules)
+        owned = _owned(called, by_rule)
+        for dim, name in enumerate(called):
+            for axis in by_rule[dim] if name == EXPERT else (a for a in by_rule[dim] if a not in owned):
+                spent.setdefault(axis, []).append(f"dim {dim} ({name!r}, size {shape[dim]})")
+        twice += [
+            f"{path} is {type_text(shape, dtype)}: axis {axis!r} would cut {' and '.join(where)}."
+            for axis, where in spent.items()
+            if len(where) > 1
+        ]
+    if missing:
+        text = f"has no rule for {len(missing)} dims on mesh {abstract(mesh)}."
+        raise SpecError(message("fs.plan_layout", text, missing, "\n".join([*hints.values()][:10])))
+    if twice:
+        text = f"cannot spend one axis on two dims of a leaf; {len(twice)} leaves on mesh {abstract(mesh)}."
+        mend = "Give one of the dims another name, with a rule of its own."
+        raise SpecError(message("fs.plan_layout", text, twice, mend))
+
+
+def check_stages(leaves: Sequence[NamedLeaf], mesh: Mesh, stages: Stages) -> None:
+    """Refuses stages that do not fit the leaves and the mesh; all of them are listed."""
+    size = abstract(mesh).axis_size("pp")
+    unused = [entry for entry, _ in stages if not any(begins(leaf[0], entry) for leaf in leaves)]
+    wrong = [f"stages name {entry!r}, which is no leaf" for entry in unused]
+    for path, shape, _, names in leaves if size > 1 else ():
+        owners = stage_of(stages, path)
+        layers = shape[names.index(LAYERS)] if names and LAYERS in names else None
+        if owners is not None and (why := objection(owners, size, layers)):
+            wrong.append(f"{path} {why}")
+    if wrong:
+        mend = "Give each coordinate of pp its layers, each layer once; or the coordinates that have a leaf whole."
+        raise LayoutError(message("fs.plan_layout", f"cannot use the stages on mesh {abstract(mesh)}.", wrong, mend))
+
+
+def type_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """A leaf's type for people, such as `float32[8, 512]`."""
+    return f"{_name(dtype)}{list(shape)}"
+
+
+def kind_text(x: Any) -> str:
+    """A tensor's type for people, as `type_text`; of anything else the name of its class."""
+    return type_text(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def is_trainable(path: str, dtype: torch.dtype, frozen: Sequence[str]) -> bool:
+    """Whether a leaf has gradients: floating point, and under no frozen path."""
+    return dtype.is_floating_point and not any(begins(path, entry) for entry in frozen)
+
+
+def plan_leaf(
+    leaf: NamedLeaf, trainable: bool, mesh: Mesh, rules: AxisRules, strategy: Strategy, stages: Stages
+) -> LeafLayout:
+    """Where one leaf lives, of which it is known that it fits."""
+    path, shape, init, names = leaf
+    called = [rule_name(name) for name in names or (None,) * len(shape)]
+    by_rule = _by_rule(called, mesh, rules)
+    owned = _owned(called, by_rule)
+    fixed = [
+        axes if name == EXPERT else tuple(a for a in axes if a not in DATA_AXES)
+        for name, axes in zip(called, by_rule, strict=True)
+    ]
+    data = [
+        () if name == EXPERT else tuple(a for a in DATA_AXES if a in axes and a != "replica")
+        for name, axes in zip(called, by_rule, strict=True)
+    ]
+    spec, assigned = _assign(leaf, fixed, mesh, stages)
+    dim = next((d for d, axes in enumerate(data) if axes), None)
+    if dim is None:
+        free = [d for d in range(len(shape)) if called[d] != LAYERS]
+        dim = next((d for d in free if not fixed[d]), free[-1] if free else None)
+        taken = tuple(a for a in DATA_AXES if a != "replica")
+    else:
+        taken = data[dim]
+
+    def sharding(kind: str, *, unreduced: bool = False) -> NamedSharding:
+        axes = [a for a in (*taken, "replica") if a not in owned]
+        cut = tuple(a for a in axes if dim is not None and strategy.cut(kind, a))
+        cuts = P(*((*fix, *cut) if d == dim else fix for d, fix in enumerate(spec)))
+        open_axes = [a for a in AXES if a in DATA_AXES and a not in (*cut, *owned) and _leaves_open(a, strategy)]
+        return NamedSharding(mesh, cuts, tuple(open_axes) if unreduced else (), assigned, owned).simplified()
+
+    params, main = sharding("params"), sharding("opt_state")
+    return LeafLayout(path, shape, init, names, trainable, params, sharding("grads", unreduced=True), main)
+
+
+def _assign(
+    leaf: NamedLeaf, fixed: Sequence[tuple[str, ...]], mesh: Mesh, stages: Stages
+) -> tuple[list[tuple[str, ...]], tuple[Assigned, ...]]:
+    """Takes out of the axes by dim those that own explicitly: `pp` by stages, the axis of a fused dim by parts."""
+    path, _, _, names = leaf
+    spec, assigned = list(fixed), list[Assigned]()
+    size, owners = abstract(mesh).axis_size("pp"), stage_of(stages, path)
+    if size > 1 and owners is not None:
+        stack = names.index(LAYERS) if names and LAYERS in names else None
+        assigned.append(assignment(owners, size, stack))
+        spec = [tuple(axis for axis in axes if axis != "pp") for axes in spec]
+    for dim, name in enumerate(names or ()):
+        if isinstance(name, Fused) and spec[dim]:
+            (axis,) = spec[dim]
+            assigned.append(Assigned.parts(axis, dim, name.sizes, abstract(mesh).axis_size(axis)))
+            spec[dim] = ()
+    return spec, tuple(assigned)
+
+
+def _by_rule(called: Sequence[str | None], mesh: Mesh, rules: AxisRules) -> list[tuple[str, ...]]:
+    """For each dim, those axes of its rule that the mesh has."""
+    return [_present(rules.get(name, ()) if name else (), mesh) for name in called]
+
+
+def _owned(called: Sequence[str | None], by_rule: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The data axes that cut experts: ranks along them have their own, and no other dim is cut over them."""
+    cuts = [axes for name, axes in zip(called, by_rule, strict=True) if name == EXPERT]
+    return tuple(axis for axes in cuts for axis in axes if axis in DATA_AXES)
+
+
+def _present(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """The axes that the mesh has."""
+    shape = abstract(mesh)
+    return tuple(axis for axis in axes if shape.axis_size(axis) > 1)
+
+
+def _leaves_open(axis: str, strategy: Strategy) -> bool:
+    """Whether accumulated gradients stay unreduced over an axis: reduced once a step rather than once a microbatch."""
+    return axis == "replica" or not strategy.grads
+
+
+# ------------------------------------------------------------------------------------------- leaves of optimizer states
+
+
+def mean_over(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:
+    """Where a mean over one dim of a leaf is: cut as the leaf along all others, whole along this one.
+
+    Args:
+        sharding: of the leaf.
+        ndim: of the leaf.
+        dim: of the mean, counted from the end.
+    """
+    spec = sharding.spec.replace(ndim + dim, ())
+    assigned = tuple(a for a in sharding.assigned if a.dim != ndim + dim)
+    owned = tuple(axis for axis in sharding.owned if axis in spec.all_axes)
+    return replace(sharding, spec=P(*spec), assigned=assigned, owned=owned)
+
+
+def moment_of(path: str, leaves: Sequence[LeafLayout], fits: Callable[[LeafLayout], bool]) -> LeafLayout | None:
+    """The parameter that a leaf of an optimizer state is a moment of: the longest one that its path ends with.
+
+    Under one of the names in `STATISTICS` it is a mean over a dim of the parameter; then shape and sharding are those
+    of the mean.
+
+    Args:
+        path: of the leaf, such as `opt_state.states.1.mu.blocks.wq`.
+        leaves: of the layout.
+        fits: whether the leaf can be one of these.
+    """
+    found: list[LeafLayout] = []
+    for leaf in leaves:
+        ending = f".{leaf.path}" if leaf.path else ""
+        if not f".{path}".endswith(ending):
+            continue
+        dim = STATISTICS.get(path[: len(path) - len(ending)].rpartition(".")[2])
+        if dim is not None and len(leaf.shape) >= -dim:
+            at = len(leaf.shape) + dim
+            shape = (*leaf.shape[:at], min(leaf.shape[at], 1), *leaf.shape[at + 1 :])
+            found.append(replace(leaf, shape=shape, main=mean_over(leaf.main, len(shape), dim)))
+        found.append(leaf)
+    return max((leaf for leaf in found if fits(leaf)), key=lambda leaf: len(leaf.path), default=None)

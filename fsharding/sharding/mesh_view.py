@@ -1,0 +1,117 @@
+"""The `DeviceMesh` that a leaf is on at rest: a view of its mesh that lets DTensor say exactly what the leaf has.
+
+In: a mesh, the axes by dim, the axes that are assigned or owned. Out: the same ranks and groups, with the dims in the
+order in which the leaf is cut, without assigned axes, and with owned axes under a name of their own.
+Law: `base(view(...))` is the mesh, and every torch operation on a DTensor keeps what its view says.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsharding import _compat
+from fsharding.mesh.device_mesh import abstract, is_member, of_same_groups, own_rank
+from fsharding.mesh_cache import cache_on_mesh, kept_by
+from fsharding.sharding.partition_spec import PartitionSpec
+
+__all__ = ["Base", "base", "order", "slice_of", "view"]
+
+_OWNED = "_owned"
+"""What is added to the name of an axis that a leaf owns."""
+
+
+class Base(NamedTuple):
+    """What a view was made of.
+
+    Attributes:
+        mesh: the mesh, or its slice without assigned axes.
+        axes: the axes in the order of the view.
+        owned: those that the leaf owns.
+        whole: the mesh that `mesh` is a slice of; None where it is no slice.
+    """
+
+    mesh: DeviceMesh
+    axes: tuple[str, ...]
+    owned: tuple[str, ...] = ()
+    whole: DeviceMesh | None = None
+
+
+def order(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that are not assigned, in an order in which every tuple of the spec reads major first."""
+    result = [name for name in names if name not in assigned]
+    for dim in range(len(spec)):
+        cut = [axis for axis in spec.axes(dim) if axis in result]
+        places = sorted(result.index(axis) for axis in cut)
+        for place, axis in zip(places, cut, strict=True):
+            result[place] = axis
+    return tuple(result)
+
+
+def view(
+    mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[str, ...] = (), owned: tuple[str, ...] = ()
+) -> DeviceMesh:
+    """The mesh at rest of a leaf; the mesh itself where that says enough.
+
+    Args:
+        mesh: where the leaf lives.
+        spec: axes by dim.
+        assigned: axes whose coordinates own explicitly; the view is of this rank's slice along the others.
+        owned: axes of the spec under whose own name the leaf would be taken for one that is gathered over them.
+    """
+    return _found(mesh, spec, assigned, owned)
+
+
+@cache_on_mesh()
+def _found(mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
+    names = abstract(mesh).names
+    axes = order(names, spec, assigned)
+    return mesh if axes == names and not owned else _view(mesh, axes, owned)
+
+
+@cache_on_mesh()
+def _view(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
+    names = abstract(mesh).names
+    kept = tuple(name for name in names if name in axes)
+    part = mesh if kept == names else slice_of(mesh, kept)
+    result = part if not axes or (axes == kept and not owned) else _renamed(part, axes, owned)
+    # Of this view and no other mesh: one of somebody's own may be equal to it.
+    kept_by(result)[Base] = Base(part, axes or ("dp",), owned, None if part is mesh else mesh)
+    return result
+
+
+@cache_on_mesh()
+def slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The slice of a mesh with this rank in it; without any axis left, this rank alone.
+
+    Args:
+        mesh: the whole.
+        names: of the axes that it keeps, in the order of the mesh.
+    """
+    rank = own_rank()
+    if not names:
+        return _compat.meshless_device_mesh(mesh.device_type, ("dp",), torch.tensor([rank]), rank)
+    if is_member(mesh):
+        return of_same_groups(mesh[names], mesh)
+    grid = mesh.mesh[tuple(slice(None) if name in names else 0 for name in abstract(mesh).names)]
+    return _compat.meshless_device_mesh(mesh.device_type, names, grid, rank)
+
+
+def _renamed(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
+    """The same ranks and groups with the mesh dims in another order, and owned ones under another name."""
+    now = abstract(mesh).names
+    grid = mesh.mesh.permute([now.index(axis) for axis in axes]).contiguous()
+    names = tuple(axis + _OWNED if axis in owned else axis for axis in axes)
+    if not dist.is_initialized() or not is_member(mesh):
+        return _compat.meshless_device_mesh(mesh.device_type, names, grid, own_rank())
+    groups = [mesh.get_group(axis) for axis in axes]
+    return of_same_groups(_compat.device_mesh_of(groups, mesh.device_type, names, grid), mesh)
+
+
+def base(mesh: DeviceMesh) -> Base:
+    """What a view was made of; any other mesh is its own."""
+    known = kept_by(mesh).get(Base)
+    return Base(mesh, abstract(mesh).names) if known is None else known

@@ -1,0 +1,1 @@
+"""train: see the table of rooms."""

@@ -1,0 +1,292 @@
+"""`reshard`: the same values in another layout, on any other mesh over the same ranks or some of them.
+
+In: a `TrainState` and a `Layout`, or a tree of leaves and shardings. Out: the same, elsewhere; nothing is computed.
+Planned as a cached value (`explain_reshard` prints it), run in rounds of messages of bounded size.
+Law: `reshard(reshard(x, A), B) == reshard(x, B)`, there and back is the identity, and a step commutes with it; bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import _compat, tree
+from fsharding.comm.reshard_plan import BUDGET, Plan, plan_routes
+from fsharding.comm.reshard_run import exchange
+from fsharding.errors import LayoutError, message
+from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
+from fsharding.mesh.failures import meet, naming_lost
+from fsharding.public import public
+from fsharding.sharding import boxes
+from fsharding.sharding.layout import Layout, check_fit
+from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, typeof
+from fsharding.train import reshard_leaves as moving
+from fsharding.train.reshard_leaves import Moving
+from fsharding.train.state import TrainState
+from fsharding.train.state_check import check_state
+from fsharding.tree import Tree
+
+__all__ = ["Explanation", "explain_reshard", "reshard", "shard", "unshard"]
+
+
+@public("fs.reshard")
+def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: Any = None, budget: int = BUDGET) -> Any:
+    """Moves values to another layout. Collective over the ranks of both meshes.
+
+    The meshes may differ in axes, sizes, order and ranks. If no one mesh has all ranks that take part, every rank of
+    the default process group has to call. A rank holds nothing of what is on a mesh without it; plain tensors of a
+    state, such as step and key, come to all ranks of both meshes.
+
+    Args:
+        tree_or_state: a `TrainState`, or a tree of DTensors and `Local`s; other leaves stay as they are.
+        layout: for a state a `Layout` of the same model, whatever its mesh, strategy, stages and compute dtype. For a
+            tree a `Layout`, which stands for its `params`, or a tree of `NamedSharding`s, or one for all leaves; None
+            leaves a leaf alone.
+        donate: what is given is let go as its parts leave. A donated state raises `DonatedError` when it is used again,
+            donated DTensors of a tree are empty.
+        source: for a tree with leaves of pipeline stages or with `Fused` dims, whose owners a DTensor cannot tell: the
+            `Layout` in which it is. A tree of `NamedSharding`s does as well, if `layout` is a `Layout`, which knows the
+            global shapes. A state carries its layout.
+        budget: bytes a rank for buffers. Besides the old and the new values no more memory is needed.
+
+    Returns:
+        The same state or tree in the new layout, in new memory unless donated.
+
+    Raises:
+        LayoutError: another model, another main dtype, an unreduced leaf, one whose owners nobody tells, leaves that
+            are not what the state's layout says, an abstract mesh, or ranks that ask for different things; all such
+            leaves are listed, and nothing has changed.
+        TreeError: the trees do not match.
+        DonatedError: the state was donated before.
+        RankError: a rank is gone, or does not call it.
+    """
+    if isinstance(tree_or_state, TrainState):
+        moved, rebuild = moving.of_state(tree_or_state, layout)
+    else:
+        moved, rebuild = moving.of_tree(tree_or_state, layout, source)
+    return _run(moved, rebuild, "fs.reshard", given=tree_or_state if donate else None, budget=budget)
+
+
+def _run(
+    moved: list[Moving], rebuild: moving.Rebuild, function: str, *, given: Tree = None, budget: int = BUDGET
+) -> Any:
+    """Moves leaves, whose values are taken away from `given`, if that is donated, and puts the tree together again."""
+    if not moved:
+        return rebuild([])
+    meshes = moving.devices(moved)
+    with naming_lost(function, meshes[0]):
+        return _move(function, moved, rebuild, meshes, given=given, budget=budget)
+
+
+def _move(
+    function: str, moved: list[Moving], rebuild: moving.Rebuild, meshes: Sequence[Mesh], *, given: Tree, budget: int
+) -> Any:
+    plan = plan_routes(tuple(m.leaf for m in moved), budget)
+    group = _group(meshes, plan.ranks)
+    if group is None:
+        return rebuild([m.value if m.plain and m.value is not None else torch.empty(0, dtype=m.dtype) for m in moved])
+    device = torch.device(meshes[0].device_type)  # pyright: ignore[reportAttributeAccessIssue]
+    _agree(function, plan, group, device)
+    donate = given is not None
+    dtypes, homes = [m.dtype for m in moved], [torch.device("cpu") if m.plain else device for m in moved]
+    sources = [m.value for m in moved]
+    if donate:
+        moving.let_go(moved)
+        _give_up(given)
+    values = exchange(plan, sources, dtypes, rank=own_rank(), group=group, device=device, donate=donate)
+    return rebuild([x.to(home) for x, home in zip(values, homes, strict=True)])
+
+
+def _give_up(tree_or_state: Tree) -> None:
+    """Takes the values away from whoever still has the donated state or tree."""
+    if isinstance(tree_or_state, TrainState):
+        tree_or_state.donate()
+        return
+    for leaf in tree.leaves(tree_or_state):
+        if isinstance(leaf, DTensor):
+            _compat.drop_local(leaf)
+
+
+def _group(meshes: Sequence[Mesh], ranks: tuple[int, ...]) -> Group | None:
+    """The group of the mesh that has all ranks, None outside it; else the group of all ranks there are."""
+    if len(ranks) == 1:
+        return Group(ranks, 0, None) if own_rank() in ranks else None
+    for mesh in meshes:
+        if tuple(sorted(abstract(mesh).members)) == ranks and len(ranks) < world_size():
+            if not is_member(mesh):
+                return None
+            found = axis_group(mesh, abstract(mesh).names)
+            return Group(ranks, ranks.index(own_rank()), found.process_group)
+    return Group(tuple(range(world_size())), own_rank(), dist.group.WORLD)
+
+
+def _agree(function: str, plan: Plan, group: Group, device: torch.device) -> None:
+    """Compares what the ranks want to do: they would wait for each other in vain, or mix up bytes."""
+    if group.process_group is None:
+        return
+    if group.size == world_size():
+        digests = meet(plan.digest)
+    else:
+        gathered = torch.empty(group.size, dtype=torch.int64, device=device)
+        _compat.all_gather_flat(gathered, torch.full((1,), plan.digest, device=device), group.process_group).wait()
+        digests = gathered.tolist()
+    others = [rank for rank, digest in zip(group.ranks, digests, strict=True) if digest != plan.digest]
+    if others:
+        text = f"is asked for different things on different ranks: rank {own_rank()} and ranks {others} differ."
+        raise LayoutError(message(function, text, mend="Give every rank the same tree, layout and budget."))
+
+
+@public("fs.shard")
+def shard(values: Tree, layout: Any) -> Tree:
+    """Cuts whole tensors, the same on every rank, into DTensors; nothing is sent.
+
+    Args:
+        values: tree of plain tensors.
+        layout: a `Layout`, for its params, or a tree of `NamedSharding`s, or one for all leaves.
+
+    Returns:
+        DTensors in new memory, in the dtype of the values.
+
+    Raises:
+        LayoutError: shapes that are not those of the layout, or leaves that are cut already; all of them are listed.
+        TreeError: the trees do not match.
+    """
+    flat, spec = tree.flatten(values)
+    targets, _ = moving.shardings(spec, layout)
+    cut = [x is not None and isinstance(x, DTensor | Local) for x in flat]
+    if any(cut):
+        named = zip(tree.paths(values), flat, cut, strict=True)
+        rows = [f"{path} is {typeof(x)} already" for path, x, is_cut in named if is_cut]
+        raise LayoutError(message("fs.shard", "cuts whole tensors.", rows, "Move these with fs.reshard."))
+    if isinstance(layout, Layout):
+        check_fit("fs.shard", layout, flat, ((leaf.shape, None) for leaf in layout.leaves))
+    return tree.unflatten(
+        spec, [x if s is None else _cut(x, s.simplified()) for x, s in zip(flat, targets, strict=True)]
+    )
+
+
+def _cut(x: Tensor, sharding: NamedSharding) -> DTensor:
+    shape = tuple(x.shape)
+    local = torch.empty(sharding.local_shape(shape), dtype=x.dtype, device=sharding.device_mesh().device_type)
+    grid = sharding.grid(shape)
+    for box, place in () if grid is None else boxes.grid_boxes(grid):
+        local[place] = x[boxes.relative(box, boxes.full(shape))]
+    return sharding.to_dtensor(local, shape)
+
+
+@public("fs.unshard")
+def unshard(values: Tree, *, source: Any = None) -> Tree:
+    """Whole plain tensors on every rank of the mesh; what is no DTensor stays as it is. Collective.
+
+    Args:
+        values: tree of DTensors, or a `TrainState`. A state of whole tensors is for reading: nothing takes it for a
+            state in its layout.
+        source: as in `reshard`, for leaves of pipeline stages and with `Fused` dims; a state needs none.
+
+    Raises:
+        LayoutError: such leaves, and nobody says where they are; all of them are listed.
+    """
+    flat, spec = tree.flatten(values)
+    if isinstance(values, TrainState):
+        check_state("fs.unshard", values)
+    known, _ = moving.origins(values, source)
+    targets = [
+        NamedSharding(moving.home(x, s)) if isinstance(x, DTensor) else None for x, s in zip(flat, known, strict=True)
+    ]
+    moved, rebuild = moving.of_tree(values, tree.unflatten(spec, targets), source, function="fs.unshard")
+    whole = _run(moved, rebuild, "fs.unshard")
+    return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, whole)
+
+
+# ------------------------------------------------------------------------------------------------------------- in words
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a reshard would do; prints as a table.
+
+    Attributes:
+        paths: of the leaves.
+        types: shape and dtype of each on the wire.
+        plan: what moves.
+        rank: whose bytes are "sent here".
+    """
+
+    paths: tuple[str, ...]
+    types: tuple[LeafType, ...]
+    plan: Plan
+    rank: int
+
+    @property
+    def rows(self) -> list[tuple[str, str, str, str, str, int, int]]:
+        """By leaf: path, type, from, to, how ("nothing", "slice", "gather", "all-to-all"), bytes sent here, in all."""
+        result: list[tuple[str, str, str, str, str, int, int]] = []
+        for i, (path, kind) in enumerate(zip(self.paths, self.types, strict=True)):
+            leaf, sent = self.plan.leaves[i], self.plan.sent[i]
+            here, there = (f"{s} on {abstract(s.mesh)}" for s in (leaf.source, leaf.target))
+            result.append((path, str(kind), here, there, self.plan.how(i), sent.get(self.rank, 0), sum(sent.values())))
+        return result
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank sends to others."""
+        return sum(row[5] for row in self.rows)
+
+    @property
+    def total(self) -> int:
+        """Bytes that all ranks send."""
+        return sum(row[6] for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("leaf", "type", "from", "to", "how", f"sent by rank {self.rank}", "sent in all")
+        table = [head, *(tuple(f"{x:,}" if isinstance(x, int) else x for x in row) for row in self.rows)]
+        table.append(
+            (
+                f"{len(self.paths)} leaves",
+                "",
+                "",
+                "",
+                f"{len(self.plan.rounds)} rounds",
+                f"{self.sent:,}",
+                f"{self.total:,}",
+            )
+        )
+        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+        lines = [
+            "  ".join(x.rjust(w) if i > 4 else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
+            for row in table
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+@public("fs.explain_reshard")
+def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BUDGET) -> Explanation:
+    """What `reshard` would do, leaf by leaf, and how many bytes it would send: exactly those that it sends.
+
+    Args:
+        a: a `TrainState`; a `Layout`, for the parameters and main copies of a state in it; or a tree of DTensors.
+        b: where it would go, as in `reshard`. Layouts may be on abstract meshes: nothing is moved, nobody is asked.
+        rank: whose bytes to show; by default this process's.
+        budget: as in `reshard`.
+
+    Raises:
+        LayoutError: as `reshard`.
+    """
+    moved = _moved(a, b)
+    plan = plan_routes(tuple(m.leaf for m in moved), budget)
+    types = tuple(LeafType(m.shape, m.dtype) for m in moved)
+    return Explanation(tuple(m.path for m in moved), types, plan, own_rank() if rank is None else rank)
+
+
+def _moved(a: Any, b: Any) -> list[Moving]:
+    if isinstance(a, TrainState):
+        return moving.of_state(a, b)[0]
+    if isinstance(a, Layout):
+        return moving.of_layouts(a, b)
+    return moving.of_tree(a, b)[0]

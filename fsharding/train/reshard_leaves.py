@@ -1,0 +1,345 @@
+"""What a reshard moves: every leaf of a state or tree with where it is, where it goes, and how to put it back together.
+
+In: a `TrainState` and a `Layout`, two layouts, or a tree and shardings. Out: a `Moving` for each leaf.
+Parameters are read where most ranks have them already: from `params` where these hold the values that are asked for,
+else from the main copy. Law: whatever is derived from the main parameters is what a step would have derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.arguments import refuse
+from fsharding.comm import reshard_plan as routes
+from fsharding.comm.reshard_plan import Leaf
+from fsharding.errors import LayoutError, message
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import Mesh, abstract, is_member
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_plan import LeafLayout, moment_of, type_text
+from fsharding.sharding.named_sharding import Local, NamedSharding, is_assigned, local_of, sharding_of, typeof
+from fsharding.train.state import TrainState, owner_of
+from fsharding.train.state_check import check_state
+from fsharding.tree import Tree
+
+__all__ = [
+    "Moving",
+    "Rebuild",
+    "check_same_model",
+    "devices",
+    "home",
+    "let_go",
+    "of_layouts",
+    "of_state",
+    "of_tree",
+    "origins",
+    "shardings",
+]
+
+_FUNCTION = "fs.reshard"
+Rebuild = Callable[[Sequence[Tensor]], Any]
+
+
+@dataclass
+class Moving:
+    """One leaf.
+
+    Attributes:
+        path: its dotted path.
+        shape: global shape.
+        source: where it is.
+        target: where it goes; for a plain tensor on every rank of a mesh, `P()` on that mesh.
+        dtype: of the result; a cast is done before anything is sent.
+        value: this rank's local tensor; None when only the plan is wanted.
+        plain: a tensor that is no DTensor and stays on the CPU.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    source: NamedSharding
+    target: NamedSharding
+    dtype: torch.dtype
+    value: Tensor | None = None
+    plain: bool = False
+
+    @property
+    def leaf(self) -> Leaf:
+        """What the plan needs of it."""
+        source, target = (replace(s, mesh=abstract(s.mesh)) for s in (self.source, self.target))
+        return Leaf(self.shape, self.dtype.itemsize, source, target)
+
+
+# ------------------------------------------------------------------------------------------------------------- a state
+
+
+def check_same_model(a: Layout, b: Layout) -> None:
+    """Refuses two layouts that cannot hold the same state; every leaf that differs is listed.
+
+    Raises:
+        ArgumentError: the second is no layout.
+        LayoutError: other leaves, shapes, frozen leaves, or dtypes of main parameters and moments.
+    """
+    if not isinstance(b, Layout):
+        mend = "Plan one: fs.plan_layout(model, mesh), or state.layout.with_strategy(fs.zero(1))."
+        raise refuse(_FUNCTION, "a state or layout, then a Layout", b, mend)
+    ours, theirs = ({leaf.path: leaf for leaf in layout.leaves} for layout in (a, b))
+    rows = [f"params.{path}: only in the state" for path in ours if path not in theirs]
+    rows += [f"params.{path}: only in the layout" for path in theirs if path not in ours]
+    for path, old in ours.items():
+        new = theirs.get(path)
+        if new is None:
+            continue
+        was, now = type_text(old.shape, old.init), type_text(new.shape, new.init)
+        if was != now:
+            rows.append(f"params.{path}: {was} in the state, {now} in the layout")
+        elif old.trainable != new.trainable:
+            rows.append(f"params.{path}: {'trained' if old.trainable else 'frozen'} in the state, not in the layout")
+    kinds = sorted({leaf.init for leaf in a.leaves if leaf.init.is_floating_point}, key=str)
+    for kind in kinds:
+        for what, of in (("main parameters", "main_dtype"), ("moments", "moment_dtype")):
+            was, now = (getattr(x.precision, of)(x.precision.main_dtype(kind)) for x in (a, b))
+            if was != now:
+                rows.append(f"{what} of {kind} leaves: {was} in the state, {now} in the layout")
+    if rows:
+        mend = "Plan the layout with the model, frozen leaves and precision of the state; cast in a step of its own."
+        raise LayoutError(message(_FUNCTION, "cannot move a state to the layout of another one.", rows, mend))
+
+
+def _parameter(old: LeafLayout, new: LeafLayout, a: Layout, b: Layout, params: Any, main: Any) -> list[Moving]:
+    """A parameter, and its main copy where the new layout keeps one apart."""
+    kept = a.param_dtype(old), old.params, params
+    full = (a.precision.main_dtype(old.init), old.main, main) if a.has_main and old.trainable else kept
+
+    def moving(
+        name: str, have: tuple[torch.dtype, NamedSharding, Any], to: NamedSharding, dtype: torch.dtype
+    ) -> Moving:
+        path = f"{name}.{new.path}" if new.path else name
+        return Moving(path, new.shape, have[1], to, dtype, None if have[2] is None else local_of(have[2]))
+
+    wanted = b.param_dtype(new)
+    moved = [moving("params", kept if kept[0] == wanted else full, new.params, wanted)]
+    if b.has_main and new.trainable:
+        moved.append(moving("main", full, new.main, b.precision.main_dtype(new.init)))
+    return moved
+
+
+def of_layouts(a: Layout, b: Layout, state: TrainState | None = None) -> list[Moving]:
+    """The parameters of a state in `a` on their way to `b`, main copies after each; with values if there is a state."""
+    check_same_model(a, b)
+    params = [None] * len(a.leaves) if state is None else tree.leaves(state.params)
+    if state is None or state.main is None:
+        main: list[Any] = [None] * len(a.leaves)
+    else:
+        main = tree.flatten_up_to(a.structure, state.main, _FUNCTION)
+    news = {leaf.path: leaf for leaf in b.leaves}
+    pairs = zip(a.leaves, params, main, strict=True)
+    return [m for old, p, copy in pairs for m in _parameter(old, news[old.path], a, b, p, copy)]
+
+
+def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
+    """Every leaf of a state on its way to a layout, and what makes the new state of the moved local tensors.
+
+    Raises:
+        LayoutError: the layout is of another model, or the state is not in its own.
+        DonatedError: the state was donated.
+    """
+    old = state.layout
+    check_state(_FUNCTION, state)
+    moved = of_layouts(old, layout, state)
+    rest: dict[str, Any] = {"opt_state": state.opt_state, "step": state.step, "key": state.key}
+    scaled = layout.precision.loss_scale is not None
+    if scaled and state.loss_scale is not None:
+        rest["loss_scale"] = state.loss_scale
+    flat, spec = tree.flatten(rest)
+    ranks = sorted({*abstract(old.mesh).members, *abstract(layout.mesh).members})
+    for path, x in zip(tree.paths(rest), flat, strict=True):
+        moved.append(_other(path, x, old, layout, ranks))
+    count = len(moved) - len(flat)
+    kinds = [m.path.partition(".")[0] for m in moved[:count]]
+    trained = [leaf.trainable for leaf in layout.leaves]
+
+    def rebuild(values: Sequence[Tensor]) -> TrainState:
+        placed = [_placed(m, x) for m, x in zip(moved, values, strict=True)]
+        main = iter([x for x, kind in zip(placed, kinds, strict=False) if kind == "main"])
+        params = [x for x, kind in zip(placed, kinds, strict=False) if kind == "params"]
+        fields = tree.unflatten(spec, placed[count:])
+        scale = fields.get("loss_scale") or layout.precision.init_scale()
+        return TrainState(
+            step=fields["step"],
+            params=tree.unflatten(layout.structure, params),
+            main=tree.unflatten(layout.structure, [next(main) if t else None for t in trained])
+            if layout.has_main
+            else None,
+            opt_state=fields["opt_state"],
+            loss_scale=scale if scaled else None,
+            key=fields["key"],
+            layout=layout,
+        )
+
+    return moved, rebuild
+
+
+def _other(path: str, x: Any, old: Layout, new: Layout, ranks: Sequence[int]) -> Moving:
+    """A leaf that is no parameter: a moment goes with its parameter, a plain tensor to all ranks."""
+    if not isinstance(x, DTensor):
+        here, there = routes.everywhere(abstract(old.mesh).members), routes.everywhere(ranks)
+        return Moving(path, tuple(x.shape), here, there, x.dtype, x, plain=True)
+    owner = owner_of(path, x, old)
+    if owner is None:
+        return Moving(path, tuple(x.shape), sharding_of(x), NamedSharding(new.mesh), x.dtype, local_of(x))
+    goal = moment_of(path, new.leaves, lambda leaf: leaf.path == owner.path and leaf.shape == owner.shape)
+    assert goal is not None, "the layouts are of one model"
+    return Moving(path, owner.shape, owner.main, goal.main, x.dtype, local_of(x))
+
+
+def _placed(moving: Moving, local: Tensor) -> Tensor:
+    return local if moving.plain else moving.target.to_dtensor(_held(moving, local), moving.shape)
+
+
+def _held(moving: Moving, local: Tensor) -> Tensor:
+    """The local tensor; where this rank holds nothing, in the shape that says so."""
+    return local if local.numel() else local.reshape(moving.target.local_shape(moving.shape))
+
+
+# -------------------------------------------------------------------------------------------------------------- a tree
+
+
+def of_tree(
+    values: Tree, layout: Any, source: Any = None, *, function: str = _FUNCTION
+) -> tuple[list[Moving], Rebuild]:
+    """The leaves of a tree on their way to shardings, and what makes the new tree.
+
+    Args:
+        values: tree of DTensors and `Local`s; other leaves stay.
+        layout: a `Layout`, for its params, or a tree of `NamedSharding`s, or one for all; None leaves a leaf.
+        source: the same, for where the leaves are; by default what they say themselves.
+        function: the public function, for the error.
+
+    Raises:
+        LayoutError: an unreduced leaf; one of a pipeline stage or with a Fused dim, of which nobody says where it is;
+            or one that is elsewhere.
+        TreeError: the trees do not match.
+    """
+    flat, spec = tree.flatten(values)
+    targets, shapes = shardings(spec, layout)
+    sources, known = origins(values, source)
+    moved: list[Moving] = []
+    places: list[int] = []
+    rows: list[str] = []
+    paths = tree.paths(values)
+    for i, (path, x) in enumerate(zip(paths, flat, strict=True)):
+        target = targets[i]
+        if target is None or not isinstance(x, DTensor | Local):
+            continue
+        if sources[i] is None and _hides_owners(x):
+            rows.append(f"{path} is {typeof(x)} on a slice of its mesh; a layout alone knows which part that is")
+            continue
+        here = sources[i] or (x.sharding if isinstance(x, Local) else sharding_of(x))
+        shape = x.shape if isinstance(x, Local) else known[i] or (shapes[i] if here.assigned else tuple(x.shape))
+        local = x.value if isinstance(x, Local) else local_of(x)
+        if here.partial or target.partial:
+            rows.append(f"{path}: from {here} to {target}: take the sum first")
+        elif shape is None or here.local_shape(shape) != tuple(local.shape) or not _is_at(x, here):
+            rows.append(f"{path}: {here} of {list(shape or x.shape)} is not what this rank holds, {list(local.shape)}")
+        else:
+            places.append(i)
+            moved.append(Moving(path, tuple(shape), here, target.simplified(), local.dtype, local))
+    if rows:
+        mend = f"Say where leaves of pipeline stages and with Fused dims are: {function}(..., source=layout)."
+        if all("unreduced" in row for row in rows):
+            mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
+        raise LayoutError(message(function, f"cannot move {len(rows)} leaves.", rows, mend))
+
+    in_flight = [isinstance(x, Local) for x in flat]
+    kept = [None if i in {*places} else x for i, x in enumerate(flat)]
+
+    def rebuild(locals_: Sequence[Tensor]) -> Tree:
+        result = list(kept)
+        for i, m, local in zip(places, moved, locals_, strict=True):
+            result[i] = Local(_held(m, local), m.target, m.shape) if in_flight[i] else _placed(m, local)
+        return tree.unflatten(spec, result)
+
+    return moved, rebuild
+
+
+def _hides_owners(x: DTensor | Local) -> bool:
+    """Whether a leaf is a slice of one whose owners are explicit: which part that is, it cannot tell itself."""
+    return bool(x.slices) if isinstance(x, Local) else is_assigned(x)
+
+
+def _is_at(x: DTensor | Local, sharding: NamedSharding) -> bool:
+    """Whether a leaf is cut along the dims that a sharding says."""
+    if isinstance(x, Local):
+        return x.sharding.simplified().spec == sharding.simplified().spec
+    return tuple(x.placements) == sharding.placements() if is_member(sharding.mesh) else True
+
+
+def origins(values: Tree, source: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
+    """By leaf of a tree, where it is, and its global shape, as far as somebody says so.
+
+    Args:
+        values: a tree, or a `TrainState`, which carries its layout.
+        source: as in `of_tree`; None where nobody says anything but the leaves, and the state.
+    """
+    flat, spec = tree.flatten(values)
+    if source is not None:
+        return shardings(spec, source)
+    if not isinstance(values, TrainState):
+        return [None] * len(flat), [None] * len(flat)
+    layout = values.layout
+    by_path = {f"params.{leaf.path}": (leaf.params, leaf.shape) for leaf in layout.leaves}
+    by_path |= {f"main.{leaf.path}": (leaf.main, leaf.shape) for leaf in layout.leaves}
+    found: list[tuple[NamedSharding | None, tuple[int, ...] | None]] = []
+    for path, x in zip(tree.paths(values), flat, strict=True):
+        owner = owner_of(path, x, layout) if path.startswith("opt_state.") else None
+        found.append(by_path.get(path, (None, None)) if owner is None else (owner.main, owner.shape))
+    return [where for where, _ in found], [shape for _, shape in found]
+
+
+def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
+    """By leaf of a structure, the shardings of a layout or tree, and global shapes where a layout knows them."""
+    count = spec.num_leaves
+    if isinstance(layout, NamedSharding):
+        return [layout] * count, [None] * count
+    if not isinstance(layout, Layout):
+        found = tree.flatten_up_to(spec, layout, _FUNCTION)
+        if odd := [x for x in found if x is not None and not isinstance(x, NamedSharding)]:
+            mend = "Give a Layout, a NamedSharding for all leaves, or a tree of them."
+            raise refuse(_FUNCTION, "a Layout or shardings", odd[0], mend)
+        return found, [None] * count
+    by_leaf = tree.unflatten(layout.structure, list(layout.leaves))
+    leaves = tree.flatten_up_to(spec, by_leaf, _FUNCTION)
+    if not all(isinstance(leaf, LeafLayout) for leaf in leaves):
+        tree.match(_FUNCTION, by_leaf, tree.unflatten(spec, [0] * count), ("the layout", "the tree"))
+    return [leaf.params for leaf in leaves], [leaf.shape for leaf in leaves]
+
+
+def devices(moved: Sequence[Moving]) -> list[Mesh]:
+    """The meshes on which leaves are and to which they go.
+
+    Raises:
+        LayoutError: one of them has no devices.
+    """
+    found = dict.fromkeys(s.mesh for m in moved if not m.plain for s in (m.source, m.target))
+    if lost := [mesh for mesh in found if isinstance(mesh, AbstractMesh)]:
+        text = f"cannot move anything from or to the abstract mesh {lost[0]}."
+        raise LayoutError(message(_FUNCTION, text, mend="Plan the layout on a mesh of fs.make_mesh."))
+    return list(found)
+
+
+def let_go(moved: Sequence[Moving]) -> None:
+    """Forgets the values, which somebody else has now."""
+    for m in moved:
+        m.value = None
+
+
+def home(x: DTensor, sharding: NamedSharding | None) -> Mesh:
+    """The mesh of a leaf: what was said of it, or what it says itself."""
+    return sharding_of(x).mesh if sharding is None else sharding.mesh

@@ -1,0 +1,377 @@
+"""The state of a run: parameters, optimizer, key, and the layout that says where all of it lives.
+
+In: a model and an optimizer, or parameters. Out: a `TrainState`, a pytree whose layout is static data.
+Main parameters are kept apart where the params cannot be them; `main_params` and `spread_main` go between the two.
+Law: the first state is bitwise the same in every layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsharding import _compat, random, tree
+from fsharding.arguments import check_function, check_optimizer, is_optimizer, refuse
+from fsharding.comm.redistribute import redistribute
+from fsharding.errors import ArgumentError, DonatedError, LayoutError, message
+from fsharding.mesh.consistency import checksum, compare, refuse_differences
+from fsharding.mesh.device_mesh import everyone, is_member, world_size
+from fsharding.mesh.failures import meet, naming_lost
+from fsharding.optim.base import GradientTransformation
+from fsharding.precision import ScaleState
+from fsharding.public import public
+from fsharding.random import Draw
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+from fsharding.sharding.layout import Layout, check_fit
+from fsharding.sharding.leaf_plan import LeafLayout, moment_of, type_text
+from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
+from fsharding.train.state_check import check_leaves, check_main
+from fsharding.tree import Tree
+
+__all__ = [
+    "TrainState",
+    "init_params",
+    "init_state",
+    "main_of",
+    "main_params",
+    "owner_of",
+    "refuse_changed",
+    "sealed",
+    "spread",
+    "spread_main",
+    "state_bytes",
+    "state_from",
+]
+
+
+@dataclass
+class TrainState:
+    """Everything that a run carries from step to step: a pytree whose layout is static data.
+
+    Attributes:
+        step: number of updates so far (int64, 0-d, on the CPU).
+        params: tree of DTensors, in `layout.params`.
+        main: main parameters in `layout.main` where they are kept apart, else None.
+        opt_state: the optimizer's state.
+        loss_scale: dynamic loss scale, or None.
+        key: random key (int64[2], on the CPU), the same from step to step; a step folds its number in, and hands the
+            result to a loss function that asks for a key.
+        layout: where all of it lives.
+    """
+
+    step: Tensor
+    params: Tree
+    main: Tree
+    opt_state: Tree
+    loss_scale: ScaleState | None
+    key: Tensor
+    layout: Layout
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FIELDS:
+            text = f"got a state that was donated: its {name} is gone."
+            mend = "Use the state that the step returned, or make the step with donate=False."
+            raise DonatedError(message("TrainState", text, mend=mend))
+        raise AttributeError(name)
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A state with some fields changed.
+
+        Raises:
+            LayoutError: parameters are changed alone, while the optimizer has main parameters of its own: the next
+                step would make the parameters of these again.
+        """
+        if "params" in changes and not {"main", "layout"} & {*changes} and self.main is not None:
+            mend = "Give both, main=fs.shard(whole, state.layout.main); or make a new state, with fs.state_from."
+            raise LayoutError(message("TrainState.replace", "got params without main.", mend=mend))
+        return TrainState(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
+
+    def donate(self) -> TrainState:
+        """Hands everything over to a new state; this one raises `DonatedError` from now on."""
+        taken = self.replace()
+        for name in _FIELDS:
+            delattr(self, name)
+        vars(self).pop(_SEAL, None)
+        return taken
+
+
+_FIELDS = tuple(f.name for f in fields(TrainState))
+_CHILDREN = _FIELDS[:-1]
+
+tree.register_node(
+    TrainState,
+    lambda s: ([getattr(s, name) for name in _CHILDREN], s.layout, _CHILDREN),
+    lambda layout, children: TrainState(*children, layout=layout),
+    fields=True,
+)
+
+
+class _Seal:
+    """How often each parameter of a state had been changed in place when the state was made."""
+
+    def __init__(self, params: Tree) -> None:
+        self.params, self.leaves = params, tree.leaves(params)
+        self.versions = _compat.versions_of(self.leaves)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a state has leaves of its own, whose counts begin again."""
+
+
+_SEAL = "_seal"
+
+
+def sealed(state: TrainState) -> TrainState:
+    """The state itself, which notes how often each parameter was changed in place; one that is made of it does not."""
+    if not torch.is_inference_mode_enabled():  # there, tensors do not count
+        vars(state)[_SEAL] = _Seal(state.params)
+    return state
+
+
+def refuse_changed(function: str, state: TrainState) -> None:
+    """Refuses parameters that were changed in place behind the back of the state that they are in.
+
+    Args:
+        function: the public function, for the error.
+        state: any; one without a seal, or with other parameters than those that it was made with, is let through.
+
+    Raises:
+        ArgumentError: some were changed; all of them are listed.
+    """
+    seal: _Seal | None = vars(state).get(_SEAL)
+    if seal is None or seal.params is not state.params:
+        return
+    now = _compat.versions_of(seal.leaves)
+    if now == seal.versions:
+        return
+    named = zip(tree.paths(seal.params), seal.leaves, strict=True)
+    rows = [
+        f"params.{path} is {typeof(x)}"
+        for (path, x), before, after in zip(named, seal.versions, now, strict=True)
+        if before != after
+    ]
+    mend = "Make new ones on every rank, state = state.replace(params=fs.tree.map(f, state.params))"
+    mend += (
+        "; main parameters are kept apart here, so change those: main = fs.tree.map(f, state.main), and"
+        " params=fs.spread_main(main, state.params, state.layout)."
+        if state.main is not None
+        else "."
+    )
+    rule = "got parameters that were changed in place since the state was made."
+    raise ArgumentError(message(function, rule, rows, mend))
+
+
+def _check_start(function: str, opt: Any, key: Any, layout: Any) -> None:
+    """Refuses arguments of another kind, and a key and a layout that are swapped."""
+    check_optimizer(function, opt)
+    if not isinstance(layout, Layout):
+        swapped = isinstance(key, Layout)
+        mend = "Swap the two: (..., key, layout)." if swapped else "Plan one: layout = fs.plan_layout(model, mesh)."
+        raise refuse(function, "a key, then a Layout", layout, mend)
+
+
+def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
+    """Evaluates each rank's slice of lazy draws.
+
+    Args:
+        draws: tree of `Draw`s, or of whole tensors.
+        layout: where leaves go.
+        kind: "params" (in their dtype at rest) or "main" (main copies, None for frozen leaves).
+
+    Raises:
+        LayoutError: shapes or dtypes that are not those of the layout; all such leaves are listed.
+        TreeError: another tree.
+    """
+
+    def place(draw: Any, leaf: Any) -> DTensor | None:
+        sharding: NamedSharding = getattr(leaf, kind)
+        if kind == "main" and not leaf.trainable:
+            return None
+        dtype = layout.param_dtype(leaf) if kind == "params" else layout.precision.main_dtype(leaf.init)
+        grid = sharding.grid(leaf.shape)
+        parts = [] if grid is None else [(_slice(draw, box), place) for box, place in boxes.grid_boxes(grid)]
+        local = parts[0][0] if len(parts) == 1 else torch.empty(sharding.local_shape(leaf.shape), dtype=leaf.init)
+        if len(parts) > 1:
+            for part, place in parts:
+                local[place] = part
+        main = local.to(layout.precision.main_dtype(leaf.init))
+        device = sharding.device_mesh().device_type
+        return sharding.to_dtensor(main.to(dtype).to(device), leaf.shape)
+
+    leaves = tree.flatten_up_to(layout.structure, draws, "fs.init_state", ("the layout", "the model"))
+    check_fit("fs.init_state", layout, leaves, ((leaf.shape, leaf.init) for leaf in layout.leaves))
+    return tree.unflatten(layout.structure, [place(d, leaf) for d, leaf in zip(leaves, layout.leaves, strict=True)])
+
+
+def _slice(draw: Any, box: Box) -> Tensor:
+    if isinstance(draw, Draw):
+        return draw.slice(box)
+    return draw[tuple(slice(a, b) for a, b in box)].clone(memory_format=torch.contiguous_format)
+
+
+@public("fs.init_state")
+def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:
+    """The first state of a run. Each rank draws only its own slices; the values are bitwise the same in every layout.
+
+    Args:
+        model: a `Model`, or a function `key -> tree of Draws or tensors`.
+        opt: the optimizer.
+        key: random key.
+        layout: where everything goes. Moments are in `layout.precision.moments` where `opt` has no dtype of its own.
+
+    Raises:
+        ArgumentError: an argument of another kind, such as an `nn.Module` or an optimizer of torch; or two are swapped.
+        LayoutError: the layout was planned for other shapes or dtypes; all such leaves are listed.
+        TreeError: the layout was planned for another tree.
+        ConfigError: on every rank: ranks have other keys, or other first values; all such leaves are listed.
+    """
+    if is_optimizer(model) and not is_optimizer(opt):
+        raise refuse("fs.init_state", "a model, then an optimizer", model, "Swap the two.")
+    if not hasattr(model, "init"):
+        check_function("fs.init_state", "a Model, or a function of a key", model, 1, exactly=True)
+    _check_start("fs.init_state", opt, key, layout)
+    init_key, run_key = random.split(key).unbind(0)
+    draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
+    _refuse_other_draws(draws, run_key, layout)
+    params = init_params(draws, layout)
+    main = init_params(draws, layout, "main") if layout.has_main else None
+    trained = main if main is not None else _slices(params, layout)
+    opt_state = opt.start(trained, layout.precision.moments, layout.main)
+    scale = layout.precision.init_scale()
+    step = torch.zeros((), dtype=torch.int64)
+    return sealed(TrainState(step, params, main, opt_state, scale, run_key.clone(), layout))
+
+
+def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:
+    """Refuses ranks that would start from other values, each taking its slices of tensors of its own."""
+    if not isinstance(layout.mesh, DeviceMesh) or not is_member(layout.mesh):
+        return
+    named = {f"params.{path}" if path else "params": x for path, x in tree.named_leaves(draws).items()}
+    facts = {"key": str(key.tolist())} | {path: _told(x) for path, x in named.items()}
+    ranks, device = everyone(layout.mesh), layout.mesh.device_type
+    ask = meet if ranks.size == world_size() else None
+    with naming_lost("fs.init_state", layout.mesh):
+        told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
+    mend = (
+        "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever torch.manual_seed"
+        " says there; or give every rank the same key and tensors."
+    )
+    refuse_differences("fs.init_state", told, "got other first values on different ranks.", mend)
+
+
+def _told(x: Any) -> str:
+    """What ranks have in common that begin with one value; a lazy draw is told by what it is drawn from."""
+    if isinstance(x, Tensor):
+        return f"{type_text(tuple(x.shape), x.dtype)} of checksum {checksum(x):016x}"
+    return repr(x) if isinstance(x, Draw) else type(x).__name__
+
+
+@public("fs.state_from")
+def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:
+    """The first state of a run that starts from given parameters, such as `checkpoint.load_weights` reads. Collective.
+
+    Args:
+        params: tree of DTensors, which the state takes over: main parameters in `layout.main` and their dtype, frozen
+            ones in `layout.params`.
+        opt: the optimizer.
+        key: random key; the steps of the run draw what those of `init_state` with this key would draw.
+        layout: where everything goes.
+
+    Raises:
+        ArgumentError: an argument of another kind, or a key and a layout that are swapped.
+        LayoutError: parameters of other shapes or dtypes; all of them are listed.
+        TreeError: another tree.
+    """
+    _check_start("fs.state_from", opt, key, layout)
+    given = tree.flatten_up_to(layout.structure, params, "fs.state_from", ("the layout", "params"))
+    wanted = ((leaf.home.shape_at_rest(leaf.shape), layout.precision.main_dtype(leaf.init)) for leaf in layout.leaves)
+    check_fit("fs.state_from", layout, given, wanted)
+    trained = [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
+    main = tree.unflatten(layout.structure, trained)
+    check_main("fs.state_from", main, params, layout)
+    computed = spread(main, params, layout)
+    kept = main if layout.has_main else None
+    opt_state = opt.start(_slices(computed, layout) if kept is None else kept, layout.precision.moments, layout.main)
+    step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
+    return sealed(TrainState(step, computed, kept, opt_state, layout.precision.init_scale(), run_key, layout))
+
+
+@public("fs.main_params")
+def main_params(params: Tree, layout: Layout) -> Tree:
+    """Main parameters where the params hold them: slices (views) in `layout.main`; None for frozen leaves.
+
+    Raises:
+        LayoutError: parameters that are not what the layout says; all of them are listed.
+        TreeError: another tree.
+    """
+    check_leaves("fs.main_params", params, layout)
+    return _slices(params, layout)
+
+
+def _slices(params: Tree, layout: Layout) -> Tree:
+    leaves = tree.flatten_up_to(layout.structure, params, "fs.main_params", ("the layout", "params"))
+    kept = [p if leaf.trainable else None for p, leaf in zip(leaves, layout.leaves, strict=True)]
+    pruned = tree.unflatten(layout.structure, kept)
+    return redistribute(pruned, layout.main)
+
+
+def main_of(state: TrainState) -> Tree:
+    """The main parameters of a state, kept apart or not; None for frozen leaves."""
+    return state.main if state.main is not None else _slices(state.params, state.layout)
+
+
+@public("fs.spread_main")
+def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = False) -> Tree:
+    """Parameters from updated main parameters: cast, and gathered once where they are less cut; frozen leaves stay.
+
+    Args:
+        main: the main parameters; None for frozen leaves.
+        params: the parameters before.
+        layout: of both.
+        donate: the memory of `params` may be used.
+
+    Raises:
+        LayoutError: leaves that are not what the layout says; all of them are listed.
+        TreeError: another tree.
+    """
+    check_main("fs.spread_main", main, params, layout)
+    return spread(main, params, layout, donate=donate)
+
+
+def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False) -> Tree:
+    """`spread_main` of leaves that are known to be in the layout."""
+    targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
+    dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
+    flat = tree.flatten_up_to(layout.structure, main, "fs.spread_main", ("the layout", "main"))
+    before = tree.flatten_up_to(layout.structure, params, "fs.spread_main", ("the layout", "params"))
+    merged = [p if m is None else m for p, m in zip(before, flat, strict=True)]
+    values, where, kinds = (tree.unflatten(layout.structure, x) for x in (merged, targets, dtypes))
+    return redistribute(values, where, dtypes=kinds, into=params if donate else None)
+
+
+@public("fs.state_bytes")
+def state_bytes(state: Tree) -> int:
+    """Bytes of all local tensors of a tree."""
+    return sum(local_of(x).nbytes for x in tree.leaves(state) if isinstance(x, Tensor))
+
+
+def owner_of(path: str, x: Tensor, layout: Layout) -> LeafLayout | None:
+    """The parameter that a leaf of an optimizer state is a moment of: its path ends the leaf's, and it is cut alike.
+
+    Args:
+        path: of the leaf, such as `opt_state.1.mu.blocks.wq`.
+        x: the leaf.
+        layout: where the state is.
+
+    Returns:
+        Its layout; for a mean over a dim, such as Adafactor's, with shape and sharding of the mean. None for others.
+    """
+    if not isinstance(x, DTensor):
+        return None
+    held = tuple(x.shape)
+    return moment_of(path, layout.leaves, lambda leaf: leaf.main.shape_at_rest(leaf.shape) == held)

@@ -1,0 +1,244 @@
+"""Whether a state is in its layout: what each of its leaves is, beside what the layout says that it is.
+
+In: a `TrainState`. Out: nothing, or one error that names every leaf that is something else, and the call that mends it.
+A leaf of another cut reaches kernels that take sizes on trust, and ranks that differ in it train different models.
+Law: a step, a save and a reshard begin with it. Leaves that were seen before cost a glance each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import _compat, tree
+from fsharding.errors import LayoutError, message
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_plan import LeafLayout, moment_of
+from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, sharding_of, typeof
+from fsharding.tree import Tree
+
+__all__ = ["StateCheck", "check_leaves", "check_main", "check_numbers", "check_state"]
+
+Want = tuple[tuple[int, ...], torch.dtype | None, NamedSharding]
+"""Global shape, dtype (None takes any) and sharding."""
+
+
+class StateCheck:
+    """Checks the states of one layout, again and again.
+
+    Args:
+        layout: of the states.
+
+    Attributes:
+        layout: the same. `_seen` has, for each field, the structure of the last state that was right, and a glance at
+            each of its leaves; so a field that looks the same is right as well, whatever its values.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._seen: dict[str, tuple[Any, list[Any]]] = {}
+
+    def __call__(self, function: str, state: Any) -> None:
+        """Compares a state with its layout. Each rank looks at its own leaves; nothing is sent.
+
+        Args:
+            function: the public function, for the error.
+            state: a `TrainState` in this layout.
+
+        Raises:
+            LayoutError: leaves are not what the layout says; all of them are listed.
+            TreeError: parameters, or main parameters, are another tree.
+            DonatedError: the state was donated.
+        """
+        rows = _numbers(state)
+        mends = [_NUMBERS] if rows else []
+        for field, find in (("params", _params), ("main", _main), ("opt_state", _moments)):
+            values = getattr(state, field)
+            leaves, structure = tree.flatten(values)
+            glances = [_compat.glance(x) for x in leaves]
+            known = self._seen.get(field)
+            if known is not None and known[0] == structure and _compat.same_glances(glances, known[1]):
+                continue
+            found = find(function, values, self.layout)
+            if not found:
+                self._seen[field] = structure, glances
+            rows += found
+            mends += [_MENDS[field]] if found else []
+        if rows:
+            text = f"got a state of which {len(rows)} leaves are not what its layout says."
+            raise LayoutError(message(function, text, rows, "\n".join(mends)))
+
+
+_MENDS = {
+    "params": "Bring them there: state.replace(params=fs.shard(params, state.layout)) for whole tensors, fs.reshard for"
+    " DTensors.",
+    "main": "Bring main parameters there: fs.shard(main, state.layout.main) for whole ones, fs.reshard for DTensors.",
+    "opt_state": "Bring moments there: fs.shard(moments, state.layout.main) for whole ones, fs.reshard for DTensors.",
+}
+
+
+_NUMBERS = "Keep step as a 0-d int64 and key as fs.random.key makes it, both on the CPU."
+
+
+def check_state(function: str, state: Any) -> None:
+    """Compares a state with its layout, once.
+
+    Args:
+        function: the public function, for the error.
+        state: a `TrainState`.
+
+    Raises:
+        LayoutError: leaves are not what the layout says; all of them are listed.
+        TreeError: parameters, or main parameters, are another tree.
+        DonatedError: the state was donated.
+    """
+    StateCheck(state.layout)(function, state)
+
+
+def check_leaves(function: str, values: Tree, layout: Layout, kind: str = "params") -> None:
+    """Compares a tree of parameters with a layout.
+
+    Args:
+        function: the public function, for the error.
+        values: the tree.
+        layout: where its leaves should be.
+        kind: "params" or "main".
+
+    Raises:
+        LayoutError: leaves are not what the layout says; all of them are listed.
+        TreeError: another tree.
+    """
+    _refuse(function, _rows(function, values, layout, kind), kind)
+
+
+def check_numbers(function: str, state: Any) -> None:
+    """Refuses a state whose step or key cannot be read.
+
+    Args:
+        function: the public function, for the error.
+        state: a `TrainState`.
+
+    Raises:
+        LayoutError: as said.
+    """
+    if rows := _numbers(state):
+        raise LayoutError(message(function, "got a state without a step number or a key.", rows, _NUMBERS))
+
+
+def check_main(function: str, main: Tree, params: Tree, layout: Layout) -> None:
+    """Compares main parameters, and the frozen parameters beside them, with a layout.
+
+    Args:
+        function: the public function, for the error.
+        main: main parameters; None for frozen leaves.
+        params: parameters, of which only the frozen ones count.
+        layout: where they should be.
+
+    Raises:
+        LayoutError: leaves are not what the layout says; all of them are listed.
+        TreeError: another tree.
+    """
+    mains = tree.flatten_up_to(layout.structure, main, function, ("the layout", "main"))
+    others = tree.flatten_up_to(layout.structure, params, function, ("the layout", "params"))
+    rows: list[str] = []
+    for leaf, x, other in zip(layout.leaves, mains, others, strict=True):
+        if leaf.trainable and x is not None:
+            rows += _objection(leaf.path, x, (leaf.shape, layout.precision.main_dtype(leaf.init), leaf.main))
+        else:
+            x = other if x is None else x
+            rows += _objection(leaf.path, x, (leaf.shape, layout.param_dtype(leaf), leaf.params))
+    _refuse(function, rows, "main")
+
+
+def _refuse(function: str, rows: Sequence[str], kind: str) -> None:
+    if rows:
+        text = f"got {len(rows)} leaves that are not what the layout says."
+        mend = f"Bring them there: fs.shard(..., layout.{kind}) for whole tensors, fs.reshard for DTensors."
+        raise LayoutError(message(function, text, rows, mend))
+
+
+def _numbers(state: Any) -> list[str]:
+    """What is no step number, or no key."""
+    rows: list[str] = []
+    for name, shape in (("step", ()), ("key", (2,))):
+        x = getattr(state, name)
+        if not isinstance(x, Tensor) or (tuple(x.shape), x.dtype, x.device.type) != (shape, torch.int64, "cpu"):
+            rows.append(f"{name} is {_kind(x)}" + (f" on {x.device}" if isinstance(x, Tensor) else ""))
+    return rows
+
+
+def _params(function: str, values: Tree, layout: Layout) -> list[str]:
+    return _rows(function, values, layout, "params")
+
+
+def _main(function: str, values: Tree, layout: Layout) -> list[str]:
+    if layout.has_main == (values is not None):
+        return [] if values is None else _rows(function, values, layout, "main")
+    return ["main is None, but the layout keeps main parameters apart" if values is None else "main is not kept apart"]
+
+
+def _rows(function: str, values: Tree, layout: Layout, kind: str) -> list[str]:
+    leaves = tree.flatten_up_to(layout.structure, values, function, ("the layout", f"state.{kind}"))
+    found: list[str] = []
+    for leaf, x in zip(layout.leaves, leaves, strict=True):
+        path = f"{kind}.{leaf.path}" if leaf.path else kind
+        if kind == "main" and not leaf.trainable:
+            found += [f"{path} is {_kind(x)}; the layout has it frozen, without a main copy"] if x is not None else []
+            continue
+        dtype = layout.param_dtype(leaf) if kind == "params" else layout.precision.main_dtype(leaf.init)
+        found += _objection(path, x, (leaf.shape, dtype, getattr(leaf, kind)))
+    return found
+
+
+def _moments(function: str, values: Tree, layout: Layout) -> list[str]:
+    found: list[str] = []
+    for path, x in tree.named_leaves(values).items():
+        if not isinstance(x, Tensor):
+            continue
+        owner = moment_of(path, layout.leaves, _fits(x))
+        if owner is not None and (isinstance(x, DTensor) or x.ndim):
+            found += _objection(f"opt_state.{path}", x, (owner.shape, None, owner.main))
+        elif isinstance(x, DTensor):
+            found += _objection(f"opt_state.{path}", x, (tuple(x.shape), None, sharding_of(x)))
+    return found
+
+
+def _fits(x: Tensor) -> Callable[[LeafLayout], bool]:
+    """Whether a tensor can be a moment of a leaf: of its shape as it is at rest, or whole."""
+    held = tuple(x.shape)
+    if isinstance(x, DTensor):
+        return lambda leaf: held in (leaf.main.shape_at_rest(leaf.shape), leaf.shape)
+    return lambda leaf: leaf.trainable and held in (leaf.shape, leaf.main.local_shape(leaf.shape))
+
+
+def _objection(path: str, x: Any, want: Want) -> Sequence[str]:
+    """One row if a leaf is something else than what is wanted of it."""
+    shape, dtype, sharding = want
+    if not isinstance(x, Tensor) or dtype is None:
+        dtype = getattr(x, "dtype", None) or dtype or torch.float32
+    wanted = LeafType(shape, dtype, sharding)
+    if not isinstance(x, DTensor):
+        return [f"{path} is {_kind(x)}; the layout says {wanted}"]
+    at_rest = sharding.shape_at_rest(shape), sharding.placements(), sharding.device_mesh()
+    if (tuple(x.shape), tuple(x.placements), x.device_mesh) != at_rest or x.dtype != dtype:
+        return [f"{path} is {typeof(x)}; the layout says {wanted}" + _also(x, sharding)]
+    here, local = sharding.local_shape(shape), _compat.local_tensor(x)
+    if tuple(local.shape) != here or local.dtype != dtype:
+        return [f"{path} is {wanted}, which is {list(here)} here, but holds {local.dtype} {list(local.shape)}"]
+    return []
+
+
+def _also(x: DTensor, sharding: NamedSharding) -> str:
+    """What a type does not tell: the mesh, and who owns a leaf."""
+    assigned = f" {sharding}" if sharding.assigned else ""
+    return f"{assigned}, on {sharding.mesh}" if x.device_mesh != sharding.device_mesh() else assigned
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, Local):
+        return f"{typeof(x)} in flight"
+    return f"a plain tensor {typeof(x)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

@@ -1,0 +1,538 @@
+"""The train step as a pure function `(state, batch) -> (state, metrics)`, built from the public pieces.
+
+In: a `TrainState` and this rank's part of the batch. Out: the next state, in the same layout, and metrics.
+Microbatches are summed, then divided once by the weight of the whole batch. A step that is not finite is refused on
+all ranks, the state as before; under fp16 it is skipped and the scale halved. Law: the layout never changes a loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import _compat, tree
+from fsharding.arguments import check_function, check_optimizer, is_optimizer, kind_of, refuse
+from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.stop_bit import StopBit
+from fsharding.comm.transport import start_sum
+from fsharding.errors import ArgumentError, BatchError, ConfigError, NonFiniteError, ScheduleError, message
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.consistency import compare, digest, facts_of, refuse_differences
+from fsharding.mesh.device_mesh import abstract, axis_group, everyone, world_size
+from fsharding.mesh.failures import meet, naming_lost
+from fsharding.models.stacks import first_unit, scan_stacks
+from fsharding.optim.base import GradientTransformation, run_update
+from fsharding.optim.clip import norm_with
+from fsharding.optim.router_bias import against_load, set_loads_apart
+from fsharding.optim.updates import apply_gradients, apply_updates
+from fsharding.pipeline.executor import Messages, pipeline_grads
+from fsharding.pipeline.schedule import Schedule, plan_schedule
+from fsharding.precision import Precision
+from fsharding.public import public
+from fsharding.random import fold_in
+from fsharding.sharding.layout import Layout, check_fit
+from fsharding.sharding.leaf_plan import kind_text
+from fsharding.sharding.named_sharding import is_assigned, local_of
+from fsharding.train.state import TrainState, main_of, refuse_changed, sealed, spread
+from fsharding.train.state_check import StateCheck, check_numbers
+from fsharding.transforms import policies
+from fsharding.transforms.gather_unit import gather_unit
+from fsharding.transforms.policies import Policy, check_policy
+from fsharding.transforms.value_and_grad import refuse_backward, value_and_grad
+from fsharding.tree import Tree
+
+__all__ = ["Metrics", "make_train_step", "model_loss"]
+
+
+class Metrics(NamedTuple):
+    """What a step reports; the same on every rank.
+
+    Attributes:
+        loss: global mean over all tokens of the batch (float32, 0-d).
+        grad_norm: global norm of the mean gradient, before clipping (float32, 0-d).
+        weight: number of tokens (float32, 0-d).
+        skipped: whether the step was skipped because of an fp16 overflow.
+        aux: with `has_aux`, what the loss function returned beside its loss on this rank, without history: one for each
+            microbatch, in order.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    weight: Tensor
+    skipped: bool
+    aux: tuple[Any, ...] = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            rule = f"is a tuple with names, got [{index!r}]."
+            mend = f"Write metrics.{index}." if index in self._fields else f"Its names are {', '.join(self._fields)}."
+            raise ArgumentError(message("Metrics", rule, mend=mend))
+        return tuple.__getitem__(self, index)
+
+
+@public("fs.model_loss")
+def model_loss(
+    model: Any, *, policy: Policy = policies.save_except_gathered
+) -> Callable[[Tree, Tree], tuple[Any, Any]]:
+    """The loss function of a `Model`: embed, scan over blocks, head, each unit gathered while the one before computes.
+
+    Args:
+        model: a `Model`.
+        policy: what the blocks keep for backward.
+
+    Returns:
+        `loss_fn(params, batch) -> (sum, weight)`.
+    """
+
+    def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Any]:
+        head = {**params["head"], **{name: tree.at(params, path) for name, path in model.tied}}
+        blocks = params["blocks"]
+        x = model.embed(gather_unit(params["embed"], then=first_unit(model, blocks, head)), batch)
+        x = scan_stacks(model, blocks, x, policy=policy, then=head)
+        return model.head(gather_unit(head), x, batch)
+
+    return loss_fn
+
+
+@public("fs.make_train_step")
+def make_train_step(
+    model: Any,
+    opt: GradientTransformation,
+    *,
+    microbatches: int = 1,
+    schedule: str | Schedule = "1f1b",
+    precision: Precision | None = None,
+    donate: bool = False,
+    policy: Policy = policies.save_except_gathered,
+    has_aux: bool = False,
+) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
+    """Makes the step of a run.
+
+    Args:
+        model: a `Model`, or a loss function `(params, batch) -> (sum, weight)`. One with a parameter `key` gets a
+            random key, int64[2]: the state's, with the numbers of step and microbatch folded in. It is the same on
+            every rank; `fs.random.fold_in(key, fs.data_position(mesh)[0])` is this rank's own.
+        opt: the optimizer.
+        microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated; at least 1.
+        schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, which is planned for the size of
+            `pp` and `microbatches`. Meshes without `pp` do not look at it.
+        precision: dtypes of compute and wire; by default the layout's.
+        donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
+        policy: what the blocks of a `Model` keep for backward.
+        has_aux: the loss function returns `((sum, weight), aux)`; aux, any tree, comes back in the metrics.
+
+    Returns:
+        `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
+
+    Raises:
+        ArgumentError: the model is no `Model` and no function of two arguments, such as an `nn.Module`; the optimizer
+            is no pair of functions, such as one of torch; or the two are swapped. From the step: a state or batch of
+            another kind, or parameters that were changed in place since the state was made.
+        ConfigError: a number of microbatches below 1, a policy that is none, or `has_aux` with a `Model`.
+        ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
+        LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`. Or leaves of the
+            state are not what its layout says.
+        RankError: from the step: a rank is gone, or does not answer within the mesh's timeout; all others name it.
+        ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
+            on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
+            layout, ranks whose layouts, models, optimizers or arguments of this function differ.
+        TreeError: from the step, at such a call: a state of another optimizer, or of a model with other parameters.
+        BatchError: from the step: a leaf is no tensor, or its dim 0 not a multiple of `microbatches`. At such a call
+            all ranks raise if one does; at later ones a rank alone, which the others wait for until the timeout of the
+            mesh.
+        NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling or at
+            the least scale.
+    """
+    _check_arguments(model, opt, microbatches, policy, has_aux=has_aux)
+    is_model = hasattr(model, "block")
+    loss_fn, rates = (model_loss(model, policy=policy), dict(model.balanced)) if is_model else (model, {})
+    call = _Call(loss_fn, takes_key=_takes_key(loss_fn), has_aux=has_aux)
+    settings = _settings(model, opt, microbatches, schedule if is_model else "", precision, policy)
+    seen: list[_Seen] = []
+
+    def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        if not isinstance(state, TrainState):
+            raise _other_state(state, batch)
+        with naming_lost("train step", state.layout.mesh, step=state.step):
+            refuse_changed("train step", state)
+            return run(state, batch)
+
+    @public("train step")
+    def run(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        layout = state.layout
+        known = next((before for before in seen if before.check is not None and before.check.layout is layout), None)
+        if known is None:
+            planned = _off_devices(layout)
+            known = next((before for before in seen if before.layout == planned), None)
+            if known is None:
+                check_numbers("train step", state)
+                _agree(state, settings, batch, microbatches)
+                if is_model:
+                    _refuse_model(model, layout)
+                _refuse_other_state(opt, state)
+                seen.append(known := _Seen(planned, Messages(), Pool()))
+            known.check = StateCheck(layout)
+        assert known.check is not None
+        known.check("train step", state)
+        _let_go(seen, known)
+        how = precision or layout.precision
+        if (how.loss_scale is None) != (state.loss_scale is None):
+            raise ConfigError(message("train step", *_scale_mismatch(state)))
+        pieces = _split(batch, microbatches)
+        scale = float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
+        auxes: tuple[Any, ...] = ()
+        stop = StopBit(layout.mesh)
+        if is_model and abstract(layout.mesh).axis_size("pp") > 1:
+            planned = _schedule(schedule, layout, microbatches)
+            given, told = (model, planned, layout, state.params, pieces), known.messages
+            grads, total, weight = pipeline_grads(
+                *given, precision=how, policy=policy, scale=scale, known=told, stop=stop
+            )
+        else:
+            grads, total, weight, auxes = _accumulate(call, state, pieces, how, scale, known.memory, stop)
+        grads, loads = set_loads_apart(grads, rates)
+        with _compat.region("norm"):
+            mean = float(1.0 / (weight.double() * scale))
+            norm = (norm_with(stop, grads, layout.main).double() * mean).float()
+        loss = refuse_backward((total.double() / (weight.double() * scale)).float())
+        finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
+        stop.settle(loss.device)
+        metrics = Metrics(loss, norm, weight, skipped=not finite, aux=auxes)
+        if not finite and (how.loss_scale is None or scale <= how.loss_scale.least):
+            raise NonFiniteError(_refusal(state, grads, loss, norm))
+        if donate:
+            state = state.donate()
+        if not finite:
+            assert state.loss_scale is not None
+            kept = state if donate else tree.map(torch.clone, state)
+            return kept.replace(loss_scale=how.next_scale(state.loss_scale, finite=False)), metrics
+        steer = functools.partial(against_load, loads=loads, rates=rates) if rates else None
+        return sealed(_update(state, grads, mean, norm, opt, how, steer, donate=donate)), metrics
+
+    return step
+
+
+@dataclass
+class _Seen:
+    """A layout that a step has met.
+
+    Attributes:
+        layout: without devices, as all ranks meet it once, whenever meshes are collected.
+        messages: of a pipeline.
+        memory: of its gradients.
+        check: of its states; None where the step has gone on to another layout.
+    """
+
+    layout: Layout
+    messages: Messages
+    memory: Pool
+    check: StateCheck | None = None
+
+
+def _let_go(seen: Sequence[_Seen], known: _Seen) -> None:
+    """Memory of gradients is kept for one layout only, and so is its mesh."""
+    for other in seen:
+        if other is not known:
+            other.memory.close()
+            other.check = None
+
+
+def _off_devices(layout: Layout) -> Layout:
+    """The same layout on an abstract mesh."""
+    mesh = abstract(layout.mesh)
+    leaves = (
+        replace(leaf, **{kind: replace(getattr(leaf, kind), mesh=mesh) for kind in ("params", "grads", "main")})
+        for leaf in layout.leaves
+    )
+    return replace(layout, mesh=mesh, leaves=tuple(leaves))
+
+
+def _settings(
+    model: Any,
+    opt: GradientTransformation,
+    microbatches: int,
+    schedule: str | Schedule,
+    precision: Precision | None,
+    policy: Policy,
+) -> dict[str, str]:
+    """What the ranks of a step must have in common, beside its layout."""
+    # A loss function may close over what is a rank's own.
+    told = facts_of("model", model) if hasattr(model, "block") else {"loss": getattr(model, "__qualname__", "")}
+    planned = schedule if isinstance(schedule, str) else f"{schedule!r} {digest(repr(schedule.table)):016x}"
+    facts = {"microbatches": str(microbatches), "schedule": planned, "policy": policy.name, "precision": str(precision)}
+    return {**facts, **told, **facts_of("optimizer", opt.update)}
+
+
+def _takes_key(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss function asks for a random key: it has a parameter of that name that nobody has filled."""
+    try:
+        asked = inspect.signature(loss_fn).parameters.get("key")
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+    return asked is not None and asked.default in (inspect.Parameter.empty, None)
+
+
+class _Call(NamedTuple):
+    """A loss function, and how a step calls it."""
+
+    loss_fn: Callable[..., Any]
+    takes_key: bool
+    has_aux: bool
+
+    def scaled(self, scale: float, key: Tensor) -> Callable[[Tree, Tree], Any]:
+        """The function of parameters and batch whose loss is `scale` times the loss."""
+        keywords = {"key": key} if self.takes_key else {}
+
+        @functools.wraps(self.loss_fn, updated=())  # for errors that say what its arguments are called
+        def run(values: Tree, piece: Tree) -> Any:
+            result = self.loss_fn(values, piece, **keywords)
+            if self.has_aux:
+                # Another shape is for value_and_grad to refuse.
+                pair = isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2
+                return (_times(result[0], scale), result[1]) if pair else result
+            return _times(result, scale)
+
+        return run
+
+
+def _times(loss: Any, scale: float) -> Any:
+    if not isinstance(loss, tuple):
+        loss = loss, 1.0
+    if scale == 1.0 or len(cast("tuple[Any, ...]", loss)) != 2 or not isinstance(loss[0], Tensor):
+        return loss
+    return loss[0] * scale, loss[1]
+
+
+def _check_arguments(model: Any, opt: Any, microbatches: Any, policy: Any, *, has_aux: bool) -> None:
+    """Refuses arguments that no layout and no batch can make right."""
+    if is_optimizer(model) and not hasattr(model, "block") and not is_optimizer(opt):
+        raise refuse("fs.make_train_step", "a model, then an optimizer", model, "Swap the two.")
+    if not hasattr(model, "block"):
+        check_function("fs.make_train_step", "a Model, or a loss function (params, batch)", model, 2)
+    elif has_aux:
+        mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, weight)."
+        raise ConfigError(message("fs.make_train_step", "got has_aux with a Model, which returns no aux.", mend=mend))
+    check_optimizer("fs.make_train_step", opt)
+    if not isinstance(microbatches, int) or microbatches < 1:
+        text = f"got microbatches={microbatches!r}."
+        raise ConfigError(message("fs.make_train_step", text, mend="Give a number from 1."))
+    check_policy("fs.make_train_step", policy)
+
+
+def _other_state(state: Any, batch: Any) -> ArgumentError:
+    """The error for what is no state."""
+    if isinstance(batch, TrainState):
+        mend = "Swap the two: step(state, batch)."
+    elif isinstance(state, tuple) and any(isinstance(x, TrainState) for x in cast("tuple[Any, ...]", state)):
+        mend = "A step returns two things: state, metrics = step(state, batch)."
+    else:
+        mend = "Make one with fs.init_state, or fs.state_from(params, opt, key, layout) of parameters."
+    return ArgumentError(message("train step", f"takes a TrainState, got {kind_of(state)}.", mend=mend))
+
+
+def _agree(state: TrainState, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
+    """Refuses ranks whose steps or states differ, or one of which cannot cut its batch.
+
+    A layout is told by what it was planned from, since all else follows.
+    """
+    layout = state.layout
+    leaves = {
+        f"params.{leaf.path}": f"{leaf.init} {leaf.shape} {leaf.names}" + ("" if leaf.trainable else " frozen")
+        for leaf in layout.leaves
+    }
+    planned = {"strategy": str(layout.strategy), "rules": str(layout.rules), "stages": str(layout.stages)}
+    facts = {"mesh": repr(abstract(layout.mesh)), **planned, **facts_of("layout.precision", layout.precision)}
+    if abstract(layout.mesh).axis_size("pp") == 1:
+        settings = {name: text for name, text in settings.items() if name != "schedule"}
+    ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
+    facts |= {**settings, **leaves, "batch": "\n".join(_uneven(batch, microbatches))}
+    facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
+    facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
+    ask = meet if ranks.size == world_size() else None
+    told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
+    uneven = {rank: mine.pop("batch") for rank, mine in told.items()}
+    refuse_differences("train step", told)
+    if any(uneven.values()):
+        rows = [f"rank {rank}: {row}" for rank, text in uneven.items() for row in filter(None, text.split("\n"))]
+        raise _refused(rows, "the batches of all ranks", microbatches)
+
+
+def _kind_of(x: Any) -> str:
+    """Dtype and shape of a leaf; of one with an assignment, whose shape is that of the stage, its dtype."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return str(x.dtype) if isinstance(x, DTensor) and is_assigned(x) else kind_text(x)
+
+
+def _scale_mismatch(state: TrainState) -> tuple[str, list[str], str]:
+    has = "has no" if state.loss_scale is None else "has a"
+    text = f"got a state that {has} loss scale, and a precision that wants otherwise."
+    return text, [], "Give plan_layout the same precision=, so that the state is made for it."
+
+
+def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
+    """Names the step, and every leaf whose gradient is not finite on some rank."""
+    named = tree.named_leaves(grads)
+    flags = torch.stack([torch.isfinite(local_of(x)).all().logical_not() for x in named.values()]).double()
+    axes = tuple(axis for axis in AXES if abstract(state.layout.mesh).axis_size(axis) > 1)
+    found = start_sum(flags, axis_group(state.layout.mesh, axes), torch.float64).wait()
+    rows = [f"step {int(state.step)}: loss {float(loss)}, gradient norm {float(norm)}"]
+    rows += [
+        f"params.{path}: its gradient is not finite" for path, bad in zip(named, found.tolist(), strict=True) if bad
+    ]
+    mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
+    return message("train step", "refused: loss or gradients are not finite.", rows, mend)
+
+
+def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
+    """Refuses a state that another optimizer made."""
+    try:
+        made = opt.init(state.layout.meta_main())
+    except (NotImplementedError, RuntimeError):
+        return  # It asks for values, which are not here; whether the state fits will show.
+    spec, other = tree.flatten(made)[1], tree.flatten(state.opt_state)[1]
+    if spec != other:
+        tree.flatten_up_to(spec, state.opt_state, "train step", ("its optimizer", "state.opt_state"))
+
+
+def _refuse_model(model: Any, layout: Layout) -> None:
+    """Refuses a model with other parameters than those of the layout, or on axes that it does not compute over."""
+    draws = tree.flatten_up_to(
+        layout.structure, model.init(torch.zeros(2, dtype=torch.int64)), "train step", ("the state", "its model")
+    )
+    check_fit("train step", layout, draws, ((leaf.shape, leaf.init) for leaf in layout.leaves))
+    shape = abstract(layout.mesh)
+    others = [axis for axis in ("cp", "tp") if axis not in model.axes]
+    used = [f"{axis}={shape.axis_size(axis)}" for axis in others if shape.axis_size(axis) > 1]
+    if used:
+        known = ", ".join(("pp", "replica", "dp", "ep", *model.axes))
+        mend = f"Use {known}, or pass a loss function that computes on the other axes itself."
+        raise ConfigError(
+            message("train step", f"cannot cut the compute of a Model over {', '.join(used)}.", mend=mend)
+        )
+
+
+def _schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Schedule:
+    """The schedule of a step on a mesh with `pp`."""
+    ranks = abstract(layout.mesh).axis_size("pp")
+    planned = plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
+    if (planned.ranks, planned.microbatches) != (ranks, microbatches):
+        text = f"got {planned!r} for pp={ranks} and microbatches={microbatches}."
+        raise ScheduleError(message("train step", text, mend="Plan it with fs.plan_schedule for these numbers."))
+    return planned
+
+
+_NO_TENSOR = ", which is no tensor"
+
+
+def _uneven(batch: Tree, microbatches: int) -> list[str]:
+    """The leaves of a batch that cannot be cut, in words."""
+    return [
+        f"{path} is {kind_text(x)}" + ("" if isinstance(x, Tensor) else _NO_TENSOR)
+        for path, x in tree.named_leaves(batch).items()
+        if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[0] % microbatches
+    ]
+
+
+def _refused(rows: list[str], whose: str, microbatches: int) -> BatchError:
+    """The error for leaves that cannot be cut; those that are no tensors alone, where there are some."""
+    odd = [row for row in rows if row.endswith(_NO_TENSOR)]
+    shown = odd or rows
+    if odd:
+        mend = "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each."
+        return BatchError(message("train step", f"takes {whose} as trees of tensors.", shown, mend))
+    mend = "Choose microbatches that divide dim 0 of every leaf, or another global batch."
+    return BatchError(message("train step", f"cannot cut {whose} into {microbatches} microbatches.", shown, mend))
+
+
+def _split(batch: Tree, microbatches: int) -> list[Tree]:
+    if wrong := _uneven(batch, microbatches):
+        raise _refused(wrong, "this rank's batch", microbatches)
+    if microbatches == 1:
+        return [batch]
+    return [tree.map(lambda x: x.chunk(microbatches)[i], batch) for i in range(microbatches)]  # noqa: B023
+
+
+def _accumulate(
+    call: _Call,
+    state: TrainState,
+    pieces: list[Tree],
+    how: Precision,
+    scale: float,
+    memory: Pool,
+    stop: StopBit,
+) -> tuple[Tree, Tensor, Tensor, tuple[Any, ...]]:
+    """Sums of gradients (in `layout.main`), of losses times scale, and of weights, over all ranks and pieces; auxes."""
+    layout, key = state.layout, state.key
+    if call.takes_key:
+        key = fold_in(key, int(state.step))
+    auxes: list[Any] = []
+    held: Tree = None
+    totals: list[Tensor] = []
+    weights: list[Tensor] = []
+    for i, piece in enumerate(pieces):
+        last = i + 1 == len(pieces)
+        target = layout.main if last else layout.grads
+        fn = call.scaled(scale, fold_in(key, i) if call.takes_key else key)
+        also: dict[str, Any] = {"memory": memory, "stop": stop if last else None}
+        run = value_and_grad(fn, has_aux=call.has_aux, grads=target, precision=how, mean=False, **also)
+        result, held = run(state.params, piece, accumulate=held, donate=True)
+        if call.has_aux:
+            result, aux = result
+            auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
+        total, weight = result
+        totals.append(total)
+        weights.append(weight)
+    return held, torch.stack(totals).sum(), torch.stack(weights).sum(), tuple(auxes)
+
+
+def _update(
+    state: TrainState,
+    grads: Tree,
+    mean: float,
+    norm: Tensor,
+    opt: GradientTransformation,
+    how: Precision,
+    steer: Callable[[Tree], Tree] | None,
+    *,
+    donate: bool,
+) -> TrainState:
+    layout = state.layout
+    with _compat.region("optimizer"):
+        main, opt_state = _move(state, grads, mean, norm, opt, steer, donate=donate)
+    scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
+    with _compat.region("spread"):
+        params = spread(main, state.params, layout, donate=donate)
+    return state.replace(
+        step=state.step + 1,
+        params=params,
+        main=main if state.main is not None else None,
+        opt_state=opt_state,
+        loss_scale=scale,
+    )
+
+
+def _move(
+    state: TrainState,
+    grads: Tree,
+    mean: float,
+    norm: Tensor,
+    opt: GradientTransformation,
+    steer: Callable[[Tree], Tree] | None,
+    *,
+    donate: bool,
+) -> tuple[Tree, Tree]:
+    """The main parameters and the optimizer state after an update; gradients times `mean` are their means."""
+    main = main_of(state)
+    known: Any = {"donate": donate, "norm": norm, "scale": mean, "shardings": state.layout.main}
+    if steer is None:
+        return apply_gradients(opt, grads, state.opt_state, main, **known)
+    updates, opt_state = run_update(opt, grads, state.opt_state, main, **known)
+    return apply_updates(main, steer(updates), donate=donate), opt_state

@@ -1,0 +1,350 @@
+"""What parameters and gradients send in a step, by closed formulas: calls and bytes of one rank, by axes of the mesh.
+
+In: a layout, a schedule. Out: what is added to a `Traffic`, without tensors or processes.
+k is the number of ranks along the axes, n the elements that a rank has before the call (the largest piece, where they
+differ), b the bytes of one on the wire, s those of one of the sum.
+    gather (k-1)·n·b      scatter, exchange (k-1)/k·n·b      message n·b
+    sum    (k-1)·n·b up to 16384 elements or on 2 ranks, else (k-1)/k·n·(b+s) in two calls
+Law: see `decoder_traffic`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from fsharding.comm import steps as transition
+from fsharding.comm.counters import Sent, Traffic
+from fsharding.comm.redistribute import in_buckets
+from fsharding.comm.steps import Step
+from fsharding.comm.transport import sums_at_once
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import abstract, data_axes
+from fsharding.models.stacks import stacks_of
+from fsharding.optim.clip import norm_axes, takes_along
+from fsharding.pipeline.schedule import Schedule
+from fsharding.pipeline.stages import layers_by_stage, owners
+from fsharding.sharding import boxes
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_plan import LeafLayout
+from fsharding.sharding.named_sharding import NamedSharding
+from fsharding.sharding.stage_owners import begins
+from fsharding.transforms.unit_plan import unreduced, whole
+
+__all__ = ["Sender", "Stage", "parameters", "sum_over", "update"]
+
+
+class Stage(NamedTuple):
+    """What a rank computes between two messages.
+
+    Attributes:
+        layers: how many of each stack.
+        first: it has the embedding.
+        last: it has the head.
+        walks: how often it goes back in a step: once for each microbatch, or for inputs and again for weights.
+    """
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+    walks: int
+
+
+@dataclass(frozen=True)
+class Sender:
+    """One rank in one step.
+
+    Attributes:
+        model: what is trained.
+        layout: of the state.
+        where: the rank's coordinate.
+        microbatches: how many.
+        planned: the schedule that a mesh with `pp` has.
+        traffic: what was counted so far.
+    """
+
+    model: Any
+    layout: Layout
+    where: dict[str, int]
+    microbatches: int
+    planned: Schedule | None
+    traffic: Traffic
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule, where the mesh has `pp`."""
+        return self.planned if self.size("pp") > 1 else None
+
+    @property
+    def once(self) -> bool:
+        """Whether parameters are gathered once a step."""
+        table = self.schedule.table[self.where["pp"]] if self.schedule else ()
+        return any(action.kind == "GATHER" and action.microbatch is None for action in table)
+
+    @property
+    def each(self) -> bool:
+        """Whether gradients are reduced for each microbatch."""
+        table = self.schedule.table[self.where["pp"]] if self.schedule else ()
+        return not table or any(action.kind == "SCATTER" and action.microbatch is not None for action in table)
+
+    def size(self, *axes: str) -> int:
+        """How many ranks there are along some axes."""
+        return math.prod(map(abstract(self.layout.mesh).axis_size, axes))
+
+    @functools.cached_property
+    def stacks(self) -> tuple[str, ...]:
+        """Where the stacks of blocks are, in order."""
+        return tuple(path for path, _ in stacks_of(self.model))
+
+    @functools.cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each stage, also of other ranks, by stack; without a pipeline, there is one stage."""
+        if self.schedule is not None:
+            return layers_by_stage(self.model, self.schedule, self.layout)
+        firsts = [next(leaf for leaf in self.layout.leaves if begins(leaf.path, path)) for path in self.stacks]
+        return (tuple(leaf.shape[0] for leaf in firsts),)
+
+    @functools.cached_property
+    def stages(self) -> list[Stage]:
+        """The stages of this rank; without a pipeline, one with all layers."""
+        if self.schedule is None:
+            return [Stage(self.layers[0], True, True, self.microbatches)]
+        row = self.schedule.table[self.where["pp"]]
+        found: list[Stage] = []
+        for stage in self.schedule.stages_on(self.where["pp"]):
+            # The first stage has no inputs to differentiate.
+            kinds = ("B", "I", "W") if stage else ("B", "W")
+            walks = sum(a.stage == stage and a.kind in kinds for a in row)
+            found.append(Stage(self.layers[stage], stage == 0, stage == self.schedule.stages - 1, walks))
+        return found
+
+    def send(self, axes: Iterable[str], sent: Sent, times: int = 1) -> None:
+        """Counts what is sent so many times."""
+        if sent.calls * times:
+            self.traffic.add(tuple(a for a in AXES if a in axes), sent.bytes * times, sent.calls * times)
+
+
+def sum_over(n: int, k: int, b: int, s: int = 4) -> Sent:
+    """A sum of n elements over k ranks: b bytes a term, s bytes an element of the sum."""
+    if k == 1 or n == 0:
+        return Sent(0, 0)
+    return Sent(1, (k - 1) * n * b) if sums_at_once(n, k) else Sent(2, (k - 1) * -(-n // k) * (b + s))
+
+
+# ----------------------------------------------------------------------------------------------------- units and leaves
+class _Leaf(NamedTuple):
+    """A parameter, or some rows of a stack of them, or one without its first dim."""
+
+    plan: LeafLayout
+    rows: int | None = None
+
+    def cut(self, kind: str) -> NamedSharding:
+        """How it is cut on the ranks that own it; kind is "params", "grads" or "main"."""
+        home: NamedSharding = getattr(self.plan, kind)
+        home = home.slice_of_mesh()
+        if not begins(self.plan.path, "blocks"):
+            return home.simplified()
+        spec = home.spec.replace(0, ()) if self.rows is not None else home.spec.drop(0)
+        return replace(home, spec=spec).simplified()
+
+    def shape(self, where: dict[str, int]) -> tuple[int, ...]:
+        """Its shape on the slice of the mesh that holds it: of a fused dim there is what the rank's `tp` has."""
+        stacked, sizes = begins(self.plan.path, "blocks"), list(self.plan.shape)
+        for a in self.plan.params.assigned:
+            if a.dim is not None and a.axis != "pp":
+                sizes[a.dim] = boxes.length(a.ranges[where[a.axis]])
+        return (*(() if self.rows is None else (self.rows,)), *sizes[1:]) if stacked else tuple(sizes)
+
+
+def _leaves(sender: Sender, *beginnings: str, rows: int | None = None) -> list[_Leaf]:
+    return [_Leaf(leaf, rows) for leaf in sender.layout.leaves if any(begins(leaf.path, b) for b in beginnings)]
+
+
+def _rows(sender: Sender, stage: Stage) -> list[_Leaf]:
+    """What a stage has of the stacks."""
+    counts = zip(sender.stacks, stage.layers, strict=True)
+    return [leaf for path, count in counts if count for leaf in _leaves(sender, path, rows=count)]
+
+
+def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: bool = False) -> None:
+    """Adds the gathers of a stage's units over the data axes, and the reductions of their gradients.
+
+    Args:
+        sender: the rank.
+        stage: of a `Model` whose embedding is differentiated without its weights.
+        tied: paths of leaves that the head has from others.
+        kept: the policy keeps the gathered weights of blocks.
+    """
+    m, how = sender.microbatches, sender.layout.precision
+    if sender.once:
+        part = _rows(sender, stage)
+        part += _leaves(sender, "embed") * stage.first + _leaves(sender, "head", *tied) * stage.last
+        dtypes = [how.compute_dtype(sender.layout.param_dtype(leaf.plan)) for leaf in part]
+        homes = [leaf.cut("params") for leaf in part]
+        _together(
+            sender,
+            [_Move(*move) for move in zip(part, homes, map(whole, homes), [d.itemsize for d in dtypes], strict=True)],
+        )
+    again = 0 if kept else stage.walks
+    for unit, count, back in (
+        (_leaves(sender, "embed"), int(stage.first), 0),
+        *((_leaves(sender, path), count, again) for path, count in zip(sender.stacks, stage.layers, strict=True)),
+        (_leaves(sender, "head", *tied), int(stage.last), stage.walks if sender.schedule else 0),
+    ):
+        _gather(sender, unit, 0 if sender.once else count * (m + back))
+        _reduce(sender, unit, count if sender.each else 0)
+
+
+def _gather(sender: Sender, unit: Sequence[_Leaf], times: int) -> None:
+    """A unit as one bucket for each set of axes, experts apart from what has other data axes."""
+    how, moves = sender.layout.precision, dict[object, list[_Move]]()
+    for leaf in unit:
+        home, dtype = leaf.cut("params"), how.compute_dtype(sender.layout.param_dtype(leaf.plan))
+        if steps := transition.plan_steps(home, whole(home)):
+            key = transition.kinds(steps), home.data_axes
+            moves.setdefault(key, []).append(_Move(leaf, home, whole(home), dtype.itemsize))
+    for bucket in moves.values():
+        _take(sender, bucket, times=times)
+
+
+def _reduce(sender: Sender, unit: Sequence[_Leaf], count: int) -> None:
+    """Gradients of a unit: of each microbatch to where they are held, of all of them to where they belong."""
+    how, m = sender.layout.precision, sender.microbatches
+    apart, first, second = dict[object, list[_Move]](), dict[object, list[_Move]](), dict[object, list[_Move]]()
+    for leaf in unit:
+        rest = sender.layout.param_dtype(leaf.plan)
+        source, held, main = unreduced(leaf.cut("params")), leaf.cut("grads"), leaf.cut("main")
+        held = main if m == 1 and sender.schedule is None else held
+        main = held if sender.schedule is not None else main
+        kinds = tuple(transition.kinds(transition.plan_steps(*pair)) for pair in ((source, held), (held, main)))
+        term, kept = how.reduce or how.compute_dtype(rest), how.grad_dtype(rest)
+        move = _Move(leaf, source, held, term.itemsize, kept.itemsize)
+        apart.setdefault(kinds[0], []).append(move)
+        first.setdefault(kinds, []).append(move)
+        second.setdefault(kinds, []).append(_Move(leaf, held, main, (how.reduce or kept).itemsize, kept.itemsize))
+    # With the last microbatch, only leaves that go on alike travel together.
+    for buckets, times in ((apart, count * (m - 1)), (first, count), (second, count)):
+        for bucket in buckets.values():
+            _take(sender, bucket, times=times)
+
+
+# -------------------------------------------------------------------------------------------------------- once a step
+def update(sender: Sender) -> None:
+    """Adds what a step sends after all microbatches: last reductions of a pipeline, the norm, and new parameters."""
+    layout, how, shape = sender.layout, sender.layout.precision, abstract(sender.layout.mesh)
+
+    def size(leaf: _Leaf) -> int:
+        return how.grad_dtype(layout.param_dtype(leaf.plan)).itemsize
+
+    trained = [leaf for leaf in layout.leaves if leaf.trainable]
+    mine = [leaf for plan in trained if (leaf := _here(sender, plan)) is not None]
+    if sender.schedule is not None:
+        for part in _by_scatter(sender, mine):
+            source = [leaf.cut("grads") if sender.each else unreduced(leaf.cut("params")) for leaf in part]
+            moves = zip(part, source, map(size, part), strict=True)
+            _together(sender, [_Move(leaf, s, leaf.cut("main"), b, b) for leaf, s, b in moves])
+        for leaf in mine:
+            whole_at = any(a.axis == "pp" and a.dim is None for a in leaf.plan.main.assigned)
+            others = len(owners(leaf.plan.main, sender.size("pp"))) - 1 if whole_at else 0
+            n = math.prod(leaf.cut("main").local_shape(leaf.shape(sender.where), sender.where))
+            sender.send(("pp",), Sent(1, others * n * size(leaf)), int(others > 0))
+    _together(
+        sender,
+        [_Move(leaf, leaf.cut("main"), leaf.cut("params"), layout.param_dtype(leaf.plan).itemsize) for leaf in mine],
+    )
+    norms: dict[tuple[str, ...], int] = {}
+    for leaf in trained:
+        axes = norm_axes(leaf.main, math.prod(leaf.shape))
+        norms[axes] = norms.get(axes, 0) + 1
+    pipe = () if sender.schedule is None else ("pp",)
+    of_loss = (*pipe, *data_axes(shape))
+    # Loss and weight; with the last microbatch the stop bit, which goes on with the norm where axes are left.
+    sender.send(of_loss, sum_over(2, sender.size(*of_loss), 8, 8), 0 if pipe else sender.microbatches - 1)
+    sender.send(of_loss, sum_over(3, sender.size(*of_loss), 8, 8))
+    left = [axis for axis in shape.names if axis not in of_loss and shape.axis_size(axis) > 1]
+    if (carrier := takes_along(norms, left)) is not None:
+        norms[carrier] += 1
+    elif left:
+        sender.send(tuple(left), sum_over(1, sender.size(*left), 8, 8))
+    for axes, count in norms.items():
+        sender.send(axes, sum_over(count, sender.size(*axes), 8, 8))
+
+
+def _by_scatter(sender: Sender, mine: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
+    """What is reduced together at the last SCATTER of each stage: its rows of stacks, and its ends if none is later."""
+    assert sender.schedule is not None
+    row = sender.schedule.table[sender.where["pp"]]
+    ends = [leaf for leaf in mine if not begins(leaf.plan.path, "blocks")]
+    trained = {leaf.plan.path for leaf in mine}
+    last = {a.stage: i for i, a in enumerate(row) if a.kind == "SCATTER"}
+    by_stage = dict(zip(sender.schedule.stages_on(sender.where["pp"]), sender.stages, strict=True))
+    tied = [path for _, path in sender.model.tied]
+    for _, stage in sorted(by_stage.items(), key=lambda item: -last[item[0]]):
+        heads = ["head", *tied] if stage.last else []
+        beginnings = [*heads, "embed"] if stage.first else heads
+        here = [leaf for leaf in ends if any(begins(leaf.plan.path, b) for b in beginnings)]
+        ends = [leaf for leaf in ends if leaf not in here]
+        yield [leaf for leaf in _rows(sender, stage) if leaf.plan.path in trained] + here
+
+
+def _here(sender: Sender, plan: LeafLayout) -> _Leaf | None:
+    """What the rank has of a leaf over `pp`; None for nothing."""
+    if sender.schedule is not None and sender.where["pp"] not in owners(plan.main, sender.size("pp")):
+        return None
+    stack = next((i for i, path in enumerate(sender.stacks) if begins(plan.path, path)), None)
+    rows = None if stack is None else sum(stage.layers[stack] for stage in sender.stages)
+    return None if rows == 0 else _Leaf(plan, rows)
+
+
+# ------------------------------------------------------------------------------------------------------------- buckets
+class _Move(NamedTuple):
+    """A leaf from one sharding to another; bytes of an element in the first step, and in those after it."""
+
+    leaf: _Leaf
+    source: NamedSharding
+    target: NamedSharding
+    first: int
+    later: int = 4
+
+
+def _together(sender: Sender, moves: Iterable[_Move]) -> None:
+    """What travels together whatever the unit, in buckets of bounded size."""
+    groups: dict[object, list[_Move]] = {}
+    for move in moves:
+        if steps := transition.plan_steps(move.source, move.target):
+            groups.setdefault((transition.kinds(steps), move.first), []).append(move)
+
+    def size(move: _Move) -> int:
+        larger = move.source if move.source.partial else move.target
+        return math.prod(larger.local_shape(move.leaf.shape(sender.where), sender.where)) * move.first
+
+    for members in groups.values():
+        for batch in in_buckets(members, size):
+            _take(sender, batch)
+
+
+def _take(sender: Sender, bucket: Sequence[_Move], times: int = 1) -> None:
+    """The steps of a bucket, one after the other."""
+    now = [move.source for move in bucket]
+    steps = [transition.plan_steps(move.source, move.target) for move in bucket]
+    for place, (kind, axes) in enumerate(transition.kinds(steps[0])):
+        k, n = sender.size(*axes), 0
+        for i, move in enumerate(bucket):
+            left = transition.after(now[i], steps[i][place])
+            local = (left if kind == "gather" else now[i]).local_shape(move.leaf.shape(sender.where), sender.where)
+            n += math.prod(local) if kind == "sum" else _piece(sender, steps[i][place], local)
+            now[i] = left
+        b = bucket[0].later if place else bucket[0].first
+        if kind == "sum":
+            sender.send(axes, sum_over(n, k, b, bucket[0].later), times)
+        elif kind != "slice" and n:
+            sender.send(axes, Sent(1, (k - 1) * n * b), times)
+
+
+def _piece(sender: Sender, taken: Step, local: tuple[int, ...]) -> int:
+    """Elements of the largest piece of a leaf that is cut along a dim."""
+    first = boxes.nested_chunk(local[taken.dim], [(sender.size(axis), 0) for axis in taken.axes])
+    return math.prod(local[: taken.dim]) * first[1] * math.prod(local[taken.dim + 1 :])

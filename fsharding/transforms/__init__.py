@@ -1,0 +1,1 @@
+"""transforms: see the table of rooms."""

@@ -1,0 +1,393 @@
+"""The two transforms between the sharded and the whole form of a unit.
+
+In: a subtree of `Local` nodes (inside a loss function) or DTensors (outside). Out: the same subtree of whole tensors.
+Inside `value_and_grad` the ledger gathers, frees, gathers again and reduces; under torch.func the same maps are
+composed of differentiable collectives. Law: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.distributed.tensor import DTensor
+
+from fsharding import _compat, _functorch, tree
+from fsharding.comm import steps as transition
+from fsharding.errors import LayoutError, SpecError, TransformError, message
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.ops import collectives
+from fsharding.precision import wide
+from fsharding.public import public
+from fsharding.sharding.leaf_plan import kind_text
+from fsharding.sharding.named_sharding import Local, to_local, typeof
+from fsharding.sharding.named_sharding import like as like_leaf
+from fsharding.sharding.partition_spec import P
+from fsharding.transforms import policies
+from fsharding.transforms.gather_context import Ledger, current_ledger
+from fsharding.transforms.gathered_unit import Unit
+from fsharding.transforms.policies import Policy, check_policy
+from fsharding.transforms.unit_plan import Early, Goal, LeafPlan, Place, plan_unit
+from fsharding.tree import Tree
+
+__all__ = ["flying", "gather_unit", "refuse_cut_layers", "rows_of", "scatter_grads", "select_unit", "start_gather"]
+
+
+@public("fs.gather_unit")
+def gather_unit(
+    unit: Tree,
+    *,
+    policy: Policy = policies.save_except_gathered,
+    dtype: torch.dtype | None = None,
+    then: Tree = None,
+) -> Tree:
+    """Gathers the leaves of a unit over the data axes: one collective for each (dtype, axes).
+
+    Args:
+        unit: tree of `Local` nodes or DTensors; plain tensors are handed on.
+        policy: `everything_saveable` keeps the weights for backward; all others gather them again there.
+        dtype: of floating point leaves; by default the compute dtype of the running `value_and_grad`, else their own.
+        then: the unit that will be gathered next; its communication starts now, under what this one computes.
+
+    Returns:
+        The same tree of plain tensors, whole over the data axes. They are values, in memory that ranks of one machine
+        share: somebody who wants others makes new ones.
+
+    Raises:
+        ConfigError: a policy that is none.
+        TransformError: DTensors went through a torch.func transform, or a node does not hold what it says; or, when the
+            unit is let go, its weights were written in place.
+    """
+    check_policy("fs.gather_unit", policy)
+    nodes, spec = flying("fs.gather_unit", unit)
+    ledger = current_ledger()
+    sharded: dict[int, Local] = {}
+    for node in nodes:
+        if isinstance(node, Local):
+            sharded.setdefault(id(node.value), node)
+    places = _places(ledger, list(sharded.values()))
+    if ledger is not None and places:
+        entered = ledger.unit(list(sharded.values()), places, dtype)
+        wholes = list(cast(Sequence[Tensor], _Enter.apply(ledger.anchor, entered, policy)))
+        for early in entered.plan.early:
+            wholes[early.leaf] = _Large.of(wholes[early.leaf], entered, early)
+        _start_ahead(ledger, then)
+    else:
+        wholes = _gather_plain(list(sharded.values()), dtype, ledger)
+    by_value = dict(zip(sharded, cast(Sequence[Tensor], wholes), strict=True))
+    return tree.unflatten(
+        spec, [by_value[id(n.value)] if isinstance(n, Local) else _cast(n, dtype, ledger) for n in nodes]
+    )
+
+
+def flying(function: str, unit: Tree) -> tuple[list[Any], Any]:
+    """The leaves of a unit with nodes in the place of DTensors, and its structure.
+
+    Under a vmap over the first dim of a leaf, its node says what it is inside: that dim is gone.
+
+    Raises:
+        TransformError: DTensors went through a torch.func transform, or a node does not hold what it says.
+    """
+    leaves, spec = tree.flatten(unit)
+    if not _functorch.in_functorch():
+        return [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec
+    lost: list[str] = []
+    odd: list[str] = []
+    for i, (path, leaf) in enumerate(zip(tree.paths(unit), leaves, strict=True)):
+        inside = _functorch.innermost(leaf.value if isinstance(leaf, Local) else leaf)
+        if inside is leaf and isinstance(leaf, DTensor):
+            leaves[i] = to_local(leaf)
+        elif isinstance(inside, DTensor):
+            lost.append(f"{path or 'the leaf'} is {typeof(inside)}")
+        elif isinstance(leaf, Local):
+            leaves[i] = _held(leaf)
+            if leaves[i] is None:
+                here = list(leaf.sharding.local_shape(leaf.shape))
+                odd.append(f"{path or 'the leaf'} is {typeof(leaf)}, {here} here, and holds {list(leaf.value.shape)}")
+    if lost:
+        mend = "Transform what takes local nodes: fs.shard_map(torch.func.grad(f))(params)."
+        raise TransformError(message(function, "got DTensors out of a torch.func transform.", lost, mend))
+    if odd:
+        mend = 'Give vmap in_dims=0 for nodes, over a dim that nothing cuts: name it "layers".'
+        raise TransformError(message(function, "got nodes that do not hold what they say.", odd, mend))
+    return leaves, spec
+
+
+def _held(node: Local) -> Local | None:
+    """A node that says what it holds, where vmaps have taken its first dims away; None where that cannot be."""
+    gone, sharding = len(node.shape) - node.value.ndim, node.sharding
+    if gone < 0 or (gone and any(_functorch.batch_dims(node.value))):
+        return None
+    for _ in range(gone):
+        if sharding.axes(0):
+            return None
+        sharding = sharding.drop(0)
+    shape = node.shape[gone:]
+    same = sharding.local_shape(shape) == tuple(node.value.shape)
+    return Local(node.value, sharding, shape, node.slices) if same else None
+
+
+def _cast(x: Any, dtype: torch.dtype | None, ledger: Ledger | None) -> Any:
+    """A plain tensor in the compute dtype."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x.to(dtype or (ledger.compute(x.dtype) if ledger else x.dtype))
+
+
+def _places(ledger: Ledger | None, nodes: Sequence[Local]) -> tuple[Place, ...] | None:
+    """Where the leaves stand in the state; None when one of them is not the state's own tensor."""
+    if ledger is None:
+        return None
+    places = [ledger.place_of(node.value) for node in nodes]
+    return None if None in places else cast(tuple[Place, ...], tuple(places))
+
+
+def start_gather(unit: Tree) -> None:
+    """Starts, inside a differentiated function, the gather of the unit that will be asked for first.
+
+    Args:
+        unit: tree of `Local` nodes.
+    """
+    ledger = current_ledger()
+    assert ledger is not None, "there is nobody to keep it until then"
+    _start_ahead(ledger, unit)
+
+
+def _start_ahead(ledger: Ledger, then: Tree) -> None:
+    nodes = [x for x in tree.leaves(then) if isinstance(x, Local)]
+    unique = list({id(node.value): node for node in nodes}.values())
+    places = _places(ledger, unique)
+    if places:
+        ledger.start_ahead(ledger.unit(unique, places, None))
+
+
+class _Enter(Function):
+    """A unit on its way through the graph: forward gathers, backward reduces into the ledger.
+
+    The shards are not inputs: gradients go to their place in the ledger, and the anchor brings backward here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, unit: Unit, policy: Policy) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        wholes = unit.ledger.enter(unit, policy)
+        reduced = {i for plan in unit.plan.reductions for i in plan.leaves}
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(wholes) if i not in reduced))
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.unit.ledger.leave(ctx.unit, grads)
+        return None, None, None
+
+
+class _Large(Function):
+    """A large leaf of a unit, whose gradient is taken as soon as it is complete, not when the unit is left."""
+
+    @staticmethod
+    def of(whole: Tensor, unit: Unit, early: Early) -> Tensor:
+        """The leaf, in a node that backward visits before anything else that could be done."""
+        result = cast(Tensor, _Large.apply(whole, unit, early))
+        if result.grad_fn is not None:
+            _compat.visit_first(result.grad_fn)
+        return result
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, unit: Unit, early: Early) -> Tensor:
+        ctx.unit, ctx.early = unit, early
+        steps = unit.plan.reductions[early.reduction].before[early.place]
+        if transition.takes_terms(whole, steps, unit.plan.mesh):
+            ctx.put_term = functools.partial(unit.ledger.put_term, unit, early)
+        ctx.set_materialize_grads(False)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads[0] is not None:
+            ctx.unit.ledger.put(ctx.unit, ctx.early, grads[0])
+        return None, None, None
+
+
+def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, ledger: Ledger | None) -> list[Tensor]:
+    """The same map as a composition of differentiable functions: valid under every transform."""
+    values = [_cast(node.value, dtype, ledger) for node in nodes]
+    result: list[Tensor] = list(values)
+    if not nodes:
+        return result
+    plan = plan_unit(
+        tuple(LeafPlan(n.sharding, n.shape, v.dtype, v.dtype, None) for n, v in zip(nodes, values, strict=True))
+    )
+    for i, _ in plan.aliases:
+        everywhere = _data_axes(nodes[i])
+        result[i] = collectives.vary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
+    for g in plan.gathers:
+        widths = [slot.before * slot.after * slot.pieces[0][1] for slot in g.bucket.slots]
+        row = torch.cat([_padded(values[i].reshape(-1), width) for i, width in zip(g.leaves, widths, strict=True)])
+        others = tuple(axis for axis in _data_axes(nodes[g.leaves[0]]) if axis not in g.axes)
+        row = collectives.vary(row, others, mesh=plan.mesh) if others else row
+        row = cast(Tensor, _Own.apply(row, sum(values[i].numel() for i in g.leaves))) if g.axes else row
+        rows = collectives.gather(row, g.axes, dim=0, mesh=plan.mesh).view(g.bucket.members, g.bucket.width)
+        for i, slot in zip(g.leaves, g.bucket.slots, strict=True):
+            pieces = [
+                rows[member, slot.offset : slot.offset + slot.before * slot.after * (stop - start)].reshape(
+                    slot.piece_shape(member)
+                )
+                for member, (start, stop) in enumerate(slot.pieces)
+            ]
+            result[i] = torch.cat(pieces, slot.dim)
+    return result
+
+
+class _Own(Function):
+    """The identity of elements that a rank alone holds, `count` of them and padding."""
+
+    @staticmethod
+    def forward(row: Tensor, count: int) -> Tensor:
+        return row.view_as(row)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.count = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        if _functorch.is_basis_of_jacfwd(tangents[0], ctx.count):
+            rule = (
+                "cannot be differentiated by torch.func.jacfwd or hessian: they move an element of every rank at once."
+            )
+            mend = "Use fs.jacfwd and fs.hessian, which know the whole leaves."
+            raise TransformError(message("fs.gather_unit", rule, mend=mend))
+        return tangents[0].view_as(tangents[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], row: Tensor, count: int) -> tuple[Tensor, int | None]:
+        return cast(Tensor, _Own.apply(row, count)), in_dims[0]
+
+
+def _data_axes(node: Local) -> tuple[str, ...]:
+    """Those of a leaf, which all leaves of a bucket share, in the order of `AXES`."""
+    return tuple(sorted(node.sharding.data_axes, key=AXES.index))
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    # Not torch.cat: it passes over empty tensors, and a rank with an empty shard would miss collectives of backward.
+    return x if x.numel() == width else torch.nn.functional.pad(x, (0, width - x.numel()))
+
+
+@public("fs.select_unit")
+def select_unit(stack: Tree, index: int) -> Tree:
+    """One unit of a stack: index `index` along the first dim of every leaf, such as `then=select_unit(blocks, 0)`."""
+    nodes, spec = flying("fs.select_unit", stack)
+    refuse_cut_layers("fs.select_unit", tree.unflatten(spec, nodes))
+    ledger = current_ledger()
+
+    def select(leaf: Any) -> Any:
+        return rows_of(leaf, [leaf.value[index]], ledger, first=index)[0] if isinstance(leaf, Local) else leaf[index]
+
+    return tree.unflatten(spec, [select(node) for node in nodes])
+
+
+def refuse_cut_layers(function: str, stack: Tree) -> None:
+    """Checks that every rank has all the units of a stack.
+
+    Raises:
+        SpecError: dim 0 of a leaf is cut; all such leaves are listed.
+    """
+    rows: list[str] = []
+    for path, leaf in tree.named_leaves(stack).items():
+        sharding = typeof(leaf).sharding
+        if sharding is not None and sharding.axes(0):
+            rows.append(f"{path} is {typeof(leaf)}")
+    if rows:
+        mend = 'Name dim 0 of stacked leaves "layers" in plan_layout(names=...), and keep pp at 1.'
+        raise SpecError(message(function, "needs stacks whose layers are on every rank.", rows, mend))
+
+
+def rows_of(node: Local, values: Sequence[Tensor], ledger: Ledger | None, *, first: int = 0) -> list[Local]:
+    """Rows of a stacked leaf, from `first` on, as leaves of their own; the ledger learns where they belong."""
+    place = ledger.place_of(node.value) if ledger is not None else None
+    if ledger is not None and place is not None and place.row is None:
+        for row, value in enumerate(values, first):
+            ledger.register(value, Place(place.leaf, row))
+    sharding, shape = node.sharding.drop(0), node.shape[1:]
+    return [Local(value, sharding, shape, node.slices) for value in values]
+
+
+@public("fs.scatter_grads")
+def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
+    """Sums whole gradients over the data axes and cuts them as the leaves of `like`: the transpose of `gather_unit`.
+
+    Args:
+        grads: tree of plain tensors, one for each leaf of `like`; None where there is none.
+        like: the sharded unit: DTensors or `Local` nodes.
+
+    Returns:
+        The tree of `like` with gradients, summed in float32 at least; DTensors where `like` has DTensors.
+
+    Raises:
+        TransformError: called under a torch.func transform.
+        LayoutError: gradients of other shapes than the whole leaves have; all of them are listed.
+        TreeError: the trees do not match.
+    """
+    if _functorch.in_functorch():
+        text = "cannot run under a torch.func transform."
+        mend = "Call it on the result of the transform; inside, differentiate through gather_unit instead."
+        raise TransformError(message("fs.scatter_grads", text, mend=mend))
+    leaves, spec = tree.flatten(like)
+    given = tree.flatten_up_to(spec, grads, "fs.scatter_grads", ("like", "grads"))
+    nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    result: list[Any] = list(given)
+    chosen = [i for i, node in enumerate(nodes) if isinstance(node, Local) and given[i] is not None]
+    wanted = {i: _whole_shape(nodes[i]) for i in chosen}
+    named = tree.paths(like)
+    plain = {i for i in chosen if _is_plain(given[i], nodes[i].value.device)}
+    if odd := [i for i in chosen if i not in plain or tuple(given[i].shape) != wanted[i]]:
+        rows = [f"{named[i]} is {typeof(nodes[i])}, whole {list(wanted[i])}; got {_kind(given[i])}" for i in odd]
+        mend = "Give a gradient of what fs.gather_unit(like) gives; None where there is none."
+        raise LayoutError(message("fs.scatter_grads", "got gradients that are not those of whole leaves.", rows, mend))
+    plans = tuple(
+        LeafPlan(nodes[i].sharding, nodes[i].shape, given[i].dtype, given[i].dtype,
+                 Goal(nodes[i].sharding, wide(given[i].dtype)))
+        for i in chosen
+    )  # fmt: skip
+    plan = plan_unit(plans) if plans else None
+    for r in plan.reductions if plan else ():
+        members = [chosen[i] for i in r.leaves]
+        assert plan is not None
+        departure = transition.Departure(
+            r.before, r.shapes, plan.mesh, wire_dtype=r.wire_dtype, dtype=r.dtype, device=given[members[0]].device,
+            wholes=r.wholes_before,
+        )  # fmt: skip
+        for i, local in zip(members, departure.start([given[i] for i in members]).finish(), strict=True):
+            leaf = leaves[i]
+            result[i] = like_leaf(leaf, local) if isinstance(leaf, DTensor) else replace(leaf, value=local)
+    return tree.unflatten(spec, result)
+
+
+def _whole_shape(node: Local) -> tuple[int, ...]:
+    """The shape of a leaf that is whole over its data axes, and cut over others as it is."""
+    sharding, data = node.sharding, node.sharding.data_axes
+    spec = P(*(tuple(axis for axis in sharding.axes(dim) if axis not in data) for dim in range(len(sharding.spec))))
+    owned = tuple(axis for axis in sharding.owned if axis in spec.all_axes)
+    return replace(sharding, spec=spec, owned=owned).local_shape(node.shape)
+
+
+def _is_plain(x: Any, device: torch.device) -> bool:
+    """Whether something is a tensor of this rank alone, on a device."""
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.device == device
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, DTensor):
+        return f"{typeof(x)} on a mesh"
+    return f"{kind_text(x)} on {x.device}" if isinstance(x, Tensor) else kind_text(x)

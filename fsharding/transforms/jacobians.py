@@ -1,0 +1,165 @@
+"""Jacobians and Hessians with respect to sharded trees, one column for each element of the whole leaves.
+
+In: a function of a tree of `Local` nodes. Out: its Jacobian; rows are where the results are, columns are whole.
+`torch.func.jacfwd` and `hessian` know the local tensors only: they would move the k-th element of every rank at once.
+Law: what comes out is the part that this rank holds of what torch.func gives for the whole leaves on one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as torch_pytree
+
+from fsharding import tree
+from fsharding.arguments import check_function
+from fsharding.errors import TransformError, message
+from fsharding.public import public
+from fsharding.sharding.named_sharding import Local, typeof
+from fsharding.sharding.partition_spec import P
+from fsharding.tree import Tree
+
+__all__ = ["hessian", "jacfwd"]
+
+
+@public("fs.jacfwd")
+def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any]:
+    """Makes a function that returns the Jacobian of `fn` with respect to its first argument, by forward mode.
+
+    It goes inside `fs.shard_map`, and inside torch.func transforms, as those of torch.func do.
+
+    Args:
+        fn: `fn(params, *args)`, where params is a tree of `Local` nodes and plain tensors; the latter are the same on
+            all ranks. It returns a tree of the same.
+        chunk_size: how many columns are computed at once.
+
+    Returns:
+        A function of the same arguments. It returns the tree of results of `fn` with, for each of them, a tree like
+        params. A result x of shape [*X] and a leaf of shape [*W] give [*X, *W]: a plain tensor where x is one, and
+        where x is a `Local` node another one, cut as x is, with W whole.
+
+    Raises:
+        TransformError: a leaf of params is no floating point tensor in flight; all such leaves are listed.
+    """
+    check_function("fs.jacfwd", "a function (params, *args)", fn, 1)
+
+    @functools.wraps(fn)
+    def run(params: Tree, *args: Any) -> Tree:
+        leaves, spec = tree.flatten(params)
+        _check(tree.named_leaves(params))
+        values = tuple(x.value if isinstance(x, Local) else x for x in leaves)
+        out_spec: Any = None
+
+        def flat(*values: Tensor) -> tuple[Tensor, ...]:
+            nonlocal out_spec
+            filled = [replace(x, value=v) if isinstance(x, Local) else v for x, v in zip(leaves, values, strict=True)]
+            found, structure = tree.flatten(fn(tree.unflatten(spec, filled), *args))
+            out_spec = structure, [x if isinstance(x, Local) else None for x in found]
+            return tuple(x.value if isinstance(x, Local) else x for x in found)
+
+        def push(*tangents: Tensor) -> tuple[Tensor, ...]:
+            return cast("tuple[Tensor, ...]", torch.func.jvp(flat, values, tangents)[1])
+
+        sizes = [math.prod(x.shape) for x in leaves]
+        mine = [_indices(x) for x in leaves]
+        columns: list[tuple[Tensor, ...]] = []
+        for first in range(0, sum(sizes), chunk_size):
+            last = min(first + chunk_size, sum(sizes))
+            columns.append(torch.vmap(push)(*_seeds(values, mine, sizes, first, last)))
+        structure, nodes = out_spec
+        joined = [torch.cat(parts).movedim(0, -1).split(sizes, -1) for parts in zip(*columns, strict=True)]
+        rows = [
+            tree.unflatten(spec, [_block(part, node, x.shape) for part, x in zip(parts, leaves, strict=True)])
+            for parts, node in zip(joined, nodes, strict=True)
+        ]
+        return tree.unflatten(structure, rows)
+
+    return run
+
+
+@public("fs.hessian")
+def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any]:
+    """Makes a function that returns the Hessian of `fn` with respect to its first argument, forward over reverse.
+
+    It costs a Hessian-vector product for each element of the whole leaves; a rank holds its own rows of the result.
+
+    Args:
+        fn: `fn(params, *args)` as in `jacfwd`, which returns a 0-d tensor. The Hessian is that of the sum over ranks;
+            a result that is the same on all of them, since it ends in an `ops.psum`, counts once.
+        chunk_size: how many columns are computed at once.
+
+    Returns:
+        A function of the same arguments, with a tree of trees: for leaves of shapes [*V] and [*W] a node [*V, *W].
+    """
+    check_function("fs.hessian", "a function (params, *args)", fn, 1)
+
+    @functools.wraps(fn)
+    def scalar(*args: Any) -> Tensor:
+        result = fn(*args)
+        if not isinstance(result, Tensor) or result.ndim:
+            got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            mend = "Return a 0-d tensor: the sum of this rank's losses, say."
+            raise TransformError(message("fs.hessian", f"needs a function to one number, got {got}.", mend=mend))
+        return result
+
+    columns = jacfwd(torch.func.grad(scalar), chunk_size=chunk_size)
+
+    @functools.wraps(fn)
+    def run(params: Tree, *args: Any) -> Tree:
+        # For torch None is a leaf, with respect to which nothing can be differentiated.
+        if any(x is None for x in torch_pytree.tree_leaves(params)):
+            mend = "Leave entries that are None out of the tree."
+            raise TransformError(message("fs.hessian", "got a tree with None in it.", mend=mend))
+        return columns(params, *args)
+
+    return run
+
+
+def _check(leaves: dict[str, Any]) -> None:
+    wrong: list[str] = [] if leaves else ["there is no leaf"]
+    for path, x in leaves.items():
+        value = x.value if isinstance(x, Local) else x
+        if not isinstance(value, Tensor):
+            wrong.append(f"{path or 'it'} is {type(value).__name__}")
+        elif isinstance(value, DTensor) or not value.is_floating_point():
+            wrong.append(f"{path or 'it'} is {typeof(x)}" + (" at rest" if isinstance(value, DTensor) else ""))
+    if wrong:
+        mend = "Call it inside fs.shard_map, with a tree of the leaves to differentiate."
+        raise TransformError(message("fs.jacfwd", "needs floating point leaves in flight.", wrong, mend))
+
+
+def _indices(x: Local | Tensor) -> Tensor:
+    """The number of each element that this rank holds, in the whole leaf: int64[local elements]."""
+    whole = torch.arange(math.prod(x.shape)).view(tuple(x.shape))
+    if isinstance(x, Local):
+        whole = whole[tuple(slice(start, stop) for start, stop in x.sharding.box(x.shape))]
+    return whole.reshape(-1)
+
+
+def _seeds(
+    values: Sequence[Tensor], mine: Sequence[Tensor], sizes: Sequence[int], first: int, last: int
+) -> list[Tensor]:
+    """Tangents of the elements `first` to `last` of all leaves, one after the other: 1 where this rank holds one."""
+    seeds: list[Tensor] = []
+    for value, held, size in zip(values, mine, sizes, strict=True):
+        hit = held == torch.arange(first, last)[:, None]
+        seeds.append(hit.to(value.device, value.dtype).view(last - first, *value.shape))
+        first, last = first - size, last - size
+    return seeds
+
+
+def _block(part: Tensor, node: Local | None, shape: Sequence[int]) -> Local | Tensor:
+    """Columns of one leaf, as what the rows are."""
+    value = part.unflatten(-1, tuple(shape)) if shape else part.squeeze(-1)
+    if node is None:
+        return value
+    sharding = node.sharding
+    padded = P(*(sharding.spec.axes(dim) for dim in range(len(node.shape))), *(None,) * len(shape))
+    return Local(value, type(sharding)(sharding.mesh, padded, owned=sharding.owned), (*node.shape, *shape))

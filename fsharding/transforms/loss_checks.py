@@ -1,0 +1,243 @@
+"""Why a loss function failed, where that can be told: leaves used before they are gathered, a batch of arrays, ...
+
+In: the error that it raised, its arguments, and the ledger of the call. Out: an error that says what to type, or None.
+It runs when something has failed already, so that no check costs anything before. Law: an error that replaces another
+is of its family too, so that whoever catches `KeyError` or `RuntimeError` still does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.arguments import kind_of
+from fsharding.errors import (
+    ArgumentError,
+    BatchError,
+    FshardingError,
+    MissingKeyError,
+    NotGatheredError,
+    ShapeError,
+    TransformError,
+    listed,
+    message,
+)
+from fsharding.hints import did_you_mean
+from fsharding.sharding.leaf_plan import kind_text
+from fsharding.sharding.named_sharding import Local, of_sums, typeof
+from fsharding.transforms.gather_context import Ledger
+from fsharding.tree import Tree
+
+__all__ = ["explained"]
+
+_NAME = "fs.value_and_grad"
+_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
+_NOT_THE_USERS = (
+    *(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, tree)),
+    sysconfig.get_paths()["stdlib"],
+)
+
+
+def explained(
+    error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any], ledger: Ledger
+) -> FshardingError | None:
+    """What an error of a loss function means, if it can be told. One of ours is only made to say more.
+
+    Args:
+        error: as it was raised.
+        fn: the loss function.
+        params: its first argument, with `Local` nodes.
+        args: the others.
+        ledger: of the call.
+    """
+    if isinstance(error, NotGatheredError):
+        _name(error, params, ledger)
+        return None
+    if isinstance(error, FshardingError | torch.OutOfMemoryError):
+        return None
+    names = _names(fn, len(args) + 1)
+    return (
+        _of_arguments(error, fn, params, args)
+        or _of_writing(error)
+        or _of_nodes(error)
+        or _of_missing(error, names, params, args)
+        or _of_arrays(error, names[1:], args)
+        or _of_shapes(error, names[1:], args, ledger)
+    )
+
+
+def _name(error: NotGatheredError, params: Tree, ledger: Ledger) -> None:
+    """Says which leaf was not gathered, and how that is written for this tree."""
+    leaf, error.leaf = error.leaf, None
+    place = ledger.place_of(leaf.value) if isinstance(leaf, Local) else None
+    if not isinstance(leaf, Local) or place is None:
+        return
+    path = f"params.{ledger.paths[place.leaf]}".removesuffix(".")
+    accessor = optree.tree_accessors(params, is_leaf=_is_local, namespace=tree.NAMESPACE)[place.leaf]
+    row = f"{path} is {typeof(leaf)}, of which this rank holds {list(leaf.value.shape)}"
+    if place.row is not None:
+        mend = 'Let fs.scan_units(block, params["blocks"], x) gather each block, or call fs.gather_unit on it first.'
+    elif len(accessor):
+        unit, last = _code(accessor[:-1], "params"), _code(accessor[-1:], "unit")
+        mend = f"Gather its unit first, unit = fs.gather_unit({unit}), and use {last}."
+    else:
+        mend = "Gather it first: w = fs.gather_unit(params)."
+    if error.use == "is indexed" and place.row is None:
+        stack = _code(accessor[:-1], "params")
+        mend += f" Of a stack, take a block with fs.gather_unit(fs.select_unit({stack}, i)), or use fs.scan_units."
+    if "to_local" in error.use:
+        mend += " The part of this rank, as it is, is .value."
+    mend += of_sums(error.use)
+    where = _line_of(error)
+    rule = f"has a loss function in which a leaf {error.use} before it is gathered."
+    error.args = (message(_NAME, rule, [row, *where], mend),)
+
+
+def _of_arguments(error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any]) -> FshardingError | None:
+    """Arguments in one another's place, or too few of them."""
+    if all(hasattr(params, name) for name in ("params", "opt_state", "layout")):
+        mend = "Give it the parameters alone: (state.params, batch)."
+        return ArgumentError(message(_NAME, f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
+    leaves = tree.leaves(params, is_leaf=_is_local)
+    if not any(isinstance(x, Local) for x in leaves) and any(isinstance(x, DTensor) for x in tree.leaves(list(args))):
+        rule = "got no sharded leaf in its first argument, and sharded ones after it."
+        return ArgumentError(message(_NAME, rule, mend="Give the parameters first: (params, batch)."))
+    if isinstance(error, TypeError):
+        try:
+            inspect.signature(fn).bind(params, *args)
+        except (TypeError, ValueError) as why:
+            name = getattr(fn, "__name__", type(fn).__name__)
+            rule = f"cannot call {name} with params and {len(args)} more: {why}."
+            return ArgumentError(message(_NAME, rule, mend="Give what the loss function takes after params."))
+    return None
+
+
+def _of_writing(error: Exception) -> FshardingError | None:
+    """Writing in place where other ranks read, and hooks that another transform refuses."""
+    text = str(error)
+    if not isinstance(error, RuntimeError):
+        return None
+    if "saved tensor hooks" in text:
+        rule = "has a loss function that calls torch.func.grad, vjp, jacrev or hessian, which refuse its hooks."
+        mend = (
+            "Take the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner one"
+            " with torch.autograd.grad(..., create_graph=True)."
+        )
+        return TransformError(message(_NAME, rule, mend=mend))
+    if "is a view and" in text and "modified inplace" in text:
+        rule = "has a loss function that writes gathered weights in place."
+        mend = "Make new tensors of them: w = w * 2 in the place of w.mul_(2), w = w + x in that of w += x."
+        return TransformError(message(_NAME, rule, _line_of(error), mend))
+    if "mixed torch.Tensor and DTensor" in text:
+        rule = "has a loss function that uses parameters at rest, DTensors, with plain tensors."
+        mend = "Use its own first argument, through fs.gather_unit, in the place of state.params."
+        return TransformError(message(_NAME, rule, _line_of(error), mend))
+    return None
+
+
+def _of_nodes(error: Exception) -> FshardingError | None:
+    """A node that was looked at rather than used, by `isinstance` say."""
+    if not isinstance(error, TypeError | RuntimeError) or not re.search(r"\bLocal\b", str(error)):
+        return None
+    rule = "has a loss function that uses leaves of its parameters before they are gathered."
+    mend = 'Gather their unit first, such as unit = fs.gather_unit(params["head"]), and use its leaves.'
+    return TransformError(message(_NAME, rule, [str(error).strip(), *_line_of(error)], mend))
+
+
+def _of_missing(error: Exception, names: Sequence[str], params: Tree, args: Sequence[Any]) -> FshardingError | None:
+    """A key that no argument has."""
+    if not isinstance(error, KeyError) or len(error.args) != 1:
+        return None
+    key, given = error.args[0], dict(zip(names, (params, *args), strict=False))
+    paths = {name: tree.paths(x, is_leaf=_is_local) for name, x in given.items()}
+    parts = {part for found in paths.values() for path in found for part in path.split(".")}
+    if str(key) in parts:
+        return None  # It is there, so this is about a dict of the function's own.
+    rows = [f"{name} has {listed(found)}" if found else f"{name} is {given[name]!r}" for name, found in paths.items()]
+    hint = did_you_mean(str(key), parts)
+    mend = f"Give the batch an entry {key!r}, or ask for one that is there.{hint}"
+    rule = f"has a loss function that asks for {key!r}, which is in none of its arguments."
+    return MissingKeyError(message(_NAME, rule, [*rows, *_line_of(error)], mend))
+
+
+def _of_arrays(error: Exception, names: Sequence[str], args: Sequence[Any]) -> FshardingError | None:
+    """Arrays, lists of numbers or nothing at all where tensors should be."""
+    if not isinstance(error, TypeError | AttributeError):
+        return None
+    text, given = str(error), dict(zip(names, args, strict=False))
+    rows = [f"{name} is None" for name, x in given.items() if x is None]
+    rows += [f"{name} is {kind_of(x)}" for name, x in given.items() if "indices must be" in text and _is_list(x)]
+    for name, x in given.items():
+        odd = {path: leaf for path, leaf in tree.named_leaves(x).items() if _is_array(leaf)}
+        rows += [f"{_joined(name, path)} is {kind_of(leaf)}" for path, leaf in odd.items()]
+    if not rows:
+        return None
+    mend = "Give it what the loss function asks for; of arrays make tensors, fs.tree.map(torch.as_tensor, batch)."
+    return BatchError(message(_NAME, f"has a loss function that failed: {text}.", rows, mend))
+
+
+def _is_local(x: Any) -> bool:
+    return isinstance(x, Local)
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, list | tuple)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "__array__") and not isinstance(x, Tensor)
+
+
+def _of_shapes(error: Exception, names: Sequence[str], args: Sequence[Any], ledger: Ledger) -> FshardingError | None:
+    """Shapes that do not go together: those of the batch, and of the weights that were gathered last."""
+    if type(error) not in (RuntimeError, ValueError, IndexError) or not _SHAPES.search(str(error)):
+        return None
+    if "gloo/" in str(error) or hasattr(error, "_fsharding_peers"):
+        return None
+    rows = list[str]()
+    for name, x in zip(names, args, strict=False):
+        rows += [f"{_joined(name, path)} is {kind_text(leaf)}" for path, leaf in tree.named_leaves(x).items()]
+    text = str(error).strip().partition("\n")[0]
+    mend = "Give the batch the shapes that the weights take, or the weights those of the batch."
+    rows = [*_line_of(error), *rows, *ledger.gathered()]
+    return ShapeError(message(_NAME, f"has a loss function that failed: {text}.", rows, mend))
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+def _names(fn: Callable[..., Any], count: int) -> list[str]:
+    """What a function calls its arguments."""
+    try:
+        given = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        given = ()
+    found = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [found[i] if i < len(found) else f"argument {i}" for i in range(count)]
+
+
+def _code(accessor: optree.PyTreeAccessor, root: str) -> str:
+    """How one writes a part of a tree."""
+    text = accessor.codify(root)
+    return text if '"' in text else text.replace("'", '"')
+
+
+def _line_of(error: BaseException) -> list[str]:
+    """The line of the user's own that failed, if there is one."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
+    last = frames[-1] if frames else None
+    return [f"{Path(last.filename).name}:{last.lineno}: {last.line}"] if last is not None and last.line else []
+
+
+def _joined(name: str, path: str) -> str:
+    return f"{name}.{path}" if path else name

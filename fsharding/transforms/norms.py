@@ -1,0 +1,122 @@
+"""Inner products of sharded trees: `vdot`, for trees at rest, inside a loss function and under torch.func transforms.
+
+In: two trees of DTensors, `Local` nodes or plain tensors, in the same shardings. Out: one 0-d tensor, the same on every
+rank. Products are summed in float64, so that the order of the sum does not reach a float32 result.
+Laws: each element of the whole leaves counts once, for every strategy and mesh; so it does in every derivative.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.errors import LayoutError, TransformError, TreeError, message
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import Mesh, coordinate, data_axes
+from fsharding.ops import collectives
+from fsharding.public import public
+from fsharding.sharding.named_sharding import Local, NamedSharding, is_assigned, to_local, typeof
+from fsharding.transforms.gather_context import current_ledger
+from fsharding.tree import Tree
+
+__all__ = ["counts_here", "norm_in_flight", "vdot"]
+
+_VDOT = "fs.tree.vdot"
+
+
+@tree.define_vdot
+@public("fs.tree.vdot")
+def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
+    """See `fs.tree.vdot`, which is this function."""
+    left, right = tree.named_leaves(a), tree.named_leaves(b)
+    if left.keys() != right.keys():
+        rows = [f"{path}: only in one tree" for path in sorted(left.keys() ^ right.keys())]
+        raise TreeError(message(_VDOT, "got two trees that do not match.", rows, "Give both the same keys."))
+    known: dict[str, NamedSharding | None] = dict.fromkeys(left)
+    if shardings is not None:
+        flat = tree.flatten_up_to(tree.flatten(a)[1], shardings, _VDOT, ("a", "shardings"))
+        known = dict(zip(left, flat, strict=True))
+    _refuse_hidden_owners(_VDOT, {path: x for path, x in left.items() if known[path] is None})
+    _refuse_stages(left)
+    terms: dict[tuple[str, ...], list[Tensor]] = {}
+    mesh: Mesh | None = None
+    wrong: list[str] = []
+    for path, x in left.items():
+        (value, sharding, slices), (other, theirs, _) = _opened(x), _opened(right[path])
+        owners = known[path]
+        told = owners is None or replace(owners, assigned=()).simplified() == sharding
+        if sharding != theirs or value.shape != other.shape or (sharding and sharding.partial) or not told:
+            wrong.append(f"{path} is {typeof(x)} and {typeof(right[path])}" + ("" if told else f", not {owners}"))
+            continue
+        product = (value.double() * other.double()).sum()
+        if owners is not None:
+            slices = tuple(owned.axis for owned in owners.assigned)
+            product = product if counts_here(owners) else torch.zeros_like(product)
+        cut = () if sharding is None else (*sharding.spec.all_axes, *slices)
+        mesh = mesh if sharding is None else sharding.mesh
+        terms.setdefault(tuple(axis for axis in AXES if axis in cut), []).append(product)
+    if wrong:
+        mend = "Bring both to one sharding, as fs.reshard or fs.redistribute does."
+        raise LayoutError(message(_VDOT, "needs equal shardings.", wrong, mend))
+    sums = [torch.stack(found).sum() for found in terms.values()]
+    sums = [collectives.psum(x, axes, mesh=mesh) if axes else x for axes, x in zip(terms, sums, strict=True)]
+    wide = any(_opened(x)[0].dtype == torch.float64 for x in left.values())
+    total = torch.stack(sums).sum().to(torch.float64 if wide else torch.float32) if sums else torch.zeros(())
+    # A rank's loss is its own term of a sum over the data axes: from here on, each rank uses the shared value its way.
+    apart = data_axes(mesh) if mesh is not None and current_ledger() is not None else ()
+    return collectives.vary(total, apart, mesh=mesh) if apart else total
+
+
+def norm_in_flight(values: Tree) -> Tensor:
+    """The root of the inner product of a tree with itself, 0-d; the gradient of the norm of zeros is zero."""
+    square = vdot(values, values)
+    positive = square > 0
+    return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
+
+
+def _refuse_hidden_owners(function: str, leaves: dict[str, object]) -> None:
+    """Refuses DTensors that lie on a slice of their mesh: which part of a leaf that is, only a layout knows.
+
+    Args:
+        function: the public function, for the error.
+        leaves: by path; what is no DTensor passes.
+
+    Raises:
+        LayoutError: some do; each is listed.
+    """
+    owned = {path: x for path, x in leaves.items() if isinstance(x, DTensor) and is_assigned(x)}
+    hidden = [f"{path} is {typeof(x)} on a slice of its mesh" for path, x in owned.items()]
+    if hidden:
+        mend = f"Say where they are: {function}(..., shardings=layout.main), or layout.params for parameters."
+        rule = "cannot tell who owns leaves of pipeline stages or Fused dims."
+        raise LayoutError(message(function, rule, hidden, mend))
+
+
+def counts_here(sharding: NamedSharding) -> bool:
+    """Whether this rank's part counts: where several coordinates own a leaf whole, that of the first one does."""
+    owners = [owned for owned in sharding.assigned if owned.dim is None]
+    here = coordinate(sharding.mesh) if owners else {}
+    return all(here[o.axis] == next(c for c, held in enumerate(o.ranges) if held) for o in owners)
+
+
+def _refuse_stages(leaves: dict[str, object]) -> None:
+    """Refuses leaves in flight of which each pipeline stage has its own part: a loss function sees one stage."""
+    staged = [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local) and "pp" in x.slices]
+    if staged:
+        mend = "Take the product of trees at rest, with shardings=layout.main."
+        raise TransformError(message(_VDOT, "cannot sum over pipeline stages in flight.", staged, mend))
+
+
+def _opened(x: object) -> tuple[Tensor, NamedSharding | None, tuple[str, ...]]:
+    """The local tensor of a leaf, its sharding, and the axes along which ranks hold other slices of it."""
+    node = to_local(x) if isinstance(x, DTensor) else x
+    if isinstance(node, Local):
+        return node.value, replace(node.sharding, assigned=()).simplified(), node.slices
+    if not isinstance(node, Tensor):
+        mend = "Give trees of tensors; None stands for a leaf that is left out."
+        raise TreeError(message(_VDOT, f"got a leaf of type {type(node).__name__}.", mend=mend))
+    return node, None, ()

@@ -1,0 +1,198 @@
+"""`scan` over leading dims, and `scan_units` over the units of a model: gather, compute, release, the next on its way.
+
+In: a function, a stack (leaves `[layers, ...]`) or a sequence of unlike units, a carry. Out: the last carry.
+As in `lax.scan` the carry is any pytree, per-layer `xs` come in and per-layer `ys` come out.
+Law: at most two units are alive at once, in forward and in backward, under every policy that frees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fsharding import _functorch, tree
+from fsharding.arguments import check_function, kind_of
+from fsharding.errors import ArgumentError, TreeError, message
+from fsharding.public import public
+from fsharding.sharding.named_sharding import Local
+from fsharding.transforms import policies
+from fsharding.transforms.gather_context import current_ledger
+from fsharding.transforms.gather_unit import flying, gather_unit, refuse_cut_layers, rows_of
+from fsharding.transforms.policies import Policy, check_policy
+from fsharding.transforms.remat import remat
+from fsharding.tree import Tree
+
+__all__ = ["scan", "scan_units", "stack_units", "unstack_units"]
+
+
+@public("fs.scan")
+def scan(
+    fn: Callable[[Any, Any], tuple[Any, Any]], carry: Tree, xs: Tree, *, length: int | None = None
+) -> tuple[Tree, Tree]:
+    """`carry, y = fn(carry, x)` along the first dim of every leaf of `xs`; a plain loop, as `lax.scan` means it.
+
+    Args:
+        fn: the body.
+        carry: any tree.
+        xs: tree of tensors `[length, ...]`, or None.
+        length: needed when `xs` has no leaf.
+
+    Returns:
+        The last carry, and the stacked `y`s.
+
+    Raises:
+        TreeError: leaves of different lengths, or no length at all.
+        ArgumentError: the body returns no pair.
+    """
+    check_function("fs.scan", "a function (carry, x)", fn, 2)
+    rows = _rows(xs, length, "fs.scan")
+    ys: list[Tree] = []
+    for x in rows:
+        carry, y = _pair("fs.scan", "fn", fn(carry, x))
+        ys.append(y)
+    return carry, _stack(ys)
+
+
+@public("fs.scan_units")
+def scan_units(
+    block: Callable[..., Any],
+    units: Tree,
+    carry: Tree,
+    *,
+    xs: Tree = None,
+    has_aux: bool = False,
+    policy: Policy = policies.save_except_gathered,
+    then: Tree = None,
+) -> Any:
+    """Runs a block over FSDP units: `carry = block(params, carry)`, each unit gathered, used, and let go.
+
+    The gather of the next unit is under way while this one computes, in forward and in backward.
+
+    Args:
+        block: `block(params, carry)`, or `block(params, carry, x)` when there are `xs`; params are whole plain tensors.
+        units: a stack (every leaf `[layers, ...]`), or a list or tuple of units that may differ.
+        carry: any tree.
+        xs: per-layer inputs, leaves `[layers, ...]`, such as keys.
+        has_aux: the block returns `(carry, aux)`; the auxes come back stacked.
+        policy: what is kept for backward.
+        then: the unit that is gathered after the last one, such as the head.
+
+    Returns:
+        The last carry, or `(carry, auxes)` with `has_aux`.
+
+    Raises:
+        TreeError: leaves of different lengths.
+        ConfigError: a policy that is none.
+        ArgumentError: with `has_aux`, the block returns no pair.
+    """
+    check_function("fs.scan_units", "a function (params, carry)", block, 2)
+    check_policy("fs.scan_units", policy)
+    rows = list(units) if isinstance(units, list | tuple) else unstack_units(units)
+    inputs = [(x,) for x in _rows(xs, len(rows), "fs.scan_units")] if xs is not None else [()] * len(rows)
+    step = _step(block, policy)
+    auxes: list[Tree] = []
+    for i, unit in enumerate(rows):
+        following = rows[i + 1] if i + 1 < len(rows) else then
+        out = step(unit, following, carry, *inputs[i])
+        carry, aux = _pair("fs.scan_units", "with has_aux, block", out) if has_aux else (out, None)
+        auxes.append(aux)
+    return (carry, _stack(auxes)) if has_aux else carry
+
+
+def _step(block: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """A block of a sharded unit, of the unit after it, and of what the block takes."""
+    if not _functorch.in_functorch() or policy.activations == "all":
+        body = remat(block, policy=policy)
+        return lambda unit, following, *args: body(gather_unit(unit, policy=policy, then=following), *args)
+    # Without a ledger, what is gathered outside is kept for backward; inside it is gathered again with the rest.
+    again = remat(lambda unit, *args: block(gather_unit(unit, policy=policy), *args), policy=policy)
+    return lambda unit, following, *args: again(_in_flight(unit), *args)
+
+
+def _in_flight(unit: Tree) -> Tree:
+    nodes, spec = flying("fs.scan_units", unit)
+    return tree.unflatten(spec, nodes)
+
+
+@public("fs.stack_units")
+def stack_units(units: Sequence[Tree]) -> Tree:
+    """Stacks equal units: leaves `[...]` become leaves `[layers, ...]`; lazy draws are not stacked, draw them stacked.
+
+    Raises:
+        TreeError: the units differ in structure, shape or dtype; every leaf that does is listed.
+    """
+    if not units:
+        raise TreeError(message("fs.stack_units", "got no units.", mend="Stack at least one."))
+    first = tree.named_leaves(units[0])
+    rows: list[str] = []
+    for i, unit in enumerate(units[1:], 1):
+        tree.match("fs.stack_units", units[0], unit, ("unit 0", f"unit {i}"))
+        for path, leaf in tree.named_leaves(unit).items():
+            if (leaf.shape, leaf.dtype) != (first[path].shape, first[path].dtype):
+                a, b = ((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in (first[path], leaf))
+                rows.append(f"{path}: {a[1]}{list(a[0])} in unit 0, {b[1]}{list(b[0])} in unit {i}")
+    if rows:
+        mend = "Pass unlike units to scan_units as a list."
+        raise TreeError(message("fs.stack_units", "needs units that are alike.", rows, mend))
+    return tree.map(lambda *leaves: torch.stack(leaves), *units)
+
+
+@public("fs.unstack_units")
+def unstack_units(stack: Tree) -> list[Tree]:
+    """The units of a stack, in order; leaves are views.
+
+    Raises:
+        TreeError: the leaves have different first dims.
+        SpecError: the layers are cut over an axis, so that no rank has all units.
+    """
+    nodes, spec = flying("fs.scan_units", stack)
+    lengths = {path: _length(node) for path, node in zip(tree.paths(stack), nodes, strict=True)}
+    if len(set(lengths.values())) > 1 or None in lengths.values():
+        rows = [f"{path}: {'0-d' if n is None else n}" for path, n in lengths.items()]
+        mend = "Pass unlike units as a list, and shared leaves apart from the stack."
+        raise TreeError(message("fs.scan_units", "needs leaves [layers, ...] of one length.", rows, mend))
+    refuse_cut_layers("fs.scan_units", tree.unflatten(spec, nodes))
+    ledger = current_ledger()
+    columns: list[Sequence[Any]] = []
+    for node in nodes:
+        if isinstance(node, Local):
+            columns.append(rows_of(node, node.value.unbind(0), ledger))
+        else:
+            columns.append(node.unbind(0))
+    return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)]
+
+
+def _pair(function: str, what: str, out: Any) -> tuple[Any, Any]:
+    """The carry and the rest that a body returned."""
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        returned = f"{type(out).__name__} of {len(out)}" if isinstance(out, tuple | list) else kind_of(out)
+        text = f"needs a pair from its body: {what} returned {returned}."
+        raise ArgumentError(message(function, text, mend="Return (carry, y); y may be None."))
+    return out[0], out[1]
+
+
+def _length(node: Any) -> int | None:
+    value: Tensor = node.value if isinstance(node, Local) else node
+    return value.shape[0] if value.ndim else None
+
+
+def _rows(xs: Tree, length: int | None, function: str) -> Iterator[Tree]:
+    leaves, spec = tree.flatten(xs)
+    scalars = [f"{path}: 0-d" for path, x in zip(tree.paths(xs), leaves, strict=True) if x.ndim == 0]
+    if scalars:
+        raise TreeError(message(function, "needs xs with a first dim.", scalars, "Close over what all layers share."))
+    lengths = {path: int(x.shape[0]) for path, x in zip(tree.paths(xs), leaves, strict=True)}
+    if length is None and not lengths:
+        raise TreeError(message(function, "got neither xs nor length.", mend="Pass length= to scan without xs."))
+    count = length if length is not None else next(iter(lengths.values()))
+    wrong = [f"{path}: {n}" for path, n in lengths.items() if n != count]
+    if wrong:
+        raise TreeError(message(function, f"needs leaves of length {count}.", wrong))
+    return (tree.unflatten(spec, [leaf[i] for leaf in leaves]) for i in range(count))
+
+
+def _stack(ys: list[Tree]) -> Tree:
+    return tree.map(lambda *leaves: torch.stack(cast(Any, leaves)), *ys) if ys else None

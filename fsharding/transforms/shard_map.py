@@ -1,0 +1,105 @@
+"""In flight and back: `shard_map` runs a function on local tensors, with DTensors outside.
+
+In: a function of trees of `Local` nodes, such as any torch.func transform of a loss function. Out: the same function of
+DTensors. Inside, `fs.tree.vdot` is the inner product of two sharded trees, as whole trees would have it.
+Law: what comes back is the part that this rank holds of what one process gives, for every sharding of the arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from fsharding import _functorch, tree
+from fsharding.arguments import check_function
+from fsharding.errors import TransformError, message
+from fsharding.mesh.device_mesh import Mesh, abstract, set_mesh
+from fsharding.public import public
+from fsharding.sharding.named_sharding import Local, is_assigned, to_local, typeof
+from fsharding.sharding.partition_spec import P
+from fsharding.tree import Tree
+
+__all__ = ["shard_map"]
+
+
+@public("fs.shard_map")
+def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[..., Any]:
+    """Makes a function of `Local` nodes one of DTensors, as JAX's `shard_map` with all specs taken from the arguments.
+
+    `fn` runs on every rank with what that rank holds: DTensors arrive as `Local` nodes, everything else as it is, and
+    `fs.ops` finds the mesh. Nodes that it returns, such as gradients, come back as DTensors of the shardings that they
+    carry; dims that a transform has put before theirs are whole. Other results are this rank's own.
+
+        hvp = fs.shard_map(lambda p, v: torch.func.jvp(torch.func.grad(loss), (p,), (v,))[1])
+
+    A loss is differentiated as the sum of what the ranks return; one that is the same on all of them, since it ends in
+    an `ops.psum`, counts once. `value_and_grad` is no function of `Local` nodes and goes outside.
+
+    Args:
+        fn: the function; transforms are inside.
+        mesh: by default that of the DTensors; needed only where there are none.
+
+    Returns:
+        A function of the same arguments.
+
+    Raises:
+        TransformError: called under a torch.func transform, with leaves on the stages of a pipeline, with DTensors on
+            several meshes, or `fn` returns nodes that do not hold what they say.
+    """
+    check_function("fs.shard_map", "a function of trees", fn, 0)
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _functorch.in_functorch():
+            mend = "Transform the function inside: fs.shard_map(torch.func.grad(f))."
+            raise TransformError(message("fs.shard_map", "cannot run under a torch.func transform.", mend=mend))
+        flat, spec = tree.flatten((args, kwargs))
+        _check(tree.named_leaves((args, kwargs)))
+        nodes = [to_local(x) if isinstance(x, DTensor) else x for x in flat]
+        here = mesh or next((x.sharding.mesh for x in nodes if isinstance(x, Local)), None)
+        given_args, given_kwargs = tree.unflatten(spec, nodes)
+        with nullcontext() if here is None else set_mesh(here):
+            out = fn(*given_args, **given_kwargs)
+        return _at_rest(out)
+
+    return run
+
+
+def _check(leaves: dict[str, Any]) -> None:
+    """Refuses leaves that cannot fly: those of stages, and those of several meshes."""
+    at_rest = {path: x for path, x in leaves.items() if isinstance(x, DTensor)}
+    if staged := [f"{path} is {typeof(x)}" for path, x in at_rest.items() if is_assigned(x)]:
+        mend = "Reshard to a layout without stages first."
+        raise TransformError(message("fs.shard_map", "cannot tell who owns leaves with assignments.", staged, mend))
+    meshes = {path: to_local(x).sharding.mesh for path, x in at_rest.items()}
+    if len(set(meshes.values())) > 1:
+        rows = [f"{path} is on {abstract(m)}" for path, m in meshes.items()]
+        raise TransformError(message("fs.shard_map", "needs all leaves on one mesh.", rows, "Reshard some of them."))
+
+
+def _at_rest(out: Tree) -> Tree:
+    """A result with DTensors in the place of nodes; dims before those of a node's shape are whole."""
+    wrong: list[str] = []
+
+    def rest(path: str, x: Any) -> Any:
+        if not isinstance(x, Local):
+            return x
+        extra = x.value.ndim - len(x.shape)
+        lead = tuple(x.value.shape[: max(extra, 0)])
+        if extra < 0 or lead + x.sharding.local_shape(x.shape) != tuple(x.value.shape):
+            here = list(x.sharding.local_shape(x.shape))
+            wrong.append(f"{path} is {typeof(x)}, which is {here} here, but holds {list(x.value.shape)}")
+            return x
+        sharding = replace(x.sharding, spec=P(*(None,) * extra, *x.sharding.spec)) if extra else x.sharding
+        return sharding.to_dtensor(x.value, (*lead, *x.shape))
+
+    result = tree.map_with_path(rest, out)
+    if wrong:
+        mend = "Return what local nodes hold as plain tensors, .value, where it is no part of such a leaf."
+        raise TransformError(message("fs.shard_map", "got nodes that do not hold what they say.", wrong, mend))
+    return result

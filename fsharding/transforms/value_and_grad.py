@@ -1,0 +1,423 @@
+"""`value_and_grad`: gradients of a loss over sharded parameters, with plain `torch.autograd.grad`.
+
+In: a loss function of (params, ...) that returns a scalar, or (sum, weight). Out: the mean over all data ranks, and a
+tree of gradients in the shardings that were asked for. DTensors go in and come out; the loss function sees `Local`
+nodes only. Laws: inputs are never changed; the mean is over all weights, whatever mesh, strategy and microbatches.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.distributed.tensor import DTensor
+
+from fsharding import _compat, _functorch, tree
+from fsharding.arguments import check_function, refuse
+from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.stop_bit import StopBit
+from fsharding.comm.transport import start_sum
+from fsharding.errors import TransformError, message
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
+from fsharding.mesh.failures import naming_lost
+from fsharding.precision import FP32, Precision
+from fsharding.public import public
+from fsharding.sharding.named_sharding import (
+    Local,
+    NamedSharding,
+    is_assigned,
+    like,
+    local_of,
+    sharding_of,
+    to_local,
+    typeof,
+)
+from fsharding.transforms.gather_context import Ledger, opened
+from fsharding.transforms.loss_checks import explained
+from fsharding.transforms.unit_plan import Goal
+from fsharding.tree import Tree
+
+__all__ = ["GradFn", "Tape", "refuse_backward", "value_and_grad"]
+
+
+class GradFn(Protocol):
+    """What `value_and_grad` returns."""
+
+    def __call__(self, params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
+        """Loss and gradients; `accumulate` holds summed gradients to add to, in their own memory if donated."""
+        ...
+
+
+class _Loss(NamedTuple):
+    """A loss function's result, taken apart."""
+
+    total: Tensor
+    weight: Tensor | None
+    aux: Any
+
+
+@public("fs.value_and_grad")
+def value_and_grad(
+    fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    grads: Tree = None,
+    precision: Precision = FP32,
+    mean: bool = True,
+    memory: Pool | None = None,
+    stop: StopBit | None = None,
+) -> GradFn:
+    """Makes a function that returns a loss and its gradient with respect to the first argument.
+
+    `fn(params, *args)` returns a 0-d tensor, or `(sum, weight)`: the sum of the losses of this rank's tokens, and their
+    number. What is differentiated is the global mean, `psum(sum) / psum(weight)` over all data axes; a bare tensor
+    counts as the mean of its rank, with weight 1.
+
+    Args:
+        fn: the loss function; it gets the parameters as `Local` nodes, to be opened by `gather_unit` or `scan_units`.
+        has_aux: `fn` returns `(loss, aux)`; aux is handed on as it is.
+        grads: tree of `NamedSharding` for the gradients; None at a leaf freezes it. By default gradients are sharded as
+            the parameters. Axes that are partial in it are left unreduced.
+        precision: dtypes of compute, wire and gradients.
+        mean: divide by the global weight; else loss and gradients are sums.
+        memory: where large gradients are that are whole on every data rank; from call to call it is used again as soon
+            as nobody holds what was in it. By default they are in fresh memory.
+        stop: the bit of `fs.preemption`, which a train step lets travel in the sum of loss and weight.
+
+    Returns:
+        A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
+        `fn` returns a bare tensor; with `has_aux` the first item is `(that, aux)`. Loss and weight are 0-d float32, the
+        same on all data ranks. `accumulate` holds summed gradients of earlier calls, which the new ones are added to;
+        with `donate=True` in their own memory, so that they must not be used again.
+
+    A loss whose last operation is a mean, returned with a weight above 1, is divided twice; that is warned of once.
+
+    Raises:
+        ArgumentError: `fn` is no function of at least one argument; or, from the function, is called with arguments
+            that it does not take, or that are swapped.
+        TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place; or a
+            plain tensor has a sharding in `grads`.
+        NotGatheredError: from the function: a leaf was used before it was gathered.
+        MissingKeyError: from the function: `fn` asks for an entry that none of its arguments has.
+        BatchError: from the function: `fn` failed, and something in the batch is no tensor.
+        ShapeError: from the function: `fn` computes with shapes that do not go together.
+        RankError: from the function: another rank is gone, or does not answer within the timeout of the mesh.
+        TreeError: `grads` or `accumulate` does not match the parameters.
+    """
+    check_function("fs.value_and_grad", "a loss function (params, *args)", fn, 1)
+
+    @public("fs.value_and_grad")
+    def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
+        accumulate = accumulate if donate else tree.map(_copy, accumulate)
+        tape = Tape(params, grads, accumulate, precision, memory=memory)
+        try:
+            with naming_lost("fs.value_and_grad", tape.mesh):
+                loss = _take_apart(tape.forward(fn, *args), has_aux)
+                if loss.total.requires_grad:
+                    tape.backward([loss.total])
+                totals = _global_sums(loss, tape.mesh, stop)
+                found = tape.finish()
+        except BaseException:
+            tape.close()
+            raise
+        if mean:
+            _compat.foreach_mul_([g for g in found if g is not None], float(1.0 / totals[1]))
+        return _result(loss, totals, mean, has_aux), tape.at_rest(found)
+
+    return run
+
+
+class Tape:
+    """Parameters in flight through one forward and its backward, and where their gradients go.
+
+    `value_and_grad` has one for each call, a pipeline one for each stage and microbatch.
+
+    Args:
+        params: tree of parameters at rest.
+        grads: tree of `NamedSharding`, as in `value_and_grad`.
+        accumulate: gradients of earlier calls, which are added to in place.
+        precision: dtypes of compute, wire and gradients.
+        pool: of buffers, where several tapes share one.
+        memory: as in `value_and_grad`.
+
+    Attributes:
+        mesh: of the parameters; None when none of them is a DTensor.
+        ledger: of its units.
+        adds_in_place: whether all gradients end in what was given as `accumulate`.
+
+    Raises:
+        TransformError: nobody says who owns a leaf with an explicit assignment.
+        TreeError: `grads` or `accumulate` does not match the parameters.
+    """
+
+    def __init__(
+        self,
+        params: Tree,
+        grads: Tree,
+        accumulate: Tree,
+        precision: Precision,
+        pool: Pool | None = None,
+        memory: Pool | None = None,
+    ) -> None:
+        _refuse_transforms(params)
+        self._leaves, self._spec = tree.flatten(params)
+        flat, count = self._leaves, len(self._leaves)
+        self._targets = [_same] * count
+        if grads is not None:
+            self._targets = tree.flatten_up_to(self._spec, grads, "fs.value_and_grad", ("params", "grads"))
+        held: list[Any] = [None] * count
+        if accumulate is not None:
+            held = tree.flatten_up_to(self._spec, accumulate, "fs.value_and_grad", ("params", "accumulate"))
+        triples = zip(flat, self._targets, held, strict=True)
+        self._goals = [_goal(leaf, target, h, precision) for leaf, target, h in triples]
+        self.adds_in_place = all(goal is None or goal.held == goal.target for goal in self._goals)
+        self._flying = [_fly(leaf, goal is not None) for leaf, goal in zip(flat, self._goals, strict=True)]
+        self._raw: list[Tensor | None] = [None] * count
+        self._held = held
+        locals_ = [x if isinstance(x, Local) else None for x in self._flying]
+        held_local = [_compat.local_tensor(h) if isinstance(h, DTensor) else None for h in held]
+        self.mesh = next((x.sharding.mesh for x in locals_ if x is not None), None)
+        names, compute = tree.paths(params), precision.compute_dtype
+        self.ledger = Ledger(locals_, names, self._goals, compute, held_local, pool, memory)
+
+    def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """`fn(params, *args)` with the parameters as `Local` nodes."""
+        params = tree.unflatten(self._spec, self._flying)
+        try:
+            with torch.enable_grad(), _on(self.mesh), opened(self.ledger):
+                return fn(params, *args)
+        except Exception as error:
+            known = explained(error, fn, params, args, self.ledger)
+            if known is None:
+                raise
+            raise known from error
+
+    def backward(
+        self,
+        outputs: Sequence[Tensor] | Sequence[GradientEdge],
+        cotangents: Sequence[Tensor] | None = None,
+        inputs: Sequence[Tensor] = (),
+        *,
+        params: bool = True,
+        again: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """Differentiates what `forward` gave.
+
+        Args:
+            outputs: which have gradients, or their places in the graph.
+            cotangents: of the outputs; by default 1 for the one 0-d output.
+            inputs: what else `fn` took, to be differentiated as well.
+            params: differentiate with respect to the parameters, too. Those that were used in units write their
+                gradients through the ledger, whatever was used otherwise comes back here.
+            again: there will be another call for the same outputs.
+
+        Returns:
+            The gradients of `inputs`.
+        """
+        direct = [x.value if isinstance(x, Local) else x for x in self._flying]
+        used = [i for i, x in enumerate(direct) if params and isinstance(x, Tensor) and x.requires_grad]
+        wanted = [*inputs, *([self.ledger.anchor] if params else []), *(direct[i] for i in used)]
+        if not wanted:
+            return ()
+        # What is computed again in backward asks for the mesh, too.
+        with _on(self.mesh), torch.autograd.set_multithreading_enabled(False):
+            found = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=again, allow_unused=True)
+        for i, grad in zip(used, found[len(inputs) + 1 :], strict=True):
+            self._raw[i] = grad
+        return found[: len(inputs)]
+
+    def finish(self) -> list[Tensor | None]:
+        """Waits for the reductions under way, and closes: the local gradient of each leaf."""
+        for i, (grad, x) in enumerate(zip(self._raw, self._flying, strict=True)):
+            if grad is not None and isinstance(x, Local):
+                self.ledger.landing.add_reduced(i, grad)
+        found = self.ledger.finish()
+        return [
+            g
+            if isinstance(self._flying[i], Local)
+            else _plain(self._raw[i], self._leaves[i], self._goals[i], self._held[i])
+            for i, g in enumerate(found)
+        ]
+
+    def close(self) -> None:
+        """Lets go of everything after a failure."""
+        self.ledger.close(failed=True)
+
+    def at_rest(self, grads: Sequence[Tensor | None]) -> Tree:
+        """Local gradients as the tree of DTensors that was asked for."""
+        wrapped = [
+            _at_rest(g, goal, x, target) if g is not None and isinstance(x, Local) else g
+            for g, goal, x, target in zip(grads, self._goals, self._flying, self._targets, strict=True)
+        ]
+        return tree.unflatten(self._spec, wrapped)
+
+
+def _refuse_transforms(params: Tree) -> None:
+    if _functorch.in_functorch():
+        mend = "Use torch.func.grad_and_value of a function of local nodes, inside fs.shard_map."
+        raise TransformError(message("fs.value_and_grad", "cannot run under a torch.func transform.", mend=mend))
+    leaves = tree.named_leaves(params)
+    if flying := [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local)]:
+        mend = "Call it outside of fs.shard_map, or use torch.func.grad_and_value inside."
+        raise TransformError(message("fs.value_and_grad", "needs parameters at rest.", flying, mend))
+
+
+_same: Any = object()
+
+
+def _goal(leaf: Any, target: Any, held: Any, precision: Precision) -> Goal | None:
+    """The goal of a leaf's gradient; None for frozen leaves and for what cannot be differentiated."""
+    if target is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return None
+    if not isinstance(leaf, DTensor):
+        if isinstance(target, NamedSharding):
+            rule = f"got a plain tensor {typeof(leaf)} where grads= has a sharding, {target}."
+            mend = "Put whole parameters into their layout first: fs.shard(params, layout)."
+            raise TransformError(message("fs.value_and_grad", rule, mend=mend))
+        return Goal(_NOWHERE, leaf.dtype)
+    if target is not _same and not isinstance(target, NamedSharding):
+        mend = "Give a tree of shardings, such as grads=layout.main; None freezes a leaf."
+        raise refuse("fs.value_and_grad", "grads= as shardings", target, mend)
+    if target is _same and is_assigned(leaf):
+        text = f"cannot tell who owns a leaf with an explicit assignment, {typeof(leaf)}."
+        raise TransformError(message("fs.value_and_grad", text, mend="Say where gradients go: grads=layout.main."))
+    want = sharding_of(leaf) if target is _same else target
+    have = to_local(held).sharding if isinstance(held, DTensor) else None
+    # On the slices of the mesh that own a leaf, it is cut as any other.
+    return Goal(want.slice_of_mesh().simplified(), precision.grad_dtype(leaf.dtype), precision.reduce, have)
+
+
+_NOWHERE: Any = None
+
+
+def _at_rest(grad: Tensor, goal: Goal | None, x: Local, target: Any) -> DTensor:
+    assert goal is not None
+    if isinstance(target, NamedSharding) and target.assigned:
+        return target.simplified().at_rest(grad, x.shape)
+    return goal.target.to_dtensor(grad, x.shape)
+
+
+def _fly(leaf: Any, differentiated: bool) -> Any:
+    """The in-flight form of a leaf: fresh tensors, so that autograd never touches the state's own."""
+    if isinstance(leaf, DTensor):
+        local = to_local(leaf)
+        return replace(local, value=local.value.requires_grad_(differentiated))
+    if isinstance(leaf, Tensor):
+        return leaf.detach().requires_grad_(differentiated)
+    return leaf
+
+
+def _on(mesh: Mesh | None) -> Any:
+    return set_mesh(mesh) if mesh is not None else torch.enable_grad()
+
+
+def _take_apart(result: Any, has_aux: bool) -> _Loss:
+    if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
+        mend = "Return (loss, aux), or leave has_aux out."
+        raise TransformError(message("fs.value_and_grad", f"needs (loss, aux); got {_kind(result)}.", mend=mend))
+    loss, aux = result if has_aux else (result, None)
+    total, weight = loss if isinstance(loss, tuple) and len(cast(tuple[Any, ...], loss)) == 2 else (loss, None)
+    is_number = weight is None or isinstance(weight, int | float) or (isinstance(weight, Tensor) and not weight.ndim)
+    if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point() or not is_number:
+        rule = f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {_kind(loss)}."
+        raise TransformError(message("fs.value_and_grad", rule, mend=_mend(total)))
+    if weight is not None:
+        if _is_mean(total) and float(weight) > 1:
+            _warn_of_mean(float(weight))
+        weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
+    return _Loss(total, weight, aux)
+
+
+def _mend(total: Any) -> str:
+    """What to return in the place of what is no loss."""
+    if isinstance(total, Local):
+        return "Compute it of gathered leaves, with fs.gather_unit, or of whole trees, with fs.tree.vdot."
+    if isinstance(getattr(total, "loss", None), Tensor):
+        return "Return its .loss, with the number of tokens that it is the sum of."
+    return "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True."
+
+
+_PASSED_ON = {"ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0", "CloneBackward0"}
+_MEAN = 1
+"""How nodes of torch's losses note `reduction="mean"`."""
+
+
+def _is_mean(total: Tensor) -> bool:
+    """Whether the last operation of a loss is a mean. Its graph says so; its value never does for sure."""
+    node = total.grad_fn
+    while node is not None and node.name() in _PASSED_ON:
+        node = node.next_functions[0][0]
+    return node is not None and (
+        node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+    )
+
+
+def _warn_of_mean(weight: float) -> None:
+    """Python shows it once."""
+    rule = f"got (mean, {weight:g}) where it takes (sum, weight): the mean is divided by the weight again."
+    mend = 'Return (losses.sum(), number of tokens), as reduction="sum" gives it; or the mean alone.'
+    warnings.warn(message("fs.value_and_grad", rule, mend=mend), stacklevel=3)
+
+
+def _kind(x: Any) -> str:
+    """What something is, for an error."""
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_kind, cast(tuple[Any, ...], x)))})"
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _global_sums(loss: _Loss, mesh: Mesh | None, stop: StopBit | None) -> Tensor:
+    """(sum, weight) over all data ranks: float64[2], or one more that is the stop bit's."""
+    device = loss.total.device
+    one = torch.ones((), dtype=torch.float64, device=device) if loss.weight is None else loss.weight
+    also = () if stop is None else (stop.mine(device),)
+    mine = torch.stack((loss.total.detach().double(), one, *also))
+    if mesh is None:
+        return mine
+    axes = tuple(sorted(data_axes(mesh), key=AXES.index))
+    totals = start_sum(mine, axis_group(mesh, axes), torch.float64).wait()
+    if stop is not None:
+        stop.summed(totals[2], axes)
+    return totals
+
+
+def _plain(grad: Tensor | None, leaf: Any, goal: Goal | None, held: Any) -> Tensor | None:
+    if goal is None:
+        return None
+    if held is not None:
+        return held if grad is None else held.add_(grad)
+    # That of a sum is one element in many places, which nothing could be added to.
+    return torch.zeros_like(leaf) if grad is None else grad.contiguous()
+
+
+def _copy(x: Any) -> Any:
+    """Gradients in memory of their own."""
+    if not isinstance(x, Tensor):
+        return x
+    return like(x, local_of(x).clone()) if isinstance(x, DTensor) else x.clone()
+
+
+def _result(loss: _Loss, totals: Tensor, mean: bool, has_aux: bool) -> Any:
+    value = refuse_backward((totals[0] / totals[1] if mean else totals[0]).float())
+    result = value if loss.weight is None else (value, totals[1].float())
+    return (result, loss.aux) if has_aux else result
+
+
+def refuse_backward(loss: Tensor) -> Tensor:
+    """A loss whose gradients are there already, and whose `.backward()` says so."""
+    return _compat.refuse_backward(loss, _no_backward)
+
+
+def _no_backward(*_: Any, **__: Any) -> None:
+    rule = "gives a loss and its gradients at once: .backward() on that loss has nothing left to do."
+    mend = (
+        "Use them: (loss, n), grads = fs.value_and_grad(loss_fn)(params, batch), then opt.update(grads, opt_state,"
+        " params). A train step has applied them; go on with the state that it returned."
+    )
+    raise TransformError(message("fs.value_and_grad", rule, mend=mend))
