@@ -8,6 +8,7 @@ No text is without bounds, and none carries what a terminal would act on: names 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
@@ -32,6 +33,7 @@ __all__ = [
     "SpecError",
     "TransformError",
     "TreeError",
+    "did_you_mean",
     "listed",
     "message",
     "printable",
@@ -208,3 +210,15 @@ def _lines(text: str, longest: int = _LONGEST_LINE) -> list[str]:
     if len(lines) > _MOST_LINES:
         lines[-1] = f"... and {lines[-1].count(chr(10)) + 1:,} more lines"
     return [printable(line, longest) for line in lines]
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """A sentence to put after others, about the known name that is most like an unknown one; "" where none is.
+
+    Args:
+        name: the unknown one.
+        known: what there is.
+        cutoff: how like it has to be, from 0 to 1.
+    """
+    close = difflib.get_close_matches(name, list(known), 1, cutoff)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,7 +1,7 @@
 """The house rules, read off the source: levels, docstrings, public names, and a README that runs.
 
 Nothing here imports the package; the README runs in a process of its own, as a reader would run it.
-A new module needs a line in LEVEL_TABLE. CONTRIBUTING.md says the same rules in words.
+A new room needs a place in ROOMS. CONTRIBUTING.md says the same rules in words.
 """
 
 from __future__ import annotations
@@ -24,64 +24,13 @@ MAX_EXAMPLE_LINES = 149
 MIN_DOCSTRING_LINES, MAX_DOCSTRING_LINES = 3, 8
 README_SECONDS = 110
 
-# A module imports modules of lower levels only; inside a package also those of the same package and level. "ops.*" is
-# every module of ops/ that has no entry of its own. A fraction orders the modules within one level.
-LEVEL_TABLE: list[tuple[float, str]] = [
-    (0, "errors"),
-    (0.4, "mesh_cache"),
-    (0.5, "tree untrusted _compat _functorch counts hints ending arguments frames"),
-    (0.55, "rendezvous"),
-    (0.6, "public"),
-    (0.8, "axes agreement"),
-    (0.9, "lost"),
-    (0.95, "groups"),
-    (1, "mesh boxes"),
-    (1.4, "preemption"),
-    (1.5, "spec"),
-    (1.7, "at_rest"),
-    (2, "sharding strategy precision policies ops.wire ops.blocks ops.shared ops.pipes"),
-    (2.1, "ops.rows"),
-    (2.15, "stop_bit"),
-    (2.2, "ops.collectives"),
-    (2.5, "random stages routes"),
-    (2.8, "planning"),
-    (3, "ops.* layout"),
-    (3.4, "gathering landing"),
-    (3.5, "ledger"),
-    (3.8, "loss_problems"),
-    (4, "redistribute autodiff norms"),
-    (4.5, "optim.*"),
-    (5, "transforms remat in_flight jacobians"),
-    (6, "scan"),
-    (6.5, "stacks"),
-    (7, "actions"),
-    (7.1, "timeline checking"),
-    (7.2, "lowering"),
-    (7.3, "schedule"),
-    (7.5, "staging"),
-    (7.6, "traffic holding"),
-    (8, "pipeline"),
-    (8.4, "conformity"),
-    (8.5, "state"),
-    (8.7, "moving"),
-    (9, "step reshard"),
-    (10, "checkpoint.*"),
-    (10.5, "corpus"),
-    (11, "models.* data"),
-    (11.1, "module_problems"),
-    (11.2, "decoder_traffic anatomy hf.*"),
-    (11.25, "module_values module_state"),
-    (11.3, "module_axes"),
-    (11.4, "module_run families module_probe"),
-    (11.5, "functionalize staged_module recipes swaps launch testing.* show plan plan.*"),
-    (11.75, "resume"),
-    (11.8, "config"),
-    (12, "train tools preview doctor bench.*"),
-    (13, "cli"),
-    (14, "__main__"),
-]
-LEVELS = {name: value for value, names in LEVEL_TABLE for name in names.split()}
-LEVEL_OF_THE_WHOLE_PACKAGE = 11.9  # `import fsharding as fs` is for what stands above the library: train, bench, cli
+# A module imports its own room and rooms that stand before it. A room is a folder, or a module that is in none.
+ROOMS = [
+    "errors", "mesh_cache", "_compat", "_functorch", "tree", "untrusted", "precision", "arguments", "public", "mesh", "sharding",
+    "random", "comm", "ops", "transforms", "optim", "models", "pipeline", "train", "checkpoint", "interop", "testing",
+    "bench", "cli", "__main__",
+]  # fmt: skip
+ABOVE_THE_LIBRARY = {"bench", "cli", "__main__"}  # `import fsharding as fs` is for these
 FORBIDDEN_NAMES = {"utils", "core", "common"}
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -145,34 +94,23 @@ class Module:
 MODULES = [Module(path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
-# --------------------------------------------------------------------------------------------------- levels and circles
-def level(name: str) -> float | None:
-    """The level of a module; that of a package is the highest in it."""
-    if name == "":
-        return LEVEL_OF_THE_WHOLE_PACKAGE
-    if name in LEVELS:
-        return LEVELS[name]
-    inside = [value for key, value in LEVELS.items() if key.startswith(f"{name}.")]
-    return max(inside) if inside else LEVELS.get(f"{name.split('.')[0]}.*") if "." in name else None
+# ---------------------------------------------------------------------------------------------------- rooms and circles
+def room(name: str) -> str:
+    return name.split(".")[0]
 
 
-def level_offences(module: Module) -> list[str]:
-    if module.is_package:
+def room_offences(module: Module) -> list[str]:
+    own = room(module.name)
+    if own == "":  # the public face gathers names from everywhere
         return []
-    own = level(module.name)
-    if own is None:
-        return [
-            f"{module.where(1)}: {module.name!r} has no level; add it to LEVEL_TABLE in tests/{Path(__file__).name}"
-        ]
-    package = f"{module.name.split('.')[0]}." if "." in module.name else None
-    found: list[str] = []
-    for target, line in dict.fromkeys(module.imports()):
-        other = level(target)
-        is_mate = package is not None and target.startswith(package)
-        if other is None or other > own or (other == own and not is_mate):
-            name = target or "the package itself"
-            found.append(f"{module.where(line)}: {module.name} (level {own}) may not import {name} (level {other})")
-    return found
+    if own not in ROOMS:
+        return [f"{module.where(1)}: {own!r} is no room; give it a place in ROOMS of tests/{Path(__file__).name}"]
+    before = {*ROOMS[: ROOMS.index(own) + 1], *([""] if own in ABOVE_THE_LIBRARY else [])}
+    return [
+        f"{module.where(line)}: {module.name} may not import {target or 'the package itself'}, whose room stands later"
+        for target, line in dict.fromkeys(module.imports())
+        if room(target) not in before
+    ]
 
 
 def find_circle(graph: dict[str, list[str]]) -> list[str] | None:
@@ -298,6 +236,8 @@ def declared_names(module: Module) -> list[str] | None:
 
 def declaration_offences(module: Module) -> list[str]:
     names = declared_names(module)
+    if names is None and module.is_package and len(module.tree.body) == 1:
+        return []  # a room without a face of its own
     if names is None:
         return [f"{module.where(1)}: no `__all__` that is a plain list of strings"]
     twice, missing = {name for name in names if names.count(name) > 1}, {*names} - bound_names(module)
@@ -333,7 +273,7 @@ def docstring_offences(module: Module) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------ the tests
 Rule = Callable[[Module], list[str]]
 RULES: dict[str, Rule] = {
-    "levels": level_offences,
+    "rooms": room_offences,
     "hidden_imports": hidden_import_offences,
     "names": name_offences,
     "swallowed_errors": swallow_offences,
@@ -467,19 +407,14 @@ def test_what_the_page_on_reliability_says_is_tested():
 DOC = '"""One.\n\nTwo.\nThree.\n"""\n'
 # rule, path below fsharding/, a source that keeps the rule, one that breaks it
 PAIRS: list[tuple[str, str, str, str]] = [
-    (
-        "levels",
-        "sharding.py",
-        "from fsharding.sharding.partition_spec import P",
-        "from fsharding.ops.collectives import psum",
-    ),
-    ("levels", "sharding.py", "from . import boxes", "from fsharding import strategy"),
-    ("levels", "ops/linear.py", "from .norm import f", "from ..layout import f"),
-    ("levels", "optim/muon.py", "from fsharding.comm.redistribute import redistribute", "import fsharding.optim"),
-    ("levels", "cli.py", "import fsharding as fs", "from fsharding.__main__ import main"),
-    ("levels", "scan.py", "import torch", "import fsharding as fs"),
-    ("levels", "scan.py", "", "from fsharding.unheard import f"),
-    ("levels", "ops/deep/x.py", "from fsharding.ops.norm import f", "from ...step import f"),
+    ("rooms", "sharding/layout.py", "from fsharding.mesh.x import f", "from fsharding.ops.norm import f"),
+    ("rooms", "ops/linear.py", "from .norm import f", "from ..train.step import f"),
+    ("rooms", "comm/deep/x.py", "from fsharding.comm.bucket import f", "from ...train.step import f"),
+    ("rooms", "optim/muon.py", "from fsharding.errors import E", "import fsharding.train.step"),
+    ("rooms", "cli/main.py", "import fsharding as fs", "from fsharding.__main__ import main"),
+    ("rooms", "transforms/scan.py", "import torch", "import fsharding as fs"),
+    ("rooms", "transforms/scan.py", "", "from fsharding.unheard import f"),
+    ("rooms", "errors.py", "import torch", "from fsharding import tree"),
     ("hidden_imports", "a.py", "import os", "def f():\n    import os"),
     ("hidden_imports", "a.py", "def f():\n    import os  # lazy: slow", "def f():\n    import os  # lazy:"),
     ("hidden_imports", "a.py", "def f():\n    if TYPE_CHECKING:\n        import os", "f = lambda: import_module('os')"),
@@ -504,7 +439,7 @@ PAIRS: list[tuple[str, str, str, str]] = [
 @pytest.mark.parametrize(("rule", "name", "good", "bad"), PAIRS)
 def test_the_rule_catches(rule: str, name: str, good: str, bad: str, tmp_path: Path):
     root = tmp_path / "fsharding"
-    for other in ("boxes.py", "strategy.py", "reshard.py", "ops/__init__.py", name):
+    for other in ("tree.py", "mesh/x.py", "ops/norm.py", "comm/bucket.py", "train/step.py", name):
         (root / other).parent.mkdir(parents=True, exist_ok=True)
         (root / other).touch()
 

@@ -1,1 +1,1 @@
-"""cli: see the table of rooms."""
+"""The command line: `fsharding train`, `plan`, `bench`, `inspect`, `reshard`, `export`."""

@@ -17,8 +17,7 @@ from typing import Any, Literal
 from fsharding import checkpoint
 from fsharding.cli.resume import choose
 from fsharding.cli.swaps import parse_swaps
-from fsharding.errors import BatchError, CheckpointError, ConfigError, message
-from fsharding.hints import did_you_mean
+from fsharding.errors import BatchError, CheckpointError, ConfigError, did_you_mean, message
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape, parse_axes
 from fsharding.mesh.device_mesh import Mesh, abstract

@@ -1,1 +1,1 @@
-"""comm: see the table of rooms."""
+"""How tensors travel inside a group of ranks: buckets, ordered sums, exchanges, and plans of reshards."""

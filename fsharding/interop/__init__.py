@@ -1,1 +1,1 @@
-"""interop: see the table of rooms."""
+"""Models and weights of others: modules of torch, Hugging Face."""

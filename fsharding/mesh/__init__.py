@@ -1,1 +1,1 @@
-"""mesh: see the table of rooms."""
+"""Meshes, the groups of their ranks, and what happens when a rank is missing."""

@@ -1,1 +1,1 @@
-"""pipeline: see the table of rooms."""
+"""Pipeline schedules as values, and the executor that runs them."""

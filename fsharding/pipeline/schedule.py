@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, cast, get_args
 
 from fsharding import _compat
-from fsharding.errors import ScheduleError, message
-from fsharding.hints import did_you_mean
+from fsharding.errors import ScheduleError, did_you_mean, message
 from fsharding.pipeline import simulation as timeline
 from fsharding.pipeline import validation as checking
 from fsharding.pipeline.actions import Action, Kind, Owner, Table, peer

@@ -1,1 +1,1 @@
-"""sharding: see the table of rooms."""
+"""Values that say where a leaf lives: boxes, partition specs, named shardings, strategies, layouts."""

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
-from fsharding.errors import SpecError, message
-from fsharding.hints import did_you_mean
+from fsharding.errors import SpecError, did_you_mean, message
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 
 __all__ = ["DEFAULT_RULES", "AxisRules", "DimName", "Entry", "Fused", "P", "PartitionSpec", "rule_name"]

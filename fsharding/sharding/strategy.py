@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fsharding.errors import ConfigError, message
-from fsharding.hints import did_you_mean
+from fsharding.errors import ConfigError, did_you_mean, message
 from fsharding.public import public
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""train: see the table of rooms."""
+"""The train step and what it works on: state, data, resharding of whole states."""

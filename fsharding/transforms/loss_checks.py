@@ -31,10 +31,10 @@ from fsharding.errors import (
     NotGatheredError,
     ShapeError,
     TransformError,
+    did_you_mean,
     listed,
     message,
 )
-from fsharding.hints import did_you_mean
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, of_sums, typeof
 from fsharding.transforms.gather_context import Ledger

@@ -1,1 +1,1 @@
-"""shared_memory: see the table of rooms."""
+"""Ranks of one machine exchange tensors in memory that they share."""

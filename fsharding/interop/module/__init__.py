@@ -1,1 +1,1 @@
-"""module: see the table of rooms."""
+"""An `nn.Module` as a pure function over sharded parameters; see `functionalize`."""

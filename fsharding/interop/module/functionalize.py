@@ -183,7 +183,8 @@ def functionalize(
         names: dim names of leaves by pattern of the path, without that of a stack's first dim:
             `{"*.up.weight": ("mlp", "embed"), "*": None}`. By default those of the family, or none; a leaf without
             names is cut along its first dim.
-        roles: of layers over `tp`, by pattern of the path; see `fsharding.interop.module.tensor_parallel`. By default those of the family.
+        roles: of layers over `tp`, by pattern of the path; see `fsharding.interop.module.tensor_parallel`. By default
+            those of the family.
         reset: fills the parameters and buffers of a submodule that are on the meta device, in place; it gets one
             submodule at a time, without its children. By default its own `reset_parameters`, or the family's.
         policy: what blocks of stacks keep for backward.
