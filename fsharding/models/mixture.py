@@ -2,7 +2,7 @@
 
 In: normalized activations [B, T, D] and the leaves of a block, under `experts`. Out: what the part adds to the stream,
 and what its router adds to the loss. `ep` cuts experts, `tp` their hidden dim.
-Law: that of `models.experts`, which computes it.
+Law: that of `models.moe`, which computes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut along a mesh axis, in the zig-zag order of `ops.sequence`.
+"""Attention over a sequence that is cut along a mesh axis, in the zig-zag order of `ops.context_parallel`.
 
 In: this rank's queries, keys and values. Out: for its queries, what attention over the whole sequence gives.
 Three ways with the same result. "ring": keys and values go around, and no rank ever has them all. "gather": every

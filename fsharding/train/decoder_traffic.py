@@ -70,7 +70,7 @@ def expected_traffic(
     under `dots_saveable` one together.
 
     Over the data axes a unit is gathered forward, and backward unless it is the last one or the embedding; gradients
-    take the steps of `ops.transition`, for each microbatch from unreduced to `layout.grads` and once a step to
+    take the steps of `comm.steps`, for each microbatch from unreduced to `layout.grads` and once a step to
     `layout.main`; what `layout.params` has more of is gathered at the end. A schedule that gathers once a step does so
     for each stage, one that scatters once reduces each stage's sums at its SCATTER. Over `pp` a stage sends x to the
     next one, and its gradient to the one before, for each microbatch. Two float64 for the loss, the stop bit and one a

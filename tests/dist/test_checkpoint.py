@@ -446,7 +446,7 @@ def save_and_die(path, where):
     ck.save(path / "2", state.replace(step=torch.tensor(50)))
 
 
-@pytest.mark.parametrize("where", ["files.Writer.add", "files.Writer.close"])
+@pytest.mark.parametrize("where", ["writer.Writer.add", "writer.Writer.close"])
 def test_a_rank_that_dies(tmp_path, where):
     with pytest.raises(RankError, match="rank 1 died of SIGKILL"):
         run_ranks(save_and_die, 2, tmp_path, f"fsharding.checkpoint.{where}", timeout=30.0)

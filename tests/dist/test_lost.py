@@ -21,7 +21,7 @@ from fsharding.pipeline import executor as pipeline
 from fsharding.testing import ranks as pools
 from fsharding.testing import run_ranks
 
-mesh_module, reshard_module = (sys.modules[f"fsharding.{name}"] for name in ("mesh", "reshard"))
+mesh_module, reshard_module = (sys.modules[f"fsharding.{name}"] for name in ("mesh.device_mesh", "train.reshard"))
 PLACES = {
     "do": (pipeline._Run, "do"),
     "sums": (pipeline._Run, "sums"),

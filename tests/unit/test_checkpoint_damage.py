@@ -256,7 +256,7 @@ def test_what_plain_torch_wrote_is_read_by_the_same_source(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch_dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
-    source = ck.source.open_source(tmp_path / "a", None)
+    source = ck.reader.open_source(tmp_path / "a", None)
     assert source.leaves == {"a": ((3, 4), torch.float32), "b": ((2,), torch.bfloat16), "t": ((), torch.int64)}
     out = torch.zeros(2, 2, dtype=torch.float64)
     source.read("a", ((1, 3), (1, 3)), out)
