@@ -10,8 +10,10 @@ ARGS ?=
 WORKERS ?= 0
 BIN := .venv/bin
 # What ranks of several machines do too: training, meshes, experts, pipelines, reshards.
-WIRED := $(addprefix tests/dist/test_,training.py every_mesh.py mesh_laws.py model_axes.py moe.py experts.py pipeline.py \
-  reshard.py reshard_laws.py rows.py) tests/property/test_training_cases.py tests/property/test_moe.py
+WIRED := $(addprefix tests/,dist/train/test_training.py dist/models/test_every_mesh.py \
+  dist/models/test_mesh_laws.py dist/models/test_model_axes.py dist/ops/test_moe.py dist/models/test_moe.py \
+  dist/pipeline/test_executor.py dist/train/test_reshard.py dist/train/test_reshard_laws.py \
+  dist/comm/test_rows.py property/train/test_training_cases.py property/ops/test_moe.py)
 # The stamp is written last, so that an interrupted install is done again.
 STAMP := .venv/.installed
 # True inside a whole venv only: a half-made one can lead to the system's Python, where nothing may be installed.

@@ -1,6 +1,6 @@
 """One process trains on a GPU: strategies, float16, compiled blocks, checkpoints, gradients beside the CPU's, memory.
 
-Without a GPU every test here is skipped, and says so; tests/unit/test_step.py has those that mean something on a CPU.
+Without a GPU every test here is skipped, and says so; tests/unit/train/test_step.py has those that mean something on a CPU.
 Several ranks on one GPU are measured by `bench/gpu.sh`.
 """
 

@@ -1,0 +1,161 @@
+"""Large gradients are taken as soon as they are complete, and what has come is not waited for later.
+
+That what is trained does not depend on it is a law of tests/property/train/test_training_cases.py, which draws the size.
+"""
+
+import weakref
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding.bench.rounds import allocated
+from fsharding.comm import process_group as wire
+from fsharding.testing import assert_bitwise_equal, run_ranks
+from fsharding.transforms.grad_reducer import Landing
+from fsharding.transforms.unit_plan import early_from
+
+WIDTH, LAYERS = 16, 4
+
+
+def loss(params, x):
+    def block(p, x):
+        for w in p.values():
+            x = torch.tanh(x @ w) + x @ p["0"] * 0.1  # the first one is used in every layer
+        return x
+
+    return fs.scan_units(block, params["blocks"], x).square().sum()
+
+
+def gradients(level, size, cut):
+    """Gradients, and what happened in which order: with each one that is put, how many of those before it still live."""
+    mesh, alive, events = fs.make_mesh(dp=2), [], []
+    home = fs.NamedSharding(mesh, fs.P(None, "dp") if level == 3 else fs.P())
+    noise = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(2, WIDTH, WIDTH, generator=noise) / WIDTH for _ in range(LAYERS)]
+    rank = mesh.get_local_rank("dp")
+    mine = [x.chunk(2, 1)[rank].contiguous() if level == 3 else x for x in leaves]
+    params = {"blocks": {str(i): home.to_dtensor(x, (2, WIDTH, WIDTH)) for i, x in enumerate(mine)}}
+    real_put, real_reduce = Landing.put, Landing.reduce
+
+    def put(self, unit, plan, early, grad):
+        alive.append(weakref.ref(grad))
+        events.append((early.leaf, sum(x() is not None for x in alive)))
+        real_put(self, unit, plan, early, grad)
+
+    def reduce(self, unit, plan, places, grads):
+        events.append("reduce")
+        real_reduce(self, unit, plan, places, grads)
+
+    with pytest.MonkeyPatch.context() as patch, early_from(size):
+        patch.setattr(Landing, "put", put)
+        patch.setattr(Landing, "reduce", reduce)
+        target = fs.NamedSharding(mesh, fs.P(None, "dp") if cut else fs.P())
+        where = fs.tree.map(lambda x: target, params)
+        _, found = fs.value_and_grad(loss, grads=where)(params, torch.ones(1, WIDTH) * (1 + rank))
+    return [x.full_tensor() for x in fs.tree.leaves(found)], events
+
+
+@pytest.mark.parametrize(("level", "cut"), [(0, False), (1, True), (3, True)], ids=str)
+def test_large_gradients_go_one_by_one(level, cut):
+    early, late = (run_ranks(gradients, 2, level, size, cut) for size in (1, 1 << 30))
+    for (found, events), (want, none) in zip(early, late, strict=True):
+        assert_bitwise_equal(found, want)
+        assert none == ["reduce", "reduce"]
+        # Of both units: the last layer's first, one alive at a time, and that of the first when all have used it.
+        assert events == [*((leaf, 1) for leaf in (3, 2, 1, 0)), "reduce"] * 2
+
+
+WIDE, NARROW, TOKENS = 160, 96, 40
+
+
+def products(params, x):
+    """Weights met from both sides, by one product, by two, and by one and what is no product; and a table."""
+
+    def block(p, x):
+        x = x + fs.ops.embedding(IDS, p["table"])
+        x = torch.tanh(fs.ops.product(x, p["up"], 1))
+        x = torch.tanh(fs.ops.product(x, p["down"], 0)) * p["scale"]
+        x = fs.ops.product(fs.ops.product(x, p["twice"], 1), p["twice"], 0)
+        return fs.ops.product(x, p["mixed"], 1) + p["mixed"].sum(0) * p["mixed"].square().mean()
+
+    return fs.scan_units(block, params["blocks"], x, policy=POLICIES[params["policy"]]).square().mean()
+
+
+IDS = torch.randint(0, WIDE, (TOKENS,), generator=torch.Generator().manual_seed(2)) // 8
+POLICIES = {"kept": fs.policies.everything_saveable, "again": fs.policies.nothing_saveable}
+SHAPES = {
+    "up": (WIDE, NARROW), "down": (WIDE, NARROW), "twice": (NARROW, NARROW), "mixed": (NARROW,) * 2,
+    "table": (WIDE, NARROW),
+}  # fmt: skip
+
+
+def gradients_of_products(level, dtype, policy, size, way="auto"):
+    """Gradients, and the leaves with terms that were written where they go, in order."""
+    mesh, written = fs.make_mesh(dp=2), []
+    noise = torch.Generator().manual_seed(0)
+    draws = {name: torch.randn(2, *shape, generator=noise) / 10 for name, shape in SHAPES.items()}
+    draws["scale"] = torch.ones(2, NARROW)
+    names = {name: ("layers", *("embed", None)[: x.ndim - 1]) for name, x in draws.items()}
+    how = fs.Precision(compute=dtype)
+    layout = fs.plan_layout({"blocks": draws}, mesh, strategy=fs.zero(level), names={"blocks": names}, precision=how)
+    params = fs.shard({"blocks": draws}, layout)
+    names_of = sorted(draws)
+    x = torch.randn(2, TOKENS, NARROW, generator=noise.manual_seed(1 + mesh.get_local_rank("dp"))).to(dtype)
+    real = Landing.put_term
+
+    def put_term(self, unit, plan, early, dtype, write):
+        written.append(real(self, unit, plan, early, dtype, write) and names_of[early.leaf])
+        return written[-1]
+
+    def loss(params, x):
+        return products({**params, "policy": policy}, x)
+
+    with pytest.MonkeyPatch.context() as patch, early_from(size):
+        patch.setattr(Landing, "put_term", put_term)
+        with wire.algorithm(way):
+            _, found = fs.value_and_grad(loss, grads=layout.main, precision=how)(params, x)
+    return [x.full_tensor() for x in fs.tree.leaves(found)], written
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_gradients_are_written_where_they_travel_from(level, dtype, policy):
+    given = (level, dtype, policy)
+    early, late = (run_ranks(gradients_of_products, 2, *given, size) for size in (1, 1 << 30))
+    sent = run_ranks(gradients_of_products, 2, *given, 1, "p2p")
+    table = ["table"] if dtype == torch.float32 else []
+    for (found, written), *others in zip(early, late, sent, strict=True):
+        assert written == ["mixed", "twice", "twice", "down", "up", *table] * 2
+        for want, none in others:
+            assert_bitwise_equal(found, want)
+            assert none == []
+
+
+DEEP, SIDE, MATRICES = 16, 192, 4
+
+
+def test_memory_of_a_stack_grows_with_its_rows():
+    """Activations and gradients are as large as each other, and the ones go when the others come."""
+    noise = torch.Generator().manual_seed(0)
+    params = {str(i): torch.randn(DEEP, SIDE, SIDE, generator=noise) / SIDE for i in range(MATRICES)}
+    x = torch.randn(SIDE, SIDE, generator=noise)
+
+    def block(p, x):
+        for w in p.values():
+            x = torch.tanh(x @ w)
+        return x
+
+    def loss(params, x):
+        return fs.scan_units(block, params, x).square().sum()
+
+    sharded = fs.shard(params, fs.plan_layout(params, fs.make_mesh(dp=-1)))
+    run = fs.value_and_grad(loss)
+    _, grads = run(sharded, x)
+    want = torch.func.grad(loss)(params, x)
+    assert_bitwise_equal([x.full_tensor() for x in fs.tree.leaves(grads)], fs.tree.leaves(want))
+    del grads
+    _, peak = allocated(lambda: run(sharded, x))
+    both = MATRICES * DEEP * SIDE * SIDE * 4
+    assert peak < 1.4 * both
