@@ -25,8 +25,8 @@ from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf, text_of
 from fsharding.checkpoint.reader import DamagedError, Source, damage, open_source
+from fsharding.checkpoint.serialized_layout import rebuild
 from fsharding.checkpoint.state_leaves import Want, device_of, home_of, main_wants, param_path, placement, staged
-from fsharding.checkpoint.structure import rebuild
 from fsharding.errors import CheckpointError, message
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all

@@ -19,9 +19,9 @@ from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.directory import Partial, StrPath, wording_failures
 from fsharding.checkpoint.manifest import Manifest
 from fsharding.checkpoint.reader import Source, open_source
+from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.saving import finish, own_version
 from fsharding.checkpoint.serialized_layout import describe_layout, layout_in
-from fsharding.checkpoint.shares import shares
 from fsharding.checkpoint.state_leaves import Shards, home_of
 from fsharding.checkpoint.writer import Writer, Written
 from fsharding.errors import CheckpointError, MeshError, message

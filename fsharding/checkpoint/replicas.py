@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import tree
 from fsharding.arguments import refuse
 from fsharding.checkpoint.collective_call import together
-from fsharding.checkpoint.shares import holders_of
+from fsharding.checkpoint.save_plan import holders_of
 from fsharding.checkpoint.state_leaves import Shards, placement, staged
 from fsharding.errors import ReplicaError, message
 from fsharding.mesh.consistency import checksum, digest

@@ -28,10 +28,9 @@ from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import Partial, StrPath, partial_of, real_path
 from fsharding.checkpoint.manifest import Manifest, text_of
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
-from fsharding.checkpoint.serialized_layout import describe_layout
-from fsharding.checkpoint.shares import shares
+from fsharding.checkpoint.save_plan import shares
+from fsharding.checkpoint.serialized_layout import describe, describe_layout
 from fsharding.checkpoint.state_leaves import Shards, content, digest, objections, placement, staged
-from fsharding.checkpoint.structure import describe
 from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadata
 from fsharding.errors import CheckpointError, message
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size

@@ -1,28 +1,54 @@
-"""Layouts as plain data, in a manifest, and back: a checkpoint alone says enough to plan its model on another mesh.
+"""Layouts and optimizer states as plain data, in a manifest, and back: enough to plan a model without its code.
 
-In: a `Layout`. Out: JSON for people and programs; `layout_of` makes a layout of it again, without the model's code.
-Law: `layout_of(manifest, mesh, strategy)` is what `plan_layout` gave, on that mesh and with that strategy.
+In: a `Layout`, or a tree. Out: JSON for people and programs; `layout_of` and `rebuild` make the value of it again.
+Only the NamedTuples of `KNOWN` are ever rebuilt, so that a checkpoint cannot name a class that it would like to have.
+Law: `layout_of(manifest, mesh, strategy)` is what `plan_layout` gave, on that mesh and with that strategy; and
+`rebuild(describe(t), ...)` has the structure of `t`, or says which class it does not know.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fsharding import tree
 from fsharding.checkpoint.manifest import Manifest, dtype_name, is_shape
-from fsharding.checkpoint.structure import describe, rebuild
 from fsharding.errors import CheckpointError, FshardingError, listed, message
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.precision import LossScale, Precision
+from fsharding.optim import (
+    AdafactorState,
+    AdamState,
+    ChainState,
+    EmaState,
+    EmptyState,
+    LionState,
+    LookaheadState,
+    MaskedState,
+    MuonState,
+    NoiseState,
+    SgdState,
+    TorchState,
+)
+from fsharding.precision import LossScale, Precision, ScaleState
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.partition_spec import AxisRules, DimName, Fused
 from fsharding.sharding.strategy import Strategy
+from fsharding.tree import Tree
 
-__all__ = ["describe_layout", "layout_in", "layout_of", "names_from_plain", "plain_names"]
+__all__ = [
+    "KNOWN",
+    "LEAF",
+    "describe",
+    "describe_layout",
+    "layout_in",
+    "layout_of",
+    "names_from_plain",
+    "plain_names",
+    "rebuild",
+]
 
 _ROLES = ("params", "compute", "reduce", "grads", "moments")
 
@@ -141,3 +167,88 @@ def layout_in(
 def _precision(plain: dict[str, Any]) -> Precision:
     dtypes = {role: None if plain[role] is None else getattr(torch, plain[role]) for role in _ROLES}
     return Precision(**dtypes, loss_scale=None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"]))
+
+
+# ------------------------------------------------------------------------------------------------------------- trees
+KNOWN: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        *(AdamState, SgdState, LionState, AdafactorState, MuonState, TorchState, EmaState, LookaheadState, NoiseState),
+        *(ChainState, EmptyState, MaskedState, ScaleState),
+    )
+}
+"""NamedTuples that are rebuilt, by name."""
+
+LEAF = "leaf"
+
+
+def describe(node: Tree) -> Any:
+    """A tree as plain data.
+
+    Returns:
+        "leaf", None, or `{"dict": {...}}`, `{"tuple": [...]}`, `{"list": [...]}`,
+        `{"namedtuple": name, "fields": {...}}`; `{"other": name}` for any other node, which only `opt=` can rebuild.
+    """
+    if node is None:
+        return None
+    if type(node) is dict and all(isinstance(key, str) for key in node):
+        return {"dict": {key: describe(value) for key, value in node.items()}}
+    if type(node) in (tuple, list):
+        return {type(node).__name__: [describe(value) for value in node]}
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        fields: tuple[str, ...] = node._fields  # pyright: ignore[reportAttributeAccessIssue]
+        return {"namedtuple": _name(type(node)), "fields": {name: describe(getattr(node, name)) for name in fields}}
+    flat = tree.leaves(node)
+    return LEAF if len(flat) == 1 and flat[0] is node else {"other": _name(type(node))}
+
+
+def _name(kind: type) -> str:
+    """The short name of a class that we know; the full one of any other, even if it is called the same."""
+    return kind.__name__ if KNOWN.get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def rebuild(
+    plain: Any,
+    leaf: Callable[[str], Any],
+    path: str = "opt_state",
+    *,
+    owner: str = "the optimizer state",
+    function: str = "fs.checkpoint.load",
+) -> Tree:
+    """A tree from plain data.
+
+    Args:
+        plain: what `describe` gave.
+        leaf: makes the leaf at a path.
+        path: of the root.
+        owner: what the tree is, for the error.
+        function: the public function, for the error.
+
+    Raises:
+        CheckpointError: a class that is not in `KNOWN`, or data that describes nothing.
+    """
+
+    def build(plain: Any, path: str) -> Tree:
+        if plain is None:
+            return None
+        if plain == LEAF:
+            return leaf(path)
+        match plain:
+            case {"dict": dict(items)} if len(plain) == 1:
+                return {key: build(value, f"{path}.{key}") for key, value in items.items()}
+            case {"tuple": list(items)} if len(plain) == 1:
+                return tuple(build(value, f"{path}.{i}") for i, value in enumerate(items))
+            case {"list": list(items)} if len(plain) == 1:
+                return [build(value, f"{path}.{i}") for i, value in enumerate(items)]
+            case {"namedtuple": str(name), "fields": dict(fields)} if len(plain) == 2:
+                kind = KNOWN.get(name)
+                if kind is not None and tuple(fields) == kind._fields:
+                    return kind(**{key: build(value, f"{path}.{key}") for key, value in fields.items()})
+                what = f"{name}({listed(fields, none='')})"
+            case _:
+                what = str(plain.get("other", plain)) if isinstance(plain, dict) else repr(plain)
+        rows = [f"{path} is a {what}; known are {', '.join(KNOWN)}"]
+        mend = "Pass the optimizer that made it: opt=..." if function == "fs.checkpoint.load" else ""
+        raise CheckpointError(message(function, f"cannot rebuild {owner} from the manifest alone.", rows, mend))
+
+    return build(plain, path)

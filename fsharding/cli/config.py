@@ -12,11 +12,10 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fsharding import checkpoint
 from fsharding.cli.resume import choose
-from fsharding.cli.swaps import parse_swaps
 from fsharding.errors import BatchError, CheckpointError, ConfigError, did_you_mean, message
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape, parse_axes
@@ -29,19 +28,21 @@ from fsharding.pipeline.schedule import SCHEDULES, Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
 from fsharding.precision import BF16, FP16, FP32
 from fsharding.sharding.partition_spec import DEFAULT_RULES
-from fsharding.sharding.strategy import parse_strategy
+from fsharding.sharding.strategy import STRATEGIES, parse_strategy
 from fsharding.train.data import Tokens, open_data
 from fsharding.transforms import policies
 
 __all__ = [
     "OPTIMIZERS",
     "PRECISIONS",
+    "Swap",
     "TrainConfig",
     "batches_seen",
     "check",
     "check_names",
     "model_of",
     "open_tokens",
+    "parse_swaps",
     "schedule_of",
     "stages",
 ]
@@ -357,3 +358,41 @@ def _check_resume(config: TrainConfig, data: Tokens) -> None:
         raise CheckpointError(
             message("fsharding train --resume", f"cannot go on from {newest}: it is another run.", rows, mend)
         )
+
+
+# ------------------------------------------------------------------------------------------------------------- swaps
+class Swap(NamedTuple):
+    """A swap of strategy and mesh in mid-run. What it leaves out stays as it was, and the losses are the same.
+
+    Attributes:
+        step: number of updates before it.
+        strategy: name of the new strategy.
+        mesh: axes of the new mesh, as `--mesh` has them; "" for the mesh as it is.
+    """
+
+    step: int
+    strategy: str
+    mesh: str
+
+
+def parse_swaps(text: str) -> tuple[Swap, ...]:
+    """The swaps of an option, by step.
+
+    Raises:
+        ConfigError: text that cannot be read, an unknown strategy, a step below 1 or one that stands twice.
+    """
+    swaps: list[Swap] = []
+    for part in filter(None, text.split(",")):
+        if swaps and swaps[-1].mesh and part.partition("=")[0].strip() in AXES:
+            swaps[-1] = swaps[-1]._replace(mesh=f"{swaps[-1].mesh},{part}")
+            continue
+        step, equals, rest = part.partition("=")
+        strategy, _, mesh = rest.partition(":")
+        if not equals or not step.strip().isdigit() or int(step) < 1 or strategy not in STRATEGIES:
+            mend = f"Write STEP=STRATEGY or STEP=STRATEGY:dp=4, with one of {', '.join(STRATEGIES)}."
+            raise ConfigError(message("fsharding train", f"cannot read {part!r} in --swap-at {text}.", mend=mend))
+        swaps.append(Swap(int(step), strategy, mesh))
+    steps = [swap.step for swap in swaps]
+    if twice := sorted({step for step in steps if steps.count(step) > 1}):
+        raise ConfigError(message("fsharding train", f"got --swap-at {text}: step {twice[0]} stands twice."))
+    return tuple(sorted(swaps))

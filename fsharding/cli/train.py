@@ -29,15 +29,16 @@ from fsharding.checkpoint.replicas import check_replicas
 from fsharding.cli.config import (
     OPTIMIZERS,
     PRECISIONS,
+    Swap,
     TrainConfig,
     batches_seen,
     model_of,
     open_tokens,
+    parse_swaps,
     schedule_of,
     stages,
 )
 from fsharding.cli.resume import Choice, alone_in, choose, is_damaged
-from fsharding.cli.swaps import Swap, parse_swaps
 from fsharding.comm.counters import Counts, recording
 from fsharding.errors import CheckpointError, RankError, message, printable
 from fsharding.mesh import preemption

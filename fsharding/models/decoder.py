@@ -22,10 +22,9 @@ from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.block_parts import AttentionPart, Cuts, Draws, FeedPart, How, Stream, columns, norm
 from fsharding.models.grouped_query import Grouped
 from fsharding.models.latent_attention import Latent
-from fsharding.models.mixture import Mixture
 from fsharding.models.mlp import Dense
 from fsharding.models.model import Model
-from fsharding.models.moe import Experts
+from fsharding.models.moe import Experts, Mixture
 from fsharding.ops.attention import Kind
 from fsharding.ops.rotary import Scaling
 from fsharding.sharding.partition_spec import AxisRules

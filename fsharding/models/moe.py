@@ -18,12 +18,14 @@ from torch import Tensor
 from fsharding import ops, random
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_size
+from fsharding.models.block_parts import Cuts, Draws, How
 from fsharding.ops.router import misfits
 from fsharding.precision import wide
+from fsharding.random import Draw
 from fsharding.sharding.partition_spec import AxisRules, DimName
 from fsharding.tree import Tree
 
-__all__ = ["Experts", "expert_draws", "expert_names", "mixture", "uncut"]
+__all__ = ["Experts", "Mixture", "expert_draws", "expert_names", "mixture", "uncut"]
 
 
 @dataclass(frozen=True)
@@ -171,3 +173,35 @@ def _extra_loss(c: Experts, routing: ops.Routing, logits_NX: Tensor, *, cut: boo
     if c.z:
         extra = extra + logits_NX.new_tensor(c.z) * ops.z_loss(logits_NX)[0]
     return ops.leave(extra / axis_size("tp")) if cut and extra.requires_grad else extra
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts as a part of a block.
+
+    Attributes:
+        experts: sizes, and how tokens find their experts.
+    """
+
+    experts: Experts
+
+    def init(self, dim: int, draws: Draws) -> dict[str, Tree]:
+        """First values of the leaves; see `Part`."""
+
+        def weight(layers: int, *shape: int, std: float = 0.02) -> Draw:
+            return draws.normal(*shape, std=std)
+
+        (layers,) = draws.rows
+        return {"experts": expert_draws(self.experts, layers, dim, weight, draws.narrow)}
+
+    def names(self) -> dict[str, Tree]:
+        """Dim names of the leaves; see `Part`."""
+        return {"experts": expert_names(self.experts)}
+
+    def apply(self, params: Tree, x_BTD: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
+        """The mixture of one block; see `Part`."""
+        return mixture(self.experts, params["experts"], x_BTD, sequence_dim=how.sequence)
+
+    def objections(self, cuts: Cuts) -> list[str]:
+        """Why the mesh cannot cut the experts; see `Part`."""
+        return uncut(self.experts, cuts.mesh, cuts.rules)

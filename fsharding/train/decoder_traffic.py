@@ -19,8 +19,7 @@ from fsharding.models.block_parts import AttentionPart
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.models.grouped_query import Grouped
 from fsharding.models.latent_attention import Latent
-from fsharding.models.mixture import Mixture
-from fsharding.models.moe import Experts
+from fsharding.models.moe import Experts, Mixture
 from fsharding.ops.attention import Kind
 from fsharding.pipeline.schedule import Schedule
 from fsharding.sharding.layout import Layout

@@ -30,7 +30,7 @@ from fsharding.checkpoint.foreign_weights import SAFETENSORS
 from fsharding.checkpoint.name_map import constants_of
 from fsharding.checkpoint.reader import LeafInfo
 from fsharding.checkpoint.safetensors_layout import INDEX, TensorFile, index_text, tensor_files
-from fsharding.checkpoint.shares import shares
+from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import Shards, staged
 from fsharding.errors import CheckpointError, message
 from fsharding.interop.hf.config_tables import config_json, config_of, decoder_config

@@ -17,7 +17,7 @@ from fsharding import checkpoint as ck
 from fsharding import random
 from fsharding.checkpoint.dcp_metadata import inventory
 from fsharding.checkpoint.reader import open_source
-from fsharding.checkpoint.shares import shares
+from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import staged
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.errors import CheckpointError, RankError

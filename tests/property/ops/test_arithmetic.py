@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding.checkpoint.shares import shares
+from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import staged
 from fsharding.comm import reshard_plan as routes
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh

@@ -19,7 +19,7 @@ import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.checkpoint import directory as store
 from fsharding.checkpoint import manifest as manifests
-from fsharding.checkpoint.structure import KNOWN, describe, rebuild
+from fsharding.checkpoint.serialized_layout import KNOWN, describe, rebuild
 from fsharding.errors import CheckpointError, DonatedError, LayoutError
 from fsharding.precision import ScaleState
 from fsharding.sharding.named_sharding import local_of

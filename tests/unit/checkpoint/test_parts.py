@@ -16,8 +16,8 @@ from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.byte_ranges import pieces, span
 from fsharding.checkpoint.loading import _wanted_leaves
 from fsharding.checkpoint.reader import Source, open_source
+from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import names_from_plain, plain_names
-from fsharding.checkpoint.shares import shares
 from fsharding.checkpoint.state_leaves import staged
 from fsharding.checkpoint.writer import METADATA, Writer, write_metadata
 from fsharding.errors import LayoutError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsharding.cli.swaps import Swap, parse_swaps
+from fsharding.cli.config import Swap, parse_swaps
 from fsharding.errors import ConfigError
 
 
