@@ -31,27 +31,27 @@ __all__ = [
     "told",
 ]
 
-LIBRARY = str(Path(__file__).parent) + os.sep
+LIBRARY = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
 _PYTHON = str(Path(os.__file__).parent) + os.sep
 _USERS, _ALL = 6, 10
 
 _REGIONS = (
-    ("landing", "gradient reduction"),
-    ("gathering", "gather of a unit"),
-    ("norms", "gradient norm"),
+    ("transforms/grad_reducer", "gradient reduction"),
+    ("transforms/gathered_unit", "gather of a unit"),
+    ("transforms/norms", "gradient norm"),
     ("optim/", "optimizer update"),
-    ("agreement", "comparison of settings"),
+    ("mesh/consistency", "comparison of settings"),
     ("checkpoint/loading", "load"),
     ("checkpoint/importing", "load"),
     ("checkpoint/", "save"),
-    ("hf/loading", "load"),
-    ("hf/saving", "save"),
-    ("moving", "reshard"),
-    ("reshard", "reshard"),
-    ("redistribute", "reshard"),
-    ("mesh", "making process groups"),
+    ("interop/hf/loading", "load"),
+    ("interop/hf/saving", "save"),
+    ("train/reshard_leaves", "reshard"),
+    ("train/reshard", "reshard"),
+    ("comm/redistribute", "reshard"),
+    ("mesh/device_mesh", "making process groups"),
 )
 """By file of the library; the innermost frame that has one says what its rank does."""
 
@@ -113,7 +113,7 @@ def region(found: Sequence[Line]) -> str:
     """
     names = [(_in_library(line.frame), line.frame.f_code.co_name) for line in found]
     backward = any(name in ("backward", "_engine_run_backward") for _, name in names)
-    forward = ("autodiff", "forward") in names
+    forward = ("transforms/value_and_grad", "forward") in names
     part = next((words for file, _ in names for start, words in _REGIONS if _fits(file, start)), "")
     return ", ".join(filter(None, ["backward" if backward else "forward" if forward else "", part]))
 
