@@ -129,14 +129,14 @@ def _fits(file: str, start: str) -> bool:
 
 
 def collective(found: Sequence[Line]) -> str:
-    """The collective that a stack is in: torch's own, or the outermost one of `ops`; "" for none.
+    """The collective that a stack is in: torch's own, or the outermost function of `ops` or `comm`; "" for none.
 
     Args:
         found: the lines of a stack, innermost first.
     """
     for line in reversed(found):
         file, code = _in_library(line.frame), line.frame.f_code
-        if file.startswith("ops/"):
+        if file.startswith(("ops/", "comm/")):
             return f"{file.replace('/', '.')}.{code.co_qualname.replace('<locals>.', '')}"
         if code.co_filename.startswith(DISTRIBUTED) and code.co_name != "wrapper":
             return f"torch's {code.co_name}"

@@ -303,7 +303,7 @@ def test_a_timeout_tells_the_work_the_collective_and_the_stack_of_every_rank(tmp
     waiting, elsewhere = (re.sub(here, "HERE", stacks[rank]).split("\n") for rank in range(2))
     assert waiting[:2] == ["rank 0 (dp=0)", "call: train step 1 at HERE"]
     assert waiting[2].startswith("doing: forward, gather of a unit")
-    assert waiting[3].startswith("waits for: ops.") and waiting[3].endswith(" of rank 1")
+    assert waiting[3].startswith("waits for: comm.") and waiting[3].endswith(" of rank 1")
     assert waiting[4:7] == ["stack, the user's lines first:", "  HERE in Run.step", "  HERE in stood"]
     assert elsewhere[:4] == [
         "rank 1 (dp=1)", "call: in no collective, at HERE", "stack, the user's lines first:", "  HERE in Run.nothing",
