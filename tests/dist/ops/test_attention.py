@@ -20,6 +20,7 @@ from fsharding import _compat, ops, tree
 from fsharding.comm import process_group as wire
 from fsharding.errors import TransformError
 from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import coordinate
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
 
 MODULE = importlib.import_module("fsharding.ops.attention")  # the package has a function of this name
@@ -162,7 +163,7 @@ def test_narrow_dtypes_are_merged_in_float32():
 def beside_data_parallel():
     """Each dp rank has rows of its own; under autograd's checkpoint, and with the mesh of `set_mesh`."""
     mesh = mesh_of(dp=2, cp=2)
-    case = Case(2, seed=fs.mesh.coordinate(mesh)["dp"], tokens=24, documents=((0,) * 11 + (1,) * 13,) * 2)
+    case = Case(2, seed=coordinate(mesh)["dp"], tokens=24, documents=((0,) * 11 + (1,) * 13,) * 2)
     want = part(case.reference(), mesh)
     for kind in KINDS:
         with fs.set_mesh(mesh):

@@ -595,9 +595,7 @@ def transposes(strategy, axes):
     right = {}
     for name, node in nodes.items():
         held = 1
-        for axis, size in zip(
-            fs.mesh.abstract(node.sharding.mesh).names, fs.mesh.abstract(node.sharding.mesh).sizes, strict=True
-        ):
+        for axis, size in zip(abstract(node.sharding.mesh).names, abstract(node.sharding.mesh).sizes, strict=True):
             held *= 1 if axis in node.sharding.spec.all_axes else size
         right[name] = float((node.value.double() * local_of(back[name]).double()).sum()) / held
     x = row_of_rank(rank)
