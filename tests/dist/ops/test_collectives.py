@@ -17,6 +17,7 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.errors import MeshError, SpecError, TransformError
 from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import abstract
 from fsharding.sharding.boxes import chunk
 from fsharding.sharding.named_sharding import local_of, to_local
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
