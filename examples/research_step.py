@@ -36,8 +36,8 @@ def train(strategy):
     def loss_fn(params, batch):
         """The sum of this rank's token losses, and the number of its tokens. Gathers one unit at a time."""
         blocks = params["blocks"]
-        x = model.embed(fs.gather_unit(params["embed"], then=fs.select_unit(blocks, 0)), batch)
-        x = fs.scan_units(model.block, blocks, x, policy=fs.policies.save_except_gathered, then=params["head"])
+        x = model.embed(fs.gather_unit(params["embed"], prefetch=fs.select_unit(blocks, 0)), batch)
+        x = fs.scan_units(model.block, blocks, x, policy=fs.policies.save_except_gathered, prefetch=params["head"])
         return model.head(fs.gather_unit(params["head"]), x, batch)
 
     # Gradients come back reduced, cut as the optimizer's moments are.

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsharding.errors import LayoutError, message
@@ -41,7 +42,7 @@ __all__ = [
     "make_dtensor", "meshless_device_mesh", "new_group", "packed", "persistent_buffers", "reduce_scatter_flat",
     "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
     "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
-    "unpack", "version_of", "versions_of", "visit_first",
+    "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage",
 ]  # fmt: skip
 
 
@@ -241,6 +242,14 @@ def refuse_backward(x: Tensor, refuse: Callable[..., Any]) -> Tensor:
 
 def _nothing() -> None:
     """The state of a tensor of which nothing but the tensor is to be written."""
+
+
+def weak_storage(x: Tensor) -> WeakStorage:
+    """A weak reference to a tensor's storage, whose `expired()` says that nobody views it any more.
+
+    As long as it lives, no other storage gets the `storage_id` of this one.
+    """
+    return WeakStorage(x.untyped_storage())
 
 
 def storage_users(storage_cdata: int) -> int:

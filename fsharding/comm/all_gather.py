@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,32 +22,20 @@ from fsharding.comm.shared_memory.transport import Joint
 from fsharding.comm.transport import Empty, is_read_in_place, open_gather
 from fsharding.mesh.device_mesh import Group
 
-__all__ = ["Coming", "Whole", "start_whole"]
-
-
-class Whole(NamedTuple):
-    """A flat buffer as a bucket lays it out.
-
-    Attributes:
-        flat: [size].
-        memory: what lives as long as somebody views it; None where `empty` made it.
-    """
-
-    flat: Tensor
-    memory: object | None
+__all__ = ["Coming", "start_whole"]
 
 
 class Coming(Protocol):
     """Whole leaves on their way. Either `join` or `drop` ends it.
 
     Attributes:
-        memory: of the result, as in `Whole`.
+        buffer: where they will be, if it is not `empty` that makes it.
     """
 
-    memory: object | None
+    buffer: Tensor | None
 
-    def join(self) -> Whole:
-        """Waits for all pieces.
+    def join(self) -> Tensor:
+        """Waits for all pieces: the flat buffer, as the bucket lays it out.
 
         Raises:
             RuntimeError: a member is gone, or the timeout of the group is over.
@@ -80,16 +68,16 @@ class _Written:
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype, group: Group, pieces: Sequence[Tensor]) -> None:
         self._joint = Joint(bucket.size * dtype.itemsize, group)
-        self.memory: object | None = self._joint.memory
-        self._flat = self._joint.buffer.view(dtype)
-        wholes = buckets.whole_views(self._flat, bucket)
+        self.buffer: Tensor | None = self._joint.buffer.view(dtype)
+        wholes = buckets.whole_views(self.buffer, bucket)
         _compat.foreach_copy_(buckets.pieces_of(wholes, bucket, group.index), list(pieces))
         record_sent((group.size - 1) * bucket.width * dtype.itemsize, group.axes)
         self._joint.start()
 
-    def join(self) -> Whole:
+    def join(self) -> Tensor:
+        assert self.buffer is not None
         self._joint.wait()
-        return Whole(self._flat, self.memory)
+        return self.buffer
 
     def drop(self, timeout: timedelta | None = None) -> None:
         self._joint.wait(timeout)
@@ -102,17 +90,17 @@ class _Joined:
         self, bucket: Bucket, dtype: torch.dtype, group: Group, pieces: Sequence[Tensor], empty: Empty
     ) -> None:
         self._bucket, self._dtype, self._empty = bucket, dtype, empty
-        self.memory: object | None = None
+        self.buffer: Tensor | None = None
         self._rows = open_gather(bucket.width, dtype, group, pieces[0].device, empty)
         _compat.foreach_copy_(buckets.piece_views(self._rows.mine, bucket, group.index), list(pieces))
         self._rows.start()
 
-    def join(self) -> Whole:
+    def join(self) -> Tensor:
         rows = self._rows.wait()
         flat = self._empty(self._bucket.size, self._dtype)
         buckets.copy_out(rows, flat, self._bucket)
         self._rows.done()
-        return Whole(flat, None)
+        return flat
 
     def drop(self, timeout: timedelta | None = None) -> None:
         try:

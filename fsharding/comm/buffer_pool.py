@@ -6,7 +6,6 @@ storage, so a view that somebody keeps is never overwritten. Law: the bytes that
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +39,7 @@ class Pool:
         self.peak_owners = 0
         self.peak_bytes = 0
         self._buffers: list[_Buffer] = []
-        self._lent: list[tuple[weakref.ref[object], int, object]] = []
+        self._adopted: list[tuple[_compat.WeakStorage, int, object]] = []
         self._idle = 0
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, owner: object | None = None) -> Tensor:
@@ -54,9 +53,9 @@ class Pool:
             self._count()
         return result
 
-    def lend(self, memory: object, nbytes: int, owner: object) -> None:
-        """Counts memory of somebody else as an owner's, as long as it lives."""
-        self._lent.append((weakref.ref(memory), nbytes, owner))
+    def adopt(self, x: Tensor, owner: object) -> None:
+        """Counts a tensor that the pool has not made as an owner's, as long as somebody views its storage."""
+        self._adopted.append((_compat.weak_storage(x), x.nbytes, owner))
         self._count()
 
     def alive(self) -> dict[int, int]:
@@ -65,15 +64,15 @@ class Pool:
         for buffer in self._buffers:
             if buffer.owner is not None and buffer.in_use(self._idle):
                 result[id(buffer.owner)] = result.get(id(buffer.owner), 0) + buffer.base.numel()
-        self._lent = [x for x in self._lent if x[0]() is not None]
-        for _, nbytes, owner in self._lent:
+        self._adopted = [x for x in self._adopted if not x[0].expired()]
+        for _, nbytes, owner in self._adopted:
             result[id(owner)] = result.get(id(owner), 0) + nbytes
         return result
 
     def close(self) -> None:
         """Lets all buffers go."""
         self._buffers.clear()
-        self._lent.clear()
+        self._adopted.clear()
 
     def _make(self, need: int, device: torch.device) -> _Buffer:
         base = _compat.fresh((need,), torch.uint8, device)

@@ -1,6 +1,6 @@
-"""What a step did, as the ledger saw it: gathers, reductions, the most that was alive at once; and the bytes sent.
+"""Counts of a step: gathers, reductions, the most that was alive at once; and the bytes that a rank sent.
 
-In: nothing but what the ledger and the wire write. Out: one `Counts` for each `value_and_grad` call inside a
+In: what the runtime and the transports record. Out: one `Counts` for each `value_and_grad` call inside a
 `recording` block, and the `Traffic` of a `counting_bytes` block, by axes of the mesh.
 Law: the counts are those of torch's own `CommDebugMode`, and the peak is that of the storages themselves.
 """

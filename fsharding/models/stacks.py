@@ -37,15 +37,15 @@ def map_stacks(model: Any, fn: Callable[[int, Tree], Tree], blocks: Tree) -> Tre
     return {name: fn(i, blocks[name]) for i, name in enumerate(model.block)}
 
 
-def first_unit(model: Any, blocks: Tree, then: Tree = None) -> Tree:
+def first_unit(model: Any, blocks: Tree, after: Tree = None) -> Tree:
     """The first unit of all stacks, and `then` where there is none."""
-    return _first(_parts(model, blocks), then)
+    return _first(_parts(model, blocks), after)
 
 
-def _first(stacks: Sequence[Tree], then: Tree) -> Tree:
+def _first(stacks: Sequence[Tree], after: Tree) -> Tree:
     found = (stack for stack in stacks if tree.leaves(stack)[0].shape[0])
     stack = next(found, None)
-    return then if stack is None else select_unit(stack, 0)
+    return after if stack is None else select_unit(stack, 0)
 
 
 def scan_stacks(
@@ -54,7 +54,7 @@ def scan_stacks(
     carry: Tree,
     *,
     policy: Policy = policies.save_except_gathered,
-    then: Tree = None,
+    prefetch: Tree = None,
 ) -> Tree:
     """`scan_units` over the stacks of a model, one after the other.
 
@@ -63,12 +63,12 @@ def scan_stacks(
         blocks: its parameters under `blocks`; a stack may have no rows, as on a pipeline stage that has none of them.
         carry: what goes into the first block.
         policy: what is kept for backward.
-        then: the unit that is gathered after the last one, such as the head.
+        prefetch: the unit that is gathered after the last one, such as the head.
 
     Returns:
         What comes out of the last block.
     """
     stacks = _parts(model, blocks)
     for i, (_, block) in enumerate(stacks_of(model)):
-        carry = scan_units(block, stacks[i], carry, policy=policy, then=_first(stacks[i + 1 :], then))
+        carry = scan_units(block, stacks[i], carry, policy=policy, prefetch=_first(stacks[i + 1 :], prefetch))
     return carry

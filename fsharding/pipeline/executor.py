@@ -36,7 +36,7 @@ from fsharding.precision import Precision
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import local_of
 from fsharding.transforms import policies
-from fsharding.transforms.gather_unit import gather_unit, start_gather
+from fsharding.transforms.gather_unit import gather_unit, prefetch_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.value_and_grad import Tape
 from fsharding.tree import Tree
@@ -160,8 +160,8 @@ class _Run:
     def _forward(self, stage: int, params: Tree, x: Any, batch: Tree) -> Any:
         head, blocks = _head(params), params["blocks"]
         if stage == 0:
-            x = self.model.embed(gather_unit(params["embed"], then=first_unit(self.model, blocks, head)), batch)
-        x = scan_stacks(self.model, blocks, x, policy=self.policy, then=head)
+            x = self.model.embed(gather_unit(params["embed"], prefetch=first_unit(self.model, blocks, head)), batch)
+        x = scan_stacks(self.model, blocks, x, policy=self.policy, prefetch=head)
         return x if head is None else self.model.head(gather_unit(head), x, batch)
 
     # ------------------------------------------------------------------------------------------------------- actions
@@ -208,11 +208,11 @@ class _Run:
         use = self.uses[stage, m].pop(0)
         if use == "F":
             self.begun[stage, m] = tape = self._tape(stage)
-            tape.forward(lambda params: start_gather(self._first(stage, params)))
+            tape.forward(lambda params: prefetch_unit(self._first(stage, params)))
             return
         flight = self.flights.get((stage, m))  # none where the walk back to the inputs was the one to the weights
         if flight is not None and any(y is not None for y in flight.outputs):
-            flight.tape.ledger.start_back()
+            flight.tape.context.prefetch_backward()
 
     def _first(self, stage: int, params: Tree) -> Tree:
         return params["embed"] if stage == 0 else first_unit(self.model, params["blocks"], _head(params))
@@ -225,7 +225,7 @@ class _Run:
         flight = self.flights[stage, m] = _Flight(tape, x_leaves)
         x = None if spec is None else tree.unflatten(spec, x_leaves)
         out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])
-        tape.ledger.rest()
+        tape.context.end_forward()
         if last:
             total, weight = out if isinstance(out, tuple) else (out, 1.0)
             total = total * self.scale if self.scale != 1.0 else total
@@ -254,13 +254,13 @@ class _Run:
         wanted = [x for x in flight.inputs if x.requires_grad] if kind != "W" else []
         found: tuple[Tensor | None, ...] = (None,) * len(wanted)
         if outputs and (kind != "I" or wanted):
-            found = flight.tape.backward(outputs, cotangents, wanted, params=kind != "I", again=kind == "I")
+            found = flight.tape.backward(outputs, cotangents, wanted, params=kind != "I", retain_graph=kind == "I")
         if wanted:
             zero = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
             self.handed["B", stage, m] = None, zero
         if kind == "I":
             if wanted:
-                flight.tape.ledger.rewind()
+                flight.tape.context.restart_backward()
         elif self.held.each:
             # The last reductions are under way; they are waited for at the SCATTER.
             self.closing[stage, m] = self.flights.pop((stage, m)).tape

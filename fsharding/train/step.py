@@ -45,7 +45,7 @@ from fsharding.train.state_check import StateCheck, check_numbers
 from fsharding.transforms import policies
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy, check_policy
-from fsharding.transforms.value_and_grad import refuse_backward, value_and_grad
+from fsharding.transforms.value_and_grad import loss_and_grads, refuse_backward
 from fsharding.tree import Tree
 
 __all__ = ["Metrics", "make_train_step", "model_loss"]
@@ -94,8 +94,8 @@ def model_loss(
     def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Any]:
         head = {**params["head"], **{name: tree.at(params, path) for name, path in model.tied}}
         blocks = params["blocks"]
-        x = model.embed(gather_unit(params["embed"], then=first_unit(model, blocks, head)), batch)
-        x = scan_stacks(model, blocks, x, policy=policy, then=head)
+        x = model.embed(gather_unit(params["embed"], prefetch=first_unit(model, blocks, head)), batch)
+        x = scan_stacks(model, blocks, x, policy=policy, prefetch=head)
         return model.head(gather_unit(head), x, batch)
 
     return loss_fn
@@ -481,9 +481,10 @@ def _accumulate(
         last = i + 1 == len(pieces)
         target = layout.main if last else layout.grads
         fn = call.scaled(scale, fold_in(key, i) if call.takes_key else key)
-        also: dict[str, Any] = {"memory": memory, "stop": stop if last else None}
-        run = value_and_grad(fn, has_aux=call.has_aux, grads=target, precision=how, mean=False, **also)
-        result, held = run(state.params, piece, accumulate=held, donate=True)
+        result, held = loss_and_grads(
+            fn, state.params, (piece,), held, has_aux=call.has_aux, grads=target, precision=how, mean=False,
+            grad_pool=memory, stop=stop if last else None,
+        )  # fmt: skip
         if call.has_aux:
             result, aux = result
             auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))

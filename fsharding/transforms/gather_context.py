@@ -1,8 +1,24 @@
-"""The ledger of one `value_and_grad` call: which units are gathered, which are gathered again, what became of them.
+"""The runtime of one `value_and_grad` call: gathers units ahead of their use, releases them, reduces their gradients.
 
-In: the local leaves of a state and the goals of their gradients. Out: whole weights for a unit, gradients, counts.
-A tensor saved for backward that views a gathered buffer becomes (unit, offset, size, stride) and is gathered again.
-Laws: at most two units are alive at once, none after the step; every gather and reduction is counted.
+In: the shards of the parameters and the targets of their gradients. Out: whole leaves for each unit, gradients, counts.
+
+The order, for three units under a policy that does not keep weights; `>` starts a collective, which runs under the
+computation after it, and `wait` ends one:
+
+    forward    >gather 0, wait 0, >gather 1, compute 0
+               release 0, wait 1, >gather 2, compute 1
+               release 1, wait 2,            compute 2                   (2 is not released: backward begins with it)
+    backward   >gather 1, compute 2; release 2, >reduce 2
+               wait 1, >gather 0, compute 1; release 1, wait reduce 2, >reduce 1
+               wait 0,            compute 0; release 0, wait reduce 1, >reduce 0
+    finish     wait reduce 0; add what earlier microbatches have accumulated for leaves without a gradient; close
+
+The gradient of a large leaf does not wait for `>reduce`: it is copied into its bucket as soon as it is complete, so
+that its memory is free while the rest of the unit's backward runs. Autograd drives backward: `_GatherUnit` is the node
+of a unit in the graph, and its backward is `>reduce`. A tensor that autograd saves, and that views a gathered buffer,
+is replaced by a `_SavedView`; the first one of a unit that backward unpacks gathers the unit again.
+
+Laws: at most two units are alive at once, and none after the call; every gather and every reduction is counted.
 """
 
 from __future__ import annotations
@@ -11,144 +27,181 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
-from weakref import finalize
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 
 from fsharding import _compat, _functorch
+from fsharding.comm import steps as transition
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.counters import Counts, record
 from fsharding.sharding.named_sharding import Local, typeof
-from fsharding.transforms.gathered_unit import Unit
-from fsharding.transforms.grad_reducer import Landing
+from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
+from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.policies import Policy
-from fsharding.transforms.unit_plan import Early, Goal, LeafPlan, Place, plan_unit
+from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, UnitLeaf, plan_unit
 
-__all__ = ["Ledger", "current_ledger", "opened", "without_ledger"]
+__all__ = ["GatherContext", "activate", "current_context", "without_context"]
 
 _ALIGN = 64
 """Bytes at whose multiples fresh tensors begin."""
 
 
-class _Saved(NamedTuple):
-    """What a saved view of a gathered buffer is replaced by."""
+class _SavedView(NamedTuple):
+    """Stands for a view of a gathered buffer among the tensors that autograd saves."""
 
-    unit: Unit
-    gather: int
+    unit: GatheredUnit
+    buffer: int
     dtype: torch.dtype
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
 
 
-class Ledger:
-    """See the module. Opened by `value_and_grad`, found by `gather_unit`, closed after backward."""
+class _Watched(NamedTuple):
+    """A storage whose views are weights of a unit. The weak reference keeps its id from being given to another one."""
+
+    unit: GatheredUnit
+    buffer: int
+    reference: object
+
+
+class GatherContext:
+    """The runtime of one call, see the module. `value_and_grad` makes it, `gather_unit` finds it by `current_context`.
+
+    Args:
+        leaves: of the differentiated tree, in order; None for a leaf that is no DTensor.
+        paths: their names.
+        targets: of their gradients; None for frozen leaves.
+        compute: the dtype of a gathered leaf, by its dtype in the state.
+        accumulated: local gradients of earlier microbatches, which are added to in place; None where there are none.
+        pool: of buffers, for contexts that share one; whoever gave it closes it.
+        grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
+
+    Attributes:
+        counts: gathers, reductions and peaks of this call.
+        reducer: of the gradients.
+        anchor: an input of every unit's node, so that backward reaches it although no leaf is an input.
+    """
+
+    # `_units` has the units in the order of forward, `unit.order` being the position. `_current` is the last of them
+    # that forward has reached and not released. `_prefetched` has those that were started for a later `gather`, which
+    # are in neither. Backward goes from the end of `_units` to its beginning: `_reached` is the position after the unit
+    # that it reached last, None before backward, so that all units from there on are done with.
 
     def __init__(
         self,
         leaves: Sequence[Local | None],
         paths: Sequence[str],
-        goals: Sequence[Goal | None],
+        targets: Sequence[GradTarget | None],
         compute: Callable[[torch.dtype], torch.dtype],
-        held: Sequence[Tensor | None],
+        accumulated: Sequence[Tensor | None],
         pool: Pool | None = None,
-        memory: Pool | None = None,
+        grad_pool: Pool | None = None,
     ) -> None:
-        """Opens a ledger over the leaves of the differentiated tree.
-
-        Args:
-            leaves: in order; None for a leaf that is no DTensor.
-            paths: their names.
-            goals: where each gradient goes; None where there is none.
-            compute: the dtype in which the loss function sees a leaf.
-            held: gradients of earlier microbatches, which are added to in place; None where there are none.
-            pool: of buffers, for ledgers that share one; whoever gave it closes it.
-            memory: for large gradients that data axes do not cut, used again from ledger to ledger.
-        """
-        self.paths, self.goals, self.compute = paths, goals, compute
-        self._row_goals = [
-            goal.row() if goal is not None and leaf is not None and leaf.shape else None
-            for goal, leaf in zip(goals, leaves, strict=True)
+        self.paths, self._targets, self._compute = paths, targets, compute
+        self._row_targets = [
+            target.row() if target is not None and leaf is not None and leaf.shape else None
+            for target, leaf in zip(targets, leaves, strict=True)
         ]
         self.counts = Counts()
         self.anchor = torch.zeros((), requires_grad=True)
         self._pool, self._owns_pool = pool or Pool(), pool is None
-        self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
-        # Not self.take: what refers to itself is there until Python looks for such things.
-        empty = functools.partial(self._pool.take, device=self._device)
-        self.landing = Landing(leaves, goals, held, empty, self._device, memory)
-        self._units: list[Unit] = []
-        self._back: int | None = None
-        self._places: dict[int, tuple[Tensor, Place]] = {}
-        self._ahead: dict[tuple[Place, ...], Unit] = {}
-        self._watched: dict[int, tuple[Unit, int]] = {}
-        self._current: Unit | None = None
+        device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
+        empty = functools.partial(self._pool.take, device=device)
+        self.reducer = GradReducer(leaves, targets, accumulated, empty, device, grad_pool)
+        self._units: list[GatheredUnit] = []
+        self._current: GatheredUnit | None = None
+        self._prefetched: dict[tuple[LeafIndex, ...], GatheredUnit] = {}
+        self._reached: int | None = None
+        self._index: dict[int, tuple[Tensor, LeafIndex]] = {}
+        self._watched: dict[int, _Watched] = {}
         for i, leaf in enumerate(leaves):
             if leaf is not None:
-                self.register(leaf.value, Place(i, None))
+                self.register(leaf.value, LeafIndex(i, None))
 
-    def register(self, value: Tensor, place: Place) -> None:
-        """Notes that a tensor is a leaf of the state, or one row of a stacked leaf."""
-        self._places[id(value)] = (value, place)
+    # --------------------------------------------------------------------------------------- leaves and their names
+    def register(self, value: Tensor, index: LeafIndex) -> None:
+        """Notes that a tensor is a shard of the parameter tree, or a row of one."""
+        self._index[id(value)] = (value, index)
 
-    def place_of(self, value: Tensor) -> Place | None:
-        """Where a tensor stands in the state; None for one that is not the state's own."""
-        known = self._places.get(id(value))
+    def index_of(self, value: Tensor) -> LeafIndex | None:
+        """The index of a shard in the parameter tree; None for a tensor that is not one of its own."""
+        known = self._index.get(id(value))
         return known[1] if known is not None and known[0] is value else None
 
-    def name_of(self, places: Sequence[Place]) -> str:
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which the loss function sees a leaf."""
+        return self._compute(stored)
+
+    def _name_of(self, indices: Sequence[LeafIndex]) -> str:
         """A readable name for a unit: the path of its first leaf, with the row of a stack."""
-        leaf, row = places[0]
+        leaf, row = indices[0]
         path = self.paths[leaf].rpartition(".")[0] or self.paths[leaf]
         return path if row is None else f"{path}[{row}]"
 
-    def gathered(self) -> list[str]:
+    def gathered_leaves(self) -> list[str]:
         """The leaves of all units that were gathered, with their types, the last unit first; for an error."""
         return [
-            f"params.{self.paths[place.leaf]}{'' if place.row is None else f'[{place.row}]'} is {typeof(leaf)}"
+            f"params.{self.paths[index.leaf]}{'' if index.row is None else f'[{index.row}]'} is {typeof(leaf)}"
             for unit in reversed(self._units)
-            for place, leaf in zip(unit.places, unit.leaves, strict=True)
+            for index, leaf in zip(unit.index, unit.leaves, strict=True)
         ]
 
-    def take(self, size: int, dtype: torch.dtype, owner: Unit | None = None) -> Tensor:
-        """A flat buffer from the pool."""
-        buffer = self._pool.take(size, dtype, self._device, owner)
-        self._watched.pop(_compat.storage_id(buffer), None)
-        return buffer
+    # --------------------------------------------------------------------------------------------------------- forward
+    def gather(
+        self, leaves: Sequence[Local], index: tuple[LeafIndex, ...], dtype: torch.dtype | None, policy: Policy
+    ) -> list[Tensor]:
+        """Gathers a unit, as a node of the autograd graph, and releases the one before it.
 
-    def lend(self, memory: object, nbytes: int, owner: Unit) -> None:
-        """Counts a buffer that is not the pool's own, as long as its memory lives."""
-        self._pool.lend(memory, nbytes, owner)
+        Args:
+            leaves: the shards.
+            index: of each in the parameter tree.
+            dtype: of floating point leaves; None for the compute dtype.
+            policy: whether the buffers are kept for backward.
 
-    def watch(self, flat: Tensor, unit: Unit, number: int, memory: object | None = None) -> None:
-        """Notes that views of a buffer are weights of a unit, as long as its memory lives, if not the pool has it."""
-        self._watched[_compat.storage_id(flat)] = (unit, number)
-        if memory is not None:
-            finalize(memory, self._watched.pop, _compat.storage_id(flat), None)
+        Returns:
+            The whole leaves.
+        """
+        unit = self._prefetched.pop(index, None) or self._make_unit(leaves, index, dtype)
+        wholes = list(cast(Sequence[Tensor], _GatherUnit.apply(self.anchor, self, unit, policy)))
+        for large in unit.plan.large:
+            wholes[large.leaf] = _LargeLeafGrad.watch(wholes[large.leaf], self, unit, large)
+        return wholes
 
-    def unit(self, leaves: Sequence[Local], places: tuple[Place, ...], dtype: torch.dtype | None) -> Unit:
-        """The unit of some leaves: the one that was started ahead, or a new one."""
-        ahead = self._ahead.pop(places, None)
-        if ahead is not None:
-            return ahead
-        plans: list[LeafPlan] = []
-        for leaf, place in zip(leaves, places, strict=True):
-            rest = leaf.value.dtype
-            compute = dtype if dtype and rest.is_floating_point else self.compute(rest)
-            goals = self.goals if place.row is None else self._row_goals
-            misaligned = place.row is not None and leaf.value.nbytes % _ALIGN != 0
-            plans.append(LeafPlan(leaf.sharding, leaf.shape, rest, compute, goals[place.leaf], misaligned))
-        return Unit(self, plan_unit(tuple(plans)), leaves, places)
-
-    def start_ahead(self, unit: Unit) -> None:
-        """Starts the gather of a unit that will be asked for next."""
-        self._ahead[unit.places] = unit
+    def prefetch(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> None:
+        """Starts the all-gathers of a unit, for which `gather` will be called later."""
+        unit = self._prefetched.pop(index, None) or self._make_unit(leaves, index, None)
+        self._prefetched[index] = unit
         unit.start()
 
-    def enter(self, unit: Unit, policy: Policy) -> list[Tensor]:
-        """Makes a unit the current one and returns its whole leaves; the one before it is let go."""
+    def _make_unit(
+        self, leaves: Sequence[Local], index: tuple[LeafIndex, ...], dtype: torch.dtype | None
+    ) -> GatheredUnit:
+        described: list[UnitLeaf] = []
+        for leaf, (number, row) in zip(leaves, index, strict=True):
+            stored = leaf.value.dtype
+            compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
+            target = (self._targets if row is None else self._row_targets)[number]
+            misaligned = row is not None and leaf.value.nbytes % _ALIGN != 0
+            described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, compute, target, misaligned))
+
+        def name() -> str:
+            return self._name_of(index)
+
+        return GatheredUnit(
+            plan_unit(tuple(described)), leaves, index, self._pool,
+            name=name, on_gather=lambda: self.counts.gathers.append(name()),
+        )  # fmt: skip
+
+    def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor]:
+        """Forward reaches a unit: releases the one before it, and waits for this one.
+
+        Returns:
+            The whole leaves.
+        """
         if self._current is not None:
             self._current.release()
         self._current, unit.kept, unit.order = unit, policy.gathered, len(self._units)
@@ -157,133 +210,188 @@ class Ledger:
         for i, dtype in unit.plan.aliases:
             # A view, so that autograd refuses to write where the state itself is.
             wholes[i] = wholes[i].view_as(wholes[i]).to(dtype)
-        for g, gathered in zip(unit.plan.gathers, unit.wait(), strict=True):
-            for i, leaf in zip(g.leaves, gathered, strict=True):
+        for b, gathered in zip(unit.plan.gathers, self._wait(unit), strict=True):
+            for i, leaf in zip(b.leaves, gathered, strict=True):
                 wholes[i] = leaf
         return wholes
 
-    def pack(self, x: Tensor) -> Tensor | _Saved:
-        """Saved-tensors hook: a view of a gathered buffer becomes a note."""
-        known = self._watched.get(_compat.storage_id(x))
-        if known is None or known[0].kept:
-            # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
-            return x if x.grad_fn is None else x.detach()
-        unit, number = known
-        unit.saved += 1
-        return _Saved(unit, number, x.dtype, int(x.storage_offset()), x.size(), x.stride())
+    def _wait(self, unit: GatheredUnit) -> list[list[Tensor]]:
+        """Waits for a unit, and watches for tensors that autograd saves of it."""
+        wholes = unit.wait()
+        for number, buffer in enumerate(unit.buffers):
+            self._watched[_compat.storage_id(buffer)] = _Watched(unit, number, _compat.weak_storage(buffer))
+        return wholes
 
-    def unpack(self, saved: Tensor | _Saved) -> Tensor:
-        """Saved-tensors hook: a note becomes a view of the unit, gathered again if need be."""
-        if isinstance(saved, Tensor):
-            return saved
-        flats = self._revive(saved.unit)
-        return flats[saved.gather].view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
-
-    def _revive(self, unit: Unit) -> list[Tensor]:
-        if not unit.returned:
-            unit.returned = True
-            for later in self._units[unit.order + 1 : self._back]:
-                if not later.returned or not later.plan.reductions:
-                    later.abandon()
-            self._back = unit.order + 1
-            if unit.flats is None:
-                unit.wait()
-            earlier = next((u for u in reversed(self._units[: unit.order]) if u.saved), None)
-            # Backward goes no further than the first unit that has gradients.
-            if earlier is not None and any(u.plan.reductions for u in self._units[: earlier.order + 1]):
-                earlier.start()
-        elif unit.flats is None:
-            unit.wait()
-        assert unit.flats is not None
-        return unit.flats
-
-    def start_back(self) -> None:
-        """Starts to gather again the unit that backward will ask for first."""
-        last = next((unit for unit in reversed(self._units) if unit.saved), None)
-        if last is not None:
-            last.start()
-
-    def rest(self) -> None:
-        """Forward is over, and backward comes later: lets the last unit go, and what was started ahead."""
-        for unit in (self._current, *self._ahead.values()):
+    def end_forward(self) -> None:
+        """Forward is over, and backward comes later: releases the last unit, and those that were prefetched."""
+        for unit in (self._current, *self._prefetched.values()):
             if unit is not None:
                 unit.abandon()
         self._current = None
-        self._ahead.clear()
+        self._prefetched.clear()
 
-    def rewind(self) -> None:
-        """There will be another backward of the same graph: lets go what this one has gathered."""
+    # ------------------------------------------------------------------------------------------------------- backward
+    def pack(self, x: Tensor) -> Tensor | _SavedView:
+        """Saved-tensors hook: replaces a view of a gathered buffer by a `_SavedView`."""
+        known = self._watched.get(_compat.storage_id(x))
+        if known is None or known.unit.kept:
+            # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
+            return x if x.grad_fn is None else x.detach()
+        known.unit.saved_views += 1
+        return _SavedView(known.unit, known.buffer, x.dtype, int(x.storage_offset()), x.size(), x.stride())
+
+    def unpack(self, saved: Tensor | _SavedView) -> Tensor:
+        """Saved-tensors hook: a view of the unit's buffer, which is gathered again if it is not alive."""
+        if isinstance(saved, Tensor):
+            return saved
+        unit = saved.unit
+        first = not unit.in_backward
+        if first:
+            unit.in_backward = True
+            self._abandon_passed(unit)
+        if unit.state is not UnitState.ALIVE:
+            self._wait(unit)
+        if first:
+            self._prefetch_before(unit)
+        return unit.buffers[saved.buffer].view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+    def _abandon_passed(self, unit: GatheredUnit) -> None:
+        """Backward has reached a unit: lets go the later ones that it has passed without leaving them."""
+        for later in self._units[unit.order + 1 : self._reached]:
+            if not later.in_backward or not later.plan.reductions:
+                later.abandon()
+        self._reached = unit.order + 1
+
+    def _prefetch_before(self, unit: GatheredUnit) -> None:
+        """Starts to gather the unit that backward needs after this one."""
+        earlier = next((u for u in reversed(self._units[: unit.order]) if u.saved_views), None)
+        # Backward goes no further than the first unit that has gradients.
+        if earlier is not None and any(u.plan.reductions for u in self._units[: earlier.order + 1]):
+            earlier.start()
+
+    def prefetch_backward(self) -> None:
+        """Starts to gather the unit that backward needs first."""
+        last = next((unit for unit in reversed(self._units) if unit.saved_views), None)
+        if last is not None:
+            last.start()
+
+    def restart_backward(self) -> None:
+        """There will be another backward of the same graph: releases all that this one has gathered."""
         for unit in self._units:
             unit.abandon()
-            unit.returned = False
-        self._back = None
+            unit.in_backward = False
+        self._reached = None
 
-    def put(self, unit: Unit, early: Early, grad: Tensor) -> None:
-        """Takes the gradient of one large leaf, before the unit is left."""
-        self.landing.put(unit, unit.plan, early, grad)
-
-    def put_term(self, unit: Unit, early: Early, dtype: torch.dtype, write: Callable[[Tensor], object]) -> bool:
-        """Has the gradient of one large leaf, or a term of it, written where it goes; or does not, and says so."""
-        return self.landing.put_term(unit, unit.plan, early, dtype, write)
-
-    def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
-        """Backward of a unit is over: drops its buffers and starts to reduce its gradients."""
+    def leave(self, unit: GatheredUnit, grads: Sequence[Tensor | None]) -> None:
+        """Backward of a unit is over: releases its buffers and starts to reduce its gradients."""
         unit.release()
-        for plan in unit.plan.reductions:
-            if plan.before[0] or plan.after[0]:
-                self.counts.reductions.append(self.name_of([unit.places[i] for i in plan.leaves]))
-        self.landing.reduce(unit, unit.plan, unit.places, grads)
+        for b in unit.plan.reductions:
+            if b.steps[0] or b.late_steps[0]:
+                self.counts.reductions.append(self._name_of([unit.index[i] for i in b.leaves]))
+        self.reducer.reduce(unit, unit.plan, unit.index, grads)
 
+    # ---------------------------------------------------------------------------------------------------------- the end
     def finish(self) -> list[Tensor | None]:
-        """Lets all gradients come down, and closes.
+        """Waits for all reductions, and closes.
 
         Returns:
-            The local gradient of each leaf, zeros where the loss does not depend on it, None where there is no goal.
+            The local gradient of each leaf: zeros if the loss does not depend on it, None for frozen leaves.
         """
-        result = self.landing.finish()
+        result = self.reducer.finish()
         self.counts.peak_units, self.counts.peak_bytes = self._pool.peak_owners, self._pool.peak_bytes
         record(self.counts)
         self.close()
         return result
 
     def close(self, *, failed: bool = False) -> None:
-        """Breaks the references between units and buffers, so that nothing is alive after the step."""
-        for unit in [*self._units, *self._ahead.values()]:
+        """Breaks the references between context, units and buffers, so that nothing is alive after the call."""
+        for unit in [*self._units, *self._prefetched.values()]:
             unit.abandon(failed=failed)
         self._units.clear()
-        self._ahead.clear()
+        self._prefetched.clear()
         self._watched.clear()
-        self._places.clear()
+        self._index.clear()
         self._current = None
-        self.landing.close()
+        self.reducer.close()
         if self._owns_pool:
             self._pool.close()
 
 
-_ledger: ContextVar[Ledger | None] = ContextVar("fsharding_ledger", default=None)
+class _GatherUnit(Function):
+    """The node of a unit in the graph: forward gathers, backward reduces.
+
+    Shards are no inputs, since gradients go to the reducer; the anchor brings backward here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, context: GatherContext, unit: GatheredUnit, policy: Policy
+    ) -> tuple[Tensor, ...]:
+        ctx.context, ctx.unit = context, unit
+        ctx.set_materialize_grads(False)
+        wholes = context.enter(unit, policy)
+        reduced = {i for b in unit.plan.reductions for i in b.leaves}
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(wholes) if i not in reduced))
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.context.leave(ctx.unit, grads)
+        return None, None, None, None
+
+
+class _LargeLeafGrad(Function):
+    """Takes the gradient of a large leaf as soon as it is complete, not when backward leaves the unit."""
+
+    @staticmethod
+    def watch(whole: Tensor, context: GatherContext, unit: GatheredUnit, large: LargeLeaf) -> Tensor:
+        """The leaf, as the result of a node that backward visits before anything else that is ready."""
+        result = cast(Tensor, _LargeLeafGrad.apply(whole, context, unit, large))
+        if result.grad_fn is not None:
+            _compat.visit_first(result.grad_fn)
+        return result
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, context: GatherContext, unit: GatheredUnit, large: LargeLeaf) -> Tensor:
+        reducer, plan = context.reducer, unit.plan
+        ctx.take = functools.partial(reducer.take, unit, plan, large)
+        if transition.takes_terms(whole, plan.reductions[large.bucket].steps[large.slot], plan.mesh):
+            # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
+            ctx.put_term = functools.partial(reducer.write, unit, plan, large)
+        ctx.set_materialize_grads(False)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads[0] is not None:
+            ctx.take(grads[0])
+        return None, None, None, None
+
+
+_context: ContextVar[GatherContext | None] = ContextVar("fsharding_gather_context", default=None)
 
 
 @contextmanager
-def opened(ledger: Ledger) -> Generator[None]:
-    """Makes a ledger the one that `gather_unit` finds, and hooks it into what autograd saves."""
-    token = _ledger.set(ledger)
+def activate(context: GatherContext) -> Generator[None]:
+    """Makes a context the one that `gather_unit` finds, and hooks it into what autograd saves."""
+    token = _context.set(context)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(context.pack, context.unpack):
             yield
     finally:
-        _ledger.reset(token)
+        _context.reset(token)
 
 
 @contextmanager
-def without_ledger() -> Generator[None]:
-    """Hides the ledger, from what may be computed again when it is no longer there."""
-    token = _ledger.set(None)
+def without_context() -> Generator[None]:
+    """Hides the context, from functions that may run again when it has been closed."""
+    token = _context.set(None)
     try:
         yield
     finally:
-        _ledger.reset(token)
+        _context.reset(token)
 
 
-def current_ledger() -> Ledger | None:
-    """The ledger of the innermost `value_and_grad` that is running its forward; None outside and under torch.func."""
-    return None if _functorch.in_functorch() else _ledger.get()
+def current_context() -> GatherContext | None:
+    """That of the innermost `value_and_grad` whose forward is running; None outside, and under torch.func."""
+    return None if _functorch.in_functorch() else _context.get()

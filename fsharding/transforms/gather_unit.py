@@ -1,13 +1,13 @@
 """The two transforms between the sharded and the whole form of a unit.
 
 In: a subtree of `Local` nodes (inside a loss function) or DTensors (outside). Out: the same subtree of whole tensors.
-Inside `value_and_grad` the ledger gathers, frees, gathers again and reduces; under torch.func the same maps are
-composed of differentiable collectives. Law: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
+Inside `value_and_grad` its `GatherContext` gathers, releases, gathers again and reduces; under torch.func the same maps
+are composed of differentiable collectives.
+Law: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, _functorch, tree
+from fsharding import _functorch, tree
 from fsharding.comm import steps as transition
 from fsharding.errors import LayoutError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
@@ -29,13 +29,20 @@ from fsharding.sharding.named_sharding import Local, to_local, typeof
 from fsharding.sharding.named_sharding import like as like_leaf
 from fsharding.sharding.partition_spec import P
 from fsharding.transforms import policies
-from fsharding.transforms.gather_context import Ledger, current_ledger
-from fsharding.transforms.gathered_unit import Unit
+from fsharding.transforms.gather_context import GatherContext, current_context
 from fsharding.transforms.policies import Policy, check_policy
-from fsharding.transforms.unit_plan import Early, Goal, LeafPlan, Place, plan_unit
+from fsharding.transforms.unit_plan import GradTarget, LeafIndex, UnitLeaf, plan_unit
 from fsharding.tree import Tree
 
-__all__ = ["flying", "gather_unit", "refuse_cut_layers", "rows_of", "scatter_grads", "select_unit", "start_gather"]
+__all__ = [
+    "gather_unit",
+    "local_nodes",
+    "prefetch_unit",
+    "refuse_cut_layers",
+    "rows_of",
+    "scatter_grads",
+    "select_unit",
+]
 
 
 @public("fs.gather_unit")
@@ -44,7 +51,7 @@ def gather_unit(
     *,
     policy: Policy = policies.save_except_gathered,
     dtype: torch.dtype | None = None,
-    then: Tree = None,
+    prefetch: Tree = None,
 ) -> Tree:
     """Gathers the leaves of a unit over the data axes: one collective for each (dtype, axes).
 
@@ -52,7 +59,7 @@ def gather_unit(
         unit: tree of `Local` nodes or DTensors; plain tensors are handed on.
         policy: `everything_saveable` keeps the weights for backward; all others gather them again there.
         dtype: of floating point leaves; by default the compute dtype of the running `value_and_grad`, else their own.
-        then: the unit that will be gathered next; its communication starts now, under what this one computes.
+        prefetch: the unit that will be gathered next; its all-gathers start now, and run while this one computes.
 
     Returns:
         The same tree of plain tensors, whole over the data axes. They are values, in memory that ranks of one machine
@@ -64,29 +71,24 @@ def gather_unit(
             unit is let go, its weights were written in place.
     """
     check_policy("fs.gather_unit", policy)
-    nodes, spec = flying("fs.gather_unit", unit)
-    ledger = current_ledger()
-    sharded: dict[int, Local] = {}
-    for node in nodes:
-        if isinstance(node, Local):
-            sharded.setdefault(id(node.value), node)
-    places = _places(ledger, list(sharded.values()))
-    if ledger is not None and places:
-        entered = ledger.unit(list(sharded.values()), places, dtype)
-        wholes = list(cast(Sequence[Tensor], _Enter.apply(ledger.anchor, entered, policy)))
-        for early in entered.plan.early:
-            wholes[early.leaf] = _Large.of(wholes[early.leaf], entered, early)
-        _start_ahead(ledger, then)
+    nodes, spec = local_nodes("fs.gather_unit", unit)
+    context = current_context()
+    sharded = {id(node.value): node for node in nodes if isinstance(node, Local)}
+    shards = list(sharded.values())
+    index = _indices(context, shards)
+    if context is not None and index:
+        wholes = context.gather(shards, index, dtype, policy)
+        _prefetch(context, prefetch)
     else:
-        wholes = _gather_plain(list(sharded.values()), dtype, ledger)
-    by_value = dict(zip(sharded, cast(Sequence[Tensor], wholes), strict=True))
+        wholes = _gather_plain(shards, dtype, context)
+    by_value = dict(zip(sharded, wholes, strict=True))
     return tree.unflatten(
-        spec, [by_value[id(n.value)] if isinstance(n, Local) else _cast(n, dtype, ledger) for n in nodes]
+        spec, [by_value[id(n.value)] if isinstance(n, Local) else _cast(n, dtype, context) for n in nodes]
     )
 
 
-def flying(function: str, unit: Tree) -> tuple[list[Any], Any]:
-    """The leaves of a unit with nodes in the place of DTensors, and its structure.
+def local_nodes(function: str, unit: Tree) -> tuple[list[Any], Any]:
+    """The leaves of a unit with `Local` nodes for its DTensors, and its structure.
 
     Under a vmap over the first dim of a leaf, its node says what it is inside: that dim is gone.
 
@@ -105,7 +107,7 @@ def flying(function: str, unit: Tree) -> tuple[list[Any], Any]:
         elif isinstance(inside, DTensor):
             lost.append(f"{path or 'the leaf'} is {typeof(inside)}")
         elif isinstance(leaf, Local):
-            leaves[i] = _held(leaf)
+            leaves[i] = _described(leaf)
             if leaves[i] is None:
                 here = list(leaf.sharding.local_shape(leaf.shape))
                 odd.append(f"{path or 'the leaf'} is {typeof(leaf)}, {here} here, and holds {list(leaf.value.shape)}")
@@ -118,7 +120,7 @@ def flying(function: str, unit: Tree) -> tuple[list[Any], Any]:
     return leaves, spec
 
 
-def _held(node: Local) -> Local | None:
+def _described(node: Local) -> Local | None:
     """A node that says what it holds, where vmaps have taken its first dims away; None where that cannot be."""
     gone, sharding = len(node.shape) - node.value.ndim, node.sharding
     if gone < 0 or (gone and any(_functorch.batch_dims(node.value))):
@@ -132,96 +134,47 @@ def _held(node: Local) -> Local | None:
     return Local(node.value, sharding, shape, node.slices) if same else None
 
 
-def _cast(x: Any, dtype: torch.dtype | None, ledger: Ledger | None) -> Any:
+def _cast(x: Any, dtype: torch.dtype | None, context: GatherContext | None) -> Any:
     """A plain tensor in the compute dtype."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
-    return x.to(dtype or (ledger.compute(x.dtype) if ledger else x.dtype))
+    return x.to(dtype or (context.compute_dtype(x.dtype) if context else x.dtype))
 
 
-def _places(ledger: Ledger | None, nodes: Sequence[Local]) -> tuple[Place, ...] | None:
-    """Where the leaves stand in the state; None when one of them is not the state's own tensor."""
-    if ledger is None:
+def _indices(context: GatherContext | None, nodes: Sequence[Local]) -> tuple[LeafIndex, ...] | None:
+    """The leaves in the parameter tree; None when one of them is not the tree's own shard."""
+    if context is None:
         return None
-    places = [ledger.place_of(node.value) for node in nodes]
-    return None if None in places else cast(tuple[Place, ...], tuple(places))
+    indices = [context.index_of(node.value) for node in nodes]
+    return None if None in indices else cast(tuple[LeafIndex, ...], tuple(indices))
 
 
-def start_gather(unit: Tree) -> None:
-    """Starts, inside a differentiated function, the gather of the unit that will be asked for first.
+def prefetch_unit(unit: Tree) -> None:
+    """Starts, inside a differentiated function, the gather of the unit that will be gathered first.
 
     Args:
         unit: tree of `Local` nodes.
     """
-    ledger = current_ledger()
-    assert ledger is not None, "there is nobody to keep it until then"
-    _start_ahead(ledger, unit)
+    context = current_context()
+    assert context is not None, "there is no context that could keep it until then"
+    _prefetch(context, unit)
 
 
-def _start_ahead(ledger: Ledger, then: Tree) -> None:
-    nodes = [x for x in tree.leaves(then) if isinstance(x, Local)]
-    unique = list({id(node.value): node for node in nodes}.values())
-    places = _places(ledger, unique)
-    if places:
-        ledger.start_ahead(ledger.unit(unique, places, None))
+def _prefetch(context: GatherContext, unit: Tree) -> None:
+    shards = list({id(node.value): node for node in tree.leaves(unit) if isinstance(node, Local)}.values())
+    index = _indices(context, shards)
+    if index:
+        context.prefetch(shards, index)
 
 
-class _Enter(Function):
-    """A unit on its way through the graph: forward gathers, backward reduces into the ledger.
-
-    The shards are not inputs: gradients go to their place in the ledger, and the anchor brings backward here.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, unit: Unit, policy: Policy) -> tuple[Tensor, ...]:
-        ctx.unit = unit
-        ctx.set_materialize_grads(False)
-        wholes = unit.ledger.enter(unit, policy)
-        reduced = {i for plan in unit.plan.reductions for i in plan.leaves}
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(wholes) if i not in reduced))
-        return tuple(wholes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.unit.ledger.leave(ctx.unit, grads)
-        return None, None, None
-
-
-class _Large(Function):
-    """A large leaf of a unit, whose gradient is taken as soon as it is complete, not when the unit is left."""
-
-    @staticmethod
-    def of(whole: Tensor, unit: Unit, early: Early) -> Tensor:
-        """The leaf, in a node that backward visits before anything else that could be done."""
-        result = cast(Tensor, _Large.apply(whole, unit, early))
-        if result.grad_fn is not None:
-            _compat.visit_first(result.grad_fn)
-        return result
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, unit: Unit, early: Early) -> Tensor:
-        ctx.unit, ctx.early = unit, early
-        steps = unit.plan.reductions[early.reduction].before[early.place]
-        if transition.takes_terms(whole, steps, unit.plan.mesh):
-            ctx.put_term = functools.partial(unit.ledger.put_term, unit, early)
-        ctx.set_materialize_grads(False)
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if grads[0] is not None:
-            ctx.unit.ledger.put(ctx.unit, ctx.early, grads[0])
-        return None, None, None
-
-
-def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, ledger: Ledger | None) -> list[Tensor]:
+def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: GatherContext | None) -> list[Tensor]:
     """The same map as a composition of differentiable functions: valid under every transform."""
-    values = [_cast(node.value, dtype, ledger) for node in nodes]
+    values = [_cast(node.value, dtype, context) for node in nodes]
     result: list[Tensor] = list(values)
     if not nodes:
         return result
     plan = plan_unit(
-        tuple(LeafPlan(n.sharding, n.shape, v.dtype, v.dtype, None) for n, v in zip(nodes, values, strict=True))
+        tuple(UnitLeaf(n.sharding, n.shape, v.dtype, v.dtype, None) for n, v in zip(nodes, values, strict=True))
     )
     for i, _ in plan.aliases:
         everywhere = _data_axes(nodes[i])
@@ -286,13 +239,13 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 @public("fs.select_unit")
 def select_unit(stack: Tree, index: int) -> Tree:
-    """One unit of a stack: index `index` along the first dim of every leaf, such as `then=select_unit(blocks, 0)`."""
-    nodes, spec = flying("fs.select_unit", stack)
+    """One unit of a stack: row `index` of every leaf, as in `gather_unit(embed, prefetch=select_unit(blocks, 0))`."""
+    nodes, spec = local_nodes("fs.select_unit", stack)
     refuse_cut_layers("fs.select_unit", tree.unflatten(spec, nodes))
-    ledger = current_ledger()
+    context = current_context()
 
     def select(leaf: Any) -> Any:
-        return rows_of(leaf, [leaf.value[index]], ledger, first=index)[0] if isinstance(leaf, Local) else leaf[index]
+        return rows_of(leaf, [leaf.value[index]], context, first=index)[0] if isinstance(leaf, Local) else leaf[index]
 
     return tree.unflatten(spec, [select(node) for node in nodes])
 
@@ -313,12 +266,12 @@ def refuse_cut_layers(function: str, stack: Tree) -> None:
         raise SpecError(message(function, "needs stacks whose layers are on every rank.", rows, mend))
 
 
-def rows_of(node: Local, values: Sequence[Tensor], ledger: Ledger | None, *, first: int = 0) -> list[Local]:
-    """Rows of a stacked leaf, from `first` on, as leaves of their own; the ledger learns where they belong."""
-    place = ledger.place_of(node.value) if ledger is not None else None
-    if ledger is not None and place is not None and place.row is None:
+def rows_of(node: Local, values: Sequence[Tensor], context: GatherContext | None, *, first: int = 0) -> list[Local]:
+    """Rows of a stacked leaf, from `first` on, as leaves of their own, which the context knows by their index."""
+    index = context.index_of(node.value) if context is not None else None
+    if context is not None and index is not None and index.row is None:
         for row, value in enumerate(values, first):
-            ledger.register(value, Place(place.leaf, row))
+            context.register(value, LeafIndex(index.leaf, row))
     sharding, shape = node.sharding.drop(0), node.shape[1:]
     return [Local(value, sharding, shape, node.slices) for value in values]
 
@@ -356,17 +309,17 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
         mend = "Give a gradient of what fs.gather_unit(like) gives; None where there is none."
         raise LayoutError(message("fs.scatter_grads", "got gradients that are not those of whole leaves.", rows, mend))
     plans = tuple(
-        LeafPlan(nodes[i].sharding, nodes[i].shape, given[i].dtype, given[i].dtype,
-                 Goal(nodes[i].sharding, wide(given[i].dtype)))
+        UnitLeaf(nodes[i].sharding, nodes[i].shape, given[i].dtype, given[i].dtype,
+                 GradTarget(nodes[i].sharding, wide(given[i].dtype)))
         for i in chosen
     )  # fmt: skip
     plan = plan_unit(plans) if plans else None
-    for r in plan.reductions if plan else ():
-        members = [chosen[i] for i in r.leaves]
+    for b in plan.reductions if plan else ():
+        members = [chosen[i] for i in b.leaves]
         assert plan is not None
         departure = transition.Departure(
-            r.before, r.shapes, plan.mesh, wire_dtype=r.wire_dtype, dtype=r.dtype, device=given[members[0]].device,
-            wholes=r.wholes_before,
+            b.steps, b.shapes, plan.mesh, wire_dtype=b.wire_dtype, dtype=b.dtype, device=given[members[0]].device,
+            wholes=b.sizes,
         )  # fmt: skip
         for i, local in zip(members, departure.start([given[i] for i in members]).finish(), strict=True):
             leaf = leaves[i]

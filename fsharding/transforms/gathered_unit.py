@@ -1,16 +1,16 @@
-"""One gather of one unit: in flight, alive, released, and alive again in backward.
+"""One gather of one unit, from its shards to whole leaves and, for backward, from its shards again.
 
-In: the plan of a unit, its local leaves, and a keeper that has the buffers. Out: whole leaves, as views of a buffer.
-Law: a buffer is let go as soon as nobody holds a view of it, and what is in flight is waited for before that.
+In: the plan of a unit, its shards, a pool of buffers. Out: whole leaves, as views of flat buffers.
+Law: a buffer is released as soon as the last view of it is gone, and a collective is waited for before that.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from typing import Protocol
+from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,128 +18,137 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.all_gather import Coming, start_whole
-from fsharding.comm.counters import Counts
+from fsharding.comm.buffer_pool import Pool
 from fsharding.errors import TransformError, message
 from fsharding.mesh.device_mesh import axis_group
 from fsharding.sharding.named_sharding import Local
-from fsharding.transforms.policies import Policy
-from fsharding.transforms.unit_plan import Early, Gathering, Place, UnitPlan
+from fsharding.transforms.unit_plan import GatherBucket, LeafIndex, UnitPlan
 
-__all__ = ["Keeper", "Unit"]
-
-
-class Keeper(Protocol):
-    """What a unit needs of the ledger: buffers, and somebody who counts and watches."""
-
-    counts: Counts
-
-    def take(self, size: int, dtype: torch.dtype, owner: Unit | None = None) -> Tensor:
-        """A flat buffer."""
-        ...
-
-    def lend(self, memory: object, nbytes: int, owner: Unit) -> None:
-        """Counts a buffer that is not the keeper's own, as long as its memory lives."""
-        ...
-
-    def watch(self, flat: Tensor, unit: Unit, number: int, memory: object | None) -> None:
-        """Notes that views of a buffer are weights of a unit."""
-        ...
-
-    def name_of(self, places: Sequence[Place]) -> str:
-        """A readable name for a unit."""
-        ...
-
-    def enter(self, unit: Unit, policy: Policy) -> list[Tensor]:
-        """Makes a unit the current one and returns its whole leaves."""
-        ...
-
-    def put(self, unit: Unit, early: Early, grad: Tensor) -> None:
-        """Takes the gradient of one large leaf, before the unit is left."""
-        ...
-
-    def put_term(self, unit: Unit, early: Early, dtype: torch.dtype, write: Callable[[Tensor], object]) -> bool:
-        """Has the gradient of one large leaf, or a term of it, written where it goes; or does not, and says so."""
-        ...
-
-    def leave(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
-        """Backward of a unit is over."""
-        ...
+__all__ = ["GatheredUnit", "UnitState"]
 
 
-class Unit:
-    """One gather of one unit: in flight, alive, released, and alive again in backward."""
+class UnitState(Enum):
+    """Where the whole leaves of a unit are. `start` goes on from PLANNED and from RELEASED."""
 
-    def __init__(self, ledger: Keeper, plan: UnitPlan, leaves: Sequence[Local], places: tuple[Place, ...]) -> None:
-        """Notes what the unit is; nothing is sent yet."""
-        self.ledger, self.plan, self.leaves, self.places = ledger, plan, leaves, places
-        self.order, self.saved, self.kept, self.returned = -1, 0, False, False
-        self._coming: list[Coming | None] | None = None
-        self.flats: list[Tensor] | None = None
-        self._lent: list[Tensor] = []
-        self._versions: list[int] = []
+    PLANNED = "nothing has been sent"
+    GATHERING = "all-gathers are under way"
+    ALIVE = "whole leaves are in buffers"
+    RELEASED = "the buffers have been let go"
+
+
+class GatheredUnit:
+    """One gather of one unit. `start`, `wait`, `release`; then `start` again, if backward needs it.
+
+    Args:
+        plan: of the unit.
+        leaves: its shards.
+        index: of its leaves in the parameter tree.
+        pool: of buffers; bytes that the unit has in use are counted there as its own.
+        name: says what the unit is called, for an error.
+        on_gather: is called when an all-gather starts.
+
+    Attributes:
+        state: see `UnitState`. All-gathers are under way only while it is GATHERING, and `buffers` has elements only
+            while it is ALIVE or when waiting for one of several has failed.
+        buffers: the flat buffer of each bucket of the plan.
+        order: position among the units of a forward pass; -1 until the loss function has used it.
+        saved_views: how many tensors autograd has saved that view the buffers.
+        kept: the buffers are kept for backward.
+        in_backward: backward has needed it.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        leaves: Sequence[Local],
+        index: tuple[LeafIndex, ...],
+        pool: Pool,
+        *,
+        name: Callable[[], str],
+        on_gather: Callable[[], None],
+    ) -> None:
+        self.plan, self.leaves, self.index = plan, leaves, index
+        self._pool, self._name, self._on_gather = pool, name, on_gather
+        self._empty = partial(pool.take, device=leaves[0].value.device, owner=self)
+        self.state = UnitState.PLANNED
+        self.order, self.saved_views, self.kept, self.in_backward = -1, 0, False, False
+        self.buffers: list[Tensor] = []
+        self._handles: list[Coming | None] = []
+        self._guarded: list[tuple[Tensor, int]] = []
+        """What the loss function sees, with the version that autograd counts: it must not be written in place."""
 
     @torch.no_grad()
     def start(self) -> None:
-        """Casts the shards and starts to gather them."""
-        if self._coming is None and self.flats is None:
+        """Casts the shards and starts to gather them, if that has not been done."""
+        if self.state in (UnitState.PLANNED, UnitState.RELEASED):
             with _compat.region("gather"):
-                self._coming = [self._started(g) if g.axes else None for g in self.plan.gathers]
+                self._handles = [self._start(b) if b.axes else None for b in self.plan.gathers]
+            self.state = UnitState.GATHERING
 
-    def _started(self, g: Gathering) -> Coming:
-        group, shards = axis_group(self.plan.mesh, g.axes), [self.leaves[i].value for i in g.leaves]
-        self.ledger.counts.gathers.append(self.ledger.name_of(self.places))
-        coming = start_whole(g.bucket, g.dtype, group, shards, functools.partial(self.ledger.take, owner=self))
-        if coming.memory is not None:
-            self.ledger.lend(coming.memory, g.bucket.size * g.dtype.itemsize, self)
-        return coming
+    def _start(self, b: GatherBucket) -> Coming:
+        group, shards = axis_group(self.plan.mesh, b.axes), [self.leaves[i].value for i in b.leaves]
+        self._on_gather()
+        handle = start_whole(b.bucket, b.dtype, group, shards, self._empty)
+        if handle.buffer is not None:
+            self._pool.adopt(handle.buffer, owner=self)
+        return handle
 
     @torch.no_grad()
     def wait(self) -> list[list[Tensor]]:
-        """Puts together what has come; the unit is alive from here. Returns the whole leaves of each gather."""
-        self.start()
-        with _compat.region("gather"):
-            return self._joined()
+        """Waits for the all-gathers, which it starts if need be.
 
-    def _joined(self) -> list[list[Tensor]]:
-        assert self._coming is not None
-        wholes: list[list[Tensor]] = []
-        self.flats = []
-        for number, g in enumerate(self.plan.gathers):
-            coming, memory = self._coming[number], None
-            if coming is not None:
-                flat, memory = coming.join()
-            else:
-                flat = self.ledger.take(g.bucket.size, g.dtype, self)
-            wholes.append(buckets.whole_views(flat, g.bucket))
-            if coming is None:
-                _compat.foreach_copy_(wholes[-1], [self.leaves[i].value for i in g.leaves])
-            self.flats.append(flat)
-            self.ledger.watch(flat, self, number, memory)
-            self._coming[number] = coming = memory = None
-        self._coming = None
-        self._lent = [*self.flats, *(self.leaves[i].value for i, _ in self.plan.aliases)]
-        self._versions = [_compat.version_of(x) for x in self._lent]
+        Returns:
+            The whole leaves of each bucket of the plan.
+
+        Raises:
+            RuntimeError: another rank is gone, or the timeout of the group is over.
+        """
+        self.start()
+        assert self.state is UnitState.GATHERING, self.state
+        with _compat.region("gather"):
+            wholes = [self._finish(number, b) for number, b in enumerate(self.plan.gathers)]
+        self._handles = []
+        shown = [*self.buffers, *(self.leaves[i].value for i, _ in self.plan.aliases)]
+        self._guarded = [(x, _compat.version_of(x)) for x in shown]
+        self.state = UnitState.ALIVE
+        return wholes
+
+    def _finish(self, number: int, b: GatherBucket) -> list[Tensor]:
+        handle = self._handles[number]
+        if handle is not None:
+            buffer = handle.join()
+            self._handles[number] = None
+            wholes = buckets.whole_views(buffer, b.bucket)
+        else:
+            buffer = self._empty(b.bucket.size, b.dtype)
+            wholes = buckets.whole_views(buffer, b.bucket)
+            _compat.foreach_copy_(wholes, [self.leaves[i].value for i in b.leaves])
+        self.buffers.append(buffer)
         return wholes
 
     def release(self, *, failed: bool = False) -> None:
-        """Lets the gathered buffers go; whoever still holds a view keeps it.
+        """Lets the buffers go; a view that somebody still has keeps its own.
+
+        Args:
+            failed: the step has failed, so that nothing more is said about its weights.
 
         Raises:
-            TransformError: somebody has written into one, and nothing has failed before.
+            TransformError: the weights were written in place.
         """
-        lent, versions, self._coming, self.flats, self._lent = self._lent, self._versions, None, None, []
-        if not failed and any(_compat.version_of(x) != n for x, n in zip(lent, versions, strict=False)):
-            name = self.ledger.name_of(self.places)
-            rule = f"gave weights of {name} that were then written in place."
+        guarded, self._handles, self.buffers, self._guarded = self._guarded, [], [], []
+        if self.state is not UnitState.PLANNED:
+            self.state = UnitState.RELEASED
+        if not failed and any(_compat.version_of(x) != version for x, version in guarded):
+            rule = f"gave weights of {self._name()} that were then written in place."
             mend = "Make new tensors of them: other ranks read the same memory, and backward gathers the weights again."
             if self.plan.aliases:
                 mend += " Leaves that nothing cuts are the state's own: it is changed, so load or make it again."
             raise TransformError(message("fs.gather_unit", rule, mend=mend))
 
     def abandon(self, *, failed: bool = False) -> None:
-        """Waits for what is in flight, which nobody will ask for, and lets it go; after a failure, not for long."""
-        for coming in self._coming or ():
-            if coming is not None:
+        """Releases a unit in any state: all-gathers that nobody needs are waited for; after a failure, not for long."""
+        for handle in self._handles:
+            if handle is not None:
                 with suppress(RuntimeError) if failed else nullcontext():
-                    coming.drop(timedelta(seconds=1) if failed else None)
+                    handle.drop(timedelta(seconds=1) if failed else None)
         self.release(failed=failed)

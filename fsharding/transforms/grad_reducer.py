@@ -1,9 +1,14 @@
-"""Where the gradients of a call come down: reduced, added to what is held, each at the place of its leaf.
+"""Reduces each unit's gradients over the data axes while backward runs, and accumulates them into the gradient tree.
 
-In: gradients of whole leaves as backward finds them, the large ones one by one. Out: local gradients, each in the
-sharding of its goal. Large ones are copied to where they travel from as soon as they are complete, and let go.
-Rows of a large stack lie apart until all have come: when the first one does, activations take the memory of the others.
-Law: a leaf that comes more than once is summed, one that does not come is zero, and what is held counts once.
+In: gradients of whole leaves, a unit at a time, large ones by themselves as soon as they are complete.
+Out: the local gradient of each leaf, in the sharding of its target.
+
+A bucket goes through `take` or `write` for its large gradients, `reduce` for the others, which starts its collectives,
+and `settle`, which finishes them in the order of their start, since sums depend on it. Rows of a large stack are in
+memory of their own until all of them have been reduced: after the first one, activations take the memory of the others.
+
+Law: the gradients of a leaf that comes more than once are summed, that of a leaf that does not come is zero, and what
+earlier microbatches have accumulated counts once.
 """
 
 from __future__ import annotations
@@ -21,271 +26,294 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.transport import Empty
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.sharding.named_sharding import Local
-from fsharding.transforms.unit_plan import Early, Goal, Place, Reducing, UnitPlan, own_memory_from
+from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, ReduceBucket, UnitPlan, pooled_from
 
-__all__ = ["Landing"]
+__all__ = ["GradReducer"]
 
 
-class _UnderWay(NamedTuple):
-    """A reduction: whether it has come, and what is left to do then."""
+class _Pending(NamedTuple):
+    """A bucket whose collectives are under way: whether they are done, and what is left to do then."""
 
-    come: Callable[[], bool]
+    is_ready: Callable[[], bool]
     finish: Callable[[], None]
 
 
-class _Home(NamedTuple):
-    """A local gradient: where it is, if somebody keeps memory for it, and whether its rows come one by one."""
+class _Memory(NamedTuple):
+    """The memory of a local gradient.
+
+    Attributes:
+        shape: local.
+        dtype: of the gradient.
+        pool: that it is taken from; None for fresh memory.
+        by_row: rows of a stack have memory of their own until all have been reduced.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    memory: Pool | None
-    grows: bool
+    pool: Pool | None
+    by_row: bool
 
 
-class Landing:
+class GradReducer:
     """See the module.
 
     Args:
         leaves: of the differentiated tree, in order; None for a leaf that is no DTensor.
-        goals: where each gradient goes; None where there is none.
-        held: gradients of earlier microbatches, which are added to in place; None where there are none.
-        empty: makes flat buffers for what travels.
+        targets: of their gradients; None for frozen leaves.
+        accumulated: local gradients of earlier microbatches, which are added to in place; None where there are none.
+        empty: makes flat buffers for what is sent.
         device: of the leaves.
-        memory: for large gradients that data axes do not cut, used again from call to call.
+        grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
     """
+
+    # By number of the leaf: `_result[i]` is the local gradient, None until it is written; rows that are in memory of
+    # their own are in `_rows_apart[i]`. It holds garbage where nothing was written: `_written[i]` has the rows that
+    # were, or None for the whole leaf. Leaves in `_accumulating` hold numbers from the start. `_taken[i]` has the rows,
+    # or None for all, for which the accumulated gradient has been added to a term, so that it counts once.
+    # `_open` has the buckets that have large gradients and wait for the rest of their unit, `_pending` those under way.
 
     def __init__(
         self,
         leaves: Sequence[Local | None],
-        goals: Sequence[Goal | None],
-        held: Sequence[Tensor | None],
+        targets: Sequence[GradTarget | None],
+        accumulated: Sequence[Tensor | None],
         empty: Empty,
         device: torch.device,
-        memory: Pool | None = None,
+        grad_pool: Pool | None = None,
     ) -> None:
-        """Nothing has come down."""
-        self._leaves, self._goals, self._held, self._memory = leaves, goals, held, memory
-        self._empty, self._device = empty, device
-        self._out: list[Tensor | None] = [
-            h if h is not None and goal is not None and goal.held == goal.target else None
-            for h, goal in zip(held, goals, strict=True)
+        self._leaves, self._targets, self._accumulated = leaves, targets, accumulated
+        self._empty, self._device, self._grad_pool = empty, device, grad_pool
+        self._result: list[Tensor | None] = [
+            x if x is not None and target is not None and target.accumulated == target.sharding else None
+            for x, target in zip(accumulated, targets, strict=True)
         ]
-        self._large = own_memory_from()
-        self._homes: dict[int, _Home] = {}
-        self._apart: dict[int, dict[int, Tensor]] = {}
-        self._begun = {i for i, out in enumerate(self._out) if out is not None}
+        self._accumulating = {i for i, x in enumerate(self._result) if x is not None}
+        self._pooled_from = pooled_from()
+        self._memory: dict[int, _Memory] = {}
+        self._rows_apart: dict[int, dict[int, Tensor]] = {}
         self._written: dict[int, set[int | None]] = {}
         self._taken: dict[int, set[int | None]] = {}
-        self._departing: dict[tuple[Hashable, int], transition.Departure] = {}
-        self._under_way: list[_UnderWay] = []
+        self._open: dict[tuple[Hashable, int], transition.Departure] = {}
+        self._pending: list[_Pending] = []
 
+    # --------------------------------------------------------------------------------------------------- from backward
     @torch.no_grad()
-    def put(self, unit: Hashable, plan: UnitPlan, early: Early, grad: Tensor) -> None:
-        """Takes the gradient of a whole leaf to where it travels from, so that nobody needs it any more.
+    def take(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf, grad: Tensor) -> None:
+        """Copies a large gradient into its bucket, so that its own memory is free.
 
         Args:
-            unit: whose leaf it is; `reduce` comes later, with the others.
+            unit: that the leaf belongs to; `reduce` follows, with its other gradients.
             plan: of the unit.
-            early: which leaf.
-            grad: whole, and complete but for the terms that came by themselves.
+            large: the leaf.
+            grad: whole, and complete but for the terms that `write` was called with.
         """
-        departure = self._open(unit, plan, early)
+        bucket = self._open_bucket(unit, plan, large)
         with _compat.region("scatter"):
-            departure.put(early.place, grad)
+            bucket.put(large.slot, grad)
 
     @torch.no_grad()
-    def put_term(
-        self, unit: Hashable, plan: UnitPlan, early: Early, dtype: torch.dtype, write: Callable[[Tensor], object]
+    def write(
+        self, unit: Hashable, plan: UnitPlan, large: LargeLeaf, dtype: torch.dtype, kernel: Callable[[Tensor], object]
     ) -> bool:
-        """Has a gradient of a whole leaf, or a term of it, written to where it travels from.
+        """Has a kernel write a large gradient, or a term of it, into its bucket.
 
         Args:
-            unit: as in `put`.
+            unit: as in `take`.
             plan: of the unit.
-            early: which leaf.
+            large: the leaf.
             dtype: of the term.
-            write: fills a tensor of the leaf's shape, whatever is in it.
+            kernel: fills a tensor of the leaf's shape, whatever is in it.
 
         Returns:
-            Whether it was; else it is to be `put`.
+            Whether it did; else the term has to come by `take`.
         """
-        return self._open(unit, plan, early).put_term(early.place, dtype, write)
+        return self._open_bucket(unit, plan, large).put_term(large.slot, dtype, kernel)
 
-    def _open(self, unit: Hashable, plan: UnitPlan, early: Early) -> transition.Departure:
-        """The reduction that a gradient goes with, which waits for others of its unit."""
-        departure = self._departing.get((unit, early.reduction))
-        if departure is None:
+    def _open_bucket(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf) -> transition.Departure:
+        bucket = self._open.get((unit, large.bucket))
+        if bucket is None:
             self.settle(wait=False)
-            departure = self._departure(plan, plan.reductions[early.reduction])
-            self._departing[unit, early.reduction] = departure
-        return departure
+            bucket = self._make_bucket(plan, plan.reductions[large.bucket])
+            self._open[unit, large.bucket] = bucket
+        return bucket
 
-    def reduce(self, unit: Hashable, plan: UnitPlan, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
-        """Finishes what is under way, and starts to reduce the gradients of a unit.
+    def reduce(
+        self, unit: Hashable, plan: UnitPlan, index: Sequence[LeafIndex], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Finishes the reductions under way, and starts those of a unit.
 
         Args:
-            unit: as in `put`.
+            unit: as in `take`.
             plan: of the unit.
-            places: of its leaves.
-            grads: of its leaves, whole; None for those that were put, or have none.
+            index: of its leaves.
+            grads: of its leaves, whole; None for those that `take` or `write` had, and those without a gradient.
         """
         self.settle()
         with _compat.region("scatter"):
-            for number, r in enumerate(plan.reductions):
-                departure = self._departing.pop((unit, number), None) or self._departure(plan, r)
-                first = departure.start([grads[i] for i in r.leaves])
-                self._under_way.append(self._reduced(plan, r, [places[i] for i in r.leaves], first))
+            for number, b in enumerate(plan.reductions):
+                bucket = self._open.pop((unit, number), None) or self._make_bucket(plan, b)
+                first = bucket.start([grads[i] for i in b.leaves])
+                self._pending.append(self._finish_later(plan, b, [index[i] for i in b.leaves], first))
 
     def settle(self, *, wait: bool = True) -> None:
-        """Finishes the reductions under way, or those that have come; in their order, of which sums depend."""
+        """Finishes the reductions under way, in the order of their start; without `wait`, up to the first not done."""
         with _compat.region("scatter"):
-            while self._under_way and (wait or self._under_way[0].come()):
-                self._under_way.pop(0).finish()
+            while self._pending and (wait or self._pending[0].is_ready()):
+                self._pending.pop(0).finish()
 
-    def _departure(self, plan: UnitPlan, r: Reducing) -> transition.Departure:
+    # ------------------------------------------------------------------------------------------------------ one bucket
+    def _make_bucket(self, plan: UnitPlan, b: ReduceBucket) -> transition.Departure:
         return transition.Departure(
-            r.before, r.shapes, plan.mesh, wire_dtype=r.wire_dtype, dtype=r.dtype, device=self._device,
-            wholes=r.wholes_before, large=r.large, empty=self._empty,
+            b.steps, b.shapes, plan.mesh, wire_dtype=b.wire_dtype, dtype=b.dtype, device=self._device,
+            wholes=b.sizes, large=b.large, empty=self._empty,
         )  # fmt: skip
 
-    def _reduced(self, plan: UnitPlan, r: Reducing, places: Sequence[Place], first: transition.Transit) -> _UnderWay:
-        """What is left to do when the first steps of a reduction have been started."""
-        if not r.after[0]:
-            return _UnderWay(first.come, lambda: self._land(places, first))
+    def _finish_later(
+        self, plan: UnitPlan, b: ReduceBucket, index: Sequence[LeafIndex], first: transition.Transit
+    ) -> _Pending:
+        """What is left to do after the first collective of a bucket."""
+        if not b.late_steps[0]:
+            return _Pending(first.come, lambda: self._accumulate(index, first))
 
-        def second() -> transition.Transit:
-            terms = self._add_to_held(places, first.finish())
-            departure = transition.Departure(
-                r.after, [tuple(x.shape) for x in terms], plan.mesh, wire_dtype=r.held_wire_dtype, dtype=r.dtype,
-                device=self._device, wholes=r.wholes_after, empty=self._empty,
+        def start_late() -> transition.Transit:
+            terms = self._add_accumulated(index, first.finish())
+            late = transition.Departure(
+                b.late_steps, [tuple(x.shape) for x in terms], plan.mesh, wire_dtype=b.late_wire_dtype, dtype=b.dtype,
+                device=self._device, wholes=b.late_sizes, empty=self._empty,
             )  # fmt: skip
-            return departure.start(terms)
+            return late.start(terms)
 
-        if r.before[0]:
-            return _UnderWay(lambda: False, lambda: self._land(places, second()))
-        under_way = second()
-        return _UnderWay(under_way.come, lambda: self._land(places, under_way))
+        if b.steps[0]:
+            return _Pending(lambda: False, lambda: self._accumulate(index, start_late()))
+        late = start_late()
+        return _Pending(late.come, lambda: self._accumulate(index, late))
 
-    def _add_to_held(self, places: Sequence[Place], terms: list[Tensor]) -> list[Tensor]:
-        """Adds terms to what is held for their places; a leaf that comes more than once takes it along once."""
+    def _add_accumulated(self, index: Sequence[LeafIndex], terms: list[Tensor]) -> list[Tensor]:
+        """Adds what earlier microbatches have accumulated for some leaves to their terms, and notes it in `_taken`."""
         result = list(terms)
         sums: list[int] = []
-        for i, place in enumerate(places):
-            held, taken = self._held[place.leaf], self._taken.setdefault(place.leaf, set())
-            if held is None or None in taken or place.row in taken:
+        for i, (leaf, row) in enumerate(index):
+            accumulated, taken = self._accumulated[leaf], self._taken.setdefault(leaf, set())
+            if accumulated is None or None in taken or row in taken:
                 continue
-            if place.row is None and taken:
-                rest = [row for row in range(held.shape[0]) if row not in taken]
+            if row is None and taken:
+                rest = [r for r in range(accumulated.shape[0]) if r not in taken]
                 result[i] = terms[i].clone()
-                result[i][rest] += held[rest]
+                result[i][rest] += accumulated[rest]
             else:
-                result[i] = held if place.row is None else held[place.row]
+                result[i] = accumulated if row is None else accumulated[row]
                 sums.append(i)
-            taken.add(place.row)
+            taken.add(row)
         if sums:
             _compat.foreach_add_([result[i] for i in sums], [terms[i] for i in sums])
         return result
 
-    def _land(self, places: Sequence[Place], transit: transition.Transit) -> None:
-        """Adds reduced gradients to what is at their place; where nothing can be there they are summed into it."""
-        begun: list[bool] = []
-        for place in places:
-            rows = self._written.setdefault(place.leaf, set())
-            if place.row is None and rows:
-                self._complete(place.leaf)
-            begun.append(place.leaf in self._begun or None in rows or place.row in rows)
-            rows.add(place.row)
-        targets = [self._target(place) for place in places]
-        terms = transit.finish(None if any(begun) else targets)
-        pairs = list(zip(begun, targets, terms, strict=True))
-        copies = [(to, term) for added, to, term in pairs if not added and term is not to]
+    def _accumulate(self, index: Sequence[LeafIndex], transit: transition.Transit) -> None:
+        """Waits for reduced gradients, and adds them to the result; first ones are summed right into it."""
+        added: list[bool] = []
+        for leaf, row in index:
+            written = self._written.setdefault(leaf, set())
+            if row is None and written:
+                self._fill_with_zeros(leaf)
+            added.append(leaf in self._accumulating or None in written or row in written)
+            written.add(row)
+        results = [self._view_of(i) for i in index]
+        terms = transit.finish(None if any(added) else results)
+        triples = list(zip(added, results, terms, strict=True))
+        copies = [(to, term) for has_some, to, term in triples if not has_some and term is not to]
         _compat.foreach_copy_([to for to, _ in copies], [term for _, term in copies])
-        _compat.foreach_add_([to for added, to, _ in pairs if added], [term for added, _, term in pairs if added])
+        _compat.foreach_add_(
+            [to for has_some, to, _ in triples if has_some], [term for has_some, _, term in triples if has_some]
+        )
 
-    def _complete(self, i: int) -> Tensor:
-        """The gradient of a leaf, with zeros wherever nothing was written."""
-        out, rows = self._target(Place(i, None)), self._written.setdefault(i, set())
-        if i not in self._begun and None not in rows:
-            blank = [out[row] for row in range(out.shape[0]) if row not in rows] if rows else [out]
+    # ----------------------------------------------------------------------------------------------- the gradient tree
+    def _fill_with_zeros(self, leaf: int) -> Tensor:
+        """The gradient of a leaf, zero where nothing was written."""
+        result, written = self._view_of(LeafIndex(leaf, None)), self._written.setdefault(leaf, set())
+        if leaf not in self._accumulating and None not in written:
+            blank = [result[row] for row in range(result.shape[0]) if row not in written] if written else [result]
             _compat.foreach_zero_(blank)
-            rows.add(None)
-        return out
+            written.add(None)
+        return result
 
-    def _target(self, place: Place) -> Tensor:
-        """Where a gradient goes; what it holds before the first one is garbage."""
-        i, row = place
-        out = self._out[i]
-        if out is None:
-            home = self._home(i)
-            if row is not None and home.grows:
-                rows = self._apart.setdefault(i, {})
+    def _view_of(self, index: LeafIndex) -> Tensor:
+        """The memory of a gradient, or of a row of it; garbage until it is written."""
+        leaf, row = index
+        result = self._result[leaf]
+        if result is None:
+            memory = self._memory_of(leaf)
+            if row is not None and memory.by_row:
+                rows = self._rows_apart.setdefault(leaf, {})
                 if row not in rows:
-                    rows[row] = _compat.fresh(home.shape[1:], home.dtype, self._device)
+                    rows[row] = _compat.fresh(memory.shape[1:], memory.dtype, self._device)
                 return rows[row]
-            out = self._out[i] = self._whole(home)
-            rows = self._apart.pop(i, {})
-            _compat.foreach_copy_([out[number] for number in rows], [*rows.values()])
-        return out if row is None else out[row]
+            result = self._result[leaf] = self._allocate(memory)
+            rows = self._rows_apart.pop(leaf, {})
+            _compat.foreach_copy_([result[number] for number in rows], [*rows.values()])
+        return result if row is None else result[row]
 
-    def _home(self, i: int) -> _Home:
-        home = self._homes.get(i)
-        if home is None:
-            leaf, goal = self._leaves[i], self._goals[i]
-            assert leaf is not None and goal is not None
-            target, shape = goal.target, goal.target.local_shape(leaf.shape)
-            large = math.prod(shape) >= self._large
-            cut = any(axis in target.data_axes for axis in target.spec.all_axes)
-            memory = self._memory if large and not cut else None
-            home = self._homes[i] = _Home(shape, goal.dtype, memory, large and memory is None)
-        return home
+    def _memory_of(self, i: int) -> _Memory:
+        memory = self._memory.get(i)
+        if memory is None:
+            leaf, target = self._leaves[i], self._targets[i]
+            assert leaf is not None and target is not None
+            shape = target.sharding.local_shape(leaf.shape)
+            large = math.prod(shape) >= self._pooled_from
+            cut = any(axis in target.sharding.data_axes for axis in target.sharding.spec.all_axes)
+            pool = self._grad_pool if large and not cut else None
+            memory = self._memory[i] = _Memory(shape, target.dtype, pool, by_row=large and pool is None)
+        return memory
 
-    def _whole(self, home: _Home) -> Tensor:
-        if home.memory is None:
-            return _compat.fresh(home.shape, home.dtype, self._device)
-        return home.memory.take(math.prod(home.shape), home.dtype, self._device).view(home.shape)
+    def _allocate(self, memory: _Memory) -> Tensor:
+        if memory.pool is None:
+            return _compat.fresh(memory.shape, memory.dtype, self._device)
+        return memory.pool.take(math.prod(memory.shape), memory.dtype, self._device).view(memory.shape)
 
-    def _carry_over(self, i: int, leaf: Local, goal: Goal) -> None:
-        out, held, taken = self._complete(i), self._held[i], self._taken.get(i, set())
-        if held is None or goal.held is None or goal.held == goal.target or None in taken:
-            return
-        for row in (row for row in range(held.shape[0]) if row not in taken) if taken else (None,):
-            source, target, shape = goal.held, goal.target, leaf.shape
-            if row is not None:
-                source, target, shape = source.drop(0), target.drop(0), shape[1:]
-            steps = transition.plan_steps(source, target)
-            wholes = [transition.whole_sizes(source, steps, shape)]
-            part = held if row is None else held[row]
-            moved = transition.move([part], [steps], leaf.sharding.mesh, wholes)[0]
-            (out if row is None else out[row]).add_(moved)
-
+    # ---------------------------------------------------------------------------------------------------------- the end
     def add_reduced(self, i: int, grad: Tensor) -> None:
         """Adds a gradient that came through plain autograd, in the sharding of the leaf and summed over its ranks."""
-        leaf, goal, out = self._leaves[i], self._goals[i], self._complete(i)
-        assert leaf is not None and goal is not None
+        leaf, target, result = self._leaves[i], self._targets[i], self._fill_with_zeros(i)
+        assert leaf is not None and target is not None
         source = leaf.sharding
-        steps = transition.plan_steps(source, goal.target)
-        wholes = [transition.whole_sizes(source, steps, leaf.shape)]
+        steps = transition.plan_steps(source, target.sharding)
+        sizes = [transition.whole_sizes(source, steps, leaf.shape)]
         where = coordinate(source.mesh)
-        moved = transition.move([grad.to(goal.dtype)], [steps], source.mesh, wholes)[0]
-        if all(where.get(axis, 0) == 0 for axis in goal.target.partial):
-            out.add_(moved)
+        moved = transition.move([grad.to(target.dtype)], [steps], source.mesh, sizes)[0]
+        # Of an unreduced target it is one term: that of the first rank.
+        if all(where.get(axis, 0) == 0 for axis in target.sharding.partial):
+            result.add_(moved)
 
     def finish(self) -> list[Tensor | None]:
-        """Settles everything, and carries over what is held for leaves that did not come.
+        """Finishes all reductions, and adds what was accumulated for leaves that had no gradient this time.
 
         Returns:
-            The local gradient of each leaf, zeros where nothing came, None where there is no goal.
+            The local gradient of each leaf, zeros where nothing came, None for frozen leaves.
         """
         self.settle()
         with _compat.region("scatter"):
-            for i, (leaf, goal) in enumerate(zip(self._leaves, self._goals, strict=True)):
-                if leaf is not None and goal is not None:
-                    self._carry_over(i, leaf, goal)
-        return list(self._out)
+            for i, (leaf, target) in enumerate(zip(self._leaves, self._targets, strict=True)):
+                if leaf is not None and target is not None:
+                    self._add_rest_of_accumulated(i, leaf, target)
+        return list(self._result)
+
+    def _add_rest_of_accumulated(self, i: int, leaf: Local, target: GradTarget) -> None:
+        """Adds the rows of an accumulated gradient, in another sharding than the target, that no term has taken."""
+        result, accumulated, taken = self._fill_with_zeros(i), self._accumulated[i], self._taken.get(i, set())
+        if accumulated is None or target.accumulated in (None, target.sharding) or None in taken:
+            return
+        for row in (row for row in range(accumulated.shape[0]) if row not in taken) if taken else (None,):
+            source, to, shape = target.accumulated, target.sharding, leaf.shape
+            if row is not None:
+                source, to, shape = source.drop(0), to.drop(0), shape[1:]
+            steps = transition.plan_steps(source, to)
+            sizes = [transition.whole_sizes(source, steps, shape)]
+            part = accumulated if row is None else accumulated[row]
+            moved = transition.move([part], [steps], leaf.sharding.mesh, sizes)[0]
+            (result if row is None else result[row]).add_(moved)
 
     def close(self) -> None:
-        """Lets all gradients go, and what they travel in."""
-        self._out.clear()
-        self._apart.clear()
-        self._departing.clear()
-        self._under_way.clear()
+        """Releases all gradients, and the buckets that they are sent in."""
+        self._result.clear()
+        self._rows_apart.clear()
+        self._open.clear()
+        self._pending.clear()

@@ -1,6 +1,6 @@
 """Why a loss function failed, where that can be told: leaves used before they are gathered, a batch of arrays, ...
 
-In: the error that it raised, its arguments, and the ledger of the call. Out: an error that says what to type, or None.
+In: the error that it raised, its arguments, and the context of the call. Out: an error that says what to type, or None.
 It runs when something has failed already, so that no check costs anything before. Law: an error that replaces another
 is of its family too, so that whoever catches `KeyError` or `RuntimeError` still does.
 """
@@ -37,7 +37,7 @@ from fsharding.errors import (
 )
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, of_sums, typeof
-from fsharding.transforms.gather_context import Ledger
+from fsharding.transforms.gather_context import GatherContext
 from fsharding.tree import Tree
 
 __all__ = ["explained"]
@@ -51,7 +51,7 @@ _NOT_THE_USERS = (
 
 
 def explained(
-    error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any], ledger: Ledger
+    error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any], context: GatherContext
 ) -> FshardingError | None:
     """What an error of a loss function means, if it can be told. One of ours is only made to say more.
 
@@ -60,10 +60,10 @@ def explained(
         fn: the loss function.
         params: its first argument, with `Local` nodes.
         args: the others.
-        ledger: of the call.
+        context: of the call.
     """
     if isinstance(error, NotGatheredError):
-        _name(error, params, ledger)
+        _name(error, params, context)
         return None
     if isinstance(error, FshardingError | torch.OutOfMemoryError):
         return None
@@ -74,27 +74,27 @@ def explained(
         or _of_nodes(error)
         or _of_missing(error, names, params, args)
         or _of_arrays(error, names[1:], args)
-        or _of_shapes(error, names[1:], args, ledger)
+        or _of_shapes(error, names[1:], args, context)
     )
 
 
-def _name(error: NotGatheredError, params: Tree, ledger: Ledger) -> None:
+def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None:
     """Says which leaf was not gathered, and how that is written for this tree."""
     leaf, error.leaf = error.leaf, None
-    place = ledger.place_of(leaf.value) if isinstance(leaf, Local) else None
-    if not isinstance(leaf, Local) or place is None:
+    index = context.index_of(leaf.value) if isinstance(leaf, Local) else None
+    if not isinstance(leaf, Local) or index is None:
         return
-    path = f"params.{ledger.paths[place.leaf]}".removesuffix(".")
-    accessor = optree.tree_accessors(params, is_leaf=_is_local, namespace=tree.NAMESPACE)[place.leaf]
+    path = f"params.{context.paths[index.leaf]}".removesuffix(".")
+    accessor = optree.tree_accessors(params, is_leaf=_is_local, namespace=tree.NAMESPACE)[index.leaf]
     row = f"{path} is {typeof(leaf)}, of which this rank holds {list(leaf.value.shape)}"
-    if place.row is not None:
+    if index.row is not None:
         mend = 'Let fs.scan_units(block, params["blocks"], x) gather each block, or call fs.gather_unit on it first.'
     elif len(accessor):
         unit, last = _code(accessor[:-1], "params"), _code(accessor[-1:], "unit")
         mend = f"Gather its unit first, unit = fs.gather_unit({unit}), and use {last}."
     else:
         mend = "Gather it first: w = fs.gather_unit(params)."
-    if error.use == "is indexed" and place.row is None:
+    if error.use == "is indexed" and index.row is None:
         stack = _code(accessor[:-1], "params")
         mend += f" Of a stack, take a block with fs.gather_unit(fs.select_unit({stack}, i)), or use fs.scan_units."
     if "to_local" in error.use:
@@ -200,7 +200,9 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, "__array__") and not isinstance(x, Tensor)
 
 
-def _of_shapes(error: Exception, names: Sequence[str], args: Sequence[Any], ledger: Ledger) -> FshardingError | None:
+def _of_shapes(
+    error: Exception, names: Sequence[str], args: Sequence[Any], context: GatherContext
+) -> FshardingError | None:
     """Shapes that do not go together: those of the batch, and of the weights that were gathered last."""
     if type(error) not in (RuntimeError, ValueError, IndexError) or not _SHAPES.search(str(error)):
         return None
@@ -211,7 +213,7 @@ def _of_shapes(error: Exception, names: Sequence[str], args: Sequence[Any], ledg
         rows += [f"{_joined(name, path)} is {kind_text(leaf)}" for path, leaf in tree.named_leaves(x).items()]
     text = str(error).strip().partition("\n")[0]
     mend = "Give the batch the shapes that the weights take, or the weights those of the batch."
-    rows = [*_line_of(error), *rows, *ledger.gathered()]
+    rows = [*_line_of(error), *rows, *context.gathered_leaves()]
     return ShapeError(message(_NAME, f"has a loss function that failed: {text}.", rows, mend))
 
 

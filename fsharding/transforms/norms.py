@@ -20,7 +20,7 @@ from fsharding.mesh.device_mesh import Mesh, coordinate, data_axes
 from fsharding.ops import collectives
 from fsharding.public import public
 from fsharding.sharding.named_sharding import Local, NamedSharding, is_assigned, to_local, typeof
-from fsharding.transforms.gather_context import current_ledger
+from fsharding.transforms.gather_context import current_context
 from fsharding.tree import Tree
 
 __all__ = ["counts_here", "norm_in_flight", "vdot"]
@@ -67,7 +67,7 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     wide = any(_opened(x)[0].dtype == torch.float64 for x in left.values())
     total = torch.stack(sums).sum().to(torch.float64 if wide else torch.float32) if sums else torch.zeros(())
     # A rank's loss is its own term of a sum over the data axes: from here on, each rank uses the shared value its way.
-    apart = data_axes(mesh) if mesh is not None and current_ledger() is not None else ()
+    apart = data_axes(mesh) if mesh is not None and current_context() is not None else ()
     return collectives.vary(total, apart, mesh=mesh) if apart else total
 
 

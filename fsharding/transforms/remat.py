@@ -26,7 +26,7 @@ from fsharding.mesh.device_mesh import Mesh, mesh_here, set_mesh
 from fsharding.public import public
 from fsharding.sharding.named_sharding import opened
 from fsharding.transforms import policies
-from fsharding.transforms.gather_context import without_ledger
+from fsharding.transforms.gather_context import without_context
 from fsharding.transforms.policies import Policy, check_policy
 
 __all__ = ["remat"]
@@ -133,13 +133,13 @@ class _Flat:
         self._out: list[Any] = []
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Runs the function where its collectives find their mesh, and no ledger."""
+        """Runs the function where its collectives find their mesh, and no context."""
         filled, count = list(self._others), len(self.places)
         for i, value in zip(self.places, values[:count], strict=True):
             filled[i] = value
         given = {id(x): value for x, value in zip(self._lifted, values[count:], strict=True)}
         with ExitStack() as stack:
-            stack.enter_context(without_ledger())
+            stack.enter_context(without_context())
             if self._mesh is not None:
                 stack.enter_context(set_mesh(self._mesh))
             if given or self._looking:

@@ -19,8 +19,8 @@ from fsharding.errors import ArgumentError, TreeError, message
 from fsharding.public import public
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms import policies
-from fsharding.transforms.gather_context import current_ledger
-from fsharding.transforms.gather_unit import flying, gather_unit, refuse_cut_layers, rows_of
+from fsharding.transforms.gather_context import current_context
+from fsharding.transforms.gather_unit import gather_unit, local_nodes, refuse_cut_layers, rows_of
 from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.remat import remat
 from fsharding.tree import Tree
@@ -65,7 +65,7 @@ def scan_units(
     xs: Tree = None,
     has_aux: bool = False,
     policy: Policy = policies.save_except_gathered,
-    then: Tree = None,
+    prefetch: Tree = None,
 ) -> Any:
     """Runs a block over FSDP units: `carry = block(params, carry)`, each unit gathered, used, and let go.
 
@@ -78,7 +78,7 @@ def scan_units(
         xs: per-layer inputs, leaves `[layers, ...]`, such as keys.
         has_aux: the block returns `(carry, aux)`; the auxes come back stacked.
         policy: what is kept for backward.
-        then: the unit that is gathered after the last one, such as the head.
+        prefetch: the unit that is gathered after the last one, such as the head.
 
     Returns:
         The last carry, or `(carry, auxes)` with `has_aux`.
@@ -95,7 +95,7 @@ def scan_units(
     step = _step(block, policy)
     auxes: list[Tree] = []
     for i, unit in enumerate(rows):
-        following = rows[i + 1] if i + 1 < len(rows) else then
+        following = rows[i + 1] if i + 1 < len(rows) else prefetch
         out = step(unit, following, carry, *inputs[i])
         carry, aux = _pair("fs.scan_units", "with has_aux, block", out) if has_aux else (out, None)
         auxes.append(aux)
@@ -106,14 +106,14 @@ def _step(block: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     """A block of a sharded unit, of the unit after it, and of what the block takes."""
     if not _functorch.in_functorch() or policy.activations == "all":
         body = remat(block, policy=policy)
-        return lambda unit, following, *args: body(gather_unit(unit, policy=policy, then=following), *args)
-    # Without a ledger, what is gathered outside is kept for backward; inside it is gathered again with the rest.
+        return lambda unit, following, *args: body(gather_unit(unit, policy=policy, prefetch=following), *args)
+    # Without a context, autograd keeps what is gathered outside of the remat; inside, backward gathers it again.
     again = remat(lambda unit, *args: block(gather_unit(unit, policy=policy), *args), policy=policy)
-    return lambda unit, following, *args: again(_in_flight(unit), *args)
+    return lambda unit, following, *args: again(_as_local(unit), *args)
 
 
-def _in_flight(unit: Tree) -> Tree:
-    nodes, spec = flying("fs.scan_units", unit)
+def _as_local(unit: Tree) -> Tree:
+    nodes, spec = local_nodes("fs.scan_units", unit)
     return tree.unflatten(spec, nodes)
 
 
@@ -148,18 +148,18 @@ def unstack_units(stack: Tree) -> list[Tree]:
         TreeError: the leaves have different first dims.
         SpecError: the layers are cut over an axis, so that no rank has all units.
     """
-    nodes, spec = flying("fs.scan_units", stack)
+    nodes, spec = local_nodes("fs.scan_units", stack)
     lengths = {path: _length(node) for path, node in zip(tree.paths(stack), nodes, strict=True)}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         rows = [f"{path}: {'0-d' if n is None else n}" for path, n in lengths.items()]
         mend = "Pass unlike units as a list, and shared leaves apart from the stack."
         raise TreeError(message("fs.scan_units", "needs leaves [layers, ...] of one length.", rows, mend))
     refuse_cut_layers("fs.scan_units", tree.unflatten(spec, nodes))
-    ledger = current_ledger()
+    context = current_context()
     columns: list[Sequence[Any]] = []
     for node in nodes:
         if isinstance(node, Local):
-            columns.append(rows_of(node, node.value.unbind(0), ledger))
+            columns.append(rows_of(node, node.value.unbind(0), context))
         else:
             columns.append(node.unbind(0))
     return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)]

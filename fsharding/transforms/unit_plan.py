@@ -1,7 +1,8 @@
-"""The static plan of a unit: which leaves are gathered together, and how their gradients get where they belong.
+"""The static plan of a unit: which leaves are gathered together, and which of their gradients are reduced together.
 
-In: for each leaf its sharding, global shape, dtypes, and the goal of its gradient. Out: one cached, printable plan.
-A bucket is (dtype, data axes) on the way in, and (steps, dtypes) on the way back. Nothing here moves a byte.
+In: for each leaf its sharding, global shape and dtypes, and the target of its gradient. Out: a cached, printable
+`UnitPlan`. A bucket of gathers has one (dtype, axes), a bucket of reductions one (steps, dtypes).
+Law: nothing here communicates, and all ranks of a mesh compute the same plan.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
 
 __all__ = [
-    "Early", "Gathering", "Goal", "LeafPlan", "Place", "Reducing", "UnitPlan", "early_from", "own_memory_from",
-    "plan_unit", "unreduced", "whole",
+    "GatherBucket", "GradTarget", "LargeLeaf", "LeafIndex", "ReduceBucket", "UnitLeaf", "UnitPlan", "large_from",
+    "pooled_from", "plan_unit", "unreduced", "whole",
 ]  # fmt: skip
 
 _large: ContextVar[int] = ContextVar("fsharding_large", default=1 << 16)
-"""Elements of a gradient from which on it is worth a call of its own to let it go early."""
+"""Elements from which on a gradient is worth a call of its own, so that its memory is free early."""
 
 
 @contextmanager
-def early_from(elements: int) -> Generator[None]:
-    """Has gradients of so many elements taken as soon as they are complete, inside the `with` block."""
+def large_from(elements: int) -> Generator[None]:
+    """Sets from how many elements on a leaf is a `LargeLeaf`, inside the `with` block."""
     token = _large.set(elements)
     try:
         yield
@@ -43,57 +44,71 @@ def early_from(elements: int) -> Generator[None]:
         _large.reset(token)
 
 
-def own_memory_from() -> int:
-    """Elements of a gradient from which on its memory is worth more care than that of small ones."""
+def pooled_from() -> int:
+    """Elements of a gradient from which on its memory is kept and used again from step to step."""
     return 4 * _large.get()
 
 
 @dataclass(frozen=True)
-class Goal:
-    """What becomes of the gradient of a leaf.
+class GradTarget:
+    """Where the gradient of a leaf goes.
 
     Attributes:
-        target: the sharding in which it ends.
-        dtype: in which it is summed and kept.
-        wire_dtype: in which terms travel; None for that in which they are.
-        held: the sharding of gradients of earlier microbatches that it is added to; None without any.
+        sharding: of the result.
+        dtype: in which it is summed and returned.
+        wire_dtype: in which terms are sent; None for the dtype that they have.
+        accumulated: the sharding of gradients of earlier microbatches that it is added to; None without any.
     """
 
-    target: NamedSharding
+    sharding: NamedSharding
     dtype: torch.dtype
     wire_dtype: torch.dtype | None = None
-    held: NamedSharding | None = None
+    accumulated: NamedSharding | None = None
 
-    def row(self) -> Goal:
-        """The goal of one block of a stacked leaf."""
-        return replace(self, target=self.target.drop(0), held=self.held.drop(0) if self.held else None)
+    def row(self) -> GradTarget:
+        """The target of one row of a stacked leaf."""
+        accumulated = self.accumulated.drop(0) if self.accumulated else None
+        return replace(self, sharding=self.sharding.drop(0), accumulated=accumulated)
 
 
-class Place(NamedTuple):
-    """A leaf of a unit inside the state: its number, and its row when it is one block of a stack."""
+class LeafIndex(NamedTuple):
+    """A leaf of a unit inside the parameter tree: its number, and its row if it is one layer of a stack."""
 
     leaf: int
     row: int | None
 
 
-class LeafPlan(NamedTuple):
-    """One leaf of a unit: sharding, global shape, dtype at rest, dtype in the loss, goal (None when frozen).
+class UnitLeaf(NamedTuple):
+    """One leaf of a unit.
 
-    A row of a stack that does not begin where a fresh tensor would is `misaligned`: kernels may round differently on
-    it, so it is copied to a buffer like the leaves that are gathered.
+    Attributes:
+        sharding: of the leaf in the state.
+        shape: global.
+        stored: dtype in the state.
+        compute: dtype of the gathered leaf.
+        target: of its gradient; None for a frozen leaf.
+        misaligned: a row of a stack that does not begin where a fresh tensor would. Kernels may round differently on
+            it, so it is copied to a buffer like the leaves that are gathered.
     """
 
     sharding: NamedSharding
     shape: tuple[int, ...]
-    rest: torch.dtype
+    stored: torch.dtype
     compute: torch.dtype
-    goal: Goal | None
+    target: GradTarget | None
     misaligned: bool = False
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """Leaves that are gathered together; without axes they are only cast."""
+class GatherBucket:
+    """Leaves that are gathered by one collective; those of a bucket without axes are only cast.
+
+    Attributes:
+        leaves: their numbers in the unit.
+        axes: over which they are gathered.
+        dtype: of the gathered leaves.
+        bucket: offsets in rows and in the flat buffer.
+    """
 
     leaves: tuple[int, ...]
     axes: tuple[str, ...]
@@ -102,40 +117,46 @@ class Gathering:
 
 
 @dataclass(frozen=True)
-class Reducing:
-    """Leaves whose gradients travel together.
+class ReduceBucket:
+    """Leaves whose gradients are reduced by the same collectives.
 
     Attributes:
         leaves: their numbers in the unit.
-        shapes: their local shapes as they come out of backward.
-        before: for each leaf, the steps until it can be added to what is held.
-        after: for each leaf, the steps from there to the target.
-        wholes_before: `whole_sizes` of the steps before.
-        wholes_after: the same for the steps after.
+        shapes: of their gradients as backward computes them.
+        steps: for each leaf, from there until it can be added to what earlier microbatches have accumulated.
+        late_steps: for each leaf, from there to the target.
+        sizes: `whole_sizes` of the steps.
+        late_sizes: `whole_sizes` of the late steps.
         dtype: of sums.
-        wire_dtype: of terms that come out of backward.
-        held_wire_dtype: of terms that come out of what is held.
+        wire_dtype: in which terms of `steps` are sent.
+        late_wire_dtype: in which terms of `late_steps` are sent.
         large: some leaf is so large that its gradient is taken as soon as it is complete.
     """
 
     leaves: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    before: tuple[tuple[Step, ...], ...]
-    after: tuple[tuple[Step, ...], ...]
-    wholes_before: tuple[tuple[int, ...], ...]
-    wholes_after: tuple[tuple[int, ...], ...]
+    steps: tuple[tuple[Step, ...], ...]
+    late_steps: tuple[tuple[Step, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
+    late_sizes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     wire_dtype: torch.dtype
-    held_wire_dtype: torch.dtype
+    late_wire_dtype: torch.dtype
     large: bool
 
 
-class Early(NamedTuple):
-    """A leaf whose gradient is taken as soon as it is complete: its number, its reduction, and its place in that."""
+class LargeLeaf(NamedTuple):
+    """A leaf whose gradient is taken as soon as it is complete.
+
+    Attributes:
+        leaf: its number in the unit.
+        bucket: the number of its `ReduceBucket` in the plan.
+        slot: its position in that bucket.
+    """
 
     leaf: int
-    reduction: int
-    place: int
+    bucket: int
+    slot: int
 
 
 @dataclass(frozen=True)
@@ -147,33 +168,33 @@ class UnitPlan:
         gathers: what is gathered or cast.
         aliases: leaves that are whole already, with the dtype in which they are used.
         reductions: what is reduced.
-        early: large leaves of these, one by one.
+        large: large leaves of these, one by one.
     """
 
     mesh: Mesh
-    gathers: tuple[Gathering, ...]
+    gathers: tuple[GatherBucket, ...]
     aliases: tuple[tuple[int, torch.dtype], ...]
-    reductions: tuple[Reducing, ...]
-    early: tuple[Early, ...]
+    reductions: tuple[ReduceBucket, ...]
+    large: tuple[LargeLeaf, ...]
 
 
-def plan_unit(leaves: tuple[LeafPlan, ...]) -> UnitPlan:
+def plan_unit(leaves: tuple[UnitLeaf, ...]) -> UnitPlan:
     """Sorts the leaves of a unit into buckets."""
     return _plan_unit(leaves[0].sharding.mesh, leaves, _large.get())
 
 
 @cache_on_mesh(1024)
-def _plan_unit(mesh: Mesh, leaves: tuple[LeafPlan, ...], large: int) -> UnitPlan:
+def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan:
     gathers, aliases = _plan_gathers(leaves)
     reductions = _plan_reductions(leaves, large)
-    early = tuple(
-        Early(leaf, number, place)
-        for number, r in enumerate(reductions)
-        if r.large
-        for place, (leaf, shape) in enumerate(zip(r.leaves, r.shapes, strict=True))
+    large_leaves = tuple(
+        LargeLeaf(leaf, number, slot)
+        for number, bucket in enumerate(reductions)
+        if bucket.large
+        for slot, (leaf, shape) in enumerate(zip(bucket.leaves, bucket.shapes, strict=True))
         if math.prod(shape) >= large
     )
-    return UnitPlan(mesh, gathers, aliases, reductions, early)
+    return UnitPlan(mesh, gathers, aliases, reductions, large_leaves)
 
 
 def whole(sharding: NamedSharding) -> NamedSharding:
@@ -188,7 +209,7 @@ def unreduced(sharding: NamedSharding) -> NamedSharding:
     return replace(whole(sharding), partial=tuple(sorted(sharding.data_axes, key=AXES.index)))
 
 
-def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], tuple[tuple[int, torch.dtype], ...]]:
+def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...], tuple[tuple[int, torch.dtype], ...]]:
     found: dict[tuple[torch.dtype, tuple[str, ...], tuple[str, ...]], list[tuple[int, tuple[int, ...], int]]] = {}
     aliases: list[tuple[int, torch.dtype]] = []
     for i, leaf in enumerate(leaves):
@@ -197,13 +218,13 @@ def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], 
         shape, everywhere = whole(leaf.sharding).local_shape(leaf.shape), leaf.sharding.data_axes
         if cuts:
             found.setdefault((leaf.compute, cuts[0][1], everywhere), []).append((i, shape, cuts[0][0]))
-        elif (leaf.compute != leaf.rest or leaf.misaligned) and shape:
+        elif (leaf.compute != leaf.stored or leaf.misaligned) and shape:
             found.setdefault((leaf.compute, (), everywhere), []).append((i, shape, 0))
         else:
             aliases.append((i, leaf.compute))
     sizes = abstract(leaves[0].sharding.mesh)
     gathers = [
-        Gathering(
+        GatherBucket(
             tuple(i for i, _, _ in members), axes, dtype,
             plan_bucket(tuple((shape, dim) for _, shape, dim in members), tuple(map(sizes.axis_size, axes))),
         )
@@ -212,36 +233,39 @@ def _plan_gathers(leaves: tuple[LeafPlan, ...]) -> tuple[tuple[Gathering, ...], 
     return tuple(gathers), tuple(aliases)
 
 
-def _plan_reductions(leaves: tuple[LeafPlan, ...], large: int) -> tuple[Reducing, ...]:
+def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBucket, ...]:
     found: dict[Any, list[int]] = {}
     routes: dict[int, tuple[NamedSharding, tuple[Step, ...], tuple[Step, ...]]] = {}
     for i, leaf in enumerate(leaves):
-        if leaf.goal is None:
+        if leaf.target is None:
             continue
-        goal, middle = leaf.goal, leaf.goal.held or leaf.goal.target
-        before = transition.plan_steps(unreduced(leaf.sharding), middle)
-        after = transition.plan_steps(middle, goal.target)
-        routes[i] = (middle, before, after)
-        dtypes = (goal.dtype, goal.wire_dtype or leaf.compute, goal.wire_dtype or goal.dtype)
-        found.setdefault((transition.kinds(before), transition.kinds(after), *dtypes), []).append(i)
+        target = leaf.target
+        middle = target.accumulated or target.sharding
+        steps = transition.plan_steps(unreduced(leaf.sharding), middle)
+        late_steps = transition.plan_steps(middle, target.sharding)
+        routes[i] = (middle, steps, late_steps)
+        dtypes = (target.dtype, target.wire_dtype or leaf.compute, target.wire_dtype or target.dtype)
+        found.setdefault((transition.kinds(steps), transition.kinds(late_steps), *dtypes), []).append(i)
 
-    def wholes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
+    def sizes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
         return transition.whole_sizes(source, steps, leaves[i].shape)
 
     shapes = [whole(leaf.sharding).local_shape(leaf.shape) for leaf in leaves]
     return tuple(
-        Reducing(
-            tuple(members),
-            tuple(shapes[i] for i in members),
-            tuple(routes[i][1] for i in members),
-            tuple(routes[i][2] for i in members),
-            tuple(wholes(i, unreduced(leaves[i].sharding), routes[i][1]) for i in members),
-            tuple(wholes(i, routes[i][0], routes[i][2]) for i in members),
-            *dtypes,
+        ReduceBucket(
+            leaves=tuple(members),
+            shapes=tuple(shapes[i] for i in members),
+            steps=tuple(routes[i][1] for i in members),
+            late_steps=tuple(routes[i][2] for i in members),
+            sizes=tuple(sizes(i, unreduced(leaves[i].sharding), routes[i][1]) for i in members),
+            late_sizes=tuple(sizes(i, routes[i][0], routes[i][2]) for i in members),
+            dtype=dtype,
+            wire_dtype=wire_dtype,
+            late_wire_dtype=late_wire_dtype,
             large=transition.departs_in_rows([routes[i][1] for i in members])
             and any(math.prod(shapes[i]) >= large for i in members),
         )
-        for (_, _, *dtypes), members in found.items()
+        for (_, _, dtype, wire_dtype, late_wire_dtype), members in found.items()
     )
 
 

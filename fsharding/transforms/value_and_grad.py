@@ -38,12 +38,12 @@ from fsharding.sharding.named_sharding import (
     to_local,
     typeof,
 )
-from fsharding.transforms.gather_context import Ledger, opened
+from fsharding.transforms.gather_context import GatherContext, activate
 from fsharding.transforms.loss_checks import explained
-from fsharding.transforms.unit_plan import Goal
+from fsharding.transforms.unit_plan import GradTarget
 from fsharding.tree import Tree
 
-__all__ = ["GradFn", "Tape", "refuse_backward", "value_and_grad"]
+__all__ = ["GradFn", "Tape", "loss_and_grads", "refuse_backward", "value_and_grad"]
 
 
 class GradFn(Protocol):
@@ -70,8 +70,6 @@ def value_and_grad(
     grads: Tree = None,
     precision: Precision = FP32,
     mean: bool = True,
-    memory: Pool | None = None,
-    stop: StopBit | None = None,
 ) -> GradFn:
     """Makes a function that returns a loss and its gradient with respect to the first argument.
 
@@ -86,9 +84,6 @@ def value_and_grad(
             the parameters. Axes that are partial in it are left unreduced.
         precision: dtypes of compute, wire and gradients.
         mean: divide by the global weight; else loss and gradients are sums.
-        memory: where large gradients are that are whole on every data rank; from call to call it is used again as soon
-            as nobody holds what was in it. By default they are in fresh memory.
-        stop: the bit of `fs.preemption`, which a train step lets travel in the sum of loss and weight.
 
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
@@ -115,46 +110,83 @@ def value_and_grad(
     @public("fs.value_and_grad")
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
-        tape = Tape(params, grads, accumulate, precision, memory=memory)
-        try:
-            with naming_lost("fs.value_and_grad", tape.mesh):
-                loss = _take_apart(tape.forward(fn, *args), has_aux)
-                if loss.total.requires_grad:
-                    tape.backward([loss.total])
-                totals = _global_sums(loss, tape.mesh, stop)
-                found = tape.finish()
-        except BaseException:
-            tape.close()
-            raise
-        if mean:
-            _compat.foreach_mul_([g for g in found if g is not None], float(1.0 / totals[1]))
-        return _result(loss, totals, mean, has_aux), tape.at_rest(found)
+        return loss_and_grads(
+            fn, params, args, accumulate, has_aux=has_aux, grads=grads, precision=precision, mean=mean
+        )
 
     return run
 
 
+def loss_and_grads(
+    fn: Callable[..., Any],
+    params: Tree,
+    args: Sequence[Any],
+    accumulate: Tree = None,
+    *,
+    has_aux: bool,
+    grads: Tree,
+    precision: Precision,
+    mean: bool,
+    grad_pool: Pool | None = None,
+    stop: StopBit | None = None,
+) -> tuple[Any, Tree]:
+    """One call of the function that `value_and_grad` returns.
+
+    Args:
+        fn: as in `value_and_grad`.
+        params: tree of parameters.
+        args: the other arguments of `fn`.
+        accumulate: gradients of earlier calls, which are added to in their own memory.
+        has_aux: as in `value_and_grad`.
+        grads: as in `value_and_grad`.
+        precision: as in `value_and_grad`.
+        mean: as in `value_and_grad`.
+        grad_pool: of memory for large gradients that are whole on every data rank, used again from call to call as
+            soon as nobody holds the gradient that was in it. By default they are in fresh memory.
+        stop: the bit of `fs.preemption`, which a train step sends in the sum of loss and weight.
+    """
+    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool)
+    try:
+        with naming_lost("fs.value_and_grad", tape.mesh):
+            loss = _take_apart(tape.forward(fn, *args), has_aux)
+            if loss.total.requires_grad:
+                tape.backward([loss.total])
+            totals = _global_sums(loss, tape.mesh, stop)
+            local = tape.finish()
+    except BaseException:
+        tape.close()
+        raise
+    if mean:
+        _compat.foreach_mul_([g for g in local if g is not None], float(1.0 / totals[1]))
+    return _result(loss, totals, mean, has_aux), tape.as_tree(local)
+
+
 class Tape:
-    """Parameters in flight through one forward and its backward, and where their gradients go.
+    """One forward and its backward over sharded parameters, and where their gradients go.
 
     `value_and_grad` has one for each call, a pipeline one for each stage and microbatch.
 
     Args:
-        params: tree of parameters at rest.
+        params: tree of parameters.
         grads: tree of `NamedSharding`, as in `value_and_grad`.
         accumulate: gradients of earlier calls, which are added to in place.
         precision: dtypes of compute, wire and gradients.
         pool: of buffers, where several tapes share one.
-        memory: as in `value_and_grad`.
+        grad_pool: as in `loss_and_grads`.
 
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
-        ledger: of its units.
+        context: that gathers and reduces.
         adds_in_place: whether all gradients end in what was given as `accumulate`.
 
     Raises:
-        TransformError: nobody says who owns a leaf with an explicit assignment.
+        TransformError: a leaf has an explicit assignment, and `grads` does not say who owns it.
         TreeError: `grads` or `accumulate` does not match the parameters.
     """
+
+    # All lists are by number of the leaf. `_local[i]` is the leaf as the loss function sees it: a `Local`, or for a
+    # plain tensor one that autograd tracks. `_direct[i]` is the gradient that autograd returned for a leaf that was not
+    # gathered as part of a unit; gradients of units are in the context's reducer.
 
     def __init__(
         self,
@@ -163,37 +195,37 @@ class Tape:
         accumulate: Tree,
         precision: Precision,
         pool: Pool | None = None,
-        memory: Pool | None = None,
+        grad_pool: Pool | None = None,
     ) -> None:
         _refuse_transforms(params)
         self._leaves, self._spec = tree.flatten(params)
-        flat, count = self._leaves, len(self._leaves)
-        self._targets = [_same] * count
+        leaves, count = self._leaves, len(self._leaves)
+        self._shardings = [_as_parameter] * count
         if grads is not None:
-            self._targets = tree.flatten_up_to(self._spec, grads, "fs.value_and_grad", ("params", "grads"))
-        held: list[Any] = [None] * count
+            self._shardings = tree.flatten_up_to(self._spec, grads, "fs.value_and_grad", ("params", "grads"))
+        self._accumulated: list[Any] = [None] * count
         if accumulate is not None:
-            held = tree.flatten_up_to(self._spec, accumulate, "fs.value_and_grad", ("params", "accumulate"))
-        triples = zip(flat, self._targets, held, strict=True)
-        self._goals = [_goal(leaf, target, h, precision) for leaf, target, h in triples]
-        self.adds_in_place = all(goal is None or goal.held == goal.target for goal in self._goals)
-        self._flying = [_fly(leaf, goal is not None) for leaf, goal in zip(flat, self._goals, strict=True)]
-        self._raw: list[Tensor | None] = [None] * count
-        self._held = held
-        locals_ = [x if isinstance(x, Local) else None for x in self._flying]
-        held_local = [_compat.local_tensor(h) if isinstance(h, DTensor) else None for h in held]
-        self.mesh = next((x.sharding.mesh for x in locals_ if x is not None), None)
-        names, compute = tree.paths(params), precision.compute_dtype
-        self.ledger = Ledger(locals_, names, self._goals, compute, held_local, pool, memory)
+            names = ("params", "accumulate")
+            self._accumulated = tree.flatten_up_to(self._spec, accumulate, "fs.value_and_grad", names)
+        triples = zip(leaves, self._shardings, self._accumulated, strict=True)
+        self._targets = [_target(leaf, sharding, x, precision) for leaf, sharding, x in triples]
+        self.adds_in_place = all(target is None or target.accumulated == target.sharding for target in self._targets)
+        self._local = [_local(leaf, target is not None) for leaf, target in zip(leaves, self._targets, strict=True)]
+        self._direct: list[Tensor | None] = [None] * count
+        nodes = [x if isinstance(x, Local) else None for x in self._local]
+        accumulated = [_compat.local_tensor(x) if isinstance(x, DTensor) else None for x in self._accumulated]
+        self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
+        paths, compute = tree.paths(params), precision.compute_dtype
+        self.context = GatherContext(nodes, paths, self._targets, compute, accumulated, pool, grad_pool)
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
-        params = tree.unflatten(self._spec, self._flying)
+        params = tree.unflatten(self._spec, self._local)
         try:
-            with torch.enable_grad(), _on(self.mesh), opened(self.ledger):
+            with torch.enable_grad(), _on(self.mesh), activate(self.context):
                 return fn(params, *args)
         except Exception as error:
-            known = explained(error, fn, params, args, self.ledger)
+            known = explained(error, fn, params, args, self.context)
             if known is None:
                 raise
             raise known from error
@@ -205,7 +237,7 @@ class Tape:
         inputs: Sequence[Tensor] = (),
         *,
         params: bool = True,
-        again: bool = False,
+        retain_graph: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """Differentiates what `forward` gave.
 
@@ -213,49 +245,51 @@ class Tape:
             outputs: which have gradients, or their places in the graph.
             cotangents: of the outputs; by default 1 for the one 0-d output.
             inputs: what else `fn` took, to be differentiated as well.
-            params: differentiate with respect to the parameters, too. Those that were used in units write their
-                gradients through the ledger, whatever was used otherwise comes back here.
-            again: there will be another call for the same outputs.
+            params: differentiate with respect to the parameters, too. Gradients of units go to the context's reducer,
+                those of leaves that were used otherwise come from autograd.
+            retain_graph: there will be another call for the same outputs.
 
         Returns:
             The gradients of `inputs`.
         """
-        direct = [x.value if isinstance(x, Local) else x for x in self._flying]
+        direct = [x.value if isinstance(x, Local) else x for x in self._local]
         used = [i for i, x in enumerate(direct) if params and isinstance(x, Tensor) and x.requires_grad]
-        wanted = [*inputs, *([self.ledger.anchor] if params else []), *(direct[i] for i in used)]
+        wanted = [*inputs, *([self.context.anchor] if params else []), *(direct[i] for i in used)]
         if not wanted:
             return ()
         # What is computed again in backward asks for the mesh, too.
         with _on(self.mesh), torch.autograd.set_multithreading_enabled(False):
-            found = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=again, allow_unused=True)
+            found = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=retain_graph, allow_unused=True)
         for i, grad in zip(used, found[len(inputs) + 1 :], strict=True):
-            self._raw[i] = grad
+            self._direct[i] = grad
         return found[: len(inputs)]
 
     def finish(self) -> list[Tensor | None]:
         """Waits for the reductions under way, and closes: the local gradient of each leaf."""
-        for i, (grad, x) in enumerate(zip(self._raw, self._flying, strict=True)):
+        for i, (grad, x) in enumerate(zip(self._direct, self._local, strict=True)):
             if grad is not None and isinstance(x, Local):
-                self.ledger.landing.add_reduced(i, grad)
-        found = self.ledger.finish()
+                self.context.reducer.add_reduced(i, grad)
+        reduced = self.context.finish()
         return [
-            g
-            if isinstance(self._flying[i], Local)
-            else _plain(self._raw[i], self._leaves[i], self._goals[i], self._held[i])
-            for i, g in enumerate(found)
+            grad
+            if isinstance(self._local[i], Local)
+            else _plain_grad(self._direct[i], self._leaves[i], self._targets[i], self._accumulated[i])
+            for i, grad in enumerate(reduced)
         ]
 
     def close(self) -> None:
-        """Lets go of everything after a failure."""
-        self.ledger.close(failed=True)
+        """Releases everything after a failure."""
+        self.context.close(failed=True)
 
-    def at_rest(self, grads: Sequence[Tensor | None]) -> Tree:
-        """Local gradients as the tree of DTensors that was asked for."""
-        wrapped = [
-            _at_rest(g, goal, x, target) if g is not None and isinstance(x, Local) else g
-            for g, goal, x, target in zip(grads, self._goals, self._flying, self._targets, strict=True)
-        ]
-        return tree.unflatten(self._spec, wrapped)
+    def as_tree(self, grads: Sequence[Tensor | None]) -> Tree:
+        """Local gradients as the tree of DTensors in the shardings that were asked for."""
+        return tree.unflatten(
+            self._spec,
+            [
+                _as_dtensor(grad, target, x, sharding) if grad is not None and isinstance(x, Local) else grad
+                for grad, target, x, sharding in zip(grads, self._targets, self._local, self._shardings, strict=True)
+            ],
+        )
 
 
 def _refuse_transforms(params: Tree) -> None:
@@ -263,51 +297,53 @@ def _refuse_transforms(params: Tree) -> None:
         mend = "Use torch.func.grad_and_value of a function of local nodes, inside fs.shard_map."
         raise TransformError(message("fs.value_and_grad", "cannot run under a torch.func transform.", mend=mend))
     leaves = tree.named_leaves(params)
-    if flying := [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local)]:
+    if nodes := [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local)]:
         mend = "Call it outside of fs.shard_map, or use torch.func.grad_and_value inside."
-        raise TransformError(message("fs.value_and_grad", "needs parameters at rest.", flying, mend))
+        raise TransformError(message("fs.value_and_grad", "needs parameters at rest.", nodes, mend))
 
 
-_same: Any = object()
+_as_parameter: Any = object()
+"""In place of a sharding: a gradient is sharded as its parameter."""
+
+_ON_NO_MESH: Any = None
+"""In place of the sharding of a plain tensor."""
 
 
-def _goal(leaf: Any, target: Any, held: Any, precision: Precision) -> Goal | None:
-    """The goal of a leaf's gradient; None for frozen leaves and for what cannot be differentiated."""
-    if target is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) -> GradTarget | None:
+    """The target of a leaf's gradient; None for frozen leaves and for those that cannot be differentiated."""
+    if sharding is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return None
     if not isinstance(leaf, DTensor):
-        if isinstance(target, NamedSharding):
-            rule = f"got a plain tensor {typeof(leaf)} where grads= has a sharding, {target}."
+        if isinstance(sharding, NamedSharding):
+            rule = f"got a plain tensor {typeof(leaf)} where grads= has a sharding, {sharding}."
             mend = "Put whole parameters into their layout first: fs.shard(params, layout)."
             raise TransformError(message("fs.value_and_grad", rule, mend=mend))
-        return Goal(_NOWHERE, leaf.dtype)
-    if target is not _same and not isinstance(target, NamedSharding):
+        return GradTarget(_ON_NO_MESH, leaf.dtype)
+    if sharding is not _as_parameter and not isinstance(sharding, NamedSharding):
         mend = "Give a tree of shardings, such as grads=layout.main; None freezes a leaf."
-        raise refuse("fs.value_and_grad", "grads= as shardings", target, mend)
-    if target is _same and is_assigned(leaf):
+        raise refuse("fs.value_and_grad", "grads= as shardings", sharding, mend)
+    if sharding is _as_parameter and is_assigned(leaf):
         text = f"cannot tell who owns a leaf with an explicit assignment, {typeof(leaf)}."
         raise TransformError(message("fs.value_and_grad", text, mend="Say where gradients go: grads=layout.main."))
-    want = sharding_of(leaf) if target is _same else target
-    have = to_local(held).sharding if isinstance(held, DTensor) else None
+    wanted = sharding_of(leaf) if sharding is _as_parameter else sharding
+    before = to_local(accumulated).sharding if isinstance(accumulated, DTensor) else None
     # On the slices of the mesh that own a leaf, it is cut as any other.
-    return Goal(want.slice_of_mesh().simplified(), precision.grad_dtype(leaf.dtype), precision.reduce, have)
+    dtype = precision.grad_dtype(leaf.dtype)
+    return GradTarget(wanted.slice_of_mesh().simplified(), dtype, precision.reduce, before)
 
 
-_NOWHERE: Any = None
+def _as_dtensor(grad: Tensor, target: GradTarget | None, x: Local, sharding: Any) -> DTensor:
+    assert target is not None
+    if isinstance(sharding, NamedSharding) and sharding.assigned:
+        return sharding.simplified().at_rest(grad, x.shape)
+    return target.sharding.to_dtensor(grad, x.shape)
 
 
-def _at_rest(grad: Tensor, goal: Goal | None, x: Local, target: Any) -> DTensor:
-    assert goal is not None
-    if isinstance(target, NamedSharding) and target.assigned:
-        return target.simplified().at_rest(grad, x.shape)
-    return goal.target.to_dtensor(grad, x.shape)
-
-
-def _fly(leaf: Any, differentiated: bool) -> Any:
-    """The in-flight form of a leaf: fresh tensors, so that autograd never touches the state's own."""
+def _local(leaf: Any, differentiated: bool) -> Any:
+    """A leaf as the loss function sees it: fresh tensors, so that autograd never touches the state's own."""
     if isinstance(leaf, DTensor):
-        local = to_local(leaf)
-        return replace(local, value=local.value.requires_grad_(differentiated))
+        node = to_local(leaf)
+        return replace(node, value=node.value.requires_grad_(differentiated))
     if isinstance(leaf, Tensor):
         return leaf.detach().requires_grad_(differentiated)
     return leaf
@@ -387,12 +423,12 @@ def _global_sums(loss: _Loss, mesh: Mesh | None, stop: StopBit | None) -> Tensor
     return totals
 
 
-def _plain(grad: Tensor | None, leaf: Any, goal: Goal | None, held: Any) -> Tensor | None:
-    if goal is None:
+def _plain_grad(grad: Tensor | None, leaf: Any, target: GradTarget | None, accumulated: Any) -> Tensor | None:
+    if target is None:
         return None
-    if held is not None:
-        return held if grad is None else held.add_(grad)
-    # That of a sum is one element in many places, which nothing could be added to.
+    if accumulated is not None:
+        return accumulated if grad is None else accumulated.add_(grad)
+    # The gradient of a sum is one element with strides of 0, which nothing could be added to.
     return torch.zeros_like(leaf) if grad is None else grad.contiguous()
 
 

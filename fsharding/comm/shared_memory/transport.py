@@ -304,8 +304,8 @@ class Joint:
         group: for which `can_share` is true.
 
     Attributes:
-        memory: what lives as long as somebody here views the buffer; then this member has signed for it.
-        buffer: all parts as bytes, garbage until they are written.
+        buffer: all parts as bytes, garbage until they are written. When nobody here views it any more, this member
+            signs for it.
     """
 
     def __init__(self, nbytes: int, group: Group) -> None:
@@ -324,9 +324,9 @@ class Joint:
             note = turns.notes.wait()[giver]
             mapping, number = _map_from(giver, note, group), note[-1]
         turns.count += 1
-        self.memory = mapping.memory[blocks.HEAD : blocks.HEAD + nbytes]
-        finalize(self.memory, _sign, os.getpid(), mapping.head, group.index, number)
-        self.buffer = torch.frombuffer(self.memory, dtype=torch.uint8)
+        memory = mapping.memory[blocks.HEAD : blocks.HEAD + nbytes]
+        finalize(memory, _sign, os.getpid(), mapping.head, group.index, number)
+        self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
         self._notes: _Notes | None = None
 
     def start(self) -> None:

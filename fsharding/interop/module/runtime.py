@@ -255,11 +255,11 @@ class Run:
         return tree.unflatten(spec, [next(found) if x is None else x for x in others])
 
     def _gather(self, number: int) -> dict[str, Tensor]:
-        """The weights of a unit by name; the next unit is sent for."""
+        """The weights of a unit by name; the gather of the next unit starts."""
         units = self._engine.units
         policy = self._policy if units[number].stack is not None else policies.save_except_gathered
-        then = self._tree(number + 1) if number + 1 < len(units) else None
-        return gather_unit(self._tree(number), policy=policy, then=then)
+        following = self._tree(number + 1) if number + 1 < len(units) else None
+        return gather_unit(self._tree(number), policy=policy, prefetch=following)
 
     def _tree(self, number: int) -> dict[str, Any]:
         if number not in self._trees:

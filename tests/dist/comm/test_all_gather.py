@@ -62,8 +62,8 @@ def both_ways(ranks, leaves, dtype, way):
     group = group_of(ranks)
     with wire.algorithm(way), counting_bytes() as traffic:
         bucket, coming = start(group, leaves, 3, dtype)
-        flat, memory = coming.join()
-    return (memory is not None), [leaf.clone() for leaf in whole_views(flat, bucket)], traffic.bytes
+        in_place, flat = coming.buffer is not None, coming.join()
+    return in_place, [leaf.clone() for leaf in whole_views(flat, bucket)], traffic.bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -87,7 +87,7 @@ def many_at_once(ranks):
             under_way.append((fill, *start(group, leaves, fill)))
             time.sleep(0.003 * mine)
         for fill, bucket, coming in reversed(under_way):
-            flat = coming.join().flat
+            flat = coming.join()
             time.sleep(0.003 * (ranks - mine))
             assert set(fills_of(bucket, flat)) == {fill}
             if fill % 40 == 0:
@@ -104,7 +104,7 @@ def a_long_run(ranks, rounds):
     """One is joined while the next one is on its way; the fastest rank is never more than that ahead."""
     group, (bucket, coming) = group_of(ranks), start(group_of(ranks), LONG, 0)
     for round_ in range(1, rounds):
-        flat = coming.join().flat
+        flat = coming.join()
         bucket, coming = start(group, LONG, round_)
         time.sleep(0.001 * dist.get_rank())
         assert fills_of(bucket, flat) == [round_ - 1]
@@ -148,7 +148,7 @@ def ends_at_once(ranks):
     group = group_of(ranks)
     bucket, coming = start(group, LONG, 7)
     time.sleep(0.5 * dist.get_rank())
-    return fills_of(bucket, coming.join().flat)
+    return fills_of(bucket, coming.join())
 
 
 def test_a_rank_that_is_done_first_is_read_by_those_that_come_later():
@@ -177,7 +177,7 @@ def forks(ranks):
     """A child drops what its parent views; the parent has not signed by that."""
     group = group_of(ranks)
     bucket, coming = start(group, LONG, 5)
-    flat = coming.join().flat
+    flat = coming.join()
     child = os.fork()
     if child == 0:
         del flat

@@ -15,7 +15,7 @@ from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.models import Experts
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.testing import DecoderCase, assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
-from fsharding.transforms.unit_plan import early_from
+from fsharding.transforms.unit_plan import large_from
 from tests.dist.models.test_model_axes import DEEP, alone, train
 
 pytestmark = pytest.mark.timeout(240)
@@ -53,7 +53,7 @@ CASES = [(mesh, model, level) for mesh in MESHES for model in MODELS for level i
 
 
 def trained(axes, level, config, how):
-    with early_from(1):
+    with large_from(1):
         return train(tuple(axes.items()), fs.zero(level), config=config, **how)
 
 
@@ -98,7 +98,7 @@ def case_of(axes, model=""):
 
 
 def train_all(cases):
-    with early_from(1):
+    with large_from(1):
         return [case.train() for case in cases]
 
 

@@ -12,7 +12,7 @@ import fsharding as fs
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
 from fsharding.testing import strategies as draws
-from fsharding.transforms.unit_plan import early_from
+from fsharding.transforms.unit_plan import large_from
 from tests.dist.train.test_laws import FULL, examples
 
 # Tens of runs on several ranks each: about a minute on two cores, in full half an hour or more; longer beside other load.
@@ -22,7 +22,7 @@ RANKS, STEPS = 8, 2
 
 
 def train(case, elements):
-    with early_from(elements):
+    with large_from(elements):
         return case.train()
 
 

@@ -16,7 +16,7 @@ from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.named_sharding import Local, local_of
 from fsharding.testing import run_ranks
-from fsharding.transforms.gather_context import Ledger
+from fsharding.transforms.gather_context import GatherContext
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
 MODEL = fs.models.decoder(CONFIG)
@@ -63,12 +63,12 @@ def followed(name, how, ahead):
     model = fs.models.decoder(replace(CONFIG, layers=schedule.stages))
     state, opt = started(schedule, model, pp=2, dp=2)
     step = fs.make_train_step(model, opt, microbatches=4, schedule=schedule)
-    done, ledgers = [], []
+    done, calls = [], []
     tape, do = _Run._tape, _Run.do
 
     def noted(run, stage):
         made = tape(run, stage)
-        ledgers.append((stage, made.ledger.counts))
+        calls.append((stage, made.context.counts))
         return made
 
     def watched(run, action):
@@ -80,7 +80,7 @@ def followed(name, how, ahead):
     with patch.object(_Run, "_tape", noted), patch.object(_Run, "do", watched):
         for expected in (late(table, schedule.owner), table):
             done.clear()
-            ledgers.clear()
+            calls.clear()
             state, _ = step(state, {name: x.chunk(2)[0] for name, x in batch(16).items()})
             assert tuple(action for action, _ in done) == expected, "only what looks as before is received ahead"
     wanted = Counter((a.kind, a.stage) for a in table if a.kind in ("GATHER", "SCATTER"))
@@ -88,7 +88,7 @@ def followed(name, how, ahead):
     if how == "step":
         found.update((a.kind, a.stage) for a, calls in done if calls)
         return wanted, found
-    for stage, counts in ledgers:
+    for stage, counts in calls:
         found["GATHER", stage] += sum(unit.startswith("blocks") for unit in counts.gathers)
         found["SCATTER", stage] += sum(unit.startswith("blocks") for unit in counts.reductions)
     posted = Counter((a.kind, a.stage) for a, calls in done if a.kind == "GATHER" and calls)
@@ -158,11 +158,11 @@ def held(name, ranks, microbatches):
     state, opt = started(schedule, model, pp=ranks)
     step = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule)
     saved, peak, by_stage, own = {}, 0, {}, set()
-    pack, do = Ledger.pack, _Run.do
+    pack, do = GatherContext.pack, _Run.do
 
-    def noted(ledger, x):
+    def noted(context, x):
         storage = x.untyped_storage()
-        kept = pack(ledger, x)
+        kept = pack(context, x)
         if isinstance(kept, torch.Tensor) and storage.data_ptr() not in own:
             saved[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
         return kept
@@ -183,7 +183,7 @@ def held(name, ranks, microbatches):
         if action.kind == "F":
             by_stage.setdefault(action.stage, alive() - before)
 
-    with patch.object(Ledger, "pack", noted), patch.object(_Run, "do", watched):
+    with patch.object(GatherContext, "pack", noted), patch.object(_Run, "do", watched):
         step(state, batch(2 * microbatches))
     assert alive() == 0
     rank, now, most = torch.distributed.get_rank(), 0, 0

@@ -24,8 +24,8 @@ from fsharding.mesh.device_mesh import data_position
 from fsharding.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
-from fsharding.transforms.gather_context import current_ledger
-from fsharding.transforms.unit_plan import early_from
+from fsharding.transforms.gather_context import current_context
+from fsharding.transforms.unit_plan import large_from
 
 # torch says at length that `full_tensor` gathers axis by axis.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -576,7 +576,7 @@ def repeated(params, batch):
 
 
 def stacked(params, batch):
-    x = fs.scan_units(layer, params["blocks"], batch["x"], then=params["out"])
+    x = fs.scan_units(layer, params["blocks"], batch["x"], prefetch=params["out"])
     return squares(layer(fs.gather_unit(params["out"]), x), batch)
 
 
@@ -921,7 +921,7 @@ UNITS = CONFIG.layers + 2
 
 
 @pytest.mark.parametrize("policy", fs.policies.POLICIES.values(), ids=lambda policy: policy.name)
-def test_counts_and_peaks_of_the_ledger(policy):
+def test_counts_and_peaks_of_a_call(policy):
     for ranks, axes in ((2, DP), (4, OUTER)):
         for rows in run_ranks(peaks, ranks, fs.zero(3), axes, policy, 3):
             assert len(rows) == 2 * 3
@@ -962,11 +962,11 @@ def started_gathers(policy):
     backward: dict[int, list[str]] = {}
 
     def block(unit, x):
-        ledger, number = current_ledger(), len(forward)
-        assert ledger is not None
-        forward.append([*ledger.counts.gathers])
+        context, number = current_context(), len(forward)
+        assert context is not None
+        forward.append([*context.counts.gathers])
         y = torch.tanh(x @ unit["a"])
-        y.register_hook(lambda grad: backward.update({number: [*ledger.counts.gathers]}))
+        y.register_hook(lambda grad: backward.update({number: [*context.counts.gathers]}))
         return x + y @ unit["b"]
 
     def loss_fn(params):
@@ -1066,7 +1066,7 @@ def garbage(strategy, precision):
     layout = fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
     state = fs.init_state(MODEL, opt, fs.random.key(0), layout)
     step, (batch,) = fs.make_train_step(MODEL, opt, microbatches=2), batches(1, mesh)
-    with early_from(1):
+    with large_from(1):
         state, _ = step(state, batch)
         gc.collect()
         gc.disable()
@@ -1112,7 +1112,7 @@ def test_torch_counts_the_same_collectives(policy):
         for number, (gathers, reductions, found) in enumerate(counts):
             kept = policy == fs.policies.everything_saveable
             assert (gathers, reductions) == (UNITS if kept else 2 * UNITS - 2, UNITS)
-            # Two all-gathers more than the ledger says: the terms of (loss, weight), and those of the squared norm,
+            # Two all-gathers more than the counts say: the terms of (loss, weight), and those of the squared norm,
             # which every rank adds up itself; in the first step also a hash of what all ranks must have in common.
             # Reductions are all-to-alls, summed where they arrive; nothing else is sent.
             more = 3 if number == 0 else 2

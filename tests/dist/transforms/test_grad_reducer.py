@@ -12,8 +12,8 @@ import fsharding as fs
 from fsharding.bench.rounds import allocated
 from fsharding.comm import process_group as wire
 from fsharding.testing import assert_bitwise_equal, run_ranks
-from fsharding.transforms.grad_reducer import Landing
-from fsharding.transforms.unit_plan import early_from
+from fsharding.transforms.grad_reducer import GradReducer
+from fsharding.transforms.unit_plan import large_from
 
 WIDTH, LAYERS = 16, 4
 
@@ -28,7 +28,7 @@ def loss(params, x):
 
 
 def gradients(level, size, cut):
-    """Gradients, and what happened in which order: with each one that is put, how many of those before it still live."""
+    """Gradients, and what happened in which order: with each one that is taken, how many of those before it still live."""
     mesh, alive, events = fs.make_mesh(dp=2), [], []
     home = fs.NamedSharding(mesh, fs.P(None, "dp") if level == 3 else fs.P())
     noise = torch.Generator().manual_seed(0)
@@ -36,20 +36,20 @@ def gradients(level, size, cut):
     rank = mesh.get_local_rank("dp")
     mine = [x.chunk(2, 1)[rank].contiguous() if level == 3 else x for x in leaves]
     params = {"blocks": {str(i): home.to_dtensor(x, (2, WIDTH, WIDTH)) for i, x in enumerate(mine)}}
-    real_put, real_reduce = Landing.put, Landing.reduce
+    real_take, real_reduce = GradReducer.take, GradReducer.reduce
 
-    def put(self, unit, plan, early, grad):
+    def take(self, unit, plan, large, grad):
         alive.append(weakref.ref(grad))
-        events.append((early.leaf, sum(x() is not None for x in alive)))
-        real_put(self, unit, plan, early, grad)
+        events.append((large.leaf, sum(x() is not None for x in alive)))
+        real_take(self, unit, plan, large, grad)
 
-    def reduce(self, unit, plan, places, grads):
+    def reduce(self, unit, plan, index, grads):
         events.append("reduce")
-        real_reduce(self, unit, plan, places, grads)
+        real_reduce(self, unit, plan, index, grads)
 
-    with pytest.MonkeyPatch.context() as patch, early_from(size):
-        patch.setattr(Landing, "put", put)
-        patch.setattr(Landing, "reduce", reduce)
+    with pytest.MonkeyPatch.context() as patch, large_from(size):
+        patch.setattr(GradReducer, "take", take)
+        patch.setattr(GradReducer, "reduce", reduce)
         target = fs.NamedSharding(mesh, fs.P(None, "dp") if cut else fs.P())
         where = fs.tree.map(lambda x: target, params)
         _, found = fs.value_and_grad(loss, grads=where)(params, torch.ones(1, WIDTH) * (1 + rank))
@@ -102,17 +102,17 @@ def gradients_of_products(level, dtype, policy, size, way="auto"):
     params = fs.shard({"blocks": draws}, layout)
     names_of = sorted(draws)
     x = torch.randn(2, TOKENS, NARROW, generator=noise.manual_seed(1 + mesh.get_local_rank("dp"))).to(dtype)
-    real = Landing.put_term
+    real = GradReducer.write
 
-    def put_term(self, unit, plan, early, dtype, write):
-        written.append(real(self, unit, plan, early, dtype, write) and names_of[early.leaf])
+    def write(self, unit, plan, large, dtype, kernel):
+        written.append(real(self, unit, plan, large, dtype, kernel) and names_of[large.leaf])
         return written[-1]
 
     def loss(params, x):
         return products({**params, "policy": policy}, x)
 
-    with pytest.MonkeyPatch.context() as patch, early_from(size):
-        patch.setattr(Landing, "put_term", put_term)
+    with pytest.MonkeyPatch.context() as patch, large_from(size):
+        patch.setattr(GradReducer, "write", write)
         with wire.algorithm(way):
             _, found = fs.value_and_grad(loss, grads=layout.main, precision=how)(params, x)
     return [x.full_tensor() for x in fs.tree.leaves(found)], written

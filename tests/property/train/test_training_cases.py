@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding.comm import process_group as wire
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
-from fsharding.transforms.unit_plan import early_from
+from fsharding.transforms.unit_plan import large_from
 
 # torch says at length that `full_tensor` gathers axis by axis.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -157,7 +157,7 @@ def train(case, strategies):
         state = fs.init_state(lambda key, draws=draws: draws, opt, fs.random.key(0), layout)
         step = fs.make_train_step(loss_of(case), opt, microbatches=case.microbatches, donate=case.donate)
         losses, norms = [], []
-        with fs.recording() as seen, wire.algorithm(case.wires), early_from(case.early):
+        with fs.recording() as seen, wire.algorithm(case.wires), large_from(case.early):
             for batch in batches(case):
                 state, metrics = step(state, {name: x.chunk(case.ranks)[rank] for name, x in batch.items()})
                 losses.append(metrics.loss.item())

@@ -1,4 +1,4 @@
-"""The ledger of a loss on one process: what is alive after it."""
+"""The runtime of one call on one process: which memory is alive after it."""
 
 import gc
 
@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsharding as fs
 from fsharding.comm.buffer_pool import Pool
 from fsharding.sharding.named_sharding import local_of
+from fsharding.transforms.value_and_grad import loss_and_grads
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -37,7 +38,13 @@ def test_nothing_is_left_of_what_backward_did_not_visit(fails):
 def test_memory_of_gradients_is_used_again_but_not_while_somebody_holds_them():
     layout = fs.plan_layout({"w": torch.zeros(600, 600), "unused": torch.zeros(600, 600)}, fs.make_mesh(device="cpu"))
     params = fs.shard({"w": torch.ones(600, 600), "unused": torch.ones(600, 600)}, layout)
-    grad = fs.value_and_grad(lambda params, x: (fs.gather_unit(params)["w"] * x).sum(), memory=Pool())
+    pool = Pool()
+
+    def grad(params, x):
+        def loss(params):
+            return (fs.gather_unit(params)["w"] * x).sum()
+
+        return loss_and_grads(loss, params, (), has_aux=False, grads=None, precision=fs.FP32, mean=True, grad_pool=pool)
 
     def check(found, x):
         assert (local_of(found["w"]) == x).all() and not local_of(found["unused"]).any()
