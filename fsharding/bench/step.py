@@ -24,8 +24,9 @@ from torch import Tensor
 from fsharding import optim, random, tree
 from fsharding.bench.peers import B1, B2, PEERS, RATE, Task, missing
 from fsharding.bench.rounds import Steps, agree, allocated, print_rows, take_turns
-from fsharding.comm import process_group as wire
 from fsharding.comm.counters import counting_bytes
+from fsharding.comm.native import Native
+from fsharding.comm.pairwise import Pairwise
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import axis_group, make_mesh, own_rank
 from fsharding.models.decoder import DecoderConfig, decoder
@@ -252,14 +253,16 @@ def _wire_time(task: Task, sent: int) -> float:
     draws = tree.leaves(tree.at(task.draws(), stacks_of(task.model)[-1][0]))
     width = -(-sum(math.prod(draw.shape[1:]) for draw in draws) // group.size)
     # Written once: memory that was never written is one page of zeros, which stays in the cache.
-    send, received = torch.ones(2, group.size, width, dtype=task.dtype, device=task.mesh.device_type)
-    messages = max(1, round(sent / ((group.size - 1) * send[0].nbytes)))
+    kind = Pairwise if task.mesh.device_type == "cpu" else Native
+    exchange = kind(group, torch.device(task.mesh.device_type)).all_to_all(width, task.dtype)
+    exchange.mine.fill_(1)
+    messages = max(1, round(sent / ((group.size - 1) * exchange.mine[0].nbytes)))
     times: list[float] = []
     for _ in range(4):
         dist.barrier()
         began = time.perf_counter()
         for _ in range(messages):
-            wire.exchange_rows(send, received, group).wait()
+            exchange.start().wait()
         times.append(1e3 * (time.perf_counter() - began))
     slowest = torch.tensor(statistics.median(times[1:]))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fsharding.comm.shared_memory import transport as shared
+from fsharding.comm.pairwise import Pairwise
+from fsharding.comm.transport import choice_for
 from fsharding.errors import RankError
 from fsharding.mesh.device_mesh import everyone, make_mesh
 from fsharding.mesh.launch import launch_ranks
@@ -235,8 +236,7 @@ def _ranks() -> Iterator[Finding]:
         yield Finding("two local ranks", "do not run", f"{error}", "See the error of the rank.", grave=True)
         return
     yield Finding("two local ranks", "run")
-    kind = told[0]["transport"]
-    yield Finding("transport", *transport(kind, os.environ.get(_SHARED_MEMORY, "1")))
+    yield Finding("transport", *transport(*told[0]["transport"]))
     if not all(rank["readable"] for rank in told):
         yield Finding("listening", "not known", "What listens is read from /proc, which is not there.", "Use Linux.")
     sockets = [Socket(*row) for rank in told for row in rank["sockets"]]
@@ -257,22 +257,24 @@ def _exposed(it: Socket) -> tuple[str, str]:
     )
 
 
-def transport(kind: Literal["nccl", "shared memory", "gloo"], switch: str) -> tuple[str, str, str]:
-    """How bytes go between ranks of this machine: in words, what is wrong with that, and the mend.
+def transport(name: str, reason: str) -> tuple[str, str, str]:
+    """How tensors travel between ranks of this machine: the transport and why, what is wrong with that, and the mend.
 
     Args:
-        kind: what two ranks have found.
-        switch: the value of `FSHARDING_SHARED_MEMORY`.
+        name: of the transport that two ranks have chosen.
+        reason: why they did.
     """
-    if kind == "nccl":
-        return "NCCL between GPUs", "", ""
-    if kind == "shared memory":
-        return "shared memory: ranks read each other's buffers where they were written", "", ""
-    if switch == "0":
-        value = f"gloo over loopback: {_SHARED_MEMORY}=0 is set"
-        return value, "Every byte goes through a socket, which is slower.", f"unset {_SHARED_MEMORY}"
-    wrong = "A process may not open memory of another one under /proc/PID/fd, which is forbidden here, or not there."
-    return "gloo over loopback", wrong, "Run all ranks as one user, in one container, on Linux with /proc."
+    value = f"{name}: {reason}"
+    if name != Pairwise.name:
+        return value, "", ""
+    wrong = "Every byte goes through a socket, which is slower than memory that ranks share."
+    if os.environ.get(_SHARED_MEMORY) == "0":
+        return value, wrong, f"unset {_SHARED_MEMORY}"
+    return (
+        value,
+        wrong,
+        "Run all ranks as one user, in one container, on Linux with /proc/PID/fd.",
+    )
 
 
 def _look() -> dict[str, Any]:
@@ -282,13 +284,17 @@ def _look() -> dict[str, Any]:
     try:
         group = everyone(mesh)
         dist.all_reduce(torch.ones(1, device=mesh.device_type), group=group.process_group)
-        kind = "nccl" if cuda else "shared memory" if shared.can_share(group) else "gloo"
+        choice = choice_for(group, torch.device(mesh.device_type))
         sockets = [(f"rank {dist.get_rank()}", *row) for row in listening(os.getpid())]
         if dist.get_rank() == 0:
             sockets = [*(("launcher", *row) for row in listening(os.getppid())), *sockets]
     finally:
         dist.destroy_process_group()
-    return {"transport": kind, "sockets": sockets, "readable": Path("/proc/self/net/tcp").exists()}
+    return {
+        "transport": (choice.kind.name, choice.reason),
+        "sockets": sockets,
+        "readable": Path("/proc/self/net/tcp").exists(),
+    }
 
 
 def listening(pid: int) -> list[tuple[str, int]]:

@@ -63,7 +63,7 @@ class Slot:
     def piece_shape(self, member: int) -> tuple[int, ...]:
         """The shape of a member's piece."""
         start, stop = self.pieces[member]
-        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :]) if self.shape else ()
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,15 @@ def plan_bucket(leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tup
     """Lays leaves out in rows and in a flat buffer.
 
     Args:
-        leaves: (shape, dim that is cut) of each leaf.
-        axis_sizes: sizes of the axes that cut it, major first.
+        leaves: (shape, dim that is cut) of each leaf; one without dims cannot be cut.
+        axis_sizes: sizes of the axes that cut it, major first; none for a bucket of one member.
     """
     slots: list[Slot] = []
     width = size = 0
     coords = list(product(*(range(n) for n in axis_sizes)))
     for shape, dim in leaves:
         cuts = [list(zip(axis_sizes, coord, strict=True)) for coord in coords]
-        pieces = tuple(boxes.nested_chunk(shape[dim], cut) for cut in cuts)
+        pieces = tuple(boxes.nested_chunk(shape[dim] if shape else 1, cut) for cut in cuts)
         slot = Slot(shape, dim, pieces, width, size)
         slots.append(slot)
         width += slot.before * slot.after * max(stop - start for start, stop in pieces)

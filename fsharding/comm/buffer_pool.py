@@ -7,13 +7,14 @@ storage, so a view that somebody keeps is never overwritten. Law: the bytes that
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsharding import _compat
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "PoolMemory"]
 
 
 @dataclass
@@ -58,6 +59,10 @@ class Pool:
         self._adopted.append((_compat.weak_storage(x), x.nbytes, owner))
         self._count()
 
+    def memory(self, device: torch.device, owner: object | None = None) -> PoolMemory:
+        """The pool as the `Memory` of an owner."""
+        return PoolMemory(self, device, owner)
+
     def alive(self) -> dict[int, int]:
         """Bytes alive by id of their owner."""
         result: dict[int, int] = {}
@@ -85,3 +90,20 @@ class Pool:
         alive = self.alive()
         self.peak_owners = max(self.peak_owners, len(alive))
         self.peak_bytes = max(self.peak_bytes, sum(alive.values()))
+
+
+class PoolMemory(NamedTuple):
+    """A pool as the `Memory` of an owner, whose bytes are counted; None for nobody, whose are not."""
+
+    pool: Pool
+    device: torch.device
+    owner: object | None
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """See `Memory`."""
+        return self.pool.take(size, dtype, self.device, self.owner)
+
+    def adopt(self, x: Tensor) -> None:
+        """See `Memory`."""
+        if self.owner is not None:
+            self.pool.adopt(x, self.owner)

@@ -1,193 +1,246 @@
-"""What the members of a group have of a sum, leaf by leaf, on its way; and the sums that each of them wants.
+"""Sums over the members of a group in a fixed order, for any transport that can send rows.
 
-In: whole leaves. Out: the sum of each leaf on every member, or of the piece of it that is this rank's.
-Large ones lie in memory that the members share: each reads its pieces out of the leaves of the others. Else rows of
-pieces travel. Law: the sums are the same either way.
+In: terms of leaves. Out: the sum of each leaf on every member, or of the piece of it that is this member's.
+Law: a sum adds its terms in one balanced tree over the members, whichever member adds them and however they are sent.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fsharding import _compat
 from fsharding.comm import bucket as buckets
-from fsharding.comm import process_group as wire
 from fsharding.comm.bucket import Bucket
-from fsharding.comm.counters import record_sent
-from fsharding.comm.shared_memory import segments as blocks
-from fsharding.comm.shared_memory import transport as shared
-from fsharding.comm.transport import (
-    Empty,
-    fill_terms,
-    is_read_in_place,
-    open_exchange,
-    open_sum,
-    sum_pieces,
-    sum_rows,
-    sums_at_once,
-)
+from fsharding.comm.handles import Exchange, Handle, Memory, Rows
 from fsharding.mesh.device_mesh import Group
+from fsharding.precision import wide
 
-__all__ = ["Shown", "Terms", "can_show", "open_terms"]
+__all__ = ["AllReduce", "ReduceScatter", "RowTransport", "copy_terms", "sum_pieces", "sum_rows", "sums_at_once"]
 
-
-class Terms(Protocol):
-    """Fill each leaf, `start`, `wait_each`."""
-
-    def fill(self, numbers: Sequence[int], leaves: Sequence[Tensor | None]) -> None:
-        """Copies some of this rank's leaves to where they travel from; None counts as zeros."""
-        ...
-
-    def start(self) -> None:
-        """Sends the leaves, which must not change from here."""
-        ...
-
-    def come(self) -> bool:
-        """Whether there is nothing to wait for."""
-        ...
-
-    def wait_each(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """The sum of each leaf, or of this rank's piece.
-
-        Args:
-            into: contiguous, where each sum may go; those that are not the tensor that was given are to be copied.
-        """
-        ...
+_SMALL = 1 << 14
+"""Up to so many elements a sum over ranks is one gather: every rank adds all terms itself."""
 
 
-def open_terms(
-    shapes: Sequence[tuple[int, ...]],
-    dims: Sequence[int],
-    axis_sizes: tuple[int, ...],
-    group: Group,
-    *,
-    wire_dtype: torch.dtype,
+def sum_rows(rows: Rows, terms: Sequence[int], dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    """Adds the rows of a buffer pairwise in a balanced tree.
+
+    A tree over 4 ranks is the sum of two trees over 2, so sums taken in one step or axis by axis agree bitwise when
+    sizes are powers of two.
+
+    Args:
+        rows: [members, width], or as many tensors [width].
+        terms: the order of the rows.
+        dtype: of the sum; partial sums are in float32 at least, and rounded once.
+        out: where the sum goes.
+
+    Returns:
+        [width].
+    """
+    if len(terms) > 1 and (among := wide(dtype)) != dtype:
+        total = sum_rows(rows, terms, among)
+        return total.to(dtype) if out is None else out.copy_(total)
+    if len(terms) == 1:
+        return rows[terms[0]].to(dtype) if out is None else out.copy_(rows[terms[0]])
+    if out is None:
+        out = _compat.fresh(rows[0].shape, dtype, rows[0].device)
+    if len(terms) == 2 and rows[0].dtype == dtype:
+        return torch.add(rows[terms[0]], rows[terms[1]], out=out)
+    half = 1 << ((len(terms) - 1).bit_length() - 1)
+    left = sum_rows(rows, terms[:half], dtype, out=out)
+    right = rows[terms[half]] if len(terms) == half + 1 else sum_rows(rows, terms[half:], dtype)
+    return left.add_(right)
+
+
+def sum_pieces(
+    rows: Rows,
+    cut: Callable[[Tensor], list[Tensor]],
+    terms: Sequence[int],
     dtype: torch.dtype,
-    device: torch.device,
-    large: bool,
-    empty: Empty | None,
-) -> Terms:
-    """Finds the memory for the terms of a sum; nothing is sent.
+    into: Sequence[Tensor] | None,
+) -> list[Tensor]:
+    """`sum_rows`, piece by piece, so that each sum goes where it belongs without a copy.
 
     Args:
-        shapes: of the whole leaves.
-        dims: the dim of each that is cut among the members; none where every member wants whole sums.
-        axis_sizes: of the axes that cut them, major first.
-        group: who takes part; collective over it.
-        wire_dtype: of the terms.
+        rows: as in `sum_rows`.
+        cut: a row into its pieces.
+        terms: the order of the rows.
         dtype: of the sums.
-        device: where they live.
-        large: the leaves are worth being taken one by one.
-        empty: makes a flat buffer for rows that go over the wire; by default a fresh one.
+        into: contiguous, where the sum of each piece may go; those of short rows are copied faster than they are made.
+
+    Returns:
+        The sum of each piece, which is the tensor of `into` if it is there.
     """
-    cuts = tuple(zip(shapes, dims, strict=True)) if dims else tuple((shape or (1,), 0) for shape in shapes)
-    plan = buckets.plan_bucket(cuts, axis_sizes if dims else ())
-    if large and can_show(plan.width, group, device, cut=bool(dims)):
-        return Shown(plan, None if dims else shapes, group, wire_dtype, dtype)
-    if not dims:
-        return open_sum(shapes, wire_dtype, group, dtype, device)
-    return _Cut(plan, group, wire_dtype, dtype, device, empty)
+    if into is None or rows[0].numel() <= _SMALL:
+        return cut(sum_rows(rows, terms, dtype))
+    pieces = [cut(row) for row in rows]
+    return [sum_rows([piece[i] for piece in pieces], terms, dtype, out=out) for i, out in enumerate(into)]
 
 
-def can_show(n: int, group: Group, device: torch.device, *, cut: bool) -> bool:
-    """Whether each member can read what it wants of a sum out of the others' leaves. Collective the first time.
+def copy_terms(slots: Sequence[Tensor], terms: Sequence[Tensor | None]) -> None:
+    """Copies terms to where they are sent from; None counts as zeros."""
+    pairs = list(zip(slots, terms, strict=True))
+    _compat.foreach_zero_([slot for slot, x in pairs if x is None])
+    given = [(slot, x) for slot, x in pairs if x is not None]
+    _compat.foreach_copy_([slot for slot, _ in given], [x for _, x in given])
+
+
+def sums_at_once(n: int, members: int) -> bool:
+    """Whether every member gets all terms of a sum and adds them, instead of adding a part and gathering the parts.
+
+    It spares a round. Two members get no more bytes by it, and touch less memory.
 
     Args:
-        n: elements of what a member wants.
-        group: who takes part.
-        device: where leaves live.
-        cut: members want pieces.
+        n: elements.
+        members: of the group.
     """
-    return is_read_in_place(n, group, device) and (cut or sums_at_once(n, group.size))
+    return n <= _SMALL or members <= 2
 
 
-class Shown:
-    """In memory that the members share, every leaf whole.
+class RowTransport(Protocol):
+    """A transport, as far as sums need it."""
 
-    Attributes:
-        homes: where this rank's leaves go.
+    group: Group
+
+    def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
+        """An all-gather of one row from each member."""
+        ...
+
+    def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
+        """An exchange of one row between each two members."""
+        ...
+
+
+class AllReduce:
+    """A `Reduction` whose sums all members get. It is its own handle.
+
+    Args:
+        transport: that sends the rows.
+        bucket: the leaves, of one member.
+        wire_dtype: of the terms.
+        sum_dtype: of the sums.
+    """
+
+    def __init__(
+        self, transport: RowTransport, bucket: Bucket, wire_dtype: torch.dtype, sum_dtype: torch.dtype
+    ) -> None:
+        self._transport, self._bucket, self._sum_dtype = transport, bucket, sum_dtype
+        group, n = transport.group, bucket.width
+        self._terms = group.terms
+        self._at_once = sums_at_once(n, group.size)
+        if self._at_once:
+            self._exchange = transport.gather_rows(n, wire_dtype)
+        else:
+            self._exchange = transport.all_to_all(-(-n // group.size), wire_dtype)
+        flat = self._exchange.mine.view(-1)
+        flat[n:].zero_()
+        self._slots = self._cut(flat)
+        self._handle: Handle[Rows] | None = None
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        return buckets.piece_views(flat, self._bucket, 0)
+
+    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
+        """See `Reduction`: kernels write large leaves only, which are not sent as rows."""
+        return None
+
+    def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+        """See `Reduction`."""
+        copy_terms([self._slots[i] for i in leaves], terms)
+
+    def start(self) -> AllReduce:
+        """See `Reduction`."""
+        self._handle = self._exchange.start()
+        return self
+
+    def is_ready(self) -> bool:
+        """See `Handle`: a sum in two rounds is not, before its second round has been started."""
+        return self._at_once and self._handle is not None and self._handle.is_ready()
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """See `Handle`."""
+        assert self._handle is not None
+        rows = self._handle.wait(timeout)
+        if self._at_once:
+            sums = sum_pieces(rows, self._cut, self._terms, self._sum_dtype, into)
+            self._handle.release()
+            return sums
+        parts = self._transport.gather_rows(rows[0].numel(), self._sum_dtype)
+        sum_rows(rows, self._terms, self._sum_dtype, out=parts.mine)
+        self._handle.release()
+        second = parts.start()
+        whole = second.wait(timeout)
+        flat = whole.view(-1) if isinstance(whole, Tensor) else _join(whole)
+        second.release()
+        return self._cut(flat)
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        """See `Handle`."""
+        if self._handle is not None:
+            self._handle.release(timeout)
+
+
+def _join(rows: Sequence[Tensor]) -> Tensor:
+    out = _compat.fresh((len(rows) * rows[0].numel(),), rows[0].dtype, rows[0].device)
+    return torch.cat([*rows], out=out)
+
+
+class ReduceScatter:
+    """A `Reduction` of which each member gets its own pieces: an all-to-all of rows, and sums. It is its own handle.
+
+    Args:
+        transport: that sends the rows.
+        bucket: the leaves, and how the members cut them.
+        wire_dtype: of the terms.
+        sum_dtype: of the sums.
+        memory: for rows.
     """
 
     def __init__(
         self,
-        plan: Bucket,
-        shapes: Sequence[tuple[int, ...]] | None,
-        group: Group,
+        transport: RowTransport,
+        bucket: Bucket,
         wire_dtype: torch.dtype,
-        dtype: torch.dtype,
+        sum_dtype: torch.dtype,
+        memory: Memory | None = None,
     ) -> None:
-        """Without shapes each member wants its piece, else all want all of each leaf."""
-        self._plan, self._shapes, self._group, self._dtype = plan, shapes, group, dtype
-        self._flat = blocks.take(plan.size * wire_dtype.itemsize).view(wire_dtype)
-        self.homes = self._leaves(self._flat)
-        self._posted: shared.Posted | None = None
+        self._group, self._bucket, self._sum_dtype = transport.group, bucket, sum_dtype
+        self._exchange = transport.all_to_all(bucket.width, wire_dtype, memory)
+        self._handle: Handle[Rows] | None = None
 
-    def fill(self, numbers: Sequence[int], leaves: Sequence[Tensor | None]) -> None:
-        """See `Terms`."""
-        fill_terms([self.homes[i] for i in numbers], leaves)
+    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
+        """See `Reduction`: rows have pieces of a leaf, and a kernel wants it whole."""
+        return None
 
-    def start(self) -> None:
-        """See `Terms`."""
-        record_sent((self._group.size - 1) * self._plan.width * self._flat.itemsize, self._group.axes)
-        self._posted = shared.Posted(wire.as_bytes(self._flat), self._group)
+    def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+        """See `Reduction`."""
+        slots = tuple(self._bucket.slots[i] for i in leaves)
+        buckets.copy_in(terms, self._exchange.mine, replace(self._bucket, slots=slots))
 
-    def come(self) -> bool:
-        """See `Terms`."""
-        return self._posted is not None and self._posted.come()
+    def start(self) -> ReduceScatter:
+        """See `Reduction`."""
+        self._handle = self._exchange.start()
+        return self
 
-    def wait_each(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """See `Terms`."""
-        assert self._posted is not None
-        found = [self._wanted(buffer.view(self._flat.dtype)) for buffer in self._posted.wait()]
-        homes = into or [None] * len(self.homes)
-        sums = [
-            sum_rows(terms, self._group.terms, self._dtype, out=out)
-            for *terms, out in zip(*found, homes, strict=True)
-        ]  # fmt: skip
-        self._posted.sign()
-        return sums
+    def is_ready(self) -> bool:
+        """See `Handle`."""
+        return self._handle is not None and self._handle.is_ready()
 
-    def _leaves(self, flat: Tensor) -> list[Tensor]:
-        wholes = buckets.whole_views(flat, self._plan)
-        return wholes if self._shapes is None else [x.view(s) for x, s in zip(wholes, self._shapes, strict=True)]
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """See `Handle`."""
+        assert self._handle is not None
+        cut = functools.partial(buckets.piece_views, bucket=self._bucket, member=self._group.index)
+        pieces = sum_pieces(self._handle.wait(timeout), cut, self._group.terms, self._sum_dtype, into)
+        self._handle.release()
+        return pieces
 
-    def _wanted(self, flat: Tensor) -> list[Tensor]:
-        leaves = self._leaves(flat)
-        return buckets.pieces_of(leaves, self._plan, self._group.index) if self._shapes is None else leaves
-
-
-class _Cut:
-    """In rows, one for each member, who sums those that are for it."""
-
-    def __init__(
-        self,
-        plan: Bucket,
-        group: Group,
-        wire_dtype: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device,
-        empty: Empty | None,
-    ) -> None:
-        self._plan, self._group, self._dtype = plan, group, dtype
-        self._delivery = open_exchange(plan.width, wire_dtype, group, device, empty)
-
-    def fill(self, numbers: Sequence[int], leaves: Sequence[Tensor | None]) -> None:
-        slots = tuple(self._plan.slots[i] for i in numbers)
-        buckets.copy_in(leaves, self._delivery.mine, replace(self._plan, slots=slots))
-
-    def start(self) -> None:
-        self._delivery.start()
-
-    def come(self) -> bool:
-        return self._delivery.come()
-
-    def wait_each(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        cut = functools.partial(buckets.piece_views, bucket=self._plan, member=self._group.index)
-        mine = sum_pieces(self._delivery.wait(), cut, self._group.terms, self._dtype, into)
-        self._delivery.done()
-        return mine
+    def release(self, timeout: timedelta | None = None) -> None:
+        """See `Handle`."""
+        if self._handle is not None:
+            self._handle.release(timeout)

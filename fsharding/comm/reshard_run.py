@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.comm import process_group as wire
+from fsharding.comm.handles import Handle
+from fsharding.comm.native import Message, Works, as_bytes
 from fsharding.comm.reshard_plan import Piece, Plan, grids
+from fsharding.comm.transport import transport_for
 from fsharding.mesh.device_mesh import Group
 from fsharding.sharding import boxes
 
@@ -85,9 +87,9 @@ class _Run:
         ]
         return list(zip(make[::2], make[1::2], strict=True))
 
-    def pack(self, number: int, buffer: Tensor) -> list[wire.Message]:
+    def pack(self, number: int, buffer: Tensor) -> list[Message]:
         """What this rank sends in a round: parts of its sources as they lie, or copies in the buffer."""
-        messages: list[wire.Message] = []
+        messages: list[Message] = []
         copies: list[tuple[Tensor, Tensor]] = []
         start = 0
         for piece in self.mine[number][0]:
@@ -100,14 +102,14 @@ class _Run:
                 view = self._view(buffer, start, piece)
                 copies += [(view[dense], source[a]) for a, _, dense in places]
                 start += piece.bytes
-            messages.append(wire.Message(piece.target, piece.number, wire.as_bytes(view)))
+            messages.append(Message(piece.target, piece.number, as_bytes(view)))
         _compat.foreach_copy_([to for to, _ in copies], [of for _, of in copies])
         self._let_go(number)
         return messages
 
-    def unpack(self, number: int, buffer: Tensor) -> tuple[list[wire.Message], list[tuple[Tensor, Tensor]]]:
+    def unpack(self, number: int, buffer: Tensor) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
         """Where the pieces of a round arrive, in their targets or in the buffer, and the copies to make afterwards."""
-        messages: list[wire.Message] = []
+        messages: list[Message] = []
         copies: list[tuple[Tensor, Tensor]] = []
         start = 0
         for piece in self.mine[number][1]:
@@ -118,7 +120,7 @@ class _Run:
                 view = self._view(buffer, start, piece)
                 copies += [(target[b], view[dense]) for _, b, dense in places]
                 start += piece.bytes
-            messages.append(wire.Message(piece.source, piece.number, wire.as_bytes(view)))
+            messages.append(Message(piece.source, piece.number, as_bytes(view)))
         return messages, copies
 
     def _view(self, buffer: Tensor, start: int, piece: Piece) -> Tensor:
@@ -167,13 +169,15 @@ def exchange(
     """
     run = _Run(plan, rank, dtypes, device, sources, donate)
     buffers = run.buffers()
-    pending, copies = wire.Pending(), list[tuple[Tensor, Tensor]]()
+    transport = transport_for(group, device)
+    pending: Handle[None] = Works()
+    copies: list[tuple[Tensor, Tensor]] = []
     for number in range(len(run.mine)):
         packed, received = buffers[number % 2]
         sends = run.pack(number, packed)
         pending.wait()
         arrivals, later = run.unpack(number, received)
-        pending = wire.exchange_messages(sends, arrivals, group)
+        pending = transport.send_recv(sends, arrivals)
         _compat.foreach_copy_([to for to, _ in copies], [of for _, of in copies])
         copies = later
     pending.wait()

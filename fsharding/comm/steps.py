@@ -7,16 +7,17 @@ Law: whatever the steps, each element is the same balanced sum over ranks, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from fsharding import _compat
 from fsharding.comm import bucket as buckets
-from fsharding.comm.reduce import Shown, can_show, open_terms
-from fsharding.comm.transport import Empty, open_gather
+from fsharding.comm.handles import Handle, Memory, Reduction
+from fsharding.comm.transport import transport_for
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
 from fsharding.mesh_cache import cache_on_its_mesh
 from fsharding.sharding import boxes
@@ -24,8 +25,7 @@ from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import PartitionSpec
 
 __all__ = [
-    "Departure", "Step", "Transit", "after", "departs_in_rows", "kinds", "move", "plan_steps", "takes_terms",
-    "whole_sizes",
+    "Step", "SteppedReduction", "after", "begins_with_sum", "has_slots", "kinds", "move", "plan_steps", "whole_sizes",
 ]  # fmt: skip
 
 
@@ -115,61 +115,46 @@ def _runs(axes: tuple[str, ...], open_axes: Sequence[str]) -> list[tuple[str, ..
     return result
 
 
-@dataclass(frozen=True)
-class Transit:
-    """Local tensors on their way; the first collective is under way.
-
-    Attributes:
-        rest: what `finish` does.
-        come: whether that has nothing to wait for, and nothing more to send.
-    """
-
-    rest: Callable[[Sequence[Tensor] | None], list[Tensor]]
-    come: Callable[[], bool]
-
-    def finish(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Waits, does what is left, returns the local tensors in the target sharding.
-
-        Args:
-            into: as in `move`.
-        """
-        return self.rest(into)
-
-
 def kinds(steps: Sequence[Step]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """What two leaves must share to travel together: the kinds and axes of their steps, not the dims."""
     return tuple((step.kind, step.axes) for step in steps)
 
 
-def departs_in_rows(steps: Sequence[tuple[Step, ...]]) -> bool:
-    """Whether the first step of some leaves copies them to where they travel from, one by one."""
+def begins_with_sum(steps: Sequence[tuple[Step, ...]]) -> bool:
+    """Whether the first step of some leaves sums them, so that they are copied one by one to where they are sent."""
     return bool(steps and steps[0] and steps[0][0].kind in ("scatter", "sum"))
 
 
-def takes_terms(leaf: Tensor, steps: Sequence[Step], mesh: Mesh) -> bool:
-    """Whether a large leaf, which `departs_in_rows`, can be computed where it travels from. Collective the first time.
+def has_slots(leaf: Tensor, steps: Sequence[Step], mesh: Mesh) -> bool:
+    """Whether a kernel can write a large leaf, of which `begins_with_sum`, to where it is sent from.
+
+    Collective over the group of the first step the first time.
 
     Args:
         leaf: or one like it.
         steps: as planned.
         mesh: with devices.
     """
-    return can_show(leaf.numel(), axis_group(mesh, steps[0].axes), leaf.device, cut=steps[0].kind == "scatter")
+    transport = transport_for(axis_group(mesh, steps[0].axes), leaf.device)
+    return transport.has_slots(leaf.numel(), scatter=steps[0].kind == "scatter")
 
 
-class Departure:
-    """A bucket that waits for its leaves, which may be put where they travel from as soon as they are there.
+class SteppedReduction:
+    """A `Reduction` of a bucket, whose first sum is followed by more steps.
 
     Args:
         steps: as planned, for each leaf; of the same `kinds`.
         shapes: the local shapes.
         mesh: with devices.
-        wire_dtype: in which the first sum travels.
+        wire_dtype: of the terms of the first sum on their way.
         dtype: in which sums are taken, and of the result.
         device: where buffers live.
         wholes: `whole_sizes` of each leaf; needed when a step gathers.
-        large: leaves are worth being taken one by one.
-        empty: makes a flat buffer from a size and a dtype; by default a fresh one.
+        large: leaves are worth being added one by one.
+        memory: for what is sent.
+
+    Attributes:
+        filled: the leaves that have a term. A kernel that writes into a slot adds its leaf.
     """
 
     def __init__(
@@ -183,73 +168,78 @@ class Departure:
         device: torch.device,
         wholes: Sequence[tuple[int, ...]] = (),
         large: bool = False,
-        empty: Empty | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        """Finds the memory for what `departs_in_rows`; nothing is sent."""
         self._steps, self._shapes, self._mesh, self._wholes = steps, shapes, mesh, wholes
         self._wire_dtype, self._dtype, self._device = wire_dtype, dtype, device
-        self._there: set[int] = set()
-        if not departs_in_rows(steps):
+        self.filled: set[int] = set()
+        self._terms: dict[int, Tensor] = {}
+        """By leaf, where the first step is no sum."""
+        self._first: Reduction | None = None
+        if begins_with_sum(steps):
+            axes, scatter = steps[0][0].axes, steps[0][0].kind == "scatter"
+            cuts = tuple((shape, s[0].dim if scatter else 0) for shape, s in zip(shapes, steps, strict=True))
+            bucket = buckets.plan_bucket(cuts, _sizes(mesh, axes) if scatter else ())
+            self._first = transport_for(axis_group(mesh, axes), device).reduction(
+                bucket, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=dtype, large=large, memory=memory
+            )
+
+    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
+        """See `Reduction`."""
+        return None if self._first is None else self._first.slot(leaf, dtype)
+
+    def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+        """See `Reduction`; a leaf that is filled has a slot, and the term is added there."""
+        first = self._first
+        if first is None:
+            self._terms.update({i: x for i, x in zip(leaves, terms, strict=True) if x is not None})
             return
-        axes = steps[0][0].axes
-        dims = [s[0].dim for s in steps] if steps[0][0].kind == "scatter" else []
-        self._first = open_terms(
-            shapes, dims, _sizes(mesh, axes), axis_group(mesh, axes),
-            wire_dtype=wire_dtype, dtype=dtype, device=device, large=large, empty=empty,
-        )  # fmt: skip
+        new = [(i, x) for i, x in zip(leaves, terms, strict=True) if i not in self.filled]
+        first.add([i for i, _ in new], [x for _, x in new])
+        for i, x in zip(leaves, terms, strict=True):
+            if i in self.filled and x is not None:
+                slot = first.slot(i, self._wire_dtype)
+                assert slot is not None, "only slots take a second term"
+                slot.add_(x)
+        self.filled.update(leaves)
 
-    def put(self, number: int, leaf: Tensor) -> None:
-        """Copies a leaf to where it travels from, or adds it to what is there; only for what `departs_in_rows`."""
-        if number in self._there:
-            assert isinstance(self._first, Shown)
-            self._first.homes[number].add_(leaf)
-        else:
-            self._first.fill([number], [leaf])
-            self._there.add(number)
-
-    def put_term(self, number: int, dtype: torch.dtype, write: Callable[[Tensor], object]) -> bool:
-        """Has a leaf, or a term of it, written to where it travels from.
-
-        Args:
-            number: of the leaf.
-            dtype: of the term.
-            write: fills a tensor of the leaf's shape, whatever is in it.
-
-        Returns:
-            Whether it was; what `takes_terms` does not say, or in another dtype, is to be `put`.
-        """
-        if not isinstance(self._first, Shown) or self._first.homes[number].dtype != dtype:
-            return False
-        home = self._first.homes[number]
-        if number in self._there:
-            term = torch.empty_like(home)
-            write(term)
-            home.add_(term)
-        else:
-            write(home)
-            self._there.add(number)
-        return True
-
-    def start(self, leaves: Sequence[Tensor | None]) -> Transit:
-        """Starts.
-
-        Args:
-            leaves: local tensors in the source sharding; None counts as zeros, and for those that were put.
-        """
-        steps, mesh = self._steps, self._mesh
-        if not departs_in_rows(steps):
+    def start(self) -> Handle[list[Tensor]]:
+        """See `Reduction`; leaves without a term count as zeros."""
+        steps, mesh, first = self._steps, self._mesh, self._first
+        if first is None:
             kind = self._wire_dtype if steps and steps[0] else self._dtype
-            values = [_zeros(x, s, kind, self._device) for x, s in zip(leaves, self._shapes, strict=True)]
-            cast = [x.to(self._dtype) for x in values]
-            return Transit(lambda into: move(cast, steps, mesh, self._wholes, into), lambda: False)
-        left = [i for i in range(len(leaves)) if i not in self._there]
-        self._first.fill(left, [leaves[i] for i in left])
-        self._first.start()
-        first, rest, later = self._first, [s[1:] for s in steps], [sizes[1:] for sizes in self._wholes]
-        return Transit(
-            lambda into: move(first.wait_each(None if rest[0] else into), rest, mesh, later, into),
-            lambda: not rest[0] and first.come(),
-        )
+            values = [_zeros(self._terms.get(i), s, kind, self._device) for i, s in enumerate(self._shapes)]
+            return _Steps(None, [x.to(self._dtype) for x in values], steps, mesh, self._wholes)
+        empty = [i for i in range(len(self._shapes)) if i not in self.filled]
+        first.add(empty, [None] * len(empty))
+        return _Steps(first.start(), [], [s[1:] for s in steps], mesh, [sizes[1:] for sizes in self._wholes])
+
+
+class _Steps:
+    """The handle of a reduction by steps: the first sum is in flight, the others follow when it is waited for."""
+
+    def __init__(
+        self,
+        first: Handle[list[Tensor]] | None,
+        values: list[Tensor],
+        steps: Sequence[tuple[Step, ...]],
+        mesh: Mesh,
+        wholes: Sequence[tuple[int, ...]],
+    ) -> None:
+        self._first, self._values, self._steps, self._mesh, self._wholes = first, values, steps, mesh, wholes
+
+    def is_ready(self) -> bool:
+        return self._first is not None and not self._steps[0] and self._first.is_ready()
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        values = self._values
+        if self._first is not None:
+            values = self._first.wait(timeout, into=None if self._steps[0] else into)
+        return move(values, self._steps, self._mesh, self._wholes, into)
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        if self._first is not None:
+            self._first.release(timeout)
 
 
 def _zeros(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -305,18 +295,19 @@ def move(
     current = list(leaves)
     for place, step in enumerate(steps[0] if steps else ()):
         sizes, dims = _sizes(mesh, step.axes), [s[place].dim for s in steps]
-        home = into if place + 1 == len(steps[0]) else None
+        out = into if place + 1 == len(steps[0]) else None
         if step.kind == "slice":
             index = axis_group(mesh, step.axes).index
             current = [_slice(x, dim, sizes, index) for x, dim in zip(current, dims, strict=True)]
         elif step.kind == "gather":
-            current = _gather(current, [w[place] for w in wholes], dims, step.axes, mesh, home)
+            current = _gather(current, [w[place] for w in wholes], dims, step.axes, mesh, out)
         else:
             x = current[0]
             shapes = [tuple(leaf.shape) for leaf in current]
             now = [(s[place],) for s in steps]
-            departure = Departure(now, shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype)
-            current = departure.start(current).finish(home)
+            reduction = SteppedReduction(now, shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype)
+            reduction.add(range(len(current)), current)
+            current = reduction.start().wait(into=out)
     return current
 
 
@@ -340,15 +331,6 @@ def _gather(
     group = axis_group(mesh, axes)
     shapes = [(*x.shape[:d], whole, *x.shape[d + 1 :]) for x, whole, d in zip(leaves, wholes, dims, strict=True)]
     plan = buckets.plan_bucket(tuple(zip(shapes, dims, strict=True)), _sizes(mesh, axes))
-    delivery = open_gather(plan.width, leaves[0].dtype, group, leaves[0].device)
-    _compat.foreach_copy_(buckets.piece_views(delivery.mine, plan, group.index), list(leaves))
-    delivery.start()
-    rows = delivery.wait()
     if into is None:
-        joined = buckets.copy_out(rows, _compat.fresh((plan.size,), leaves[0].dtype, leaves[0].device), plan)
-    else:
-        own = buckets.pieces_of(into, plan, group.index)
-        there = group.index if all(map(Tensor.is_set_to, own, leaves)) else None
-        joined = buckets.fill(rows, list(into), plan, there=there)
-    delivery.done()
-    return joined
+        into = buckets.whole_views(_compat.fresh((plan.size,), leaves[0].dtype, leaves[0].device), plan)
+    return list(transport_for(group, leaves[0].device).all_gather_into(plan, leaves, into).wait())

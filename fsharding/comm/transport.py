@@ -1,360 +1,197 @@
-"""Rows from every member of a group, for every member or for one, and sums of them in a fixed order.
+"""Transports: how tensors travel inside one group of ranks, and which of them a group uses.
 
-In: what one rank fills, a row for a gather, a row for each member for an exchange. Out: a row from each member.
-Rows of ranks on one machine are read where they were written; others go over the wire.
-Law: a sum adds its terms in one balanced tree, whoever takes it and however the rows came.
+In: a group, a device. Out: a `Transport`: `native`, the backend's own collectives; `pairwise`, for gloo; or
+`shared_memory`, for gloo between processes of one machine. `transport_for` chooses, once for each group and device.
+Law: all transports give the same bits, and count the same bytes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsharding import _compat
-from fsharding.comm import process_group as wire
-from fsharding.comm.counters import record_sent
-from fsharding.comm.shared_memory import segments as blocks
-from fsharding.comm.shared_memory import transport as shared
+from fsharding.comm.bucket import Bucket, plan_bucket
+from fsharding.comm.handles import Exchange, Handle, Memory, Reduction
+from fsharding.comm.native import Message, Native
+from fsharding.comm.pairwise import Pairwise
+from fsharding.comm.shared_memory.transport import SharedMemory, can_share
+from fsharding.errors import MeshError, message
 from fsharding.mesh.device_mesh import Group
-from fsharding.precision import wide
 
-__all__ = [
-    "sums_at_once",
-    "Delivery",
-    "Empty",
-    "PendingSum",
-    "Rows",
-    "fill_terms",
-    "is_read_in_place",
-    "open_exchange",
-    "open_gather",
-    "open_sum",
-    "start_sum",
-    "sum_pieces",
-    "sum_rows",
-]
-
-_SMALL = 1 << 14
-"""Up to so many elements a sum over ranks is one gather: every rank adds all terms itself."""
-
-Rows: TypeAlias = Tensor | Sequence[Tensor]
-Empty: TypeAlias = Callable[[int, torch.dtype], Tensor]
+__all__ = ["Choice", "Transport", "choice_for", "start_sum", "transport_for"]
 
 
-class Delivery(Protocol):
-    """Rows on their way. Fill `mine`, `start`, `wait`, read the rows, say `done`.
+class Transport(Protocol):
+    """How tensors travel inside one group. All its members make the same calls in the same order.
 
     Attributes:
-        mine: what this rank fills: [width] for a gather, [members, width] for an exchange.
+        name: "native", "pairwise" or "shared_memory".
+        group: the members.
     """
 
-    mine: Tensor
-
-    def start(self) -> None:
-        """Sends what was filled in, which must not change from here."""
-        ...
-
-    def wait(self, timeout: timedelta | None = None) -> Rows:
-        """A row from each member, [width] each, which must not be changed, nor read after `done`.
-
-        Raises:
-            RuntimeError: a member is gone, or the timeout is over.
-        """
-        ...
-
-    def come(self) -> bool:
-        """Whether `wait` would return at once, with rows or with an error."""
-        ...
-
-    def done(self) -> None:
-        """The rows have been read. After a failure it may come without `wait`."""
-        ...
-
-
-class _Sent:
-    """Over the wire, into a buffer of this rank."""
-
-    def __init__(self, mine: Tensor, rows: Tensor, start: Callable[[], wire.Pending]) -> None:
-        self.mine, self._rows, self._start = mine, rows, start
-        self._pending = wire.Pending()
-
-    def start(self) -> None:
-        self._pending = self._start()
-
-    def wait(self, timeout: timedelta | None = None) -> Rows:
-        self._pending.wait(timeout)
-        return self._rows
-
-    def come(self) -> bool:
-        return self._pending.come()
-
-    def done(self) -> None:
-        pass
-
-
-class _Shown:
-    """In memory that the members share; `row` says which row of another member's buffer is for this rank."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, group: Group, row: int | None) -> None:
-        self.mine = blocks.take(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
-        self._group, self._row = group, row
-        self._posted: shared.Posted | None = None
-
-    def start(self) -> None:
-        row = self.mine if self._row is None else self.mine[0]
-        record_sent((self._group.size - 1) * row.nbytes, self._group.axes)
-        self._posted = shared.Posted(wire.as_bytes(self.mine), self._group)
-
-    def wait(self, timeout: timedelta | None = None) -> Rows:
-        assert self._posted is not None
-        found = [buffer.view(self.mine.dtype).view(self.mine.shape) for buffer in self._posted.wait(timeout)]
-        return found if self._row is None else [rows[self._row] for rows in found]
-
-    def come(self) -> bool:
-        return self._posted is not None and self._posted.come()
-
-    def done(self) -> None:
-        if self._posted is not None:
-            self._posted.sign()
-
-
-def open_gather(
-    width: int, dtype: torch.dtype, group: Group, device: torch.device, empty: Empty | None = None
-) -> Delivery:
-    """A gather: every member fills a row, and gets all of them.
-
-    Args:
-        width: elements of a row, the same on every member.
-        dtype: of the rows.
-        group: who takes part; collective over it.
-        device: where rows live.
-        empty: makes a flat buffer for rows that come over the wire; by default a fresh one.
-    """
-    if is_read_in_place(width * dtype.itemsize, group, device):
-        return _Shown((width,), dtype, group, None)
-    rows = _make(group.size * width, dtype, device, empty).view(group.size, width)
-    return _Sent(rows[group.index], rows, lambda: wire.gather_rows(rows, group))
-
-
-def open_exchange(
-    width: int, dtype: torch.dtype, group: Group, device: torch.device, empty: Empty | None = None
-) -> Delivery:
-    """An exchange: every member fills a row for each member, and gets those that are for it.
-
-    Args:
-        width: elements of a row, the same on every member.
-        dtype: of the rows.
-        group: who takes part; collective over it.
-        device: where rows live.
-        empty: makes a flat buffer for rows that go over the wire; by default a fresh one.
-    """
-    shape = (group.size, width)
-    if is_read_in_place(width * dtype.itemsize, group, device):
-        return _Shown(shape, dtype, group, group.index)
-    send, received = (_make(group.size * width, dtype, device, empty).view(shape) for _ in range(2))
-    return _Sent(send, received, lambda: wire.exchange_rows(send, received, group))
-
-
-def _make(size: int, dtype: torch.dtype, device: torch.device, empty: Empty | None) -> Tensor:
-    return _compat.fresh((size,), dtype, device) if empty is None else empty(size, dtype)
-
-
-def is_read_in_place(nbytes: int, group: Group, device: torch.device) -> bool:
-    """Whether rows of so many bytes are in memory that the members share. Collective over the group the first time."""
-    if group.process_group is None or nbytes == 0 or device.type != "cpu" or wire.chosen() != "auto":
-        return False
-    return dist.get_backend(group.process_group) == "gloo" and shared.can_share(group)
-
-
-def sum_rows(rows: Rows, terms: Sequence[int], dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-    """Adds the rows of a buffer pairwise in a balanced tree.
-
-    A tree over 4 ranks is the sum of two trees over 2, so sums taken in one step or axis by axis agree bitwise when
-    sizes are powers of two.
-
-    Args:
-        rows: [members, width], or as many tensors [width].
-        terms: the order of the rows.
-        dtype: of the sum; partial sums are in float32 at least, and rounded once.
-        out: where the sum goes.
-
-    Returns:
-        [width].
-    """
-    if len(terms) > 1 and (among := wide(dtype)) != dtype:
-        total = sum_rows(rows, terms, among)
-        return total.to(dtype) if out is None else out.copy_(total)
-    if len(terms) == 1:
-        return rows[terms[0]].to(dtype) if out is None else out.copy_(rows[terms[0]])
-    if out is None:
-        out = _compat.fresh(rows[0].shape, dtype, rows[0].device)
-    if len(terms) == 2 and rows[0].dtype == dtype:
-        return torch.add(rows[terms[0]], rows[terms[1]], out=out)
-    half = 1 << ((len(terms) - 1).bit_length() - 1)
-    left = sum_rows(rows, terms[:half], dtype, out=out)
-    right = rows[terms[half]] if len(terms) == half + 1 else sum_rows(rows, terms[half:], dtype)
-    return left.add_(right)
-
-
-def sum_pieces(
-    rows: Rows,
-    cut: Callable[[Tensor], list[Tensor]],
-    terms: Sequence[int],
-    dtype: torch.dtype,
-    into: Sequence[Tensor] | None,
-) -> list[Tensor]:
-    """`sum_rows`, piece by piece, so that each sum goes where it belongs without a copy.
-
-    Args:
-        rows: as in `sum_rows`.
-        cut: a row into its pieces.
-        terms: the order of the rows.
-        dtype: of the sums.
-        into: contiguous, where the sum of each piece may go; those of short rows are copied faster than they are made.
-
-    Returns:
-        The sum of each piece, which is the tensor of `into` if it is there.
-    """
-    if into is None or rows[0].numel() <= _SMALL:
-        return cut(sum_rows(rows, terms, dtype))
-    pieces = [cut(row) for row in rows]
-    return [sum_rows([piece[i] for piece in pieces], terms, dtype, out=out) for i, out in enumerate(into)]
-
-
-def fill_terms(homes: Sequence[Tensor], terms: Sequence[Tensor | None]) -> None:
-    """Copies tensors to where they belong; None counts as zeros."""
-    pairs = list(zip(homes, terms, strict=True))
-    _compat.foreach_zero_([home for home, x in pairs if x is None])
-    given = [(home, x) for home, x in pairs if x is not None]
-    _compat.foreach_copy_([home for home, _ in given], [x for _, x in given])
-
-
-@dataclass(frozen=True)
-class PendingSum:
-    """A sum over a group: `fill`, `start`, wait; see `open_sum`.
-
-    Attributes:
-        terms: where this rank's terms go, or what they are, if nothing travels.
-    """
-
-    terms: list[Tensor]
+    name: str
     group: Group
-    dtype: torch.dtype
-    delivery: Delivery | None = None
 
-    def fill(self, numbers: Sequence[int], leaves: Sequence[Tensor | None]) -> None:
-        """Copies some of this rank's terms to where they travel from; None counts as zeros."""
-        fill_terms([self.terms[i] for i in numbers], leaves)
-
-    def start(self) -> None:
-        """Sends the terms, which must not change from here."""
-        if self.delivery is not None:
-            self.delivery.start()
-
-    def come(self) -> bool:
-        """Whether there is nothing to wait for."""
-        at_once = sums_at_once(_count(self.terms), self.group.size)
-        return self.delivery is None or (at_once and self.delivery.come())
-
-    def wait_each(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """The sum of each term, in its shape, on every member.
+    def all_gather(
+        self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None
+    ) -> Handle[Tensor]:
+        """Starts to gather whole leaves, and casts this rank's shards on the way.
 
         Args:
-            into: as in `sum_pieces`.
+            bucket: the leaves, the same on every member.
+            shards: this rank's, one for each leaf.
+            dtype: of the whole leaves.
+            memory: for the result, which other members may read, so that nobody may write it.
+
+        Returns:
+            The handle of a flat buffer, as the bucket lays it out.
         """
-        if into is None or self.delivery is None or not sums_at_once(_count(self.terms), self.group.size):
-            return self._cut(self.wait())
-        sums = sum_pieces(self.delivery.wait(), self._cut, self.group.terms, self.dtype, into)
-        self.delivery.done()
-        return sums
+        ...
 
-    def _cut(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([x.numel() for x in self.terms])
-        return [part.view(x.shape) for part, x in zip(parts, self.terms, strict=True)]
+    def all_gather_into(
+        self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> Handle[Sequence[Tensor]]:
+        """Starts to gather whole leaves into contiguous tensors of this rank's own; shards may be pieces of these."""
+        ...
 
-    def wait(self) -> Tensor:
-        """The sum, flat, on every member."""
-        if self.delivery is None:
-            return torch.cat([x.reshape(-1) for x in self.terms]).to(self.dtype)
-        rows, order, n = self.delivery.wait(), self.group.terms, _count(self.terms)
-        if sums_at_once(n, self.group.size):
-            total = sum_rows(rows, order, self.dtype)
-            self.delivery.done()
-            return total
-        gather = open_gather(rows[0].numel(), self.dtype, self.group, self.terms[0].device)
-        sum_rows(rows, order, self.dtype, out=gather.mine)
-        self.delivery.done()
-        gather.start()
-        whole = gather.wait()
-        flat = whole.view(-1) if isinstance(whole, Tensor) else _joined(whole)
-        gather.done()
-        return flat[:n]
+    def reduction(
+        self,
+        bucket: Bucket,
+        *,
+        scatter: bool,
+        wire_dtype: torch.dtype,
+        sum_dtype: torch.dtype,
+        large: bool = False,
+        memory: Memory | None = None,
+    ) -> Reduction:
+        """A sum of whole leaves over the members; nothing is sent.
+
+        Args:
+            bucket: the leaves; without `scatter` that of one member.
+            scatter: each member gets the sums of its pieces, else all get those of whole leaves.
+            wire_dtype: of the terms on their way.
+            sum_dtype: of the sums.
+            large: leaves are added one by one, as soon as they are there.
+            memory: for what is sent.
+        """
+        ...
+
+    def has_slots(self, size: int, *, scatter: bool) -> bool:
+        """Whether a `large` reduction of so many elements has slots, which a kernel may write."""
+        ...
+
+    def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
+        """An all-gather of one row [width] from each member."""
+        ...
+
+    def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
+        """An exchange of one row [width] between each two members."""
+        ...
+
+    def all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle[Tensor]:
+        """Starts an uneven all-to-all of rows.
+
+        Args:
+            x: contiguous [sum of send, ...]; the next `send[i]` rows go to member i.
+            send: rows for each member, this one included.
+            receive: rows from each member: as many as it sends to this one.
+
+        Returns:
+            The handle of [sum of receive, ...]; the next `receive[i]` rows are from member i.
+        """
+        ...
+
+    def send_recv(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle[None]:
+        """Starts to send and to receive messages of any sizes, each between two ranks of the group.
+
+        Args:
+            sends: from this rank, in the order in which the other sides receive them.
+            receives: to this rank.
+        """
+        ...
 
 
-def sums_at_once(n: int, members: int) -> bool:
-    """Whether every member gets all terms of a sum and adds them, instead of adding a part and gathering the parts.
+class Choice(NamedTuple):
+    """A transport of a group, and why it is used."""
 
-    It spares a round. Two members get no more bytes by it, and touch less memory.
+    kind: type[Native]
+    reason: str
+
+
+def transport_for(group: Group, device: torch.device) -> Transport:
+    """The transport of a group for tensors on a device. Collective over the group the first time."""
+    known = group.transports.get(device.type)
+    if known is None:
+        known = group.transports[device.type] = choice_for(group, device)
+    return known.kind(group, device)
+
+
+def choice_for(group: Group, device: torch.device) -> Choice:
+    """Chooses a transport for a group. Collective over it the first time.
 
     Args:
-        n: elements.
-        members: of the group.
+        group: with the `transport=` of `make_mesh`, or "auto".
+        device: of the tensors.
+
+    Raises:
+        MeshError: on every member: the transport that was asked for cannot serve this group.
     """
-    return n <= _SMALL or members <= 2
+    if group.process_group is None:
+        return Choice(Native, "a rank alone sends nothing")
+    backend, asked = dist.get_backend(group.process_group), group.transport
+    why = f'transport="{asked}"'
+    if asked == "native":
+        return Choice(Native, why)
+    if device.type != "cpu" or backend != "gloo":
+        if asked != "auto":
+            raise _refusal(asked, f"it is for gloo and tensors on the CPU, not for {backend} and {device.type}")
+        return Choice(Native, f"the backend is {backend}")
+    if asked == "pairwise":
+        return Choice(Pairwise, why)
+    sharing = can_share(group, asked=asked == "shared_memory")
+    if sharing.yes:
+        return Choice(SharedMemory, sharing.reason)
+    if asked == "shared_memory":
+        raise _refusal(asked, sharing.reason)
+    return Choice(Pairwise, sharing.reason)
 
 
-def _joined(rows: Sequence[Tensor]) -> Tensor:
-    out = _compat.fresh((len(rows) * rows[0].numel(),), rows[0].dtype, rows[0].device)
-    return torch.cat([*rows], out=out)
+def _refusal(asked: str, reason: str) -> MeshError:
+    rule = f'cannot use transport="{asked}".'
+    return MeshError(message("fs.make_mesh", rule, [reason], 'Leave transport="auto", or ask for another one.'))
 
 
-def _count(terms: Sequence[Tensor]) -> int:
-    return sum(x.numel() for x in terms)
+# ---------------------------------------------------------------------------------------------------------------- sums
+class _Sum:
+    """The handle of the sum of one tensor."""
+
+    def __init__(self, sums: Handle[list[Tensor]]) -> None:
+        self._sums = sums
+
+    def is_ready(self) -> bool:
+        return self._sums.is_ready()
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> Tensor:
+        return self._sums.wait(timeout)[0]
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        self._sums.release(timeout)
 
 
-def open_sum(
-    shapes: Sequence[Sequence[int]], kind: torch.dtype, group: Group, dtype: torch.dtype, device: torch.device
-) -> PendingSum:
-    """A sum of tensors over a group, added as by `sum_rows`; nothing is sent.
+def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> Handle[Tensor]:
+    """Starts the sum of a tensor over a group, which all members get, in its shape.
 
     Args:
-        shapes: of the terms of a rank, which travel one after the other.
-        kind: their dtype on the way.
-        group: who takes part.
+        x: the term of this rank, which is sent as it is.
+        group: the members.
         dtype: of the sum.
-        device: where they live.
     """
-    if group.process_group is None:
-        return PendingSum([_compat.fresh(shape, kind, device) for shape in shapes], group, dtype)
-    sizes = [math.prod(shape) for shape in shapes]
-    n = sum(sizes)
-    whole = sums_at_once(n, group.size)
-    delivery = (open_gather if whole else open_exchange)(n if whole else -(-n // group.size), kind, group, device)
-    flat = delivery.mine.view(-1)
-    flat[n:].zero_()
-    parts = [part.view(torch.Size(shape)) for part, shape in zip(flat[:n].split(sizes), shapes, strict=True)]
-    return PendingSum(parts, group, dtype, delivery)
-
-
-def start_sum(x: Tensor | Sequence[Tensor], group: Group, dtype: torch.dtype) -> PendingSum:
-    """Starts the sum of a tensor over a group.
-
-    Args:
-        x: of any shape; or several of one dtype, which travel one after the other.
-        group: who takes part.
-        dtype: of the sum; the terms travel as they are, the sum travels in this dtype.
-    """
-    terms = [x] if isinstance(x, Tensor) else list(x)
-    if group.process_group is None:
-        return PendingSum(terms, group, dtype)
-    pending = open_sum([term.shape for term in terms], terms[0].dtype, group, dtype, terms[0].device)
-    pending.fill(range(len(terms)), terms)
-    pending.start()
-    return pending
+    bucket = plan_bucket(((tuple(x.shape), 0),), ())
+    reduction = transport_for(group, x.device).reduction(bucket, scatter=False, wire_dtype=x.dtype, sum_dtype=dtype)
+    reduction.add([0], [x])
+    return _Sum(reduction.start())

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations, product
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from fsharding.public import public
 __all__ = [
     "Group",
     "Mesh",
+    "TransportName",
     "abstract",
     "axis_group",
     "axis_index",
@@ -55,6 +56,8 @@ __all__ = [
 ]
 
 Mesh: TypeAlias = DeviceMesh | AbstractMesh
+
+TransportName: TypeAlias = Literal["auto", "native", "pairwise", "shared_memory"]
 
 
 def abstract(mesh: Mesh) -> AbstractMesh:
@@ -87,6 +90,7 @@ def make_mesh(
     device: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
     ranks: Sequence[int] | None = None,
+    transport: TransportName = "auto",
     **axes: int,
 ) -> DeviceMesh:
     """Makes a torch `DeviceMesh`; axes that are not named have size 1, `dp=-1` takes what is left. Collective.
@@ -101,12 +105,16 @@ def make_mesh(
         timeout: how long a collective of any group of this mesh waits for its peers.
         ranks: the ranks of the mesh, row-major; by default all of them. Every rank makes the mesh, also those that
             are not in it: they hold nothing of what lives on it, and meet it in `reshard` only.
+        transport: how tensors travel: "native", the collectives of NCCL or of gloo; "pairwise", sends and receives of
+            gloo; "shared_memory", for gloo between processes of one machine; by default the fastest that all ranks of
+            a group can use. All of them give the same bits. `FSHARDING_SHARED_MEMORY=0` has "auto" not choose the last.
         **axes: sizes of `pp`, `replica`, `dp`, `ep`, `cp`, `tp`.
 
     Raises:
         MeshError: unknown axis, a rank that does not exist or stands twice, or the product of the sizes differs from
             the number of ranks.
-        ArgumentError: a size without the name of its axis, a device that is neither, or a timeout that is no timedelta.
+        ArgumentError: a size without the name of its axis, a device or transport that is none, or a timeout that is no
+            timedelta.
         ConfigError: not all ranks make the same mesh; the text says who makes which.
         RankError: not all ranks call it before the timeout, or one is gone; the text says which ranks are where.
     """
@@ -116,6 +124,9 @@ def make_mesh(
         raise refuse("fs.make_mesh", "sizes by axis", unnamed[0], mend)
     if device not in (None, "cpu", "cuda"):
         raise refuse("fs.make_mesh", 'device="cpu" or "cuda"', device, "Give one of the two.")
+    if transport not in get_args(TransportName):
+        mend = f"Give one of {', '.join(get_args(TransportName))}."
+        raise refuse("fs.make_mesh", "transport= by name", transport, mend)
     if not isinstance(timeout, timedelta):
         mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
         raise refuse("fs.make_mesh", "timeout= as a timedelta", timeout, mend)
@@ -137,7 +148,9 @@ def make_mesh(
     set_meeting(timeout)
     with naming_lost("fs.make_mesh", range(world)):
         facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
+        facts["transport"] = transport
         mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout)
+        kept_by(mesh)["transport"] = transport
     set_meeting(timeout, mesh)
     return mesh
 
@@ -182,6 +195,14 @@ def _made(
 def _timeout(mesh: DeviceMesh) -> timedelta:
     """That of a mesh of `make_mesh`; of another, the default."""
     return kept_by(mesh).get("timeout", timedelta(minutes=10))
+
+
+def _transport(mesh: Mesh) -> str:
+    """As `make_mesh` was asked for it; that of the whole mesh for a slice or a view."""
+    if not isinstance(mesh, DeviceMesh):
+        return "auto"
+    whole = kept_by(mesh).get("whole")
+    return kept_by(mesh).get("transport", "auto") if whole is None else _transport(whole)
 
 
 def of_same_groups(part: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
@@ -237,6 +258,7 @@ class Group:
         terms: the members in the order in which sums are taken: by coordinate, with the axes as in `AXES`. A sum over
             `(dp, replica)` and one over `dp` and then `replica` then add the same terms in the same pairs.
         axes: along which they lie, as in `AXES`; empty where they are not of one mesh.
+        transport: of their tensors, as `make_mesh` was asked for it.
     """
 
     ranks: tuple[int, ...]
@@ -244,6 +266,12 @@ class Group:
     process_group: dist.ProcessGroup | None
     terms: tuple[int, ...] = (0,)
     axes: tuple[str, ...] = ()
+    transport: str = "auto"
+
+    @functools.cached_property
+    def transports(self) -> dict[str, Any]:
+        """The transport that was chosen, by type of device; kept by `comm.transport`."""
+        return {}
 
     @property
     def size(self) -> int:
@@ -276,7 +304,7 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
         raise MeshError(message("fs.axis_group", text, mend="Use fs.make_mesh."))
     terms = tuple(sorted(range(len(ranks)), key=lambda i: [steps[i].get(axis, 0) for axis in AXES]))
     group = mesh.get_group(axes[0]) if len(axes) == 1 else _process_group(mesh, frozenset(axes))
-    return Group(ranks, index, group, terms, tuple(axis for axis in AXES if axis in axes))
+    return Group(ranks, index, group, terms, tuple(axis for axis in AXES if axis in axes), _transport(mesh))
 
 
 def everyone(mesh: Mesh) -> Group:
@@ -286,7 +314,7 @@ def everyone(mesh: Mesh) -> Group:
         return axis_group(mesh, shape.names)
     ranks = tuple(range(shape.size))
     group = find_group(ranks, _timeout(mesh)) or dist.group.WORLD
-    return Group(ranks, own_rank(), group if shape.size > 1 else None)
+    return Group(ranks, own_rank(), group if shape.size > 1 else None, transport=_transport(mesh))
 
 
 @cache_on_mesh(256)

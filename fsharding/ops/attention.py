@@ -22,7 +22,9 @@ from torch.autograd.function import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding import _compat, _functorch
-from fsharding.comm import process_group as wire
+from fsharding.comm.handles import Handle
+from fsharding.comm.native import Message, Works
+from fsharding.comm.transport import transport_for
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.collectives import all_to_all, gather
@@ -266,14 +268,15 @@ def _tiles(step: RingStep, q: Tensor, mine: Tensor | None, theirs: Tensor | None
                 yield _Tile((every, every, at), (every, every, of), mask, False)
 
 
-def _pass_on(xs: Sequence[Tensor], group: Group, tag: int = 0) -> tuple[list[Tensor], wire.Pending]:
+def _pass_on(xs: Sequence[Tensor], group: Group, tag: int = 0) -> tuple[list[Tensor], Handle[None]]:
     """Starts to send tensors to the next member, and to receive the same of the one before."""
     if group.size == 1:
-        return list(xs), wire.Pending()
-    come = [torch.empty_like(x) for x in xs]
+        return list(xs), Works()
+    received = [torch.empty_like(x) for x in xs]
     after, before = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
-    sends = [wire.Message(after, tag + i, x) for i, x in enumerate(xs)]
-    return come, wire.exchange_messages(sends, [wire.Message(before, tag + i, x) for i, x in enumerate(come)], group)
+    sends = [Message(after, tag + i, x) for i, x in enumerate(xs)]
+    receives = [Message(before, tag + i, x) for i, x in enumerate(received)]
+    return received, transport_for(group, xs[0].device).send_recv(sends, receives)
 
 
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _How) -> Tensor:
@@ -290,7 +293,7 @@ class _Ring(Function):
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
         steps = plan_ring(how.group.size, how.group.index, how.causal)
         for step in steps:
-            come, pending = (held, wire.Pending()) if step is steps[-1] else _pass_on(held, how.group)
+            come, pending = (held, Works()) if step is steps[-1] else _pass_on(held, how.group)
             for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
                 part = _compat.attend_block(q[at], held[0][of], held[1][of], mask, causal=causal, scale=how.scale)
                 _merge(out[at], lse[at], *part)
@@ -346,10 +349,10 @@ def _ring_backward(
     grad, q = grad.contiguous(), q.contiguous()
     held = [x.contiguous() for x in (k, v, documents) if x is not None]
     dq, *sums = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
-    sums_pending = wire.Pending()
+    sums_pending = Works()
     steps = plan_ring(how.group.size, how.group.index, how.causal)
     for step in steps:
-        come, pending = (held, wire.Pending()) if step is steps[-1] else _pass_on(held, how.group)
+        come, pending = (held, Works()) if step is steps[-1] else _pass_on(held, how.group)
         terms = [torch.zeros_like(x) for x in sums]
         for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
             parts = _compat.attend_block_backward(

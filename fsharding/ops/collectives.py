@@ -7,7 +7,6 @@ serves them all. Law: `<op x, y> == <x, dual(op) y>`, summed over ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -17,16 +16,16 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
-from fsharding import _functorch
+from fsharding import _compat, _functorch
 from fsharding.arguments import refuse
-from fsharding.comm import process_group as wire
-from fsharding.comm.transport import open_exchange, open_gather, start_sum, sum_rows
+from fsharding.comm.bucket import plan_bucket
+from fsharding.comm.native import Message
+from fsharding.comm.transport import start_sum, transport_for
 from fsharding.errors import MeshError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, current_mesh
 from fsharding.precision import wide
 from fsharding.public import public
-from fsharding.sharding import boxes
 
 __all__ = [
     "Linear",
@@ -103,18 +102,11 @@ class _Gather:
     size: int
 
     def run(self, x: Tensor) -> Tensor:
-        pieces = [boxes.chunk(self.size, self.group.size, i) for i in range(self.group.size)]
-        counts = [stop - start for start, stop in pieces]
-        front = x.movedim(self.dim, 0)
-        shape = (counts[0], *front.shape[1:])
-        delivery = open_gather(math.prod(shape), x.dtype, self.group, x.device)
-        delivery.mine.view(shape)[: counts[self.group.index]].copy_(front)
-        delivery.start()
-        rows = [row.view(shape)[:n] for row, n in zip(delivery.wait(), counts, strict=True)]
-        # The copy is laid out by the result's dims, even where one piece is all there is.
-        joined = torch.cat([row.movedim(0, self.dim) for row in rows], self.dim)
-        delivery.done()
-        return joined
+        shape = (*x.shape[: self.dim], self.size, *x.shape[self.dim + 1 :])
+        whole = _compat.fresh(shape, x.dtype, x.device)
+        bucket = plan_bucket(((shape, self.dim),), (self.group.size,))
+        transport_for(self.group, x.device).all_gather_into(bucket, [x], [whole]).wait()
+        return whole
 
     def dual(self) -> Linear:
         return _Scatter(self.group, self.dim, self.size)
@@ -132,17 +124,12 @@ class _Scatter:
     size: int
 
     def run(self, x: Tensor) -> Tensor:
-        start, stop = boxes.chunk(self.size, self.group.size, self.group.index)
-        width = -(-self.size // self.group.size)
-        front = x.movedim(self.dim, 0)
-        delivery = open_exchange(width * math.prod(front.shape[1:]), x.dtype, self.group, x.device)
-        send = delivery.mine.view(self.group.size * width, *front.shape[1:])
-        send[: self.size].copy_(front)
-        send[self.size :].zero_()
-        delivery.start()
-        mine = sum_rows(delivery.wait(), self.group.terms, wide(x.dtype)).to(x.dtype)
-        delivery.done()
-        return mine.view(width, *front.shape[1:])[: stop - start].movedim(0, self.dim).contiguous()
+        bucket = plan_bucket(((tuple(x.shape), self.dim),), (self.group.size,))
+        reduction = transport_for(self.group, x.device).reduction(
+            bucket, scatter=True, wire_dtype=x.dtype, sum_dtype=wide(x.dtype)
+        )
+        reduction.add([0], [x])
+        return reduction.start().wait()[0].to(x.dtype)
 
     def dual(self) -> Linear:
         return _Gather(self.group, self.dim, self.size)
@@ -158,7 +145,7 @@ class _Psum:
     group: Group
 
     def run(self, x: Tensor) -> Tensor:
-        return start_sum(x, self.group, wide(x.dtype)).wait().to(x.dtype).view(x.shape)
+        return start_sum(x, self.group, wide(x.dtype)).wait().to(x.dtype)
 
     def dual(self) -> Linear:
         return _Vary(self.group)
@@ -193,11 +180,11 @@ class _AllToAll:
 
     def run(self, x: Tensor) -> Tensor:
         pieces = x.chunk(self.group.size, self.split_dim)
-        delivery = open_exchange(pieces[0].numel(), x.dtype, self.group, x.device)
-        torch.stack(pieces, out=delivery.mine.view(self.group.size, *pieces[0].shape))
-        delivery.start()
-        joined = torch.cat([row.view(pieces[0].shape) for row in delivery.wait()], self.concat_dim)
-        delivery.done()
+        exchange = transport_for(self.group, x.device).all_to_all(pieces[0].numel(), x.dtype)
+        torch.stack(pieces, out=exchange.mine.view(self.group.size, *pieces[0].shape))
+        handle = exchange.start()
+        joined = torch.cat([row.view(pieces[0].shape) for row in handle.wait()], self.concat_dim)
+        handle.release()
         return joined
 
     def dual(self) -> Linear:
@@ -218,8 +205,7 @@ class _AllToAllRows:
 
     def run(self, x: Tensor) -> Tensor:
         front = x.movedim(self.dim, 0).contiguous()
-        received = front.new_empty(sum(self.receive), *front.shape[1:])
-        wire.exchange_pieces(front, received, self.send, self.receive, self.group).wait()
+        received = transport_for(self.group, x.device).all_to_all_v(front, self.send, self.receive).wait()
         return received.movedim(0, self.dim)
 
     def dual(self) -> Linear:
@@ -237,14 +223,19 @@ class _Ppermute:
     pairs: tuple[tuple[int, int], ...]
 
     def run(self, x: Tensor) -> Tensor:
-        target = dict(self.pairs).get(self.group.index)
-        source = {to: come for come, to in self.pairs}.get(self.group.index)
-        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        wire.send_receive(x.contiguous(), out, self.group, target=target, source=source).wait()
+        group, x = self.group, x.contiguous()
+        target = dict(self.pairs).get(group.index)
+        source = {to: sender for sender, to in self.pairs}.get(group.index)
+        out = torch.zeros_like(x)
+        if source == group.index:
+            out.copy_(x)
+        sends = [Message(group.ranks[target], 0, x)] if target not in (None, group.index) else []
+        receives = [Message(group.ranks[source], 0, out)] if source not in (None, group.index) else []
+        transport_for(group, x.device).send_recv(sends, receives).wait()
         return out
 
     def dual(self) -> Linear:
-        return _Ppermute(self.group, tuple((to, come) for come, to in self.pairs))
+        return _Ppermute(self.group, tuple((to, sender) for sender, to in self.pairs))
 
     def batched(self) -> Linear:
         return self

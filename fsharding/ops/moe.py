@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding import _functorch
-from fsharding.comm import process_group as wire
+from fsharding.comm.transport import transport_for
 from fsharding.errors import MeshError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
@@ -189,11 +189,13 @@ def _order(keys: Tensor) -> _Reorder:
 def _coming(counts_X: Tensor, owned: Sequence[tuple[int, int]], group: Group) -> Tensor:
     """How many rows each rank of the group has for each expert of this rank: int64[ranks, E]."""
     width = max(stop - start for start, stop in owned)
-    send = counts_X.new_zeros(group.size, width)
-    for row, (start, stop) in zip(send, owned, strict=True):
+    exchange = transport_for(group, counts_X.device).all_to_all(width, counts_X.dtype)
+    exchange.mine.zero_()
+    for row, (start, stop) in zip(exchange.mine, owned, strict=True):
         row[: stop - start] = counts_X[start:stop]
-    received = torch.empty_like(send)
-    wire.exchange_rows(send, received, group).wait()
+    handle = exchange.start()
+    received = torch.stack([*handle.wait()])
+    handle.release()
     start, stop = owned[group.index]
     return received[:, : stop - start]
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fsharding import tree
-from fsharding.comm import process_group as wire
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.handles import Handle
+from fsharding.comm.native import Message, as_bytes, receive_object, send_object
 from fsharding.comm.stop_bit import StopBit
-from fsharding.comm.transport import start_sum
+from fsharding.comm.transport import start_sum, transport_for
 from fsharding.errors import TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes
@@ -131,11 +132,11 @@ class _Run:
     scale: float
     known: Messages
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
-    arrived: dict[Action, tuple[Any, list[Tensor], wire.Pending]] = field(default_factory=dict[Action, Any])
+    arrived: dict[Action, tuple[Any, list[Tensor], Handle[None]]] = field(default_factory=dict[Action, Any])
     handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = field(
         default_factory=dict[tuple[str, int, int], Any]
     )
-    sent: dict[Action, wire.Pending] = field(default_factory=dict[Action, wire.Pending])
+    sent: dict[Action, Handle[None]] = field(default_factory=dict[Action, Handle[None]])
     begun: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
     closing: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
     losses: list[tuple[Tensor, Any]] = field(default_factory=list[tuple[Tensor, Any]])
@@ -286,40 +287,38 @@ class _Run:
         messages = 2 * self.schedule.stages * self.schedule.microbatches
         return 1 + number * messages + (sender * self.schedule.microbatches + m) * 2 + kind.endswith("B")
 
-    def _send(self, action: Action, spec: Any, leaves: list[Tensor]) -> wire.Pending:
+    def _send(self, action: Action, spec: Any, leaves: list[Tensor]) -> Handle[None]:
         peer = self.group.ranks[self.schedule.peer(action)]
         if action.kind == "SEND_F":
             self._tell(action, peer, (spec, _shapes(leaves)))
-        messages = [
-            wire.Message(peer, self._tag(action, i), wire.as_bytes(x.contiguous())) for i, x in enumerate(leaves)
-        ]
-        return wire.exchange_messages(messages, [], self.group)
+        messages = [Message(peer, self._tag(action, i), as_bytes(x.contiguous())) for i, x in enumerate(leaves)]
+        return transport_for(self.group, self.device).send_recv(messages, [])
 
     def _tell(self, action: Action, peer: int, told: tuple[Any, _Shapes]) -> None:
         """Says what activations look like, the first time that a stage sends them for such a microbatch."""
         key = action.stage, self._looks(action.microbatch or 0)
         if key not in self.known:
-            wire.send_object(told, peer, self.group, self.device)
+            send_object(told, peer, self.group, self.device)
         if self.known.setdefault(key, told) != told:
             rule = f"got other activations of stage {action.stage} than before from a microbatch of the same shapes."
             rows = [f"{text} {list(types)}" for text, (_, types) in (("before:", self.known[key]), ("now:", told))]
             mend = "Let the tree, shapes and dtypes of activations follow from the shapes of the batch."
             raise TransformError(message("train step", rule, rows, mend))
 
-    def _receive(self, action: Action) -> tuple[Any, list[Tensor], wire.Pending]:
+    def _receive(self, action: Action) -> tuple[Any, list[Tensor], Handle[None]]:
         assert action.microbatch is not None
         peer = self.group.ranks[self.schedule.peer(action)]
         if action.kind == "RECV_F":
             key = action.stage - 1, self._looks(action.microbatch)
             if key not in self.known:
-                self.known[key] = wire.receive_object(peer, self.group, self.device)
+                self.known[key] = receive_object(peer, self.group, self.device)
             spec, types = self.known[key]
         else:
             flight = self.flights[action.stage, action.microbatch]
             spec, types = None, flight.types
         leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in types]
-        messages = [wire.Message(peer, self._tag(action, i), wire.as_bytes(x)) for i, x in enumerate(leaves)]
-        return spec, leaves, wire.exchange_messages([], messages, self.group)
+        messages = [Message(peer, self._tag(action, i), as_bytes(x)) for i, x in enumerate(leaves)]
+        return spec, leaves, transport_for(self.group, self.device).send_recv([], messages)
 
     def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
         """Says who it was with, and in what, if it fails."""
@@ -328,9 +327,9 @@ class _Run:
 
     # -------------------------------------------------------------------------------------------------------- results
     def settle(self, *, wait: bool = True) -> None:
-        """Lets go of what was sent and has left; with `wait` returns when all of it has."""
+        """Ends the sends that are done; with `wait` all of them."""
         for action, pending in list(self.sent.items()):
-            if wait or all(work.is_completed() for work in pending.works):
+            if wait or pending.is_ready():
                 self._guard(action, pending.wait)
                 del self.sent[action]
 

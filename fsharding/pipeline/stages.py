@@ -13,8 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.comm import process_group as wire
-from fsharding.comm.transport import sum_rows
+from fsharding.comm.native import Message, as_bytes
+from fsharding.comm.reduce import sum_rows
+from fsharding.comm.transport import transport_for
 from fsharding.errors import LayoutError, message
 from fsharding.mesh.device_mesh import Group
 from fsharding.models.stacks import stacks_of
@@ -160,7 +161,7 @@ def over_owners(grad: DTensor, home: NamedSharding, group: Group, rank: int) -> 
     terms = mine.new_empty(len(shared), mine.numel())
     terms[shared.index(rank)].copy_(mine.view(-1))
     others = [(i, group.ranks[c]) for i, c in enumerate(shared) if c != rank]
-    sends = [wire.Message(peer, 0, wire.as_bytes(mine)) for _, peer in others]
-    receives = [wire.Message(peer, 0, wire.as_bytes(terms[i])) for i, peer in others]
-    wire.exchange_messages(sends, receives, group).wait()
+    sends = [Message(peer, 0, as_bytes(mine)) for _, peer in others]
+    receives = [Message(peer, 0, as_bytes(terms[i])) for i, peer in others]
+    transport_for(group, mine.device).send_recv(sends, receives).wait()
     return like(grad, sum_rows(terms, range(len(shared)), wide(mine.dtype)).to(mine.dtype).view(mine.shape))

@@ -128,7 +128,7 @@ def local_part(whole: Tensor, sharding: NamedSharding, coord: dict[str, int] | N
 def device_mesh(mesh: AbstractMesh) -> DeviceMesh:
     """The mesh with devices of an abstract one, on the ranks that it names. Collective; made once for each mesh."""
     order = (*mesh.names, *(axis for axis in AXES if axis not in mesh.names))
-    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    sizes: dict[str, Any] = dict(zip(mesh.names, mesh.sizes, strict=True))
     return make_mesh(device="cpu", order=order, timeout=_TIMEOUT, ranks=mesh.members, **sizes)
 
 

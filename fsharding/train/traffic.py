@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from fsharding.comm import steps as transition
 from fsharding.comm.counters import Sent, Traffic
 from fsharding.comm.redistribute import in_buckets
+from fsharding.comm.reduce import sums_at_once
 from fsharding.comm.steps import Step
-from fsharding.comm.transport import sums_at_once
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import abstract, data_axes
 from fsharding.models.stacks import stacks_of

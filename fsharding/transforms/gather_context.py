@@ -110,8 +110,7 @@ class GatherContext:
         self.anchor = torch.zeros((), requires_grad=True)
         self._pool, self._owns_pool = pool or Pool(), pool is None
         device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
-        empty = functools.partial(self._pool.take, device=device)
-        self.reducer = GradReducer(leaves, targets, accumulated, empty, device, grad_pool)
+        self.reducer = GradReducer(leaves, targets, accumulated, self._pool.memory(device), device, grad_pool)
         self._units: list[GatheredUnit] = []
         self._current: GatheredUnit | None = None
         self._prefetched: dict[tuple[LeafIndex, ...], GatheredUnit] = {}
@@ -355,7 +354,7 @@ class _LargeLeafGrad(Function):
     def forward(ctx: Any, whole: Tensor, context: GatherContext, unit: GatheredUnit, large: LargeLeaf) -> Tensor:
         reducer, plan = context.reducer, unit.plan
         ctx.take = functools.partial(reducer.take, unit, plan, large)
-        if transition.takes_terms(whole, plan.reductions[large.bucket].steps[large.slot], plan.mesh):
+        if transition.has_slots(whole, plan.reductions[large.bucket].steps[large.slot], plan.mesh):
             # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
             ctx.put_term = functools.partial(reducer.write, unit, plan, large)
         ctx.set_materialize_grads(False)

@@ -317,11 +317,12 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     for b in plan.reductions if plan else ():
         members = [chosen[i] for i in b.leaves]
         assert plan is not None
-        departure = transition.Departure(
+        reduction = transition.SteppedReduction(
             b.steps, b.shapes, plan.mesh, wire_dtype=b.wire_dtype, dtype=b.dtype, device=given[members[0]].device,
             wholes=b.sizes,
         )  # fmt: skip
-        for i, local in zip(members, departure.start([given[i] for i in members]).finish(), strict=True):
+        reduction.add(range(len(members)), [given[i] for i in members])
+        for i, local in zip(members, reduction.start().wait(), strict=True):
             leaf = leaves[i]
             result[i] = like_leaf(leaf, local) if isinstance(leaf, DTensor) else replace(leaf, value=local)
     return tree.unflatten(spec, result)

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from fsharding import _compat
 from fsharding.comm import bucket as buckets
-from fsharding.comm.all_gather import Coming, start_whole
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.handles import Handle
+from fsharding.comm.transport import transport_for
 from fsharding.errors import TransformError, message
 from fsharding.mesh.device_mesh import axis_group
 from fsharding.sharding.named_sharding import Local
@@ -68,12 +68,12 @@ class GatheredUnit:
         on_gather: Callable[[], None],
     ) -> None:
         self.plan, self.leaves, self.index = plan, leaves, index
-        self._pool, self._name, self._on_gather = pool, name, on_gather
-        self._empty = partial(pool.take, device=leaves[0].value.device, owner=self)
+        self._name, self._on_gather = name, on_gather
+        self._memory = pool.memory(leaves[0].value.device, owner=self)
         self.state = UnitState.PLANNED
         self.order, self.saved_views, self.kept, self.in_backward = -1, 0, False, False
         self.buffers: list[Tensor] = []
-        self._handles: list[Coming | None] = []
+        self._handles: list[Handle[Tensor] | None] = []
         self._guarded: list[tuple[Tensor, int]] = []
         """What the loss function sees, with the version that autograd counts: it must not be written in place."""
 
@@ -85,13 +85,10 @@ class GatheredUnit:
                 self._handles = [self._start(b) if b.axes else None for b in self.plan.gathers]
             self.state = UnitState.GATHERING
 
-    def _start(self, b: GatherBucket) -> Coming:
+    def _start(self, b: GatherBucket) -> Handle[Tensor]:
         group, shards = axis_group(self.plan.mesh, b.axes), [self.leaves[i].value for i in b.leaves]
         self._on_gather()
-        handle = start_whole(b.bucket, b.dtype, group, shards, self._empty)
-        if handle.buffer is not None:
-            self._pool.adopt(handle.buffer, owner=self)
-        return handle
+        return transport_for(group, shards[0].device).all_gather(b.bucket, shards, b.dtype, self._memory)
 
     @torch.no_grad()
     def wait(self) -> list[list[Tensor]]:
@@ -116,11 +113,11 @@ class GatheredUnit:
     def _finish(self, number: int, b: GatherBucket) -> list[Tensor]:
         handle = self._handles[number]
         if handle is not None:
-            buffer = handle.join()
+            buffer = handle.wait()
             self._handles[number] = None
             wholes = buckets.whole_views(buffer, b.bucket)
         else:
-            buffer = self._empty(b.bucket.size, b.dtype)
+            buffer = self._memory.empty(b.bucket.size, b.dtype)
             wholes = buckets.whole_views(buffer, b.bucket)
             _compat.foreach_copy_(wholes, [self.leaves[i].value for i in b.leaves])
         self.buffers.append(buffer)
@@ -150,5 +147,5 @@ class GatheredUnit:
         for handle in self._handles:
             if handle is not None:
                 with suppress(RuntimeError) if failed else nullcontext():
-                    handle.drop(timedelta(seconds=1) if failed else None)
+                    handle.release(timedelta(seconds=1) if failed else None)
         self.release(failed=failed)

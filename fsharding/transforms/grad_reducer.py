@@ -23,7 +23,7 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.comm import steps as transition
 from fsharding.comm.buffer_pool import Pool
-from fsharding.comm.transport import Empty
+from fsharding.comm.handles import Handle, Memory
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, ReduceBucket, UnitPlan, pooled_from
@@ -61,7 +61,7 @@ class GradReducer:
         leaves: of the differentiated tree, in order; None for a leaf that is no DTensor.
         targets: of their gradients; None for frozen leaves.
         accumulated: local gradients of earlier microbatches, which are added to in place; None where there are none.
-        empty: makes flat buffers for what is sent.
+        memory: for what is sent.
         device: of the leaves.
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
     """
@@ -77,12 +77,12 @@ class GradReducer:
         leaves: Sequence[Local | None],
         targets: Sequence[GradTarget | None],
         accumulated: Sequence[Tensor | None],
-        empty: Empty,
+        memory: Memory,
         device: torch.device,
         grad_pool: Pool | None = None,
     ) -> None:
         self._leaves, self._targets, self._accumulated = leaves, targets, accumulated
-        self._empty, self._device, self._grad_pool = empty, device, grad_pool
+        self._wire_memory, self._device, self._grad_pool = memory, device, grad_pool
         self._result: list[Tensor | None] = [
             x if x is not None and target is not None and target.accumulated == target.sharding else None
             for x, target in zip(accumulated, targets, strict=True)
@@ -93,13 +93,13 @@ class GradReducer:
         self._rows_apart: dict[int, dict[int, Tensor]] = {}
         self._written: dict[int, set[int | None]] = {}
         self._taken: dict[int, set[int | None]] = {}
-        self._open: dict[tuple[Hashable, int], transition.Departure] = {}
+        self._open: dict[tuple[Hashable, int], transition.SteppedReduction] = {}
         self._pending: list[_Pending] = []
 
     # --------------------------------------------------------------------------------------------------- from backward
     @torch.no_grad()
     def take(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf, grad: Tensor) -> None:
-        """Copies a large gradient into its bucket, so that its own memory is free.
+        """Copies a large gradient into its bucket, so that its own memory is free, or adds it to the terms there.
 
         Args:
             unit: that the leaf belongs to; `reduce` follows, with its other gradients.
@@ -109,7 +109,7 @@ class GradReducer:
         """
         bucket = self._open_bucket(unit, plan, large)
         with _compat.region("scatter"):
-            bucket.put(large.slot, grad)
+            bucket.add([large.slot], [grad])
 
     @torch.no_grad()
     def write(
@@ -127,9 +127,20 @@ class GradReducer:
         Returns:
             Whether it did; else the term has to come by `take`.
         """
-        return self._open_bucket(unit, plan, large).put_term(large.slot, dtype, kernel)
+        bucket = self._open_bucket(unit, plan, large)
+        slot = bucket.slot(large.slot, dtype)
+        if slot is None:
+            return False
+        if large.slot in bucket.filled:
+            term = torch.empty_like(slot)
+            kernel(term)
+            slot.add_(term)
+        else:
+            kernel(slot)
+            bucket.filled.add(large.slot)
+        return True
 
-    def _open_bucket(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf) -> transition.Departure:
+    def _open_bucket(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf) -> transition.SteppedReduction:
         bucket = self._open.get((unit, large.bucket))
         if bucket is None:
             self.settle(wait=False)
@@ -152,8 +163,9 @@ class GradReducer:
         with _compat.region("scatter"):
             for number, b in enumerate(plan.reductions):
                 bucket = self._open.pop((unit, number), None) or self._make_bucket(plan, b)
-                first = bucket.start([grads[i] for i in b.leaves])
-                self._pending.append(self._finish_later(plan, b, [index[i] for i in b.leaves], first))
+                rest = [(slot, i) for slot, i in enumerate(b.leaves) if slot not in bucket.filled]
+                bucket.add([slot for slot, _ in rest], [grads[i] for _, i in rest])
+                self._pending.append(self._finish_later(plan, b, [index[i] for i in b.leaves], bucket.start()))
 
     def settle(self, *, wait: bool = True) -> None:
         """Finishes the reductions under way, in the order of their start; without `wait`, up to the first not done."""
@@ -162,31 +174,32 @@ class GradReducer:
                 self._pending.pop(0).finish()
 
     # ------------------------------------------------------------------------------------------------------ one bucket
-    def _make_bucket(self, plan: UnitPlan, b: ReduceBucket) -> transition.Departure:
-        return transition.Departure(
+    def _make_bucket(self, plan: UnitPlan, b: ReduceBucket) -> transition.SteppedReduction:
+        return transition.SteppedReduction(
             b.steps, b.shapes, plan.mesh, wire_dtype=b.wire_dtype, dtype=b.dtype, device=self._device,
-            wholes=b.sizes, large=b.large, empty=self._empty,
+            wholes=b.sizes, large=b.large, memory=self._wire_memory,
         )  # fmt: skip
 
     def _finish_later(
-        self, plan: UnitPlan, b: ReduceBucket, index: Sequence[LeafIndex], first: transition.Transit
+        self, plan: UnitPlan, b: ReduceBucket, index: Sequence[LeafIndex], first: Handle[list[Tensor]]
     ) -> _Pending:
         """What is left to do after the first collective of a bucket."""
         if not b.late_steps[0]:
-            return _Pending(first.come, lambda: self._accumulate(index, first))
+            return _Pending(first.is_ready, lambda: self._accumulate(index, first))
 
-        def start_late() -> transition.Transit:
-            terms = self._add_accumulated(index, first.finish())
-            late = transition.Departure(
+        def start_late() -> Handle[list[Tensor]]:
+            terms = self._add_accumulated(index, first.wait())
+            late = transition.SteppedReduction(
                 b.late_steps, [tuple(x.shape) for x in terms], plan.mesh, wire_dtype=b.late_wire_dtype, dtype=b.dtype,
-                device=self._device, wholes=b.late_sizes, empty=self._empty,
+                device=self._device, wholes=b.late_sizes, memory=self._wire_memory,
             )  # fmt: skip
-            return late.start(terms)
+            late.add(range(len(terms)), terms)
+            return late.start()
 
         if b.steps[0]:
             return _Pending(lambda: False, lambda: self._accumulate(index, start_late()))
         late = start_late()
-        return _Pending(late.come, lambda: self._accumulate(index, late))
+        return _Pending(late.is_ready, lambda: self._accumulate(index, late))
 
     def _add_accumulated(self, index: Sequence[LeafIndex], terms: list[Tensor]) -> list[Tensor]:
         """Adds what earlier microbatches have accumulated for some leaves to their terms, and notes it in `_taken`."""
@@ -208,7 +221,7 @@ class GradReducer:
             _compat.foreach_add_([result[i] for i in sums], [terms[i] for i in sums])
         return result
 
-    def _accumulate(self, index: Sequence[LeafIndex], transit: transition.Transit) -> None:
+    def _accumulate(self, index: Sequence[LeafIndex], reduced: Handle[list[Tensor]]) -> None:
         """Waits for reduced gradients, and adds them to the result; first ones are summed right into it."""
         added: list[bool] = []
         for leaf, row in index:
@@ -218,7 +231,7 @@ class GradReducer:
             added.append(leaf in self._accumulating or None in written or row in written)
             written.add(row)
         results = [self._view_of(i) for i in index]
-        terms = transit.finish(None if any(added) else results)
+        terms = reduced.wait(into=None if any(added) else results)
         triples = list(zip(added, results, terms, strict=True))
         copies = [(to, term) for has_some, to, term in triples if not has_some and term is not to]
         _compat.foreach_copy_([to for to, _ in copies], [term for _, term in copies])

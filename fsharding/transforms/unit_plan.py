@@ -262,7 +262,7 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
             dtype=dtype,
             wire_dtype=wire_dtype,
             late_wire_dtype=late_wire_dtype,
-            large=transition.departs_in_rows([routes[i][1] for i in members])
+            large=transition.begins_with_sum([routes[i][1] for i in members])
             and any(math.prod(shapes[i]) >= large for i in members),
         )
         for (_, _, dtype, wire_dtype, late_wire_dtype), members in found.items()

@@ -48,23 +48,23 @@ class Pipes:
         self._note = Struct(f"<{1 + length}q")
         self._members = [member for member in range(size) if member != index]
         made = {member: os.pipe() for member in self._members}
-        self.doors = tuple(made[member][1] if member in made else -1 for member in range(size))
+        self.write_ends = tuple(made[member][1] if member in made else -1 for member in range(size))
         """What each member opens to write here: a file descriptor of this process."""
         self._read = {member: ends[0] for member, ends in made.items()}
         self._write: dict[int, int] = {}
         self._pids: tuple[int, ...] = ()
         self._sent: Counter[int] = Counter()
         self._taken: Counter[tuple[int, int]] = Counter()
-        self._kept: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self._received: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._open = {*self._read.values(), *(ends[1] for ends in made.values())}
         weakref.finalize(self, _close, self._open)
 
-    def connect(self, pids: Sequence[int], doors: Sequence[int]) -> None:
-        """Opens the pipes of the others; after all have done so, `shut` closes what was open for them.
+    def connect(self, pids: Sequence[int], write_ends: Sequence[int]) -> None:
+        """Opens the pipes of the others; after all have done so, `close_write_ends` closes what was open for them.
 
         Args:
             pids: process of each member.
-            doors: what each member has open for this one.
+            write_ends: what each member has open for this one.
 
         Raises:
             RuntimeError: a process is gone, or does not let this one in.
@@ -72,14 +72,14 @@ class Pipes:
         self._pids = tuple(pids)
         for member in self._members:
             try:
-                self._write[member] = os.open(f"/proc/{pids[member]}/fd/{doors[member]}", os.O_WRONLY)
+                self._write[member] = os.open(f"/proc/{pids[member]}/fd/{write_ends[member]}", os.O_WRONLY)
             except OSError as e:
                 raise RuntimeError(_GONE.format(pids[member], e)) from e
             self._open.add(self._write[member])
 
-    def shut(self) -> None:
+    def close_write_ends(self) -> None:
         """Closes the ends that the others write to, which they have opened: with them goes the pipe's last writer."""
-        mine = {door for door in self.doors if door >= 0}
+        mine = {end for end in self.write_ends if end >= 0}
         _close(mine)
         self._open -= mine
 
@@ -111,20 +111,20 @@ class Pipes:
         """
         until = time.monotonic() + timeout.total_seconds()
         for member in self._members:
-            while (channel, member, number) not in self._kept:
+            while (channel, member, number) not in self._received:
                 if not self._take(member, max(until - time.monotonic(), 0)):
                     text = f"Timed out waiting for a note of process {self._pids[member]} (member {member})."
                     raise MemberError(text, member)
-        return {member: self._kept.pop((channel, member, number)) for member in self._members}
+        return {member: self._received.pop((channel, member, number)) for member in self._members}
 
-    def come(self, channel: int, number: int) -> bool:
+    def is_ready(self, channel: int, number: int) -> bool:
         """Whether `receive` would not have to wait.
 
         Raises:
             MemberError: a member is gone.
         """
         for member in self._members:
-            while (channel, member, number) not in self._kept:
+            while (channel, member, number) not in self._received:
                 if not self._take(member, 0.0):
                     return False
         return True
@@ -140,7 +140,7 @@ class Pipes:
         if not data:
             raise MemberError(f"Process {self._pids[member]} (member {member} of the group) is gone.", member)
         for channel, *note in self._note.iter_unpack(data):
-            self._kept[channel, member, self._taken[channel, member]] = tuple(note)
+            self._received[channel, member, self._taken[channel, member]] = tuple(note)
             self._taken[channel, member] += 1
         return True
 

@@ -1,7 +1,7 @@
 """Blocks of memory that the processes of one machine map, each made by one of them.
 
 In: a number of bytes. Out: a buffer in a block; a note of four integers is all that another process needs to map it.
-A block is written again when nobody here views it and every reader has signed for it, by a number in its own head.
+A block is written again when nobody here views it and every reader has acknowledged it, by a number in its own head.
 Law: memory has no name, and is gone with the last process that maps it.
 """
 
@@ -30,9 +30,9 @@ __all__ = [
 ]  # fmt: skip
 
 HEAD = 4096
-"""Bytes before the data of a block: one int64 for each reader, which signs with the number of the posting."""
+"""Bytes before the data of a block: an int64 for each reader, which writes the number of a posting that it has read."""
 
-_FAREWELL_S = 2.0
+_DRAIN_S = 2.0
 """How long a process that ends waits for what it posted to be read."""
 
 Note: TypeAlias = tuple[int, int, int, int]
@@ -53,8 +53,8 @@ class Block:
     Attributes:
         mapping: of this process, which made it.
         used: bytes that were asked for.
-        readers: processes that sign for what was posted last, by their slots in the head.
-        keeper: for whom it was reserved; None when it was not, or is used.
+        readers: processes that acknowledge what was posted last, by their slots in the head.
+        owner: for whom it was reserved; None when it was not, or is used.
     """
 
     def __init__(self, size: int) -> None:
@@ -66,17 +66,17 @@ class Block:
         self.mapping = _map(self.fd, self.size)
         self.used = self.number = 0
         self.readers: dict[int, int] = {}
-        self.keeper: weakref.ref[object] | None = None
+        self.owner: weakref.ref[object] | None = None
         self._storage = _compat.storage_id(self.mapping.data)
         self._idle = _compat.storage_users(self._storage)
 
     def note(self) -> Note:
-        """What others need to read what is posted next, and to sign for it."""
+        """What others need to read what is posted next, and to acknowledge it."""
         self.number += 1
         return self.fd, self.inode, self.size, self.number
 
     def unread(self) -> list[int]:
-        """Processes that have not signed for what was posted last."""
+        """Processes that have not acknowledged what was posted last."""
         return [pid for slot, pid in self.readers.items() if self.mapping.head[slot] != self.number]
 
     def in_use(self) -> bool:
@@ -85,7 +85,7 @@ class Block:
 
     def free(self) -> bool:
         """Whether it may be written again."""
-        return (self.keeper is None or self.keeper() is None) and not self.in_use()
+        return (self.owner is None or self.owner() is None) and not self.in_use()
 
 
 def _map(fd: int, size: int) -> Mapping:
@@ -121,7 +121,7 @@ class _Arena:
 
     def drain(self) -> None:
         """A reader opens a block through the process that made it, so that this one must not be gone before."""
-        until, mine = time.monotonic() + _FAREWELL_S, os.getpid()
+        until, mine = time.monotonic() + _DRAIN_S, os.getpid()
         while time.monotonic() < until:
             readers = {pid for b in self.blocks.values() for pid in b.unread()} - {mine}
             if all(state_of(Path(f"/proc/{pid}")) in "ZX" for pid in readers):
@@ -164,16 +164,16 @@ def take(nbytes: int) -> Tensor:
     return result
 
 
-def reserve(size: int, keeper: object) -> Block:
-    """A free block of this process that nothing else gets as long as `keeper` lives, or until `use`."""
+def reserve(size: int, owner: object) -> Block:
+    """A free block of this process that nothing else gets as long as `owner` lives, or until `use`."""
     block = _arena().find(size)
-    block.keeper, block.readers = weakref.ref(keeper), {}
+    block.owner, block.readers = weakref.ref(owner), {}
     return block
 
 
 def use(block: Block, nbytes: int, readers: dict[int, int]) -> None:
     """A reserved block is free again as soon as its readers have signed, who may be this process itself."""
-    block.keeper, block.readers, block.used = None, readers, nbytes
+    block.owner, block.readers, block.used = None, readers, nbytes
     _arena().note_use()
 
 

@@ -1,13 +1,15 @@
-"""What the processes of one machine read where it was written, in memory that all of them map.
+"""Processes of one machine read each other's buffers where they were written, in memory that all of them map.
 
-In: a number of bytes. Out: `Posted`, a buffer of each member, which the others read in place; or `Joint`, one buffer
-of which each member writes a part. A note of 48 bytes through a pipe says where it is, how large, and that it is
-written. Law: what a member reads is what was written before the note; a group of several machines never comes here, and
-members that send unlike things find out before they read any.
+In: buckets, rows. Out: handles. Of `Posted` each member has a buffer, which the others read in place; of `Joint` there
+is one buffer, and each member writes a part of it. A note of 48 bytes through a pipe says where a buffer is, how large,
+and that it is written.
+Law: a member reads only what was written before the note; a group over several machines never comes here; members that
+send unlike things are told so before they read any.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
@@ -22,22 +25,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.comm import process_group as wire
+from fsharding.comm import bucket as buckets
+from fsharding.comm.bucket import Bucket
+from fsharding.comm.counters import record_sent
+from fsharding.comm.handles import Exchange, Handle, Memory, Reduction, Rows
+from fsharding.comm.native import as_bytes
+from fsharding.comm.pairwise import Pairwise, swap_rows
+from fsharding.comm.reduce import copy_terms, sum_rows, sums_at_once
 from fsharding.comm.shared_memory import segments as blocks
 from fsharding.comm.shared_memory.pipes import MemberError, Pipes
 from fsharding.mesh.device_mesh import Group
 from fsharding.mesh.failures import UnlikeSizes, among
 
-__all__ = ["Joint", "Posted", "can_share"]
+__all__ = ["Joint", "Posted", "SharedMemory", "Sharing", "can_share"]
 
 _TAG = 1 << 20
-"""Of introductions, so that they are never taken for a message of somebody else."""
+"""Of handshakes, so that they are never taken for a message of somebody else."""
 
 _NOWHERE: blocks.Note = (-1, -1, -1, -1)
 """In place of a block, from a member that gives none."""
 
-_POSTED, _OFFERED, _JOINT = range(3)
-"""What a note is about: a buffer of its own, memory for the next joint buffer, or a part of one."""
+_POSTED, _RESERVED, _JOINT = range(3)
+"""What a note is about: a buffer of its own, the memory of the next joint buffer, or a part of one."""
 
 _SWITCH = "FSHARDING_SHARED_MEMORY"
 
@@ -58,14 +67,14 @@ class _Members:
             known = self.mapped[member, fd, inode] = blocks.map_block(self.pids[member], fd, inode, size)
         return known
 
-    def check(self, index: int, cards: Sequence[Sequence[int]]) -> None:
+    def check(self, index: int, records: Sequence[Sequence[int]]) -> None:
         """Reaches every other member, who says where it has its name, and where its pipes.
 
         Raises:
             RuntimeError: there is one that it cannot reach.
         """
-        self.pipes.connect(self.pids, [doors[index] for _, _, _, _, *doors in cards])
-        for member, (_, fd, inode, size, *_) in enumerate(cards):
+        self.pipes.connect(self.pids, [write_ends[index] for _, _, _, _, *write_ends in records])
+        for member, (_, fd, inode, size, *_) in enumerate(records):
             if member != index:
                 found = self.open(member, fd, inode, size)
                 if int(found.data[:8].view(torch.int64)) != self.pids[member]:
@@ -79,14 +88,14 @@ class _Turns:
     size: int
     count: int = 0
     notes: _Notes | None = None
-    offered: blocks.Block | None = None
+    reserved: blocks.Block | None = None
 
-    def offer(self, group: Group) -> blocks.Note:
+    def reserve_next(self, group: Group) -> blocks.Note:
         """What this member says of the next buffer: where it is, if it is its turn."""
         if self.count % group.size != group.index:
             return _NOWHERE
-        self.offered = blocks.reserve(self.size, self)
-        return self.offered.note()
+        self.reserved = blocks.reserve(self.size, self)
+        return self.reserved.note()
 
 
 @dataclass
@@ -98,71 +107,88 @@ class _Channel:
     turns: dict[int, _Turns] = field(default_factory=dict)
 
 
-_channels: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Channel | None]] = WeakKeyDictionary()
-"""By process group, and by the order in which its ranks are members."""
+_channels: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], bool], _Channel | str]] = (
+    WeakKeyDictionary()
+)
+"""By process group, and by the order in which its ranks are members; or why there is none."""
 
-_met: WeakValueDictionary[tuple[int, ...], _Members] = WeakValueDictionary()
+_known: WeakValueDictionary[tuple[int, ...], _Members] = WeakValueDictionary()
 """By their ranks."""
 
 
-def can_share(group: Group) -> bool:
+class Sharing(NamedTuple):
+    """Whether the members of a group read each other's memory, and why they do or do not."""
+
+    yes: bool
+    reason: str
+
+
+def can_share(group: Group, *, asked: bool = False) -> Sharing:
     """Whether all members of a group are processes of one machine that can map each other's memory.
 
-    Collective over the group the first time. `FSHARDING_SHARED_MEMORY=0` on any member says no.
+    Collective over the group the first time.
 
     Args:
         group: of gloo, with several members.
+        asked: the user asks for it; else `FSHARDING_SHARED_MEMORY=0` on any member says no.
     """
     assert group.process_group is not None
-    orders = _channels.setdefault(group.process_group, {})
-    if group.ranks not in orders:
-        orders[group.ranks] = _introduce(group)
-    return orders[group.ranks] is not None
+    channels = _channels.setdefault(group.process_group, {})
+    key = group.ranks, asked
+    if key not in channels:
+        channels[key] = _handshake(group, asked=asked)
+    found = channels[key]
+    return Sharing(False, found) if isinstance(found, str) else Sharing(True, "its ranks are processes of one machine")
 
 
 def _channel(group: Group) -> _Channel:
     """That of a group for which `can_share` is true."""
     assert group.process_group is not None
-    channel = _channels[group.process_group][group.ranks]
-    assert channel is not None
+    channel = _channels[group.process_group][group.ranks, group.transport == "shared_memory"]
+    assert isinstance(channel, _Channel)
     return channel
 
 
-def _introduce(group: Group) -> _Channel | None:
-    """Groups of the same processes have one set of pipes."""
-    machine, known = _machine(), _met.get(group.ranks)
-    wanted = machine >= 0 and os.environ.get(_SWITCH, "1") != "0" and group.size <= blocks.HEAD // 8
+def _handshake(group: Group, *, asked: bool) -> _Channel | str:
+    """The channel of a group, or why it has none. Groups of the same processes have one set of pipes."""
+    if group.size > blocks.HEAD // 8:
+        return f"it has more than {blocks.HEAD // 8} ranks"
+    machine, known = _machine(), _known.get(group.ranks)
+    wanted = machine >= 0 and (asked or os.environ.get(_SWITCH, "1") != "0")
     mine = [machine if wanted else -1, *((known.name, known.channels) if known is not None else (0, 0))]
-    cards, pids = zip(*((c[:-1], c[-1]) for c in _numbers([*mine, os.getpid()], group)), strict=True)
-    if mine[0] < 0 or any(card[0] != machine for card in cards):
-        return None
-    if known is None or known.pids != pids or any(card != mine for card in cards):
-        known = _meet(group, pids)
+    records, pids = zip(*((r[:-1], r[-1]) for r in _numbers([*mine, os.getpid()], group)), strict=True)
+    machines = {record[0] for record in records}
+    if -1 in machines:
+        return f"a rank does not share its memory ({_SWITCH}=0, or its system cannot)"
+    if len(machines) > 1:
+        return "its ranks are on several machines"
+    if known is None or known.pids != pids or any(record != mine for record in records):
+        known = _connect(group, pids)
         if known is None:
-            return None
-        _met[group.ranks] = known
+            return "its ranks may not map each other's memory"
+        _known[group.ranks] = known
     known.channels += 1
     return _Channel(known, known.channels)
 
 
-def _meet(group: Group, pids: tuple[int, ...]) -> _Members | None:
+def _connect(group: Group, pids: tuple[int, ...]) -> _Members | None:
     """Every member writes its name into a block, and opens pipes; all must be able to reach them there."""
-    mine, pipes, card = blocks.take(8), _pipes(group), [-1] * (4 + group.size)
+    mine, pipes, record = blocks.take(8), _pipes(group), [-1] * (4 + group.size)
     if pipes is not None:
         block = blocks.block_of(mine)
         mine.view(torch.int64).fill_(os.getpid())
-        card = [time.time_ns(), block.fd, block.inode, block.size, *pipes.doors]
-    cards, members = _numbers(card, group), None
+        record = [time.time_ns(), block.fd, block.inode, block.size, *pipes.write_ends]
+    records, members = _numbers(record, group), None
     if pipes is not None:
-        members = _Members(cards[0][0], pids, pipes)
+        members = _Members(records[0][0], pids, pipes)
         try:
-            members.check(group.index, cards)
+            members.check(group.index, records)
         except (RuntimeError, ValueError):
             members = None
-    # The block may be written again, and the pipes shut, only after everybody's answer.
+    # The block may be written again, and the ends of pipes closed, only after everybody's answer.
     answers = _numbers([int(members is not None)], group)
     if pipes is not None:
-        pipes.shut()
+        pipes.close_write_ends()
     return members if all(answer for (answer,) in answers) else None
 
 
@@ -178,7 +204,7 @@ def _numbers(mine: Sequence[int], group: Group) -> list[list[int]]:
     """What every member gives, over the group itself."""
     rows = torch.empty(group.size, len(mine), dtype=torch.int64)
     rows[group.index] = torch.tensor(mine)
-    wire.swap_rows(rows, group, tag=_TAG).wait()
+    swap_rows(rows, group, tag=_TAG).wait()
     return rows.tolist()
 
 
@@ -218,7 +244,7 @@ class _Notes:
         self._group, self._channel, self._what = group, _channel(group), nbytes * 3 + kind
         with _naming(group):
             self._number = self._channel.members.pipes.send(self._channel.number, (*note, self._what))
-        self._come: Mapping[int, tuple[int, ...]] | None = None
+        self._received: Mapping[int, tuple[int, ...]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> Mapping[int, tuple[int, ...]]:
         """Those of the others.
@@ -226,7 +252,7 @@ class _Notes:
         Raises:
             RuntimeError: a member is gone, or the timeout is over, which is that of the group where none is given.
         """
-        if self._come is None:
+        if self._received is None:
             assert self._group.process_group is not None
             limit = _compat.group_timeout(self._group.process_group) if timeout is None else timeout
             with among(self._group.ranks), _naming(self._group):
@@ -235,15 +261,15 @@ class _Notes:
                 with among([self._group.ranks[member] for member in unlike]):
                     theirs, ours = notes[unlike[0]][-1] // 3, self._what // 3
                     raise UnlikeSizes(f"{theirs} bytes came, where {ours} are sent")
-            self._come = {member: note[:-1] for member, note in notes.items()}
-        return self._come
+            self._received = {member: note[:-1] for member, note in notes.items()}
+        return self._received
 
-    def come(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether `wait` would return at once. Raises as that does."""
-        if self._come is not None:
+        if self._received is not None:
             return True
         with _naming(self._group):
-            return self._channel.members.pipes.come(self._channel.number, self._number)
+            return self._channel.members.pipes.is_ready(self._channel.number, self._number)
 
 
 def _map_from(member: int, note: Sequence[int], group: Group) -> blocks.Mapping:
@@ -267,30 +293,40 @@ class Posted:
         block.readers = {i: pid for i, pid in enumerate(_channel(group).members.pids) if i != group.index}
         self._mine, self._group = mine, group
         self._notes = _Notes(block.note(), _POSTED, mine.numel(), group)
-        self._unsigned: list[tuple[memoryview[int], int]] = []
+        self._buffers: list[Tensor] | None = None
+        self._unread: list[tuple[memoryview[int], int]] = []
+        self._acknowledged = False
 
     def wait(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
-        """The buffer of each member as bytes, to be read until `sign`.
+        """The buffer of each member as bytes, to be read until `release`.
 
         Raises:
             RuntimeError: a member is gone, or the timeout is over, which is that of the group where none is given.
         """
-        buffers = [self._mine] * self._group.size
-        for member, note in self._notes.wait(timeout).items():
-            mapping = _map_from(member, note, self._group)
-            self._unsigned.append((mapping.head, note[-1]))
-            buffers[member] = mapping.data[: self._mine.numel()]
-        return buffers
+        assert not self._acknowledged, "the buffers may have been written again"
+        if self._buffers is None:
+            buffers = [self._mine] * self._group.size
+            for member, note in self._notes.wait(timeout).items():
+                mapping = _map_from(member, note, self._group)
+                self._unread.append((mapping.head, note[-1]))
+                buffers[member] = mapping.data[: self._mine.numel()]
+            self._buffers = buffers
+        return self._buffers
 
-    def come(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether `wait` would return at once. Raises as that does."""
-        return self._notes.come()
+        return self._notes.is_ready()
 
-    def sign(self) -> None:
-        """The buffers have been read, and may be written again."""
-        for head, number in self._unsigned:
-            head[self._group.index] = number
-        self._unsigned.clear()
+    def release(self, timeout: timedelta | None = None) -> None:
+        """The buffers have been read, and may be written again. Waits for them, if that has not been done.
+
+        Each is acknowledged once: later its member may have posted something else in the same memory.
+        """
+        if not self._acknowledged:
+            self.wait(timeout)
+            for head, number in self._unread:
+                head[self._group.index] = number
+            self._acknowledged, self._buffers = True, None
 
 
 class Joint:
@@ -305,7 +341,7 @@ class Joint:
 
     Attributes:
         buffer: all parts as bytes, garbage until they are written. When nobody here views it any more, this member
-            signs for it.
+            acknowledges it.
     """
 
     def __init__(self, nbytes: int, group: Group) -> None:
@@ -314,24 +350,24 @@ class Joint:
         self._group, self._turns = group, channel.turns.setdefault(size, _Turns(size))
         turns = self._turns
         if turns.notes is None:
-            turns.notes = _Notes(turns.offer(group), _OFFERED, size, group)
+            turns.notes = _Notes(turns.reserve_next(group), _RESERVED, size, group)
         giver = turns.count % group.size
         if giver == group.index:
-            assert turns.offered is not None
-            mapping, number = turns.offered.mapping, turns.offered.number
-            blocks.use(turns.offered, nbytes, dict(enumerate(channel.members.pids)))
+            assert turns.reserved is not None
+            mapping, number = turns.reserved.mapping, turns.reserved.number
+            blocks.use(turns.reserved, nbytes, dict(enumerate(channel.members.pids)))
         else:
             note = turns.notes.wait()[giver]
             mapping, number = _map_from(giver, note, group), note[-1]
         turns.count += 1
         memory = mapping.memory[blocks.HEAD : blocks.HEAD + nbytes]
-        finalize(memory, _sign, os.getpid(), mapping.head, group.index, number)
+        finalize(memory, _acknowledge, os.getpid(), mapping.head, group.index, number)
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
         self._notes: _Notes | None = None
 
     def start(self) -> None:
         """Says that this member's part is written; it must not change from here."""
-        note = self._turns.offer(self._group)
+        note = self._turns.reserve_next(self._group)
         self._notes = self._turns.notes = _Notes(note, _JOINT, self.buffer.numel(), self._group)
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -343,8 +379,163 @@ class Joint:
         assert self._notes is not None
         self._notes.wait(timeout)
 
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once. Raises as that does."""
+        return self._notes is not None and self._notes.is_ready()
 
-def _sign(pid: int, head: memoryview[int], slot: int, number: int) -> None:
+
+def _acknowledge(pid: int, head: memoryview[int], slot: int, number: int) -> None:
     """For what nobody views any more in a process; a fork of it has nothing to say."""
     if os.getpid() == pid:
         head[slot] = number
+
+
+# ------------------------------------------------------------------------------------------------------- the transport
+class SharedMemory(Pairwise):
+    """A group for which `can_share` is true; see `Native`. Messages and uneven rows go over gloo."""
+
+    name = "shared_memory"
+
+    def all_gather(
+        self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None
+    ) -> Handle[Tensor]:
+        """See `Transport`: each member writes its pieces to where they are in whole leaves, and nothing is copied."""
+        if bucket.width == 0:
+            return super().all_gather(bucket, shards, dtype, memory)
+        joint = Joint(bucket.size * dtype.itemsize, self.group)
+        flat = joint.buffer.view(dtype)
+        if memory is not None:
+            memory.adopt(flat)
+        wholes = buckets.whole_views(flat, bucket)
+        _compat.foreach_copy_(buckets.pieces_of(wholes, bucket, self.group.index), list(shards))
+        record_sent((self.group.size - 1) * bucket.width * dtype.itemsize, self.group.axes)
+        joint.start()
+        return _Written(joint, flat)
+
+    def reduction(
+        self,
+        bucket: Bucket,
+        *,
+        scatter: bool,
+        wire_dtype: torch.dtype,
+        sum_dtype: torch.dtype,
+        large: bool = False,
+        memory: Memory | None = None,
+    ) -> Reduction:
+        """See `Transport`: members read what they need out of the others' whole leaves, where these are large."""
+        if large and self.has_slots(bucket.width, scatter=scatter):
+            return _LeafReduction(bucket, self.group, wire_dtype, sum_dtype, scatter=scatter)
+        return super().reduction(
+            bucket, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=sum_dtype, large=large, memory=memory
+        )
+
+    def has_slots(self, size: int, *, scatter: bool) -> bool:
+        """See `Transport`."""
+        return size > 0 and (scatter or sums_at_once(size, self.group.size))
+
+    def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
+        """See `Transport`."""
+        if width == 0:
+            return super().gather_rows(width, dtype, memory)
+        return _PostedRows((width,), dtype, self.group, None)
+
+    def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
+        """See `Transport`."""
+        if width == 0:
+            return super().all_to_all(width, dtype, memory)
+        return _PostedRows((self.group.size, width), dtype, self.group, self.group.index)
+
+
+class _Written:
+    """The handle of leaves of which each member writes its pieces."""
+
+    def __init__(self, joint: Joint, flat: Tensor) -> None:
+        self._joint, self._flat = joint, flat
+
+    def is_ready(self) -> bool:
+        return self._joint.is_ready()
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> Tensor:
+        self._joint.wait(timeout)
+        return self._flat
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        self._joint.wait(timeout)
+
+
+class _PostedRows:
+    """Rows that others read where this rank wrote them. An `Exchange`, and its own handle.
+
+    `row` says which row of another member's buffer is for this rank; None where a buffer is one row for all.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, group: Group, row: int | None) -> None:
+        self.mine = blocks.take(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
+        self._group, self._row = group, row
+        self._posted: Posted | None = None
+
+    def start(self) -> Handle[Rows]:
+        row = self.mine if self._row is None else self.mine[0]
+        record_sent((self._group.size - 1) * row.nbytes, self._group.axes)
+        self._posted = Posted(as_bytes(self.mine), self._group)
+        return self
+
+    def is_ready(self) -> bool:
+        return self._posted is not None and self._posted.is_ready()
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> Rows:
+        assert self._posted is not None
+        found = [buffer.view(self.mine.dtype).view(self.mine.shape) for buffer in self._posted.wait(timeout)]
+        return found if self._row is None else [rows[self._row] for rows in found]
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        if self._posted is not None:
+            self._posted.release(timeout)
+
+
+class _LeafReduction:
+    """A `Reduction` of leaves that lie whole where the others read them. It is its own handle.
+
+    With `scatter` each member reads the pieces of its own, else the leaves.
+    """
+
+    def __init__(
+        self, bucket: Bucket, group: Group, wire_dtype: torch.dtype, sum_dtype: torch.dtype, *, scatter: bool
+    ) -> None:
+        self._bucket, self._group, self._sum_dtype, self._scatter = bucket, group, sum_dtype, scatter
+        self._flat = blocks.take(bucket.size * wire_dtype.itemsize).view(wire_dtype)
+        self._slots = buckets.whole_views(self._flat, bucket)
+        self._posted: Posted | None = None
+
+    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
+        return self._slots[leaf] if self._slots[leaf].dtype == dtype else None
+
+    def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+        copy_terms([self._slots[i] for i in leaves], terms)
+
+    def start(self) -> Handle[list[Tensor]]:
+        record_sent((self._group.size - 1) * self._bucket.width * self._flat.itemsize, self._group.axes)
+        self._posted = Posted(as_bytes(self._flat), self._group)
+        return self
+
+    def is_ready(self) -> bool:
+        return self._posted is not None and self._posted.is_ready()
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        assert self._posted is not None
+        read = [self._part(buffer.view(self._flat.dtype)) for buffer in self._posted.wait(timeout)]
+        outs = into or [None] * len(self._slots)
+        sums = [
+            sum_rows(terms, self._group.terms, self._sum_dtype, out=out)
+            for *terms, out in zip(*read, outs, strict=True)
+        ]
+        self._posted.release()
+        return sums
+
+    def _part(self, flat: Tensor) -> list[Tensor]:
+        leaves = buckets.whole_views(flat, self._bucket)
+        return buckets.pieces_of(leaves, self._bucket, self._group.index) if self._scatter else leaves
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        if self._posted is not None:
+            self._posted.release(timeout)

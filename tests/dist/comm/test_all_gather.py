@@ -1,7 +1,4 @@
-"""Whole leaves are the same, written where they end or put together from rows, and are no sooner written again.
-
-What the wire brings is the reference: `wire.algorithm` keeps everything out of shared memory.
-"""
+"""Whole leaves are the same for every transport, and their memory is not written again while somebody views them."""
 
 import gc
 import os
@@ -12,14 +9,15 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding.comm import process_group as wire
-from fsharding.comm.all_gather import start_whole
 from fsharding.comm.bucket import plan_bucket, whole_views
 from fsharding.comm.counters import counting_bytes
+from fsharding.comm.handles import FreshMemory
 from fsharding.comm.shared_memory import segments as blocks
+from fsharding.comm.transport import transport_for
 from fsharding.errors import RankError
 from fsharding.mesh.device_mesh import axis_group
 from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
+from tests.helpers import TRANSPORTS
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -30,12 +28,13 @@ SIZES = {
 LONG = ((((1 << 14), 2), 0),)
 
 
-def group_of(ranks):
-    return axis_group(fs.make_mesh(dp=ranks), ("dp",))
+def group_of(ranks, transport="shared_memory"):
+    return axis_group(fs.make_mesh(dp=ranks, transport=transport), ("dp",))
 
 
-def empty(size, dtype):
-    return torch.full((size,), torch.nan, dtype=dtype)
+class Garbage(FreshMemory):
+    def empty(self, size, dtype):
+        return torch.full((size,), torch.nan, dtype=dtype)
 
 
 def start(group, leaves, fill, dtype=torch.float32):
@@ -46,7 +45,7 @@ def start(group, leaves, fill, dtype=torch.float32):
         whole = torch.arange(float(torch.Size(slot.shape).numel())).view(slot.shape) + fill
         first, stop = slot.pieces[group.index]
         pieces.append(whole.narrow(slot.dim, first, stop - first).contiguous())
-    return bucket, start_whole(bucket, dtype, group, pieces, empty)
+    return bucket, transport_for(group, CPU).all_gather(bucket, pieces, dtype, Garbage(CPU))
 
 
 def fills_of(bucket, flat):
@@ -58,36 +57,37 @@ def fills_of(bucket, flat):
     return found
 
 
-def both_ways(ranks, leaves, dtype, way):
-    group = group_of(ranks)
-    with wire.algorithm(way), counting_bytes() as traffic:
-        bucket, coming = start(group, leaves, 3, dtype)
-        in_place, flat = coming.buffer is not None, coming.join()
-    return in_place, [leaf.clone() for leaf in whole_views(flat, bucket)], traffic.bytes
+def whole_leaves(ranks, leaves, dtype, transport):
+    group = group_of(ranks, transport)
+    with counting_bytes() as traffic:
+        bucket, handle = start(group, leaves, 3, dtype)
+        flat = handle.wait()
+    return transport_for(group, CPU).name, [leaf.clone() for leaf in whole_views(flat, bucket)], traffic.bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("leaves", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_leaves_that_are_written_in_place_are_those_that_are_sent(ranks, leaves, dtype):
-    shown, sent = (run_ranks(both_ways, ranks, ranks, leaves, dtype, way) for way in ("auto", "p2p"))
-    for mine, other in zip(shown, sent, strict=True):
-        assert (mine[0], other[0]) == (True, False)
-        assert_bitwise_equal(mine[1], other[1])
-        assert mine[2] == other[2], "bytes count alike"
+def test_every_transport_gathers_the_same_leaves(ranks, leaves, dtype):
+    native, *others = (run_ranks(whole_leaves, ranks, ranks, leaves, dtype, name) for name in TRANSPORTS)
+    for name, results in zip(TRANSPORTS[1:], others, strict=True):
+        for want, found in zip(native, results, strict=True):
+            assert (want[0], found[0]) == ("native", name)
+            assert_bitwise_equal(found[1], want[1])
+            assert found[2] == want[2], "bytes count alike"
 
 
 def many_at_once(ranks):
     """Several sizes in flight, joined in another order than started, some kept, while ranks are ahead or behind."""
     group, mine, kept = group_of(ranks), dist.get_rank(), []
     for round_ in range(4):
-        under_way = []
+        in_flight = []
         for number, leaves in enumerate((LONG, SIZES["even"], LONG, SIZES["uneven"], LONG)):
             fill = 100 * round_ + 10 * number
-            under_way.append((fill, *start(group, leaves, fill)))
+            in_flight.append((fill, *start(group, leaves, fill)))
             time.sleep(0.003 * mine)
-        for fill, bucket, coming in reversed(under_way):
-            flat = coming.join()
+        for fill, bucket, handle in reversed(in_flight):
+            flat = handle.wait()
             time.sleep(0.003 * (ranks - mine))
             assert set(fills_of(bucket, flat)) == {fill}
             if fill % 40 == 0:
@@ -102,15 +102,15 @@ def test_what_somebody_views_is_not_written_again():
 
 def a_long_run(ranks, rounds):
     """One is joined while the next one is on its way; the fastest rank is never more than that ahead."""
-    group, (bucket, coming) = group_of(ranks), start(group_of(ranks), LONG, 0)
+    group, (bucket, handle) = group_of(ranks), start(group_of(ranks), LONG, 0)
     for round_ in range(1, rounds):
-        flat = coming.join()
-        bucket, coming = start(group, LONG, round_)
+        flat = handle.wait()
+        bucket, handle = start(group, LONG, round_)
         time.sleep(0.001 * dist.get_rank())
         assert fills_of(bucket, flat) == [round_ - 1]
         del flat
-    coming.drop()
-    del coming
+    handle.release()
+    del handle
     gc.collect()
     return blocks.allocated_bytes()
 
@@ -129,10 +129,10 @@ def of_groups_that_end(ranks):
     """What is offered to a group that is gone is free for others."""
     found = []
     for _ in range(6):
-        group = axis_group(fs.make_mesh(dp=ranks), ("dp",))
-        _, coming = start(group, LONG, 0)
-        coming.join()
-        del group, coming
+        group = group_of(ranks)
+        _, handle = start(group, LONG, 0)
+        handle.wait()
+        del group, handle
         gc.collect()
         found.append(blocks.allocated_bytes())
     return found[2:]
@@ -146,9 +146,9 @@ def test_a_block_that_was_offered_to_nobody_any_more_is_free():
 
 def ends_at_once(ranks):
     group = group_of(ranks)
-    bucket, coming = start(group, LONG, 7)
+    bucket, handle = start(group, LONG, 7)
     time.sleep(0.5 * dist.get_rank())
-    return fills_of(bucket, coming.join())
+    return fills_of(bucket, handle.wait())
 
 
 def test_a_rank_that_is_done_first_is_read_by_those_that_come_later():
@@ -160,10 +160,10 @@ def test_a_rank_that_is_done_first_is_read_by_those_that_come_later():
 
 def dies_before_the_second(ranks):
     group = group_of(ranks)
-    start(group, LONG, 0)[1].join()
+    start(group, LONG, 0)[1].wait()
     if dist.get_rank() == 1:
         os._exit(3)
-    start(group, LONG, 1)[1].join()
+    start(group, LONG, 1)[1].wait()
 
 
 def test_a_rank_that_is_gone_is_an_error_at_once():
@@ -176,8 +176,8 @@ def test_a_rank_that_is_gone_is_an_error_at_once():
 def forks(ranks):
     """A child drops what its parent views; the parent has not signed by that."""
     group = group_of(ranks)
-    bucket, coming = start(group, LONG, 5)
-    flat = coming.join()
+    bucket, handle = start(group, LONG, 5)
+    flat = handle.wait()
     child = os.fork()
     if child == 0:
         del flat
@@ -185,7 +185,7 @@ def forks(ranks):
     os.waitpid(child, 0)
     dist.barrier(group.process_group)
     for _ in range(2 * ranks + 2):
-        start(group, LONG, 9)[1].drop()
+        start(group, LONG, 9)[1].release()
     return fills_of(bucket, flat)
 
 

@@ -1,7 +1,4 @@
-"""Sums are the same, whether their terms are read where they were made or cut into rows that travel.
-
-What the wire brings is the reference: `wire.algorithm` keeps everything out of shared memory.
-"""
+"""Sums are the same for every transport, whether terms are read where they were made or cut into rows that are sent."""
 
 import operator
 
@@ -9,12 +6,12 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.comm import process_group as wire
 from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.counters import counting_bytes
-from fsharding.comm.reduce import Shown, open_terms
+from fsharding.comm.transport import transport_for
 from fsharding.mesh.device_mesh import axis_group
 from fsharding.testing import assert_bitwise_equal, run_ranks
+from tests.helpers import TRANSPORTS
 
 CPU = torch.device("cpu")
 LEAVES = {
@@ -24,38 +21,39 @@ LEAVES = {
 }
 
 
-def sums(ranks, leaves, cut, wire_dtype, at_home, way):
-    """Sums of leaves, one of which has no term here, and the bytes that they took."""
-    group = axis_group(fs.make_mesh(dp=ranks), ("dp",))
-    shapes, dims = (list(leaves), list(leaves.values())) if cut else ([*leaves, ()], [])
+def sums(ranks, leaves, scatter, wire_dtype, with_into, transport):
+    """Sums of leaves, one of which has no term here; whether there were slots; and the bytes that were sent."""
+    group = axis_group(fs.make_mesh(dp=ranks, transport=transport), ("dp",))
+    cuts = tuple(leaves.items()) if scatter else tuple((shape, 0) for shape in (*leaves, ()))
+    bucket = plan_bucket(cuts, (ranks,) if scatter else ())
     noise = torch.Generator().manual_seed(group.index)
-    mine = [torch.randn(shape, generator=noise) if i else None for i, shape in enumerate(shapes)]
+    mine = [torch.randn(shape, generator=noise) if i else None for i, (shape, _) in enumerate(cuts)]
     into = None
-    if at_home:
-        slots = plan_bucket(tuple(leaves.items()), (ranks,)).slots
-        here = [slot.piece_shape(group.index) for slot in slots] if cut else shapes
-        into = [torch.full(shape, torch.nan) for shape in here]
-    with wire.algorithm(way), counting_bytes() as traffic:
-        terms = open_terms(
-            shapes, dims, (ranks,), group,
-            wire_dtype=wire_dtype, dtype=torch.float32, device=CPU, large=True, empty=None,
-        )  # fmt: skip
-        terms.fill([1], mine[1:2])
-        terms.fill([0, *range(2, len(mine))], [mine[0], *mine[2:]])
-        terms.start()
-        found = terms.wait_each(into)
-    assert into is None or not isinstance(terms, Shown) or all(map(operator.is_, found, into))
-    return isinstance(terms, Shown), [x.clone() for x in found], traffic.bytes
+    if with_into:
+        member = group.index if scatter else 0
+        into = [torch.full(slot.piece_shape(member), torch.nan) for slot in bucket.slots]
+    with counting_bytes() as traffic:
+        reduction = transport_for(group, CPU).reduction(
+            bucket, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=torch.float32, large=True
+        )
+        slots = reduction.slot(1, wire_dtype) is not None
+        reduction.add([1], mine[1:2])
+        reduction.add([0, *range(2, len(mine))], [mine[0], *mine[2:]])
+        found = reduction.start().wait(into=into)
+    assert slots == (transport == "shared_memory") and reduction.slot(1, torch.float64) is None
+    assert into is None or not slots or all(map(operator.is_, found, into))
+    return [x.clone() for x in found], traffic.bytes
 
 
-@pytest.mark.parametrize("at_home", [False, True], ids=["fresh", "into"])
+@pytest.mark.parametrize("with_into", [False, True], ids=["fresh", "into"])
 @pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("scatter", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("leaves", LEAVES.values(), ids=LEAVES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_sums_of_what_is_shown_are_those_of_what_is_sent(ranks, leaves, cut, wire_dtype, at_home):
-    shown, sent = (run_ranks(sums, ranks, ranks, leaves, cut, wire_dtype, at_home, way) for way in ("auto", "p2p"))
-    for mine, other in zip(shown, sent, strict=True):
-        assert (mine[0], other[0]) == (True, False)
-        assert_bitwise_equal(mine[1], other[1])
-        assert mine[2] == other[2], "bytes count alike"
+def test_every_transport_gives_the_same_sums(ranks, leaves, scatter, wire_dtype, with_into):
+    given = ranks, leaves, scatter, wire_dtype, with_into
+    native, *others = (run_ranks(sums, ranks, *given, name) for name in TRANSPORTS)
+    for results in others:
+        for want, found in zip(native, results, strict=True):
+            assert_bitwise_equal(found[0], want[0])
+            assert found[1] == want[1], "bytes count alike"

@@ -1,9 +1,5 @@
-"""Rows come whole and in order whether they are sent or read where they were written, and no sooner written again.
+"""Rows and sums are the same for every transport, and memory that others read is not written before they have read it."""
 
-What the wire brings is the reference: `wire.algorithm` keeps rows out of shared memory.
-"""
-
-import functools
 import os
 import time
 from contextlib import suppress
@@ -14,80 +10,99 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding.comm import process_group as wire
 from fsharding.comm import steps as transition
 from fsharding.comm.counters import counting_bytes
+from fsharding.comm.native import Message
+from fsharding.comm.pairwise import SHORT
 from fsharding.comm.shared_memory import segments as blocks
-from fsharding.comm.transport import open_exchange, open_gather, start_sum
+from fsharding.comm.transport import choice_for, start_sum, transport_for
 from fsharding.errors import RankError
 from fsharding.mesh.device_mesh import Group, axis_group
 from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
+from tests.helpers import TRANSPORTS
 
 CPU = torch.device("cpu")
 LONG = 1 << 15  # float32 elements
-SENT = "_Sent"
-SENT_ONLY = os.environ.get("FSHARDING_SHARED_MEMORY") == "0"
-SHOWN = SENT if SENT_ONLY else "_Shown"  # in `make test-wire` nothing may be shown
 
 
-def group_of(ranks):
-    return axis_group(fs.make_mesh(dp=ranks), ("dp",))
+def group_of(ranks, transport="shared_memory"):
+    return axis_group(fs.make_mesh(dp=ranks, transport=transport), ("dp",))
+
+
+def received(exchange, fill):
+    exchange.mine.copy_(fill)
+    handle = exchange.start()
+    rows = torch.stack([row.clone() for row in handle.wait()])
+    handle.release()
+    return rows
 
 
 def gathered(group, fill):
-    delivery = open_gather(fill.numel(), fill.dtype, group, CPU)
-    delivery.mine.copy_(fill)
-    delivery.start()
-    found = torch.stack([row.clone() for row in delivery.wait()])
-    delivery.done()
-    return type(delivery).__name__, found
+    return received(transport_for(group, CPU).gather_rows(fill.numel(), fill.dtype), fill)
 
 
 def exchanged(group, fill):
-    delivery = open_exchange(fill.shape[1], fill.dtype, group, CPU)
-    delivery.mine.copy_(fill)
-    delivery.start()
-    found = torch.stack([row.clone() for row in delivery.wait()])
-    delivery.done()
-    return type(delivery).__name__, found
+    return received(transport_for(group, CPU).all_to_all(fill.shape[1], fill.dtype), fill)
 
 
-def both_ways(ranks, width, dtype, way):
-    group = group_of(ranks)
+def rows_and_sum(ranks, width, dtype, transport):
+    group = group_of(ranks, transport)
     noise = torch.Generator().manual_seed(dist.get_rank())
     row = torch.randn(ranks, width, generator=noise).to(dtype)
-    with wire.algorithm(way), counting_bytes() as traffic:
-        how, rows = gathered(group, row[0])
-        same, exchange = exchanged(group, row)
-        assert same == how
+    with counting_bytes() as traffic:
+        rows, exchange = gathered(group, row[0]), exchanged(group, row)
         total = start_sum(row[0], group, torch.float32).wait()
-    return how, rows, exchange, total, traffic.bytes
+    return transport_for(group, CPU).name, rows, exchange, total, traffic.bytes
 
 
 @pytest.mark.parametrize(
-    ("ranks", "width", "dtype", "how"),
+    ("ranks", "width", "dtype"),
     [
-        (2, LONG, torch.float32, SHOWN),
-        (2, LONG + 3, torch.bfloat16, SHOWN),
-        (4, LONG - 1, torch.float64, SHOWN),
-        (2, 1, torch.float32, SHOWN),
-        (3, 100, torch.float32, SHOWN),
-        (2, 0, torch.float32, SENT),
+        (2, LONG, torch.float32),
+        (2, 2 * LONG + 3, torch.bfloat16),
+        (4, LONG - 1, torch.float64),
+        (4, SHORT // 4, torch.float32),
+        (2, 1, torch.float32),
+        (3, 100, torch.float32),
+        (2, 0, torch.float32),
     ],
 )
-def test_shown_rows_are_those_that_are_sent(ranks, width, dtype, how):
-    shown, sent = (run_ranks(both_ways, ranks, ranks, width, dtype, way) for way in ("auto", "p2p"))
-    for mine, other in zip(shown, sent, strict=True):
-        assert (mine[0], other[0]) == (how, SENT)
-        assert_bitwise_equal(mine[1:4], other[1:4])
-        assert mine[4] == other[4], "bytes count alike"
-    rows = [mine[1] for mine in shown]
-    assert all(torch.equal(rows[0], other) for other in rows), "a gather is the same everywhere"
+def test_every_transport_brings_the_same_rows_and_sums(ranks, width, dtype):
+    native, *others = (run_ranks(rows_and_sum, ranks, ranks, width, dtype, name) for name in TRANSPORTS)
+    for name, results in zip(TRANSPORTS[1:], others, strict=True):
+        for want, found in zip(native, results, strict=True):
+            assert (want[0], found[0]) == ("native", name)
+            assert_bitwise_equal(found[1:4], want[1:4])
+            assert found[4] == want[4], "bytes count alike"
+    assert all(torch.equal(native[0][1], other[1]) for other in native), "a gather is the same everywhere"
 
 
-def landed(ranks, dtype):
+def uneven_and_messages(ranks, transport):
+    """Rows of which each member sends another number to each, and messages around a ring, among them an empty one."""
+    group = group_of(ranks, transport)
+    wire, mine = transport_for(group, CPU), group.index
+    send, receive = [(mine + to) % ranks for to in range(ranks)], [(mine + of) % ranks for of in range(ranks)]
+    with counting_bytes() as traffic:
+        x = torch.arange(float(2 * sum(send))).view(-1, 2) + 100 * mine
+        rows = wire.all_to_all_v(x, send, receive).wait()
+        after, before = group.ranks[(mine + 1) % ranks], group.ranks[mine - 1]
+        data, out = [torch.full((n,), mine) for n in (3, 0, 5)], [torch.full((n,), -1) for n in (3, 0, 5)]
+        sends = [Message(after, tag, x) for tag, x in enumerate(data)]
+        wire.send_recv(sends, [Message(before, tag, x) for tag, x in enumerate(out)]).wait()
+    return rows, out, traffic.bytes
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_transport_brings_the_same_uneven_rows_and_messages(ranks):
+    native, *others = (run_ranks(uneven_and_messages, ranks, ranks, name) for name in TRANSPORTS)
+    for results in others:
+        assert_bitwise_equal(results, native)
+    assert [out[0].tolist() for _, out, _ in native] == [[(rank - 1) % ranks] * 3 for rank in range(ranks)]
+
+
+def sums_into(ranks, dtype, transport):
     """Sums that end where they were asked to, beside sums in memory of their own."""
-    mesh, noise = fs.make_mesh(dp=ranks), torch.Generator().manual_seed(dist.get_rank())
+    mesh, noise = fs.make_mesh(dp=ranks, transport=transport), torch.Generator().manual_seed(dist.get_rank())
     shapes = [(300, 201), (130, 257)]
     leaves = [torch.randn(shape, generator=noise).to(dtype) for shape in shapes]
     source, there = fs.NamedSharding(mesh, fs.P(), partial=("dp",)), []
@@ -95,12 +110,16 @@ def landed(ranks, dtype):
         cut = [fs.P(*("dp" if i == dim else None for i in range(2))) for dim in dims]
         steps = [transition.plan_steps(source, fs.NamedSharding(mesh, spec)) for spec in cut]
 
-        begin = functools.partial(
-            transition.Departure, steps, shapes, mesh, wire_dtype=dtype, dtype=torch.float32, device=CPU
-        )
-        plain = begin().start(leaves).finish()
+        def start(steps):
+            reduction = transition.SteppedReduction(
+                steps, shapes, mesh, wire_dtype=dtype, dtype=torch.float32, device=CPU
+            )
+            reduction.add(range(len(leaves)), leaves)
+            return reduction.start()
+
+        plain = start(steps).wait()
         into = [torch.full_like(x, torch.nan) for x in plain]
-        found = begin().start(leaves).finish(into)
+        found = start(steps).wait(into=into)
         assert_bitwise_equal(found, plain)
         there.append(all(x is home for x, home in zip(found, into, strict=True)))
     return there
@@ -108,22 +127,24 @@ def landed(ranks, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_sums_of_long_rows_are_made_where_they_belong(ranks, dtype):
-    """But for a sum that goes in two rounds: what comes with the second is copied."""
-    assert run_ranks(landed, ranks, ranks, dtype) == [[ranks == 2, True, True]] * ranks
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_of_long_rows_are_made_where_they_belong(ranks, dtype, transport):
+    """But for a sum in two rounds: the result of the second is copied."""
+    assert run_ranks(sums_into, ranks, ranks, dtype, transport) == [[ranks == 2, True, True]] * ranks
 
 
-def in_both_orders():
-    mesh, found = fs.make_mesh(dp=2, cp=2), []
+def in_both_orders(transport):
+    mesh, found = fs.make_mesh(dp=2, cp=2, transport=transport), []
     for axes in (("dp", "cp"), ("cp", "dp"), ("dp", "cp")):
         group = axis_group(mesh, axes)
-        _, rows = gathered(group, torch.full((LONG,), dist.get_rank()))
+        rows = gathered(group, torch.full((LONG,), dist.get_rank()))
         found.append((rows[:, -1].tolist(), list(group.ranks)))
     return found
 
 
-def test_two_orders_of_the_axes_of_one_group():
-    for found in run_ranks(in_both_orders, 4):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_orders_of_the_axes_of_one_group(transport):
+    for found in run_ranks(in_both_orders, 4, transport):
         assert [ranks for _, ranks in found] == [[0, 1, 2, 3], [0, 2, 1, 3], [0, 1, 2, 3]]
         assert all(rows == ranks for rows, ranks in found)
 
@@ -138,22 +159,23 @@ def open_pipes():
 
 def meshes_again():
     """Groups of the same processes share their pipes; a channel of each keeps their notes apart."""
-    groups = [Group((0, 1), dist.get_rank(), dist.new_group([0, 1]), (0, 1)) for _ in range(20)]
+    groups = [
+        Group((0, 1), dist.get_rank(), dist.new_group([0, 1]), (0, 1), transport="shared_memory") for _ in range(20)
+    ]
     gathered(groups[0], torch.zeros(1))
     before = open_pipes()
     for group in groups:
         gathered(group, torch.zeros(1))
-    under_way = []
+    in_flight = []
     # One rank posts in another order than it waits, and the other way round.
     for number, group in enumerate(groups if dist.get_rank() else reversed(groups)):
-        delivery = open_gather(1, torch.float32, group, CPU)
+        exchange = transport_for(group, CPU).gather_rows(1, torch.float32)
         place = number if dist.get_rank() else len(groups) - 1 - number
-        delivery.mine.fill_(place)
-        delivery.start()
-        under_way.append((place, delivery))
-    for place, delivery in under_way:
-        assert [float(row) for row in delivery.wait()] == [place, place]
-        delivery.done()
+        exchange.mine.fill_(place)
+        in_flight.append((place, exchange.start()))
+    for place, handle in in_flight:
+        assert [float(row) for row in handle.wait()] == [place, place]
+        handle.release()
     return open_pipes() - before
 
 
@@ -166,20 +188,19 @@ def many_in_flight(ranks):
     """Starts some, keeps them, reads the last first, while other ranks are ahead or behind."""
     group, mine = group_of(ranks), dist.get_rank()
     for round_ in range(3):
-        under_way = []
+        in_flight = []
         for number in range(5):
-            delivery = open_gather(LONG, torch.float32, group, CPU)
-            delivery.mine.fill_(100 * round_ + 10 * number + mine)
-            delivery.start()
-            under_way.append((number, delivery))
+            exchange = transport_for(group, CPU).gather_rows(LONG, torch.float32)
+            exchange.mine.fill_(100 * round_ + 10 * number + mine)
+            in_flight.append((number, exchange.start()))
             time.sleep(0.01 * mine)
-        for number, delivery in reversed(under_way):
-            rows = delivery.wait()
+        for number, handle in reversed(in_flight):
+            rows = handle.wait()
             time.sleep(0.01 * (ranks - mine))
             for member in range(ranks):
                 assert (rows[member] == 100 * round_ + 10 * number + member).all()
-            delivery.done()
-        del under_way, delivery, rows
+            handle.release()
+        del in_flight, handle, exchange, rows
     return blocks.allocated_bytes()
 
 
@@ -190,35 +211,53 @@ def test_a_row_stays_until_all_have_read_it_and_its_memory_is_used_again():
     assert all(size <= 11 * 2 * LONG * 4 for size in sizes), sizes
 
 
-def one_refuses(ranks):
+def chosen(ranks, transport="auto"):
     if dist.get_rank() == 1:
         os.environ["FSHARDING_SHARED_MEMORY"] = "0"
-    return gathered(group_of(ranks), torch.full((LONG,), float(dist.get_rank())))
-
-
-def test_ranks_that_start_with_the_switch_send(monkeypatch):
-    monkeypatch.setenv("FSHARDING_SHARED_MEMORY", "0")
-    with RankPool(2) as pool:
-        for how, *_ in pool.run(both_ways, 2, LONG, torch.float32, "auto"):
-            assert how == SENT
+    group = group_of(ranks, transport)
+    rows = gathered(group, torch.full((LONG,), float(dist.get_rank())))
+    choice = choice_for(group, CPU)
+    return choice.kind.name, choice.reason, rows[:, -1].tolist()
 
 
 def test_one_rank_that_cannot_share_is_enough_for_all_to_send():
     with RankPool(2) as pool:
-        for how, rows in pool.run(one_refuses, 2):
-            assert how == SENT
-            assert rows[:, -1].tolist() == [0.0, 1.0]
+        for name, reason, rows in pool.run(chosen, 2):
+            assert (name, rows) == ("pairwise", [0.0, 1.0])
+            assert reason.startswith("a rank does not share its memory (FSHARDING_SHARED_MEMORY=0")
+
+
+@pytest.mark.parametrize("asked", TRANSPORTS)
+def test_a_transport_that_is_asked_for_is_used(asked):
+    with RankPool(2) as pool:
+        for name, _, rows in pool.run(chosen, 2, asked):
+            assert (name, rows) == (asked, [0.0, 1.0])
+
+
+def unlike(transport):
+    try:
+        fs.make_mesh(dp=2, transport=transport if dist.get_rank() else "native")
+    except fs.errors.FshardingError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_ask_for_other_transports_are_told_so():
+    for text in run_ranks(unlike, 2, "pairwise"):
+        assert "\n  transport: rank 1 has pairwise, rank 0 has native\n" in text
+    with pytest.raises(fs.errors.ArgumentError, match="auto, native, pairwise, shared_memory"):
+        fs.make_mesh(transport="carrier pigeon")
 
 
 def leaves_at_once(ranks):
     group = group_of(ranks)
     gathered(group, torch.zeros(LONG))
-    delivery = open_gather(4 * LONG, torch.float32, group, CPU)
-    delivery.mine.fill_(dist.get_rank() + 1)
-    delivery.start()
+    exchange = transport_for(group, CPU).gather_rows(4 * LONG, torch.float32)
+    exchange.mine.fill_(dist.get_rank() + 1)
+    handle = exchange.start()
     time.sleep(0.5 * dist.get_rank())
-    total = sum(float(row[-1]) for row in delivery.wait())
-    delivery.done()
+    total = sum(float(row[-1]) for row in handle.wait())
+    handle.release()
     return total
 
 
@@ -255,7 +294,6 @@ def a_forked_process_begins_anew(ranks):
     return before, int(os.read(read, 100))
 
 
-@pytest.mark.skipif(SENT_ONLY, reason="FSHARDING_SHARED_MEMORY=0: there are no blocks")
 def test_a_fork_has_no_block_of_its_parent():
     with RankPool(2) as pool:
         for before, after in pool.run(a_forked_process_begins_anew, 2):

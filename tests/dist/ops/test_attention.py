@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
 from fsharding import _compat, ops, tree
-from fsharding.comm import process_group as wire
+from fsharding.comm.native import Native, Works
 from fsharding.errors import TransformError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import coordinate
@@ -290,7 +290,7 @@ def order_of_events():
     """What forward does, in order, and which blocks of keys are alive at once."""
     mesh, events = mesh_of(cp=4), []
     q, k, v, _ = part(Case(4).values(), mesh)
-    start, wait, compute = wire.exchange_messages, wire.Pending.wait, _compat.attend_block
+    start, wait, compute = Native.send_recv, Works.wait, _compat.attend_block
 
     def logged(name, fn):
         def call(*args, **kwargs):
@@ -300,8 +300,8 @@ def order_of_events():
         return call
 
     with (
-        mock.patch.object(wire, "exchange_messages", logged("start", start)),
-        mock.patch.object(wire.Pending, "wait", lambda self: self.works and logged("wait", wait)(self)),
+        mock.patch.object(Native, "send_recv", logged("start", start)),
+        mock.patch.object(Works, "wait", lambda self: self.works and logged("wait", wait)(self)),
         mock.patch.object(_compat, "attend_block", logged("compute", compute)),
     ):
         ops.attention(q, k, v, mesh=mesh)

@@ -17,7 +17,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharding as fs
-from fsharding.comm import process_group as wire
 from fsharding.comm.buffer_pool import Pool
 from fsharding.errors import DonatedError, NonFiniteError
 from fsharding.mesh.device_mesh import data_position
@@ -26,6 +25,7 @@ from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.transforms.gather_context import current_context
 from fsharding.transforms.unit_plan import large_from
+from tests.helpers import TRANSPORTS, point_to_point
 
 # torch says at length that `full_tensor` gathers axis by axis.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -81,12 +81,12 @@ PRECISIONS = [fs.FP32, fs.BF16]
 
 # ------------------------------------------------------------------------------------------------------- on the ranks
 @functools.cache
-def _mesh(axes):
-    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **dict(axes))
+def _mesh(axes, transport):
+    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), transport=transport, **dict(axes))
 
 
-def mesh_of(axes):
-    return _mesh(tuple(axes.items()))
+def mesh_of(axes, transport="auto"):
+    return _mesh(tuple(axes.items()), transport)
 
 
 def batches(steps, mesh, vocab=CONFIG.vocab):
@@ -125,19 +125,18 @@ class Run(NamedTuple):
 
 def train(
     strategy, axes, *, opt="adamw", microbatches=1, steps=5, precision=fs.FP32, donate=False, clip=0.5,
-    policy=fs.policies.save_except_gathered, wires="auto", config=CONFIG,
+    policy=fs.policies.save_except_gathered, transport="auto", config=CONFIG,
 ):  # fmt: skip
-    mesh, model = mesh_of(axes), fs.models.decoder(config)
+    mesh, model = mesh_of(axes, transport), fs.models.decoder(config)
     layout = fs.plan_layout(model, mesh, strategy=strategy, precision=precision)
     optim = optimizer(opt, clip)
     state = fs.init_state(model, optim, fs.random.key(0), layout)
     step = fs.make_train_step(model, optim, microbatches=microbatches, donate=donate, policy=policy)
     run = Run([], [], {})
-    with wire.algorithm(wires):
-        for batch in batches(steps, mesh):
-            state, metrics = step(state, batch)
-            run.losses.append(metrics.loss.item())
-            run.norms.append(metrics.grad_norm.item())
+    for batch in batches(steps, mesh):
+        state, metrics = step(state, batch)
+        run.losses.append(metrics.loss.item())
+        run.norms.append(metrics.grad_norm.item())
     assert int(state.step) == steps
     return run._replace(params=whole(state.main if state.main is not None else state.params))
 
@@ -315,9 +314,10 @@ def test_gradients_do_not_depend_on_the_policy(strategy):
 
 
 @pytest.mark.parametrize("strategy", some([fs.zero(1), fs.zero(3), fs.HFSDP], 2), ids=name_of)
-def test_native_and_point_to_point_agree_bitwise(strategy):
-    native, p2p = (on_ranks(4, strategy, wires=wires, axes=OUTER) for wires in ("native", "p2p"))
-    assert_bitwise_equal(native, p2p)
+def test_all_transports_agree_bitwise(strategy):
+    native, *others = (on_ranks(4, strategy, transport=transport, axes=OUTER) for transport in TRANSPORTS)
+    for other in others:
+        assert_bitwise_equal(native, other)
 
 
 @pytest.mark.parametrize("strategy", some([fs.zero(0), fs.zero(3), fs.HFSDP], 1), ids=name_of)
@@ -901,17 +901,12 @@ def test_bytes_a_parameter_are_those_of_the_table(ranks):
 
 
 # ------------------------------------------------------------------------------------------------- buffers and counts
-# What a thread of gloo's own runs (an all-to-all, an all-gather) may hold its buffers a moment longer than `wait` says;
-# sends and receives end in the thread that waits, so with them the most that is alive is the same in every run.
-DETERMINISTIC = functools.partial(wire.algorithm, "p2p")
-
-
 def peaks(strategy, axes, policy, microbatches, frozen=()):
-    mesh = mesh_of(axes)
+    mesh = mesh_of(axes, "pairwise")
     opt = optimizer("adamw")
     state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy, frozen=frozen))
     step = fs.make_train_step(MODEL, opt, policy=policy, microbatches=microbatches)
-    with DETERMINISTIC(), fs.recording() as seen:
+    with point_to_point(), fs.recording() as seen:
         for batch in batches(2, mesh):
             state, _ = step(state, batch)
     return [(counts.peak_units, len(counts.gathers), len(counts.reductions)) for counts in seen]
@@ -1019,7 +1014,7 @@ class Watch:
 
 
 def storages(strategy, axes, policy, microbatches, patched):
-    mesh = mesh_of(axes)
+    mesh = mesh_of(axes, "pairwise")
     opt = optimizer("adamw")
     state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy))
     step = fs.make_train_step(MODEL, opt, policy=policy, microbatches=microbatches)
@@ -1038,7 +1033,7 @@ def storages(strategy, axes, policy, microbatches, patched):
     gc.disable()
     Pool.take = take
     try:
-        with DETERMINISTIC():
+        with point_to_point():
             step(state, batch)
         left = len(watch.alive())
     finally:
@@ -1091,18 +1086,17 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(level, precision):
 
 
 def communicated(strategy, axes, policy):
-    mesh = mesh_of(axes)
+    mesh = mesh_of(axes, "native")
     opt = optimizer("adamw")
     state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy))
     step = fs.make_train_step(MODEL, opt, policy=policy)
     counts = []
-    with wire.algorithm("native"):
-        for batch in batches(3, mesh):
-            mode = CommDebugMode()
-            with mode, fs.recording() as seen:
-                state, _ = step(state, batch)
-            found = {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
-            counts.append((len(seen[0].gathers), len(seen[0].reductions), found))
+    for batch in batches(3, mesh):
+        mode = CommDebugMode()
+        with mode, fs.recording() as seen:
+            state, _ = step(state, batch)
+        found = {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
+        counts.append((len(seen[0].gathers), len(seen[0].reductions), found))
     return counts
 
 

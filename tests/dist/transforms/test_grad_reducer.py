@@ -10,7 +10,6 @@ import torch
 
 import fsharding as fs
 from fsharding.bench.rounds import allocated
-from fsharding.comm import process_group as wire
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.unit_plan import large_from
@@ -90,9 +89,9 @@ SHAPES = {
 }  # fmt: skip
 
 
-def gradients_of_products(level, dtype, policy, size, way="auto"):
+def gradients_of_products(level, dtype, policy, size, transport="auto"):
     """Gradients, and the leaves with terms that were written where they go, in order."""
-    mesh, written = fs.make_mesh(dp=2), []
+    mesh, written = fs.make_mesh(dp=2, transport=transport), []
     noise = torch.Generator().manual_seed(0)
     draws = {name: torch.randn(2, *shape, generator=noise) / 10 for name, shape in SHAPES.items()}
     draws["scale"] = torch.ones(2, NARROW)
@@ -113,8 +112,7 @@ def gradients_of_products(level, dtype, policy, size, way="auto"):
 
     with pytest.MonkeyPatch.context() as patch, large_from(size):
         patch.setattr(GradReducer, "write", write)
-        with wire.algorithm(way):
-            _, found = fs.value_and_grad(loss, grads=layout.main, precision=how)(params, x)
+        _, found = fs.value_and_grad(loss, grads=layout.main, precision=how)(params, x)
     return [x.full_tensor() for x in fs.tree.leaves(found)], written
 
 
@@ -124,7 +122,7 @@ def gradients_of_products(level, dtype, policy, size, way="auto"):
 def test_gradients_are_written_where_they_travel_from(level, dtype, policy):
     given = (level, dtype, policy)
     early, late = (run_ranks(gradients_of_products, 2, *given, size) for size in (1, 1 << 30))
-    sent = run_ranks(gradients_of_products, 2, *given, 1, "p2p")
+    sent = run_ranks(gradients_of_products, 2, *given, 1, "pairwise")
     table = ["table"] if dtype == torch.float32 else []
     for (found, written), *others in zip(early, late, sent, strict=True):
         assert written == ["mixed", "twice", "twice", "down", "up", *table] * 2

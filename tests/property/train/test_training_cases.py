@@ -15,9 +15,9 @@ from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.comm import process_group as wire
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.transforms.unit_plan import large_from
+from tests.helpers import TRANSPORTS, point_to_point
 
 # torch says at length that `full_tensor` gathers axis by axis.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     clip: float
     policy: str
     donate: bool
-    wires: str
+    transport: str
     early: int  # elements of a gradient from which on it is taken before its unit is left
 
 
@@ -73,7 +73,7 @@ def cases(draw):
         clip=draw(st.sampled_from([0.01, 0.5, 1e9])),
         policy=draw(st.sampled_from(sorted(fs.policies.POLICIES))),
         donate=draw(st.booleans()),
-        wires=draw(st.sampled_from(["auto", "native", "p2p", "exchange"])),
+        transport=draw(st.sampled_from(["auto", *TRANSPORTS])),
         early=draw(st.sampled_from([1, 20, 1 << 16])),
     )
 
@@ -144,27 +144,26 @@ def optimizer(case):
 
 
 @functools.cache
-def mesh_of(*axes):
-    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **dict(axes))
+def mesh_of(transport, *axes):
+    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), transport=transport, **dict(axes))
 
 
 def train(case, strategies):
     """Losses, norms and final parameters of each strategy on this rank, which sees its own rows."""
-    mesh, rank, results = mesh_of(*case.axes.items()), dist.get_rank(), []
+    mesh, rank, results = mesh_of(case.transport, *case.axes.items()), dist.get_rank(), []
     for strategy in strategies:
         draws, opt = draws_of(case, fs.random.key(5)), optimizer(case)
         layout = fs.plan_layout(draws, mesh, strategy=strategy, names=names_of(case), frozen=case.frozen)
         state = fs.init_state(lambda key, draws=draws: draws, opt, fs.random.key(0), layout)
         step = fs.make_train_step(loss_of(case), opt, microbatches=case.microbatches, donate=case.donate)
         losses, norms = [], []
-        with fs.recording() as seen, wire.algorithm(case.wires), large_from(case.early):
+        with fs.recording() as seen, point_to_point(), large_from(case.early):
             for batch in batches(case):
                 state, metrics = step(state, {name: x.chunk(case.ranks)[rank] for name, x in batch.items()})
                 losses.append(metrics.loss.item())
                 norms.append(metrics.grad_norm.item())
         assert layout.memory(opt).state == fs.state_bytes((state.params, state.main, state.opt_state))
-        # Only sends and receives end in the thread that waits; another of gloo's may hold a buffer a moment longer.
-        if case.policy != "everything_saveable" and case.wires == "p2p":
+        if case.policy != "everything_saveable" and case.transport == "pairwise":
             assert all(counts.peak_units <= 2 for counts in seen)
         params = {path: x.full_tensor() for path, x in fs.tree.named_leaves(state.params).items()}
         results.append((losses, norms, params))
@@ -200,14 +199,14 @@ EXAMPLES = settings.default.max_examples
 # Rows of a stack that do not begin where a fresh tensor would: kernels may take another path there.
 UNALIGNED = Case(
     ranks=2, axes={"dp": 2}, strategy=fs.zero(0), microbatches=1, rows=1, widths=(1, 5), stacked=2, scalar=False, frozen=(),
-    optimizer="sgd", clip=0.01, policy="save_except_gathered", donate=False, wires="auto", early=1,
+    optimizer="sgd", clip=0.01, policy="save_except_gathered", donate=False, transport="auto", early=1,
 )  # fmt: skip
 
 
 @settings(max_examples=EXAMPLES)
 @given(cases())
 @example(UNALIGNED)
-@example(UNALIGNED._replace(strategy=fs.zero(1), policy="nothing_saveable", wires="native"))
+@example(UNALIGNED._replace(strategy=fs.zero(1), policy="nothing_saveable", transport="native"))
 def test_any_case_trains_as_plain_torch_does(case):
     note(repr(case))
     if len(case.widths) == 2 and case.frozen == ("layers.0",) and not case.stacked and not case.scalar:

@@ -59,11 +59,12 @@ def test_variables_left_from_a_launcher_and_interfaces_that_are_not_there(monkey
     assert not found["NCCL_SOCKET_IFNAME"].wrong and found["NCCL_DEBUG"] == Finding("NCCL_DEBUG", "INFO")
 
 
-def test_why_ranks_send_instead_of_sharing():
-    assert transport("shared memory", "1")[1:] == ("", "")
-    assert transport("gloo", "0")[0] == "gloo over loopback: FSHARDING_SHARED_MEMORY=0 is set"
-    value, wrong, mend = transport("gloo", "1")
-    assert value == "gloo over loopback" and "/proc/PID/fd" in wrong and mend.startswith("Run all ranks as one user")
+def test_why_ranks_send_instead_of_sharing(monkeypatch):
+    assert transport("shared_memory", "its ranks are processes of one machine")[1:] == ("", "")
+    value, wrong, mend = transport("pairwise", "a reason")
+    assert value == "pairwise: a reason" and "slower" in wrong and mend.startswith("Run all ranks as one user")
+    monkeypatch.setenv("FSHARDING_SHARED_MEMORY", "0")
+    assert transport("pairwise", "a reason")[2] == "unset FSHARDING_SHARED_MEMORY"
 
 
 def test_few_open_files_are_told_with_the_command(monkeypatch):

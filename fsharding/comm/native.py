@@ -1,0 +1,348 @@
+"""The collectives of a process group's own backend: NCCL, or gloo as it is.
+
+In: buckets, rows, messages. Out: handles. Each collective is one call of `torch.distributed`.
+Law: every transport gives the same bytes, and counts the same bytes as sent.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.comm import bucket as buckets
+from fsharding.comm.bucket import Bucket
+from fsharding.comm.counters import record_sent
+from fsharding.comm.handles import Exchange, FreshMemory, Handle, Memory, Reduction, Rows
+from fsharding.comm.reduce import AllReduce, ReduceScatter
+from fsharding.mesh.device_mesh import Group
+from fsharding.mesh.failures import among
+
+__all__ = ["Message", "Native", "Works", "as_bytes", "receive", "receive_object", "send", "send_object"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass
+class Works:
+    """The handle of works of torch.
+
+    Attributes:
+        works: that are waited for; none when that has been done, as gloo's messages can be waited for once only.
+        buffers: that have to live until then.
+        peers: global ranks that each of the works is with; the last entry is for all that are left.
+        limit: how long to wait where nothing else is said; by default as long as torch does.
+    """
+
+    works: tuple[dist.Work, ...] = ()
+    buffers: tuple[Tensor, ...] = ()
+    peers: tuple[tuple[int, ...], ...] = ((),)
+    limit: timedelta | None = None
+
+    def is_ready(self) -> bool:
+        """See `Handle`."""
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> None:
+        """See `Handle`; the error is torch's own."""
+        timeout = self.limit if timeout is None else timeout
+        for i, work in enumerate(self.works):
+            with among(self.peers[min(i, len(self.peers) - 1)]):
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
+        self.works = ()
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        """See `Handle`."""
+        self.wait(timeout)
+
+
+class Message(NamedTuple):
+    """One message of a round.
+
+    Attributes:
+        rank: global rank of the other side.
+        tag: the same on both sides; of its own for each message between two ranks.
+        data: contiguous; where it is, or where it will be.
+    """
+
+    rank: int
+    tag: int
+    data: Tensor
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, which can be sent whatever its dtype: a flat view."""
+    return x.view(-1).view(torch.uint8)
+
+
+class Native:
+    """A group's own collectives; see `Transport`.
+
+    Args:
+        group: the members.
+        device: where their tensors are.
+    """
+
+    name = "native"
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self.device = group, device
+
+    # ---------------------------------------------------------------------------------------------------------- leaves
+    def all_gather(
+        self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None
+    ) -> Handle[Tensor]:
+        """See `Transport`."""
+        memory = memory or FreshMemory(self.device)
+        rows = self._start_gather(bucket, shards, dtype, memory)
+
+        def join(rows: Rows) -> Tensor:
+            flat = memory.empty(bucket.size, dtype)
+            buckets.copy_out(rows, flat, bucket)
+            return flat
+
+        return _Joined(rows, join)
+
+    def all_gather_into(
+        self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> Handle[Sequence[Tensor]]:
+        """See `Transport`."""
+        own = buckets.pieces_of(leaves, bucket, self.group.index)
+        there = self.group.index if all(map(Tensor.is_set_to, own, shards)) else None
+        rows = self._start_gather(bucket, shards, leaves[0].dtype, None)
+        return _Joined(rows, lambda rows: buckets.fill(rows, list(leaves), bucket, there=there))
+
+    def _start_gather(
+        self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None
+    ) -> Handle[Rows]:
+        exchange = self.gather_rows(bucket.width, dtype, memory)
+        _compat.foreach_copy_(buckets.piece_views(exchange.mine, bucket, self.group.index), list(shards))
+        return exchange.start()
+
+    def reduction(
+        self,
+        bucket: Bucket,
+        *,
+        scatter: bool,
+        wire_dtype: torch.dtype,
+        sum_dtype: torch.dtype,
+        large: bool = False,
+        memory: Memory | None = None,
+    ) -> Reduction:
+        """See `Transport`."""
+        if scatter:
+            return ReduceScatter(self, bucket, wire_dtype, sum_dtype, memory)
+        return AllReduce(self, bucket, wire_dtype, sum_dtype)
+
+    def has_slots(self, size: int, *, scatter: bool) -> bool:
+        """See `Transport`: what is sent are rows, which no kernel writes."""
+        return False
+
+    # ------------------------------------------------------------------------------------------------------------ rows
+    def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
+        """See `Transport`."""
+        rows = self._rows(width, dtype, memory)
+        return _SentRows(rows[self.group.index], rows, lambda: self._gather(rows))
+
+    def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
+        """See `Transport`."""
+        sent, received = (self._rows(width, dtype, memory) for _ in range(2))
+        return _SentRows(sent, received, lambda: self._all_to_all(sent, received))
+
+    def _rows(self, width: int, dtype: torch.dtype, memory: Memory | None) -> Tensor:
+        memory, size = memory or FreshMemory(self.device), self.group.size
+        return memory.empty(size * width, dtype).view(size, width)
+
+    def _gather(self, rows: Tensor) -> Works:
+        """Starts to fill every row with that member's data; this member's row is there already."""
+        group = self.group
+        if group.process_group is None or rows.numel() == 0:
+            return Works()
+        record_sent((group.size - 1) * rows[0].nbytes, group.axes)
+        mine = rows[group.index].clone()
+        if self._in_order():
+            return Works((self._all_gather_flat(rows, mine),), (mine,), (group.ranks,))
+        by_rank = torch.empty_like(rows)
+        Works((self._all_gather_flat(by_rank, mine),), (), (group.ranks,)).wait()
+        rows.copy_(by_rank[list(group.order)])
+        return Works()
+
+    def _in_order(self) -> bool:
+        """Whether members stand in the process group in the order in which rows have them."""
+        return self.group.order == tuple(range(self.group.size))
+
+    def _all_gather_flat(self, out: Tensor, mine: Tensor) -> dist.Work:
+        assert self.group.process_group is not None
+        with among(self.group.ranks):
+            return _compat.all_gather_flat(out.view(-1), mine, self.group.process_group)
+
+    def _all_to_all(self, sent: Tensor, received: Tensor) -> Works:
+        """Starts to send row i to member i, and to receive row i from member i."""
+        group = self.group
+        if group.process_group is None or sent.numel() == 0:
+            received.copy_(sent)
+            return Works()
+        record_sent((group.size - 1) * sent[0].nbytes, group.axes)
+        if self._in_order():
+            return Works((self._all_to_all_single(received, sent),), (sent,), (group.ranks,))
+        by_rank = torch.empty_like(received)
+        work = self._all_to_all_single(by_rank, sent[self._members_by_rank()])
+        Works((work,), (), (group.ranks,)).wait()
+        received.copy_(by_rank[list(group.order)])
+        return Works()
+
+    def _members_by_rank(self) -> list[int]:
+        return [self.group.order.index(i) for i in range(self.group.size)]
+
+    def _all_to_all_single(
+        self, out: Tensor, x: Tensor, sizes: Sequence[list[int]] | tuple[None, None] = (None, None)
+    ) -> dist.Work:
+        with among(self.group.ranks):
+            return _started(dist.all_to_all_single(out, x, *sizes, group=self.group.process_group, async_op=True))
+
+    def all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle[Tensor]:
+        """See `Transport`."""
+        group, received = self.group, x.new_empty(sum(receive), *x.shape[1:])
+        if group.process_group is None:
+            received.copy_(x)
+            return _Joined(Works(), lambda _: received)
+        width = x[:1].nbytes if x.shape[0] else 0
+        record_sent((sum(send) - send[group.index]) * width, group.axes)
+        if self._in_order():
+            works = Works((self._all_to_all_single(received, x, ([*receive], [*send])),), (x,), (group.ranks,))
+            return _Joined(works, lambda _: received)
+        members = self._members_by_rank()
+        pieces, by_rank = x.split([*send]), torch.empty_like(received)
+        sizes = [[rows[m] for m in members] for rows in (receive, send)]
+        work = self._all_to_all_single(by_rank, torch.cat([pieces[m] for m in members]), sizes)
+        Works((work,), (), (group.ranks,)).wait()
+        targets = received.split([*receive])
+        for member, piece in zip(members, by_rank.split(sizes[0]), strict=True):
+            targets[member].copy_(piece)
+        return _Joined(Works(), lambda _: received)
+
+    # -------------------------------------------------------------------------------------------------------- messages
+    def send_recv(self, sends: Sequence[Message], receives: Sequence[Message]) -> Works:
+        """See `Transport`."""
+        group = self.group
+        if sends:
+            record_sent(sum(m.data.nbytes for m in sends), group.axes)
+        works: list[dist.Work] = []
+        peers = [(m.rank,) for m in (*receives, *sends)]
+        if group.process_group is None:
+            assert not peers, "one rank has nobody to send to"
+        elif dist.get_backend(group.process_group) == "gloo":
+            works = [*(receive(m, group) for m in receives), *(send(m, group) for m in sends)]
+        elif peers:
+            ops = [dist.P2POp(dist.irecv, m.data, m.rank, group.process_group, m.tag) for m in receives]
+            ops += [dist.P2POp(dist.isend, m.data, m.rank, group.process_group, m.tag) for m in sends]
+            peers = [tuple({rank for several in peers for rank in several})]  # one work may come back for all of them
+            with among(peers[0]):
+                works = dist.batch_isend_irecv(ops)
+        buffers = tuple(m.data for m in (*sends, *receives))
+        return Works(tuple(works), buffers, tuple(peers) or ((),), message_limit(group))
+
+
+class _SentRows:
+    """Rows that are sent, into a buffer of this rank. An `Exchange`, and its own handle."""
+
+    def __init__(self, mine: Tensor, rows: Tensor, send: Callable[[], Works]) -> None:
+        self.mine, self._rows, self._send = mine, rows, send
+        self._works = Works()
+
+    def start(self) -> Handle[Rows]:
+        self._works = self._send()
+        return self
+
+    def is_ready(self) -> bool:
+        return self._works.is_ready()
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> Rows:
+        self._works.wait(timeout)
+        return self._rows
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        self._works.wait(timeout)
+
+
+class _Joined(Generic[S, T]):
+    """A handle whose result is made of that of another one, when it is waited for."""
+
+    def __init__(self, first: Handle[S], join: Callable[[S], T]) -> None:
+        self._first, self._join = first, join
+
+    def is_ready(self) -> bool:
+        return self._first.is_ready()
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> T:
+        result = self._join(self._first.wait(timeout))
+        self._first.release()
+        return result
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        self._first.release(timeout)
+
+
+# -------------------------------------------------------------------------------------------------- between two ranks
+def message_limit(group: Group) -> timedelta | None:
+    """The timeout that gloo's messages have to be given: they go by one that the group had when it was made."""
+    if group.process_group is None or dist.get_backend(group.process_group) != "gloo":
+        return None  # any other backend would have the host wait for the device
+    return _compat.group_timeout(group.process_group)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not in the group"
+    return work
+
+
+def send(m: Message, group: Group) -> dist.Work:
+    """Starts to send a message, whose bytes are not counted."""
+    with among((m.rank,)):
+        return _started(dist.isend(m.data, m.rank, group.process_group, m.tag))
+
+
+def receive(m: Message, group: Group) -> dist.Work:
+    """Starts to receive a message."""
+    with among((m.rank,)):
+        return _started(dist.irecv(m.data, m.rank, group.process_group, m.tag))
+
+
+def send_object(value: Any, rank: int, group: Group, device: torch.device) -> None:
+    """Sends anything that can be pickled, to be got by `receive_object`; its bytes are not counted.
+
+    Args:
+        value: what to send.
+        rank: global rank that gets it.
+        group: both are in it.
+        device: on which the group sends.
+    """
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    for x in (torch.tensor([data.numel()], device=device), data):
+        Works((send(Message(rank, 0, x), group),), (x,), ((rank,),), message_limit(group)).wait()
+
+
+def receive_object(rank: int, group: Group, device: torch.device) -> Any:
+    """The value that another rank sends by `send_object`. It is trusted, as all ranks of this program are.
+
+    Args:
+        rank: global rank that sends it.
+        group: both are in it.
+        device: on which the group sends.
+    """
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    Works((receive(Message(rank, 0, size), group),), (), ((rank,),), message_limit(group)).wait()
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    Works((receive(Message(rank, 0, data), group),), (), ((rank,),), message_limit(group)).wait()
+    return pickle.loads(data.cpu().numpy().tobytes())

@@ -1,0 +1,52 @@
+"""Rows by sends and receives between each two ranks, which on gloo are two to three times as fast as its collectives.
+
+In: as `Native`. Out: the same. It differs in how rows are gathered, and in nothing else.
+Law: that of every transport; the bytes are the same.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fsharding.comm.counters import record_sent
+from fsharding.comm.native import Message, Native, Works, message_limit, receive, send
+from fsharding.mesh.device_mesh import Group
+
+__all__ = ["SHORT", "Pairwise", "swap_rows"]
+
+SHORT = 1 << 17
+"""Up to so many bytes a row, an all-to-all of equal rows is at least as fast on gloo as sends and receives."""
+
+
+class Pairwise(Native):
+    """A group of gloo; see `Native`."""
+
+    name = "pairwise"
+
+    def _gather(self, rows: Tensor) -> Works:
+        group = self.group
+        if group.process_group is None or rows.numel() == 0:
+            return Works()
+        if rows[0].nbytes <= SHORT:
+            return self._all_to_all(rows[group.index].expand_as(rows).contiguous(), rows)
+        record_sent((group.size - 1) * rows[0].nbytes, group.axes)
+        return swap_rows(rows, group)
+
+
+def swap_rows(rows: Tensor, group: Group, *, tag: int = 0) -> Works:
+    """Starts to fill every row of a buffer by sends and receives of whole rows, whose bytes are not counted here.
+
+    Args:
+        rows: contiguous [members, width], row i from member i; this member's is there already.
+        group: who takes part.
+        tag: of the messages.
+    """
+    works: list[dist.Work] = []
+    peers: list[tuple[int, ...]] = []
+    for step in range(1, group.size):
+        source, target = (group.index - step) % group.size, (group.index + step) % group.size
+        works.append(receive(Message(group.ranks[source], tag, rows[source]), group))
+        works.append(send(Message(group.ranks[target], tag, rows[group.index]), group))
+        peers += [(group.ranks[source],), (group.ranks[target],)]
+    return Works(tuple(works), (), tuple(peers), message_limit(group))
