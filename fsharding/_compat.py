@@ -35,7 +35,8 @@ from fsharding.errors import LayoutError, message
 from fsharding.mesh_cache import cache_on_mesh, kept_by
 
 __all__ = [
-    "all_gather_flat", "attend_block", "attend_block_backward", "close_group", "default_store", "device_mesh_of",
+    "all_gather_flat", "attend_block", "attend_block_backward", "close_group", "default_store",
+    "describe_mesh", "device_mesh_of",
     "drop_local", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul",
     "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
     "is_elementwise", "is_served_by_rank", "is_wanted", "launchers_store", "like_dtensor", "local_tensor",
@@ -424,6 +425,23 @@ def device_mesh_of(
     mesh = DeviceMesh.from_group(list(groups), device_type, mesh=grid, mesh_dim_names=names)
     kept_by(mesh)["groups"] = tuple(groups)  # torch itself knows their names, and in some versions no more
     return mesh
+
+
+def describe_mesh(mesh: DeviceMesh, describe: Callable[[], str]) -> None:
+    """Has the `repr` of a mesh end with a text. Its class has to stay torch's own, which compilers look for."""
+    global _plain_repr
+    if _plain_repr is None:
+        _plain_repr, DeviceMesh.__repr__ = DeviceMesh.__repr__, _described_repr
+    kept_by(mesh)["describe"] = describe
+
+
+_plain_repr: Callable[[DeviceMesh], str] | None = None
+
+
+def _described_repr(mesh: DeviceMesh) -> str:
+    assert _plain_repr is not None
+    text, describe = _plain_repr(mesh), kept_by(mesh).get("describe")
+    return text if describe is None else f"{text.removesuffix(')')}, {describe()})"
 
 
 def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor, rank: int) -> DeviceMesh:

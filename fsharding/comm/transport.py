@@ -122,6 +122,9 @@ class Choice(NamedTuple):
     kind: type[Native]
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.kind.name} ({self.reason})"
+
 
 def transport_for(group: Group, device: torch.device) -> Transport:
     """The transport of a group for tensors on a device. Collective over the group the first time."""

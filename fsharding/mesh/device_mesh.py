@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -151,6 +152,8 @@ def make_mesh(
         facts["transport"] = transport
         mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout)
         kept_by(mesh)["transport"] = transport
+    # A weak reference, since the mesh keeps the function.
+    _compat.describe_mesh(mesh, functools.partial(_transports_of, weakref.ref(mesh)))
     set_meeting(timeout, mesh)
     return mesh
 
@@ -195,6 +198,20 @@ def _made(
 def _timeout(mesh: DeviceMesh) -> timedelta:
     """That of a mesh of `make_mesh`; of another, the default."""
     return kept_by(mesh).get("timeout", timedelta(minutes=10))
+
+
+def _transports_of(reference: weakref.ref[DeviceMesh]) -> str:
+    """The transport of each axis, and why, for `print(mesh)`."""
+    mesh = reference()
+    assert mesh is not None
+    if not is_member(mesh):
+        return "without this rank"
+    rows: list[str] = []
+    for axis, size in zip(abstract(mesh).names, abstract(mesh).sizes, strict=True):
+        if size > 1:
+            choice = axis_group(mesh, (axis,)).transports.get(mesh.device_type)
+            rows.append(f"{axis} by {choice or f'{_transport(mesh)}, chosen at the first collective'}")
+    return "; ".join(rows) or "one rank"
 
 
 def _transport(mesh: Mesh) -> str:

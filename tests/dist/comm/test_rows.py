@@ -234,6 +234,23 @@ def test_a_transport_that_is_asked_for_is_used(asked):
             assert (name, rows) == (asked, [0.0, 1.0])
 
 
+def printed():
+    mesh = fs.make_mesh(dp=2, tp=2, transport="auto")
+    before = repr(mesh)
+    gathered(axis_group(mesh, ("dp",)), torch.zeros(1))
+    return before, repr(mesh), repr(mesh["tp"])
+
+
+@pytest.mark.skipif(os.environ.get("FSHARDING_SHARED_MEMORY") == "0", reason="the reason is another one")
+def test_a_mesh_says_which_transport_is_used_and_why():
+    for before, after, part in run_ranks(printed, 4):
+        assert before.endswith(
+            "dp by auto, chosen at the first collective; tp by auto, chosen at the first collective)"
+        )
+        assert "dp by shared_memory (its ranks are processes of one machine); tp by auto" in after
+        assert part.startswith("DeviceMesh(") and "by auto" not in part
+
+
 def unlike(transport):
     try:
         fs.make_mesh(dp=2, transport=transport if dist.get_rank() else "native")
