@@ -19,7 +19,7 @@ from fsharding.comm.transport import start_sum
 from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import abstract, axis_group
-from fsharding.optim.base import EmptyState, GradientTransformation, multiply
+from fsharding.optim.base import ContextTransformation, EmptyState, InitContext, UpdateContext, multiply
 from fsharding.public import public
 from fsharding.sharding.boxes import chunk
 from fsharding.sharding.named_sharding import Local, NamedSharding, is_assigned, local_of, sharding_of
@@ -159,7 +159,7 @@ def _square_sum(flat: Tensor) -> Tensor:
 
 
 @public("fs.clip_by_global_norm")
-def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+def clip_by_global_norm(max_norm: float) -> ContextTransformation:
     """Scales all gradients by `max_norm / (norm + 1e-6)` where that is below 1, as `torch.nn.utils.clip_grad_norm_`.
 
     Args:
@@ -173,17 +173,17 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         raise ConfigError(message("fs.clip_by_global_norm", f"got max_norm={max_norm}.", mend=mend))
 
     @public("fs.clip_by_global_norm(...).init")
-    def init(params: Tree) -> EmptyState:
+    def init(params: Tree, context: InitContext = InitContext()) -> EmptyState:
         return EmptyState()
 
     @public("fs.clip_by_global_norm(...).update")
     def update(
-        updates: Tree, state: EmptyState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
+        updates: Tree, state: EmptyState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, EmptyState]:
-        scale = factor(global_norm(updates) if norm is None else norm)
-        return updates if scale == 1.0 else multiply(updates, scale, donate=donate), state
+        scale = factor(global_norm(updates) if context.norm is None else context.norm)
+        return multiply(updates, scale, donate=context.donate), state
 
     def factor(norm: Tensor) -> float:
         return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
-    return GradientTransformation(init, update, factor=factor)
+    return ContextTransformation(init, update, factor=factor)
