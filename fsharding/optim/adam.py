@@ -50,7 +50,7 @@ _VECTOR = 64
 """Elements that the kernel takes at once on every processor, or a multiple of that."""
 
 _LARGE = 1 << 12
-"""Size of a leaf from which on its whole vectors are updated in place, and only the rest is copied."""
+"""Size of a leaf from which on its whole vectors are updated in place, and only its end is copied."""
 
 _CHUNK = 1 << 16
 """Elements of a strided leaf that are copied at once: few enough for a core's cache."""
@@ -242,18 +242,18 @@ def _fused_dense(columns: _Columns, step: Tensor, settings: dict[str, float]) ->
     small = [i for i, n in enumerate(sizes) if n % _VECTOR and n < _LARGE]
     large = [i for i, n in enumerate(sizes) if n % _VECTOR and n >= _LARGE]
     bodies: list[list[Tensor]] = []
-    rests: list[list[Tensor]] = []
+    ends: list[list[Tensor]] = []
     for column in columns:
         flat = [(column[i].view(-1), sizes[i] // _VECTOR * _VECTOR) for i in large]
         bodies.append([column[i] for i in even] + [x[:cut] for x, cut in flat])
-        rests.append([column[i] for i in small] + [x[cut:] for x, cut in flat])
-    if rests[0]:
-        blank = step.new_zeros(-sum(x.numel() for x in rests[0]) % _VECTOR, dtype=rests[0][0].dtype)
-        for body, rest in zip(bodies, rests, strict=True):
-            body.append(_compat.packed([*rest, blank]))
+        ends.append([column[i] for i in small] + [x[cut:] for x, cut in flat])
+    if ends[0]:
+        padding = step.new_zeros(-sum(x.numel() for x in ends[0]) % _VECTOR, dtype=ends[0][0].dtype)
+        for body, end in zip(bodies, ends, strict=True):
+            body.append(_compat.packed([*end, padding]))
     if not bodies[0]:
         return
     _compat.fused_adamw_(bodies[0], bodies[1], bodies[2], bodies[3], [step] * len(bodies[0]), **settings)
-    if rests[0]:
+    if ends[0]:
         for k in (0, 2, 3):
-            _compat.foreach_copy_(rests[k], _compat.unpack(bodies[k][-1], rests[k]))
+            _compat.foreach_copy_(ends[k], _compat.unpack(bodies[k][-1], ends[k]))

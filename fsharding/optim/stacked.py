@@ -138,8 +138,8 @@ def sum_dims(
     """
     sums = [x.sum(d, keepdim=True, dtype=torch.float64) if d else x.double() for x, d in zip(terms, dims, strict=True)]
     groups: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
-    known = [None] * len(leaves) if shardings is None else shardings
-    for i, (leaf, over, with_owners) in enumerate(zip(leaves, dims, known, strict=True)):
+    given = [None] * len(leaves) if shardings is None else shardings
+    for i, (leaf, over, with_owners) in enumerate(zip(leaves, dims, given, strict=True)):
         if isinstance(leaf, DTensor):
             # On the whole mesh, not its slice: all ranks know its groups.
             sharding: NamedSharding = to_local(leaf).sharding

@@ -30,7 +30,7 @@ from fsharding.mesh.device_mesh import abstract, axis_group, everyone, world_siz
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.models.stacks import first_unit, scan_stacks
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply
-from fsharding.optim.clip import norm_with
+from fsharding.optim.clip import norm_with_stop_bit
 from fsharding.optim.router_bias import split_loads, update_against_load
 from fsharding.optim.updates import apply_gradients, apply_updates
 from fsharding.pipeline.executor import Messages, pipeline_grads
@@ -238,9 +238,13 @@ class TrainStep:
         policy: Policy,
         has_aux: bool,
     ) -> None:
-        self._model, self._opt = model, opt.with_context()
-        self._microbatches, self._schedule, self._precision = microbatches, schedule, precision
-        self._donate, self._policy = donate, policy
+        self._model = model
+        self._opt = opt.with_context()
+        self._microbatches = microbatches
+        self._schedule = schedule
+        self._precision = precision
+        self._donate = donate
+        self._policy = policy
         self._is_model = hasattr(model, "block")
         loss_fn = model_loss(model, policy=policy) if self._is_model else model
         self._loss_fn = _LossFunction(loss_fn, takes_key=_takes_key(loss_fn), has_aux=has_aux)
@@ -263,25 +267,38 @@ class TrainStep:
 
     @public("train step")
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        layout, plan = state.layout, self._plan_of(state, batch)
+        layout = state.layout
+        plan = self._plan_of(state, batch)
         loss_scale = _loss_scale(state, plan.precision)
         stop = StopBit(layout.mesh)
 
-        sums = self._sum_grads(plan, state, _split(batch, self._microbatches), loss_scale, stop)
+        sums = self._loss_and_grads(plan, state, _split(batch, self._microbatches), loss_scale, stop)
         grads, loads = split_loads(sums.grads, self._bias_rates)
         with _compat.region("norm"):
             to_mean = float(1.0 / (sums.weight.double() * loss_scale))
-            norm = (norm_with(stop, grads, layout.main).double() * to_mean).float()
+            norm = (norm_with_stop_bit(stop, grads, layout.main).double() * to_mean).float()
         loss = refuse_backward((sums.loss.double() / (sums.weight.double() * loss_scale)).float())
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         stop.settle(loss.device)
         metrics = Metrics(loss, norm, sums.weight, skipped=not finite, aux=sums.aux)
-
         if not finite:
             return self._skipped(plan, state, grads, metrics, loss_scale), metrics
+
         if self._donate:
             state = state.donate()
-        return sealed(self._updated(plan, state, grads, loads, to_mean, norm)), metrics
+        with _compat.region("optimizer"):
+            main, opt_state = self._update(state, grads, loads, to_mean, norm)
+        with _compat.region("spread"):
+            params = spread(main, state.params, layout, donate=self._donate)
+        scale = plan.precision.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
+        after = state.replace(
+            step=state.step + 1,
+            params=params,
+            main=main if state.main is not None else None,
+            opt_state=opt_state,
+            loss_scale=scale,
+        )
+        return sealed(after), metrics
 
     def prepare(self, layout: Layout) -> StepPlan:
         """Decides for a layout: whether the step computes in this layout, its precision, pipeline or scan, and buffers.
@@ -327,25 +344,31 @@ class TrainStep:
                 other.release()
         return plan
 
-    def _sum_grads(
+    def _loss_and_grads(
         self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: float, stop: StopBit
     ) -> _Sums:
         """Forward and backward of all microbatches, through the pipeline or one after the other."""
-        layout = state.layout
-        if plan.schedule is not None:
-            grads, loss, weight = pipeline_grads(
-                self._model,
-                plan.schedule,
-                layout,
-                state.params,
-                microbatches,
-                precision=plan.precision,
-                policy=self._policy,
-                scale=loss_scale,
-                known=plan.messages,
-                stop=stop,
-            )
-            return _Sums(grads, loss, weight)
+        if plan.schedule is None:
+            return self._accumulate(plan, state, microbatches, loss_scale, stop)
+        grads, loss, weight = pipeline_grads(
+            self._model,
+            plan.schedule,
+            state.layout,
+            state.params,
+            microbatches,
+            precision=plan.precision,
+            policy=self._policy,
+            scale=loss_scale,
+            known=plan.messages,
+            stop=stop,
+        )
+        return _Sums(grads, loss, weight)
+
+    def _accumulate(
+        self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: float, stop: StopBit
+    ) -> _Sums:
+        """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
+        layout, has_aux = state.layout, self._loss_fn.has_aux
         key = self._loss_fn.key(state)
         grads: Tree = None
         losses: list[Tensor] = []
@@ -353,17 +376,17 @@ class TrainStep:
         auxes: list[Any] = []
         for i, microbatch in enumerate(microbatches):
             last = i + 1 == len(microbatches)
-            run = value_and_grad(
+            loss_and_grads = value_and_grad(
                 self._loss_fn.scaled(loss_scale, fold_in(key, i) if key is not None else None),
-                has_aux=self._loss_fn.has_aux,
+                has_aux=has_aux,
                 grads=layout.main if last else layout.grads,
                 precision=plan.precision,
                 mean=False,
                 memory=plan.buffers,
                 stop=stop if last else None,
             )
-            result, grads = run(state.params, microbatch, accumulate=grads, donate=True)
-            if self._loss_fn.has_aux:
+            result, grads = loss_and_grads(state.params, microbatch, accumulate=grads, donate=True)
+            if has_aux:
                 result, aux = result
                 auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
             loss, weight = result
@@ -371,28 +394,13 @@ class TrainStep:
             weights.append(weight)
         return _Sums(grads, torch.stack(losses).sum(), torch.stack(weights).sum(), tuple(auxes))
 
-    def _updated(
-        self, plan: StepPlan, state: TrainState, grads: Tree, loads: dict[str, Tensor], to_mean: float, norm: Tensor
-    ) -> TrainState:
-        """The next state. Gradients times `to_mean` are their means, and `norm` is that of the means."""
-        layout, donate = state.layout, self._donate
-        with _compat.region("optimizer"):
-            main, opt_state = self._update(state, grads, loads, to_mean, norm)
-        with _compat.region("spread"):
-            params = spread(main, state.params, layout, donate=donate)
-        scale = plan.precision.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
-        return state.replace(
-            step=state.step + 1,
-            params=params,
-            main=main if state.main is not None else None,
-            opt_state=opt_state,
-            loss_scale=scale,
-        )
-
     def _update(
         self, state: TrainState, grads: Tree, loads: dict[str, Tensor], to_mean: float, norm: Tensor
     ) -> tuple[Tree, Tree]:
-        """The main parameters and the optimizer state after an update."""
+        """The main parameters and the optimizer state after an update.
+
+        Gradients times `to_mean` are their means, and `norm` is that of the means.
+        """
         main, shardings, donate = main_of(state), state.layout.main, self._donate
         if not self._bias_rates:
             return apply_gradients(
