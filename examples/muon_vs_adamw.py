@@ -21,10 +21,8 @@ def optimizers():
     adamw = fs.adamw(rates, weight_decay=0.1)
     # With this ratio an update is as large as one of AdamW, so one learning rate does for both.
     muon = fs.optim.muon(rates, weight_decay=0.1, adjust="match_rms_adamw")
-    return {
-        "adamw": adamw,
-        "muon": fs.optim.multi_transform({"matrix": muon, "other": adamw}, fs.optim.label_matrices()),
-    }
+    both = fs.optim.multi_transform({"matrix": muon, "other": adamw}, fs.optim.label_matrices())
+    return {"adamw": adamw, "muon": both}
 
 
 def batch_of(step, mesh):

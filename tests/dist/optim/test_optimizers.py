@@ -364,7 +364,7 @@ def test_muon_sends_what_others_iterate_on_and_gets_it_back():
 
 
 def test_matrices_of_a_stack_are_spread_over_all_free_axes():
-    spread = importlib.import_module("fsharding.optim.muon")._spread
+    spread = importlib.import_module("fsharding.optim.muon")._by_matrix
     mesh = fs.AbstractMesh(("pp", "dp", "ep", "tp"), (2, 2, 2, 2))
     cases = {
         (("pp", "tp", "dp"), (8, 6, 10)): fs.P(("pp", "dp", "ep", "tp")),
