@@ -17,11 +17,12 @@ CONFIG = fs.models.DecoderConfig(vocab=64, dim=48, layers=3, heads=4, kv_heads=2
 
 
 def optimizers():
-    rates = fs.warmup_cosine(RATE, 5, STEPS, end=RATE / 10)
+    rates = fs.optim.schedules.warmup_cosine(RATE, 5, STEPS, end=RATE / 10)
     adamw = fs.adamw(rates, weight_decay=0.1)
     # With this ratio an update is as large as one of AdamW, so one learning rate does for both.
     muon = fs.optim.muon(rates, weight_decay=0.1, adjust="match_rms_adamw")
-    return {"adamw": adamw, "muon": fs.masked({"matrix": muon, "other": adamw}, fs.optim.label_matrices())}
+    both = fs.optim.multi_transform({"matrix": muon, "other": adamw}, fs.optim.label_matrices())
+    return {"adamw": adamw, "muon": both}
 
 
 def batch_of(step, mesh):

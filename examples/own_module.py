@@ -63,7 +63,7 @@ def train(strategy):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
     layout = fs.plan_layout(net, mesh, strategy=strategy)
-    opt = fs.adamw(fs.warmup_cosine(2e-2, 5, STEPS))
+    opt = fs.adamw(fs.optim.schedules.warmup_cosine(2e-2, 5, STEPS))
     state = fs.init_state(net, opt, KEY, layout)
     step = fs.make_train_step(loss_fn, opt, donate=True)
     index, count = data_position(mesh)

@@ -27,7 +27,8 @@ def train(strategy):
     mesh = fs.make_mesh(dp=-1)
     model = fs.models.decoder(CONFIG)
     layout = fs.plan_layout(model, mesh, fs.DEFAULT_RULES, strategy)
-    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(fs.warmup_cosine(1e-2, 2, STEPS), weight_decay=0.1))
+    rate = fs.optim.schedules.warmup_cosine(1e-2, 2, STEPS)
+    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(rate, weight_decay=0.1))
 
     # The state: each rank draws its own slices of one global draw.
     state = fs.init_state(model, opt, fs.random.key(0), layout)

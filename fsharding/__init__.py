@@ -23,12 +23,8 @@ from fsharding.optim import (
     apply_updates,
     chain,
     clip_by_global_norm,
-    constant,
     global_norm,
-    linear,
-    masked,
     sgd,
-    warmup_cosine,
 )
 from fsharding.pipeline.actions import Action
 from fsharding.pipeline.executor import pipeline_grads
@@ -71,13 +67,13 @@ __all__ = [
     "LossScale", "Memory", "Metrics", "Model", "NamedSharding", "PartitionSpec", "Precision", "Schedule", "Strategy",
     "PureModule", "Traffic", "TrainState", "adamw", "apply_updates", "chain", "check_schedule", "checkpoint",
     "check_replicas", "clip_by_global_norm",
-    "constant", "counting_bytes", "data", "data_position", "draw_schedule", "expected_traffic", "explain_reshard",
+    "counting_bytes", "data", "data_position", "draw_schedule", "expected_traffic", "explain_reshard",
     "families", "functionalize", "gather_unit", "global_norm", "hessian", "hf", "hybrid", "init_state",
-    "is_member", "jacfwd", "layers_of", "linear", "main_params", "make_mesh", "make_schedule", "make_train_step",
-    "masked", "model_from", "model_loss", "models", "ops", "optim", "parse_strategy", "pipeline_grads", "plan_layout",
+    "is_member", "jacfwd", "layers_of", "main_params", "make_mesh", "make_schedule", "make_train_step",
+    "model_from", "model_loss", "models", "ops", "optim", "parse_strategy", "pipeline_grads", "plan_layout",
     "plan_schedule", "policies", "preemption", "random", "recipes",
     "recording", "redistribute", "remat", "reshard", "run_ranks", "scan", "scan_stacks", "scan_units", "scatter_grads",
     "select_unit", "set_mesh", "sgd", "shard", "shard_map", "spread_main", "stack_units", "stages_of", "stages_for",
-    "state_bytes", "state_from", "tree", "typeof", "unshard", "unstack_units", "value_and_grad", "warmup_cosine",
+    "state_bytes", "state_from", "tree", "typeof", "unshard", "unstack_units", "value_and_grad",
     "zero",
 ]  # fmt: skip

@@ -87,7 +87,8 @@ def check_optimizer(function: str, opt: Any) -> None:
     elif inspect.isroutine(opt) and getattr(opt, "__module__", "").startswith("fsharding.optim"):
         mend = f"Call it: fs.{opt.__name__}(...)."
     elif isinstance(opt, torch.optim.lr_scheduler.LRScheduler):
-        mend = "A learning rate may be a function of the number of updates: fs.adamw(fs.warmup_cosine(3e-4, 9, 99))."
+        rate = "fs.optim.schedules.warmup_cosine(3e-4, 9, 99)"
+        mend = f"A learning rate may be a function of the number of updates: fs.adamw({rate})."
     elif pair:
         mend = "Its functions are of the same form: fs.GradientTransformation(opt.init, opt.update)."
     else:

@@ -79,6 +79,7 @@ def _explanation(
         return message(name, f"cannot be called so: {unfit}.", mend=mend)
     if not _is_ours(error) or not _is_about_arguments(error):
         return None
+    given.pop("self", None)  # of a method
     hints = _hints(function)
     wrong = {arg: x for arg, x in given.items() if not _fits(x, hints.get(arg, Any))}
     rows = [f"{arg} is {kind_of(x)}, not {_words(hints[arg])}" for arg, x in wrong.items()]
@@ -103,7 +104,8 @@ def _explanation(
 
 def _short(signature: inspect.Signature) -> str:
     """The parameters that have to be given."""
-    needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    parameters = (p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self")
+    needed = [p.name for p in parameters if p.default is p.empty]
     return f"({', '.join(needed)})"
 
 
@@ -150,7 +152,7 @@ def _is_a(x: Any, kind: type) -> bool:
         return isinstance(x, int) and not isinstance(x, bool)
     if getattr(kind, "_is_protocol", False):
         return True
-    if set(getattr(kind, "_fields", ())) >= {"init", "update"}:
+    if set(getattr(kind, "__dataclass_fields__", ())) >= {"init", "update"}:
         return is_optimizer(x)
     return isinstance(x, kind)
 

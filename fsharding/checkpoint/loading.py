@@ -226,7 +226,7 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
         opt_state = rebuild(manifest.structure, lambda path: path)
         return _wanted_leaves(layout, manifest, tree.leaves(opt_state)), opt_state
     wanted = _wanted_leaves(layout, manifest, ())
-    state = {"opt_state": opt.start(_meta_main(layout), layout.precision.moments, layout.main)}
+    state = {"opt_state": opt.start(_meta_main(layout), moments=layout.precision.moments, shardings=layout.main)}
     for path, x in tree.named_leaves(state).items():
         sharding, shape = placement(path, x, layout)
         wanted[path] = Want(shape, x.dtype, sharding, device_of(layout, _FUNCTION) if x.is_meta else x.device)

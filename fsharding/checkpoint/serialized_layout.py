@@ -26,7 +26,7 @@ from fsharding.optim import (
     EmptyState,
     LionState,
     LookaheadState,
-    MaskedState,
+    MultiTransformState,
     MuonState,
     NoiseState,
     SgdState,
@@ -174,10 +174,13 @@ KNOWN: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         *(AdamState, SgdState, LionState, AdafactorState, MuonState, TorchState, EmaState, LookaheadState, NoiseState),
-        *(ChainState, EmptyState, MaskedState, ScaleState),
+        *(ChainState, EmptyState, MultiTransformState, ScaleState),
     )
 }
 """NamedTuples that are rebuilt, by name."""
+
+_RENAMED = {"MaskedState": "MultiTransformState"}
+"""Names in checkpoints of before, and those that the classes have now."""
 
 LEAF = "leaf"
 
@@ -241,7 +244,7 @@ def rebuild(
             case {"list": list(items)} if len(plain) == 1:
                 return [build(value, f"{path}.{i}") for i, value in enumerate(items)]
             case {"namedtuple": str(name), "fields": dict(fields)} if len(plain) == 2:
-                kind = KNOWN.get(name)
+                kind = KNOWN.get(_RENAMED.get(name, name))
                 if kind is not None and tuple(fields) == kind._fields:
                     return kind(**{key: build(value, f"{path}.{key}") for key, value in fields.items()})
                 what = f"{name}({listed(fields, none='')})"

@@ -322,7 +322,7 @@ def _schedule(config: TrainConfig, chosen: Recipe) -> optim.Schedule:
     """Warm-up, then constant: independent of the number of steps, so that a longer run begins as a shorter one."""
     peak = config.lr or chosen.learning_rate * OPTIMIZERS[config.optimizer]
     if config.decay_steps:
-        return optim.warmup_cosine(peak, chosen.warmup, config.decay_steps, end=peak / 10)
+        return optim.schedules.warmup_cosine(peak, chosen.warmup, config.decay_steps, end=peak / 10)
     return lambda count: peak * min(1.0, (count + 1) / chosen.warmup)
 
 
@@ -345,7 +345,7 @@ def _optimizer(config: TrainConfig, chosen: Recipe, schedule: optim.Schedule) ->
     # Muon takes the rates of AdamW when its updates have about the same size.
     muon = optim.muon(schedule, weight_decay=chosen.weight_decay, adjust="match_rms_adamw")
     labels, groups = optim.label_matrices(), {"matrix": make(chosen.weight_decay), "vector": make(0.0)}
-    return optim.masked({**groups, "stacked": muon} if config.optimizer == "muon" else groups, group)
+    return optim.multi_transform({**groups, "stacked": muon} if config.optimizer == "muon" else groups, group)
 
 
 class _Log:

@@ -1,7 +1,7 @@
 """Adafactor: second moments of matrices as means over rows and columns (Shazeer & Stern 2018), however they are cut.
 
-In: gradients and parameters, cut alike. Out: updates to be added, and new statistics, cut as the parameters along the
-dims that they have. A mean is of the whole matrix: what the ranks of a row or a column have is summed in float64.
+In: gradients and parameters in the same shardings. Out: updates to be added, and new statistics, sharded as the
+parameters along the dims that they have. A mean is of the whole matrix: ranks add their parts of it in float64.
 Of the two published versions this is the one of 2018: decay `1 - t^-0.8`, updates scaled by the root mean square of the
 parameters and clipped by their own, no momentum. (Zhai et al. 2022 cap the decay and add momentum.)
 Law: `torch.optim.Adafactor` has the same updates; a unit of a stack has those of the unit alone.
@@ -21,18 +21,20 @@ from torch import Tensor
 from fsharding import tree
 from fsharding.comm.redistribute import redistribute
 from fsharding.optim.base import (
-    GradientTransformation,
+    ContextTransformation,
+    InitContext,
+    UpdateContext,
     check_update,
     like,
     like_leaf,
     local_leaves,
     new_zeros,
-    refuse_unlike,
-    required,
+    refuse_other_shapes,
+    require_params,
     shardings_of,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.stacked import STACKS, homes, stacked_dims, sum_dims, whole_shape
+from fsharding.optim.stacked import STACKS, assigned_shardings, stacked_dims, sum_dims, whole_shape
 from fsharding.optim.validation import ABOVE_0, FROM_0, check_dtype, check_settings
 from fsharding.precision import wide
 from fsharding.public import public
@@ -63,10 +65,20 @@ class AdafactorState(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """One leaf of an update: its gradient, where and what it is whole, the local tensors, and the dims of a unit."""
+    """One leaf of an update.
+
+    Attributes:
+        leaf: its gradient.
+        sharding: of the gradient, with assignments; None for a plain tensor.
+        shape: of the whole leaf.
+        grad: the local gradient, in float32 at least.
+        param: the local parameter, so too.
+        unit: the dims of one unit of a stack, or all dims.
+        factored: whether it has means over rows and columns.
+    """
 
     leaf: Tensor
-    home: NamedSharding | None
+    sharding: NamedSharding | None
     shape: tuple[int, ...]
     grad: Tensor
     param: Tensor
@@ -89,8 +101,8 @@ def adafactor(
     weight_decay: float = 0.0,
     stacks: tuple[str, ...] = STACKS,
     moments: torch.dtype | None = None,
-) -> GradientTransformation:
-    """Adafactor, with the parameters of `torch.optim.Adafactor` and what it makes of them.
+) -> ContextTransformation:
+    """Adafactor, with the parameters and the updates of `torch.optim.Adafactor`.
 
     The moments are `v = t^beta2_decay * g^2 + (1 - t^beta2_decay) * v`, their means over rows and columns for matrices;
     `u = g / sqrt(row * col / mean(row))`, or `g / sqrt(v)`; the update is
@@ -109,7 +121,7 @@ def adafactor(
 
     Raises:
         ConfigError: numbers below 0; all of them are listed. Statistics in a dtype that kernels lack.
-        LayoutError: leaves with explicit assignments that it is not told; all of them are listed.
+        LayoutError: leaves with explicit assignments without `shardings` in the context; all of them are listed.
         TreeError: from the update: no parameters, or something else than gradients and this state.
     """
     above = {"learning_rate": learning_rate, "eps[0]": eps[0] or 0.0, "eps[1]": eps[1], "weight_decay": weight_decay}
@@ -118,38 +130,38 @@ def adafactor(
     rate = as_schedule(learning_rate)
 
     @public("fs.optim.adafactor(...).init")
-    def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> AdafactorState:
+    def init(params: Tree, context: InitContext = InitContext()) -> AdafactorState:
         flat, spec = tree.flatten(params)
-        there = homes(_NAME, params, shardings, known=_STAGES)
+        shardings = assigned_shardings(_NAME, params, context.shardings, known=_STAGES)
 
-        def zeros(path: str, x: Tensor, home: NamedSharding | None, dim: int) -> Tensor | None:
+        def zeros(path: str, x: Tensor, sharding: NamedSharding | None, dim: int) -> Tensor | None:
             factored = x.ndim - stacked_dims(path, stacks) >= 2
             if factored == (dim == 0):
                 return None
-            dtype = own or moments or wide(x.dtype)
-            return _mean_zeros(x, home, dim, dtype) if dim else like_leaf(x, new_zeros(local_of(x), dtype))
+            dtype = own or context.moments or wide(x.dtype)
+            return _mean_zeros(x, sharding, dim, dtype) if dim else like_leaf(x, new_zeros(local_of(x), dtype))
 
-        named = [*zip(tree.paths(params), flat, there, strict=True)]
+        named = [*zip(tree.paths(params), flat, shardings, strict=True)]
         row, col, full = (tree.unflatten(spec, [zeros(*leaf, dim) for leaf in named]) for dim in (-1, -2, 0))
         return AdafactorState(torch.zeros((), dtype=torch.int64), row, col, full)
 
     @public("fs.optim.adafactor(...).update")
     def update(
-        updates: Tree, state: AdafactorState, params: Tree = None, *, shardings: Tree = None
+        updates: Tree, state: AdafactorState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, AdafactorState]:
-        check_update(_NAME, AdafactorState, updates, state, required(params, _NAME))
+        check_update(_NAME, AdafactorState, updates, state, require_params(params, _NAME))
         params = tree.prune(params, updates, _NAME, ("parameters", "gradients"))
-        refuse_unlike(_NAME, params, updates, ("parameters", "gradients"))
-        where, t = shardings_of(updates), int(state.count) + 1
+        refuse_other_shapes(_NAME, params, updates, ("parameters", "gradients"))
+        t = int(state.count) + 1
         grads, spec = tree.flatten(updates)
-        main = local_leaves(redistribute(params, where))
+        main = local_leaves(redistribute(params, shardings_of(updates)))
         leaves: list[_Leaf] = []
-        there = homes(_NAME, updates, shardings, known=_STAGES)
-        for path, g, home, p in zip(tree.paths(updates), grads, there, main, strict=True):
+        shardings = assigned_shardings(_NAME, updates, context.shardings, known=_STAGES)
+        for path, g, sharding, p in zip(tree.paths(updates), grads, shardings, main, strict=True):
             lead, dtype = stacked_dims(path, stacks), wide(g.dtype)
             unit = tuple(range(lead, g.ndim))
-            shape, factored = whole_shape(g, home), len(unit) >= 2
-            leaves.append(_Leaf(g, home, shape, local_of(g).to(dtype), p.to(dtype), unit, factored))
+            shape, factored = whole_shape(g, sharding), len(unit) >= 2
+            leaves.append(_Leaf(g, sharding, shape, local_of(g).to(dtype), p.to(dtype), unit, factored))
         olds = [
             tree.flatten_up_to(spec, x, _NAME, ("gradients", "moments")) for x in (state.row, state.col, state.full)
         ]
@@ -166,11 +178,11 @@ def adafactor(
         row, col, full = (tree.unflatten(spec, new) for new in placed)
         return like(updates, deltas), AdafactorState(state.count + 1, row, col, full)
 
-    return GradientTransformation(init, update)
+    return ContextTransformation(init, update)
 
 
 def _sums(terms: Iterable[Tensor], leaves: Sequence[_Leaf], dims: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    return sum_dims(terms, [x.leaf for x in leaves], dims, shardings=[x.home for x in leaves])
+    return sum_dims(terms, [x.leaf for x in leaves], dims, shardings=[x.sharding for x in leaves])
 
 
 def _moments(
@@ -178,24 +190,24 @@ def _moments(
 ) -> tuple[tuple[list[Any], list[Any], list[Any]], list[Tensor]]:
     """New local statistics (row, col, full), None where a leaf has none, and sums of squares of the parameters."""
     matrices = [i for i, x in enumerate(leaves) if x.factored]
-    cut = [leaves[i] for i in matrices]
-    found = _sums(
-        itertools.chain((x.grad.square() for x in (*cut, *cut)), (x.param.square() for x in leaves)),
-        [*cut, *cut, *leaves],
-        [*((x.leaf.ndim - 1,) for x in cut), *((x.leaf.ndim - 2,) for x in cut), *(x.unit for x in leaves)],
+    factored = [leaves[i] for i in matrices]
+    sums = _sums(
+        itertools.chain((x.grad.square() for x in (*factored, *factored)), (x.param.square() for x in leaves)),
+        [*factored, *factored, *leaves],
+        [*((x.leaf.ndim - 1,) for x in factored), *((x.leaf.ndim - 2,) for x in factored), *(x.unit for x in leaves)],
     )
     result: tuple[list[Any], list[Any], list[Any]] = tuple([None] * len(leaves) for _ in range(3))  # pyright: ignore[reportAssignmentType]
     for k, dim in enumerate((-1, -2)):
         for at, i in enumerate(matrices):
-            mean = found[k * len(matrices) + at] / max(leaves[i].shape[dim], 1)
+            mean = sums[k * len(matrices) + at] / max(leaves[i].shape[dim], 1)
             old = _old(olds[k][i], leaves[i], dim)
-            # A stage without the leaf has nothing of its means either.
+            # A stage without the leaf has no elements of its means either.
             result[k][i] = old.lerp(mean.to(old.dtype), weight) if old.shape == mean.shape else old
     for i, x in enumerate(leaves):
         if not x.factored:
             old = _old(olds[2][i], x, 0)
             result[2][i] = old.lerp(x.grad.square().to(old.dtype), weight)
-    return result, found[2 * len(matrices) :]
+    return result, sums[2 * len(matrices) :]
 
 
 def _normalized(
@@ -204,8 +216,8 @@ def _normalized(
     """Gradients over the roots of their second moments."""
     rows, cols, full = moments
     matrices = [i for i, x in enumerate(leaves) if x.factored]
-    cut = [leaves[i] for i in matrices]
-    sums = _sums([rows[i] for i in matrices], cut, [(x.leaf.ndim - 2,) for x in cut])
+    factored = [leaves[i] for i in matrices]
+    sums = _sums([rows[i] for i in matrices], factored, [(x.leaf.ndim - 2,) for x in factored])
     means = dict(zip(matrices, sums, strict=True))
     result: list[Tensor] = []
     for i, x in enumerate(leaves):
@@ -219,42 +231,43 @@ def _normalized(
     return result
 
 
-# ---------------------------------------------------------------------------------------------- where statistics are
+# -------------------------------------------------------------------------------------------- shardings of statistics
 
 
-def _sharding(home: NamedSharding, ndim: int, dim: int) -> NamedSharding:
-    return mean_over(home, ndim, dim) if dim else home
+def _statistic_sharding(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:
+    return mean_over(sharding, ndim, dim) if dim else sharding
 
 
-def _shape(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+def _statistic_shape(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     at = len(shape) + dim
     return (*shape[:at], min(shape[at], 1), *shape[at + 1 :]) if dim else shape
 
 
-def _mean_zeros(x: Tensor, home: NamedSharding | None, dim: int, dtype: torch.dtype) -> Tensor:
+def _mean_zeros(x: Tensor, sharding: NamedSharding | None, dim: int, dtype: torch.dtype) -> Tensor:
     """Zeros for the mean over a dim, cut as the leaf along the others."""
-    if home is None:
+    if sharding is None:
         at = x.ndim + dim
         return x.new_zeros((*x.shape[:at], 1, *x.shape[at + 1 :]), dtype=dtype)
-    where, shape = _sharding(home, x.ndim, dim), _shape(whole_shape(x, home), dim)
-    return where.to_dtensor(local_of(x).new_zeros(where.local_shape(shape), dtype=dtype), shape)
+    target = _statistic_sharding(sharding, x.ndim, dim)
+    shape = _statistic_shape(whole_shape(x, sharding), dim)
+    return target.to_dtensor(local_of(x).new_zeros(target.local_shape(shape), dtype=dtype), shape)
 
 
 def _old(x: Tensor, leaf: _Leaf, dim: int) -> Tensor:
-    """The local tensor of a statistic where the gradient of its leaf is, in float32 at least."""
-    if leaf.home is not None:
-        x = local_of(redistribute(x, _sharding(leaf.home, leaf.leaf.ndim, dim)))
+    """The local tensor of a statistic in the sharding of its leaf's gradient, in float32 at least."""
+    if leaf.sharding is not None:
+        x = local_of(redistribute(x, _statistic_sharding(leaf.sharding, leaf.leaf.ndim, dim)))
     return x.to(wide(x.dtype))
 
 
 def _placed(news: list[Any], olds: list[Any], leaves: list[_Leaf], dim: int) -> list[Any]:
-    """New statistics as leaves, where and in the dtype that the old ones were."""
+    """New statistics as leaves, in the shardings and dtypes of the old ones."""
     result: list[Any] = []
     for new, old, leaf in zip(news, olds, leaves, strict=True):
-        if new is None or leaf.home is None:
+        if new is None or leaf.sharding is None:
             result.append(new if new is None else new.to(old.dtype))
             continue
-        at_grad = _sharding(leaf.home, leaf.leaf.ndim, dim)
-        placed = at_grad.to_dtensor(new.to(old.dtype), _shape(leaf.shape, dim))
+        at_grad = _statistic_sharding(leaf.sharding, leaf.leaf.ndim, dim)
+        placed = at_grad.to_dtensor(new.to(old.dtype), _statistic_shape(leaf.shape, dim))
         result.append(redistribute(placed, replace(sharding_of(old), mesh=at_grad.mesh, assigned=at_grad.assigned)))
     return result

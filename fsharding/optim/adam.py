@@ -1,9 +1,9 @@
 """AdamW with torch's fused kernel on local tensors (Kingma & Ba 2015; Loshchilov & Hutter 2019).
 
-In: gradients, moments and main parameters cut alike. Out: updates to be added, and new moments.
-The kernel's last elements, past a multiple of its vector width, round differently: they go through a padded copy.
-It wants leaves without gaps and of one dtype; others are updated where they are, through a copy in the cache.
-Law: an element's update does not depend on where in a shard it stands, so all strategies agree bitwise.
+In: gradients, moments and main parameters in the same shardings. Out: updates to be added, and new moments.
+The kernel rounds its last elements, past a multiple of its vector width, differently: they go through a padded copy.
+It takes contiguous leaves of one dtype; others are updated in chunks, through a copy that stays in the cache.
+Law: an element's update does not depend on its position in a shard, so all strategies agree bitwise.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from fsharding import _compat
 from fsharding.comm.redistribute import in_buckets
 from fsharding.errors import LayoutError
 from fsharding.optim.base import (
-    GradientTransformation,
+    ContextTransformation,
+    InitContext,
+    UpdateContext,
     add_decay_,
     check_moments,
     check_update,
     clone,
-    grads_where,
-    in_place,
     like,
+    local_grads,
     local_leaves,
     new_zeros,
-    refuse_other_parts,
+    refuse_other_shards,
+    writable_leaves,
     zeros,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
@@ -48,14 +50,14 @@ _VECTOR = 64
 """Elements that the kernel takes at once on every processor, or a multiple of that."""
 
 _LARGE = 1 << 12
-"""Elements of a leaf from which on its whole vectors are not worth a copy."""
+"""Size of a leaf from which on its whole vectors are updated in place, and only its end is copied."""
 
 _CHUNK = 1 << 16
-"""Elements of a leaf with gaps that are copied at once: few enough for a core's cache."""
+"""Elements of a strided leaf that are copied at once: few enough for a core's cache."""
 
 
 _WIDE = {torch.float32, torch.float64}
-"""In which leaves that are alike may be updated as they are."""
+"""Dtypes that the kernel computes in, so that leaves of one such dtype need no copy."""
 
 _LABELS = ("parameters", "gradients", "mu", "nu")
 
@@ -80,7 +82,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     moments: torch.dtype | None = None,
-) -> GradientTransformation:
+) -> ContextTransformation:
     """AdamW: `-lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * p)`.
 
     Args:
@@ -103,14 +105,16 @@ def adamw(
     rate = as_schedule(learning_rate)
 
     @public("fs.adamw(...).init")
-    def init(params: Tree, *, moments: torch.dtype | None = None) -> AdamState:
-        kept = own or moments
-        return AdamState(torch.zeros((), dtype=torch.int64), zeros(params, kept), zeros(params, kept))
+    def init(params: Tree, context: InitContext = InitContext()) -> AdamState:
+        dtype = own or context.moments
+        return AdamState(torch.zeros((), dtype=torch.int64), zeros(params, dtype), zeros(params, dtype))
 
     @public("fs.adamw(...).update")
-    def update(updates: Tree, state: AdamState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, AdamState]:
+    def update(
+        updates: Tree, state: AdamState, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, AdamState]:
         check_update(_NAME, AdamState, updates, state, params, decay=weight_decay)
-        grads, mu, nu = _inputs(updates, state, donate)
+        grads, mu, nu = _inputs(updates, state, context.donate)
         deltas = [new_zeros(x, wide(x.dtype)) for x in mu]
         kernel(deltas, grads, mu, nu, state, decay=0.0)
         if weight_decay:
@@ -119,17 +123,18 @@ def adamw(
 
     @public("fs.adamw(...).apply")
     def apply(
-        updates: Tree, state: AdamState, params: Tree, *, donate: bool = False, scale: float = 1.0
+        updates: Tree, state: AdamState, params: Tree, context: UpdateContext = UpdateContext(), *, scale: float = 1.0
     ) -> tuple[Tree, AdamState]:
+        donate = context.donate
         check_update(_NAME, AdamState, updates, state, params, decay=weight_decay)
-        columns = in_place(params, updates, state.mu, state.nu) if donate else None
+        columns = writable_leaves(params, updates, state.mu, state.nu) if donate else None
         if columns is not None:
             main, grads, mu, nu = columns
             kernel(main, grads, mu, nu, state, decay=weight_decay, scale=scale)
             return params, AdamState(state.count + 1, state.mu, state.nu)
         grads, mu, nu = _inputs(updates, state, donate)
         if scale != 1.0 and not donate:
-            grads = [clone(g) for g in grads]  # the kernel scales them where they are
+            grads = [clone(g) for g in grads]  # the kernel scales them in place
 
         def change(slices: list[Tensor]) -> list[Tensor]:
             main = [p if donate else clone(p) for p in slices]
@@ -152,12 +157,12 @@ def adamw(
         settings = {"lr": rate(count), "beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay, "scale": scale}
         _fused((values, grads, mu, nu), state.mu, float(count + 1), settings)
 
-    return GradientTransformation(init, update, apply)
+    return ContextTransformation(init, update, apply)
 
 
 def _inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     check_moments(_NAME, mu=state.mu, nu=state.nu)
-    grads = grads_where(_NAME, updates, state.mu)
+    grads = local_grads(_NAME, updates, state.mu)
     mu, nu = ([x if donate else clone(x) for x in local_leaves(m)] for m in (state.mu, state.nu))
     return grads, mu, nu
 
@@ -172,12 +177,12 @@ def _computed_in(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
     return functools.reduce(torch.promote_types, map(wide, (dtypes[0], *dtypes[2:])))
 
 
-def _fused(columns: _Columns, where: Tree, count: float, settings: dict[str, float]) -> None:
-    """Runs the kernel: on all leaves at once where it takes them as they are, else kind by kind.
+def _fused(columns: _Columns, moments: Tree, count: float, settings: dict[str, float]) -> None:
+    """Runs the kernel: on all leaves at once where it takes them without a copy, else by dtypes and device.
 
     Args:
-        columns: what it changes and needs.
-        where: the tree of the first moments.
+        columns: parameters, first and second moments, which it overwrites, and gradients, which it reads.
+        moments: the tree of the first moments, for its paths.
         count: of updates, this one included.
         settings: of the kernel.
     """
@@ -189,15 +194,15 @@ def _fused(columns: _Columns, where: Tree, count: float, settings: dict[str, flo
             return
     except LayoutError:
         # Nothing has changed yet; with the names of the leaves it says more.
-        refuse_other_parts(_NAME, where, dict(zip(_LABELS, columns, strict=True)))
+        refuse_other_shards(_NAME, moments, dict(zip(_LABELS, columns, strict=True)))
         raise
-    refuse_other_parts(_NAME, where, dict(zip(_LABELS, columns, strict=True)))
+    refuse_other_shards(_NAME, moments, dict(zip(_LABELS, columns, strict=True)))
     kinds = [*zip(*([x.dtype for x in column] for column in columns), [x.device for x in columns[0]], strict=True)]
     for kind in dict.fromkeys(kinds):
-        *own, device = kind
-        step, dtype = torch.tensor(count, device=device), _computed_in(tuple(own))
+        *dtypes_of_leaf, device = kind
+        step, dtype = torch.tensor(count, device=device), _computed_in(tuple(dtypes_of_leaf))
         leaves = [leaf for leaf, other in zip(zip(*columns, strict=True), kinds, strict=True) if other == kind]
-        ready = [{*own} == {dtype} and all(x.is_contiguous() for x in leaf) for leaf in leaves]
+        ready = [{*dtypes_of_leaf} == {dtype} and all(x.is_contiguous() for x in leaf) for leaf in leaves]
         direct = [*itertools.compress(leaves, ready)]
         if direct:
             _fused_dense([*map(list, zip(*direct, strict=True))], step, settings)
@@ -207,7 +212,7 @@ def _fused(columns: _Columns, where: Tree, count: float, settings: dict[str, flo
 def _fused_copies(
     leaves: Sequence[tuple[Tensor, ...]], dtype: torch.dtype, step: Tensor, settings: dict[str, float]
 ) -> None:
-    """On leaves with gaps or of narrower dtypes, in copies of a chunk at a time; what has changed is rounded once.
+    """Runs the kernel on copies of strided or narrower leaves, a chunk at a time; results are rounded once.
 
     So weights never pass through the dtype of the moments, and there are no wide moments of all leaves at once.
     """
@@ -218,12 +223,12 @@ def _fused_copies(
         copies = [[x.to(dtype).contiguous() for x in part] for part in parts]
         _fused_dense(copies, step, settings)
         for k in (0, 2, 3):
-            moved = [(x, copy) for x, copy in zip(parts[k], copies[k], strict=True) if x is not copy]
-            _compat.foreach_copy_([x for x, _ in moved], [copy for _, copy in moved])
+            copied = [(x, copy) for x, copy in zip(parts[k], copies[k], strict=True) if x is not copy]
+            _compat.foreach_copy_([x for x, _ in copied], [copy for _, copy in copied])
 
 
 def _chunks(x: Tensor) -> list[Tensor]:
-    """A leaf in order, cut along its first dims on the CPU, whose caches are what chunks are for."""
+    """A leaf in pieces along its first dims; whole on other devices than the CPU, whose cache the chunks are for."""
     if x.device.type != "cpu" or x.numel() <= _CHUNK:
         return [x]
     rows = _CHUNK * x.shape[0] // x.numel()
@@ -231,24 +236,24 @@ def _chunks(x: Tensor) -> list[Tensor]:
 
 
 def _fused_dense(columns: _Columns, step: Tensor, settings: dict[str, float]) -> None:
-    """On leaves of whole vectors where they are, so on the whole vectors of large ones, and on the rest in one copy."""
+    """Runs the kernel on contiguous leaves: in place on whole vectors, and on all small leaves and ends in one copy."""
     sizes = [x.numel() for x in columns[0]]
     even = [i for i, n in enumerate(sizes) if n and n % _VECTOR == 0]
     small = [i for i, n in enumerate(sizes) if n % _VECTOR and n < _LARGE]
     large = [i for i, n in enumerate(sizes) if n % _VECTOR and n >= _LARGE]
     bodies: list[list[Tensor]] = []
-    rests: list[list[Tensor]] = []
+    ends: list[list[Tensor]] = []
     for column in columns:
         flat = [(column[i].view(-1), sizes[i] // _VECTOR * _VECTOR) for i in large]
         bodies.append([column[i] for i in even] + [x[:cut] for x, cut in flat])
-        rests.append([column[i] for i in small] + [x[cut:] for x, cut in flat])
-    if rests[0]:
-        blank = step.new_zeros(-sum(x.numel() for x in rests[0]) % _VECTOR, dtype=rests[0][0].dtype)
-        for body, rest in zip(bodies, rests, strict=True):
-            body.append(_compat.packed([*rest, blank]))
+        ends.append([column[i] for i in small] + [x[cut:] for x, cut in flat])
+    if ends[0]:
+        padding = step.new_zeros(-sum(x.numel() for x in ends[0]) % _VECTOR, dtype=ends[0][0].dtype)
+        for body, end in zip(bodies, ends, strict=True):
+            body.append(_compat.packed([*end, padding]))
     if not bodies[0]:
         return
     _compat.fused_adamw_(bodies[0], bodies[1], bodies[2], bodies[3], [step] * len(bodies[0]), **settings)
-    if rests[0]:
+    if ends[0]:
         for k in (0, 2, 3):
-            _compat.foreach_copy_(rests[k], _compat.unpack(bodies[k][-1], rests[k]))
+            _compat.foreach_copy_(ends[k], _compat.unpack(bodies[k][-1], ends[k]))

@@ -1,8 +1,8 @@
-"""Averages of parameters: `ema`, which watches and changes nothing, and `lookahead`, which steps back to its average.
+"""Averages of parameters: `ema`, which passes updates through, and `lookahead`, which returns to its average.
 
 In: updates that are to be added, and the parameters that they will be added to. Out: updates, and the average as state.
-The average lives where the optimizer's main parameters are, and goes with them in reshards and files. It is in their
-dtype, whatever that of moments: most of what an average moves by is lost in a narrow one.
+The average has the sharding of the main parameters, also after reshards and in files. It is in their dtype, whatever
+that of moments: a narrow dtype would round most changes of an average away.
 Law: each element is averaged by itself, so an average does not depend on where a leaf is cut, bit for bit.
 """
 
@@ -17,16 +17,18 @@ from fsharding import tree
 from fsharding.arguments import check_optimizer
 from fsharding.errors import TreeError, message
 from fsharding.optim.base import (
+    ContextTransformation,
     GradientTransformation,
+    InitContext,
+    UpdateContext,
     check_moments,
     check_update,
     clone,
-    grads_where,
     like,
+    local_grads,
     local_leaves,
-    local_where,
-    required,
-    run_update,
+    local_params,
+    require_params,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.validation import FROM_1, TO_1, check_settings
@@ -51,12 +53,12 @@ class LookaheadState(NamedTuple):
     inner: Tree
 
 
-def ema(decay: float | Schedule = 0.999) -> GradientTransformation:
+def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
     """An exponential moving average of the parameters, for evaluation; updates pass through unchanged.
 
     It belongs at the end of a chain: `fs.chain(fs.adamw(3e-4), fs.optim.ema(0.999))`. The average begins as the first
-    parameters. It is `decay * average + (1 - decay) * (p + update)`. What a step does to a parameter besides its
-    optimizer, such as to biases of routers, is in the average one step later.
+    parameters. It is `decay * average + (1 - decay) * (p + update)`. A change of a parameter that a step makes after
+    its optimizer, such as to biases of routers, is in the average one step later.
 
     Args:
         decay: a number, or a function of the number of updates so far, such as
@@ -69,21 +71,23 @@ def ema(decay: float | Schedule = 0.999) -> GradientTransformation:
     rate = as_schedule(decay)
 
     @public("fs.optim.ema(...).init")
-    def init(params: Tree) -> EmaState:
+    def init(params: Tree, context: InitContext = InitContext()) -> EmaState:
         return EmaState(torch.zeros((), dtype=torch.int64), like(params, [clone(x) for x in local_leaves(params)]))
 
     @public("fs.optim.ema(...).update")
-    def update(updates: Tree, state: EmaState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, EmaState]:
+    def update(
+        updates: Tree, state: EmaState, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, EmaState]:
         check_update("fs.optim.ema", EmaState, updates, state, params)
         check_moments("fs.optim.ema", average=state.average)
         share = rate(int(state.count))
-        average = [x if donate else clone(x) for x in local_leaves(state.average)]
-        after = _after("fs.optim.ema", updates, required(params, "fs.optim.ema"), state.average)
-        for old, new in zip(average, after, strict=True):
+        average = [x if context.donate else clone(x) for x in local_leaves(state.average)]
+        updated = _updated("fs.optim.ema", updates, require_params(params, "fs.optim.ema"), state.average)
+        for old, new in zip(average, updated, strict=True):
             old.mul_(share).add_(new.mul_(1 - share))
         return updates, EmaState(state.count + 1, like(state.average, average))
 
-    return GradientTransformation(init, update)
+    return ContextTransformation(init, update)
 
 
 def ema_of(opt_state: Tree) -> Tree:
@@ -97,19 +101,21 @@ def ema_of(opt_state: Tree) -> Tree:
     Raises:
         TreeError: there is no `EmaState` in it, or several.
     """
-    found = [x for x in tree.leaves(opt_state, is_leaf=_is_ema) if _is_ema(x)]
-    if len(found) != 1:
+    averages = [x for x in tree.leaves(opt_state, is_leaf=_is_ema) if _is_ema(x)]
+    if len(averages) != 1:
         mend = "Put one fs.optim.ema at the end of the chain, or take state.average out of the state yourself."
-        raise TreeError(message("fs.optim.ema_of", f"finds {len(found)} averages in the optimizer state.", mend=mend))
-    return cast(EmaState, found[0]).average
+        raise TreeError(
+            message("fs.optim.ema_of", f"finds {len(averages)} averages in the optimizer state.", mend=mend)
+        )
+    return cast(EmaState, averages[0]).average
 
 
 def _is_ema(node: Any) -> bool:
     return isinstance(node, EmaState)
 
 
-def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0.5) -> GradientTransformation:
-    """Lookahead (Zhang et al. 2019): after every so many updates, back to a point between where they began and ended.
+def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0.5) -> ContextTransformation:
+    """Lookahead (Zhang et al. 2019): after some updates, back to a point between their first and last parameters.
 
     Args:
         inner: makes the fast updates.
@@ -121,44 +127,38 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
     """
     check_optimizer("fs.optim.lookahead", inner)
     check_settings("fs.optim.lookahead", (FROM_1, {"every": every}), (TO_1, {"share": share}))
+    fast = inner.with_context()
 
     @public("fs.optim.lookahead(...).init")
-    def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> LookaheadState:
+    def init(params: Tree, context: InitContext = InitContext()) -> LookaheadState:
         slow = like(params, [clone(x) for x in local_leaves(params)])
-        return LookaheadState(torch.zeros((), dtype=torch.int64), slow, inner.start(params, moments, shardings))
+        return LookaheadState(torch.zeros((), dtype=torch.int64), slow, fast.init(params, context))
 
     @public("fs.optim.lookahead(...).update")
     def update(
-        updates: Tree,
-        state: LookaheadState,
-        params: Tree = None,
-        *,
-        donate: bool = False,
-        norm: Tensor | None = None,
-        shardings: Tree = None,
+        updates: Tree, state: LookaheadState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, LookaheadState]:
         check_update("fs.optim.lookahead", LookaheadState, updates, state, params)
         check_moments("fs.optim.lookahead", slow=state.slow)
-        params = required(params, "fs.optim.lookahead")
-        known: Any = {"donate": donate, "norm": norm, "shardings": shardings}
-        updates, inside = run_update(inner, updates, state.inner, params, **known)
+        params = require_params(params, "fs.optim.lookahead")
+        updates, inner_state = fast.update(updates, state.inner, params, context)
         count, slow = state.count + 1, state.slow
         if int(count) % every == 0:
             old = local_leaves(slow)
             new = [
-                s + share * (fast - s)
-                for s, fast in zip(old, _after("fs.optim.lookahead", updates, params, slow), strict=True)
+                s + share * (new_fast - s)
+                for s, new_fast in zip(old, _updated("fs.optim.lookahead", updates, params, slow), strict=True)
             ]
-            now = local_where("fs.optim.lookahead", params, slow)
+            current = local_params("fs.optim.lookahead", params, slow)
             slow = like(slow, new)
-            updates = like(slow, [s - p for s, p in zip(new, now, strict=True)])
-        return updates, LookaheadState(count, slow, inside)
+            updates = like(slow, [s - p for s, p in zip(new, current, strict=True)])
+        return updates, LookaheadState(count, slow, inner_state)
 
-    return GradientTransformation(init, update)
+    return ContextTransformation(init, update)
 
 
-def _after(function: str, updates: Tree, params: Tree, where: Tree) -> list[Tensor]:
-    """Local tensors of the parameters after the update, where another tree has them; in new memory."""
-    moves = grads_where(function, updates, where)
-    now, kept = local_where(function, params, where), local_leaves(where)
-    return [(p + u).to(x.dtype) for p, u, x in zip(now, moves, kept, strict=True)]
+def _updated(function: str, updates: Tree, params: Tree, average: Tree) -> list[Tensor]:
+    """Local tensors of the parameters after the update, in the shardings and dtypes of an average; in new memory."""
+    local_updates = local_grads(function, updates, average)
+    current, targets = local_params(function, params, average), local_leaves(average)
+    return [(p + u).to(x.dtype) for p, u, x in zip(current, local_updates, targets, strict=True)]

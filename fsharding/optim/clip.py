@@ -19,14 +19,14 @@ from fsharding.comm.transport import start_sum
 from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import abstract, axis_group
-from fsharding.optim.base import EmptyState, GradientTransformation, multiply
+from fsharding.optim.base import ContextTransformation, EmptyState, InitContext, UpdateContext, multiply
 from fsharding.public import public
 from fsharding.sharding.boxes import chunk
 from fsharding.sharding.named_sharding import Local, NamedSharding, is_assigned, local_of, sharding_of
 from fsharding.transforms.norms import counts_here, norm_in_flight
 from fsharding.tree import Tree
 
-__all__ = ["clip_by_global_norm", "global_norm", "norm_axes", "norm_with", "takes_along"]
+__all__ = ["carrier_sum", "clip_by_global_norm", "global_norm", "norm_axes", "norm_with_stop_bit"]
 
 _CHUNK = 1 << 18
 """Elements that are widened at once: 2 MiB that stay in the last cache. Shorter ones are read more slowly."""
@@ -46,14 +46,14 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
         shardings: where they are, such as `layout.main`; needed for leaves with explicit assignments.
 
     Raises:
-        LayoutError: a leaf is not reduced yet, or has an assignment that nobody tells; all such leaves are listed.
+        LayoutError: a leaf is not reduced yet, or has an assignment that no `shardings` tell; all of them are listed.
         TreeError: the trees do not match.
     """
-    return norm_with(None, values, shardings)
+    return norm_with_stop_bit(None, values, shardings)
 
 
-def norm_with(stop: StopBit | None, values: Tree, shardings: Tree) -> Tensor:
-    """`global_norm`; one of its sums takes along what the stop bit has not been summed over yet.
+def norm_with_stop_bit(stop: StopBit | None, values: Tree, shardings: Tree) -> Tensor:
+    """`global_norm`; one of its sums also adds up the stop bit over the axes that no earlier sum of the step covered.
 
     Args:
         stop: the bit of `fs.preemption`, from a train step.
@@ -63,29 +63,29 @@ def norm_with(stop: StopBit | None, values: Tree, shardings: Tree) -> Tensor:
     named = tree.named_leaves(values)
     if any(isinstance(x, Local) for x in named.values()):
         return norm_in_flight(values)
-    known: dict[str, NamedSharding | None] = dict.fromkeys(named)
+    given: dict[str, NamedSharding | None] = dict.fromkeys(named)
     if shardings is not None:
         flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, "fs.global_norm", ("values", "shardings"))
-        known = dict(zip(named, flat, strict=True))
+        given = dict(zip(named, flat, strict=True))
     elif hidden := [path for path, x in named.items() if isinstance(x, DTensor) and is_assigned(x)]:
         mend = "Say where they are: fs.global_norm(grads, shardings=layout.main)."
         raise LayoutError(message("fs.global_norm", "cannot tell who owns leaves with assignments.", hidden, mend))
-    where = {path: _sharding(x, known[path]) for path, x in named.items()}
-    partial = [f"{path}: {s}" for path, s in where.items() if s is not None and s.partial]
-    if partial:
+    sharding_at = {path: _sharding(x, given[path]) for path, x in named.items()}
+    unreduced = [f"{path}: {s}" for path, s in sharding_at.items() if s is not None and s.partial]
+    if unreduced:
         mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
-        raise LayoutError(message("fs.global_norm", "needs reduced gradients.", partial, mend))
-    squares = {path: _square_sum(_share(x, where[path])) for path, x in named.items()}
+        raise LayoutError(message("fs.global_norm", "needs reduced gradients.", unreduced, mend))
+    squares = {path: _square_sum(_share(x, sharding_at[path])) for path, x in named.items()}
     groups: dict[tuple[str, ...], list[str]] = {}
     meshes: dict[tuple[str, ...], NamedSharding] = {}
-    for path, s in where.items():
+    for path, s in sharding_at.items():
         if s is not None and not counts_here(s):
             squares[path] = torch.zeros_like(squares[path])
         axes = () if s is None else norm_axes(s, named[path].numel())
         groups.setdefault(axes, []).append(path)
         if s is not None:
             meshes[axes] = s
-    carrier = takes_along(groups, stop.axes) if stop is not None else None
+    carrier = carrier_sum(groups, stop.axes) if stop is not None else None
     for axes, paths in groups.items():
         if axes:
             terms = [squares[path] for path in paths]
@@ -101,12 +101,12 @@ def norm_with(stop: StopBit | None, values: Tree, shardings: Tree) -> Tensor:
     return torch.stack(list(squares.values())).sum().sqrt().float()
 
 
-def takes_along(sums: Iterable[tuple[str, ...]], axes: Sequence[str]) -> tuple[str, ...] | None:
-    """The sum that a number travels in which is to be summed over some axes; None if there are none, or no such sum.
+def carrier_sum(sums: Iterable[tuple[str, ...]], axes: Sequence[str]) -> tuple[str, ...] | None:
+    """The smallest sum that covers some axes, to which one more number can be added; None without axes or such a sum.
 
     Args:
-        sums: the axes of each.
-        axes: over which the number has not been summed.
+        sums: the axes of each sum.
+        axes: that the number is still to be summed over.
     """
     return min((over for over in sums if axes and {*axes} <= {*over}), key=lambda over: (len(over), over), default=None)
 
@@ -123,7 +123,7 @@ def norm_axes(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
 
 
 def _copies(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
-    """The data axes whose ranks all have the same of a leaf, if it is so large that each takes a share of it."""
+    """The data axes whose ranks have equal copies of a leaf, if it is so large that each squares a part of it."""
     if numel < _LARGE:
         return ()
     used, shape = sharding.spec.all_axes, abstract(sharding.mesh)
@@ -137,14 +137,14 @@ def _share(x: Tensor, sharding: NamedSharding | None) -> Tensor:
     if sharding is None or not copies:
         return flat
     group = axis_group(sharding.mesh, copies)
-    start, stop = chunk(flat.numel(), group.size, group.index)
-    return flat[start:stop]
+    first, end = chunk(flat.numel(), group.size, group.index)
+    return flat[first:end]
 
 
-def _sharding(x: Tensor, known: NamedSharding | None) -> NamedSharding | None:
+def _sharding(x: Tensor, given: NamedSharding | None) -> NamedSharding | None:
     if not isinstance(x, DTensor):
         return None
-    return sharding_of(x) if known is None or not known.assigned else known
+    return sharding_of(x) if given is None or not given.assigned else given
 
 
 def _square_sum(flat: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _square_sum(flat: Tensor) -> Tensor:
 
 
 @public("fs.clip_by_global_norm")
-def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+def clip_by_global_norm(max_norm: float) -> ContextTransformation:
     """Scales all gradients by `max_norm / (norm + 1e-6)` where that is below 1, as `torch.nn.utils.clip_grad_norm_`.
 
     Args:
@@ -173,17 +173,17 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         raise ConfigError(message("fs.clip_by_global_norm", f"got max_norm={max_norm}.", mend=mend))
 
     @public("fs.clip_by_global_norm(...).init")
-    def init(params: Tree) -> EmptyState:
+    def init(params: Tree, context: InitContext = InitContext()) -> EmptyState:
         return EmptyState()
 
     @public("fs.clip_by_global_norm(...).update")
     def update(
-        updates: Tree, state: EmptyState, params: Tree = None, *, donate: bool = False, norm: Tensor | None = None
+        updates: Tree, state: EmptyState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, EmptyState]:
-        scale = factor(global_norm(updates) if norm is None else norm)
-        return updates if scale == 1.0 else multiply(updates, scale, donate=donate), state
+        scale = factor(global_norm(updates) if context.norm is None else context.norm)
+        return multiply(updates, scale, donate=context.donate), state
 
     def factor(norm: Tensor) -> float:
         return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
-    return GradientTransformation(init, update, factor=factor)
+    return ContextTransformation(init, update, factor=factor)

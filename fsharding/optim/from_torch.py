@@ -1,8 +1,9 @@
 """`from_torch`: a pure pair of functions made of any elementwise optimizer of torch, or of one's own in its form.
 
-In: the class and its settings. Out: a transformation whose state has a tree for each tensor that the optimizer keeps of
-a parameter, cut as the parameters, and 0-d tensors for what it keeps in numbers.
-Each update builds the optimizer anew around this rank's parts. What couples elements is found by trying and refused.
+In: the class and its settings. Out: a transformation whose state has a tree for each tensor that the optimizer keeps
+for a parameter, sharded as the parameters, and 0-d tensors for its numbers.
+Each update builds the optimizer anew around this rank's shards. Trial steps tell which optimizers couple elements;
+those are refused.
 Law: parameters are those of the torch optimizer, and inputs are unchanged unless donated.
 """
 
@@ -19,15 +20,17 @@ from fsharding import tree
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import ConfigError, message
 from fsharding.optim.base import (
-    GradientTransformation,
+    ContextTransformation,
+    InitContext,
+    UpdateContext,
     check_update,
     clone,
     like,
     like_leaf,
     local_leaves,
     new_zeros,
-    refuse_unlike,
-    required,
+    refuse_other_shapes,
+    require_params,
     shardings_of,
 )
 from fsharding.optim.schedules import as_schedule
@@ -48,7 +51,7 @@ _INSTEAD = {
 
 
 class TorchState(NamedTuple):
-    """Number of updates (int64, 0-d, on the CPU), and what the optimizer keeps.
+    """Number of updates (int64, 0-d, on the CPU), and the state of the optimizer.
 
     Attributes:
         count: of updates; while it is 0 the rest has no meaning yet, and torch makes its own first values.
@@ -61,8 +64,8 @@ class TorchState(NamedTuple):
     scalars: dict[str, Tree]
 
 
-class _Kept(NamedTuple):
-    """What an optimizer keeps of a parameter: dtypes by name; Python's own types for plain numbers."""
+class _StateKinds(NamedTuple):
+    """The state that an optimizer keeps for a parameter: dtypes by name; Python's own types for plain numbers."""
 
     slots: dict[str, torch.dtype]
     scalars: dict[str, Any]
@@ -70,10 +73,10 @@ class _Kept(NamedTuple):
 
 def from_torch(
     optimizer: type[torch.optim.Optimizer], *, moments: torch.dtype | None = None, **settings: Any
-) -> GradientTransformation:
+) -> ContextTransformation:
     """A transformation from a torch optimizer that treats each element by itself, such as Adam, RMSprop, NAdam, Rprop.
 
-    Groups of parameters with other settings are `fs.masked` over several of these.
+    Groups of parameters with other settings are `fs.optim.multi_transform` over several of these.
 
     Args:
         optimizer: the class, such as `torch.optim.NAdam`.
@@ -96,75 +99,75 @@ def from_torch(
         settings = {**settings, "lr": rate(0)}
     _refuse(optimizer, settings)
     make: Any = optimizer
-    kept_of = functools.cache(functools.partial(_kept, optimizer, settings))
+    kinds_of = functools.cache(functools.partial(_state_kinds, optimizer, settings))
     on_device = bool(settings.get("fused"))
 
     @public("fs.optim.from_torch(...).init")
-    def init(params: Tree, *, moments: torch.dtype | None = None) -> TorchState:
-        kept = {x.dtype: kept_of(x.dtype) for x in tree.leaves(params)}
-        names = [list(dict.fromkeys(name for k in kept.values() for name in k[part])) for part in (0, 1)]
+    def init(params: Tree, context: InitContext = InitContext()) -> TorchState:
+        kinds = {x.dtype: kinds_of(x.dtype) for x in tree.leaves(params)}
+        names = [list(dict.fromkeys(name for k in kinds.values() for name in k[part])) for part in (0, 1)]
 
         def slot(name: str) -> Tree:
-            return tree.map(lambda x: _zeros(x, stored(kept[x.dtype].slots[name])), params)
+            return tree.map(lambda x: _zeros(x, stored(kinds[x.dtype].slots[name])), params)
 
         def stored(dtype: torch.dtype) -> torch.dtype:
-            return own or moments or dtype if dtype.is_floating_point else dtype
+            return own or context.moments or dtype if dtype.is_floating_point else dtype
 
         def scalar(name: str) -> Tree:
-            return tree.map(lambda x: _number(0, kept[x.dtype].scalars[name]), params)
+            return tree.map(lambda x: _number(0, kinds[x.dtype].scalars[name]), params)
 
         slots, scalars = ({n: make(n) for n in part} for part, make in zip(names, (slot, scalar), strict=True))
         return TorchState(torch.zeros((), dtype=torch.int64), slots, scalars)
 
     @public("fs.optim.from_torch(...).update")
     def update(
-        updates: Tree, state: TorchState, params: Tree = None, *, donate: bool = False
+        updates: Tree, state: TorchState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, TorchState]:
-        check_update(_NAME, TorchState, updates, state, required(params, _NAME))
+        check_update(_NAME, TorchState, updates, state, require_params(params, _NAME))
         params = tree.prune(params, updates, _NAME, ("parameters", "gradients"))
-        refuse_unlike(_NAME, params, updates, ("parameters", "gradients"))
-        where = shardings_of(next(iter(state.slots.values()), params))
-        moved = redistribute(updates, where)
-        main = local_leaves(redistribute(params, where))
-        grads, spec = local_leaves(moved), tree.flatten(moved)[1]
+        refuse_other_shapes(_NAME, params, updates, ("parameters", "gradients"))
+        shardings = shardings_of(next(iter(state.slots.values()), params))
+        resharded = redistribute(updates, shardings)
+        main = local_leaves(redistribute(params, shardings))
+        grads, spec = local_leaves(resharded), tree.flatten(resharded)[1]
         slots = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.slots.items()}
         scalars = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.scalars.items()}
-        held = [torch.nn.Parameter(clone(p)) for p in main]
-        for p, g in zip(held, grads, strict=True):
-            p.grad = g.to(p.dtype).contiguous() if donate else clone(g.to(p.dtype))
-        now = settings if rate is None else {**settings, "lr": rate(int(state.count))}
-        made = make(held, **now)
+        params_of_torch = [torch.nn.Parameter(clone(p)) for p in main]
+        for p, g in zip(params_of_torch, grads, strict=True):
+            p.grad = g.to(p.dtype).contiguous() if context.donate else clone(g.to(p.dtype))
+        current = settings if rate is None else {**settings, "lr": rate(int(state.count))}
+        made = make(params_of_torch, **current)
         if int(state.count):
-            for i, p in enumerate(held):
-                (wanted, known), home = kept_of(p.dtype), p.device if on_device else None
-                kept: dict[str, Any] = {n: _own(local_of(x[i]), wanted[n], donate) for n, x in slots.items()}
-                kept |= {n: _plain(x[i], known[n], home) for n, x in scalars.items()}
-                made.state[p] = kept
+            for i, p in enumerate(params_of_torch):
+                kinds, device = kinds_of(p.dtype), p.device if on_device else None
+                entries: dict[str, Any] = {
+                    n: _torch_slot(local_of(x[i]), kinds.slots[n], context.donate) for n, x in slots.items()
+                }
+                entries |= {n: _torch_scalar(x[i], kinds.scalars[n], device) for n, x in scalars.items()}
+                made.state[p] = entries
         made.step()
-        deltas = [p.detach() - old for p, old in zip(held, main, strict=True)]
-        after = [cast(dict[str, Any], made.state[p]) for p in held]
+        deltas = [p.detach() - old for p, old in zip(params_of_torch, main, strict=True)]
+        after = [cast(dict[str, Any], made.state[p]) for p in params_of_torch]
         new_slots = {
-            n: tree.unflatten(spec, [_kept_as(old, s[n].detach()) for old, s in zip(x, after, strict=True)])
+            n: tree.unflatten(
+                spec, [like_leaf(old, s[n].detach().to(old.dtype)) for old, s in zip(x, after, strict=True)]
+            )
             for n, x in slots.items()
         }
         new_scalars = {
             n: tree.unflatten(spec, [_number(s[n], old.dtype) for old, s in zip(x, after, strict=True)])
             for n, x in scalars.items()
         }
-        return like(moved, deltas), TorchState(state.count + 1, new_slots, new_scalars)
+        return like(resharded, deltas), TorchState(state.count + 1, new_slots, new_scalars)
 
-    return GradientTransformation(init, update)
+    return ContextTransformation(init, update)
 
 
-def _own(x: Tensor, dtype: torch.dtype, donate: bool) -> Tensor:
+def _torch_slot(x: Tensor, dtype: torch.dtype, donate: bool) -> Tensor:
     """A slot in the dtype that torch takes, which it may overwrite."""
     if x.dtype != dtype:
         return x.to(dtype).contiguous()
     return x.contiguous() if donate else clone(x)
-
-
-def _kept_as(old: Tensor, new: Tensor) -> Tensor:
-    return like_leaf(old, new.to(old.dtype))
 
 
 def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,18 +180,18 @@ def _number(value: Any, kind: Any) -> Tensor:
     return torch.tensor(value.item() if isinstance(value, Tensor) else value, dtype=dtype)
 
 
-def _plain(x: Tensor, kind: Any, device: torch.device | None) -> Any:
-    """A number as the optimizer had it; its fused kernels want it beside the parameter."""
+def _torch_scalar(x: Tensor, kind: Any, device: torch.device | None) -> Any:
+    """A number in the optimizer's own type; its fused kernels want it on the device of the parameter."""
     return x.to(device, copy=True) if isinstance(kind, torch.dtype) else kind(x.item())
 
 
-# ------------------------------------------------------------------------------------------------------- what it keeps
+# ------------------------------------------------------------------------------------------------------- its state
 
 _ROWS, _COLUMNS, _TRIES = 3, 4, 3
 
 
-def _kept(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype) -> _Kept:
-    """What an optimizer keeps of a parameter after a step, found by taking one."""
+def _state_kinds(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype) -> _StateKinds:
+    """The state that an optimizer keeps for a parameter after a trial step."""
     _, states, _ = _try(optimizer, settings, [_ROWS * _COLUMNS], dtype, 1)
     slots: dict[str, torch.dtype] = {}
     scalars: dict[str, Any] = {}
@@ -199,7 +202,7 @@ def _kept(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any], dtyp
             scalars[name] = x.dtype if isinstance(x, Tensor) else type(x)
         elif x is not None:
             raise ConfigError(_refusal(optimizer, f"keeps {name}, which is neither a number nor one for each element"))
-    return _Kept(slots, scalars)
+    return _StateKinds(slots, scalars)
 
 
 def _try(
@@ -209,27 +212,31 @@ def _try(
     dtype: torch.dtype,
     steps: int,
 ) -> tuple[Tensor, list[dict[str, Any]], bool]:
-    """Steps on the same elements in parameters of some shapes: they end as [elements]; states; are groups as before?"""
+    """Steps on the same elements, in parameters of some shapes.
+
+    Returns:
+        (the elements afterwards, flat; the state of each parameter; whether the settings of all groups are unchanged).
+    """
     sizes = [torch.Size((s,) if isinstance(s, int) else s) for s in shapes]
-    # What is compared is the same for all, so a fixed sequence will do.
+    # Trials are compared with each other only, so a fixed sequence will do.
     values = [torch.linspace(0.3, 2.9 + k, sum(s.numel() for s in sizes)).sin().to(dtype) for k in range(steps + 1)]
     pieces = [
         [x.view(s).clone() for x, s in zip(v.split([s.numel() for s in sizes]), sizes, strict=True)] for v in values
     ]
-    held = [torch.nn.Parameter(x) for x in pieces[0]]
-    made = optimizer(held, **settings)
+    params = [torch.nn.Parameter(x) for x in pieces[0]]
+    made = optimizer(params, **settings)
     before = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
     for grads in pieces[1:]:
-        for p, g in zip(held, grads, strict=True):
+        for p, g in zip(params, grads, strict=True):
             p.grad = g
         made.step()
     groups = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
-    states = [cast(dict[str, Any], made.state[p]) for p in held]
-    return torch.cat([p.detach().reshape(-1) for p in held]), states, groups == before
+    states = [cast(dict[str, Any], made.state[p]) for p in params]
+    return torch.cat([p.detach().reshape(-1) for p in params]), states, groups == before
 
 
 def _refuse_others(optimizer: Any, settings: dict[str, Any]) -> None:
-    """Refuses what is no class of optimizers, and settings for graphs, of autograd or of a device."""
+    """Refuses anything but a class of optimizers, and settings for graphs, of autograd or of a device."""
     if not isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
         kind = f"class {optimizer.__name__}" if isinstance(optimizer, type) else repr(optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -246,7 +253,7 @@ def _refuse_others(optimizer: Any, settings: dict[str, Any]) -> None:
 
 
 def _refuse(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
-    """Refuses what cannot be a pure function of one element's gradient, parameter and state."""
+    """Refuses an optimizer that is no pure function of one element's gradient, parameter and state."""
     if optimizer.__name__ in _INSTEAD and optimizer is getattr(torch.optim, optimizer.__name__):
         why = {"LBFGS": "needs a closure", "SparseAdam": "needs sparse gradients"}
         raise ConfigError(_refusal(optimizer, why.get(optimizer.__name__, "does not treat each element by itself")))
@@ -262,7 +269,7 @@ def _refuse(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]) ->
         raise ConfigError(
             _refusal(optimizer, "does not treat each element by itself: a parameter in pieces moves elsewhere")
         )
-    _kept(optimizer, settings, torch.float32)
+    _state_kinds(optimizer, settings, torch.float32)
 
 
 def _refusal(optimizer: type[torch.optim.Optimizer], why: str) -> str:

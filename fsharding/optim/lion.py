@@ -1,8 +1,8 @@
 """Lion: the sign of an interpolated momentum (Chen et al. 2023, algorithm 2), on local tensors.
 
-In: gradients, momentum and main parameters cut alike. Out: updates to be added, and the new momentum.
-Every weight moves by the learning rate, so rates are three to ten times smaller than AdamW's, and decay as much larger.
-Law: one operation at a time on each element, so an update does not depend on where a leaf is cut, bit for bit.
+In: gradients, momentum and main parameters in the same shardings. Out: updates to be added, and the new momentum.
+Every weight changes by the learning rate, so rates are three to ten times below AdamW's, and decay as much above.
+Law: each element is updated by itself, so an update does not depend on where a leaf is cut, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from torch import Tensor
 
 from fsharding import _compat
 from fsharding.optim.base import (
-    GradientTransformation,
+    ContextTransformation,
+    InitContext,
+    UpdateContext,
     add_decay_,
     check_moments,
     check_update,
-    grads_where,
     like,
+    local_grads,
     narrow,
     widen,
     zeros,
@@ -49,12 +51,12 @@ def lion(
     b2: float = 0.99,
     weight_decay: float = 0.0,
     moments: torch.dtype | None = None,
-) -> GradientTransformation:
+) -> ContextTransformation:
     """Lion: update `-lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)`, then `m = b2 * m + (1 - b2) * g`.
 
     Args:
         learning_rate: a number, or a function of the number of updates so far.
-        b1: share of the momentum in what is updated with.
+        b1: share of the momentum in the direction of the update.
         b2: decay of the momentum.
         weight_decay: decoupled decay, times the learning rate.
         moments: the dtype in which the momentum is kept; by default that of the layout's `Precision`, or else float32
@@ -71,16 +73,18 @@ def lion(
     rate = as_schedule(learning_rate)
 
     @public("fs.optim.lion(...).init")
-    def init(params: Tree, *, moments: torch.dtype | None = None) -> LionState:
-        return LionState(torch.zeros((), dtype=torch.int64), zeros(params, own or moments))
+    def init(params: Tree, context: InitContext = InitContext()) -> LionState:
+        return LionState(torch.zeros((), dtype=torch.int64), zeros(params, own or context.moments))
 
     @public("fs.optim.lion(...).update")
-    def update(updates: Tree, state: LionState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, LionState]:
+    def update(
+        updates: Tree, state: LionState, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, LionState]:
         check_update(_NAME, LionState, updates, state, params, decay=weight_decay)
         check_moments(_NAME, mu=state.mu)
-        lr, given = rate(int(state.count)), grads_where(_NAME, updates, state.mu)
-        mu = widen(state.mu, donate=donate)
-        grads = [g.to(m.dtype) for g, m in zip(given, mu, strict=True)]
+        lr, local = rate(int(state.count)), local_grads(_NAME, updates, state.mu)
+        mu = widen(state.mu, donate=context.donate)
+        grads = [g.to(m.dtype) for g, m in zip(local, mu, strict=True)]
         deltas = _compat.foreach_mul(mu, b1)
         _compat.foreach_add_(deltas, _compat.foreach_mul(grads, 1 - b1))
         for delta in deltas:
@@ -90,6 +94,6 @@ def lion(
             add_decay_(_NAME, deltas, params, state.mu, -lr * weight_decay)
         _compat.foreach_mul_(mu, b2)
         _compat.foreach_add_(mu, _compat.foreach_mul(grads, 1 - b2))
-        return like(state.mu, deltas), LionState(state.count + 1, narrow(state.mu, mu, donate=donate))
+        return like(state.mu, deltas), LionState(state.count + 1, narrow(state.mu, mu, donate=context.donate))
 
-    return GradientTransformation(init, update)
+    return ContextTransformation(init, update)

@@ -1,8 +1,8 @@
 """Muon: momentum, made orthogonal matrix by matrix with a Newton-Schulz iteration (Jordan et al. 2024).
 
-In: gradients, momentum and main parameters of matrices and stacks of them, cut alike in any way. Out: updates to be
-added. The momentum stays where it is; what is made orthogonal travels once to ranks that hold whole matrices, each
-some of a stack, and comes back, in the dtype of the iteration both times.
+In: gradients, momentum and main parameters of matrices and stacks of them, in the same shardings. Out: updates to be
+added. The momentum stays sharded; the direction of the update is resharded once so that each rank has some whole
+matrices of a stack to iterate on, and resharded back, in the dtype of the iteration both times.
 Law: a matrix is iterated on by the same kernel whatever the strategy, so zero(0) to zero(3) agree in every bit.
 """
 
@@ -23,21 +23,23 @@ from fsharding.comm.reshard_run import exchange
 from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, own_rank
 from fsharding.optim.base import (
-    GradientTransformation,
+    ContextTransformation,
+    InitContext,
+    UpdateContext,
     add_decay_,
     check_moments,
     check_update,
-    grads_where,
     like,
+    local_grads,
     narrow,
     widen,
     zeros,
 )
 from fsharding.optim.schedules import Schedule, as_schedule
-from fsharding.optim.stacked import homes, whole_shape
+from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.optim.validation import FROM_0, FROM_1, check_dtype, check_settings
 from fsharding.public import public
-from fsharding.sharding import mesh_view as at_rest
+from fsharding.sharding import mesh_view
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
 from fsharding.tree import Tree
@@ -46,7 +48,7 @@ __all__ = ["MuonState", "muon"]
 
 _NAME = "fs.optim.muon"
 _STAGES = ("pp",)
-"""Axes whose coordinates own layers, or leaves: each has whole matrices."""
+"""Axes whose coordinates own layers, or leaves: each stage has whole matrices."""
 
 _ADJUST = ("original", "match_rms_adamw")
 
@@ -71,12 +73,12 @@ def muon(
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
     moments: torch.dtype | None = None,
-) -> GradientTransformation:
+) -> ContextTransformation:
     """Muon, with the parameters of `torch.optim.Muon` and its numbers, on matrices [..., M, N].
 
     With `m = momentum * m + (1 - momentum) * g`, and `x = momentum * m + (1 - momentum) * g` again (Nesterov) or `m`,
     the update is `-lr * ratio * orthogonal(x) - lr * weight_decay * p`. Other leaves need another optimizer:
-    `fs.masked({"matrix": fs.optim.muon(1e-2), "other": fs.adamw(3e-4)}, fs.optim.label_matrices())`.
+    `fs.optim.multi_transform({"matrix": fs.optim.muon(1e-2), "other": fs.adamw(3e-4)}, fs.optim.label_matrices())`.
     A matrix that is not in a stack is iterated on by every rank.
 
     Args:
@@ -109,42 +111,47 @@ def muon(
     orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)
 
     @public("fs.optim.muon(...).init")
-    def init(params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> MuonState:
-        homes(_NAME, params, shardings, known=_STAGES)
+    def init(params: Tree, context: InitContext = InitContext()) -> MuonState:
+        assigned_shardings(_NAME, params, context.shardings, known=_STAGES)
         _refuse_vectors(params)
-        return MuonState(torch.zeros((), dtype=torch.int64), zeros(params, own or moments))
+        return MuonState(torch.zeros((), dtype=torch.int64), zeros(params, own or context.moments))
 
     @public("fs.optim.muon(...).update")
     def update(
-        updates: Tree, state: MuonState, params: Tree = None, *, donate: bool = False, shardings: Tree = None
+        updates: Tree,
+        state: MuonState,
+        params: Tree = None,
+        context: UpdateContext = UpdateContext(),
+        shardings: Tree = None,
     ) -> tuple[Tree, MuonState]:
         check_update(_NAME, MuonState, updates, state, params, decay=weight_decay)
         check_moments(_NAME, mu=state.mu)
-        lr, given = rate(int(state.count)), grads_where(_NAME, updates, state.mu)
-        there = homes(_NAME, state.mu, shardings, known=_STAGES)
-        wholes = [_whole(x, home) for x, home in zip(tree.leaves(state.mu), there, strict=True)]
-        mu = widen(state.mu, donate=donate)
-        ahead: list[Tensor] = []
-        for g, m in zip(given, mu, strict=True):
+        lr, local = rate(int(state.count)), local_grads(_NAME, updates, state.mu)
+        shardings = assigned_shardings(_NAME, state.mu, context.shardings, known=_STAGES)
+        wholes = [_whole(x, sharding) for x, sharding in zip(tree.leaves(state.mu), shardings, strict=True)]
+        mu = widen(state.mu, donate=context.donate)
+        directions: list[Tensor] = []
+        for g, m in zip(local, mu, strict=True):
             grad = g.to(m.dtype)
             m.lerp_(grad, 1 - momentum)
-            ahead.append((grad.lerp(m, momentum) if nesterov else m).to(dtype))
+            directions.append((grad.lerp(m, momentum) if nesterov else m).to(dtype))
         deltas = [
             x.to(m.dtype) * (-lr * _ratio(adjust, whole.shape))
-            for x, m, whole in zip(_on_whole_matrices(orthogonal, ahead, wholes), mu, wholes, strict=True)
+            for x, m, whole in zip(_on_whole_matrices(orthogonal, directions, wholes), mu, wholes, strict=True)
         ]
         if weight_decay:
             add_decay_(_NAME, deltas, params, state.mu, -lr * weight_decay)
-        return like(state.mu, deltas), MuonState(state.count + 1, narrow(state.mu, mu, donate=donate))
+        return like(state.mu, deltas), MuonState(state.count + 1, narrow(state.mu, mu, donate=context.donate))
 
-    return GradientTransformation(init, update)
+    return ContextTransformation(init, update)
 
 
 def _refuse_vectors(params: Tree) -> None:
     named = tree.named_leaves(params)
     if rows := [f"{path} is {list(x.shape)}" for path, x in named.items() if x.ndim < 2]:
         mend = (
-            'fs.masked({"matrix": fs.optim.muon(...), "other": fs.adamw(...)}, fs.optim.label_matrices()) splits them.'
+            'fs.optim.multi_transform({"matrix": fs.optim.muon(...), "other": fs.adamw(...)},'
+            " fs.optim.label_matrices()) splits them."
         )
         raise LayoutError(message(_NAME, "takes matrices and stacks of them only.", rows, mend))
 
@@ -180,7 +187,7 @@ def _orthogonal(x: Tensor, *, coefficients: tuple[float, float, float], steps: i
 
 
 class _Whole(NamedTuple):
-    """Where a leaf is among the ranks that have its matrices: all of the mesh, or those of one stage.
+    """A leaf among the ranks that have its matrices: all of the mesh, or those of one stage.
 
     Attributes:
         shape: of the leaf that they have together.
@@ -193,19 +200,20 @@ class _Whole(NamedTuple):
     mesh: Mesh | None
 
 
-def _whole(x: Tensor, home: NamedSharding | None) -> _Whole:
-    if home is None or not isinstance(x, DTensor):
+def _whole(x: Tensor, sharding: NamedSharding | None) -> _Whole:
+    if sharding is None or not isinstance(x, DTensor):
         return _Whole(tuple(x.shape), None, None)
-    whole = at_rest.base(x.device_mesh).whole
-    if not home.assigned:
-        return _Whole(tuple(x.shape), home, home.mesh if whole is None else whole)
+    whole = mesh_view.base(x.device_mesh).whole
+    if not sharding.assigned:
+        return _Whole(tuple(x.shape), sharding, sharding.mesh if whole is None else whole)
     assert whole is not None
     # Stages have matrices of their own, or none at all; along other axes a matrix has several owners.
-    own = tuple(a for a in home.assigned if a.axis not in _STAGES)
-    staged = {a.axis for a in home.assigned} - {a.axis for a in own}
+    own = tuple(a for a in sharding.assigned if a.axis not in _STAGES)
+    staged = {a.axis for a in sharding.assigned} - {a.axis for a in own}
     names = tuple(name for name in abstract(whole).names if name not in staged)
-    here = replace(home, mesh=at_rest.slice_of(whole, names) if staged else whole, assigned=own)
-    return _Whole(whole_shape(x, home) if home.grid(x.shape) is None else whole_shape(x, here), here, whole)
+    on_stage = replace(sharding, mesh=mesh_view.slice_of(whole, names) if staged else whole, assigned=own)
+    shape = whole_shape(x, sharding if sharding.grid(x.shape) is None else on_stage)
+    return _Whole(shape, on_stage, whole)
 
 
 def _on_whole_matrices(fn: functools.partial[Tensor], local: list[Tensor], wholes: list[_Whole]) -> list[Tensor]:
@@ -218,10 +226,11 @@ def _on_whole_matrices(fn: functools.partial[Tensor], local: list[Tensor], whole
         else:
             result[i] = fn(local[i])
     for members in groups.values():
-        here = [_abstract(wholes[i]) for i in members]
-        there = [_spread(s, wholes[i].shape) for s, i in zip(here, members, strict=True)]
-        moved = _move([local[i] for i in members], [wholes[i] for i in members], here, there)
-        back = _move([fn(x) for x in moved], [wholes[i] for i in members], there, here)
+        leaves = [wholes[i] for i in members]
+        sharded = [_abstract(leaf) for leaf in leaves]
+        by_matrix = [_by_matrix(s, leaf.shape) for s, leaf in zip(sharded, leaves, strict=True)]
+        matrices = _reshard([local[i] for i in members], leaves, sharded, by_matrix)
+        back = _reshard([fn(x) for x in matrices], leaves, by_matrix, sharded)
         for i, x in zip(members, back, strict=True):
             result[i] = x
     return result
@@ -233,8 +242,8 @@ def _abstract(whole: _Whole) -> NamedSharding:
 
 
 @functools.lru_cache(maxsize=1024)
-def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Where the matrices of a stack are whole: its largest dim is cut over all axes that cut no other dim of it.
+def _by_matrix(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """A sharding of a stack with whole matrices: its largest stacked dim is cut over all axes that cut no other one.
 
     A matrix that is not stacked goes to every rank.
 
@@ -251,7 +260,7 @@ def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(sharding.mesh, P(*((*axes, *free) if d == widest else axes for d, axes in enumerate(cuts))))
 
 
-def _move(
+def _reshard(
     local: list[Tensor], wholes: list[_Whole], sources: list[NamedSharding], targets: list[NamedSharding]
 ) -> list[Tensor]:
     routes = (
@@ -262,8 +271,8 @@ def _move(
     assert wholes[0].mesh is not None
     group = axis_group(wholes[0].mesh, mesh.names)
     dtypes = [x.dtype for x in local]
-    moved = exchange(
+    resharded = exchange(
         plan_routes(tuple(routes)), [*local], dtypes, rank=own_rank(), group=group, device=device, donate=True
     )
     coord = mesh.coordinate(own_rank())
-    return [x.reshape(t.local_shape(w.shape, coord)) for x, t, w in zip(moved, targets, wholes, strict=True)]
+    return [x.reshape(t.local_shape(w.shape, coord)) for x, t, w in zip(resharded, targets, wholes, strict=True)]

@@ -1,6 +1,6 @@
 """Gradient noise (Neelakantan et al. 2015), drawn for whole leaves under keys; each rank draws its own part alone.
 
-In: gradients, cut in any way. Out: gradients with noise, in their sharding.
+In: gradients in any sharding. Out: gradients with noise, in their sharding.
 Law: the noise follows from key, number of updates and place of the leaf in the tree, so it is the same in every layout.
 """
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fsharding import random, tree
-from fsharding.optim.base import GradientTransformation, check_state, like_leaf
+from fsharding.optim.base import ContextTransformation, InitContext, UpdateContext, check_state, like_leaf
 from fsharding.optim.schedules import Schedule
-from fsharding.optim.stacked import homes, whole_shape
+from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.optim.validation import FROM_0, check_settings
 from fsharding.public import public
 from fsharding.sharding import boxes
@@ -39,7 +39,7 @@ def annealed(eta: float, gamma: float = 0.55) -> Schedule:
 
 
 @public("fs.optim.add_noise")
-def add_noise(std: float | Schedule, key: Tensor) -> GradientTransformation:
+def add_noise(std: float | Schedule, key: Tensor) -> ContextTransformation:
     """Adds normal noise to gradients; put it before the optimizer, and before clipping if that should see it.
 
     Args:
@@ -48,39 +48,40 @@ def add_noise(std: float | Schedule, key: Tensor) -> GradientTransformation:
 
     Raises:
         ConfigError: a deviation below 0.
-        LayoutError: from the update: leaves with explicit assignments that it is not told; all of them are listed.
+        LayoutError: from the update: leaves with explicit assignments without `shardings` in the context; all of them
+            are listed.
     """
     check_settings(_NAME, (FROM_0, {"std": std}))
 
     @public("fs.optim.add_noise(...).init")
-    def init(params: Tree) -> NoiseState:
+    def init(params: Tree, context: InitContext = InitContext()) -> NoiseState:
         return NoiseState(torch.zeros((), dtype=torch.int64), key.clone())
 
     @public("fs.optim.add_noise(...).update")
     def update(
-        updates: Tree, state: NoiseState, params: Tree = None, *, shardings: Tree = None
+        updates: Tree, state: NoiseState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, NoiseState]:
         check_state(_NAME, NoiseState, updates, state)
-        where = homes(_NAME, updates, shardings)
+        shardings = assigned_shardings(_NAME, updates, context.shardings)
         count = int(state.count)
         scale = std(count) if callable(std) else std
-        drawn = random.fold_in(state.key, count)
+        step_key = random.fold_in(state.key, count)
         flat, spec = tree.flatten(updates)
         noisy = [
-            _noisy(x, home, random.fold_in(drawn, i), scale)
-            for i, (x, home) in enumerate(zip(flat, where, strict=True))
+            _noisy(x, sharding, random.fold_in(step_key, i), scale)
+            for i, (x, sharding) in enumerate(zip(flat, shardings, strict=True))
         ]
         return tree.unflatten(spec, noisy), NoiseState(state.count + 1, state.key)
 
-    return GradientTransformation(init, update)
+    return ContextTransformation(init, update)
 
 
-def _noisy(x: Tensor, home: NamedSharding | None, key: Tensor, std: float) -> Tensor:
-    shape = whole_shape(x, home)
+def _noisy(x: Tensor, sharding: NamedSharding | None, key: Tensor, std: float) -> Tensor:
+    shape = whole_shape(x, sharding)
     draw = random.normal(key, shape, std=std, dtype=x.dtype)
-    if home is None:
+    if sharding is None:
         return x + draw.tensor(device=x.device)
-    local, grid = local_of(x), home.grid(shape)
+    local, grid = local_of(x), sharding.grid(shape)
     noisy = local.clone() if grid is None else torch.empty_like(local)
     for box, place in boxes.grid_boxes(grid) if grid is not None else ():
         noisy[place] = local[place] + draw.slice(box, device=local.device)

@@ -1,8 +1,8 @@
-"""Biases that balance experts: leaves that a step moves by itself, against their load, and no optimizer.
+"""Biases that balance experts: leaves that the train step updates against their load, in place of the optimizer.
 
 In: gradients, of which those of some leaves are loads (`ops.tell_load`). Out: updates of these leaves by a sign.
 The rule is that of Wang et al. 2024, algorithm 1. Neither the norm nor clipping nor moments see a load.
-Law: only the sign of a load counts, so it does not matter by what all gradients are divided.
+Law: only the sign of a load counts, so a factor of all gradients does not matter.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fsharding import tree
 from fsharding.sharding.named_sharding import like, local_of
 from fsharding.tree import Tree
 
-__all__ = ["against_load", "set_loads_apart"]
+__all__ = ["update_against_load", "split_loads"]
 
 
-def set_loads_apart(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str, Tensor]]:
-    """Gradients with zeros in the place of loads, and the loads by path.
+def split_loads(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str, Tensor]]:
+    """Gradients with zeros in place of loads, and the loads by path.
 
     Args:
         grads: tree of reduced gradients; None for frozen leaves.
@@ -31,25 +31,25 @@ def set_loads_apart(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str
     loads = {path: x for path, x in tree.named_leaves(grads).items() if path in paths} if paths else {}
     if not loads:
         return grads, loads
-    kept = tree.map_with_path(lambda p, x: _with(x, torch.zeros_like(local_of(x))) if p in loads else x, grads)
-    return kept, loads
+    rest = tree.map_with_path(lambda p, x: _with(x, torch.zeros_like(local_of(x))) if p in loads else x, grads)
+    return rest, loads
 
 
-def against_load(updates: Tree, loads: Mapping[str, Tensor], rates: Mapping[str, float]) -> Tree:
-    """Updates in which loaded leaves move by `-rate * sign(load)`, whatever the optimizer made of their zeros.
+def update_against_load(updates: Tree, loads: Mapping[str, Tensor], rates: Mapping[str, float]) -> Tree:
+    """Updates in which leaves with loads change by `-rate * sign(load)`, whatever the optimizer made of their zeros.
 
     Args:
         updates: of the optimizer.
-        loads: of `set_loads_apart`.
+        loads: of `split_loads`.
         rates: by path.
     """
     if not loads:
         return updates
 
-    def move(path: str, x: Any) -> Any:
+    def change(path: str, x: Any) -> Any:
         return _with(loads[path], torch.sign(local_of(loads[path])) * -rates[path]) if path in loads else x
 
-    return tree.map_with_path(move, updates)
+    return tree.map_with_path(change, updates)
 
 
 def _with(x: Tensor, local: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ def linear(start: float, end: float, steps: int) -> Schedule:
         ConfigError: fewer than 1 step.
     """
     if steps < 1:
-        mend = "Give 1 or more, or use fs.constant."
-        raise ConfigError(message("fs.linear", f"got steps={steps}.", mend=mend))
+        mend = "Give 1 or more, or use fs.optim.schedules.constant."
+        raise ConfigError(message("fs.optim.schedules.linear", f"got steps={steps}.", mend=mend))
     return lambda count: start + (end - start) * min(count / steps, 1.0)
 
 
@@ -41,8 +41,9 @@ def warmup_cosine(peak: float, warmup: int, total: int, *, end: float = 0.0) -> 
         ConfigError: a negative number of steps, or a warm-up that goes on after `total`.
     """
     if not 0 <= warmup <= total:
-        mend = "Give a warm-up from 0 to total; fs.linear warms up alone."
-        raise ConfigError(message("fs.warmup_cosine", f"got warmup={warmup} and total={total}.", mend=mend))
+        mend = "Give a warm-up from 0 to total; fs.optim.schedules.linear warms up alone."
+        text = f"got warmup={warmup} and total={total}."
+        raise ConfigError(message("fs.optim.schedules.warmup_cosine", text, mend=mend))
 
     def rate(count: int) -> float:
         if count < warmup:

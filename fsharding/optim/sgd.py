@@ -1,7 +1,7 @@
 """Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013), on local tensors.
 
-In: gradients and main parameters cut alike. Out: updates to be added, and the new trace.
-Law: one correctly rounded operation at a time, so an element's update does not depend on where it stands.
+In: gradients and main parameters in the same shardings. Out: updates to be added, and the new trace.
+Law: one correctly rounded operation at a time, so an element's update does not depend on its position in a shard.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from fsharding import _compat, tree
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import ConfigError, message
 from fsharding.optim.base import (
-    GradientTransformation,
+    ContextTransformation,
+    InitContext,
+    UpdateContext,
     check_moments,
     check_update,
     like,
     local_leaves,
-    local_where,
+    local_params,
     narrow,
-    refuse_unlike,
+    refuse_other_shapes,
     shardings_of,
     widen,
     zeros,
@@ -53,7 +55,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     moments: torch.dtype | None = None,
-) -> GradientTransformation:
+) -> ContextTransformation:
     """SGD: `t = momentum * t + d`, update `-lr * t`; with Nesterov's, `-lr * (d + momentum * t)`.
 
     Here `d = g + weight_decay * p`, of which `t` gets the share `1 - dampening`, but all of the first one.
@@ -61,7 +63,7 @@ def sgd(
     Args:
         learning_rate: a number, or a function of the number of updates so far.
         momentum: decay of the trace; 0 keeps none.
-        dampening: what the trace does not get of a gradient.
+        dampening: share of a gradient that is not added to the trace.
         nesterov: look ahead; without dampening only.
         weight_decay: added to the gradient, as in `torch.optim.SGD`.
         moments: the dtype in which the trace is kept; by default that of the layout's `Precision`, or else float32 at
@@ -81,32 +83,36 @@ def sgd(
     rate = as_schedule(learning_rate)
 
     @public("fs.sgd(...).init")
-    def init(params: Tree, *, moments: torch.dtype | None = None) -> SgdState:
-        return SgdState(torch.zeros((), dtype=torch.int64), zeros(params, own or moments) if momentum else None)
+    def init(params: Tree, context: InitContext = InitContext()) -> SgdState:
+        return SgdState(torch.zeros((), dtype=torch.int64), zeros(params, own or context.moments) if momentum else None)
 
     @public("fs.sgd(...).update")
-    def update(updates: Tree, state: SgdState, params: Tree = None, *, donate: bool = False) -> tuple[Tree, SgdState]:
+    def update(
+        updates: Tree, state: SgdState, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, SgdState]:
         check_update(_NAME, SgdState, updates, state, params, decay=weight_decay)
         if state.trace is not None:
             check_moments(_NAME, trace=state.trace)
         params = tree.prune(params, updates, _NAME, ("parameters", "gradients")) if params is not None else None
-        there = next(x for x in (state.trace, params, updates) if x is not None)
-        refuse_unlike(_NAME, updates, there, ("gradients", "parameters" if state.trace is None else "the trace"))
-        moved = redistribute(updates, shardings_of(there))
-        grads = local_leaves(moved)
+        sharded = next(x for x in (state.trace, params, updates) if x is not None)
+        refuse_other_shapes(
+            _NAME, updates, sharded, ("gradients", "parameters" if state.trace is None else "the trace")
+        )
+        resharded = redistribute(updates, shardings_of(sharded))
+        grads = local_leaves(resharded)
         if weight_decay:
-            main = local_where(_NAME, params, there)
+            main = local_params(_NAME, params, sharded)
             decay = [p.to(g.dtype) for p, g in zip(main, grads, strict=True)]
             grads = _compat.foreach_add(grads, _compat.foreach_mul(decay, weight_decay))
         trace = state.trace
         if momentum:
-            kept = widen(state.trace, donate=donate)
-            _compat.foreach_mul_(kept, momentum)
+            momenta = widen(state.trace, donate=context.donate)
+            _compat.foreach_mul_(momenta, momentum)
             damped = dampening and int(state.count)
-            _compat.foreach_add_(kept, _compat.foreach_mul(list(grads), 1 - dampening) if damped else list(grads))
-            trace = narrow(state.trace, kept, donate=donate)
-            grads = _compat.foreach_add(grads, _compat.foreach_mul(kept, momentum)) if nesterov else kept
+            _compat.foreach_add_(momenta, _compat.foreach_mul(list(grads), 1 - dampening) if damped else list(grads))
+            trace = narrow(state.trace, momenta, donate=context.donate)
+            grads = _compat.foreach_add(grads, _compat.foreach_mul(momenta, momentum)) if nesterov else momenta
         deltas = _compat.foreach_mul(list(grads), -rate(int(state.count)))
-        return like(moved, deltas), SgdState(state.count + 1, trace)
+        return like(resharded, deltas), SgdState(state.count + 1, trace)
 
-    return GradientTransformation(init, update)
+    return ContextTransformation(init, update)

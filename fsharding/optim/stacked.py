@@ -1,7 +1,7 @@
 """Which dims of a leaf are stacked units, which leaves are matrices, and sums over dims that ranks share.
 
-In: paths and leaves; local tensors of leaves that are cut in any way. Out: numbers of dims, labels, whole sums.
-A stack is one leaf for many equal units, so what an optimizer says of a matrix it says of each row of a stack.
+In: paths and leaves; local tensors of leaves in any sharding. Out: numbers of dims, labels, whole sums.
+A stack is one leaf for many equal units, so an optimizer treats each row of a stack as a matrix of its own.
 Law: a sum does not depend on the layout beyond the rounding of float64.
 """
 
@@ -26,10 +26,10 @@ from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_
 from fsharding.sharding.stage_owners import begins
 from fsharding.tree import Tree
 
-__all__ = ["homes", "label_matrices", "stacked_dims", "sum_dims", "whole_shape"]
+__all__ = ["assigned_shardings", "label_matrices", "stacked_dims", "sum_dims", "whole_shape"]
 
 STACKS = ("blocks",)
-"""Where a `Model` has its stacks."""
+"""The paths of the stacks of a `Model`."""
 
 
 def stacked_dims(path: str, stacks: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def stacked_dims(path: str, stacks: Sequence[str]) -> int:
 
 
 def label_matrices(stacks: Sequence[str] = STACKS) -> Callable[[str, Any], str]:
-    """Labels for `masked`: "matrix" for the matrices of stacked units, "other" for embedding, head, norms and biases.
+    """Labels for `multi_transform`: "matrix" for matrices of stacked units, "other" for embedding, head, norms, biases.
 
     Args:
         stacks: dotted paths, or beginnings of them, of leaves whose first dim counts units; those of a `Model` are
@@ -51,50 +51,53 @@ def label_matrices(stacks: Sequence[str] = STACKS) -> Callable[[str, Any], str]:
     return label
 
 
-def homes(
+def assigned_shardings(
     function: str, values: Tree, shardings: Tree = None, *, known: Sequence[str] = ()
 ) -> list[NamedSharding | None]:
-    """Where leaves are, with the assignments that their DTensors do not tell; None for plain tensors.
+    """The shardings of leaves, with the assignments that their DTensors do not have; None for plain tensors.
 
     Args:
         function: the public function, for the error.
         values: tree of DTensors and plain tensors.
-        shardings: of these leaves, such as `layout.main`: assignments are looked up there, all else the leaf says.
+        shardings: of these leaves, such as `layout.main`: only assignments are taken from them.
         known: axes along which an assignment does not matter.
 
     Returns:
-        One for each leaf: with its assignments on the whole mesh where `shardings` tells them; else on the slice of the
+        One for each leaf: with its assignments, on the whole mesh, where `shardings` has them; else on the slice of the
         mesh that the leaf is on.
 
     Raises:
-        LayoutError: assignments that nobody tells, or others than the leaf has; all such leaves are listed.
+        LayoutError: assignments that `shardings` does not have, or others than the leaf's; all such leaves are listed.
     """
     named = tree.named_leaves(values)
-    told: list[Any] = [None] * len(named)
+    given: list[Any] = [None] * len(named)
     if shardings is not None:
         pruned = tree.prune(shardings, values, function, ("shardings", "leaves"))
-        told = tree.flatten_up_to(tree.flatten(values)[1], pruned, function, ("leaves", "shardings"))
+        given = tree.flatten_up_to(tree.flatten(values)[1], pruned, function, ("leaves", "shardings"))
     result: list[NamedSharding | None] = []
     rows: list[str] = []
-    for (path, x), sharding in zip(named.items(), told, strict=True):
-        found = base(x.device_mesh) if isinstance(x, DTensor) else None
-        if not isinstance(x, DTensor) or found is None or found.whole is None:
+    for (path, x), sharding in zip(named.items(), given, strict=True):
+        mesh = base(x.device_mesh) if isinstance(x, DTensor) else None
+        if not isinstance(x, DTensor) or mesh is None or mesh.whole is None:
             result.append(sharding_of(x) if isinstance(x, DTensor) else None)
             continue
-        here = sharding_of(x)
-        hidden = [a for a in abstract(found.whole).names if a not in abstract(found.mesh).names]
+        of_leaf = sharding_of(x)
+        hidden = [a for a in abstract(mesh.whole).names if a not in abstract(mesh.mesh).names]
         if sharding is not None and {a.axis for a in sharding.assigned} == {*hidden}:
-            here = replace(here, mesh=found.whole, assigned=sharding.assigned)
-            shape, held = whole_shape(x, here), tuple(local_of(x).shape)
-            want = here.local_shape(shape)
-            if want != held:
-                text = f"{here} of {list(shape)} is not what this rank holds"
-                rows.append(f"{path}: {text}: {list(want)}, and it has {list(held)}")
+            of_leaf = replace(of_leaf, mesh=mesh.whole, assigned=sharding.assigned)
+            shape, local_shape = whole_shape(x, of_leaf), tuple(local_of(x).shape)
+            want = of_leaf.local_shape(shape)
+            if want != local_shape:
+                text = f"{of_leaf} of {list(shape)} is not what this rank holds"
+                rows.append(f"{path}: {text}: {list(want)}, and it has {list(local_shape)}")
         elif sharding is not None or not {*hidden} <= {*known}:
             rows.append(f"{path} is assigned over {', '.join(a for a in hidden if a not in known)}")
-        result.append(here)
+        result.append(of_leaf)
     if rows:
-        mend = "Say where they are, as the train step does: shardings=layout.main, of opt.init and opt.update."
+        mend = (
+            "Say where they are, as the train step does: fs.optim.InitContext(shardings=layout.main) goes to opt.init,"
+            " fs.optim.UpdateContext(shardings=layout.main) to opt.update."
+        )
         raise LayoutError(message(function, "cannot tell who owns leaves with assignments.", rows, mend))
     return result
 
@@ -102,11 +105,11 @@ def homes(
 def whole_shape(x: Tensor, sharding: NamedSharding | None) -> tuple[int, ...]:
     """The shape of a whole leaf, also along dims whose parts have owners.
 
-    Where a rank is no owner of a leaf that others have whole, its first size is 0, as at rest.
+    On a rank that does not own a leaf that others have whole, its first size is 0, as in the state.
 
     Args:
         x: the leaf.
-        sharding: of `homes`.
+        sharding: of `assigned_shardings`.
     """
     if sharding is None or sharding.grid(x.shape) is None:
         return tuple(x.shape)
@@ -121,26 +124,26 @@ def sum_dims(
     *,
     shardings: Sequence[NamedSharding | None] | None = None,
 ) -> list[Tensor]:
-    """Sums over dims of whole leaves, from what each rank has. Collective over the axes that cut these dims.
+    """Sums over dims of whole leaves, from the shards of all ranks. Collective over the axes that cut these dims.
 
     Args:
-        terms: this rank's part of what is summed; made one by one, if a generator makes them.
-        leaves: a leaf for each that is cut as the term is: a DTensor, or a plain tensor that is whole.
-        dims: which; they stay, with size 1.
-        shardings: of each leaf, such as those of `layout.main`: of leaves with assignments its DTensor does not tell
-            them, and the sum is then of this slice of the mesh.
+        terms: this rank's shards of the summands; made one by one, if a generator makes them.
+        leaves: for each term a leaf of its sharding: a DTensor, or a plain tensor that is whole.
+        dims: to sum over, for each term; they stay, with size 1.
+        shardings: of each leaf, such as those of `layout.main`. Without it a leaf with assignments, which its DTensor
+            does not have, is summed over its slice of the mesh.
 
     Returns:
         float64, on every rank that holds the same range of the other dims.
     """
     sums = [x.sum(d, keepdim=True, dtype=torch.float64) if d else x.double() for x, d in zip(terms, dims, strict=True)]
     groups: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
-    known = [None] * len(leaves) if shardings is None else shardings
-    for i, (leaf, over, told) in enumerate(zip(leaves, dims, known, strict=True)):
+    given = [None] * len(leaves) if shardings is None else shardings
+    for i, (leaf, over, with_owners) in enumerate(zip(leaves, dims, given, strict=True)):
         if isinstance(leaf, DTensor):
             # On the whole mesh, not its slice: all ranks know its groups.
             sharding: NamedSharding = to_local(leaf).sharding
-            owners = told.assigned if told is not None else ()
+            owners = with_owners.assigned if with_owners is not None else ()
             cut = {axis for dim in over for axis in sharding.axes(dim)} | {a.axis for a in owners if a.dim in over}
             if cut:
                 groups.setdefault((sharding.mesh, tuple(a for a in AXES if a in cut)), []).append(i)

@@ -1,7 +1,7 @@
-"""`apply_updates`: parameters plus updates, wherever the two are cut; `apply_gradients`: a whole optimizer step.
+"""`apply_updates`: parameters plus updates, each in its own sharding; `apply_gradients`: a whole optimizer step.
 
 In: parameters, and updates in the sharding of the optimizer state. Out: parameters in their own sharding.
-Where updates are cut further than parameters, each rank adds its slice and the slices are gathered once.
+Where updates are cut further than parameters, each rank adds its slice and the slices are all-gathered once.
 Law: without `donate` the parameters that came in are unchanged.
 """
 
@@ -16,7 +16,14 @@ from torch.distributed.tensor import DTensor
 from fsharding import tree
 from fsharding.arguments import check_optimizer
 from fsharding.comm.redistribute import redistribute
-from fsharding.optim.base import GradientTransformation, call, local_leaves, refuse_unlike, run_update, shardings_of
+from fsharding.optim.base import (
+    GradientTransformation,
+    UpdateContext,
+    local_leaves,
+    multiply,
+    refuse_other_shapes,
+    shardings_of,
+)
 from fsharding.public import public
 from fsharding.sharding import named_sharding as sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
@@ -47,7 +54,7 @@ def apply_gradients(
         params: tree of DTensors or plain tensors.
         donate: gradients, state and parameters may be overwritten.
         norm: the global norm of the gradients, where it is known.
-        scale: what the gradients are still to be multiplied by; `norm` is that of the product.
+        scale: the gradients are still to be multiplied by it; `norm` is that of the product.
         shardings: where gradients and main parameters are, such as `layout.main`; needed for leaves with explicit
             assignments by optimizers that look at more than an element at once.
 
@@ -58,10 +65,10 @@ def apply_gradients(
         ConfigError: `opt` is no `GradientTransformation`.
     """
     check_optimizer("fs.optim.apply_gradients", opt)
-    known: Any = {"donate": donate, "norm": norm, "scale": scale, "shardings": shardings}
-    if opt.apply is not None:
-        return call(opt.apply, grads, state, params, **known)
-    updates, state = run_update(opt, grads, state, params, **known)
+    transformation, context = opt.with_context(), UpdateContext(donate=donate, norm=norm, shardings=shardings)
+    if transformation.apply is not None:
+        return transformation.apply(grads, state, params, context, scale=scale)
+    updates, state = transformation.update(multiply(grads, scale, donate=donate), state, params, context)
     return apply_updates(params, updates, donate=donate), state
 
 
@@ -96,11 +103,11 @@ def change_slices(
     donate: bool = False,
     function: str = _NAME,
 ) -> Tree:
-    """Changes parameters where something else is cut: brings them there and back.
+    """Changes parameters in another sharding: reshards them to it and back.
 
     Args:
         params: tree of DTensors or plain tensors.
-        where: the same tree, cut as the slices shall be; None at a leaf leaves the parameter as it is.
+        where: the same tree, in the sharding of the slices; None at a leaf leaves the parameter as it is.
         change: from local slices, in order, to new ones of the same shapes.
         donate: the parameters may be overwritten.
         function: the public function, for the error.
@@ -117,15 +124,15 @@ def change_slices(
         for leaf, mark in zip(leaves, marks, strict=True)
     )
     if any(unlike):
-        refuse_unlike(function, tree.prune(params, where, function, labels), where, labels)
+        refuse_other_shapes(function, tree.prune(params, where, function, labels), where, labels)
     targets = tree.unflatten(spec, [sharding_of(m) if isinstance(m, DTensor) else None for m in marks])
     slices = tree.leaves(redistribute(params, targets))
     changed = iter(change([local_of(x) for x, mark in zip(slices, marks, strict=True) if mark is not None]))
-    moved: list[Any] = []
+    resharded: list[Any] = []
     for leaf, part, mark in zip(leaves, slices, marks, strict=True):
         new = next(changed) if mark is not None else leaf
-        moved.append(sharding.like(part, new) if mark is not None and isinstance(part, DTensor) else new)
-    return redistribute(tree.unflatten(spec, moved), shardings_of(params), into=params if donate else None)
+        resharded.append(sharding.like(part, new) if mark is not None and isinstance(part, DTensor) else new)
+    return redistribute(tree.unflatten(spec, resharded), shardings_of(params), into=params if donate else None)
 
 
 def _add(param: Tensor, delta: Tensor, donate: bool) -> Tensor:

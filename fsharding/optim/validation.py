@@ -1,6 +1,6 @@
-"""Settings of optimizers are looked at before anything is made of them.
+"""Checks the settings of optimizers when an optimizer is made.
 
-In: numbers by name, and what they have to be. Out: nothing, or one ConfigError that lists all that are not.
+In: numbers by name, and conditions on them. Out: nothing, or one ConfigError that lists all that do not meet theirs.
 Law: a setting that is a function of the number of updates is not called.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dty
 
 
 class Needs(NamedTuple):
-    """What a number has to be, in words and as a test."""
+    """A condition on a number, in words and as a test."""
 
     text: str
     holds: Callable[[Any], bool]
@@ -43,14 +43,14 @@ TO_1 = Needs("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
 def check_settings(function: str, *groups: tuple[Needs, Mapping[str, Any]]) -> None:
-    """Refuses numbers that an update could not use, or that would make it something else.
+    """Refuses numbers that an update could not use, or with which it would be another algorithm.
 
     Args:
         function: that got them, such as "fs.adamw".
-        groups: what numbers have to be, and their values by name.
+        groups: conditions, and for each the values by name.
 
     Raises:
-        ConfigError: one or more are not; all of them are listed.
+        ConfigError: one or more do not meet their condition; all of them are listed.
     """
     rows = [
         f"{name}: {value!r}, needs {needs.text}"

@@ -147,7 +147,7 @@ class Layout:
         if opt is None:
             moments = sum(2 * size(leaf.main, leaf, how.moment_dtype(how.main_dtype(leaf.init))) for leaf in trained)
         else:
-            moments = sum(x.nbytes for x in tree.leaves(opt.start(self.meta_main(coord), how.moments)))
+            moments = sum(x.nbytes for x in tree.leaves(opt.start(self.meta_main(coord), moments=how.moments)))
         return Memory(params, main if self.has_main else 0, grads, moments)
 
     def meta_main(self, coord: dict[str, int] | None = None) -> Tree:

@@ -162,7 +162,7 @@ class DecoderCase:
             float32[steps, 2]: loss and gradient norm of each step.
         """
         model, mesh = self.model, device_mesh(self.mesh)
-        rate = optim.warmup_cosine(_RATE, 1, 10)
+        rate = optim.schedules.warmup_cosine(_RATE, 1, 10)
         opt = optim.chain(optim.clip_by_global_norm(_CLIP), optim.adamw(rate, eps=_EPS, weight_decay=0.1))
         state = init_state(model, opt, random.key(0), self.layout(mesh))
         step = make_train_step(

@@ -241,7 +241,7 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
     trained = main if main is not None else _slices(params, layout)
-    opt_state = opt.start(trained, layout.precision.moments, layout.main)
+    opt_state = opt.start(trained, moments=layout.precision.moments, shardings=layout.main)
     scale = layout.precision.init_scale()
     step = torch.zeros((), dtype=torch.int64)
     return sealed(TrainState(step, params, main, opt_state, scale, run_key.clone(), layout))
@@ -291,12 +291,14 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
     given = tree.flatten_up_to(layout.structure, params, "fs.state_from", ("the layout", "params"))
     wanted = ((leaf.home.shape_at_rest(leaf.shape), layout.precision.main_dtype(leaf.init)) for leaf in layout.leaves)
     check_fit("fs.state_from", layout, given, wanted)
-    trained = [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
-    main = tree.unflatten(layout.structure, trained)
+    main = tree.unflatten(
+        layout.structure, [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
+    )
     check_main("fs.state_from", main, params, layout)
     computed = spread(main, params, layout)
     kept = main if layout.has_main else None
-    opt_state = opt.start(_slices(computed, layout) if kept is None else kept, layout.precision.moments, layout.main)
+    trained = _slices(computed, layout) if kept is None else kept
+    opt_state = opt.start(trained, moments=layout.precision.moments, shardings=layout.main)
     step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
     return sealed(TrainState(step, computed, kept, opt_state, layout.precision.init_scale(), run_key, layout))
 

@@ -1,16 +1,17 @@
 """The train step as a pure function `(state, batch) -> (state, metrics)`, built from the public pieces.
 
 In: a `TrainState` and this rank's part of the batch. Out: the next state, in the same layout, and metrics.
-Microbatches are summed, then divided once by the weight of the whole batch. A step that is not finite is refused on
-all ranks, the state as before; under fp16 it is skipped and the scale halved. Law: the layout never changes a loss.
+Gradients of microbatches are summed, then divided once by the weight of the whole batch. All ranks refuse a step that
+is not finite and keep their state; under fp16 they skip it and halve the scale. `TrainStep.prepare` decides once for a
+layout, `TrainStep.__call__` runs. Law: the layout never changes a loss.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,9 +29,9 @@ from fsharding.mesh.consistency import compare, digest, facts_of, refuse_differe
 from fsharding.mesh.device_mesh import abstract, axis_group, everyone, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.models.stacks import first_unit, scan_stacks
-from fsharding.optim.base import GradientTransformation, run_update
-from fsharding.optim.clip import norm_with
-from fsharding.optim.router_bias import against_load, set_loads_apart
+from fsharding.optim.base import GradientTransformation, UpdateContext, multiply
+from fsharding.optim.clip import norm_with_stop_bit
+from fsharding.optim.router_bias import split_loads, update_against_load
 from fsharding.optim.updates import apply_gradients, apply_updates
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import Schedule, plan_schedule
@@ -48,7 +49,7 @@ from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.value_and_grad import loss_and_grads, refuse_backward
 from fsharding.tree import Tree
 
-__all__ = ["Metrics", "make_train_step", "model_loss"]
+__all__ = ["Metrics", "StepPlan", "TrainStep", "make_train_step", "model_loss"]
 
 
 class Metrics(NamedTuple):
@@ -112,7 +113,7 @@ def make_train_step(
     donate: bool = False,
     policy: Policy = policies.save_except_gathered,
     has_aux: bool = False,
-) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
+) -> TrainStep:
     """Makes the step of a run.
 
     Args:
@@ -129,7 +130,7 @@ def make_train_step(
         has_aux: the loss function returns `((sum, weight), aux)`; aux, any tree, comes back in the metrics.
 
     Returns:
-        `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
+        The step: `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
 
     Raises:
         ArgumentError: the model is no `Model` and no function of two arguments, such as an `nn.Module`; the optimizer
@@ -151,100 +152,292 @@ def make_train_step(
             the least scale.
     """
     _check_arguments(model, opt, microbatches, policy, has_aux=has_aux)
-    is_model = hasattr(model, "block")
-    loss_fn, rates = (model_loss(model, policy=policy), dict(model.balanced)) if is_model else (model, {})
-    call = _Call(loss_fn, takes_key=_takes_key(loss_fn), has_aux=has_aux)
-    settings = _settings(model, opt, microbatches, schedule if is_model else "", precision, policy)
-    seen: list[_Seen] = []
+    return TrainStep(
+        model,
+        opt,
+        microbatches=microbatches,
+        schedule=schedule,
+        precision=precision,
+        donate=donate,
+        policy=policy,
+        has_aux=has_aux,
+    )
 
-    def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+
+@dataclass
+class StepPlan:
+    """The decisions of a step for one layout, and what it keeps between calls in that layout.
+
+    `layout` is without devices, so that ranks agree on it once, however often meshes are made and collected. Of all
+    plans of a step only that of the latest call has a `check`, which refers to the mesh, and buffers.
+
+    Attributes:
+        layout: on an abstract mesh.
+        precision: dtypes of compute and wire.
+        schedule: of the pipeline; None where the step scans over the blocks.
+        messages: shapes of the pipeline's activations, learnt in the first step.
+        buffers: memory of whole gradients, used again by the next step.
+        check: of states in this layout; None after the step was called with another layout.
+    """
+
+    layout: Layout
+    precision: Precision
+    schedule: Schedule | None
+    messages: Messages = field(default_factory=Messages)
+    buffers: Pool = field(default_factory=Pool)
+    check: StateCheck | None = None
+
+    def release(self) -> None:
+        """Frees the gradient buffers and the mesh."""
+        self.buffers.close()
+        self.check = None
+
+
+class _Sums(NamedTuple):
+    """Sums over all microbatches and data ranks.
+
+    Attributes:
+        grads: in `layout.main`, of losses times the loss scale.
+        loss: times the loss scale (float32, 0-d).
+        weight: number of tokens (float32, 0-d).
+        aux: of each microbatch, on this rank.
+    """
+
+    grads: Tree
+    loss: Tensor
+    weight: Tensor
+    aux: tuple[Any, ...] = ()
+
+
+class TrainStep:
+    """The step of a run: `step(state, batch) -> (state, metrics)`, made by `make_train_step`.
+
+    It keeps nothing of a state. Between calls it keeps the plan of each layout that it was called with, so that a state
+    may change its layout from one call to the next.
+
+    Args:
+        model: a `Model` or a loss function.
+        opt: the optimizer.
+        microbatches: as in `make_train_step`, and so are the others.
+        schedule: of a pipeline.
+        precision: by default the layout's.
+        donate: the step may overwrite the state.
+        policy: of the blocks of a `Model`.
+        has_aux: the loss function returns aux.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        opt: GradientTransformation,
+        *,
+        microbatches: int,
+        schedule: str | Schedule,
+        precision: Precision | None,
+        donate: bool,
+        policy: Policy,
+        has_aux: bool,
+    ) -> None:
+        self._model = model
+        self._opt = opt.with_context()
+        self._microbatches = microbatches
+        self._schedule = schedule
+        self._precision = precision
+        self._donate = donate
+        self._policy = policy
+        self._is_model = hasattr(model, "block")
+        loss_fn = model_loss(model, policy=policy) if self._is_model else model
+        self._loss_fn = _LossFunction(loss_fn, takes_key=_takes_key(loss_fn), has_aux=has_aux)
+        self._bias_rates: dict[str, float] = dict(model.balanced) if self._is_model else {}
+        self._settings = _settings(model, opt, microbatches, schedule if self._is_model else "", precision, policy)
+        self._plans: list[StepPlan] = []
+
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        """One step; `make_train_step` says what it raises.
+
+        Args:
+            state: in any layout; not to be used again if the step was made with `donate=True`.
+            batch: this rank's part, a tree of tensors `[B, ...]`.
+        """
         if not isinstance(state, TrainState):
             raise _other_state(state, batch)
         with naming_lost("train step", state.layout.mesh, step=state.step):
             refuse_changed("train step", state)
-            return run(state, batch)
+            return self._run(state, batch)
 
     @public("train step")
-    def run(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+    def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
-        known = next((before for before in seen if before.check is not None and before.check.layout is layout), None)
-        if known is None:
-            planned = _off_devices(layout)
-            known = next((before for before in seen if before.layout == planned), None)
-            if known is None:
-                check_numbers("train step", state)
-                _agree(state, settings, batch, microbatches)
-                if is_model:
-                    _refuse_model(model, layout)
-                _refuse_other_state(opt, state)
-                seen.append(known := _Seen(planned, Messages(), Pool()))
-            known.check = StateCheck(layout)
-        assert known.check is not None
-        known.check("train step", state)
-        _let_go(seen, known)
-        how = precision or layout.precision
-        if (how.loss_scale is None) != (state.loss_scale is None):
-            raise ConfigError(message("train step", *_scale_mismatch(state)))
-        pieces = _split(batch, microbatches)
-        scale = float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
-        auxes: tuple[Any, ...] = ()
+        plan = self._plan_of(state, batch)
+        loss_scale = _loss_scale(state, plan.precision)
         stop = StopBit(layout.mesh)
-        if is_model and abstract(layout.mesh).axis_size("pp") > 1:
-            planned = _schedule(schedule, layout, microbatches)
-            given, told = (model, planned, layout, state.params, pieces), known.messages
-            grads, total, weight = pipeline_grads(
-                *given, precision=how, policy=policy, scale=scale, known=told, stop=stop
-            )
-        else:
-            grads, total, weight, auxes = _accumulate(call, state, pieces, how, scale, known.memory, stop)
-        grads, loads = set_loads_apart(grads, rates)
+
+        sums = self._loss_and_grads(plan, state, _split(batch, self._microbatches), loss_scale, stop)
+        grads, loads = split_loads(sums.grads, self._bias_rates)
         with _compat.region("norm"):
-            mean = float(1.0 / (weight.double() * scale))
-            norm = (norm_with(stop, grads, layout.main).double() * mean).float()
-        loss = refuse_backward((total.double() / (weight.double() * scale)).float())
+            to_mean = float(1.0 / (sums.weight.double() * loss_scale))
+            norm = (norm_with_stop_bit(stop, grads, layout.main).double() * to_mean).float()
+        loss = refuse_backward((sums.loss.double() / (sums.weight.double() * loss_scale)).float())
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         stop.settle(loss.device)
-        metrics = Metrics(loss, norm, weight, skipped=not finite, aux=auxes)
-        if not finite and (how.loss_scale is None or scale <= how.loss_scale.least):
-            raise NonFiniteError(_refusal(state, grads, loss, norm))
-        if donate:
-            state = state.donate()
+        metrics = Metrics(loss, norm, sums.weight, skipped=not finite, aux=sums.aux)
         if not finite:
-            assert state.loss_scale is not None
-            kept = state if donate else tree.map(torch.clone, state)
-            return kept.replace(loss_scale=how.next_scale(state.loss_scale, finite=False)), metrics
-        steer = functools.partial(against_load, loads=loads, rates=rates) if rates else None
-        return sealed(_update(state, grads, mean, norm, opt, how, steer, donate=donate)), metrics
+            return self._skipped(plan, state, grads, metrics, loss_scale), metrics
 
-    return step
+        if self._donate:
+            state = state.donate()
+        with _compat.region("optimizer"):
+            main, opt_state = self._update(state, grads, loads, to_mean, norm)
+        with _compat.region("spread"):
+            params = spread(main, state.params, layout, donate=self._donate)
+        scale = plan.precision.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
+        after = state.replace(
+            step=state.step + 1,
+            params=params,
+            main=main if state.main is not None else None,
+            opt_state=opt_state,
+            loss_scale=scale,
+        )
+        return sealed(after), metrics
+
+    def prepare(self, layout: Layout) -> StepPlan:
+        """Decides for a layout: whether the step computes in this layout, its precision, pipeline or scan, and buffers.
+
+        The first call in a layout does this, after all ranks have agreed on layout and settings. It allocates nothing.
+
+        Args:
+            layout: of the states.
+
+        Raises:
+            ConfigError: a `Model` on a mesh with an axis that it does not compute over.
+            ScheduleError: the schedule cannot have so many ranks or microbatches.
+            TreeError: a layout of a model with other parameters.
+        """
+        schedule = None
+        if self._is_model:
+            _refuse_model(self._model, layout)
+            if abstract(layout.mesh).axis_size("pp") > 1:
+                schedule = _planned_schedule(self._schedule, layout, self._microbatches)
+        return StepPlan(_without_devices(layout), self._precision or layout.precision, schedule)
+
+    def _plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
+        """The plan for the layout of a checked state. Collective at the first call in a layout.
+
+        Afterwards this plan is the only one with a check and buffers.
+        """
+        layout = state.layout
+        plan = next((p for p in self._plans if p.check is not None and p.check.layout is layout), None)
+        if plan is None:
+            without_devices = _without_devices(layout)
+            plan = next((p for p in self._plans if p.layout == without_devices), None)
+            if plan is None:
+                check_numbers("train step", state)
+                _agree(state, self._settings, batch, self._microbatches)
+                plan = self.prepare(layout)
+                _refuse_other_state(self._opt, state)
+                self._plans.append(plan)
+            plan.check = StateCheck(layout)
+        assert plan.check is not None
+        plan.check("train step", state)
+        for other in self._plans:
+            if other is not plan:
+                other.release()
+        return plan
+
+    def _loss_and_grads(
+        self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: float, stop: StopBit
+    ) -> _Sums:
+        """Forward and backward of all microbatches, through the pipeline or one after the other."""
+        if plan.schedule is None:
+            return self._accumulate(plan, state, microbatches, loss_scale, stop)
+        grads, loss, weight = pipeline_grads(
+            self._model,
+            plan.schedule,
+            state.layout,
+            state.params,
+            microbatches,
+            precision=plan.precision,
+            policy=self._policy,
+            scale=loss_scale,
+            known=plan.messages,
+            stop=stop,
+        )
+        return _Sums(grads, loss, weight)
+
+    def _accumulate(
+        self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: float, stop: StopBit
+    ) -> _Sums:
+        """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
+        layout, has_aux = state.layout, self._loss_fn.has_aux
+        key = self._loss_fn.key(state)
+        grads: Tree = None
+        losses: list[Tensor] = []
+        weights: list[Tensor] = []
+        auxes: list[Any] = []
+        for i, microbatch in enumerate(microbatches):
+            last = i + 1 == len(microbatches)
+            result, grads = loss_and_grads(
+                self._loss_fn.scaled(loss_scale, fold_in(key, i) if key is not None else None),
+                state.params,
+                (microbatch,),
+                grads,
+                has_aux=has_aux,
+                grads=layout.main if last else layout.grads,
+                precision=plan.precision,
+                mean=False,
+                grad_pool=plan.buffers,
+                stop=stop if last else None,
+            )
+            if has_aux:
+                result, aux = result
+                auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
+            loss, weight = result
+            losses.append(loss)
+            weights.append(weight)
+        return _Sums(grads, torch.stack(losses).sum(), torch.stack(weights).sum(), tuple(auxes))
+
+    def _update(
+        self, state: TrainState, grads: Tree, loads: dict[str, Tensor], to_mean: float, norm: Tensor
+    ) -> tuple[Tree, Tree]:
+        """The main parameters and the optimizer state after an update.
+
+        Gradients times `to_mean` are their means, and `norm` is that of the means.
+        """
+        main, shardings, donate = main_of(state), state.layout.main, self._donate
+        if not self._bias_rates:
+            return apply_gradients(
+                self._opt,
+                grads,
+                state.opt_state,
+                main,
+                donate=donate,
+                norm=norm,
+                scale=to_mean,
+                shardings=shardings,
+            )
+        # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
+        context = UpdateContext(donate=donate, norm=norm, shardings=shardings)
+        updates, opt_state = self._opt.update(multiply(grads, to_mean, donate=donate), state.opt_state, main, context)
+        return apply_updates(main, update_against_load(updates, loads, self._bias_rates), donate=donate), opt_state
+
+    def _skipped(
+        self, plan: StepPlan, state: TrainState, grads: Tree, metrics: Metrics, loss_scale: float
+    ) -> TrainState:
+        """The state after a step that is not finite: as before, with a smaller loss scale.
+
+        Raises:
+            NonFiniteError: there is no loss scale, or it is the least one.
+        """
+        precision = plan.precision
+        if precision.loss_scale is None or loss_scale <= precision.loss_scale.least:
+            raise NonFiniteError(_refusal(state, grads, metrics.loss, metrics.grad_norm))
+        assert state.loss_scale is not None
+        smaller = precision.next_scale(state.loss_scale, finite=False)
+        unchanged = state.donate() if self._donate else tree.map(torch.clone, state)
+        return unchanged.replace(loss_scale=smaller)
 
 
-@dataclass
-class _Seen:
-    """A layout that a step has met.
-
-    Attributes:
-        layout: without devices, as all ranks meet it once, whenever meshes are collected.
-        messages: of a pipeline.
-        memory: of its gradients.
-        check: of its states; None where the step has gone on to another layout.
-    """
-
-    layout: Layout
-    messages: Messages
-    memory: Pool
-    check: StateCheck | None = None
-
-
-def _let_go(seen: Sequence[_Seen], known: _Seen) -> None:
-    """Memory of gradients is kept for one layout only, and so is its mesh."""
-    for other in seen:
-        if other is not known:
-            other.memory.close()
-            other.check = None
-
-
-def _off_devices(layout: Layout) -> Layout:
+def _without_devices(layout: Layout) -> Layout:
     """The same layout on an abstract mesh."""
     mesh = abstract(layout.mesh)
     leaves = (
@@ -262,16 +455,16 @@ def _settings(
     precision: Precision | None,
     policy: Policy,
 ) -> dict[str, str]:
-    """What the ranks of a step must have in common, beside its layout."""
-    # A loss function may close over what is a rank's own.
-    told = facts_of("model", model) if hasattr(model, "block") else {"loss": getattr(model, "__qualname__", "")}
+    """Facts on which the ranks of a step must agree, beside its layout."""
+    # A loss function may close over values that differ between ranks, so only its name is compared.
+    of_loss = facts_of("model", model) if hasattr(model, "block") else {"loss": getattr(model, "__qualname__", "")}
     planned = schedule if isinstance(schedule, str) else f"{schedule!r} {digest(repr(schedule.table)):016x}"
     facts = {"microbatches": str(microbatches), "schedule": planned, "policy": policy.name, "precision": str(precision)}
-    return {**facts, **told, **facts_of("optimizer", opt.update)}
+    return {**facts, **of_loss, **facts_of("optimizer", opt.update)}
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function asks for a random key: it has a parameter of that name that nobody has filled."""
+    """Whether a loss function asks for a random key: it has a parameter of that name without a value."""
     try:
         asked = inspect.signature(loss_fn).parameters.get("key")
     except (TypeError, ValueError):  # a callable without a signature
@@ -279,22 +472,26 @@ def _takes_key(loss_fn: Callable[..., Any]) -> bool:
     return asked is not None and asked.default in (inspect.Parameter.empty, None)
 
 
-class _Call(NamedTuple):
+class _LossFunction(NamedTuple):
     """A loss function, and how a step calls it."""
 
     loss_fn: Callable[..., Any]
     takes_key: bool
     has_aux: bool
 
-    def scaled(self, scale: float, key: Tensor) -> Callable[[Tree, Tree], Any]:
+    def key(self, state: TrainState) -> Tensor | None:
+        """The random key of a step; None for a function that takes none."""
+        return fold_in(state.key, int(state.step)) if self.takes_key else None
+
+    def scaled(self, scale: float, key: Tensor | None) -> Callable[[Tree, Tree], Any]:
         """The function of parameters and batch whose loss is `scale` times the loss."""
-        keywords = {"key": key} if self.takes_key else {}
+        keywords = {} if key is None else {"key": key}
 
         @functools.wraps(self.loss_fn, updated=())  # for errors that say what its arguments are called
-        def run(values: Tree, piece: Tree) -> Any:
-            result = self.loss_fn(values, piece, **keywords)
+        def run(values: Tree, microbatch: Tree) -> Any:
+            result = self.loss_fn(values, microbatch, **keywords)
             if self.has_aux:
-                # Another shape is for value_and_grad to refuse.
+                # value_and_grad refuses another shape.
                 pair = isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2
                 return (_times(result[0], scale), result[1]) if pair else result
             return _times(result, scale)
@@ -327,7 +524,7 @@ def _check_arguments(model: Any, opt: Any, microbatches: Any, policy: Any, *, ha
 
 
 def _other_state(state: Any, batch: Any) -> ArgumentError:
-    """The error for what is no state."""
+    """The error for an argument that is no state."""
     if isinstance(batch, TrainState):
         mend = "Swap the two: step(state, batch)."
     elif isinstance(state, tuple) and any(isinstance(x, TrainState) for x in cast("tuple[Any, ...]", state)):
@@ -338,17 +535,17 @@ def _other_state(state: Any, batch: Any) -> ArgumentError:
 
 
 def _agree(state: TrainState, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
-    """Refuses ranks whose steps or states differ, or one of which cannot cut its batch.
+    """Refuses ranks whose steps or states differ, or one of which cannot cut its batch. Collective.
 
-    A layout is told by what it was planned from, since all else follows.
+    Of a layout the inputs of its planning are compared, since all else follows from them.
     """
     layout = state.layout
     leaves = {
         f"params.{leaf.path}": f"{leaf.init} {leaf.shape} {leaf.names}" + ("" if leaf.trainable else " frozen")
         for leaf in layout.leaves
     }
-    planned = {"strategy": str(layout.strategy), "rules": str(layout.rules), "stages": str(layout.stages)}
-    facts = {"mesh": repr(abstract(layout.mesh)), **planned, **facts_of("layout.precision", layout.precision)}
+    inputs = {"strategy": str(layout.strategy), "rules": str(layout.rules), "stages": str(layout.stages)}
+    facts = {"mesh": repr(abstract(layout.mesh)), **inputs, **facts_of("layout.precision", layout.precision)}
     if abstract(layout.mesh).axis_size("pp") == 1:
         settings = {name: text for name, text in settings.items() if name != "schedule"}
     ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
@@ -356,12 +553,12 @@ def _agree(state: TrainState, settings: dict[str, str], batch: Tree, microbatche
     facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
     facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
     ask = meet if ranks.size == world_size() else None
-    told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
-    uneven = {rank: mine.pop("batch") for rank, mine in told.items()}
-    refuse_differences("train step", told)
+    by_rank = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
+    uneven = {rank: of_rank.pop("batch") for rank, of_rank in by_rank.items()}
+    refuse_differences("train step", by_rank)
     if any(uneven.values()):
         rows = [f"rank {rank}: {row}" for rank, text in uneven.items() for row in filter(None, text.split("\n"))]
-        raise _refused(rows, "the batches of all ranks", microbatches)
+        raise _uncut(rows, "the batches of all ranks", microbatches)
 
 
 def _kind_of(x: Any) -> str:
@@ -371,10 +568,18 @@ def _kind_of(x: Any) -> str:
     return str(x.dtype) if isinstance(x, DTensor) and is_assigned(x) else kind_text(x)
 
 
-def _scale_mismatch(state: TrainState) -> tuple[str, list[str], str]:
-    has = "has no" if state.loss_scale is None else "has a"
-    text = f"got a state that {has} loss scale, and a precision that wants otherwise."
-    return text, [], "Give plan_layout the same precision=, so that the state is made for it."
+def _loss_scale(state: TrainState, precision: Precision) -> float:
+    """The factor of the losses; 1 without loss scaling.
+
+    Raises:
+        ConfigError: the precision scales losses and the state has no scale, or the reverse.
+    """
+    if (precision.loss_scale is None) != (state.loss_scale is None):
+        has = "has no" if state.loss_scale is None else "has a"
+        text = f"got a state that {has} loss scale, and a precision that wants otherwise."
+        mend = "Give plan_layout the same precision=, so that the state is made for it."
+        raise ConfigError(message("train step", text, mend=mend))
+    return float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
 
 
 def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
@@ -382,22 +587,22 @@ def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
     named = tree.named_leaves(grads)
     flags = torch.stack([torch.isfinite(local_of(x)).all().logical_not() for x in named.values()]).double()
     axes = tuple(axis for axis in AXES if abstract(state.layout.mesh).axis_size(axis) > 1)
-    found = start_sum(flags, axis_group(state.layout.mesh, axes), torch.float64).wait()
+    bad_ranks = start_sum(flags, axis_group(state.layout.mesh, axes), torch.float64).wait()
     rows = [f"step {int(state.step)}: loss {float(loss)}, gradient norm {float(norm)}"]
     rows += [
-        f"params.{path}: its gradient is not finite" for path, bad in zip(named, found.tolist(), strict=True) if bad
+        f"params.{path}: its gradient is not finite" for path, bad in zip(named, bad_ranks.tolist(), strict=True) if bad
     ]
     mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
     return message("train step", "refused: loss or gradients are not finite.", rows, mend)
 
 
 def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
-    """Refuses a state that another optimizer made."""
+    """Refuses a state of another optimizer."""
     try:
-        made = opt.init(state.layout.meta_main())
+        expected = opt.init(state.layout.meta_main())
     except (NotImplementedError, RuntimeError):
-        return  # It asks for values, which are not here; whether the state fits will show.
-    spec, other = tree.flatten(made)[1], tree.flatten(state.opt_state)[1]
+        return  # An init that reads values fails on meta tensors; the update refuses a state that does not fit.
+    spec, other = tree.flatten(expected)[1], tree.flatten(state.opt_state)[1]
     if spec != other:
         tree.flatten_up_to(spec, state.opt_state, "train step", ("its optimizer", "state.opt_state"))
 
@@ -419,7 +624,7 @@ def _refuse_model(model: Any, layout: Layout) -> None:
         )
 
 
-def _schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Schedule:
+def _planned_schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Schedule:
     """The schedule of a step on a mesh with `pp`."""
     ranks = abstract(layout.mesh).axis_size("pp")
     planned = plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
@@ -441,7 +646,7 @@ def _uneven(batch: Tree, microbatches: int) -> list[str]:
     ]
 
 
-def _refused(rows: list[str], whose: str, microbatches: int) -> BatchError:
+def _uncut(rows: list[str], whose: str, microbatches: int) -> BatchError:
     """The error for leaves that cannot be cut; those that are no tensors alone, where there are some."""
     odd = [row for row in rows if row.endswith(_NO_TENSOR)]
     shown = odd or rows
@@ -453,87 +658,9 @@ def _refused(rows: list[str], whose: str, microbatches: int) -> BatchError:
 
 
 def _split(batch: Tree, microbatches: int) -> list[Tree]:
-    if wrong := _uneven(batch, microbatches):
-        raise _refused(wrong, "this rank's batch", microbatches)
+    """The microbatches of this rank's batch, along dim 0."""
+    if rows := _uneven(batch, microbatches):
+        raise _uncut(rows, "this rank's batch", microbatches)
     if microbatches == 1:
         return [batch]
     return [tree.map(lambda x: x.chunk(microbatches)[i], batch) for i in range(microbatches)]  # noqa: B023
-
-
-def _accumulate(
-    call: _Call,
-    state: TrainState,
-    pieces: list[Tree],
-    how: Precision,
-    scale: float,
-    memory: Pool,
-    stop: StopBit,
-) -> tuple[Tree, Tensor, Tensor, tuple[Any, ...]]:
-    """Sums of gradients (in `layout.main`), of losses times scale, and of weights, over all ranks and pieces; auxes."""
-    layout, key = state.layout, state.key
-    if call.takes_key:
-        key = fold_in(key, int(state.step))
-    auxes: list[Any] = []
-    held: Tree = None
-    totals: list[Tensor] = []
-    weights: list[Tensor] = []
-    for i, piece in enumerate(pieces):
-        last = i + 1 == len(pieces)
-        target = layout.main if last else layout.grads
-        fn = call.scaled(scale, fold_in(key, i) if call.takes_key else key)
-        result, held = loss_and_grads(
-            fn, state.params, (piece,), held, has_aux=call.has_aux, grads=target, precision=how, mean=False,
-            grad_pool=memory, stop=stop if last else None,
-        )  # fmt: skip
-        if call.has_aux:
-            result, aux = result
-            auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
-        total, weight = result
-        totals.append(total)
-        weights.append(weight)
-    return held, torch.stack(totals).sum(), torch.stack(weights).sum(), tuple(auxes)
-
-
-def _update(
-    state: TrainState,
-    grads: Tree,
-    mean: float,
-    norm: Tensor,
-    opt: GradientTransformation,
-    how: Precision,
-    steer: Callable[[Tree], Tree] | None,
-    *,
-    donate: bool,
-) -> TrainState:
-    layout = state.layout
-    with _compat.region("optimizer"):
-        main, opt_state = _move(state, grads, mean, norm, opt, steer, donate=donate)
-    scale = how.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
-    with _compat.region("spread"):
-        params = spread(main, state.params, layout, donate=donate)
-    return state.replace(
-        step=state.step + 1,
-        params=params,
-        main=main if state.main is not None else None,
-        opt_state=opt_state,
-        loss_scale=scale,
-    )
-
-
-def _move(
-    state: TrainState,
-    grads: Tree,
-    mean: float,
-    norm: Tensor,
-    opt: GradientTransformation,
-    steer: Callable[[Tree], Tree] | None,
-    *,
-    donate: bool,
-) -> tuple[Tree, Tree]:
-    """The main parameters and the optimizer state after an update; gradients times `mean` are their means."""
-    main = main_of(state)
-    known: Any = {"donate": donate, "norm": norm, "scale": mean, "shardings": state.layout.main}
-    if steer is None:
-        return apply_gradients(opt, grads, state.opt_state, main, **known)
-    updates, opt_state = run_update(opt, grads, state.opt_state, main, **known)
-    return apply_updates(main, steer(updates), donate=donate), opt_state

@@ -24,7 +24,7 @@ from fsharding.comm.steps import Step
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import abstract, data_axes
 from fsharding.models.stacks import stacks_of
-from fsharding.optim.clip import norm_axes, takes_along
+from fsharding.optim.clip import carrier_sum, norm_axes
 from fsharding.pipeline.schedule import Schedule
 from fsharding.pipeline.stages import layers_by_stage, owners
 from fsharding.sharding import boxes
@@ -265,7 +265,7 @@ def update(sender: Sender) -> None:
     sender.send(of_loss, sum_over(2, sender.size(*of_loss), 8, 8), 0 if pipe else sender.microbatches - 1)
     sender.send(of_loss, sum_over(3, sender.size(*of_loss), 8, 8))
     left = [axis for axis in shape.names if axis not in of_loss and shape.axis_size(axis) > 1]
-    if (carrier := takes_along(norms, left)) is not None:
+    if (carrier := carrier_sum(norms, left)) is not None:
         norms[carrier] += 1
     elif left:
         sender.send(tuple(left), sum_over(1, sender.size(*left), 8, 8))

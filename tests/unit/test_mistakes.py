@@ -435,12 +435,12 @@ MISTAKES = {
     ),
     "model and optimizer": (
         ArgumentError,
-        "fs.make_train_step takes a model, then an optimizer, got a GradientTransformation.\nSwap the two.",
+        "fs.make_train_step takes a model, then an optimizer, got a ContextTransformation.\nSwap the two.",
         lambda at: fs.make_train_step(at.opt, loss_fn),
     ),
     "model and optimizer in init_state": (
         ArgumentError,
-        "fs.init_state takes a model, then an optimizer, got a GradientTransformation.\nSwap the two.",
+        "fs.init_state takes a model, then an optimizer, got a ContextTransformation.\nSwap the two.",
         lambda at: fs.init_state(at.opt, init, at.key, at.layout),
     ),
     "key and layout": (

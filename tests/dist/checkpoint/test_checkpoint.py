@@ -68,7 +68,7 @@ def label(path, leaf):
 
 def optimizer():
     groups = {"plain": fs.sgd(0.1, momentum=0.9), "decayed": fs.adamw(1e-2, weight_decay=0.1)}
-    return fs.chain(fs.clip_by_global_norm(1.0), fs.masked(groups, label))
+    return fs.chain(fs.clip_by_global_norm(1.0), fs.optim.multi_transform(groups, label))
 
 
 def planned(name, mesh=None):

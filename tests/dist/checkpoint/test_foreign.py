@@ -224,7 +224,9 @@ def adamw():
 
 
 def grouped():
-    return fs.masked({"up": adamw(), "rest": adamw()}, lambda path, leaf: "up" if ".up." in path else "rest")
+    return fs.optim.multi_transform(
+        {"up": adamw(), "rest": adamw()}, lambda path, leaf: "up" if ".up." in path else "rest"
+    )
 
 
 OPTIMIZERS = {

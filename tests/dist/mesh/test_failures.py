@@ -25,7 +25,7 @@ mesh_module, reshard_module = (sys.modules[f"fsharding.{name}"] for name in ("me
 PLACES = {
     "do": (pipeline._Run, "do"),
     "sums": (pipeline._Run, "sums"),
-    "norm": (sys.modules["fsharding.train.step"], "global_norm"),
+    "norm": (sys.modules["fsharding.train.step"], "norm_with_stop_bit"),
 }
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
 

@@ -90,8 +90,12 @@ OPTIMIZERS = {
     "ema": lambda: fs.chain(fs.adamw(0.1, weight_decay=0.1), optim.ema(0.9)),
     "lookahead": lambda: optim.lookahead(fs.adamw(0.1), every=2),
     "noise": lambda: fs.chain(optim.add_noise(optim.annealed(0.3), fs.random.key(3)), fs.sgd(0.1)),
-    "groups": lambda: fs.masked({"fast": fs.adamw(0.1), "slow": optim.lion(0.01, weight_decay=0.5)}, groups),
-    "muon": lambda: fs.masked({"matrix": optim.muon(0.02, dtype=torch.float32), "other": fs.adamw(0.1)}, matrices),
+    "groups": lambda: fs.optim.multi_transform(
+        {"fast": fs.adamw(0.1), "slow": optim.lion(0.01, weight_decay=0.5)}, groups
+    ),
+    "muon": lambda: fs.optim.multi_transform(
+        {"matrix": optim.muon(0.02, dtype=torch.float32), "other": fs.adamw(0.1)}, matrices
+    ),
     "adafactor": lambda: optim.adafactor(0.5, weight_decay=0.1),
 }
 SUMS = ("adafactor",)
@@ -127,7 +131,8 @@ def stepped(state, opt, steps, *, donate=False):
         if donate:
             state = state.donate()
         main = state.main if state.main is not None else fs.main_params(state.params, layout)
-        updates, inner = optim.base.run_update(opt, grads, state.opt_state, main, donate=donate)
+        context = optim.UpdateContext(donate=donate)
+        updates, inner = opt.with_context().update(grads, state.opt_state, main, context)
         main = fs.apply_updates(main, updates, donate=donate)
         params = fs.spread_main(main, state.params, layout)
         state = state.replace(
@@ -275,7 +280,7 @@ def test_a_file_of_two_ranks_is_loaded_by_one(name, moved):
 # ------------------------------------------------------------------------------------------------------------ a decoder
 CONFIG = fs.models.DecoderConfig(vocab=32, dim=24, layers=3, heads=2, kv_heads=1, hidden=40)
 TRAINED = {
-    "muon": lambda: fs.masked(
+    "muon": lambda: fs.optim.multi_transform(
         {"matrix": optim.muon(0.02, dtype=torch.float32), "other": fs.adamw(3e-3, eps=1e-3)}, optim.label_matrices()
     ),
     "adafactor": lambda: optim.adafactor(0.05),
@@ -359,7 +364,7 @@ def test_muon_sends_what_others_iterate_on_and_gets_it_back():
 
 
 def test_matrices_of_a_stack_are_spread_over_all_free_axes():
-    spread = importlib.import_module("fsharding.optim.muon")._spread
+    spread = importlib.import_module("fsharding.optim.muon")._by_matrix
     mesh = fs.AbstractMesh(("pp", "dp", "ep", "tp"), (2, 2, 2, 2))
     cases = {
         (("pp", "tp", "dp"), (8, 6, 10)): fs.P(("pp", "dp", "ep", "tp")),
@@ -524,7 +529,7 @@ def hidden_leaves():
         lambda: optim.adafactor().init(params),
         lambda: optim.muon(0.1).init(params),
         lambda: noise.update(params, state),
-        lambda: noise.update(params, state, shardings=other.main),
+        lambda: noise.update(params, state, params, optim.UpdateContext(shardings=other.main)),
     ):
         with pytest.raises(LayoutError) as caught:
             call()
@@ -533,7 +538,10 @@ def hidden_leaves():
 
 
 def test_what_a_dtensor_does_not_tell_is_refused():
-    mend = "Say where they are, as the train step does: shardings=layout.main, of opt.init and opt.update."
+    mend = (
+        "Say where they are, as the train step does: fs.optim.InitContext(shardings=layout.main) goes to opt.init,"
+        " fs.optim.UpdateContext(shardings=layout.main) to opt.update."
+    )
     *texts, other = run_ranks(hidden_leaves, 2)[0]
     names = ("fs.optim.adafactor", "fs.optim.muon", "fs.optim.add_noise")
     for name, text in zip(names, texts, strict=True):

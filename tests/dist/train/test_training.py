@@ -103,7 +103,7 @@ def batches(steps, mesh, vocab=CONFIG.vocab):
 
 
 def optimizer(name, clip=0.5):
-    rates = fs.warmup_cosine(1e-2, 2, 20)
+    rates = fs.optim.schedules.warmup_cosine(1e-2, 2, 20)
     inner = {
         "adamw": lambda: fs.adamw(rates, weight_decay=0.1),
         "sgd": lambda: fs.sgd(0.2),
@@ -214,9 +214,12 @@ def plain_torch(opt, steps):
     leaves = fs.tree.leaves(params)
     if opt == "adamw":
         adam = torch.optim.AdamW(leaves, lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-        torchs, rates = adam, fs.warmup_cosine(1e-2, 2, 20)
+        torchs, rates = adam, fs.optim.schedules.warmup_cosine(1e-2, 2, 20)
     else:
-        torchs, rates = torch.optim.SGD(leaves, lr=1.0, momentum=0.9, weight_decay=0.01), fs.constant(0.05)
+        torchs, rates = (
+            torch.optim.SGD(leaves, lr=1.0, momentum=0.9, weight_decay=0.01),
+            fs.optim.schedules.constant(0.05),
+        )
     run = Run([], [], {})
     for count, batch in enumerate(batches(steps, mesh_of(ALONE))):
         x = MODEL.embed(params["embed"], batch)

@@ -115,7 +115,9 @@ def test_bf16_loads_as_fp32(tmp_path):
         fs.sgd(0.1),
         fs.sgd(0.1, momentum=0.9),
         fs.adamw(1e-3, moments=torch.bfloat16),
-        fs.masked({"a": fs.adamw(1e-2), "b": fs.sgd(0.1, momentum=0.5)}, lambda path, x: "a" if x.ndim > 1 else "b"),
+        fs.optim.multi_transform(
+            {"a": fs.adamw(1e-2), "b": fs.sgd(0.1, momentum=0.5)}, lambda path, x: "a" if x.ndim > 1 else "b"
+        ),
     ],
     ids=["sgd", "momentum", "adamw_bf16", "masked"],
 )

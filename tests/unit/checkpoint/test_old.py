@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fsharding as fs
+from fsharding.checkpoint.serialized_layout import rebuild
 
 SAVED = Path(__file__).with_name("saved_by_9bfb5d7")
 LOSSES = [1.355285406112671, 2.414419174194336, 1.9546337127685547, 6.333460807800293]
@@ -45,3 +46,8 @@ def test_it_trains_on_as_where_it_was_saved():
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))
     assert losses == pytest.approx(LOSSES[2:], rel=1e-6)
+
+
+def test_a_state_of_groups_has_another_name_since():
+    saved = {"namedtuple": "MaskedState", "fields": {"groups": {"dict": {"a": "leaf", "b": None}}}}
+    assert rebuild(saved, lambda path: path) == fs.optim.MultiTransformState({"a": "opt_state.groups.a", "b": None})

@@ -13,7 +13,7 @@ import torch
 import fsharding as fs
 from fsharding.errors import ArgumentError, ConfigError
 from fsharding.mesh import preemption
-from fsharding.optim.clip import takes_along
+from fsharding.optim.clip import carrier_sum
 from fsharding.testing import assert_bitwise_equal
 
 MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=32, dim=16, layers=2, heads=2, kv_heads=1, hidden=24))
@@ -182,6 +182,6 @@ def test_a_signal_in_a_step_shows_after_it_and_changes_no_number(when, calm):
 
 def test_the_bit_goes_along_with_the_smallest_sum_that_has_its_axes():
     sums = [(), ("dp",), ("dp", "tp"), ("tp",), ("pp", "tp")]
-    assert takes_along(sums, ("tp",)) == ("tp",)
-    assert takes_along(sums, ("pp", "tp")) == ("pp", "tp")
-    assert takes_along(sums, ("cp",)) is None and takes_along(sums, ()) is None
+    assert carrier_sum(sums, ("tp",)) == ("tp",)
+    assert carrier_sum(sums, ("pp", "tp")) == ("pp", "tp")
+    assert carrier_sum(sums, ("cp",)) is None and carrier_sum(sums, ()) is None

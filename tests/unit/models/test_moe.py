@@ -9,7 +9,7 @@ from fsharding import ops
 from fsharding.errors import ConfigError
 from fsharding.models import DecoderConfig, Experts, decoder
 from fsharding.models.moe import expert_draws, expert_names, mixture
-from fsharding.optim.router_bias import against_load, set_loads_apart
+from fsharding.optim.router_bias import split_loads, update_against_load
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
 DIM = 8
@@ -113,7 +113,7 @@ def test_a_step_moves_biases_against_their_load_and_nothing_else_by_it():
         assert_bitwise_equal(state.params["blocks"]["bias"].to_local()[0], ops.next_bias(bias[0], counts, RATE))
         assert not state.opt_state.states[1].mu["blocks"]["bias"].to_local().any()
     grads = fs.value_and_grad(fs.model_loss(model), grads=layout.main)(state.params, batch)[1]
-    kept, loads = set_loads_apart(grads, ["blocks.bias"])
+    kept, loads = split_loads(grads, ["blocks.bias"])
     assert list(loads) == ["blocks.bias"] and fs.global_norm(grads) > fs.global_norm(kept)
     assert step(state, batch)[1].grad_norm == pytest.approx(fs.global_norm(kept).item(), rel=1e-5)
     assert plain(state, batch)[1].grad_norm == pytest.approx(fs.global_norm(grads).item(), rel=1e-5)
@@ -134,8 +134,8 @@ def test_a_step_that_is_refused_moves_no_bias():
 
 def test_trees_without_loads_are_handed_on():
     grads = {"a": torch.ones(2), "b": None}
-    assert set_loads_apart(grads, ()) == (grads, {}) and set_loads_apart(grads, ("c",)) == (grads, {})
-    assert against_load(grads, {}, {}) is grads
+    assert split_loads(grads, ()) == (grads, {}) and split_loads(grads, ("c",)) == (grads, {})
+    assert update_against_load(grads, {}, {}) is grads
 
 
 def test_leaves_of_the_decoder():

@@ -125,7 +125,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     ),
     "chain": (
         lambda **how: fs.chain(
-            fs.clip_by_global_norm(1e9), fs.masked({"all": fs.adamw(RATE, **how)}, lambda p, x: "all")
+            fs.clip_by_global_norm(1e9), fs.optim.multi_transform({"all": fs.adamw(RATE, **how)}, lambda p, x: "all")
         ),
         lambda params: torch.optim.AdamW(params, RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ),
@@ -261,21 +261,21 @@ def test_adam_of_any_dtypes_is_that_of_the_widest_rounded_once(params, grads, mo
     assert_bitwise_equal((found, state.mu, state.nu), (want, mu, nu))
 
 
-def test_a_pair_of_ones_own_may_take_the_dtype():
+def test_a_transformation_of_ones_own_may_take_the_dtype():
     seen = []
 
-    def knowing(params, *, moments=None):
-        seen.append(moments)
+    def knowing(params, context=optim.InitContext()):  # noqa: B008
+        seen.append(context.moments)
         return optim.EmptyState()
 
     def plain_one(params):
         seen.append("nothing")
         return optim.EmptyState()
 
-    def same(updates, state, params=None):
+    def same(updates, state, params=None, context=None):
         return updates, state
 
-    opt = fs.chain(fs.GradientTransformation(knowing, same), fs.GradientTransformation(plain_one, same))
+    opt = fs.chain(optim.ContextTransformation(knowing, same), fs.GradientTransformation(plain_one, same))
     layout = fs.plan_layout(drawn(0), fs.make_mesh(device="cpu"), precision=Precision(moments=F16))
     fs.init_state(lambda key: drawn(0), opt, fs.random.key(0), layout)
     assert seen == [F16, "nothing"]

@@ -264,8 +264,7 @@ def test_an_update_changes_nothing_that_went_in(name):
     updates, after = opt.update(grads, state, params)
     fs.apply_updates(params, updates)
     assert_bitwise_equal((params, grads, state), before)
-    donate = name not in ("adafactor", "noise")
-    again = opt.update(*fs.tree.map(torch.clone, (grads, state, params)), **({"donate": True} if donate else {}))
+    again = opt.update(*fs.tree.map(torch.clone, (grads, state, params)), optim.UpdateContext(donate=True))
     assert_bitwise_equal(again, (updates, after))
 
 
@@ -372,7 +371,7 @@ def test_muon_takes_matrices_only():
         optim.muon(0.1).init(values(0, {"w": (2, 3), "b": (7,), "s": ()}))
     assert str(caught.value) == (
         "fs.optim.muon takes matrices and stacks of them only.\n  b is [7]\n  s is []\n"
-        'fs.masked({"matrix": fs.optim.muon(...), "other": fs.adamw(...)}, fs.optim.label_matrices()) splits them.'
+        'fs.optim.multi_transform({"matrix": fs.optim.muon(...), "other": fs.adamw(...)}, fs.optim.label_matrices()) splits them.'
     )
     with pytest.raises(ConfigError, match=r"^fs\.optim\.muon knows no adjust='none'\."):
         optim.muon(0.1, adjust="none")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding import _compat, optim
 from fsharding.errors import ArgumentError, ConfigError, LayoutError, TreeError
-from fsharding.optim import AdamState, ChainState, EmptyState, MaskedState
+from fsharding.optim import AdamState, ChainState, EmptyState, MultiTransformState, UpdateContext
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
 SHAPES = {"w": (5, 7), "b": (7,), "s": (), "long": (200,), "none": (0, 3)}
@@ -200,13 +200,13 @@ def test_a_donated_step_of_adam_on_slices_changes_them_and_nothing_else():
     assert_bitwise_equal(wide, before)
 
 
-@pytest.mark.parametrize("how", [{"donate": False}, {"donate": True}], ids=["pure", "donated"])
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 @pytest.mark.parametrize(
     "make",
     [lambda: fs.adamw(0.1, weight_decay=0.1), lambda: fs.sgd(0.1, momentum=0.9, weight_decay=0.1)],
     ids=["adamw", "sgd"],
 )
-def test_strides_do_not_matter(make, how):
+def test_strides_do_not_matter(make, donate):
     def run(strided):
         lay = (lambda x: x.mT.contiguous().mT) if strided else (lambda x: x.contiguous())
         params = {"w": lay(torch.linspace(-1, 1, 35).view(5, 7)), "v": lay(torch.linspace(2, 3, 90 * 3).view(3, 90))}
@@ -214,8 +214,8 @@ def test_strides_do_not_matter(make, how):
         state = opt.init(params)
         for step in range(1, 4):
             grads = {name: lay((x * step).sin().contiguous()) for name, x in params.items()}
-            updates, state = opt.update(grads, state, params, **how)
-            params = fs.apply_updates(params, updates, **how)
+            updates, state = opt.update(grads, state, params, UpdateContext(donate=donate))
+            params = fs.apply_updates(params, updates, donate=donate)
         return {name: x.contiguous() for name, x in params.items()}
 
     assert_bitwise_equal(run(True), run(False))
@@ -232,25 +232,25 @@ def test_an_update_changes_nothing_that_went_in(make):
     updates, after = opt.update(grads, state, params)
     fs.apply_updates(params, updates)
     assert_bitwise_equal((params, grads, state), before)
-    donated, state_of = opt.update(*fs.tree.map(torch.clone, (grads, state, params)), donate=True)
+    donated, state_of = opt.update(*fs.tree.map(torch.clone, (grads, state, params)), UpdateContext(donate=True))
     assert_bitwise_equal((donated, state_of), (updates, after))
 
 
 # ----------------------------------------------------------------------------------------------------------- composing
-def test_masked_gives_each_group_its_own():
+def test_multi_transform_gives_each_group_its_own():
     labels = {"w": "decay", "b": "plain", "s": "plain", "long": "decay", "none": "plain"}
     groups = {"decay": fs.adamw(0.1, weight_decay=0.5), "plain": fs.sgd(0.2, momentum=0.9)}
     for how in (labels, lambda path, leaf: labels[path]):
-        params = ours(fs.masked(groups, how))
+        params = ours(fs.optim.multi_transform(groups, how))
         assert_trees_close(
             {n: params[n] for n in ("w", "long")}, {n: ours(groups["decay"])[n] for n in ("w", "long")}, rtol=0
         )
         assert_trees_close({n: params[n] for n in "bs"}, {n: ours(groups["plain"])[n] for n in "bs"}, rtol=0)
 
 
-def test_masked_as_torch_groups():
+def test_multi_transform_as_torch_groups():
     labels = {name: "decay" if len(shape) > 1 else "plain" for name, shape in SHAPES.items()}
-    opt = fs.masked({"decay": fs.adamw(0.1, weight_decay=0.5), "plain": fs.adamw(0.1)}, labels)
+    opt = fs.optim.multi_transform({"decay": fs.adamw(0.1, weight_decay=0.5), "plain": fs.adamw(0.1)}, labels)
 
     def make(params):
         many = [p for p in params if p.ndim > 1]
@@ -261,62 +261,104 @@ def test_masked_as_torch_groups():
     assert_trees_close(ours(opt), theirs(make), rtol=1e-6, atol=1e-6)
 
 
-def test_masked_skips_frozen_leaves():
+def test_multi_transform_skips_frozen_leaves():
     params, grads = {"w": torch.ones(2), "frozen": None}, {"w": torch.ones(2), "frozen": None}
     for labels in ({"w": "a", "frozen": "b"}, lambda path, leaf: "a"):
-        opt = fs.masked({"a": fs.sgd(0.5), "b": fs.sgd(0.1)}, labels)
+        opt = fs.optim.multi_transform({"a": fs.sgd(0.5), "b": fs.sgd(0.1)}, labels)
         updates, _ = opt.update(grads, opt.init(params), params)
         assert updates["frozen"] is None
         assert_bitwise_equal(updates["w"], torch.full((2,), -0.5))
 
 
 def test_labels_without_a_transformation():
-    opt = fs.masked({"decay": fs.sgd(0.1), "rest": fs.sgd(0.1)}, {"a": "decay", "b": {"c": "norms", "d": "nrms"}})
+    opt = fs.optim.multi_transform(
+        {"decay": fs.sgd(0.1), "rest": fs.sgd(0.1)}, {"a": "decay", "b": {"c": "norms", "d": "nrms"}}
+    )
     with pytest.raises(TreeError) as caught:
         opt.init({"a": torch.ones(2), "b": {"c": torch.ones(2), "d": torch.ones(1)}})
     assert str(caught.value) == (
-        "fs.masked has labels without a transformation.\n  b.c: 'norms'\n  b.d: 'nrms'\nLabels are 'decay', 'rest'."
+        "fs.optim.multi_transform has labels without a transformation.\n  b.c: 'norms'\n  b.d: 'nrms'\nLabels are 'decay', 'rest'."
     )
 
 
-def spy(seen, name, keywords):
-    """A transformation of a user's own, that may or may not know our keywords."""
+def plain_spy(seen, name):
+    """A pair of a user's own, as in optax; one of the arguments has no name that we know, and any keyword is taken."""
 
-    def init(params):
+    def update(updates, state, *rest, **kwargs):
+        seen.append((name, len(rest), kwargs))
+        return updates, state
+
+    return fs.GradientTransformation(lambda params, **_: EmptyState(), update)
+
+
+def context_spy(seen, name):
+    def init(params, context=None):
         return EmptyState()
 
-    def plain(updates, state, params=None):
-        seen.append((name, {}))
+    def update(updates, state, params=None, context=None):
+        seen.append((name, context.donate, None if context.norm is None else float(context.norm), context.shardings))
         return updates, state
 
-    def knowing(updates, state, params=None, *, donate=False, norm=None):
-        seen.append((name, {"donate": donate, "norm": None if norm is None else float(norm)}))
-        return updates, state
-
-    def anything(updates, state, params=None, **kwargs):
-        seen.append((name, {key: kwargs[key] is not None for key in sorted(kwargs)}))
-        return updates, state
-
-    return fs.GradientTransformation(init, {"none": plain, "both": knowing, "any": anything}[keywords])
+    return optim.ContextTransformation(init, update)
 
 
-def test_a_chain_hands_on_what_each_part_knows():
+def test_a_chain_hands_the_context_to_members_whose_type_takes_one():
     seen: list[Any] = []
-    opt = fs.chain(spy(seen, "a", "both"), spy(seen, "b", "none"), spy(seen, "c", "both"), spy(seen, "d", "any"))
-    params = {"w": torch.ones(2)}
-    opt.update(params, opt.init(params), params, donate=True, norm=torch.tensor(3.0))
-    # The norm is that of the gradients, so only the first part may use it.
+    inner = fs.chain(plain_spy(seen, "d"), context_spy(seen, "e"))
+    groups = optim.multi_transform({"w": context_spy(seen, "f"), "v": plain_spy(seen, "g")}, lambda path, leaf: path)
+    opt = fs.chain(context_spy(seen, "a"), plain_spy(seen, "b"), context_spy(seen, "c"), inner, groups)
+    params, where = {"w": torch.ones(2), "v": torch.ones(3)}, {"w": "here", "v": "there"}
+    context = UpdateContext(donate=True, norm=torch.tensor(3.0), shardings=where)
+    opt.update(params, opt.init(params), params, context)
+    # The norm is that of the gradients, so only the first member may use it.
     assert seen == [
-        ("a", {"donate": True, "norm": 3.0}), ("b", {}), ("c", {"donate": True, "norm": None}), ("d", {"donate": True, "norm": False}),
+        ("a", True, 3.0, where), ("b", 1, {}), ("c", True, None, where), ("d", 1, {}), ("e", True, None, where),
+        ("f", True, None, {"w": "here", "v": None}), ("g", 1, {}),
     ]  # fmt: skip
+
+
+def test_members_of_a_chain_that_applies_see_the_context_too():
+    seen: list[Any] = []
+    params, norm = {"w": torch.ones(2)}, torch.tensor(3.0)
+    opt = fs.chain(context_spy(seen, "a"), optim.multi_transform({"w": fs.adamw(0.1)}, lambda path, leaf: path))
+    optim.apply_gradients(opt, params, opt.init(params), params, donate=False, norm=norm, shardings={"w": "here"})
+    assert seen == [("a", False, 3.0, {"w": "here"})]
+
+
+def test_a_plain_pair_is_called_with_three_arguments_everywhere():
+    """Also by the step, by combinators and where a state is made; a signature that takes anything gets nothing more."""
+    seen: list[Any] = []
+    layout = fs.plan_layout({"w": torch.ones(4)}, fs.make_mesh(device="cpu"))
+    for opt in (plain_spy(seen, "a"), optim.lookahead(plain_spy(seen, "a")), plain_spy(seen, "a").with_context()):
+        assert layout.memory(opt).opt_state >= 0
+        state = fs.init_state(lambda key: {"w": torch.ones(4)}, opt, fs.random.key(0), layout)
+        step = fs.make_train_step(lambda params, batch: (fs.gather_unit(params)["w"].sum(), 4), opt)
+        step(state, torch.ones(1))
+        assert seen.pop() == ("a", 1, {}) and not seen
+
+
+def test_a_context_of_another_kind_is_named():
+    opt, params = fs.adamw(0.1), {"w": torch.ones(2)}
+    call: Any = opt.update
+    with pytest.raises(ArgumentError) as caught:
+        call(params, opt.init(params), params, True)
+    assert str(caught.value) == (
+        "fs.adamw(...).update got arguments of another kind.\n"
+        "  context is True, not a UpdateContext\n"
+        "Call it as fs.adamw(...).update(updates, state)."
+    )
+    with pytest.raises(ArgumentError, match="cannot be called so: got an unexpected keyword argument 'donate'"):
+        call(params, opt.init(params), params, donate=True)
 
 
 def test_states_are_named_tuples():
     params = values(0)
-    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(0.1), fs.masked({"a": fs.sgd(0.1)}, lambda path, leaf: "a"))
+    opt = fs.chain(
+        fs.clip_by_global_norm(1.0), fs.adamw(0.1), fs.optim.multi_transform({"a": fs.sgd(0.1)}, lambda path, leaf: "a")
+    )
     state = opt.init(params)
     assert isinstance(state, ChainState) and isinstance(state.states[0], EmptyState)
-    assert isinstance(state.states[1], AdamState) and isinstance(state.states[2], MaskedState)
+    assert isinstance(state.states[1], AdamState) and isinstance(state.states[2], MultiTransformState)
     assert state.states[1].count.dtype == torch.int64 and state.states[2].groups["a"].trace is None
     assert state.states[1].mu["w"].dtype == torch.float32
     halves = {name: x.bfloat16() for name, x in params.items()}
@@ -334,18 +376,20 @@ def test_updates_of_none_leave_a_parameter_alone():
 
 # ----------------------------------------------------------------------------------------------------------- schedules
 def test_schedules():
-    assert [fs.constant(0.3)(i) for i in (0, 9)] == [0.3, 0.3]
-    assert [fs.linear(1.0, 0.0, 4)(i) for i in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-    rate = fs.warmup_cosine(1.0, 4, 12, end=0.1)
+    assert [fs.optim.schedules.constant(0.3)(i) for i in (0, 9)] == [0.3, 0.3]
+    assert [fs.optim.schedules.linear(1.0, 0.0, 4)(i) for i in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    rate = fs.optim.schedules.warmup_cosine(1.0, 4, 12, end=0.1)
     assert [rate(i) for i in range(4)] == [0.25, 0.5, 0.75, 1.0]
     assert rate(4) == 1.0 and rate(8) == pytest.approx(0.55) and rate(12) == pytest.approx(0.1) == rate(99)
-    assert fs.warmup_cosine(1.0, 0, 10)(0) == 1.0
-    assert fs.warmup_cosine(1.0, 5, 5)(4) == 1.0 and fs.warmup_cosine(1.0, 5, 5)(6) == 0.0
+    assert fs.optim.schedules.warmup_cosine(1.0, 0, 10)(0) == 1.0
+    assert (
+        fs.optim.schedules.warmup_cosine(1.0, 5, 5)(4) == 1.0 and fs.optim.schedules.warmup_cosine(1.0, 5, 5)(6) == 0.0
+    )
 
 
 @given(st.floats(1e-6, 1.0), st.integers(0, 50), st.integers(1, 100), st.floats(0.0, 1e-6))
 def test_a_warmed_up_cosine_rises_and_then_falls(peak, warmup, more, end):
-    rate = fs.warmup_cosine(peak, warmup, warmup + more, end=end)
+    rate = fs.optim.schedules.warmup_cosine(peak, warmup, warmup + more, end=end)
     rates = [rate(i) for i in range(warmup + more + 5)]
     assert rates[:warmup] == sorted(rates[:warmup]) and max(rates) == pytest.approx(peak)
     after = rates[warmup:]
@@ -370,7 +414,7 @@ def test_what_no_update_can_use_is_refused():
         (lambda: fs.optim.lookahead(fs.sgd(0.1), every=0, share=2.0), "every: 0, needs a whole number from 1"),
         (lambda: fs.optim.lookahead(fs.sgd(0.1), every=inf), "every: inf, needs a whole number from 1"),
         (lambda: fs.optim.add_noise(-0.1, key), "std: -0.1, needs a finite number from 0"),
-        (lambda: fs.warmup_cosine(1.0, 10, 5), "fs.warmup_cosine got warmup=10 and total=5.\nGive a warm-up from 0"),
+        (lambda: fs.optim.schedules.warmup_cosine(1.0, 10, 5), "fs.optim.schedules.warmup_cosine got warmup=10 and total=5.\nGive a warm-up from 0"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             make()
@@ -389,11 +433,9 @@ def test_rates_follow_the_number_of_updates():
     assert seen == pytest.approx([-1.0, -0.1, -0.01]) and int(state.count) == 3
 
 
-def anything_goes():
-    """Takes any keyword and looks at none."""
-    return fs.GradientTransformation(
-        lambda params: EmptyState(), lambda updates, state, params=None, **_: (updates, state)
-    )
+def identity():
+    """A pair of a user's own."""
+    return fs.GradientTransformation(lambda params: EmptyState(), lambda updates, state, params=None: (updates, state))
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -405,11 +447,14 @@ def anything_goes():
         fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(0.1, weight_decay=0.1)),
         fs.chain(fs.clip_by_global_norm(0.5), fs.clip_by_global_norm(0.1), fs.adamw(0.1)),
         fs.chain(fs.sgd(1.0), fs.clip_by_global_norm(0.5), fs.adamw(0.1)),
-        fs.chain(anything_goes(), fs.adamw(0.1)),
-        fs.chain(fs.clip_by_global_norm(0.5), fs.masked({"a": fs.adamw(0.1), "b": fs.adamw(0.2)}, lambda p, _: p)),
+        fs.chain(identity(), fs.adamw(0.1)),
+        fs.chain(
+            fs.clip_by_global_norm(0.5),
+            fs.optim.multi_transform({"a": fs.adamw(0.1), "b": fs.adamw(0.2)}, lambda p, _: p),
+        ),
         fs.chain(fs.clip_by_global_norm(0.5), fs.sgd(0.1)),
     ],
-    ids=["adamw", "sgd", "clip", "clips", "late", "any", "masked", "plain"],
+    ids=["adamw", "sgd", "clip", "clips", "late", "pair", "groups", "plain"],
 )
 def test_a_scale_that_is_handed_on_is_one_that_was_multiplied(opt, donate):
     def case():
@@ -477,8 +522,11 @@ def test_settings_that_can_never_be_right():
     grads = {"w": torch.ones(3)}
     assert_bitwise_equal(fs.clip_by_global_norm(math.inf).update(grads, EmptyState())[0], grads)
     with pytest.raises(ConfigError) as caught:
-        fs.linear(1.0, 0.0, 0)
-    assert str(caught.value) == "fs.linear got steps=0.\nGive 1 or more, or use fs.constant."
+        fs.optim.schedules.linear(1.0, 0.0, 0)
+    assert (
+        str(caught.value)
+        == "fs.optim.schedules.linear got steps=0.\nGive 1 or more, or use fs.optim.schedules.constant."
+    )
 
 
 # ----------------------------------------------------------------------------------------- what is in another's place
@@ -492,7 +540,9 @@ INSIDE = {
     "alone": lambda opt: opt,
     "chain": lambda opt: fs.chain(fs.clip_by_global_norm(1.0), opt),
     "first": lambda opt: fs.chain(opt, optim.ema(0.9)),
-    "masked": lambda opt: fs.masked({"a": fs.sgd(0.1), "b": opt}, lambda path, leaf: "b" if path == "w" else "a"),
+    "groups": lambda opt: fs.optim.multi_transform(
+        {"a": fs.sgd(0.1), "b": opt}, lambda path, leaf: "b" if path == "w" else "a"
+    ),
     "lookahead": lambda opt: fs.chain(fs.chain(opt)),
 }
 
@@ -505,10 +555,10 @@ def test_decay_without_parameters_is_refused_before_anything_changes(function, i
     state = opt.init(grads)
     before = fs.tree.map(torch.clone, (grads, state))
     with pytest.raises(TreeError) as caught:
-        opt.update(grads, state, donate=True)
+        opt.update(grads, state, None, UpdateContext(donate=True))
     text = f"{function} needs the parameters for weight_decay={decay}.\nCall update(updates, state, params)."
     assert str(caught.value) == text
-    if inside not in ("masked", "chain"):  # there others have had their turn, and were told to overwrite
+    if inside not in ("groups", "chain"):  # there others have had their turn, and were told to overwrite
         assert_bitwise_equal((grads, state), before)
     with pytest.raises(TreeError):
         fs.optim.apply_gradients(opt, grads, state, None)
@@ -534,7 +584,10 @@ STATES = {
     "fs.optim.lookahead": (lambda: optim.lookahead(fs.sgd(0.1)), "LookaheadState"),
     "fs.optim.add_noise": (lambda: optim.add_noise(0.1, fs.random.key(0)), "NoiseState"),
     "fs.chain": (lambda: fs.chain(fs.adamw(0.1)), "ChainState"),
-    "fs.masked": (lambda: fs.masked({"a": fs.adamw(0.1)}, lambda path, leaf: "a"), "MaskedState"),
+    "fs.optim.multi_transform": (
+        lambda: fs.optim.multi_transform({"a": fs.adamw(0.1)}, lambda path, leaf: "a"),
+        "MultiTransformState",
+    ),
 }
 ORDER = "Call opt.update(gradients, state, params), in this order."
 
@@ -561,7 +614,7 @@ def test_a_state_in_another_place_is_told_from_gradients(function):
 
 
 @pytest.mark.parametrize(
-    "function", [name for name in STATES if name not in ("fs.chain", "fs.masked", "fs.optim.add_noise")]
+    "function", [name for name in STATES if name not in ("fs.chain", "fs.optim.multi_transform", "fs.optim.add_noise")]
 )
 def test_values_are_told_from_gradients(function):
     opt, params = STATES[function][0](), {"w": torch.ones(2, 3)}
@@ -585,11 +638,11 @@ def test_states_of_other_chains_and_groups_are_refused():
     assert str(caught.value) == (
         "fs.chain got a state of 3 transformations, and has 2.\nGive the state that this chain's init or update made."
     )
-    one, other = (fs.masked({name: fs.sgd(0.1)}, lambda path, leaf, name=name: name) for name in "ab")
+    one, other = (fs.optim.multi_transform({name: fs.sgd(0.1)}, lambda path, leaf, name=name: name) for name in "ab")
     with pytest.raises(TreeError) as caught:
         one.update(params, other.init(params), params)
     assert str(caught.value) == (
-        "fs.masked got a state of the groups b, and has a.\nGive the state that its own init or update made."
+        "fs.optim.multi_transform got a state of the groups b, and has a.\nGive the state that its own init or update made."
     )
 
 
@@ -606,7 +659,7 @@ NO_OPTIMIZERS = [
     (
         lambda: torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], 0.1), 1),
         "a StepLR",
-        "A learning rate may be a function of the number of updates: fs.adamw(fs.warmup_cosine(3e-4, 9, 99)).",
+        "A learning rate may be a function of the number of updates: fs.adamw(fs.optim.schedules.warmup_cosine(3e-4, 9, 99)).",
     ),
     (lambda: torch.nn.Linear(1, 1), "an nn.Module, Linear", PAIR),
     (
@@ -627,7 +680,7 @@ def test_something_else_than_an_optimizer_is_told_what_to_be(make, what, mend):
     params = fs.shard({"w": torch.ones(2)}, layout)
     calls = {
         "fs.chain": lambda opt: fs.chain(fs.sgd(0.1), opt),
-        "fs.masked": lambda opt: fs.masked({"a": opt}, {"w": "a"}),
+        "fs.optim.multi_transform": lambda opt: fs.optim.multi_transform({"a": opt}, {"w": "a"}),
         "fs.optim.lookahead": optim.lookahead,
         "fs.optim.apply_gradients": lambda opt: optim.apply_gradients(opt, params, None, params),
         "fs.init_state": lambda opt: fs.init_state(draws, opt, key, layout),
@@ -651,7 +704,7 @@ def test_parts_of_leaves_that_differ_never_reach_a_kernel(donate):
     before = fs.tree.map(torch.clone, (params, state))
     for call in (opt.apply, opt.update):
         with pytest.raises(LayoutError) as caught:
-            call(grads, state, params, donate=donate)
+            call(grads, state, params, UpdateContext(donate=donate))
         head, row, mend = str(caught.value).split("\n")
         assert head == "fs.adamw got different parts of the same leaves on this rank."
         assert row == "  v: parameters [128], gradients [64], mu [128], nu [128]"

@@ -1,0 +1,223 @@
+"""`chain`: transformations one after the other; `multi_transform`: another transformation for each group of leaves.
+
+In: transformations, ours or plain pairs. Out: one transformation, whose state has the states of its members.
+It can `apply`, that is, update and add in one, where its members can: in a chain the last, of groups all.
+Law: a chain hands the norm of the gradients to its first member only, since members change what they hand on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from fsharding import tree
+from fsharding.arguments import check_optimizer
+from fsharding.errors import TreeError, listed, message
+from fsharding.optim.base import (
+    ContextTransformation,
+    GradientTransformation,
+    InitContext,
+    UpdateContext,
+    check_state,
+    multiply,
+)
+from fsharding.public import public
+from fsharding.tree import Tree
+
+__all__ = ["ChainState", "MultiTransformState", "chain", "multi_transform"]
+
+_CHAIN, _MULTI = "fs.chain", "fs.optim.multi_transform"
+_LABELS = ("parameters", "gradients")
+
+
+class ChainState(NamedTuple):
+    """The states of a chain, in order."""
+
+    states: tuple[Tree, ...]
+
+
+class MultiTransformState(NamedTuple):
+    """The state of each group, by label."""
+
+    groups: dict[str, Tree]
+
+
+@public(_CHAIN)
+def chain(*transformations: GradientTransformation) -> ContextTransformation:
+    """Applies transformations one after the other; the first gets the gradients.
+
+    Raises:
+        ArgumentError: something that is no transformation.
+        TreeError: from the update: a state of another chain.
+    """
+    for t in transformations:
+        check_optimizer(_CHAIN, t)
+    members = tuple(t.with_context() for t in transformations)
+
+    @public("fs.chain(...).init")
+    def init(params: Tree, context: InitContext = InitContext()) -> ChainState:
+        return ChainState(tuple(t.init(params, context) for t in members))
+
+    @public("fs.chain(...).update")
+    def update(
+        updates: Tree, state: ChainState, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, ChainState]:
+        _check_chain(updates, state, len(members))
+        states: list[Tree] = []
+        for t, inner in zip(members, state.states, strict=True):
+            updates, inner = t.update(updates, inner, params, context)
+            states.append(inner)
+            context = replace(context, norm=None)
+        return updates, ChainState(tuple(states))
+
+    if not members or members[-1].apply is None:
+        return ContextTransformation(init, update)
+    first_members, apply_last = members[:-1], members[-1].apply
+
+    @public("fs.chain(...).apply")
+    def apply(
+        updates: Tree, state: ChainState, params: Tree, context: UpdateContext = UpdateContext(), *, scale: float = 1.0
+    ) -> tuple[Tree, ChainState]:
+        _check_chain(updates, state, len(members))
+        *first_states, last_state = state.states
+        states: list[Tree] = []
+        for t, inner in zip(first_members, first_states, strict=True):
+            if t.factor is not None and context.norm is not None:
+                scale *= t.factor(context.norm)  # multiplied in the pass that the last member makes anyway
+            else:
+                updates, inner = t.update(multiply(updates, scale, donate=context.donate), inner, params, context)
+                scale = 1.0
+            states.append(inner)
+            context = replace(context, norm=None)
+        params, last_state = apply_last(updates, last_state, params, context, scale=scale)
+        return params, ChainState((*states, last_state))
+
+    return ContextTransformation(init, update, apply)
+
+
+def _check_chain(updates: Tree, state: Any, count: int) -> None:
+    check_state(_CHAIN, ChainState, updates, state)
+    if len(state.states) != count:
+        text = f"got a state of {len(state.states)} transformations, and has {count}."
+        raise TreeError(message(_CHAIN, text, mend="Give the state that this chain's init or update made."))
+
+
+@public(_MULTI)
+def multi_transform(
+    groups: Mapping[str, GradientTransformation], labels: Tree | Callable[[str, Any], str]
+) -> ContextTransformation:
+    """Gives every group of leaves a transformation of its own: other rates or optimizers, no weight decay for norms.
+
+    As `optax.multi_transform`. `optax.masked`, one transformation for some leaves and none for the others, is the case
+    with a group of `chain()`, which does nothing. A member sees None for the leaves of other groups.
+
+    Args:
+        groups: transformation by label.
+        labels: tree of labels like the parameters, or a function of (path, leaf).
+
+    Raises:
+        ArgumentError: something that is no transformation.
+        TreeError: at `init`: a label without a transformation; every such leaf is listed. From the update: a state of
+            other groups.
+    """
+    for t in groups.values():
+        check_optimizer(_MULTI, t)
+    members = {label: t.with_context() for label, t in groups.items()}
+
+    def label_tree(params: Tree) -> Tree:
+        if callable(labels):
+            return tree.map_with_path(labels, params)
+        return tree.prune(labels, params, _MULTI, ("labels", "parameters"))
+
+    @public("fs.optim.multi_transform(...).init")
+    def init(params: Tree, context: InitContext = InitContext()) -> MultiTransformState:
+        labelled = label_tree(params)
+        _check_labels(params, labelled, groups)
+        params_of = _split(params, labelled, groups)
+        shardings_of = _split(_pruned(context.shardings, params), labelled, groups)
+        return MultiTransformState(
+            {g: t.init(params_of[g], replace(context, shardings=shardings_of[g])) for g, t in members.items()}
+        )
+
+    @public("fs.optim.multi_transform(...).update")
+    def update(
+        updates: Tree, state: MultiTransformState, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, MultiTransformState]:
+        _check_groups(updates, state, groups)
+        params = _pruned(params, updates)
+        labelled = label_tree(params if params is not None else updates)
+        updates_of, params_of = _split(updates, labelled, groups), _split(params, labelled, groups)
+        contexts = _contexts(context, updates, labelled, groups)
+        results = {g: t.update(updates_of[g], state.groups[g], params_of[g], contexts[g]) for g, t in members.items()}
+        return _merge(updates, labelled, results)
+
+    applies = {g: t.apply for g, t in members.items() if t.apply is not None}
+    if len(applies) < len(members):
+        return ContextTransformation(init, update)
+
+    @public("fs.optim.multi_transform(...).apply")
+    def apply(
+        updates: Tree,
+        state: MultiTransformState,
+        params: Tree,
+        context: UpdateContext = UpdateContext(),
+        *,
+        scale: float = 1.0,
+    ) -> tuple[Tree, MultiTransformState]:
+        _check_groups(updates, state, groups)
+        pruned = tree.prune(params, updates, _MULTI, _LABELS)
+        labelled = label_tree(pruned)
+        updates_of, params_of = _split(updates, labelled, groups), _split(pruned, labelled, groups)
+        contexts = _contexts(context, updates, labelled, groups)
+        results = {
+            g: apply_group(updates_of[g], state.groups[g], params_of[g], contexts[g], scale=scale)
+            for g, apply_group in applies.items()
+        }
+        return _merge(params, labelled, results)
+
+    return ContextTransformation(init, update, apply)
+
+
+_Groups = Mapping[str, Any]
+
+
+def _split(values: Tree, labelled: Tree, groups: _Groups) -> dict[str, Tree]:
+    """A tree for each group, with None for the leaves of others; None for each group where there is no tree."""
+    if values is None:
+        return dict.fromkeys(groups)
+    return {g: tree.map(lambda x, label: x if label == g else None, values, labelled) for g in groups}  # noqa: B023
+
+
+def _pruned(values: Tree, updates: Tree) -> Tree:
+    """The leaves that the updates have, of parameters or shardings; None where there are none."""
+    return tree.prune(values, updates, _MULTI, _LABELS) if values is not None else None
+
+
+def _contexts(context: UpdateContext, updates: Tree, labelled: Tree, groups: _Groups) -> dict[str, UpdateContext]:
+    """The context of each group: its own shardings, and no norm, since the norm is that of all groups together."""
+    shardings = _split(_pruned(context.shardings, updates), labelled, groups)
+    return {g: replace(context, norm=None, shardings=shardings[g]) for g in groups}
+
+
+def _merge(values: Tree, labelled: Tree, results: dict[str, tuple[Tree, Tree]]) -> tuple[Tree, MultiTransformState]:
+    """The results of all groups as one tree, and their states; leaves without a label stay as they are in `values`."""
+    by_group = {g: tree.named_leaves(result) for g, (result, _) in results.items()}
+    label_of = tree.named_leaves(labelled)
+    merged = tree.map_with_path(lambda path, x: by_group[label_of[path]][path] if path in label_of else x, values)
+    return merged, MultiTransformState({g: inner for g, (_, inner) in results.items()})
+
+
+def _check_labels(params: Tree, labelled: Tree, groups: _Groups) -> None:
+    rows: list[str] = []
+    tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, labelled)
+    if rows:
+        known = f"Labels are {listed(map(repr, groups))}."
+        raise TreeError(message(_MULTI, "has labels without a transformation.", rows, known))
+
+
+def _check_groups(updates: Tree, state: Any, groups: _Groups) -> None:
+    check_state(_MULTI, MultiTransformState, updates, state)
+    if state.groups.keys() != groups.keys():
+        text = f"got a state of the groups {', '.join(state.groups)}, and has {', '.join(groups)}."
+        raise TreeError(message(_MULTI, text, mend="Give the state that its own init or update made."))
