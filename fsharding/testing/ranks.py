@@ -311,6 +311,10 @@ class RankPool:
 
 
 _POOLS: dict[int, RankPool] = {}
+"""By size, in the order of their last use."""
+
+_IDLE_RANKS = 20
+"""At most so many processes wait for calls: a rank has threads of gloo's that wake up a hundred times a second."""
 
 
 @atexit.register
@@ -346,12 +350,14 @@ def run_ranks(
             are waited for 1 s more, then the pool is killed; the next call gets a new one. The exception is a
             `RankFailure`, with `errors` and `exceptions` of each rank.
     """
-    pool = _POOLS.get(n)
+    pool = _POOLS.pop(n, None)
     if pool is not None and not pool.alive:
         pool.kill()
         pool = None
-    if pool is None:
-        pool = _POOLS[n] = RankPool(n)
+    # Last in order: the pool that was used last. The others go, from the first on, as their ranks get too many.
+    _POOLS[n] = pool = pool or RankPool(n)
+    while sum(_POOLS) > max(_IDLE_RANKS, n):
+        _POOLS.pop(next(iter(_POOLS))).close()
     results = pool.run(fn, *args, timeout=timeout, seed=seed, **kwargs)
     if pool.crowded:
         pool.close()
