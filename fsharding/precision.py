@@ -32,6 +32,11 @@ class LossScale:
 
     Raises:
         ConfigError: a number is not above 0, or the first scale is below the least.
+
+    Example:
+        >>> scale = fs.LossScale(initial=2.0**12)
+        >>> fs.Precision(compute=torch.float16, loss_scale=scale).init_scale().scale
+        tensor(4096.)
     """
 
     initial: float = 2.0**16
@@ -64,6 +69,11 @@ class Precision:
         moments: optimizer moments, where the optimizer has no dtype of its own; by default as for gradients. Updates
             are computed in float32 at least.
         loss_scale: dynamic loss scaling, or None.
+
+    Example:
+        >>> how = fs.Precision(params=torch.bfloat16, moments=torch.bfloat16)
+        >>> how.compute_dtype(torch.bfloat16)
+        torch.bfloat16
     """
 
     params: torch.dtype | None = None

@@ -42,7 +42,16 @@ _recorders: ContextVar[tuple[list[Counts], ...]] = ContextVar("fsharding_recorde
 
 @contextmanager
 def recording() -> Generator[list[Counts]]:
-    """Collects the counts of every `value_and_grad` call inside the `with` block, one entry a call."""
+    """Collects the counts of every `value_and_grad` call inside the `with` block, one entry a call.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> params = fs.shard({"w": torch.ones(4)}, layout)
+        >>> with fs.recording() as calls:
+        ...     _ = fs.value_and_grad(lambda p: fs.gather_unit(p)["w"].sum())(params)
+        >>> len(calls), calls[0].gathers
+        (1, [])
+    """
     seen: list[Counts] = []
     token = _recorders.set((*_recorders.get(), seen))
     try:
@@ -79,6 +88,12 @@ class Traffic:
 
     Attributes:
         by_axes: by the axes that a group goes along, in the order of `AXES`; `()` for a group that has none.
+
+    Example:
+        >>> with fs.counting_bytes() as traffic:
+        ...     total = fs.ops.psum(torch.ones(4), "dp", mesh=fs.make_mesh(device="cpu"))
+        >>> traffic.bytes  # a rank alone sends nothing
+        0
     """
 
     by_axes: dict[tuple[str, ...], Sent] = field(default_factory=_nothing)
@@ -104,7 +119,14 @@ _meters: ContextVar[tuple[Traffic, ...]] = ContextVar("fsharding_meters", defaul
 
 @contextmanager
 def counting_bytes() -> Generator[Traffic]:
-    """Counts what this rank sends to other ranks inside the `with` block, by whatever function of the library."""
+    """Counts what this rank sends to other ranks inside the `with` block, by whatever function of the library.
+
+    Example:
+        >>> with fs.counting_bytes() as traffic:
+        ...     total = fs.ops.psum(torch.ones(4), "dp", mesh=fs.make_mesh(device="cpu"))
+        >>> traffic.bytes  # a rank alone sends nothing
+        0
+    """
     traffic = Traffic()
     token = _meters.set((*_meters.get(), traffic))
     try:

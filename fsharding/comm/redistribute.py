@@ -72,6 +72,12 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
     Raises:
         LayoutError: a leaf would have to move along an axis that is not a data axis, or between meshes.
         TreeError: the trees do not match.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> params = fs.shard({"w": torch.ones(4)}, layout)
+        >>> fs.redistribute(params, layout.main)["w"].shape
+        torch.Size([4])
     """
     leaves, spec = tree.flatten(values)
     targets = tree.flatten_up_to(spec, shardings, "fs.redistribute", ("values", "shardings"))

@@ -37,6 +37,11 @@ class AbstractMesh:
     Raises:
         MeshError: an axis that does not exist or stands twice, a size below 1, or not one size an axis and one rank a
             position; all that is wrong is listed.
+
+    Example:
+        >>> mesh = fs.AbstractMesh(("dp", "tp"), (2, 4))
+        >>> mesh.size, mesh.axis_size("tp")
+        (8, 4)
     """
 
     names: tuple[str, ...]

@@ -118,6 +118,11 @@ def make_mesh(
             timedelta.
         ConfigError: not all ranks make the same mesh; the text says who makes which.
         RankError: not all ranks call it before the timeout, or one is gone; the text says which ranks are where.
+
+    Example:
+        >>> mesh = fs.make_mesh(device="cpu")  # under torchrun: fs.make_mesh(dp=-1, tp=2)
+        >>> mesh.size()
+        1
     """
     if unnamed:
         size = next((x for x in unnamed if isinstance(x, int)), -1)
@@ -230,7 +235,12 @@ def of_same_groups(part: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
 
 @public("fs.is_member")
 def is_member(mesh: Mesh) -> bool:
-    """Whether this process is one of the mesh's ranks."""
+    """Whether this process is one of the mesh's ranks.
+
+    Example:
+        >>> fs.is_member(fs.make_mesh(device="cpu"))
+        True
+    """
     return isinstance(mesh, AbstractMesh) or mesh.get_coordinate() is not None
 
 
@@ -256,7 +266,15 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
 
 @public("fs.data_position")
 def data_position(mesh: Mesh) -> tuple[int, int]:
-    """Which part of the global batch this process reads: (index, count) over replica, dp and ep, in rank order."""
+    """Which part of the global batch this process reads: (index, count) over replica, dp and ep, in rank order.
+
+    Example:
+        >>> index, count = fs.data_position(fs.make_mesh(device="cpu"))
+        >>> index, count
+        (0, 1)
+        >>> torch.arange(8).chunk(count)[index].tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
     shape, coord, index, count = abstract(mesh), coordinate(mesh), 0, 1
     for axis in ("replica", "dp", "ep"):
         size = shape.axis_size(axis)
@@ -366,6 +384,11 @@ def set_mesh(mesh: Mesh) -> Generator[None]:
 
     Raises:
         ArgumentError: no mesh.
+
+    Example:
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     fs.ops.psum(torch.ones(2), "dp")
+        tensor([1., 1.])
     """
     if not isinstance(mesh, DeviceMesh | AbstractMesh):
         raise refuse("fs.set_mesh", "a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")

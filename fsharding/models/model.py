@@ -32,6 +32,12 @@ class Model(NamedTuple):
         check: `check(mesh, rules)` raises where the axes cannot cut the model in the way that the rules ask.
         balanced: (path, rate) of biases whose gradient is a load (`ops.tell_load`): a step moves them by the rate
             against its sign, apart from optimizer, norm and clipping.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> model = fs.models.decoder(config)
+        >>> sorted(model.init(fs.random.key(0)))
+        ['blocks', 'embed', 'head']
     """
 
     init: Callable[[Tensor], Tree]

@@ -98,6 +98,13 @@ def adamw(
         ConfigError: numbers below 0, or decays of moments of 1 and more; all of them are listed. Moments in a dtype
             that kernels lack.
         TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
+
+    Example:
+        >>> opt = fs.adamw(1e-3, weight_decay=0.1)
+        >>> params = {"w": torch.ones(2)}
+        >>> updates, state = opt.update({"w": torch.ones(2)}, opt.init(params), params)
+        >>> fs.apply_updates(params, updates)["w"]
+        tensor([0.9989, 0.9989])
     """
     above = {"learning_rate": learning_rate, "eps": eps, "weight_decay": weight_decay}
     check_settings(_NAME, (FROM_0, above), (BELOW_1, {"b1": b1, "b2": b2}))

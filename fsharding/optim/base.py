@@ -106,6 +106,16 @@ class GradientTransformation:
     Attributes:
         init: `init(params) -> state`.
         update: `update(updates, state, params) -> (updates, state)`.
+
+    Example:
+        >>> def init(params):
+        ...     return None
+        >>> def update(updates, state, params=None):
+        ...     return fs.tree.map(lambda g: -0.1 * g, updates), state
+        >>> opt = fs.GradientTransformation(init, update)
+        >>> updates, _ = opt.update({"w": torch.ones(2)}, opt.init({"w": torch.zeros(2)}))
+        >>> updates["w"]
+        tensor([-0.1000, -0.1000])
     """
 
     init: Callable[[Tree], Any]

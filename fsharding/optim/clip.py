@@ -48,6 +48,11 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     Raises:
         LayoutError: a leaf is not reduced yet, or has an assignment that no `shardings` tell; all of them are listed.
         TreeError: the trees do not match.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
+        >>> fs.global_norm(fs.shard({"w": torch.tensor([3.0, 4.0])}, layout))
+        tensor(5.)
     """
     return norm_with_stop_bit(None, values, shardings)
 
@@ -167,6 +172,11 @@ def clip_by_global_norm(max_norm: float) -> ContextTransformation:
 
     Raises:
         ConfigError: another `max_norm`.
+
+    Example:
+        >>> clip = fs.clip_by_global_norm(1.0)
+        >>> clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init(None))[0]["w"]
+        tensor([0.6000, 0.8000])
     """
     if not max_norm > 0:
         mend = "Give a norm above 0; math.inf leaves gradients as they are."

@@ -50,6 +50,13 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
     Raises:
         ArgumentError: something that is no transformation.
         TreeError: from the update: a state of another chain.
+
+    Example:
+        >>> opt = fs.chain(fs.clip_by_global_norm(1.0), fs.sgd(1.0))
+        >>> params = {"w": torch.zeros(2)}
+        >>> updates, _ = opt.update({"w": torch.tensor([3.0, 4.0])}, opt.init(params), params)
+        >>> updates["w"]
+        tensor([-0.6000, -0.8000])
     """
     for t in transformations:
         check_optimizer(_CHAIN, t)

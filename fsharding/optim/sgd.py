@@ -73,6 +73,13 @@ def sgd(
         ConfigError: Nesterov's with dampening, or without momentum; numbers below 0, all of them listed. A trace in a
             dtype that kernels lack.
         TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
+
+    Example:
+        >>> opt = fs.sgd(0.5, momentum=0.9)
+        >>> params = {"w": torch.ones(2)}
+        >>> updates, state = opt.update({"w": torch.ones(2)}, opt.init(params), params)
+        >>> updates["w"]
+        tensor([-0.5000, -0.5000])
     """
     above = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
     check_settings(_NAME, (FROM_0, above))

@@ -86,6 +86,11 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
 
     Raises:
         TreeError: parameters and updates differ in paths or shapes; all such leaves are listed.
+
+    Example:
+        >>> params = {"w": torch.ones(2), "frozen": torch.ones(1)}
+        >>> fs.apply_updates(params, {"w": torch.full((2,), -0.5), "frozen": None})
+        {'w': tensor([0.5000, 0.5000]), 'frozen': tensor([1.])}
     """
     deltas = local_leaves(updates)
 

@@ -59,6 +59,11 @@ class Action(NamedTuple):
         kind: one of `KINDS`.
         stage: the stage that acts, in a message as well: the sender's own in a send, the receiver's own in a receive.
         microbatch: None in a GATHER or SCATTER that stands for all of them.
+
+    Example:
+        >>> schedule = fs.plan_schedule("gpipe", ranks=2, microbatches=2)
+        >>> " ".join(str(action) for action in schedule.table[0][:3])
+        '0GATHER 0F0 0SEND_F0'
     """
 
     kind: Kind

@@ -151,6 +151,13 @@ def draw_schedule(
     Raises:
         ConfigError: matplotlib is not installed.
         ScheduleError: the schedule has no end.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "schedule.png"
+        >>> fs.draw_schedule(fs.plan_schedule("1f1b", ranks=2, microbatches=4), path)
+        >>> path.exists()
+        True
     """
     require_matplotlib("fs.draw_schedule", "a schedule", instead=", or print(schedule.show())")
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import

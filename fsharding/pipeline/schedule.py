@@ -37,6 +37,10 @@ class Schedule:
         table: for each rank its actions, in order. See `Action` for what they are, and who waits for what.
         pairs: of an F and the B after it that the order is meant to overlap, as DualPipeV does. Only `simulate` looks
             at them: a rank computes one after the other.
+
+    Example:
+        >>> fs.plan_schedule("1f1b", ranks=2, microbatches=4)
+        Schedule(1f1b: 2 ranks, 2 stages, 4 microbatches, 36 actions)
     """
 
     name: str
@@ -222,6 +226,10 @@ def plan_schedule(
 
     Raises:
         ScheduleError: the schedule does not exist, or cannot have these numbers; all of them are listed.
+
+    Example:
+        >>> fs.plan_schedule("1f1b", ranks=2, microbatches=4)
+        Schedule(1f1b: 2 ranks, 2 stages, 4 microbatches, 36 actions)
     """
     plan = _PLANS.get(name)
     if plan is None:
@@ -310,6 +318,10 @@ def make_schedule(
 
     Raises:
         ScheduleError: the computes are not complete, not in an order that has an end, or on more than one rank.
+
+    Example:
+        >>> fs.make_schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
+        Schedule(custom: 2 ranks, 2 stages, 2 microbatches, 20 actions)
     """
     table = tuple(tuple(Action.parse(a) if isinstance(a, str) else a for a in row) for row in computes)
     places = {action.stage: rank for rank, row in reversed(list(enumerate(table))) for action in row}
@@ -336,6 +348,11 @@ def check_schedule(schedule: Schedule) -> Schedule:
 
     Raises:
         ScheduleError: lists all that is wrong; order over ranks is looked at when each rank by itself is right.
+
+    Example:
+        >>> schedule = fs.check_schedule(fs.plan_schedule("1f1b", ranks=2, microbatches=4))
+        >>> schedule
+        Schedule(1f1b: 2 ranks, 2 stages, 4 microbatches, 36 actions)
     """
     rows = _wrong_numbers(ranks=schedule.ranks, stages=schedule.stages, microbatches=schedule.microbatches)
     if schedule.ranks != len(schedule.table):
@@ -361,6 +378,10 @@ def layers_of(schedule: Schedule, layers: int, *, counts: Sequence[int] | None =
 
     Raises:
         ScheduleError: more stages than layers, or counts that do not fit.
+
+    Example:
+        >>> fs.layers_of(fs.plan_schedule("1f1b", ranks=2, microbatches=2), layers=3)
+        ((0, 1), (2,))
     """
     stages = schedule.stages
     if counts is None:
@@ -391,6 +412,10 @@ def stages_for(schedule: Schedule, layers: int, *, counts: Sequence[int] | None 
 
     Raises:
         ScheduleError: as `layers_of`.
+
+    Example:
+        >>> fs.stages_for(fs.plan_schedule("1f1b", ranks=2, microbatches=2), layers=3)
+        [[0, 1], [2]]
     """
     by_stage = layers_of(schedule, layers, counts=counts)
     return [[i for stage in schedule.stages_on(rank) for i in by_stage[stage]] for rank in range(schedule.ranks)]

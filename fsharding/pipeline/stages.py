@@ -40,6 +40,12 @@ def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = 
 
     Raises:
         ScheduleError: more stages than layers, or counts that do not fit.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> model = fs.models.decoder(config)
+        >>> fs.stages_of(model, fs.plan_schedule("1f1b", ranks=2, microbatches=2))
+        {'blocks': [[0], [1]], 'embed': 0, 'head': 1}
     """
     shapes = model.init(torch.zeros(2, dtype=torch.int64))
     sizes = {path: tree.leaves(tree.at(shapes, path))[0].shape[0] for path, _ in stacks_of(model)}

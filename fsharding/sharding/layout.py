@@ -49,6 +49,12 @@ class Memory(NamedTuple):
         main: main parameters kept beside them; 0 when the parameters are their own main copy.
         grads: gradients as they are accumulated.
         opt_state: optimizer moments.
+
+    Example:
+        >>> mesh = fs.AbstractMesh(("dp",), (4,))
+        >>> layout = fs.plan_layout({"w": fs.random.normal(fs.random.key(0), (8, 4))}, mesh, strategy=fs.zero(3))
+        >>> layout.memory(fs.adamw(1e-3)).params
+        32
     """
 
     params: int
@@ -83,6 +89,13 @@ class Layout:
         leaves: one `LeafLayout` for each parameter.
         structure: of the parameter tree.
         stages: explicit ownership along `pp`, as `stages.normal` gives it.
+
+    Example:
+        >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
+        >>> mesh = fs.AbstractMesh(("dp", "tp"), (2, 2))
+        >>> layout = fs.plan_layout(params, mesh, strategy=fs.zero(3), names={"w": ("mlp", "embed")})
+        >>> layout.params["w"].spec
+        P('tp', 'dp')
     """
 
     mesh: Mesh
@@ -239,6 +252,13 @@ def plan_layout(
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
         ConfigError: the mesh cannot cut a `Model` as the rules ask, or there is no strategy of that name.
         LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path that no leaf has.
+
+    Example:
+        >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
+        >>> mesh = fs.AbstractMesh(("dp", "tp"), (2, 2))
+        >>> layout = fs.plan_layout(params, mesh, strategy=fs.zero(3), names={"w": ("mlp", "embed")})
+        >>> layout.params["w"].spec
+        P('tp', 'dp')
     """
     _check_kinds(model, mesh, rules, precision)
     strategy = _strategy(strategy)

@@ -59,6 +59,16 @@ class Assigned:
         dim: the tensor dim whose indices are owned, or None when the leaf is owned whole.
         ranges: for each coordinate, the index ranges that it holds, in the order in which it holds them; with
             `dim=None`, `((0, 1),)` where the leaf is and `()` where it is not.
+
+    Example:
+        >>> layout = fs.plan_layout(
+        ...     {"blocks": fs.random.normal(fs.random.key(0), (3, 4))},
+        ...     fs.AbstractMesh(("pp",), (2,)),
+        ...     names={"blocks": ("layers", None)},
+        ...     stages={"blocks": [[0, 1], [2]]},
+        ... )
+        >>> [owned.axis for owned in layout.leaves[0].params.assigned]
+        ['pp']
     """
 
     axis: str
@@ -92,6 +102,11 @@ class NamedSharding:
         assigned: explicit ownership along axes that the spec does not use, one dim each.
         owned: data axes of the spec along which ranks compute with their own part, such as `ep` for experts. The leaf
             is not gathered over them, and its gradient is not summed over them: tokens come to the owner.
+
+    Example:
+        >>> mesh = fs.AbstractMesh(("dp",), (4,))
+        >>> fs.NamedSharding(mesh, fs.P("dp")).local_shape((10, 3))
+        (3, 3)
     """
 
     mesh: Mesh
@@ -353,6 +368,15 @@ class Local:
         shape: the global shape; along the axes of `slices` that of the slice that this rank has.
         slices: axes along which ranks have other slices of the leaf, since its sharding at rest has an assignment: the
             layers of a pipeline stage, or a share of each part of a `Fused` dim.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"))
+        >>> params = fs.shard({"w": torch.ones(4, 2)}, layout)
+        >>> def loss(params):
+        ...     assert isinstance(params["w"], fs.Local)
+        ...     return fs.gather_unit(params)["w"].sum()
+        >>> float(fs.value_and_grad(loss)(params)[0])
+        8.0
     """
 
     value: Tensor
@@ -538,6 +562,11 @@ def typeof(x: Any) -> LeafType:
 
     Raises:
         ArgumentError: something without shape or dtype.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"))
+        >>> print(fs.typeof(fs.shard({"w": torch.ones(4, 2)}, layout)["w"]))
+        float32[4, 2]
     """
     if isinstance(x, DTensor):
         return LeafType(tuple(x.shape), x.dtype, sharding_of(x))

@@ -36,6 +36,10 @@ class PartitionSpec(tuple[Entry, ...]):
 
     Raises:
         SpecError: an axis that does not exist, or one that stands twice, or an entry that is no axis at all.
+
+    Example:
+        >>> fs.P("tp", ("dp", "replica"))
+        P('tp', ('dp', 'replica'))
     """
 
     __slots__ = ()
@@ -95,6 +99,10 @@ class Fused:
     Attributes:
         name: the dim name, for the rules.
         sizes: of the parts, in order.
+
+    Example:
+        >>> fs.Fused("heads", (64, 16, 16)).sizes
+        (64, 16, 16)
     """
 
     name: str
@@ -121,6 +129,11 @@ class AxisRules(Mapping[str, tuple[str, ...]]):
 
     Raises:
         SpecError: an axis that does not exist.
+
+    Example:
+        >>> rules = fs.AxisRules(mlp=("tp",), embed=None)
+        >>> rules["mlp"]
+        ('tp',)
     """
 
     def __init__(self, **dims: Entry) -> None:

@@ -38,6 +38,12 @@ class Strategy:
         replica_params: cut the parameters over `replica` too.
         replica_grads: the same for accumulated gradients.
         replica_opt_state: the same for main parameters and moments.
+
+    Example:
+        >>> print(fs.zero(2))
+        zero2
+        >>> fs.zero(2).grads, fs.zero(2).params
+        (True, False)
     """
 
     params: bool
@@ -79,6 +85,10 @@ def zero(level: int) -> Strategy:
 
     Raises:
         ConfigError: another level.
+
+    Example:
+        >>> fs.zero(3).params
+        True
     """
     levels = (NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS)
     if type(level) is not int or level not in range(4):
@@ -100,6 +110,10 @@ def hybrid(
         params: cut the parameters over `replica` too.
         grads: cut accumulated gradients over `replica` too.
         opt_state: cut main parameters and moments over `replica` too.
+
+    Example:
+        >>> print(fs.hybrid(fs.zero(3), opt_state=True))
+        hfsdp
     """
     return Strategy(inner.params, inner.grads, inner.opt_state, params, grads, opt_state)
 
@@ -137,6 +151,10 @@ def parse_strategy(name: str) -> Strategy:
 
     Raises:
         ConfigError: an unknown name.
+
+    Example:
+        >>> fs.parse_strategy("zero3") == fs.zero(3)
+        True
     """
     if not isinstance(name, str) or name not in STRATEGIES:
         known = f"Strategies are {', '.join(STRATEGIES)}.{_hint(name)}"

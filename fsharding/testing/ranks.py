@@ -349,6 +349,11 @@ def run_ranks(
         RankError: `fn` or an argument cannot be pickled, or a rank raised, died or did not answer in time. The others
             are waited for 1 s more, then the pool is killed; the next call gets a new one. The exception is a
             `RankFailure`, with `errors` and `exceptions` of each rank.
+
+    Example:
+        >>> import math
+        >>> fs.run_ranks(math.sqrt, 2, 9.0)
+        [3.0, 3.0]
     """
     pool = _POOLS.pop(n, None)
     if pool is not None and not pool.alive:

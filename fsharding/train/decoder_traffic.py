@@ -89,6 +89,12 @@ def expected_traffic(
 
     Raises:
         ConfigError: a policy that is none.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> layout = fs.plan_layout(fs.models.decoder(config), fs.AbstractMesh(("dp",), (2,)), strategy=fs.zero(3))
+        >>> fs.expected_traffic(config, layout, rows=2, length=4).by_axes.keys()
+        dict_keys([('dp',)])
     """
     check_policy("fs.expected_traffic", policy)
     where = coordinate(layout.mesh) if coord is None else coord

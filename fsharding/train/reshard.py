@@ -65,6 +65,13 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
         TreeError: the trees do not match.
         DonatedError: the state was donated before.
         RankError: a rank is gone, or does not call it.
+
+    Example:
+        >>> mesh = fs.make_mesh(device="cpu")
+        >>> old, new = (fs.plan_layout({"w": torch.zeros(4)}, mesh, strategy=s) for s in (fs.zero(0), fs.zero(3)))
+        >>> state = fs.init_state(lambda key: {"w": fs.random.normal(key, (4,))}, fs.adamw(0.1), fs.random.key(0), old)
+        >>> print(fs.reshard(state, new).layout.strategy)
+        zero3
     """
     if isinstance(tree_or_state, TrainState):
         moved, rebuild = moving.of_state(tree_or_state, layout)
@@ -156,6 +163,12 @@ def shard(values: Tree, layout: Any) -> Tree:
     Raises:
         LayoutError: shapes that are not those of the layout, or leaves that are cut already; all of them are listed.
         TreeError: the trees do not match.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> params = fs.shard({"w": torch.arange(4.0)}, layout)
+        >>> fs.unshard(params)["w"]
+        tensor([0., 1., 2., 3.])
     """
     flat, spec = tree.flatten(values)
     targets, _ = moving.shardings(spec, layout)
@@ -191,6 +204,12 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
 
     Raises:
         LayoutError: such leaves, and nobody says where they are; all of them are listed.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> params = fs.shard({"w": torch.arange(4.0)}, layout)
+        >>> fs.unshard(params)["w"]
+        tensor([0., 1., 2., 3.])
     """
     flat, spec = tree.flatten(values)
     if isinstance(values, TrainState):
@@ -277,6 +296,15 @@ def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BU
 
     Raises:
         LayoutError: as `reshard`.
+
+    Example:
+        >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
+        >>> meshes = [fs.AbstractMesh(("dp",), (size,)) for size in (2, 4)]
+        >>> old, new = (fs.plan_layout(params, mesh, strategy=fs.zero(3)) for mesh in meshes)
+        >>> print(fs.explain_reshard(old, new))
+        leaf      type           from                to                  how         sent by rank 0  sent in all
+        params.w  float32[8, 4]  P('dp') on {dp: 2}  P('dp') on {dp: 4}  all-to-all              32           96
+        1 leaves                                                         1 rounds                32           96
     """
     moved = _moved(a, b)
     plan = plan_routes(tuple(m.leaf for m in moved), budget)

@@ -63,6 +63,12 @@ class TrainState:
         key: random key (int64[2], on the CPU), the same from step to step; a step folds its number in, and hands the
             result to a loss function that asks for a key.
         layout: where all of it lives.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": fs.random.normal(key, (4,))}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> int(state.step), sorted(state.params)
+        (0, ['w'])
     """
 
     step: Tensor
@@ -229,6 +235,15 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         LayoutError: the layout was planned for other shapes or dtypes; all such leaves are listed.
         TreeError: the layout was planned for another tree.
         ConfigError: on every rank: ranks have other keys, or other first values; all such leaves are listed.
+
+    Example:
+        >>> def init(key):
+        ...     up, down = fs.random.split(key, 2)
+        ...     return {"up": fs.random.normal(up, (4, 8)), "down": fs.random.normal(down, (8, 2))}
+        >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> state = fs.init_state(init, fs.adamw(1e-3), fs.random.key(0), layout)
+        >>> print(fs.typeof(state.params["up"]))
+        float32[4, 8]
     """
     if is_optimizer(model) and not is_optimizer(opt):
         raise refuse("fs.init_state", "a model, then an optimizer", model, "Swap the two.")
@@ -286,6 +301,13 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
         ArgumentError: an argument of another kind, or a key and a layout that are swapped.
         LayoutError: parameters of other shapes or dtypes; all of them are listed.
         TreeError: another tree.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> params = fs.shard({"w": torch.ones(4)}, layout)
+        >>> state = fs.state_from(params, fs.adamw(1e-3), fs.random.key(0), layout)
+        >>> int(state.step)
+        0
     """
     _check_start("fs.state_from", opt, key, layout)
     given = tree.flatten_up_to(layout.structure, params, "fs.state_from", ("the layout", "params"))
@@ -310,6 +332,11 @@ def main_params(params: Tree, layout: Layout) -> Tree:
     Raises:
         LayoutError: parameters that are not what the layout says; all of them are listed.
         TreeError: another tree.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(1))
+        >>> fs.main_params(fs.shard({"w": torch.ones(4)}, layout), layout)["w"].dtype
+        torch.float32
     """
     check_leaves("fs.main_params", params, layout)
     return _slices(params, layout)
@@ -340,6 +367,13 @@ def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = Fals
     Raises:
         LayoutError: leaves that are not what the layout says; all of them are listed.
         TreeError: another tree.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(1))
+        >>> params = fs.shard({"w": torch.ones(4)}, layout)
+        >>> main = fs.tree.map(lambda x: x - 1, fs.main_params(params, layout))
+        >>> fs.spread_main(main, params, layout)["w"].full_tensor()
+        tensor([0., 0., 0., 0.])
     """
     check_main("fs.spread_main", main, params, layout)
     return spread(main, params, layout, donate=donate)
@@ -358,7 +392,12 @@ def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False) ->
 
 @public("fs.state_bytes")
 def state_bytes(state: Tree) -> int:
-    """Bytes of all local tensors of a tree."""
+    """Bytes of all local tensors of a tree.
+
+    Example:
+        >>> fs.state_bytes({"w": torch.zeros(8), "step": 3})
+        32
+    """
     return sum(local_of(x).nbytes for x in tree.leaves(state) if isinstance(x, Tensor))
 
 

@@ -62,6 +62,21 @@ class Metrics(NamedTuple):
         skipped: whether the step was skipped because of an fp16 overflow.
         aux: with `has_aux`, what the loss function returned beside its loss on this rank, without history: one for each
             microbatch, in order.
+
+    Example:
+        >>> def init(key):
+        ...     up, down = fs.random.split(key, 2)
+        ...     return {"up": fs.random.normal(up, (4, 8)), "down": fs.random.normal(down, (8, 2))}
+        >>> def loss(params, batch):
+        ...     w = fs.gather_unit(params)
+        ...     return (torch.tanh(batch["x"] @ w["up"]) @ w["down"] - batch["y"]).square().mean()
+        >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(device="cpu"))
+        >>> opt = fs.adamw(1e-2)
+        >>> state = fs.init_state(init, opt, fs.random.key(0), layout)
+        >>> step = fs.make_train_step(loss, opt)
+        >>> state, metrics = step(state, {"x": torch.ones(3, 4), "y": torch.zeros(3, 2)})
+        >>> metrics.skipped, metrics.loss.shape
+        (False, torch.Size([]))
     """
 
     loss: Tensor
@@ -90,6 +105,17 @@ def model_loss(
 
     Returns:
         `loss_fn(params, batch) -> (sum, weight)`.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> model = fs.models.decoder(config)
+        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"))
+        >>> state = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
+        >>> batch = {"tokens": tokens, "targets": tokens}
+        >>> (loss, count), grads = fs.value_and_grad(fs.model_loss(model))(state.params, batch)
+        >>> int(count)
+        8
     """
 
     def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Any]:
@@ -150,6 +176,21 @@ def make_train_step(
             mesh.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling or at
             the least scale.
+
+    Example:
+        >>> def init(key):
+        ...     up, down = fs.random.split(key, 2)
+        ...     return {"up": fs.random.normal(up, (4, 8)), "down": fs.random.normal(down, (8, 2))}
+        >>> def loss(params, batch):
+        ...     w = fs.gather_unit(params)
+        ...     return (torch.tanh(batch["x"] @ w["up"]) @ w["down"] - batch["y"]).square().mean()
+        >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(device="cpu"))
+        >>> opt = fs.adamw(1e-2)
+        >>> state = fs.init_state(init, opt, fs.random.key(0), layout)
+        >>> step = fs.make_train_step(loss, opt)
+        >>> state, metrics = step(state, {"x": torch.ones(3, 4), "y": torch.zeros(3, 2)})
+        >>> int(state.step), bool(metrics.loss > 0)
+        (1, True)
     """
     _check_arguments(model, opt, microbatches, policy, has_aux=has_aux)
     return TrainStep(

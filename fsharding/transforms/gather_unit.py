@@ -69,6 +69,15 @@ def gather_unit(
         ConfigError: a policy that is none.
         TransformError: DTensors went through a torch.func transform, or a node does not hold what it says; or, when the
             unit is let go, its weights were written in place.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"))
+        >>> params = fs.shard({"w": torch.ones(4, 2)}, layout)
+        >>> def loss(params, x):
+        ...     return (x @ fs.gather_unit(params)["w"]).sum()
+        >>> value, grads = fs.value_and_grad(loss)(params, torch.ones(3, 4))
+        >>> float(value)
+        24.0
     """
     check_policy("fs.gather_unit", policy)
     nodes, spec = local_nodes("fs.gather_unit", unit)
@@ -239,7 +248,12 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 @public("fs.select_unit")
 def select_unit(stack: Tree, index: int) -> Tree:
-    """One unit of a stack: row `index` of every leaf, as in `gather_unit(embed, prefetch=select_unit(blocks, 0))`."""
+    """One unit of a stack: row `index` of every leaf, as in `gather_unit(embed, prefetch=select_unit(blocks, 0))`.
+
+    Example:
+        >>> fs.select_unit({"w": torch.arange(6).view(3, 2)}, 1)
+        {'w': tensor([2, 3])}
+    """
     nodes, spec = local_nodes("fs.select_unit", stack)
     refuse_cut_layers("fs.select_unit", tree.unflatten(spec, nodes))
     context = current_context()
@@ -291,6 +305,12 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
         TransformError: called under a torch.func transform.
         LayoutError: gradients of other shapes than the whole leaves have; all of them are listed.
         TreeError: the trees do not match.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> params = fs.shard({"w": torch.ones(4)}, layout)
+        >>> fs.scatter_grads({"w": torch.arange(4.0)}, like=params)["w"].full_tensor()
+        tensor([0., 1., 2., 3.])
     """
     if _functorch.in_functorch():
         text = "cannot run under a torch.func transform."

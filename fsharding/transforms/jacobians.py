@@ -47,6 +47,15 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
 
     Raises:
         TransformError: a leaf of params is no floating point tensor in flight; all such leaves are listed.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
+        >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, layout)
+        >>> def f(params):
+        ...     return fs.gather_unit(params)["w"] ** 2
+        >>> fs.shard_map(lambda params: fs.jacfwd(f)(params)["w"])(params)
+        tensor([[2., 0.],
+                [0., 4.]])
     """
     check_function("fs.jacfwd", "a function (params, *args)", fn, 1)
 
@@ -97,6 +106,15 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
 
     Returns:
         A function of the same arguments, with a tree of trees: for leaves of shapes [*V] and [*W] a node [*V, *W].
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
+        >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, layout)
+        >>> def f(params):
+        ...     return (fs.gather_unit(params)["w"] ** 3).sum()
+        >>> fs.shard_map(lambda params: fs.hessian(f)(params)["w"]["w"])(params).full_tensor()
+        tensor([[ 6.,  0.],
+                [ 0., 12.]])
     """
     check_function("fs.hessian", "a function (params, *args)", fn, 1)
 

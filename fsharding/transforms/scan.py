@@ -46,6 +46,11 @@ def scan(
     Raises:
         TreeError: leaves of different lengths, or no length at all.
         ArgumentError: the body returns no pair.
+
+    Example:
+        >>> total, squares = fs.scan(lambda carry, x: (carry + x, x * x), torch.tensor(0), torch.arange(4))
+        >>> total, squares
+        (tensor(6), tensor([0, 1, 4, 9]))
     """
     check_function("fs.scan", "a function (carry, x)", fn, 2)
     rows = _rows(xs, length, "fs.scan")
@@ -87,6 +92,14 @@ def scan_units(
         TreeError: leaves of different lengths.
         ConfigError: a policy that is none.
         ArgumentError: with `has_aux`, the block returns no pair.
+
+    Example:
+        >>> stack = {"w": torch.eye(4).repeat(3, 1, 1)}
+        >>> layout = fs.plan_layout(stack, fs.make_mesh(device="cpu"), names={"w": ("layers", None, None)})
+        >>> def loss(params, x):
+        ...     return fs.scan_units(lambda p, x: x @ p["w"], params, x).sum()
+        >>> float(fs.value_and_grad(loss)(fs.shard(stack, layout), torch.ones(2, 4))[0])
+        8.0
     """
     check_function("fs.scan_units", "a function (params, carry)", block, 2)
     check_policy("fs.scan_units", policy)
@@ -123,6 +136,11 @@ def stack_units(units: Sequence[Tree]) -> Tree:
 
     Raises:
         TreeError: the units differ in structure, shape or dtype; every leaf that does is listed.
+
+    Example:
+        >>> fs.stack_units([{"b": torch.zeros(2)}, {"b": torch.ones(2)}])
+        {'b': tensor([[0., 0.],
+                [1., 1.]])}
     """
     if not units:
         raise TreeError(message("fs.stack_units", "got no units.", mend="Stack at least one."))
@@ -147,6 +165,10 @@ def unstack_units(stack: Tree) -> list[Tree]:
     Raises:
         TreeError: the leaves have different first dims.
         SpecError: the layers are cut over an axis, so that no rank has all units.
+
+    Example:
+        >>> fs.unstack_units({"b": torch.tensor([[0, 0], [1, 1]])})
+        [{'b': tensor([0, 0])}, {'b': tensor([1, 1])}]
     """
     nodes, spec = local_nodes("fs.scan_units", stack)
     lengths = {path: _length(node) for path, node in zip(tree.paths(stack), nodes, strict=True)}

@@ -50,6 +50,13 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
     Raises:
         TransformError: called under a torch.func transform, with leaves on the stages of a pipeline, with DTensors on
             several meshes, or `fn` returns nodes that do not hold what they say.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> params = fs.shard({"w": torch.ones(4)}, layout)
+        >>> grads = fs.shard_map(torch.func.grad(lambda p: fs.gather_unit(p)["w"].square().sum()))(params)
+        >>> grads["w"].full_tensor()
+        tensor([2., 2., 2., 2.])
     """
     check_function("fs.shard_map", "a function of trees", fn, 0)
 

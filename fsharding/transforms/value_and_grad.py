@@ -104,6 +104,15 @@ def value_and_grad(
         ShapeError: from the function: `fn` computes with shapes that do not go together.
         RankError: from the function: another rank is gone, or does not answer within the timeout of the mesh.
         TreeError: `grads` or `accumulate` does not match the parameters.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"))
+        >>> params = fs.shard({"w": torch.ones(4, 2)}, layout)
+        >>> def loss(params, x):
+        ...     return (x @ fs.gather_unit(params)["w"]).sum()
+        >>> value, grads = fs.value_and_grad(loss)(params, torch.ones(3, 4))
+        >>> float(value), grads["w"].full_tensor()[0].tolist()
+        (24.0, [3.0, 3.0])
     """
     check_function("fs.value_and_grad", "a loss function (params, *args)", fn, 1)
 

@@ -48,6 +48,17 @@ class PureModule:
         files: what they are called in files of Hugging Face, for `hf.load` and `hf.save`: the same, but for families
             whose experts are apart there. Both carry the module's persistent buffers, which are constants: who writes
             by these names writes them, too, and who reads refuses files that have other ones.
+
+    Example:
+        >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> net = fs.functionalize(module, units=["0", "2"])
+        >>> layout = fs.plan_layout(net, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> state = fs.init_state(net, fs.adamw(1e-3), fs.random.key(0), layout)
+        >>> def loss(params, x):
+        ...     return net(params, x).sum()
+        >>> value, grads = fs.value_and_grad(loss)(state.params, torch.ones(1, 3))
+        >>> value.shape
+        torch.Size([])
     """
 
     def __init__(
@@ -199,6 +210,17 @@ def functionalize(
         LayoutError: leaves that `names` misses, or names for leaves that are not there.
         TransformError: modules in train mode that change their buffers in forward, or checkpoint their own layers. Of
             each kind all are listed.
+
+    Example:
+        >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> net = fs.functionalize(module, units=["0", "2"])
+        >>> layout = fs.plan_layout(net, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> state = fs.init_state(net, fs.adamw(1e-3), fs.random.key(0), layout)
+        >>> def loss(params, x):
+        ...     return net(params, x).square().mean()
+        >>> value, grads = fs.value_and_grad(loss)(state.params, torch.ones(1, 3))
+        >>> value.shape
+        torch.Size([])
     """
     check_module(FUNCTION, module)
     check_policy(FUNCTION, policy)

@@ -123,6 +123,25 @@ def model_from(
             than between the two ends, frozen parameters, a config whose parts are other ones, or blocks that differ in
             more than weights: buffers, numbers, flags, functions; all are listed.
         TransformError: from the parts: something is drawn, or tensors of the module are changed.
+
+    Example:
+        >>> class Net(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed = torch.nn.Embedding(16, 8)
+        ...         self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(2)])
+        ...         self.head = torch.nn.Linear(8, 16)
+        >>> def head(net, x, batch):
+        ...     logits, targets = net.head(x).flatten(0, 1), batch["targets"].flatten()
+        ...     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum"), targets.numel()
+        >>> parts = fs.families.Parts(
+        ...     embed=lambda net, batch: net.embed(batch["tokens"]),
+        ...     block=lambda net, layer, x: x + torch.tanh(layer(x)),
+        ...     head=head,
+        ... )
+        >>> model = fs.model_from(Net(), ("embed", "layers.*", "head"), parts)
+        >>> sorted(model.init(fs.random.key(0)))
+        ['blocks', 'embed', 'head']
     """
     check_module(_FUNCTION, module)
     problems = check_roles(module, roles or {})
