@@ -19,7 +19,7 @@ import fsharding as fs
 from fsharding import random
 from fsharding.comm import bucket as buckets
 from fsharding.comm import steps as transition
-from fsharding.comm.transport import sum_rows
+from fsharding.comm.reduce import sum_rows
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned, sharding_of
