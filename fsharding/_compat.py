@@ -13,11 +13,12 @@ import mmap
 import operator
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,21 +33,97 @@ from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsharding.errors import LayoutError, message
-from fsharding.mesh_cache import cache_on_mesh, kept_by
 
 __all__ = [
-    "all_gather_flat", "attend_block", "attend_block_backward", "close_group", "default_store",
-    "describe_mesh", "device_mesh_of",
-    "drop_local", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul",
-    "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
-    "is_elementwise", "is_served_by_rank", "is_wanted", "launchers_store", "like_dtensor", "local_tensor",
-    "make_dtensor", "meshless_device_mesh", "new_group", "packed", "persistent_buffers", "reduce_scatter_flat",
-    "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
-    "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
-    "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage",
+    "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh", "close_group",
+    "default_store", "describe_mesh", "device_mesh_of", "drop_local", "file_offset", "flight_record", "foreach_add",
+    "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_",
+    "glance", "group_timeout", "grouped_mm", "holders_of", "is_elementwise", "is_served_by_rank", "is_wanted",
+    "kept_by", "launchers_store", "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh",
+    "new_group", "packed", "persistent_buffers", "reduce_scatter_flat", "refuse_backward", "region", "same_glances",
+    "same_kind", "save_record", "save_without_data", "set_group_timeout", "shapes_only", "storage_id",
+    "storage_users", "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of", "versions_of",
+    "visit_first", "weak_storage", "WeakStorage",
 ]  # fmt: skip
 
 
+# ----------------------------------------------------------------------------------------------- what a mesh keeps
+# A cache keyed by meshes would keep them alive, also one with weak keys, as most results hold the mesh that they are
+# of. So a mesh has its caches in itself, and is collected with them; an equal mesh has caches of its own.
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_NAME = "_fsharding_kept"
+"""The attribute of a mesh; read by this name where every call would pay for a look."""
+
+
+class _Kept(dict[Hashable, Any]):
+    """What a mesh keeps. A copy of the mesh, such as one in a file, begins without any."""
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+
+def kept_by(mesh: DeviceMesh) -> dict[Hashable, Any]:
+    """What a mesh keeps, by whatever name; values may hold the mesh."""
+    kept = vars(mesh).get(_NAME)
+    if type(kept) is not _Kept:
+        kept = vars(mesh)[_NAME] = _Kept()
+    return kept
+
+
+def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
+    """As `functools.lru_cache`, of a function whose first argument is a mesh: each `DeviceMesh` has a cache.
+
+    No other argument has another `DeviceMesh`, or that would live as long. All are given by position.
+
+    Args:
+        maxsize: of each cache; those of abstract meshes share one.
+    """
+
+    def decorate(fn: _Function) -> _Function:
+        without = functools.lru_cache(maxsize)(fn)
+
+        @functools.wraps(fn)
+        def run(mesh: Any, *args: Any) -> Any:
+            try:
+                cached = mesh._fsharding_kept[fn]
+            except (AttributeError, KeyError):
+                if not isinstance(mesh, DeviceMesh):
+                    return without(mesh, *args)
+                cached = kept_by(mesh)[fn] = functools.lru_cache(maxsize)(functools.partial(fn, mesh))
+            return cached(*args)
+
+        return run  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
+    """As `cache_on_mesh`, of a function whose first argument has a `mesh`.
+
+    Args:
+        maxsize: of each cache.
+    """
+
+    def decorate(fn: _Function) -> _Function:
+        without = functools.lru_cache(maxsize)(fn)
+
+        @functools.wraps(fn)
+        def run(value: Any, *args: Any) -> Any:
+            try:
+                cached = value.mesh._fsharding_kept[fn]
+            except (AttributeError, KeyError):
+                if not isinstance(value.mesh, DeviceMesh):
+                    return without(value, *args)
+                cached = kept_by(value.mesh)[fn] = functools.lru_cache(maxsize)(fn)
+            return cached(value, *args)
+
+        return run  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+# ------------------------------------------------------------------------------------------------------------- tensors
 def foreach_add(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
     """Adds the tensors of two lists pairwise; unlike torch's, takes empty lists, as do the others here.
 

@@ -26,7 +26,7 @@ README_SECONDS = 110
 
 # A module imports its own room and rooms that stand before it. A room is a folder, or a module that is in none.
 ROOMS = [
-    "errors", "mesh_cache", "_compat", "_functorch", "tree", "untrusted", "precision", "arguments", "public", "mesh", "sharding",
+    "errors", "_compat", "_functorch", "tree", "untrusted", "precision", "public", "mesh", "sharding",
     "random", "comm", "ops", "transforms", "optim", "models", "pipeline", "train", "checkpoint", "interop", "testing",
     "bench", "cli", "__main__",
 ]  # fmt: skip

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
-from fsharding.arguments import refuse
 from fsharding.checkpoint import directory as store
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import StrPath
@@ -32,6 +31,7 @@ from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
+from fsharding.public import refuse
 from fsharding.sharding.layout import Layout
 from fsharding.train.state import TrainState, sealed, spread
 from fsharding.tree import Tree

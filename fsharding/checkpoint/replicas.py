@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.arguments import refuse
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.save_plan import holders_of
 from fsharding.checkpoint.state_leaves import Shards, placement, staged
@@ -22,7 +21,7 @@ from fsharding.errors import ReplicaError, message
 from fsharding.mesh.consistency import checksum, digest
 from fsharding.mesh.device_mesh import abstract, own_rank
 from fsharding.mesh.failures import called_by_all
-from fsharding.public import public
+from fsharding.public import public, refuse
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.state import TrainState

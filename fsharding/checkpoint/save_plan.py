@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from fsharding._compat import cache_on_its_mesh
 from fsharding.checkpoint.state_leaves import Shards
 from fsharding.mesh.device_mesh import abstract
-from fsharding.mesh_cache import cache_on_its_mesh
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsharding.arguments import refuse
 from fsharding.checkpoint.background import PendingSave, own_group, settle, start
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import Partial, StrPath, partial_of, real_path
@@ -35,6 +34,7 @@ from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadat
 from fsharding.errors import CheckpointError, message
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
 from fsharding.mesh.failures import called_by_all, naming_lost
+from fsharding.public import refuse
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.state import TrainState

@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
-from fsharding.arguments import refuse
+from fsharding._compat import cache_on_its_mesh
 from fsharding.comm import steps as transition
 from fsharding.comm.steps import Step
 from fsharding.errors import LayoutError, message
 from fsharding.mesh.device_mesh import Mesh, is_member
-from fsharding.mesh_cache import cache_on_its_mesh
-from fsharding.public import public
+from fsharding.public import public, refuse
 from fsharding.sharding import mesh_view as at_rest
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
 from fsharding.tree import Tree

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from fsharding._compat import cache_on_its_mesh
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import abstract
-from fsharding.mesh_cache import cache_on_its_mesh
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Grid, Overlap, Runs
 from fsharding.sharding.named_sharding import NamedSharding

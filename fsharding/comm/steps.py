@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding._compat import cache_on_its_mesh
 from fsharding.comm import bucket as buckets
 from fsharding.comm.handles import Handle, Memory, Reduction
 from fsharding.comm.transport import transport_for
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
-from fsharding.mesh_cache import cache_on_its_mesh
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import PartitionSpec

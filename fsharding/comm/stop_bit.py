@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fsharding._compat import cache_on_mesh
 from fsharding.comm.transport import start_sum
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
-from fsharding.mesh_cache import cache_on_mesh
 
 __all__ = ["StopBit"]
 

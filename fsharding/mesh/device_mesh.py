@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
-from fsharding.arguments import refuse
+from fsharding._compat import cache_on_mesh, kept_by
 from fsharding.errors import MeshError, RankError, message
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.mesh.consistency import agree
@@ -31,8 +31,7 @@ from fsharding.mesh.failures import meet, naming_lost, own_rank, set_meeting, wo
 from fsharding.mesh.groups import close_unused, find_group, group_among
 from fsharding.mesh.rendezvous import init_arguments
 from fsharding.mesh.shutdown import rest_at_exit
-from fsharding.mesh_cache import cache_on_mesh, kept_by
-from fsharding.public import public
+from fsharding.public import public, refuse
 
 __all__ = [
     "Group",

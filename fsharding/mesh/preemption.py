@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.arguments import refuse
 from fsharding.errors import ArgumentError, ConfigError, message
 from fsharding.mesh.device_mesh import Mesh, everyone, world_size
 from fsharding.mesh.failures import naming_lost
-from fsharding.public import public
+from fsharding.public import public, refuse
 
 __all__ = ["SIGNALS", "Watch", "agree", "parse_deadline", "pending", "requested", "watch"]
 

@@ -17,7 +17,6 @@ from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch
-from fsharding.arguments import refuse
 from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.native import Message
 from fsharding.comm.transport import start_sum, transport_for
@@ -25,7 +24,7 @@ from fsharding.errors import MeshError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, current_mesh
 from fsharding.precision import wide
-from fsharding.public import public
+from fsharding.public import public, refuse
 
 __all__ = [
     "Linear",

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fsharding import tree
-from fsharding.arguments import check_optimizer
 from fsharding.errors import TreeError, message
 from fsharding.optim.base import (
     ContextTransformation,
@@ -32,7 +31,7 @@ from fsharding.optim.base import (
 )
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.validation import FROM_1, TO_1, check_settings
-from fsharding.public import public
+from fsharding.public import check_optimizer, public
 from fsharding.tree import Tree
 
 __all__ = ["EmaState", "LookaheadState", "ema", "ema_of", "lookahead"]

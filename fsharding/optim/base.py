@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
-from fsharding.arguments import kind_of
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import LayoutError, TreeError, message
 from fsharding.precision import wide
+from fsharding.public import kind_of
 from fsharding.sharding import named_sharding as sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.tree import Tree

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fsharding import tree
-from fsharding.arguments import check_optimizer
 from fsharding.errors import TreeError, listed, message
 from fsharding.optim.base import (
     ContextTransformation,
@@ -22,7 +21,7 @@ from fsharding.optim.base import (
     check_state,
     multiply,
 )
-from fsharding.public import public
+from fsharding.public import check_optimizer, public
 from fsharding.tree import Tree
 
 __all__ = ["ChainState", "MultiTransformState", "chain", "multi_transform"]

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.arguments import check_optimizer
 from fsharding.comm.redistribute import redistribute
 from fsharding.optim.base import (
     GradientTransformation,
@@ -24,7 +23,7 @@ from fsharding.optim.base import (
     refuse_other_shapes,
     shardings_of,
 )
-from fsharding.public import public
+from fsharding.public import check_optimizer, public
 from fsharding.sharding import named_sharding as sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.tree import Tree

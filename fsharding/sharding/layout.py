@@ -17,12 +17,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import tree
-from fsharding.arguments import check_optimizer, kind_of, refuse, refuse_module
 from fsharding.errors import LayoutError, TreeError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.precision import FP32, Precision
-from fsharding.public import public
+from fsharding.public import check_optimizer, kind_of, public, refuse, refuse_module
 from fsharding.sharding.leaf_plan import (
     LAYERS,
     LeafLayout,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
+from fsharding._compat import cache_on_mesh, kept_by
 from fsharding.mesh.device_mesh import abstract, is_member, of_same_groups, own_rank
-from fsharding.mesh_cache import cache_on_mesh, kept_by
 from fsharding.sharding.partition_spec import PartitionSpec
 
 __all__ = ["Base", "base", "order", "slice_of", "view"]

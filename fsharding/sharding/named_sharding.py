@@ -22,13 +22,12 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as torch_pytree
 
 from fsharding import _compat, tree
-from fsharding.arguments import refuse
+from fsharding._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.errors import NotGatheredError, SpecError, TransformError, message
 from fsharding.mesh import device_mesh as meshes
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, unknown_axis
 from fsharding.mesh.device_mesh import Mesh, abstract, coordinate
-from fsharding.mesh_cache import cache_on_its_mesh, cache_on_mesh
-from fsharding.public import public
+from fsharding.public import public, refuse
 from fsharding.sharding import boxes
 from fsharding.sharding import mesh_view as at_rest
 from fsharding.sharding.boxes import Box, Grid, Runs

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.arguments import refuse
 from fsharding.comm import reshard_plan as routes
 from fsharding.comm.reshard_plan import Leaf
 from fsharding.errors import LayoutError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract, is_member
+from fsharding.public import refuse
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, moment_of, type_text
 from fsharding.sharding.named_sharding import Local, NamedSharding, is_assigned, local_of, sharding_of, typeof

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, random, tree
-from fsharding.arguments import check_function, check_optimizer, is_optimizer, refuse
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import ArgumentError, DonatedError, LayoutError, message
 from fsharding.mesh.consistency import checksum, compare, refuse_differences
@@ -24,7 +23,7 @@ from fsharding.mesh.device_mesh import everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
-from fsharding.public import public
+from fsharding.public import check_function, check_optimizer, is_optimizer, public, refuse
 from fsharding.random import Draw
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box

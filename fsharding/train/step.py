@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
-from fsharding.arguments import check_function, check_optimizer, is_optimizer, kind_of, refuse
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.stop_bit import StopBit
 from fsharding.comm.transport import start_sum
@@ -36,7 +35,7 @@ from fsharding.optim.updates import apply_gradients, apply_updates
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import Schedule, plan_schedule
 from fsharding.precision import Precision
-from fsharding.public import public
+from fsharding.public import check_function, check_optimizer, is_optimizer, kind_of, public, refuse
 from fsharding.random import fold_in
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.leaf_plan import kind_text

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as torch_pytree
 
 from fsharding import tree
-from fsharding.arguments import check_function
 from fsharding.errors import TransformError, message
-from fsharding.public import public
+from fsharding.public import check_function, public
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.sharding.partition_spec import P
 from fsharding.tree import Tree

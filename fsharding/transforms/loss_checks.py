@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.arguments import kind_of
 from fsharding.errors import (
     ArgumentError,
     BatchError,
@@ -35,6 +34,7 @@ from fsharding.errors import (
     listed,
     message,
 )
+from fsharding.public import kind_of
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, of_sums, typeof
 from fsharding.transforms.gather_context import GatherContext

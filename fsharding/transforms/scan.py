@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from fsharding import _functorch, tree
-from fsharding.arguments import check_function, kind_of
 from fsharding.errors import ArgumentError, TreeError, message
-from fsharding.public import public
+from fsharding.public import check_function, kind_of, public
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import current_context

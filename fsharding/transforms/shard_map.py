@@ -16,10 +16,9 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from fsharding import _functorch, tree
-from fsharding.arguments import check_function
 from fsharding.errors import TransformError, message
 from fsharding.mesh.device_mesh import Mesh, abstract, set_mesh
-from fsharding.public import public
+from fsharding.public import check_function, public
 from fsharding.sharding.named_sharding import Local, is_assigned, to_local, typeof
 from fsharding.sharding.partition_spec import P
 from fsharding.tree import Tree

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsharding._compat import cache_on_mesh
 from fsharding.comm import steps as transition
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.steps import Step
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.mesh_cache import cache_on_mesh
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
 

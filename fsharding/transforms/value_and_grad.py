@@ -18,7 +18,6 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, tree
-from fsharding.arguments import check_function, refuse
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.stop_bit import StopBit
 from fsharding.comm.transport import start_sum
@@ -27,7 +26,7 @@ from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.mesh.failures import naming_lost
 from fsharding.precision import FP32, Precision
-from fsharding.public import public
+from fsharding.public import check_function, public, refuse
 from fsharding.sharding.named_sharding import (
     Local,
     NamedSharding,
