@@ -18,7 +18,7 @@ from fsharding import _compat
 from fsharding.comm.handles import Handle
 from fsharding.comm.native import Message, Works, as_bytes
 from fsharding.comm.reshard_plan import Piece, Plan, grids
-from fsharding.comm.transport import transport_for
+from fsharding.comm.transport import send_recv
 from fsharding.mesh.device_mesh import Group
 from fsharding.sharding import boxes
 
@@ -169,7 +169,6 @@ def exchange(
     """
     run = _Run(plan, rank, dtypes, device, sources, donate)
     buffers = run.buffers()
-    transport = transport_for(group, device)
     pending: Handle[None] = Works()
     copies: list[tuple[Tensor, Tensor]] = []
     for number in range(len(run.mine)):
@@ -177,7 +176,7 @@ def exchange(
         sends = run.pack(number, packed)
         pending.wait()
         arrivals, later = run.unpack(number, received)
-        pending = transport.send_recv(sends, arrivals)
+        pending = send_recv(sends, arrivals, group, device)
         _compat.foreach_copy_([to for to, _ in copies], [of for _, of in copies])
         copies = later
     pending.wait()

@@ -23,7 +23,7 @@ from fsharding.comm.shared_memory.transport import SharedMemory, can_share
 from fsharding.errors import MeshError, message
 from fsharding.mesh.device_mesh import Group
 
-__all__ = ["Choice", "Transport", "choice_for", "start_sum", "transport_for"]
+__all__ = ["Choice", "Transport", "choice_for", "send_recv", "start_sum", "transport_for"]
 
 
 class Transport(Protocol):
@@ -107,7 +107,7 @@ class Transport(Protocol):
         ...
 
     def send_recv(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle[None]:
-        """Starts to send and to receive messages of any sizes, each between two ranks of the group.
+        """Starts to send and to receive messages of any sizes, each between two ranks of the group; see `send_recv`.
 
         Args:
             sends: from this rank, in the order in which the other sides receive them.
@@ -132,6 +132,17 @@ def transport_for(group: Group, device: torch.device) -> Transport:
     if known is None:
         known = group.transports[device.type] = choice_for(group, device)
     return known.kind(group, device)
+
+
+def send_recv(
+    sends: Sequence[Message], receives: Sequence[Message], group: Group, device: torch.device
+) -> Handle[None]:
+    """Starts messages between ranks of a group, as `Transport.send_recv` does.
+
+    All transports send messages alike, so none is chosen for them, and nothing here is collective: a rank may send to
+    another one while the rest of the group is elsewhere, as in a pipeline.
+    """
+    return Native(group, device).send_recv(sends, receives)
 
 
 def choice_for(group: Group, device: torch.device) -> Choice:

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fsharding import _compat, _functorch
 from fsharding.comm.handles import Handle
 from fsharding.comm.native import Message, Works
-from fsharding.comm.transport import transport_for
+from fsharding.comm.transport import send_recv
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.collectives import all_to_all, gather
@@ -276,7 +276,7 @@ def _pass_on(xs: Sequence[Tensor], group: Group, tag: int = 0) -> tuple[list[Ten
     after, before = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
     sends = [Message(after, tag + i, x) for i, x in enumerate(xs)]
     receives = [Message(before, tag + i, x) for i, x in enumerate(received)]
-    return received, transport_for(group, xs[0].device).send_recv(sends, receives)
+    return received, send_recv(sends, receives, group, xs[0].device)
 
 
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _How) -> Tensor:

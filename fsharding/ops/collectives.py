@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, _functorch
 from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.native import Message
-from fsharding.comm.transport import start_sum, transport_for
+from fsharding.comm.transport import send_recv, start_sum, transport_for
 from fsharding.errors import MeshError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, current_mesh
@@ -230,7 +230,7 @@ class _Ppermute:
             out.copy_(x)
         sends = [Message(group.ranks[target], 0, x)] if target not in (None, group.index) else []
         receives = [Message(group.ranks[source], 0, out)] if source not in (None, group.index) else []
-        transport_for(group, x.device).send_recv(sends, receives).wait()
+        send_recv(sends, receives, group, x.device).wait()
         return out
 
     def dual(self) -> Linear:

@@ -22,7 +22,7 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.handles import Handle
 from fsharding.comm.native import Message, as_bytes, receive_object, send_object
 from fsharding.comm.stop_bit import StopBit
-from fsharding.comm.transport import start_sum, transport_for
+from fsharding.comm.transport import send_recv, start_sum
 from fsharding.errors import TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes
@@ -305,7 +305,7 @@ class _Run:
         if action.kind == "SEND_F":
             self._tell(action, peer, (spec, _shapes(leaves)))
         messages = [Message(peer, self._tag(action, i), as_bytes(x.contiguous())) for i, x in enumerate(leaves)]
-        return transport_for(self.group, self.device).send_recv(messages, [])
+        return send_recv(messages, [], self.group, self.device)
 
     def _tell(self, action: Action, peer: int, told: tuple[Any, _Shapes]) -> None:
         """Says what activations look like, the first time that a stage sends them for such a microbatch."""
@@ -331,7 +331,7 @@ class _Run:
             spec, types = None, flight.types
         leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in types]
         messages = [Message(peer, self._tag(action, i), as_bytes(x)) for i, x in enumerate(leaves)]
-        return spec, leaves, transport_for(self.group, self.device).send_recv([], messages)
+        return spec, leaves, send_recv([], messages, self.group, self.device)
 
     def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
         """Says who it was with, and in what, if it fails."""

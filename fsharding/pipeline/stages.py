@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import tree
 from fsharding.comm.native import Message, as_bytes
 from fsharding.comm.reduce import sum_rows
-from fsharding.comm.transport import transport_for
+from fsharding.comm.transport import send_recv
 from fsharding.errors import LayoutError, message
 from fsharding.mesh.device_mesh import Group
 from fsharding.models.stacks import stacks_of
@@ -169,5 +169,5 @@ def over_owners(grad: DTensor, home: NamedSharding, group: Group, rank: int) -> 
     others = [(i, group.ranks[c]) for i, c in enumerate(shared) if c != rank]
     sends = [Message(peer, 0, as_bytes(mine)) for _, peer in others]
     receives = [Message(peer, 0, as_bytes(terms[i])) for i, peer in others]
-    transport_for(group, mine.device).send_recv(sends, receives).wait()
+    send_recv(sends, receives, group, mine.device).wait()
     return like(grad, sum_rows(terms, range(len(shared)), wide(mine.dtype)).to(mine.dtype).view(mine.shape))
