@@ -69,7 +69,8 @@ class GatheredUnit:
     ) -> None:
         self.plan, self.leaves, self.index = plan, leaves, index
         self._name, self._on_gather = name, on_gather
-        self._memory = pool.memory(leaves[0].value.device, owner=self)
+        # An owner of its own: the unit would hold a memory that holds the unit, until the garbage collector runs.
+        self._memory = pool.memory(leaves[0].value.device, owner=object())
         self.state = UnitState.PLANNED
         self.order, self.saved_views, self.kept, self.in_backward = -1, 0, False, False
         self.buffers: list[Tensor] = []
