@@ -119,13 +119,17 @@ class _Time(NamedTuple):
     cpu: float
 
 
+def _values(state: TrainState) -> dict[str, Tensor]:
+    return {path: leaf.value for path, leaf in content(state).items()}
+
+
 def _measured(state: TrainState, folder: Path, rounds: int) -> dict[str, list[_Time]]:
     """The times of each call, one of each contender in turn; one round of warm-up."""
-    leaves = content(state)
+    leaves = _values(state)
     loaded: dict[str, dict[str, Tensor]] = {}
 
     def ours_load() -> None:
-        loaded["ours"] = content(checkpoint.load(folder / "ours", state.layout))
+        loaded["ours"] = _values(checkpoint.load(folder / "ours", state.layout))
 
     def their_load() -> None:
         loaded["dcp"] = _empty(leaves)

@@ -25,7 +25,7 @@ from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf, text_of
 from fsharding.checkpoint.reader import DamagedError, Source, damage, open_source
 from fsharding.checkpoint.serialized_layout import rebuild
-from fsharding.checkpoint.state_leaves import Want, device_of, home_of, main_wants, param_path, placement, staged
+from fsharding.checkpoint.state_leaves import Want, device_of, leaves_in, main_wants, saved_sharding, staged
 from fsharding.errors import CheckpointError, message
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
@@ -210,7 +210,7 @@ def _wanted_leaves(
 ) -> dict[str, Want]:
     """The leaves of a state in this layout; of the optimizer state, those of some paths."""
     mains = main_wants(layout, function)
-    wanted = {param_path(leaf): mains[leaf.path] for leaf in layout.leaves}
+    wanted = {leaf.path_in("params"): mains[leaf.path] for leaf in layout.leaves}
     wanted["step"] = Want((), torch.int64, None, _CPU)
     wanted["key"] = Want((2,), torch.int64, None, _CPU)
     if layout.precision.loss_scale is not None and "loss_scale.scale" in manifest.tree:
@@ -227,15 +227,14 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
         return _wanted_leaves(layout, manifest, tree.leaves(opt_state)), opt_state
     wanted = _wanted_leaves(layout, manifest, ())
     state = {"opt_state": opt.start(_meta_main(layout), moments=layout.precision.moments, shardings=layout.main)}
-    for path, x in tree.named_leaves(state).items():
-        sharding, shape = placement(path, x, layout)
+    for path, (x, sharding, shape) in leaves_in(state, layout).items():
         wanted[path] = Want(shape, x.dtype, sharding, device_of(layout, _FUNCTION) if x.is_meta else x.device)
     return wanted, tree.map_with_path(lambda path, _: path, state)["opt_state"]
 
 
 def _by_path(path: str, saved: SavedLeaf, layout: Layout, function: str) -> Want:
     """A leaf of the optimizer state of which we know what the manifest says alone: cut as the parameter of its path."""
-    home = home_of(path, saved, layout)
+    home = saved_sharding(path, saved, layout)
     device = _CPU if home is None else device_of(layout, function)
     return Want(saved.shape, getattr(torch, saved.dtype), home, device)
 
@@ -304,10 +303,10 @@ def _changed_frozen(manifest: Manifest, wanted: dict[str, Want], layout: Layout)
         return []
     frozen = manifest.layout.get("frozen", ())
     return [
-        f"{param_path(leaf)} was {'trained' if leaf.path not in frozen else 'frozen'}, and is "
+        f"{leaf.path_in('params')} was {'trained' if leaf.path not in frozen else 'frozen'}, and is "
         f"{'trained' if leaf.trainable else 'frozen'} in the layout"
         for leaf in layout.leaves
-        if leaf.trainable == (leaf.path in frozen) and param_path(leaf) in manifest.tree
+        if leaf.trainable == (leaf.path in frozen) and leaf.path_in("params") in manifest.tree
     ]
 
 
@@ -363,7 +362,7 @@ def _fetch(source: Source, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
 
 def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> TrainState:
     """A state from what was read: params are made from the main parameters."""
-    stored = [read[param_path(leaf)] for leaf in layout.leaves]
+    stored = [read[leaf.path_in("params")] for leaf in layout.leaves]
     trained = [x if leaf.trainable else None for x, leaf in zip(stored, layout.leaves, strict=True)]
     main = tree.unflatten(layout.structure, trained)
     scale = None

@@ -22,7 +22,7 @@ from fsharding.checkpoint.reader import Source, open_source
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.saving import finish, own_version
 from fsharding.checkpoint.serialized_layout import describe_layout, layout_in
-from fsharding.checkpoint.state_leaves import Shards, home_of
+from fsharding.checkpoint.state_leaves import Shards, saved_sharding
 from fsharding.checkpoint.writer import Writer, Written
 from fsharding.errors import CheckpointError, MeshError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh, make_shape
@@ -70,7 +70,7 @@ def reshard_checkpoint(
         manifest = store.read_manifest(_FUNCTION, folder)
         leaves = open_source(folder, manifest, _FUNCTION)
     layout = layout_in(manifest, mesh, strategy, function=_FUNCTION)
-    homes = {path: home_of(path, leaf, layout) for path, leaf in manifest.tree.items()}
+    homes = {path: saved_sharding(path, leaf, layout) for path, leaf in manifest.tree.items()}
     tree = {path: leaf._replace(spec=_spec(homes[path])) for path, leaf in manifest.tree.items()}
     described, versions = describe_layout(layout), {"torch": str(torch.__version__), "fsharding": own_version()}
     with wording_failures(_FUNCTION):

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsharding import tree
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.save_plan import holders_of
-from fsharding.checkpoint.state_leaves import Shards, placement, staged
+from fsharding.checkpoint.state_leaves import Shards, leaves_beside, shards_of, staged
 from fsharding.errors import ReplicaError, message
 from fsharding.mesh.consistency import checksum, digest
 from fsharding.mesh.device_mesh import abstract, own_rank
@@ -83,12 +82,8 @@ def _everything(state: TrainState) -> dict[str, Shards]:
         flat = [] if values is None else tree.flatten_up_to(state.layout.structure, values, _FUNCTION)
         for leaf, x in zip(state.layout.leaves, flat, strict=False):
             if x is not None:
-                found[f"{kind}.{leaf.path}"] = staged(leaf.shape, getattr(leaf, kind), local_of(x).detach())
-    rest = {"step": state.step, "key": state.key, "opt_state": state.opt_state, "loss_scale": state.loss_scale}
-    for path, x in tree.named_leaves(rest).items():
-        sharding, shape = placement(path, x, state.layout) if isinstance(x, DTensor) else (None, tuple(x.shape))
-        found[path] = staged(shape, sharding, local_of(x).detach())
-    return found
+                found[leaf.path_in(kind)] = staged(leaf.shape, getattr(leaf, kind), local_of(x).detach())
+    return found | {path: shards_of(x) for path, x in leaves_beside(state).items()}
 
 
 def shared_boxes(leaves: Mapping[str, Shards], ranks: Sequence[int]) -> dict[Holders, list[SharedBox]]:

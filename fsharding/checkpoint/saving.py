@@ -29,14 +29,13 @@ from fsharding.checkpoint.manifest import Manifest, text_of
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import describe, describe_layout
-from fsharding.checkpoint.state_leaves import Shards, content, digest, objections, placement, staged
+from fsharding.checkpoint.state_leaves import Shards, StateLeaf, content, digest, objections, shards_of
 from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadata
 from fsharding.errors import CheckpointError, message
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
 from fsharding.mesh.failures import called_by_all, naming_lost
 from fsharding.public import refuse
 from fsharding.sharding.boxes import Box
-from fsharding.sharding.named_sharding import local_of
 from fsharding.train.state import TrainState
 from fsharding.train.state_check import check_state
 
@@ -226,14 +225,14 @@ def plan_save(path: StrPath, state: TrainState, extra: Any = None, after: Callab
 
 
 def _check(
-    target: Path, named: dict[str, Any], state: TrainState, extra: Any
+    target: Path, named: dict[str, StateLeaf], state: TrainState, extra: Any
 ) -> tuple[Job, dict[str, str], dict[Holders, list[SharedBox]]]:
     """What is to be done, what has to be the same on all ranks, and the parts that some of them share."""
-    if rows := objections(named, state.layout):
+    if rows := objections(named):
         rule = f"cannot save {len(rows)} leaves."
         raise CheckpointError(message(_FUNCTION, rule, rows))
     check_state(_FUNCTION, state)
-    leaves = {path: _shards(path, x, state) for path, x in named.items()}
+    leaves = {path: shards_of(x) for path, x in named.items()}
     _check_extra(extra)
     manifest = _manifest(state, leaves, extra)
     text_of(manifest)
@@ -265,11 +264,6 @@ def _check_extra(extra: Any) -> None:
         rule = f"cannot write `extra`: it has {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
         mend = "Write what is large to a file of your own, and its name into `extra`."
         raise CheckpointError(message(_FUNCTION, rule, mend=mend))
-
-
-def _shards(path: str, x: Any, state: TrainState) -> Shards:
-    sharding, shape = placement(path, x, state.layout)
-    return staged(shape, sharding, local_of(x).detach())
 
 
 def _same_everywhere(checked: list[dict[str, str]]) -> None:

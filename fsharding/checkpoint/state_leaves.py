@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,21 +25,24 @@ from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box, Grid
 from fsharding.sharding.layout import Layout, LeafLayout
-from fsharding.sharding.leaf_plan import moment_of
+from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of
-from fsharding.train.state import TrainState, main_of, owner_of
+from fsharding.train.state import TrainState, main_of
+from fsharding.tree import Tree
 
 __all__ = [
     "Shards",
+    "StateLeaf",
     "Want",
     "content",
     "device_of",
     "digest",
-    "home_of",
+    "leaves_beside",
+    "leaves_in",
     "main_wants",
     "objections",
-    "param_path",
-    "placement",
+    "saved_sharding",
+    "shards_of",
     "staged",
 ]
 
@@ -94,7 +99,21 @@ class Want(NamedTuple):
         return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
-def content(state: TrainState) -> dict[str, Any]:
+class StateLeaf(NamedTuple):
+    """A leaf of a state.
+
+    Attributes:
+        value: a tensor; anything else cannot be saved.
+        sharding: where it is; None for a plain tensor. Explicit owners are known to the layout alone, not to a DTensor.
+        shape: global shape.
+    """
+
+    value: Any
+    sharding: NamedSharding | None
+    shape: tuple[int, ...]
+
+
+def content(state: TrainState) -> dict[str, StateLeaf]:
     """Every leaf of a state by path.
 
     Raises:
@@ -106,29 +125,46 @@ def content(state: TrainState) -> dict[str, Any]:
     flat = tree.flatten_up_to(layout.structure, main, "fs.checkpoint.save")
     params = tree.flatten_up_to(layout.structure, state.params, "fs.checkpoint.save", ("the layout", "state.params"))
     stored = [p if m is None else m for p, m in zip(params, flat, strict=True)]
-    named = {param_path(leaf): x for leaf, x in zip(layout.leaves, stored, strict=True)}
-    rest = {"step": state.step, "key": state.key, "opt_state": state.opt_state, "loss_scale": state.loss_scale}
-    paths = [*tree.paths(rest), *(param_path(leaf) for leaf in layout.leaves)]
-    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+    paths = [*tree.paths(_beside(state)), *(leaf.path_in("params") for leaf in layout.leaves)]
+    if twice := sorted(path for path, count in Counter(paths).items() if count > 1):
         mend = "Rename a key: a dot in a key makes two paths one."
         raise CheckpointError(message("fs.checkpoint.save", "found paths that name two leaves.", twice, mend))
-    return {**tree.named_leaves(rest), **named}
+    named = {leaf.path_in("params"): _leaf(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)}
+    return leaves_beside(state) | named
 
 
-def param_path(leaf: LeafLayout) -> str:
-    """The path of a parameter in a checkpoint."""
-    return f"params.{leaf.path}" if leaf.path else "params"
+def leaves_beside(state: TrainState) -> dict[str, StateLeaf]:
+    """The leaves of a state beside its parameters, by path."""
+    return leaves_in(_beside(state), state.layout)
 
 
-def home_of(path: str, saved: SavedLeaf, layout: Layout) -> NamedSharding | None:
-    """Where a leaf of a checkpoint belongs in a layout, by its path; None for one that is on no mesh."""
+def _beside(state: TrainState) -> Tree:
+    return {"step": state.step, "key": state.key, "opt_state": state.opt_state, "loss_scale": state.loss_scale}
+
+
+def leaves_in(values: Tree, layout: Layout) -> dict[str, StateLeaf]:
+    """The leaves of a tree by path, moments where their parameters are in a layout."""
+
+    def leaf(path: str, x: Any) -> StateLeaf:
+        return _leaf(x, owner_of(path, x.shape, layout.leaves) if isinstance(x, DTensor) else None)
+
+    return {path: leaf(path, x) for path, x in tree.named_leaves(values).items()}
+
+
+def _leaf(x: Any, owner: LeafLayout | None) -> StateLeaf:
+    if not isinstance(x, DTensor):
+        return StateLeaf(x, None, tuple(getattr(x, "shape", ())))
+    if owner is not None and owner.home.assigned and owner.home.shape_at_rest(owner.shape) == tuple(x.shape):
+        return StateLeaf(x, owner.home, owner.shape)
+    return StateLeaf(x, sharding_of(x), tuple(x.shape))
+
+
+def saved_sharding(path: str, saved: SavedLeaf, layout: Layout) -> NamedSharding | None:
+    """Where a leaf of a checkpoint goes in a layout; whole if it is no parameter's, None for one that is on no mesh."""
     if saved.spec is None:
         return None
-    for param in layout.leaves:
-        if path == param_path(param):
-            return param.home
-    owner = moment_of(path, layout.leaves, lambda leaf: leaf.shape == tuple(saved.shape))
-    return owner.main if owner is not None else NamedSharding(layout.mesh)
+    owner = owner_of(path, saved.shape, layout.leaves)
+    return NamedSharding(layout.mesh) if owner is None else owner.home
 
 
 def device_of(layout: Layout, function: str) -> torch.device:
@@ -153,15 +189,9 @@ def main_wants(layout: Layout, function: str) -> dict[str, Want]:
     return {leaf.path: Want(leaf.shape, dtype(leaf.init), leaf.home, device) for leaf in layout.leaves}
 
 
-def placement(path: str, x: Tensor, layout: Layout) -> tuple[NamedSharding | None, tuple[int, ...]]:
-    """Where a leaf is and its global shape. An explicit assignment is known to the layout alone, not to the DTensor."""
-    if not isinstance(x, DTensor):
-        return None, tuple(x.shape)
-    named = {param_path(leaf): leaf for leaf in layout.leaves}
-    leaf = named.get(path) or owner_of(path, x, layout)
-    if leaf is not None and leaf.home.assigned and leaf.home.shape_at_rest(leaf.shape) == tuple(x.shape):
-        return leaf.home, leaf.shape
-    return sharding_of(x), tuple(x.shape)
+def shards_of(leaf: StateLeaf) -> Shards:
+    """What this rank holds of a leaf of a state."""
+    return staged(leaf.shape, leaf.sharding, local_of(leaf.value).detach())
 
 
 def staged(shape: tuple[int, ...], sharding: NamedSharding | None, local: Tensor) -> Shards:
@@ -170,14 +200,13 @@ def staged(shape: tuple[int, ...], sharding: NamedSharding | None, local: Tensor
     return Shards(shape, grid, local, sharding)
 
 
-def objections(named: dict[str, Any], layout: Layout) -> list[str]:
+def objections(leaves: Mapping[str, StateLeaf]) -> list[str]:
     """Why leaves cannot be saved: one row each."""
     rows: list[str] = []
-    for path, x in named.items():
+    for path, (x, sharding, shape) in leaves.items():
         if not isinstance(x, Tensor):
             rows.append(f"{path} is a {type(x).__name__}: make it a 0-d tensor")
             continue
-        sharding, shape = placement(path, x, layout)
         if sharding is None:
             continue
         want, held = sharding.local_shape(shape), tuple(local_of(x).shape)

@@ -22,7 +22,7 @@ from fsharding.mesh.device_mesh import abstract, axis_group
 from fsharding.optim.base import ContextTransformation, EmptyState, InitContext, UpdateContext, multiply
 from fsharding.public import public
 from fsharding.sharding.boxes import chunk
-from fsharding.sharding.named_sharding import Local, NamedSharding, is_assigned, local_of, sharding_of
+from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, local_of, sharding_of
 from fsharding.transforms.norms import counts_here, norm_in_flight
 from fsharding.tree import Tree
 
@@ -72,7 +72,7 @@ def norm_with_stop_bit(stop: StopBit | None, values: Tree, shardings: Tree) -> T
     if shardings is not None:
         flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, "fs.global_norm", ("values", "shardings"))
         given = dict(zip(named, flat, strict=True))
-    elif hidden := [path for path, x in named.items() if isinstance(x, DTensor) and is_assigned(x)]:
+    elif hidden := [path for path, x in named.items() if isinstance(x, DTensor) and hides_owners(x)]:
         mend = "Say where they are: fs.global_norm(grads, shardings=layout.main)."
         raise LayoutError(message("fs.global_norm", "cannot tell who owns leaves with assignments.", hidden, mend))
     sharding_at = {path: _sharding(x, given[path]) for path, x in named.items()}

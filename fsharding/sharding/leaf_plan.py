@@ -8,9 +8,9 @@ Law: planning needs no memory and no devices, and the boxes of every sharding ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ __all__ = [
     "is_trainable",
     "kind_text",
     "mean_over",
-    "moment_of",
+    "owner_of",
     "plan_leaf",
     "type_text",
 ]
@@ -74,6 +74,10 @@ class LeafLayout:
     params: NamedSharding
     grads: NamedSharding
     main: NamedSharding
+
+    def path_in(self, field: str) -> str:
+        """Its path in a field of a state, such as `params.blocks.wq`."""
+        return f"{field}.{self.path}" if self.path else field
 
     @property
     def home(self) -> NamedSharding:
@@ -207,12 +211,46 @@ def is_trainable(path: str, dtype: torch.dtype, frozen: Sequence[str]) -> bool:
 def plan_leaf(
     leaf: NamedLeaf, trainable: bool, mesh: Mesh, rules: AxisRules, strategy: Strategy, stages: Stages
 ) -> LeafLayout:
-    """Where one leaf lives, of which it is known that it fits."""
+    """Where one leaf lives, of which it is known that it fits: its axes by rule, its owners, its data axes, in turn."""
     path, shape, init, names = leaf
+    axes = _axes_of(leaf, mesh, rules)
+    spec, assigned = _assign(leaf, axes.model, mesh, stages)
+    dim, data = _data_cut(leaf, axes)
+
+    def sharding(kind: str) -> NamedSharding:
+        part = _STRATEGY_PART[kind]
+        cut = tuple(a for a in data if dim is not None and strategy.cut(part, a))
+        cuts = P(*((*model, *cut) if d == dim else model for d, model in enumerate(spec)))
+        summed = [a for a in AXES if a in DATA_AXES and a not in (*cut, *axes.owned)] if kind == "grads" else []
+        unreduced = tuple(a for a in summed if _leaves_open(a, strategy))
+        return NamedSharding(mesh, cuts, unreduced, assigned, axes.owned).simplified()
+
+    return LeafLayout(path, shape, init, names, trainable, **{kind: sharding(kind) for kind in _STRATEGY_PART})
+
+
+_STRATEGY_PART = {"params": "params", "grads": "grads", "main": "opt_state"}
+"""The part of a `Strategy` that says over which data axes each sharding of a `LeafLayout` cuts."""
+
+
+class _Axes(NamedTuple):
+    """The axes of the mesh that the rules give a leaf.
+
+    Attributes:
+        model: by dim, those that own what they cut: model axes, and all axes of the experts.
+        data: by dim, data axes, over which the strategy decides; `replica` is left out.
+        owned: the data axes among those of the experts, see `_owned`.
+    """
+
+    model: list[tuple[str, ...]]
+    data: list[tuple[str, ...]]
+    owned: tuple[str, ...]
+
+
+def _axes_of(leaf: NamedLeaf, mesh: Mesh, rules: AxisRules) -> _Axes:
+    _, shape, _, names = leaf
     called = [rule_name(name) for name in names or (None,) * len(shape)]
     by_rule = _by_rule(called, mesh, rules)
-    owned = _owned(called, by_rule)
-    fixed = [
+    model = [
         axes if name == EXPERT else tuple(a for a in axes if a not in DATA_AXES)
         for name, axes in zip(called, by_rule, strict=True)
     ]
@@ -220,24 +258,24 @@ def plan_leaf(
         () if name == EXPERT else tuple(a for a in DATA_AXES if a in axes and a != "replica")
         for name, axes in zip(called, by_rule, strict=True)
     ]
-    spec, assigned = _assign(leaf, fixed, mesh, stages)
-    dim = next((d for d, axes in enumerate(data) if axes), None)
-    if dim is None:
-        free = [d for d in range(len(shape)) if called[d] != LAYERS]
-        dim = next((d for d in free if not fixed[d]), free[-1] if free else None)
-        taken = tuple(a for a in DATA_AXES if a != "replica")
+    return _Axes(model, data, _owned(called, by_rule))
+
+
+def _data_cut(leaf: NamedLeaf, axes: _Axes) -> tuple[int | None, tuple[str, ...]]:
+    """The dim that data axes may cut, and these in order: where a rule puts them, else the first dim that is free.
+
+    If model axes cut all dims, the last one is cut by both; `layers` is never cut. None for a leaf that has no such
+    dim.
+    """
+    _, shape, _, names = leaf
+    dim = next((d for d, of_dim in enumerate(axes.data) if of_dim), None)
+    if dim is not None:
+        order = axes.data[dim]
     else:
-        taken = data[dim]
-
-    def sharding(kind: str, *, unreduced: bool = False) -> NamedSharding:
-        axes = [a for a in (*taken, "replica") if a not in owned]
-        cut = tuple(a for a in axes if dim is not None and strategy.cut(kind, a))
-        cuts = P(*((*fix, *cut) if d == dim else fix for d, fix in enumerate(spec)))
-        open_axes = [a for a in AXES if a in DATA_AXES and a not in (*cut, *owned) and _leaves_open(a, strategy)]
-        return NamedSharding(mesh, cuts, tuple(open_axes) if unreduced else (), assigned, owned).simplified()
-
-    params, main = sharding("params"), sharding("opt_state")
-    return LeafLayout(path, shape, init, names, trainable, params, sharding("grads", unreduced=True), main)
+        free = [d for d in range(len(shape)) if not names or names[d] != LAYERS]
+        dim = next((d for d in free if not axes.model[d]), free[-1] if free else None)
+        order = tuple(a for a in DATA_AXES if a != "replica")
+    return dim, tuple(a for a in (*order, "replica") if a not in axes.owned)
 
 
 def _assign(
@@ -298,18 +336,27 @@ def mean_over(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:
     return replace(sharding, spec=P(*spec), assigned=assigned, owned=owned)
 
 
-def moment_of(path: str, leaves: Sequence[LeafLayout], fits: Callable[[LeafLayout], bool]) -> LeafLayout | None:
-    """The parameter that a leaf of an optimizer state is a moment of: the longest one that its path ends with.
+def owner_of(
+    path: str, shape: Sequence[int], leaves: Sequence[LeafLayout], *, local: bool = False
+) -> LeafLayout | None:
+    """The leaf of a layout that a leaf of a state belongs to, as a parameter, its main copy, or one of its moments.
 
-    Under one of the names in `STATISTICS` it is a mean over a dim of the parameter; then shape and sharding are those
-    of the mean.
+    The path of a moment ends with that of its parameter; of several the longest counts. Under one of the names in
+    `STATISTICS` it is a mean over a dim of the parameter; then shape and sharding are those of the mean.
 
     Args:
-        path: of the leaf, such as `opt_state.states.1.mu.blocks.wq`.
+        path: of the leaf, such as `params.blocks.wq`, or `opt_state.states.1.mu.blocks.wq`.
+        shape: of a moment, whole, or as the DTensor of a leaf with explicit owners has it.
         leaves: of the layout.
-        fits: whether the leaf can be one of these.
+        local: the shape may also be that of this rank's part, as a plain tensor has it.
+
+    Returns:
+        None for a leaf that belongs to none of them, such as a count.
     """
-    found: list[LeafLayout] = []
+    field, _, rest = path.partition(".")
+    if field in ("params", "main"):
+        return next((leaf for leaf in leaves if leaf.path == rest), None)
+    held, found = tuple(shape), list[LeafLayout]()
     for leaf in leaves:
         ending = f".{leaf.path}" if leaf.path else ""
         if not f".{path}".endswith(ending):
@@ -317,7 +364,14 @@ def moment_of(path: str, leaves: Sequence[LeafLayout], fits: Callable[[LeafLayou
         dim = STATISTICS.get(path[: len(path) - len(ending)].rpartition(".")[2])
         if dim is not None and len(leaf.shape) >= -dim:
             at = len(leaf.shape) + dim
-            shape = (*leaf.shape[:at], min(leaf.shape[at], 1), *leaf.shape[at + 1 :])
-            found.append(replace(leaf, shape=shape, main=mean_over(leaf.main, len(shape), dim)))
+            mean = (*leaf.shape[:at], min(leaf.shape[at], 1), *leaf.shape[at + 1 :])
+            found.append(replace(leaf, shape=mean, main=mean_over(leaf.main, len(mean), dim)))
         found.append(leaf)
-    return max((leaf for leaf in found if fits(leaf)), key=lambda leaf: len(leaf.path), default=None)
+    fits = (leaf for leaf in found if _can_hold(leaf, held, local))
+    return max(fits, key=lambda leaf: len(leaf.path), default=None)
+
+
+def _can_hold(leaf: LeafLayout, held: tuple[int, ...], local: bool) -> bool:
+    if local:
+        return leaf.trainable and held in (leaf.shape, leaf.main.local_shape(leaf.shape))
+    return held in (leaf.shape, leaf.main.shape_at_rest(leaf.shape))

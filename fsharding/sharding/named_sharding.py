@@ -38,7 +38,7 @@ __all__ = [
     "LeafType",
     "Local",
     "NamedSharding",
-    "is_assigned",
+    "hides_owners",
     "like",
     "local_of",
     "of_sums",
@@ -297,9 +297,9 @@ def _placements(sharding: NamedSharding) -> tuple[Placement, ...]:
     )
 
 
-def is_assigned(x: DTensor) -> bool:
-    """Whether a DTensor is on a slice of a mesh: its leaf has an explicit assignment, which it cannot tell itself."""
-    return at_rest.base(x.device_mesh).whole is not None
+def hides_owners(x: DTensor | Local) -> bool:
+    """Whether a leaf is a slice of one whose owners are explicit: a layout alone knows which part that is."""
+    return bool(x.slices) if isinstance(x, Local) else at_rest.base(x.device_mesh).whole is not None
 
 
 def sharding_of(x: DTensor) -> NamedSharding:

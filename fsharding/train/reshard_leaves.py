@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract, is_member
 from fsharding.public import refuse
 from fsharding.sharding.layout import Layout
-from fsharding.sharding.leaf_plan import LeafLayout, moment_of, type_text
-from fsharding.sharding.named_sharding import Local, NamedSharding, is_assigned, local_of, sharding_of, typeof
-from fsharding.train.state import TrainState, owner_of
+from fsharding.sharding.leaf_plan import LeafLayout, owner_of, type_text
+from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, local_of, sharding_of, typeof
+from fsharding.train.state import STATE_FIELDS, TrainState
 from fsharding.train.state_check import check_state
 from fsharding.tree import Tree
 
@@ -112,35 +112,46 @@ def check_same_model(a: Layout, b: Layout) -> None:
         raise LayoutError(message(_FUNCTION, "cannot move a state to the layout of another one.", rows, mend))
 
 
-def _parameter(old: LeafLayout, new: LeafLayout, a: Layout, b: Layout, params: Any, main: Any) -> list[Moving]:
-    """A parameter, and its main copy where the new layout keeps one apart."""
+class _Parameter(NamedTuple):
+    """A parameter on its way, and its main copy where the new layout keeps one apart."""
+
+    params: Moving
+    main: Moving | None
+
+
+def _parameter(old: LeafLayout, new: LeafLayout, a: Layout, b: Layout, params: Any, main: Any) -> _Parameter:
     kept = a.param_dtype(old), old.params, params
     full = (a.precision.main_dtype(old.init), old.main, main) if a.has_main and old.trainable else kept
 
     def moving(
-        name: str, have: tuple[torch.dtype, NamedSharding, Any], to: NamedSharding, dtype: torch.dtype
+        field: str, have: tuple[torch.dtype, NamedSharding, Any], to: NamedSharding, dtype: torch.dtype
     ) -> Moving:
-        path = f"{name}.{new.path}" if new.path else name
-        return Moving(path, new.shape, have[1], to, dtype, None if have[2] is None else local_of(have[2]))
+        value = None if have[2] is None else local_of(have[2])
+        return Moving(new.path_in(field), new.shape, have[1], to, dtype, value)
 
     wanted = b.param_dtype(new)
-    moved = [moving("params", kept if kept[0] == wanted else full, new.params, wanted)]
-    if b.has_main and new.trainable:
-        moved.append(moving("main", full, new.main, b.precision.main_dtype(new.init)))
-    return moved
+    moved = moving("params", kept if kept[0] == wanted else full, new.params, wanted)
+    if not b.has_main or not new.trainable:
+        return _Parameter(moved, None)
+    return _Parameter(moved, moving("main", full, new.main, b.precision.main_dtype(new.init)))
 
 
-def of_layouts(a: Layout, b: Layout, state: TrainState | None = None) -> list[Moving]:
-    """The parameters of a state in `a` on their way to `b`, main copies after each; with values if there is a state."""
+def of_layouts(a: Layout, b: Layout) -> list[Moving]:
+    """The parameters of a state in `a` on their way to `b`, main copies after each; without values."""
+    return [m for pair in _parameters(a, b, None) for m in pair if m is not None]
+
+
+def _parameters(a: Layout, b: Layout, state: TrainState | None) -> list[_Parameter]:
+    """The parameters of a state in `a` on their way to `b`, in the order of `b`; with values if there is a state."""
     check_same_model(a, b)
-    params = [None] * len(a.leaves) if state is None else tree.leaves(state.params)
-    if state is None or state.main is None:
-        main: list[Any] = [None] * len(a.leaves)
-    else:
-        main = tree.flatten_up_to(a.structure, state.main, _FUNCTION)
-    news = {leaf.path: leaf for leaf in b.leaves}
-    pairs = zip(a.leaves, params, main, strict=True)
-    return [m for old, p, copy in pairs for m in _parameter(old, news[old.path], a, b, p, copy)]
+    params: list[Any] = [None] * len(a.leaves)
+    main: list[Any] = [None] * len(a.leaves)
+    if state is not None:
+        params = tree.leaves(state.params)
+        main = main if state.main is None else tree.flatten_up_to(a.structure, state.main, _FUNCTION)
+    olds = {leaf.path: (leaf, p, copy) for leaf, p, copy in zip(a.leaves, params, main, strict=True)}
+    pairs = ((new, *olds[new.path]) for new in b.leaves)
+    return [_parameter(old, new, a, b, p, copy) for new, old, p, copy in pairs]
 
 
 def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
@@ -152,31 +163,25 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     """
     old = state.layout
     check_state(_FUNCTION, state)
-    moved = of_layouts(old, layout, state)
+    parameters = _parameters(old, layout, state)
     rest: dict[str, Any] = {"opt_state": state.opt_state, "step": state.step, "key": state.key}
     scaled = layout.precision.loss_scale is not None
     if scaled and state.loss_scale is not None:
         rest["loss_scale"] = state.loss_scale
     flat, spec = tree.flatten(rest)
     ranks = sorted({*abstract(old.mesh).members, *abstract(layout.mesh).members})
-    for path, x in zip(tree.paths(rest), flat, strict=True):
-        moved.append(_other(path, x, old, layout, ranks))
-    count = len(moved) - len(flat)
-    kinds = [m.path.partition(".")[0] for m in moved[:count]]
-    trained = [leaf.trainable for leaf in layout.leaves]
+    others = [_other(path, x, old, layout, ranks) for path, x in zip(tree.paths(rest), flat, strict=True)]
+    moved = [*(m for pair in parameters for m in pair if m is not None), *others]
 
     def rebuild(values: Sequence[Tensor]) -> TrainState:
-        placed = [_placed(m, x) for m, x in zip(moved, values, strict=True)]
-        main = iter([x for x, kind in zip(placed, kinds, strict=False) if kind == "main"])
-        params = [x for x, kind in zip(placed, kinds, strict=False) if kind == "params"]
-        fields = tree.unflatten(spec, placed[count:])
+        placed = iter([_placed(m, x) for m, x in zip(moved, values, strict=True)])
+        pairs = [(next(placed), next(placed) if pair.main is not None else None) for pair in parameters]
+        fields = tree.unflatten(spec, list(placed))
         scale = fields.get("loss_scale") or layout.precision.init_scale()
         return TrainState(
             step=fields["step"],
-            params=tree.unflatten(layout.structure, params),
-            main=tree.unflatten(layout.structure, [next(main) if t else None for t in trained])
-            if layout.has_main
-            else None,
+            params=tree.unflatten(layout.structure, [x for x, _ in pairs]),
+            main=tree.unflatten(layout.structure, [copy for _, copy in pairs]) if layout.has_main else None,
             opt_state=fields["opt_state"],
             loss_scale=scale if scaled else None,
             key=fields["key"],
@@ -191,10 +196,10 @@ def _other(path: str, x: Any, old: Layout, new: Layout, ranks: Sequence[int]) ->
     if not isinstance(x, DTensor):
         here, there = routes.everywhere(abstract(old.mesh).members), routes.everywhere(ranks)
         return Moving(path, tuple(x.shape), here, there, x.dtype, x, plain=True)
-    owner = owner_of(path, x, old)
+    owner = owner_of(path, x.shape, old.leaves)
     if owner is None:
         return Moving(path, tuple(x.shape), sharding_of(x), NamedSharding(new.mesh), x.dtype, local_of(x))
-    goal = moment_of(path, new.leaves, lambda leaf: leaf.path == owner.path and leaf.shape == owner.shape)
+    goal = owner_of(path, owner.shape, [leaf for leaf in new.leaves if leaf.path == owner.path])
     assert goal is not None, "the layouts are of one model"
     return Moving(path, owner.shape, owner.main, goal.main, x.dtype, local_of(x))
 
@@ -238,7 +243,7 @@ def of_tree(
         target = targets[i]
         if target is None or not isinstance(x, DTensor | Local):
             continue
-        if sources[i] is None and _hides_owners(x):
+        if sources[i] is None and hides_owners(x):
             rows.append(f"{path} is {typeof(x)} on a slice of its mesh; a layout alone knows which part that is")
             continue
         here = sources[i] or (x.sharding if isinstance(x, Local) else sharding_of(x))
@@ -269,11 +274,6 @@ def of_tree(
     return moved, rebuild
 
 
-def _hides_owners(x: DTensor | Local) -> bool:
-    """Whether a leaf is a slice of one whose owners are explicit: which part that is, it cannot tell itself."""
-    return bool(x.slices) if isinstance(x, Local) else is_assigned(x)
-
-
 def _is_at(x: DTensor | Local, sharding: NamedSharding) -> bool:
     """Whether a leaf is cut along the dims that a sharding says."""
     if isinstance(x, Local):
@@ -293,14 +293,22 @@ def origins(values: Tree, source: Any) -> tuple[list[NamedSharding | None], list
         return shardings(spec, source)
     if not isinstance(values, TrainState):
         return [None] * len(flat), [None] * len(flat)
-    layout = values.layout
-    by_path = {f"params.{leaf.path}": (leaf.params, leaf.shape) for leaf in layout.leaves}
-    by_path |= {f"main.{leaf.path}": (leaf.main, leaf.shape) for leaf in layout.leaves}
-    found: list[tuple[NamedSharding | None, tuple[int, ...] | None]] = []
-    for path, x in zip(tree.paths(values), flat, strict=True):
-        owner = owner_of(path, x, layout) if path.startswith("opt_state.") else None
-        found.append(by_path.get(path, (None, None)) if owner is None else (owner.main, owner.shape))
-    return [where for where, _ in found], [shape for _, shape in found]
+    known = [origin for field in STATE_FIELDS for origin in _origins_in(values, field)]
+    return [where for where, _ in known], [shape for _, shape in known]
+
+
+def _origins_in(state: TrainState, field: str) -> list[tuple[NamedSharding | None, tuple[int, ...] | None]]:
+    """By leaf of one field of a state, its sharding and global shape; None for one that is on no mesh of the layout."""
+    leaves, values = state.layout.leaves, getattr(state, field)
+    if field == "params":
+        return [(leaf.params, leaf.shape) for leaf in leaves]
+    if field == "main":
+        return [(leaf.main, leaf.shape) for leaf in leaves if leaf.trainable and values is not None]
+    owners = [
+        owner_of(f"{field}.{path}", x.shape, leaves) if isinstance(x, DTensor) else None
+        for path, x in tree.named_leaves(values).items()
+    ]
+    return [(None, None) if owner is None else (owner.main, owner.shape) for owner in owners]
 
 
 def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:

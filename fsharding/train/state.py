@@ -28,7 +28,7 @@ from fsharding.random import Draw
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout, check_fit
-from fsharding.sharding.leaf_plan import LeafLayout, moment_of, type_text
+from fsharding.sharding.leaf_plan import type_text
 from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
 from fsharding.train.state_check import check_leaves, check_main
 from fsharding.tree import Tree
@@ -39,7 +39,6 @@ __all__ = [
     "init_state",
     "main_of",
     "main_params",
-    "owner_of",
     "refuse_changed",
     "sealed",
     "spread",
@@ -107,11 +106,12 @@ class TrainState:
 
 
 _FIELDS = tuple(f.name for f in fields(TrainState))
-_CHILDREN = _FIELDS[:-1]
+STATE_FIELDS = _FIELDS[:-1]
+"""The fields of a state that have leaves, in the order of its leaves."""
 
 tree.register_node(
     TrainState,
-    lambda s: ([getattr(s, name) for name in _CHILDREN], s.layout, _CHILDREN),
+    lambda s: ([getattr(s, name) for name in STATE_FIELDS], s.layout, STATE_FIELDS),
     lambda layout, children: TrainState(*children, layout=layout),
     fields=True,
 )
@@ -398,20 +398,3 @@ def state_bytes(state: Tree) -> int:
         32
     """
     return sum(local_of(x).nbytes for x in tree.leaves(state) if isinstance(x, Tensor))
-
-
-def owner_of(path: str, x: Tensor, layout: Layout) -> LeafLayout | None:
-    """The parameter that a leaf of an optimizer state is a moment of: its path ends the leaf's, and it is cut alike.
-
-    Args:
-        path: of the leaf, such as `opt_state.1.mu.blocks.wq`.
-        x: the leaf.
-        layout: where the state is.
-
-    Returns:
-        Its layout; for a mean over a dim, such as Adafactor's, with shape and sharding of the mean. None for others.
-    """
-    if not isinstance(x, DTensor):
-        return None
-    held = tuple(x.shape)
-    return moment_of(path, layout.leaves, lambda leaf: leaf.main.shape_at_rest(leaf.shape) == held)

@@ -7,7 +7,7 @@ Law: a step, a save and a reshard begin with it. Leaves that were seen before co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, tree
 from fsharding.errors import LayoutError, message
 from fsharding.sharding.layout import Layout
-from fsharding.sharding.leaf_plan import LeafLayout, moment_of
+from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, sharding_of, typeof
 from fsharding.tree import Tree
 
@@ -185,7 +185,7 @@ def _rows(function: str, values: Tree, layout: Layout, kind: str) -> list[str]:
     leaves = tree.flatten_up_to(layout.structure, values, function, ("the layout", f"state.{kind}"))
     found: list[str] = []
     for leaf, x in zip(layout.leaves, leaves, strict=True):
-        path = f"{kind}.{leaf.path}" if leaf.path else kind
+        path = leaf.path_in(kind)
         if kind == "main" and not leaf.trainable:
             found += [f"{path} is {_kind(x)}; the layout has it frozen, without a main copy"] if x is not None else []
             continue
@@ -199,20 +199,12 @@ def _moments(function: str, values: Tree, layout: Layout) -> list[str]:
     for path, x in tree.named_leaves(values).items():
         if not isinstance(x, Tensor):
             continue
-        owner = moment_of(path, layout.leaves, _fits(x))
+        owner = owner_of(f"opt_state.{path}", x.shape, layout.leaves, local=not isinstance(x, DTensor))
         if owner is not None and (isinstance(x, DTensor) or x.ndim):
             found += _objection(f"opt_state.{path}", x, (owner.shape, None, owner.main))
         elif isinstance(x, DTensor):
             found += _objection(f"opt_state.{path}", x, (tuple(x.shape), None, sharding_of(x)))
     return found
-
-
-def _fits(x: Tensor) -> Callable[[LeafLayout], bool]:
-    """Whether a tensor can be a moment of a leaf: of its shape as it is at rest, or whole."""
-    held = tuple(x.shape)
-    if isinstance(x, DTensor):
-        return lambda leaf: held in (leaf.main.shape_at_rest(leaf.shape), leaf.shape)
-    return lambda leaf: leaf.trainable and held in (leaf.shape, leaf.main.local_shape(leaf.shape))
 
 
 def _objection(path: str, x: Any, want: Want) -> Sequence[str]:

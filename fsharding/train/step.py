@@ -39,7 +39,7 @@ from fsharding.public import check_function, check_optimizer, is_optimizer, kind
 from fsharding.random import fold_in
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.leaf_plan import kind_text
-from fsharding.sharding.named_sharding import is_assigned, local_of
+from fsharding.sharding.named_sharding import hides_owners, local_of
 from fsharding.train.state import TrainState, main_of, refuse_changed, sealed, spread
 from fsharding.train.state_check import StateCheck, check_numbers
 from fsharding.transforms import policies
@@ -605,7 +605,7 @@ def _kind_of(x: Any) -> str:
     """Dtype and shape of a leaf; of one with an assignment, whose shape is that of the stage, its dtype."""
     if not isinstance(x, Tensor):
         return type(x).__name__
-    return str(x.dtype) if isinstance(x, DTensor) and is_assigned(x) else kind_text(x)
+    return str(x.dtype) if isinstance(x, DTensor) and hides_owners(x) else kind_text(x)
 
 
 def _loss_scale(state: TrainState, precision: Precision) -> float:

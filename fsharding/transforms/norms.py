@@ -19,7 +19,7 @@ from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, coordinate, data_axes
 from fsharding.ops import collectives
 from fsharding.public import public
-from fsharding.sharding.named_sharding import Local, NamedSharding, is_assigned, to_local, typeof
+from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, to_local, typeof
 from fsharding.transforms.gather_context import current_context
 from fsharding.tree import Tree
 
@@ -88,7 +88,7 @@ def _refuse_hidden_owners(function: str, leaves: dict[str, object]) -> None:
     Raises:
         LayoutError: some do; each is listed.
     """
-    owned = {path: x for path, x in leaves.items() if isinstance(x, DTensor) and is_assigned(x)}
+    owned = {path: x for path, x in leaves.items() if isinstance(x, DTensor) and hides_owners(x)}
     hidden = [f"{path} is {typeof(x)} on a slice of its mesh" for path, x in owned.items()]
     if hidden:
         mend = f"Say where they are: {function}(..., shardings=layout.main), or layout.params for parameters."

@@ -19,7 +19,7 @@ from fsharding import _functorch, tree
 from fsharding.errors import TransformError, message
 from fsharding.mesh.device_mesh import Mesh, abstract, set_mesh
 from fsharding.public import check_function, public
-from fsharding.sharding.named_sharding import Local, is_assigned, to_local, typeof
+from fsharding.sharding.named_sharding import Local, hides_owners, to_local, typeof
 from fsharding.sharding.partition_spec import P
 from fsharding.tree import Tree
 
@@ -79,7 +79,7 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
 def _check(leaves: dict[str, Any]) -> None:
     """Refuses leaves that cannot fly: those of stages, and those of several meshes."""
     at_rest = {path: x for path, x in leaves.items() if isinstance(x, DTensor)}
-    if staged := [f"{path} is {typeof(x)}" for path, x in at_rest.items() if is_assigned(x)]:
+    if staged := [f"{path} is {typeof(x)}" for path, x in at_rest.items() if hides_owners(x)]:
         mend = "Reshard to a layout without stages first."
         raise TransformError(message("fs.shard_map", "cannot tell who owns leaves with assignments.", staged, mend))
     meshes = {path: to_local(x).sharding.mesh for path, x in at_rest.items()}

@@ -30,7 +30,7 @@ from fsharding.public import check_function, public, refuse
 from fsharding.sharding.named_sharding import (
     Local,
     NamedSharding,
-    is_assigned,
+    hides_owners,
     like,
     local_of,
     sharding_of,
@@ -330,7 +330,7 @@ def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) ->
     if sharding is not _as_parameter and not isinstance(sharding, NamedSharding):
         mend = "Give a tree of shardings, such as grads=layout.main; None freezes a leaf."
         raise refuse("fs.value_and_grad", "grads= as shardings", sharding, mend)
-    if sharding is _as_parameter and is_assigned(leaf):
+    if sharding is _as_parameter and hides_owners(leaf):
         text = f"cannot tell who owns a leaf with an explicit assignment, {typeof(leaf)}."
         raise TransformError(message("fs.value_and_grad", text, mend="Say where gradients go: grads=layout.main."))
     wanted = sharding_of(leaf) if sharding is _as_parameter else sharding

@@ -42,7 +42,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout
-from fsharding.sharding.named_sharding import NamedSharding, is_assigned, local_of, sharding_of
+from fsharding.sharding.named_sharding import NamedSharding, hides_owners, local_of, sharding_of
 from fsharding.train.state import TrainState, main_of
 from fsharding.train.state_check import check_state
 from fsharding.tree import Tree
@@ -291,7 +291,7 @@ def _shards(path: str, x: Any, home: LeafLayout | None, rows: list[str]) -> Shar
         return staged(tuple(x.shape), None, x.detach())
     sharding: NamedSharding = sharding_of(x)
     shape, local = tuple(x.shape), local_of(x)
-    if is_assigned(x):
+    if hides_owners(x):
         if home is None:
             rows.append(f"{path} is assigned, by stages or parts: give its layout")
             return staged(shape, None, local)

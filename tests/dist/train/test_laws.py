@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.checkpoint.state_leaves import content, param_path, placement
+from fsharding.checkpoint.state_leaves import content
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import abstract, coordinate, data_axes
 from fsharding.sharding.boxes import chunk
@@ -189,13 +189,12 @@ def some_state(leaves, home):
     """A state whose leaves have bits that depend on their paths and nothing else."""
     layout = layout_here(leaves, home)
     state = fs.init_state(lambda key: whole_tensors(leaves, numbers=True), optimizer(), fs.random.key(0), layout)
-    for path, x in content(state).items():
-        sharding, shape = placement(path, x, layout)
+    for path, (x, sharding, shape) in content(state).items():
         whole = value_at(path, shape, x.dtype)
         local_of(x).copy_(whole if sharding is None else local_part(whole, sharding))
     # Where params are less cut than main parameters, each rank has more of them than `content` shows.
     for leaf, x in zip(layout.leaves, fs.tree.leaves(state.params), strict=True):
-        whole = value_at(param_path(leaf), leaf.shape, layout.precision.main_dtype(leaf.init))
+        whole = value_at(leaf.path_in("params"), leaf.shape, layout.precision.main_dtype(leaf.init))
         local_of(x).copy_(local_part(whole.to(x.dtype), leaf.params))
     return state
 
@@ -206,8 +205,7 @@ def save(leaves, home, folder):
 
 def content_is_whole(state, layout):
     """Every leaf is the part of `some_state` that this layout says, whatever layout it came from."""
-    for path, x in content(state).items():
-        sharding, shape = placement(path, x, layout)
+    for path, (x, sharding, shape) in content(state).items():
         whole = value_at(path, shape, x.dtype)
         assert_bitwise_equal(local_of(x), whole if sharding is None else local_part(whole, sharding), path)
 
