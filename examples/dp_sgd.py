@@ -73,7 +73,7 @@ def train(strategy):
         grads = fs.scatter_grads(total, like=params)
         noise = noise_like(layout, fs.random.fold_in(fs.random.key(2), step))
         updates = fs.tree.map(lambda g, z: (g + z) * (-RATE / BATCH), grads, noise)
-        params = fs.apply_updates(params, updates)
+        params = fs.optim.apply_updates(params, updates)
     whole = fs.gather_unit(params)
     hidden = torch.tanh(F.linear(x, whole["first"]["w"], whole["first"]["b"]))
     found = F.linear(hidden, whole["last"]["w"], whole["last"]["b"]).argmax(1)

@@ -47,7 +47,7 @@ def train():
     layout = fs.plan_layout(init(fs.random.key(0)), mesh, RULES, fs.zero(3), names=NAMES)
     # Young averages forget faster, so that the first parameters do not stay in them.
     average = fs.optim.ema(lambda count: min(0.98, (1 + count) / (10 + count)))
-    opt = fs.chain(fs.adamw(2e-2), average)
+    opt = fs.optim.chain(fs.adamw(2e-2), average)
     state = fs.init_state(init, opt, fs.random.key(0), layout)
     step, evaluate = fs.make_train_step(loss_fn, opt, donate=True), fs.value_and_grad(loss_fn)
 

@@ -41,11 +41,11 @@ def finetune(source, target, axes):
     model = fs.models.decoder(config)
 
     # A pipeline has stages, which own their layers; embedding and head are on one stage each.
-    schedule = fs.plan_schedule("1f1b", axes["pp"], MICROBATCHES) if axes.get("pp", 1) > 1 else None
-    stages = None if schedule is None else fs.stages_of(model, schedule)
+    schedule = fs.pipeline.plan_schedule("1f1b", axes["pp"], MICROBATCHES) if axes.get("pp", 1) > 1 else None
+    stages = None if schedule is None else fs.pipeline.stages_of(model, schedule)
     layout = fs.plan_layout(model, mesh, strategy=fs.zero(3), stages=stages)
 
-    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(fs.optim.schedules.warmup_cosine(1e-2, 2, STEPS)))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(fs.optim.schedules.warmup_cosine(1e-2, 2, STEPS)))
     params = fs.hf.load(source, layout)  # reads this rank's slices
     state = fs.state_from(params, opt, fs.random.key(0), layout)
     step = fs.make_train_step(model, opt, microbatches=MICROBATCHES, schedule=schedule or "1f1b")

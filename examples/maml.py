@@ -82,7 +82,7 @@ def train(strategy):
     for step in range(STEPS):
         grads, loss = meta_grad(params, tasks_of(step, *data_position(mesh)))
         updates, opt_state = opt.update(grads, opt_state, params)
-        params = fs.apply_updates(params, updates)
+        params = fs.optim.apply_updates(params, updates)
         losses.append(float(loss))
     whole, unseen = fs.gather_unit(params), tasks_of(STEPS, 0, 1)
     before = vmap(task_loss, in_dims=(None, 0, 0))(whole, *unseen[1]).mean()

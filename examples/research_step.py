@@ -28,7 +28,7 @@ def train(strategy):
     model = fs.models.decoder(CONFIG)
     layout = fs.plan_layout(model, mesh, fs.DEFAULT_RULES, strategy)
     rate = fs.optim.schedules.warmup_cosine(1e-2, 2, STEPS)
-    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(rate, weight_decay=0.1))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(rate, weight_decay=0.1))
 
     # The state: each rank draws its own slices of one global draw.
     state = fs.init_state(model, opt, fs.random.key(0), layout)
@@ -51,7 +51,7 @@ def train(strategy):
             (loss, tokens), grads = loss_and_grad(params, batch)
         norm = fs.global_norm(grads)
         updates, opt_state = opt.update(grads, opt_state, params)
-        params = fs.apply_updates(params, updates)
+        params = fs.optim.apply_updates(params, updates)
 
         counts, size = calls[0], fs.state_bytes((params, opt_state))
         losses.append(float(loss))

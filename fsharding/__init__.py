@@ -3,50 +3,22 @@
 `docs/tour.md` teaches all of it on one page. Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
 """
 
-from fsharding import checkpoint, models, ops, optim, random, tree
+from fsharding import checkpoint, models, ops, optim, pipeline, random, tree
 from fsharding.checkpoint.replicas import check_replicas
-from fsharding.comm.counters import Traffic, counting_bytes, recording
+from fsharding.comm.counters import counting_bytes, recording
 from fsharding.comm.redistribute import redistribute
 from fsharding.interop import hf
-from fsharding.interop.module import hf_tables as families
-from fsharding.interop.module.functionalize import PureModule, functionalize
+from fsharding.interop.module.functionalize import functionalize
 from fsharding.interop.module.model_from import model_from
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import data_position, is_member, make_mesh, set_mesh
-from fsharding.models import presets as recipes
-from fsharding.models.model import Model
-from fsharding.models.stacks import scan_stacks
-from fsharding.optim import (
-    GradientTransformation,
-    adamw,
-    apply_updates,
-    chain,
-    clip_by_global_norm,
-    global_norm,
-    sgd,
-)
-from fsharding.pipeline.actions import Action
-from fsharding.pipeline.executor import pipeline_grads
-from fsharding.pipeline.plots import draw_schedule
-from fsharding.pipeline.schedule import Schedule, check_schedule, layers_of, make_schedule, plan_schedule, stages_for
-from fsharding.pipeline.stages import stages_of
+from fsharding.optim import adamw, global_norm, sgd
 from fsharding.precision import BF16, FP16, FP32, LossScale, Precision
-from fsharding.sharding.layout import Layout, Memory, plan_layout
-from fsharding.sharding.named_sharding import Assigned, Local, NamedSharding, typeof
-from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P, PartitionSpec
-from fsharding.sharding.strategy import (
-    HFSDP,
-    HSDP,
-    NO_SHARD,
-    OPTIM,
-    OPTIM_GRADS,
-    OPTIM_GRADS_PARAMS,
-    Strategy,
-    hybrid,
-    parse_strategy,
-    zero,
-)
+from fsharding.sharding.layout import Layout, plan_layout
+from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
+from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
+from fsharding.sharding.strategy import HFSDP, HSDP, Strategy, hybrid, parse_strategy, zero
 from fsharding.testing import run_ranks
 from fsharding.train import data
 from fsharding.train.decoder_traffic import expected_traffic
@@ -62,18 +34,76 @@ from fsharding.transforms.shard_map import shard_map
 from fsharding.transforms.value_and_grad import value_and_grad
 
 __all__ = [
-    "BF16", "DEFAULT_RULES", "FP16", "FP32", "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS", "OPTIM_GRADS_PARAMS",
-    "P", "AbstractMesh", "Action", "Assigned", "AxisRules", "Fused", "GradientTransformation", "Layout", "Local",
-    "LossScale", "Memory", "Metrics", "Model", "NamedSharding", "PartitionSpec", "Precision", "Schedule", "Strategy",
-    "PureModule", "Traffic", "TrainState", "adamw", "apply_updates", "chain", "check_schedule", "checkpoint",
-    "check_replicas", "clip_by_global_norm",
-    "counting_bytes", "data", "data_position", "draw_schedule", "expected_traffic", "explain_reshard",
-    "families", "functionalize", "gather_unit", "global_norm", "hessian", "hf", "hybrid", "init_state",
-    "is_member", "jacfwd", "layers_of", "main_params", "make_mesh", "make_schedule", "make_train_step",
-    "model_from", "model_loss", "models", "ops", "optim", "parse_strategy", "pipeline_grads", "plan_layout",
-    "plan_schedule", "policies", "preemption", "random", "recipes",
-    "recording", "redistribute", "remat", "reshard", "run_ranks", "scan", "scan_stacks", "scan_units", "scatter_grads",
-    "select_unit", "set_mesh", "sgd", "shard", "shard_map", "spread_main", "stack_units", "stages_of", "stages_for",
-    "state_bytes", "state_from", "tree", "typeof", "unshard", "unstack_units", "value_and_grad",
+    "AbstractMesh",
+    "AxisRules",
+    "BF16",
+    "DEFAULT_RULES",
+    "FP16",
+    "FP32",
+    "Fused",
+    "HFSDP",
+    "HSDP",
+    "Layout",
+    "Local",
+    "LossScale",
+    "Metrics",
+    "NamedSharding",
+    "P",
+    "Precision",
+    "Strategy",
+    "TrainState",
+    "adamw",
+    "check_replicas",
+    "checkpoint",
+    "counting_bytes",
+    "data",
+    "data_position",
+    "expected_traffic",
+    "explain_reshard",
+    "functionalize",
+    "gather_unit",
+    "global_norm",
+    "hessian",
+    "hf",
+    "hybrid",
+    "init_state",
+    "is_member",
+    "jacfwd",
+    "main_params",
+    "make_mesh",
+    "make_train_step",
+    "model_from",
+    "model_loss",
+    "models",
+    "ops",
+    "optim",
+    "parse_strategy",
+    "pipeline",
+    "plan_layout",
+    "policies",
+    "preemption",
+    "random",
+    "recording",
+    "redistribute",
+    "remat",
+    "reshard",
+    "run_ranks",
+    "scan",
+    "scan_units",
+    "scatter_grads",
+    "select_unit",
+    "set_mesh",
+    "sgd",
+    "shard",
+    "shard_map",
+    "spread_main",
+    "stack_units",
+    "state_bytes",
+    "state_from",
+    "tree",
+    "typeof",
+    "unshard",
+    "unstack_units",
+    "value_and_grad",
     "zero",
-]  # fmt: skip
+]

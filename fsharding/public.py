@@ -267,9 +267,9 @@ def check_optimizer(function: str, opt: Any) -> None:
         rate = "fs.optim.schedules.warmup_cosine(3e-4, 9, 99)"
         mend = f"A learning rate may be a function of the number of updates: fs.adamw({rate})."
     elif pair:
-        mend = "Its functions are of the same form: fs.GradientTransformation(opt.init, opt.update)."
+        mend = "Its functions are of the same form: fs.optim.GradientTransformation(opt.init, opt.update)."
     else:
-        mend = "Give a pair such as fs.adamw(1e-3) or fs.chain(...), whose init and update are functions."
+        mend = "Give a pair such as fs.adamw(1e-3) or fs.optim.chain(...), whose init and update are functions."
     raise refuse(function, "an optimizer that is a pair of functions", opt, mend)
 
 

@@ -1,5 +1,6 @@
 """Models as tuples of pure functions."""
 
+from fsharding.models import presets
 from fsharding.models.block_parts import Stream
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
 from fsharding.models.grouped_query import Grouped
@@ -7,5 +8,18 @@ from fsharding.models.latent_attention import Latent
 from fsharding.models.mlp import Dense
 from fsharding.models.model import Model
 from fsharding.models.moe import Experts
+from fsharding.models.stacks import scan_stacks
 
-__all__ = ["DecoderConfig", "Dense", "Experts", "Grouped", "Latent", "Model", "Stack", "Stream", "decoder"]
+__all__ = [
+    "DecoderConfig",
+    "Dense",
+    "Experts",
+    "Grouped",
+    "Latent",
+    "Model",
+    "Stack",
+    "Stream",
+    "decoder",
+    "presets",
+    "scan_stacks",
+]

@@ -75,7 +75,7 @@ def scan_stacks(
         >>> params = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout).params
         >>> def loss(params, batch):
         ...     x = model.embed(fs.gather_unit(params["embed"]), batch)
-        ...     x = fs.scan_stacks(model, params["blocks"], x, prefetch=params["head"])
+        ...     x = fs.models.scan_stacks(model, params["blocks"], x, prefetch=params["head"])
         ...     return model.head(fs.gather_unit(params["head"]), x, batch)
         >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
         >>> (value, count), grads = fs.value_and_grad(loss)(params, {"tokens": tokens, "targets": tokens})

@@ -103,7 +103,7 @@ def adamw(
         >>> opt = fs.adamw(1e-3, weight_decay=0.1)
         >>> params = {"w": torch.ones(2)}
         >>> updates, state = opt.update({"w": torch.ones(2)}, opt.init(params), params)
-        >>> fs.apply_updates(params, updates)["w"]
+        >>> fs.optim.apply_updates(params, updates)["w"]
         tensor([0.9989, 0.9989])
     """
     above = {"learning_rate": learning_rate, "eps": eps, "weight_decay": weight_decay}

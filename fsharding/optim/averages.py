@@ -55,9 +55,9 @@ class LookaheadState(NamedTuple):
 def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
     """An exponential moving average of the parameters, for evaluation; updates pass through unchanged.
 
-    It belongs at the end of a chain: `fs.chain(fs.adamw(3e-4), fs.optim.ema(0.999))`. The average begins as the first
-    parameters. It is `decay * average + (1 - decay) * (p + update)`. A change of a parameter that a step makes after
-    its optimizer, such as to biases of routers, is in the average one step later.
+    It belongs at the end of a chain: `fs.optim.chain(fs.adamw(3e-4), fs.optim.ema(0.999))`. The average begins as the
+    first parameters. It is `decay * average + (1 - decay) * (p + update)`. A change of a parameter that a step makes
+    after its optimizer, such as to biases of routers, is in the average one step later.
 
     Args:
         decay: a number, or a function of the number of updates so far, such as

@@ -112,7 +112,7 @@ class GradientTransformation:
         ...     return None
         >>> def update(updates, state, params=None):
         ...     return fs.tree.map(lambda g: -0.1 * g, updates), state
-        >>> opt = fs.GradientTransformation(init, update)
+        >>> opt = fs.optim.GradientTransformation(init, update)
         >>> updates, _ = opt.update({"w": torch.ones(2)}, opt.init({"w": torch.zeros(2)}))
         >>> updates["w"]
         tensor([-0.1000, -0.1000])

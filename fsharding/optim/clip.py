@@ -163,7 +163,7 @@ def _square_sum(flat: Tensor) -> Tensor:
     return total
 
 
-@public("fs.clip_by_global_norm")
+@public("fs.optim.clip_by_global_norm")
 def clip_by_global_norm(max_norm: float) -> ContextTransformation:
     """Scales all gradients by `max_norm / (norm + 1e-6)` where that is below 1, as `torch.nn.utils.clip_grad_norm_`.
 
@@ -174,19 +174,19 @@ def clip_by_global_norm(max_norm: float) -> ContextTransformation:
         ConfigError: another `max_norm`.
 
     Example:
-        >>> clip = fs.clip_by_global_norm(1.0)
+        >>> clip = fs.optim.clip_by_global_norm(1.0)
         >>> clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init(None))[0]["w"]
         tensor([0.6000, 0.8000])
     """
     if not max_norm > 0:
         mend = "Give a norm above 0; math.inf leaves gradients as they are."
-        raise ConfigError(message("fs.clip_by_global_norm", f"got max_norm={max_norm}.", mend=mend))
+        raise ConfigError(message("fs.optim.clip_by_global_norm", f"got max_norm={max_norm}.", mend=mend))
 
-    @public("fs.clip_by_global_norm(...).init")
+    @public("fs.optim.clip_by_global_norm(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> EmptyState:
         return EmptyState()
 
-    @public("fs.clip_by_global_norm(...).update")
+    @public("fs.optim.clip_by_global_norm(...).update")
     def update(
         updates: Tree, state: EmptyState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, EmptyState]:

@@ -26,7 +26,7 @@ from fsharding.tree import Tree
 
 __all__ = ["ChainState", "MultiTransformState", "chain", "multi_transform"]
 
-_CHAIN, _MULTI = "fs.chain", "fs.optim.multi_transform"
+_CHAIN, _MULTI = "fs.optim.chain", "fs.optim.multi_transform"
 _LABELS = ("parameters", "gradients")
 
 
@@ -51,7 +51,7 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
         TreeError: from the update: a state of another chain.
 
     Example:
-        >>> opt = fs.chain(fs.clip_by_global_norm(1.0), fs.sgd(1.0))
+        >>> opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.sgd(1.0))
         >>> params = {"w": torch.zeros(2)}
         >>> updates, _ = opt.update({"w": torch.tensor([3.0, 4.0])}, opt.init(params), params)
         >>> updates["w"]
@@ -61,11 +61,11 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
         check_optimizer(_CHAIN, t)
     members = tuple(t.with_context() for t in transformations)
 
-    @public("fs.chain(...).init")
+    @public("fs.optim.chain(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> ChainState:
         return ChainState(tuple(t.init(params, context) for t in members))
 
-    @public("fs.chain(...).update")
+    @public("fs.optim.chain(...).update")
     def update(
         updates: Tree, state: ChainState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, ChainState]:
@@ -81,7 +81,7 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
         return ContextTransformation(init, update)
     first_members, apply_last = members[:-1], members[-1].apply
 
-    @public("fs.chain(...).apply")
+    @public("fs.optim.chain(...).apply")
     def apply(
         updates: Tree, state: ChainState, params: Tree, context: UpdateContext = UpdateContext(), *, scale: float = 1.0
     ) -> tuple[Tree, ChainState]:

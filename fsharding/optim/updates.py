@@ -30,7 +30,7 @@ from fsharding.tree import Tree
 
 __all__ = ["apply_gradients", "apply_updates", "change_slices"]
 
-_NAME = "fs.apply_updates"
+_NAME = "fs.optim.apply_updates"
 
 
 def apply_gradients(
@@ -71,7 +71,7 @@ def apply_gradients(
     return apply_updates(params, updates, donate=donate), state
 
 
-@public("fs.apply_updates")
+@public("fs.optim.apply_updates")
 def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     """Adds updates to parameters.
 
@@ -88,7 +88,7 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
 
     Example:
         >>> params = {"w": torch.ones(2), "frozen": torch.ones(1)}
-        >>> fs.apply_updates(params, {"w": torch.full((2,), -0.5), "frozen": None})
+        >>> fs.optim.apply_updates(params, {"w": torch.full((2,), -0.5), "frozen": None})
         {'w': tensor([0.5000, 0.5000]), 'frozen': tensor([1.])}
     """
     deltas = local_leaves(updates)

@@ -1,1 +1,24 @@
-"""Pipeline schedules as values, and the executor that runs them."""
+"""Pipeline schedules as values, and the executor that runs them.
+
+`plan_schedule` makes a schedule for a mesh, `check_schedule` proves it, `draw_schedule` shows it; `make_train_step`
+runs it for a decoder, and `pipeline_grads` for any model that comes in stages.
+"""
+
+from fsharding.pipeline.actions import Action
+from fsharding.pipeline.executor import pipeline_grads
+from fsharding.pipeline.plots import draw_schedule
+from fsharding.pipeline.schedule import Schedule, check_schedule, layers_of, make_schedule, plan_schedule, stages_for
+from fsharding.pipeline.stages import stages_of
+
+__all__ = [
+    "Action",
+    "Schedule",
+    "check_schedule",
+    "draw_schedule",
+    "layers_of",
+    "make_schedule",
+    "pipeline_grads",
+    "plan_schedule",
+    "stages_for",
+    "stages_of",
+]

@@ -61,7 +61,7 @@ class Action(NamedTuple):
         microbatch: None in a GATHER or SCATTER that stands for all of them.
 
     Example:
-        >>> schedule = fs.plan_schedule("gpipe", ranks=2, microbatches=2)
+        >>> schedule = fs.pipeline.plan_schedule("gpipe", ranks=2, microbatches=2)
         >>> " ".join(str(action) for action in schedule.table[0][:3])
         '0GATHER 0F0 0SEND_F0'
     """
@@ -85,7 +85,7 @@ class Action(NamedTuple):
         found = _PATTERN.fullmatch(text)
         if found is None:
             mend = f"Write stage, kind, microbatch, such as '3F0'; kinds are {', '.join(KINDS)}."
-            raise ScheduleError(message("fs.Action.parse", f"cannot read {text!r}.", mend=mend))
+            raise ScheduleError(message("fs.pipeline.Action.parse", f"cannot read {text!r}.", mend=mend))
         stage, kind, microbatch = found.groups()
         return Action(KINDS[KINDS.index(kind)], int(stage), int(microbatch) if microbatch else None)
 

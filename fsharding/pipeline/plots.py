@@ -155,11 +155,11 @@ def draw_schedule(
     Example:
         >>> import pathlib, tempfile
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "schedule.png"
-        >>> fs.draw_schedule(fs.plan_schedule("1f1b", ranks=2, microbatches=4), path)
+        >>> fs.pipeline.draw_schedule(fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=4), path)
         >>> path.exists()
         True
     """
-    require_matplotlib("fs.draw_schedule", "a schedule", instead=", or print(schedule.show())")
+    require_matplotlib("fs.pipeline.draw_schedule", "a schedule", instead=", or print(schedule.show())")
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
     from matplotlib.figure import Figure  # lazy: as above
 

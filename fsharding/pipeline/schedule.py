@@ -39,7 +39,7 @@ class Schedule:
             at them: a rank computes one after the other.
 
     Example:
-        >>> fs.plan_schedule("1f1b", ranks=2, microbatches=4)
+        >>> fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=4)
         Schedule(1f1b: 2 ranks, 2 stages, 4 microbatches, 36 actions)
     """
 
@@ -228,19 +228,19 @@ def plan_schedule(
         ScheduleError: the schedule does not exist, or cannot have these numbers; all of them are listed.
 
     Example:
-        >>> fs.plan_schedule("1f1b", ranks=2, microbatches=4)
+        >>> fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=4)
         Schedule(1f1b: 2 ranks, 2 stages, 4 microbatches, 36 actions)
     """
     plan = _PLANS.get(name)
     if plan is None:
         mend = f"Schedules are {', '.join(SCHEDULES)}.{did_you_mean(str(name), SCHEDULES, cutoff=0.4)}"
-        raise ScheduleError(message("fs.plan_schedule", f"knows no schedule {name!r}.", mend=mend))
+        raise ScheduleError(message("fs.pipeline.plan_schedule", f"knows no schedule {name!r}.", mend=mend))
     local = plan.least if stages_per_rank is None else stages_per_rank
     rows = _wrong_numbers(ranks=ranks, microbatches=microbatches, stages_per_rank=local)
     rows += _wrong_options(gather, scatter, ahead)
     rows = rows or _misfits(name, plan, ranks, local, microbatches)
     if rows:
-        raise ScheduleError(message("fs.plan_schedule", f"cannot plan {name} with these numbers.", rows))
+        raise ScheduleError(message("fs.pipeline.plan_schedule", f"cannot plan {name} with these numbers.", rows))
     return _plan(name, ranks, microbatches, local, gather, scatter or gather, ahead)
 
 
@@ -293,7 +293,7 @@ def _plan(name: str, ranks: int, microbatches: int, local: int, gather: How, sca
     ]
     computes = tuple(tuple(itertools.chain.from_iterable(row)) for row in groups)
     pairs = tuple((group[0], group[1]) for row in groups for group in row if len(group) == 2)
-    table = lower(owner, computes, gather=gather, scatter=scatter, ahead=ahead, function="fs.plan_schedule")
+    table = lower(owner, computes, gather=gather, scatter=scatter, ahead=ahead, function="fs.pipeline.plan_schedule")
     return check_schedule(Schedule(name, ranks, ranks * local, microbatches, owner, table, pairs))
 
 
@@ -320,7 +320,7 @@ def make_schedule(
         ScheduleError: the computes are not complete, not in an order that has an end, or on more than one rank.
 
     Example:
-        >>> fs.make_schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
+        >>> fs.pipeline.make_schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
         Schedule(custom: 2 ranks, 2 stages, 2 microbatches, 20 actions)
     """
     table = tuple(tuple(Action.parse(a) if isinstance(a, str) else a for a in row) for row in computes)
@@ -330,8 +330,10 @@ def make_schedule(
     rows = _wrong_options(gather, scatter, ahead) or checking.compute_faults(owner, microbatches, table)
     if rows:
         mend = "Give F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
-        raise ScheduleError(message("fs.make_schedule", "cannot use these computes.", rows, mend))
-    whole = lower(owner, table, gather=gather, scatter=scatter or gather, ahead=ahead, function="fs.make_schedule")
+        raise ScheduleError(message("fs.pipeline.make_schedule", "cannot use these computes.", rows, mend))
+    whole = lower(
+        owner, table, gather=gather, scatter=scatter or gather, ahead=ahead, function="fs.pipeline.make_schedule"
+    )
     return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, whole))
 
 
@@ -350,7 +352,7 @@ def check_schedule(schedule: Schedule) -> Schedule:
         ScheduleError: lists all that is wrong; order over ranks is looked at when each rank by itself is right.
 
     Example:
-        >>> schedule = fs.check_schedule(fs.plan_schedule("1f1b", ranks=2, microbatches=4))
+        >>> schedule = fs.pipeline.check_schedule(fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=4))
         >>> schedule
         Schedule(1f1b: 2 ranks, 2 stages, 4 microbatches, 36 actions)
     """
@@ -361,8 +363,8 @@ def check_schedule(schedule: Schedule) -> Schedule:
         rows.append(f"stages is {schedule.stages}, but owner has {len(schedule.owner)}")
     rows = rows or checking.faults(schedule.owner, schedule.microbatches, schedule.table)
     if rows:
-        mend = "fs.make_schedule puts messages, gathers and scatters between computes by itself."
-        raise ScheduleError(message("fs.check_schedule", f"refuses {schedule.name}.", rows, mend))
+        mend = "fs.pipeline.make_schedule puts messages, gathers and scatters between computes by itself."
+        raise ScheduleError(message("fs.pipeline.check_schedule", f"refuses {schedule.name}.", rows, mend))
     return schedule
 
 
@@ -380,7 +382,7 @@ def layers_of(schedule: Schedule, layers: int, *, counts: Sequence[int] | None =
         ScheduleError: more stages than layers, or counts that do not fit.
 
     Example:
-        >>> fs.layers_of(fs.plan_schedule("1f1b", ranks=2, microbatches=2), layers=3)
+        >>> fs.pipeline.layers_of(fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=2), layers=3)
         ((0, 1), (2,))
     """
     stages = schedule.stages
@@ -388,13 +390,13 @@ def layers_of(schedule: Schedule, layers: int, *, counts: Sequence[int] | None =
         if not _is_count(layers, stages):
             mend = f"Use at most {layers} stages, or say counts= with 0 for the stages without layers."
             rule = f"cannot put {layers} layers on the {stages} stages of {schedule.name}."
-            raise ScheduleError(message("fs.layers_of", rule, mend=mend))
+            raise ScheduleError(message("fs.pipeline.layers_of", rule, mend=mend))
         least, left = divmod(layers, stages)
         first = (stages - left) // 2
         counts = [least + (first <= stage < first + left) for stage in range(stages)]
     if len(counts) != stages or sum(counts) != layers or not all(_is_count(n, 0) for n in counts):
         rule = f"cannot put {layers} layers on the {stages} stages of {schedule.name} as {list(counts)}."
-        raise ScheduleError(message("fs.layers_of", rule, mend=f"Give {stages} counts that sum to {layers}."))
+        raise ScheduleError(message("fs.pipeline.layers_of", rule, mend=f"Give {stages} counts that sum to {layers}."))
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return tuple(tuple(range(end - n, end)) for n, end in zip(counts, ends, strict=True))
 
@@ -414,7 +416,7 @@ def stages_for(schedule: Schedule, layers: int, *, counts: Sequence[int] | None 
         ScheduleError: as `layers_of`.
 
     Example:
-        >>> fs.stages_for(fs.plan_schedule("1f1b", ranks=2, microbatches=2), layers=3)
+        >>> fs.pipeline.stages_for(fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=2), layers=3)
         [[0, 1], [2]]
     """
     by_stage = layers_of(schedule, layers, counts=counts)

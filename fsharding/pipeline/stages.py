@@ -44,7 +44,7 @@ def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = 
     Example:
         >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
         >>> model = fs.models.decoder(config)
-        >>> fs.stages_of(model, fs.plan_schedule("1f1b", ranks=2, microbatches=2))
+        >>> fs.pipeline.stages_of(model, fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=2))
         {'blocks': [[0], [1]], 'embed': 0, 'head': 1}
     """
     shapes = model.init(torch.zeros(2, dtype=torch.int64))
@@ -131,7 +131,7 @@ def _in_order(
 
 
 def _other_stages(schedule: Schedule, rows: Sequence[str]) -> LayoutError:
-    mend = "Plan the layout with stages=fs.stages_of(model, schedule)."
+    mend = "Plan the layout with stages=fs.pipeline.stages_of(model, schedule)."
     return LayoutError(message("train step", f"needs a layout with the stages of {schedule!r}.", rows, mend))
 
 

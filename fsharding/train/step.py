@@ -670,7 +670,9 @@ def _planned_schedule(schedule: str | Schedule, layout: Layout, microbatches: in
     planned = plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
     if (planned.ranks, planned.microbatches) != (ranks, microbatches):
         text = f"got {planned!r} for pp={ranks} and microbatches={microbatches}."
-        raise ScheduleError(message("train step", text, mend="Plan it with fs.plan_schedule for these numbers."))
+        raise ScheduleError(
+            message("train step", text, mend="Plan it with fs.pipeline.plan_schedule for these numbers.")
+        )
     return planned
 
 

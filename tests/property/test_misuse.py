@@ -69,7 +69,7 @@ def world(strategy, folder):
     mesh, key, opt = (
         fs.make_mesh(dp=2, timeout=timedelta(seconds=5)),
         fs.random.key(0),
-        fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1)),
+        fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1)),
     )
     layout = fs.plan_layout(init(key), mesh, strategy=strategy, names=NAMES)
     state = fs.init_state(init, opt, key, layout)
@@ -127,7 +127,7 @@ CALLS: dict[str, Call] = {
     "value_and_grad": Call(("params", "batch"), lambda *a: fs.value_and_grad(loss_fn)(*a)),
     "value_and_grad of grads": Call(("loss_fn", "main", "params", "batch"), lambda f, g, p, b: fs.value_and_grad(f, grads=g)(p, b)),
     "update": Call(("opt", "grads", "opt_state", "params"), lambda o, *a: o.update(*a)),
-    "apply_updates": Call(("params", "grads"), fs.apply_updates),
+    "apply_updates": Call(("params", "grads"), fs.optim.apply_updates),
     "reshard": Call(("state", "layout"), fs.reshard),
     "reshard of a tree": Call(("params", "sharding"), fs.reshard),
     "explain_reshard": Call(("params", "layout"), lambda *a: str(fs.explain_reshard(*a)) and None),
@@ -145,8 +145,8 @@ CALLS: dict[str, Call] = {
     "NamedSharding": Call(("mesh", "spec"), lambda *a: str(fs.NamedSharding(*a)) and None),
     "to_dtensor": Call(("x", "shape"), lambda s, x, shape: s.to_dtensor(x, shape), ("sharding",)),
     "adamw": Call(("rate", "rate", "rate"), lambda a, b, c: fs.adamw(a, b1=b, weight_decay=c) and None),
-    "chain": Call(("opt", "opt"), lambda *a: fs.chain(*a).init({"w": torch.ones(3)}) and None),
-    "clip": Call(("rate",), lambda r: fs.clip_by_global_norm(r) and None),
+    "chain": Call(("opt", "opt"), lambda *a: fs.optim.chain(*a).init({"w": torch.ones(3)}) and None),
+    "clip": Call(("rate",), lambda r: fs.optim.clip_by_global_norm(r) and None),
     "fold_in": Call(("key", "one"), fs.random.fold_in),
     "split": Call(("key", "one"), fs.random.split),
     "normal": Call(("key", "shape"), lambda *a: fs.random.normal(*a).tensor()),

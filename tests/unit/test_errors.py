@@ -69,5 +69,5 @@ def test_what_a_user_can_mend_is_a_value_error(name, family):
 
 def test_all_exceptions_are_public_and_documented():
     kinds = {name for name, x in vars(errors).items() if inspect.isclass(x) and issubclass(x, Exception)}
-    assert kinds | {"message", "listed", "printable"} == set(errors.__all__)
+    assert kinds | {"did_you_mean", "message", "listed", "printable"} == set(errors.__all__)
     assert all(inspect.getdoc(getattr(errors, name)) for name in errors.__all__)

@@ -298,7 +298,7 @@ MISTAKES = {
     "a number as optimizer": (
         ArgumentError,
         f"fs.state_from {NO_PAIR} 0.001.\n"
-        "Give a pair such as fs.adamw(1e-3) or fs.chain(...), whose init and update are functions.",
+        "Give a pair such as fs.adamw(1e-3) or fs.optim.chain(...), whose init and update are functions.",
         lambda at: fs.state_from(at.state.params, 1e-3, at.key, at.layout),
     ),
     "in place on gathered weights": (

@@ -77,7 +77,7 @@ def test_what_stands_at_a_path_may_be_false():
 
 def test_every_path_of_a_state_is_found():
     draws = {"w": fs.random.ones((2, 3)), "layers": [{"b": fs.random.zeros((2,))}]}
-    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(0.1))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(0.1))
     layout = fs.plan_layout(draws, fs.make_mesh(device="cpu"), precision=fs.FP16)
     state = fs.init_state(lambda key: draws, opt, fs.random.key(0), layout)
     named = tree.named_leaves(state)

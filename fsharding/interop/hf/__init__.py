@@ -7,6 +7,7 @@ from fsharding.interop.hf.config_tables import config_json, config_of
 from fsharding.interop.hf.loading import load
 from fsharding.interop.hf.naming import Joined, Name, Names, Rows, Section, Transposed, names_of
 from fsharding.interop.hf.saving import Saved, save
+from fsharding.interop.module import hf_tables as families
 
 __all__ = [
     "Joined",
@@ -18,6 +19,7 @@ __all__ = [
     "Transposed",
     "config_json",
     "config_of",
+    "families",
     "load",
     "names_of",
     "save",

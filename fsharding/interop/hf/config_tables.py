@@ -279,7 +279,7 @@ def decoder_config(config: Any, function: str) -> DecoderConfig:
     """
     found = config if isinstance(config, DecoderConfig) else getattr(config, "config", None)
     if not isinstance(found, DecoderConfig):
-        mend = "Pass a DecoderConfig, or a recipe such as fs.recipes.llama3_8b()."
+        mend = "Pass a DecoderConfig, or a recipe such as fs.models.presets.llama3_8b()."
         raise ConfigError(message(function, f"needs the config of a decoder; got {type(config).__name__}.", mend=mend))
     return found
 

@@ -134,7 +134,7 @@ def model_from(
         >>> def head(net, x, batch):
         ...     logits, targets = net.head(x).flatten(0, 1), batch["targets"].flatten()
         ...     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum"), targets.numel()
-        >>> parts = fs.families.Parts(
+        >>> parts = fs.hf.families.Parts(
         ...     embed=lambda net, batch: net.embed(batch["tokens"]),
         ...     block=lambda net, layer, x: x + torch.tanh(layer(x)),
         ...     head=head,

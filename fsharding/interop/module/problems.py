@@ -43,7 +43,7 @@ def check_module(function: str, module: Any) -> None:
         ConfigError: it is one of these; all parameters and buffers without shapes are listed.
     """
     if not isinstance(module, nn.Module):
-        mend = "Make one, or write the functions of a Model yourself: see fs.Model."
+        mend = "Make one, or write the functions of a Model yourself: see fs.models.Model."
         kind = f"class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise ConfigError(message(function, f"needs an nn.Module; got {kind}.", mend=mend))
     lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if nn.parameter.is_lazy(x)]

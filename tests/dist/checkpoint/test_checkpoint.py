@@ -68,7 +68,7 @@ def label(path, leaf):
 
 def optimizer():
     groups = {"plain": fs.sgd(0.1, momentum=0.9), "decayed": fs.adamw(1e-2, weight_decay=0.1)}
-    return fs.chain(fs.clip_by_global_norm(1.0), fs.optim.multi_transform(groups, label))
+    return fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.multi_transform(groups, label))
 
 
 def planned(name, mesh=None):
@@ -254,7 +254,7 @@ def train_with_a_break(path, axes, pairs):
     """For each pair of layouts: losses without a break, and with a save in one layout and a load into the other."""
     result = []
     mesh, model = fs.make_mesh(**axes, device="cpu"), fs.models.decoder(CONFIG)
-    opt = fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(1e-2, weight_decay=0.1))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(1e-2, weight_decay=0.1))
     for before, after, precision in pairs:
         step = fs.make_train_step(model, opt, donate=True)
         layout = fs.plan_layout(model, mesh, strategy=before, precision=precision)

@@ -231,7 +231,7 @@ def grouped():
 
 OPTIMIZERS = {
     "adamw": adamw,
-    "groups": lambda: fs.chain(fs.clip_by_global_norm(1e9), grouped()),
+    "groups": lambda: fs.optim.chain(fs.optim.clip_by_global_norm(1e9), grouped()),
     "torch": lambda: fs.optim.from_torch(torch.optim.AdamW, **ADAM),
 }
 

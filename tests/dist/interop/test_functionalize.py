@@ -346,7 +346,7 @@ def check_module(name, module, batch, want, losses, trained, folder):
 def check_model(name, module, batch, losses, axes):
     """The module in stages."""
     model = fs.model_from(module)
-    stages = fs.stages_of(model, fs.plan_schedule("1f1b", 2, 2)) if "pp" in axes else None
+    stages = fs.pipeline.stages_of(model, fs.pipeline.plan_schedule("1f1b", 2, 2)) if "pp" in axes else None
     layout = fs.plan_layout(model, fs.make_mesh(**axes), stages=stages)
     with fs.set_mesh(layout.mesh):
         part = fs.ops.cut_sequence(batch)

@@ -81,7 +81,7 @@ def theirs(tmp_path_factory, transformers):
 def layout_of(config, axes, strategy):
     mesh, model, stages = fs.make_mesh(device="cpu", **axes), fs.models.decoder(config), None
     if axes.get("pp", 1) > 1:
-        stages = fs.stages_of(model, fs.plan_schedule("1f1b", axes["pp"], 2))
+        stages = fs.pipeline.stages_of(model, fs.pipeline.plan_schedule("1f1b", axes["pp"], 2))
     return fs.plan_layout(model, mesh, strategy=strategy, stages=stages)
 
 
@@ -315,7 +315,7 @@ FUSED_ROLES = {"*.qkv_proj": "column", "*.o_proj": "row", "*.gate_up_proj": "col
 
 
 def test_roles_that_modules_of_others_cannot_have_are_refused_with_the_layer(transformers):
-    llama = fs.families.FAMILIES["llama"]
+    llama = fs.hf.families.FAMILIES["llama"]
     weights = {pattern: names for pattern, names in llama.names.items() if not pattern.endswith("bias")}
     roles = {pattern: role for pattern, role in llama.roles.items() if role != "inside"}
     tables = {"Olmo2": ({**weights, "*": None}, roles), "Phi3": (FUSED, FUSED_ROLES)}

@@ -27,10 +27,12 @@ def mesh_of(axes):
 def step_of(how):
     """A step and its state, and this rank's part of a batch."""
     model = fs.models.decoder(replace(CONFIG, dim=how["dim"]))
-    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(how["rate"]))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(how["rate"]))
     schedule, stages = how["schedule"], None
     if how["axes"].get("pp", 1) > 1:
-        stages = fs.stages_of(model, fs.plan_schedule(schedule, how["axes"]["pp"], how["microbatches"]))
+        stages = fs.pipeline.stages_of(
+            model, fs.pipeline.plan_schedule(schedule, how["axes"]["pp"], how["microbatches"])
+        )
     layout = fs.plan_layout(model, mesh_of(how["axes"]), strategy=how["strategy"], stages=stages)
     state = fs.init_state(model, opt, fs.random.key(0), layout)
     step = fs.make_train_step(model, opt, microbatches=how["microbatches"], schedule=schedule)

@@ -33,7 +33,7 @@ CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2
 def step_of(schedule, timeout, **axes):
     model = fs.models.decoder(CONFIG)
     mesh = fs.make_mesh(device="cpu", timeout=timedelta(seconds=timeout), **axes)
-    stages = fs.stages_of(model, schedule) if schedule else None
+    stages = fs.pipeline.stages_of(model, schedule) if schedule else None
     layout = fs.plan_layout(model, mesh, strategy=fs.zero(3), stages=stages)
     opt = fs.adamw(1e-3)
     state = fs.init_state(model, opt, fs.random.key(0), layout)
@@ -75,7 +75,7 @@ def one_leaves(folder, how, where, rank, timeout, schedule, axes):
 def told(folder, how, where, rank, *, timeout=20, schedule="1f1b", **axes):
     """What each of the other ranks got."""
     size = torch.tensor([*axes.values()]).prod().item()
-    schedule = fs.plan_schedule(schedule, axes["pp"], 4) if "pp" in axes else None
+    schedule = fs.pipeline.plan_schedule(schedule, axes["pp"], 4) if "pp" in axes else None
     with patch.object(pools, "_GRACE", 20.0), pytest.raises(RankError) as failure:
         run_ranks(one_leaves, size, str(folder), how, where, rank, timeout, schedule, axes)
     texts = {int(path.name): path.read_text() for path in folder.iterdir()}
@@ -175,7 +175,7 @@ def test_a_rank_that_dies_in_a_rare_call_is_named(tmp_path, call):
 
 def served_by_rank(folder, port):
     """A step after which rank 0 dies, and with it the store."""
-    step, state, batch = step_of(fs.plan_schedule("1f1b", 3, 4), 20, pp=3)
+    step, state, batch = step_of(fs.pipeline.plan_schedule("1f1b", 3, 4), 20, pp=3)
     state, _ = step(state, batch)
     rank = dist.get_rank()
     store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timeout=timedelta(seconds=10))

@@ -155,8 +155,9 @@ def test_five_axes_have_the_losses_of_one_process():
 
 
 # --------------------------------------------------------------------------------- one run on meshes of all axes in turn
-OPT = fs.chain(
-    fs.clip_by_global_norm(0.5), fs.adamw(fs.optim.schedules.warmup_cosine(3e-3, 2, 10), eps=1e-3, weight_decay=0.1)
+OPT = fs.optim.chain(
+    fs.optim.clip_by_global_norm(0.5),
+    fs.adamw(fs.optim.schedules.warmup_cosine(3e-3, 2, 10), eps=1e-3, weight_decay=0.1),
 )
 
 

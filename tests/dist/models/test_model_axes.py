@@ -56,11 +56,12 @@ def train(
     model = model if changed is None else changed(model)
     stages, ranks = None, dict(axes).get("pp", 1)
     if ranks > 1:
-        schedule = fs.plan_schedule(schedule, ranks, microbatches, gather=gather)
-        stages = fs.stages_of(model, schedule)
+        schedule = fs.pipeline.plan_schedule(schedule, ranks, microbatches, gather=gather)
+        stages = fs.pipeline.stages_of(model, schedule)
     layout = fs.plan_layout(model, mesh, rules, strategy, stages=stages)
-    opt = fs.chain(
-        fs.clip_by_global_norm(0.5), fs.adamw(fs.optim.schedules.warmup_cosine(RATE, 2, 20), eps=EPS, weight_decay=0.1)
+    opt = fs.optim.chain(
+        fs.optim.clip_by_global_norm(0.5),
+        fs.adamw(fs.optim.schedules.warmup_cosine(RATE, 2, 20), eps=EPS, weight_decay=0.1),
     )
     state = fs.init_state(model, opt, fs.random.key(0), layout)
     step, found = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule, policy=policy), []

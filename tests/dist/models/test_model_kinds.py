@@ -57,7 +57,7 @@ def test_losses_are_those_of_one_process(config, axes, strategy, how):
     close(on_ranks(axes, strategy, config=config, **how), config, **packed)
 
 
-TWINS = {name: recipe.config for name, recipe in fs.recipes.RECIPES.items() if name.startswith("tiny_")}
+TWINS = {name: recipe.config for name, recipe in fs.models.presets.RECIPES.items() if name.startswith("tiny_")}
 MESHES = [
     ({"tp": 2}, {"sequence": True}),
     ({"pp": 2}, {"microbatches": 2}),

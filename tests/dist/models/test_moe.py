@@ -78,7 +78,7 @@ def test_all_tokens_to_one_expert_and_none_to_others(loads):
 def biases(axes, strategies, steps=3):
     """After some steps, put together by torch."""
     mesh, model, found = mesh_of(axes, AXES), fs.models.decoder(CONFIG), []
-    opt = fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(3e-3, weight_decay=0.1))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(3e-3, weight_decay=0.1))
     for strategy in strategies:
         layout = fs.plan_layout(model, mesh, strategy=strategy)
         state, step = fs.init_state(model, opt, fs.random.key(0), layout), fs.make_train_step(model, opt)

@@ -19,7 +19,7 @@ from fsharding.sharding.boxes import chunk
 from fsharding.testing import assert_adjoint, assert_bitwise_equal, assert_trees_close, rank_values, run_ranks
 
 LAYERS, EXPERTS, TOP_K, DIM, HIDDEN, ROWS = 2, 6, 2, 8, 12, 16
-OPT = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2, eps=1e-4, weight_decay=0.1))
+OPT = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2, eps=1e-4, weight_decay=0.1))
 RULES = fs.DEFAULT_RULES
 
 

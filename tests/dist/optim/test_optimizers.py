@@ -68,7 +68,7 @@ def clipped_signs(rate):
         moves = fs.tree.map(lambda m, p: -rate / count.item() * (m.sign() + 0.1 * p), m, params)
         return moves, {"m": m, "count": count}
 
-    return fs.GradientTransformation(init, update)
+    return fs.optim.GradientTransformation(init, update)
 
 
 def groups(path, leaf):
@@ -87,9 +87,9 @@ OPTIMIZERS = {
     "rprop": lambda: optim.from_torch(torch.optim.Rprop),
     "own": lambda: optim.from_torch(Heavy, lr=0.2),
     "user": lambda: clipped_signs(0.1),
-    "ema": lambda: fs.chain(fs.adamw(0.1, weight_decay=0.1), optim.ema(0.9)),
+    "ema": lambda: fs.optim.chain(fs.adamw(0.1, weight_decay=0.1), optim.ema(0.9)),
     "lookahead": lambda: optim.lookahead(fs.adamw(0.1), every=2),
-    "noise": lambda: fs.chain(optim.add_noise(optim.annealed(0.3), fs.random.key(3)), fs.sgd(0.1)),
+    "noise": lambda: fs.optim.chain(optim.add_noise(optim.annealed(0.3), fs.random.key(3)), fs.sgd(0.1)),
     "groups": lambda: fs.optim.multi_transform(
         {"fast": fs.adamw(0.1), "slow": optim.lion(0.01, weight_decay=0.5)}, groups
     ),
@@ -133,7 +133,7 @@ def stepped(state, opt, steps, *, donate=False):
         main = state.main if state.main is not None else fs.main_params(state.params, layout)
         context = optim.UpdateContext(donate=donate)
         updates, inner = opt.with_context().update(grads, state.opt_state, main, context)
-        main = fs.apply_updates(main, updates, donate=donate)
+        main = fs.optim.apply_updates(main, updates, donate=donate)
         params = fs.spread_main(main, state.params, layout)
         state = state.replace(
             step=state.step + 1, params=params, main=main if state.main is not None else None, opt_state=inner
@@ -301,9 +301,9 @@ def train(name, levels, config=CONFIG, **axes):
     model, mesh, found = fs.models.decoder(config), mesh_of(**(axes or {"dp": -1})), []
     for level in levels:
         ranks = axes.get("pp", 1)
-        stages = fs.stages_of(model, fs.plan_schedule("1f1b", ranks, 2)) if ranks > 1 else None
+        stages = fs.pipeline.stages_of(model, fs.pipeline.plan_schedule("1f1b", ranks, 2)) if ranks > 1 else None
         layout = fs.plan_layout(model, mesh, strategy=fs.zero(level), stages=stages)
-        opt = fs.chain(fs.clip_by_global_norm(1.0), TRAINED[name]())
+        opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), TRAINED[name]())
         state = fs.init_state(model, opt, fs.random.key(0), layout)
         step = fs.make_train_step(model, opt, donate=True, microbatches=ranks)
         losses = []
@@ -493,7 +493,7 @@ def test_dims_made_of_parts_are_updated_as_by_one_process(name, axes, stages):
 
 def step_on_parts(name, **axes):
     """Through the step itself, which says where leaves are."""
-    opt, whole_names = fs.chain(fs.clip_by_global_norm(1.0), OPTIMIZERS[name]()), {"w": PART_NAMES["rows"]}
+    opt, whole_names = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), OPTIMIZERS[name]()), {"w": PART_NAMES["rows"]}
     layout = fs.plan_layout({"w": of_parts(0)["rows"]}, mesh_of(**axes), RULES, fs.zero(1), names=whole_names)
     state = fs.init_state(lambda key: {"w": of_parts(0)["rows"]}, opt, fs.random.key(0), layout)
 

@@ -24,7 +24,7 @@ MODEL = fs.models.decoder(CONFIG)
 
 def started(schedule, model=MODEL, **axes):
     mesh = fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **axes)
-    layout = fs.plan_layout(model, mesh, strategy=fs.zero(3), stages=fs.stages_of(model, schedule))
+    layout = fs.plan_layout(model, mesh, strategy=fs.zero(3), stages=fs.pipeline.stages_of(model, schedule))
     opt = fs.adamw(1e-3)
     return fs.init_state(model, opt, fs.random.key(0), layout), opt
 
@@ -36,7 +36,7 @@ def batch(rows=8):
 
 def counted(gather, ahead):
     """Bytes of state, and for each microbatch of each stage the units that were gathered."""
-    schedule = fs.plan_schedule("1f1b", 2, 4, gather=gather, ahead=ahead)
+    schedule = fs.pipeline.plan_schedule("1f1b", 2, 4, gather=gather, ahead=ahead)
     state, opt = started(schedule, pp=2, dp=2)
     memory, held = state.layout.memory(opt), fs.state_bytes((state.params, state.main, state.opt_state))
     step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=schedule)
@@ -59,7 +59,7 @@ def test_parameters_are_gathered_once_a_step_or_unit_by_unit():
 
 def followed(name, how, ahead):
     """What was gathered and reduced of each stage over the data axes, by the table and by what was sent."""
-    schedule = fs.plan_schedule(name, 2, 4, gather=how, ahead=ahead)
+    schedule = fs.pipeline.plan_schedule(name, 2, 4, gather=how, ahead=ahead)
     model = fs.models.decoder(replace(CONFIG, layers=schedule.stages))
     state, opt = started(schedule, model, pp=2, dp=2)
     step = fs.make_train_step(model, opt, microbatches=4, schedule=schedule)
@@ -110,7 +110,7 @@ def test_gathers_and_scatters_are_those_of_the_table(name, ahead):
 
 def order_of(name):
     """For each forward of the last stage, how many of its activations had been asked for before it began."""
-    schedule = fs.plan_schedule(name, 2, 4)
+    schedule = fs.pipeline.plan_schedule(name, 2, 4)
     state, opt = started(schedule, pp=2)
     step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=name)
     state, _ = step(state, batch())
@@ -136,8 +136,8 @@ def test_a_schedule_by_name_asks_for_activations_before_the_compute_before_their
 
 
 def refused(name, **numbers):
-    state, opt = started(fs.plan_schedule("1f1b", 2, 4), pp=2)
-    step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=fs.plan_schedule(name, **numbers))
+    state, opt = started(fs.pipeline.plan_schedule("1f1b", 2, 4), pp=2)
+    step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=fs.pipeline.plan_schedule(name, **numbers))
     with pytest.raises(ScheduleError) as refusal:
         step(state, batch())
     return str(refusal.value)
@@ -146,14 +146,14 @@ def refused(name, **numbers):
 def test_a_schedule_for_other_numbers_is_refused_on_all_ranks():
     assert {*run_ranks(refused, 2, "1f1b", ranks=2, microbatches=8)} == {
         "train step got Schedule(1f1b: 2 ranks, 2 stages, 8 microbatches, 68 actions) for pp=2 and microbatches=4.\n"
-        "Plan it with fs.plan_schedule for these numbers."
+        "Plan it with fs.pipeline.plan_schedule for these numbers."
     }
 
 
 # ------------------------------------------------------------------------------------------------ activations in flight
 def held(name, ranks, microbatches):
     """The most bytes that backward holds at once, those of one microbatch of each stage, and what the table says."""
-    schedule = fs.plan_schedule(name, ranks, microbatches)
+    schedule = fs.pipeline.plan_schedule(name, ranks, microbatches)
     model = fs.models.decoder(replace(CONFIG, layers=schedule.stages))
     state, opt = started(schedule, model, pp=ranks)
     step = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule)

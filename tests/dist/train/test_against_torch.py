@@ -119,16 +119,16 @@ def batch(ranks):
 def piped(name, ranks):
     """The loss and the gradients on this rank from our schedule, by name of leaf and layer."""
     mesh = fs.make_mesh(device="cpu", pp=ranks, timeout=timedelta(seconds=20))
-    schedule = fs.plan_schedule(name, ranks, 2 * ranks)
-    layout = fs.plan_layout(MODEL, mesh, strategy=fs.zero(0), stages=fs.stages_of(MODEL, schedule))
+    schedule = fs.pipeline.plan_schedule(name, ranks, 2 * ranks)
+    layout = fs.plan_layout(MODEL, mesh, strategy=fs.zero(0), stages=fs.pipeline.stages_of(MODEL, schedule))
     state = fs.init_state(MODEL, fs.sgd(0.1), fs.random.key(0), layout)
     pieces = [
         dict(zip(("tokens", "targets"), piece, strict=True))
         for piece in zip(*(x.chunk(2 * ranks) for x in batch(ranks)), strict=True)
     ]
-    grads, total, weight = fs.pipeline_grads(MODEL, schedule, layout, state.params, pieces, precision=fs.FP32)
+    grads, total, weight = fs.pipeline.pipeline_grads(MODEL, schedule, layout, state.params, pieces, precision=fs.FP32)
     rank, found = torch.distributed.get_rank(), {}
-    layers = fs.stages_for(schedule, CONFIG.layers)[rank]
+    layers = fs.pipeline.stages_for(schedule, CONFIG.layers)[rank]
     for block, grad in grads["blocks"].items():
         found |= {f"{block}_{layer}": g for layer, g in zip(layers, local_of(grad), strict=True)}
     ends = {"table": grads["embed"]["table"], **grads["head"]}
@@ -138,14 +138,14 @@ def piped(name, ranks):
 
 def piped_by_torch(name, ranks):
     """The same from torch's stages and schedule."""
-    ours, rank = fs.plan_schedule(name, ranks, 2 * ranks), torch.distributed.get_rank()
+    ours, rank = fs.pipeline.plan_schedule(name, ranks, 2 * ranks), torch.distributed.get_rank()
     whole = fs.init_state(
         MODEL,
         fs.sgd(0.1),
         fs.random.key(0),
         fs.plan_layout(MODEL, fs.make_mesh(device="cpu", dp=ranks), strategy=fs.zero(0)),
     )
-    params, layers = fs.tree.map(local_of, whole.params), fs.layers_of(ours, CONFIG.layers)
+    params, layers = fs.tree.map(local_of, whole.params), fs.pipeline.layers_of(ours, CONFIG.layers)
     parts = {s: Part(params, layers[s], s == 0, s == ours.stages - 1) for s in ours.stages_on(rank)}
     stages = [PipelineStage(part, s, ours.stages, torch.device("cpu")) for s, part in parts.items()]
     inputs, targets = batch(ranks)

@@ -52,7 +52,7 @@ def parts(tree):
 
 
 def optimizer():
-    return fs.chain(fs.clip_by_global_norm(1e9), fs.adamw(0.1))
+    return fs.optim.chain(fs.optim.clip_by_global_norm(1e9), fs.adamw(0.1))
 
 
 def draws_of(leaves, key):

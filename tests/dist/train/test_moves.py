@@ -30,10 +30,13 @@ TO = {
 def made(axes, config, strategy, schedule="1f1b", microbatches=1):
     """Layout, optimizer and step on a mesh."""
     mesh, model, ranks = mesh_of(tuple(axes.items()), AXES), fs.models.decoder(config), axes.get("pp", 1)
-    stages = fs.stages_of(model, fs.plan_schedule(schedule, ranks, microbatches)) if ranks > 1 else None
+    stages = (
+        fs.pipeline.stages_of(model, fs.pipeline.plan_schedule(schedule, ranks, microbatches)) if ranks > 1 else None
+    )
     layout = fs.plan_layout(model, mesh, strategy=strategy, stages=stages)
-    opt = fs.chain(
-        fs.clip_by_global_norm(0.5), fs.adamw(fs.optim.schedules.warmup_cosine(RATE, 2, 20), eps=EPS, weight_decay=0.1)
+    opt = fs.optim.chain(
+        fs.optim.clip_by_global_norm(0.5),
+        fs.adamw(fs.optim.schedules.warmup_cosine(RATE, 2, 20), eps=EPS, weight_decay=0.1),
     )
     return layout, opt, fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule)
 

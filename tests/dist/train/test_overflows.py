@@ -35,9 +35,11 @@ def started(axes, config, precision, microbatches=1, schedule="1f1b", **options)
     """A state, its step, and one batch for all steps."""
     mesh, model = mesh_of(tuple(axes.items()), AXES), fs.models.decoder(config, **options)
     ranks = axes.get("pp", 1)
-    stages = fs.stages_of(model, fs.plan_schedule(schedule, ranks, microbatches)) if ranks > 1 else None
+    stages = (
+        fs.pipeline.stages_of(model, fs.pipeline.plan_schedule(schedule, ranks, microbatches)) if ranks > 1 else None
+    )
     layout = fs.plan_layout(model, mesh, precision=precision, stages=stages)
-    opt = fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(1e-2, weight_decay=0.1))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(1e-2, weight_decay=0.1))
     state = fs.init_state(model, opt, fs.random.key(0), layout)
     step = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule)
     return state, step, next(batches(mesh, config.vocab))

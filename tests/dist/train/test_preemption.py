@@ -63,10 +63,10 @@ def made(axes: dict[str, int], strategy: fs.Strategy, **how: Any) -> tuple[Any, 
     model = fs.models.decoder(CONFIG)
     stages = None
     if "pp" in axes:
-        how["schedule"] = fs.plan_schedule("1f1b", axes["pp"], how.get("microbatches", 1))
-        stages = fs.stages_of(model, how["schedule"])
+        how["schedule"] = fs.pipeline.plan_schedule("1f1b", axes["pp"], how.get("microbatches", 1))
+        stages = fs.pipeline.stages_of(model, how["schedule"])
     layout = fs.plan_layout(model, mesh, strategy=strategy, stages=stages, precision=how.pop("layout", fs.FP32))
-    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2))
     return mesh, fs.init_state(model, opt, fs.random.key(0), layout), fs.make_train_step(model, opt, **how)
 
 

@@ -16,7 +16,7 @@ from fsharding.testing import assert_bitwise_equal, run_ranks
 
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20)
 MODEL = fs.models.decoder(CONFIG)
-OPT = fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(1e-2, weight_decay=0.1))
+OPT = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(1e-2, weight_decay=0.1))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from fsharding.errors import FshardingError
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 OPTIMIZERS = {
-    "adamw": lambda: fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1)),
+    "adamw": lambda: fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1)),
     "sgd": lambda: fs.sgd(1e-2, momentum=0.9),
     "lion": lambda: fs.optim.lion(1e-2),
     "muon": lambda: fs.optim.muon(1e-2),
@@ -143,7 +143,9 @@ def test_the_edit_mends_it_and_pieces_by_hand_refuse_the_same():
 # ------------------------------------------------------------------------------------- leaves that cannot say where they are
 def staged_layout():
     model = fs.models.decoder(SIZES)
-    return model, fs.plan_layout(model, fs.make_mesh(pp=2), stages=fs.stages_of(model, fs.plan_schedule("1f1b", 2, 4)))
+    return model, fs.plan_layout(
+        model, fs.make_mesh(pp=2), stages=fs.pipeline.stages_of(model, fs.pipeline.plan_schedule("1f1b", 2, 4))
+    )
 
 
 def fused_layout():

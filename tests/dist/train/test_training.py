@@ -109,7 +109,7 @@ def optimizer(name, clip=0.5):
         "sgd": lambda: fs.sgd(0.2),
         "momentum": lambda: fs.sgd(0.05, momentum=0.9, weight_decay=0.01),
     }[name]()
-    return fs.chain(fs.clip_by_global_norm(clip), inner)
+    return fs.optim.chain(fs.optim.clip_by_global_norm(clip), inner)
 
 
 def whole(values):
@@ -674,7 +674,7 @@ def train_toy(name, strategies, axes, microbatches, steps=2):
     for strategy in strategies:
         draws = toy_draws(toy)
         layout = fs.plan_layout(draws, mesh, strategy=strategy, names=toy.names, frozen=toy.frozen)
-        opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(0.03, weight_decay=0.1))
+        opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(0.03, weight_decay=0.1))
         state = fs.init_state(lambda key, draws=draws: draws, opt, fs.random.key(0), layout)
         step = fs.make_train_step(toy.loss, opt, microbatches=microbatches, donate=True)
         assert layout.memory(opt).state == fs.state_bytes((state.params, state.main, state.opt_state))
@@ -1283,7 +1283,7 @@ def by_hand(strategy, axes, opt, frozen=()):
     for batch in batches(4, mesh):
         (loss, weight), grads = fs.value_and_grad(research_loss, grads=goal)(params, batch)
         updates, opt_state = optim.update(grads, opt_state, params)
-        params = fs.apply_updates(params, updates)
+        params = fs.optim.apply_updates(params, updates)
         state, metrics = step(state, batch)
         losses.append((loss.item(), metrics.loss.item(), weight.item(), metrics.weight.item()))
     assert fs.tree.map(lambda x: str(x.placements), params) == fs.tree.map(lambda x: str(x.placements), state.params)

@@ -133,7 +133,7 @@ def test_fused_dims_that_tp_cuts_count_once():
 
 def staged():
     model = fs.models.decoder(fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=2, hidden=16))
-    stages = fs.stages_of(model, fs.plan_schedule("1f1b", 2, 2))
+    stages = fs.pipeline.stages_of(model, fs.pipeline.plan_schedule("1f1b", 2, 2))
     layout = fs.plan_layout(model, fs.make_mesh(pp=2), stages=stages)
     params = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout).params
     draws = model.init(fs.random.split(fs.random.key(0))[0])

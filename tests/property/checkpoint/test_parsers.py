@@ -102,7 +102,7 @@ def draws(key):
 
 
 def planned():
-    return fs.plan_layout(draws(fs.random.key(0)), fs.make_mesh(device="cpu"), strategy=fs.OPTIM_GRADS_PARAMS)
+    return fs.plan_layout(draws(fs.random.key(0)), fs.make_mesh(device="cpu"), strategy=fs.zero(3))
 
 
 def saved(folder: Path) -> Path:

@@ -31,7 +31,7 @@ def schedules(draw, least_ranks=1, most_ahead=3):
     name, ranks = draw(st.sampled_from(SCHEDULES)), draw(st.integers(least_ranks, 8))
     microbatches, ahead = draw(st.sampled_from(can_have(name, ranks))), draw(st.integers(0, most_ahead))
     local = draw(st.integers(2, 3)) if name.startswith("interleaved") else None
-    return fs.plan_schedule(
+    return fs.pipeline.plan_schedule(
         name, ranks, microbatches, stages_per_rank=local, gather=draw(HOWS), scatter=draw(HOWS), ahead=ahead
     )
 
@@ -52,13 +52,13 @@ def between(row):
 
 
 def assert_refused(schedule):
-    with pytest.raises(ScheduleError, match=f"fs.check_schedule refuses {schedule.name}"):
-        fs.check_schedule(schedule)
+    with pytest.raises(ScheduleError, match=f"fs.pipeline.check_schedule refuses {schedule.name}"):
+        fs.pipeline.check_schedule(schedule)
 
 
 @given(schedules())
 def test_what_can_be_planned_is_right(schedule):
-    assert fs.check_schedule(schedule) is schedule
+    assert fs.pipeline.check_schedule(schedule) is schedule
     for rank, row in enumerate(schedule.table):
         order = defaultdict(list)
         for action in row:
@@ -144,9 +144,9 @@ def test_times_add_up(schedule, times, send):
 def test_a_rank_may_wait_at_each_receive_that_is_late(schedule):
     """Where nothing is posted ahead, receives may block and messages need no other order than that of each channel."""
     table = tuple(late(row, schedule.owner) for row in schedule.table)
-    fs.check_schedule(replace(schedule, table=table))
+    fs.pipeline.check_schedule(replace(schedule, table=table))
     computes = [[action for action in row if action.kind in COMPUTES] for row in table]
-    for rank, (row, lowered) in enumerate(zip(table, fs.make_schedule(computes, ahead=0).table, strict=True)):
+    for rank, (row, lowered) in enumerate(zip(table, fs.pipeline.make_schedule(computes, ahead=0).table, strict=True)):
         assert sorted(row) == sorted(schedule.table[rank])
         assert between(row) == between(lowered), "as if it had been planned so"
     channels, at = defaultdict(deque), [0] * schedule.ranks
@@ -172,7 +172,7 @@ def test_a_rank_may_wait_at_each_receive_that_is_late(schedule):
 def test_a_receive_is_posted_before_the_compute_before_its_use(schedule, ahead):
     """Or right after an earlier message of the same two ranks, which name theirs in one order."""
     computes = [[action for action in row if action.kind in COMPUTES] for row in schedule.table]
-    for row in fs.make_schedule(computes, ahead=ahead).table:
+    for row in fs.pipeline.make_schedule(computes, ahead=ahead).table:
         posted, since, last = {}, 0, {}
         for action in row:
             if action.kind in MESSAGES:
@@ -188,10 +188,10 @@ def test_a_receive_is_posted_before_the_compute_before_its_use(schedule, ahead):
 @given(schedules(), st.integers(0, 80))
 def test_every_layer_is_on_one_stage(schedule, more):
     layers = schedule.stages + more
-    by_stage = fs.layers_of(schedule, layers)
+    by_stage = fs.pipeline.layers_of(schedule, layers)
     assert [i for owned in by_stage for i in owned] == list(range(layers))
     assert max(map(len, by_stage)) - min(map(len, by_stage)) <= 1
-    by_rank = fs.stages_for(schedule, layers)
+    by_rank = fs.pipeline.stages_for(schedule, layers)
     assert [len(owned) for owned in by_rank] == [
         sum(len(by_stage[stage]) for stage in schedule.stages_on(rank)) for rank in range(schedule.ranks)
     ]
@@ -204,7 +204,7 @@ def test_all_tables_up_to_eight_ranks(name):
     for ranks in range(1, 9):
         for local in (2, 3, 4) if name.startswith("interleaved") else (None,):
             for microbatches in can_have(name, ranks):
-                fs.plan_schedule(name, ranks, microbatches, stages_per_rank=local)
+                fs.pipeline.plan_schedule(name, ranks, microbatches, stages_per_rank=local)
             for microbatches in {*range(1, 25)} - {*can_have(name, ranks)}:
                 with pytest.raises(ScheduleError, match="microbatches is"):
-                    fs.plan_schedule(name, ranks, microbatches, stages_per_rank=local)
+                    fs.pipeline.plan_schedule(name, ranks, microbatches, stages_per_rank=local)

@@ -140,7 +140,7 @@ def optimizer(case):
         # A large eps: else the first steps follow the signs of gradients that are zero but for rounding.
         "adamw": lambda: fs.adamw(0.05, eps=1e-2, weight_decay=0.1),
     }[case.optimizer]()
-    return fs.chain(fs.clip_by_global_norm(case.clip), inner)
+    return fs.optim.chain(fs.optim.clip_by_global_norm(case.clip), inner)
 
 
 @functools.cache

@@ -39,10 +39,10 @@ def draws(key):
 
 
 def optimizer():
-    return fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1))
+    return fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1))
 
 
-def planned(strategy=fs.OPTIM_GRADS_PARAMS, precision=fs.FP32, model=draws, **options):
+def planned(strategy=fs.zero(3), precision=fs.FP32, model=draws, **options):
     mesh = fs.make_mesh(device="cpu")
     return fs.plan_layout(model(fs.random.key(0)), mesh, strategy=strategy, precision=precision, **options)
 
@@ -146,7 +146,7 @@ class Wrapped(NamedTuple):
 
 def wrapping(opt):
     """An optimizer of a user, with a state class that we do not know."""
-    return fs.GradientTransformation(lambda p: Wrapped(opt.init(p), torch.zeros(3)), opt.update)
+    return fs.optim.GradientTransformation(lambda p: Wrapped(opt.init(p), torch.zeros(3)), opt.update)
 
 
 def test_state_of_an_unknown_class_needs_opt(tmp_path):
@@ -536,7 +536,7 @@ def test_other_model(saved):
 
 
 def test_other_optimizer(saved):
-    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2, moments=torch.bfloat16), fs.sgd(0.1))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2, moments=torch.bfloat16), fs.sgd(0.1))
     text = refusal(ck.load, saved, planned(), opt=opt)
     assert text.startswith(
         f"fs.checkpoint.load cannot use {saved}: it is a checkpoint of another optimizer; 11 leaves differ.\n"

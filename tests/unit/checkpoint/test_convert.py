@@ -297,7 +297,7 @@ def draws(key):
     }
 
 
-def planned(strategy=fs.OPTIM_GRADS_PARAMS, precision=fs.FP32, **options):
+def planned(strategy=fs.zero(3), precision=fs.FP32, **options):
     return fs.plan_layout(
         draws(fs.random.key(0)), fs.make_mesh(device="cpu"), strategy=strategy, precision=precision, **options
     )

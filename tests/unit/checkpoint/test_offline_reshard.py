@@ -42,7 +42,7 @@ DIM_NAMES = {
 }
 
 
-def planned(strategy=fs.OPTIM_GRADS_PARAMS, precision=fs.FP32):
+def planned(strategy=fs.zero(3), precision=fs.FP32):
     mesh = fs.make_mesh(device="cpu")
     return fs.plan_layout(
         draws(fs.random.key(0)), mesh, strategy=strategy, precision=precision, names=DIM_NAMES, frozen="scale"

@@ -38,7 +38,7 @@ def test_it_is_whole():
 
 def test_it_trains_on_as_where_it_was_saved():
     layout = fs.plan_layout(init(fs.random.key(3)), fs.make_mesh(dp=1), strategy=fs.zero(1))
-    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2))
     state = fs.checkpoint.load(SAVED, layout)
     step = fs.make_train_step(loss_fn, opt)
     losses = []

@@ -637,7 +637,7 @@ fs.functionalize finds no names for 2 leaves; the table has 'bias', 'gone'.
 Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."""),
     "no module": (lambda: fs.functionalize(Net, UNITS), ConfigError, """
 fs.functionalize needs an nn.Module; got class Net.
-Make one, or write the functions of a Model yourself: see fs.Model."""),
+Make one, or write the functions of a Model yourself: see fs.models.Model."""),
     "no shapes": (lambda: fs.model_from(nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))), ConfigError, """
 fs.model_from needs shapes.
   0.weight
@@ -736,7 +736,7 @@ def test_heads_that_tp_cannot_share_are_refused():
 
 
 def test_every_family_names_what_it_computes_over_tp():
-    for family in fs.families.FAMILIES.values():
+    for family in fs.hf.families.FAMILIES.values():
         assert not family.roles or family.heads
         called = {name for names in family.names.values() for name in names or () if name is not None}
         assert called <= {*fs.DEFAULT_RULES} - {"expert", "layers"}

@@ -74,9 +74,9 @@ MIXTRAL = {
 
 
 def test_published_configs_are_the_recipes():
-    assert hf.config_of(LLAMA_8B) == fs.recipes.llama3_8b().config
-    assert hf.config_of(QWEN_72B) == fs.recipes.qwen2_5_72b().config
-    wanted = fs.recipes.mixtral_8x7b().config
+    assert hf.config_of(LLAMA_8B) == fs.models.presets.llama3_8b().config
+    assert hf.config_of(QWEN_72B) == fs.models.presets.qwen2_5_72b().config
+    wanted = fs.models.presets.mixtral_8x7b().config
     experts = Experts(8, 2, 14336)
     assert hf.config_of(MIXTRAL) == dataclasses.replace(wanted, experts=experts)
     balanced = hf.config_of({**MIXTRAL, "output_router_logits": True}).experts
@@ -93,7 +93,7 @@ def test_a_config_comes_back(name):
 
 @pytest.mark.parametrize("name", ["llama3_405b", "mixtral_8x7b", "qwen2_5_72b", "tiny_mixtral", "tiny_qwen2_5"])
 def test_a_recipe_goes_out_and_its_config_comes_back(name):
-    recipe = getattr(fs.recipes, name)()
+    recipe = getattr(fs.models.presets, name)()
     assert hf.config_of(hf.config_json(recipe)) == recipe.config
     assert hf.names_of(recipe) == hf.names_of(recipe.config)
 
@@ -101,7 +101,7 @@ def test_a_recipe_goes_out_and_its_config_comes_back(name):
 def test_what_is_no_config_is_refused():
     assert refusal(ConfigError, hf.config_json, LLAMA_8B) == (
         "fs.hf.config_json needs the config of a decoder; got dict.\n"
-        "Pass a DecoderConfig, or a recipe such as fs.recipes.llama3_8b()."
+        "Pass a DecoderConfig, or a recipe such as fs.models.presets.llama3_8b()."
     )
 
 

@@ -12,7 +12,9 @@ from fsharding.mesh.consistency import _differences, digest, facts_of, refuse_di
 
 
 def settings(**changes):
-    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(fs.optim.schedules.warmup_cosine(3e-4, 10, 100), **changes))
+    opt = fs.optim.chain(
+        fs.optim.clip_by_global_norm(1.0), fs.adamw(fs.optim.schedules.warmup_cosine(3e-4, 10, 100), **changes)
+    )
     return facts_of("optimizer", opt)
 
 

@@ -149,7 +149,7 @@ def losses(when: str = "") -> tuple[list[torch.Tensor], list[bool]]:
         at("in the optimizer")
         return adamw.update(*args, **kwargs)
 
-    opt = fs.GradientTransformation(adamw.init, update)
+    opt = fs.optim.GradientTransformation(adamw.init, update)
     state = fs.init_state(MODEL, adamw, fs.random.key(0), fs.plan_layout(MODEL, fs.make_mesh(device="cpu")))
     step = fs.make_train_step(MODEL._replace(block=block), opt, microbatches=2)
     found, told = [], []

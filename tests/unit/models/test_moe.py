@@ -86,7 +86,7 @@ def routed_model():
         "blocks": expert_names(c),
         "head": {"w": ("embed",)},
     }
-    return fs.Model(
+    return fs.models.Model(
         init,
         embed=lambda params, batch: batch["x"] * params["scale"],
         block=lambda params, x: x + mixture(c, params, x)[0],
@@ -100,7 +100,7 @@ def test_a_step_moves_biases_against_their_load_and_nothing_else_by_it():
     model, mesh = routed_model(), fs.make_mesh(device="cpu")
     frozen = ("embed", "blocks.router")
     layout = fs.plan_layout(model, mesh, frozen=frozen)
-    opt = fs.chain(fs.clip_by_global_norm(0.1), fs.adamw(1e-3, weight_decay=0.5))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.adamw(1e-3, weight_decay=0.5))
     state = fs.init_state(model, opt, fs.random.key(0), layout)
     step, plain = fs.make_train_step(model, opt, microbatches=2), fs.make_train_step(fs.model_loss(model), opt)
     batch, router = {"x": activations()}, state.params["blocks"]["router"].to_local()[0]

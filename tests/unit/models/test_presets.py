@@ -34,8 +34,11 @@ def test_a_published_model_has_its_parameters_and_a_plan(name):
     began, model = time.perf_counter(), recipe(name).model()
     assert count(model.init(fs.random.key(0))) == PUBLISHED[name]
     axes = MESHES.get(name, {"pp": 8, "dp": 32, "tp": 8})
-    schedule, mesh = fs.plan_schedule("1f1b", axes["pp"], 16), fs.AbstractMesh(tuple(axes), tuple(axes.values()))
-    layout = fs.plan_layout(model, mesh, stages=fs.stages_of(model, schedule))
+    schedule, mesh = (
+        fs.pipeline.plan_schedule("1f1b", axes["pp"], 16),
+        fs.AbstractMesh(tuple(axes), tuple(axes.values())),
+    )
+    layout = fs.plan_layout(model, mesh, stages=fs.pipeline.stages_of(model, schedule))
     last = {axis: size - 1 for axis, size in axes.items()}
     held = [layout.memory(coord={**last, "pp": pp}).params for pp in range(axes["pp"])]
     ranks = math.prod(axes.values()) / axes["pp"]
@@ -52,7 +55,7 @@ def test_twins_are_small_and_take_bytes(name):
 def test_names():
     assert recipe("llama3-8b") is recipe("llama3_8b") is RECIPES["llama3_8b"]
     assert recipe("qwen2.5-72b") is RECIPES["qwen2_5_72b"] and recipe("bench_34m") is RECIPES["bench-34m"]
-    assert fs.recipes.llama3_8b() == RECIPES["llama3_8b"]
+    assert fs.models.presets.llama3_8b() == RECIPES["llama3_8b"]
     with pytest.raises(ConfigError, match=r"knows no preset 'lama3_8b'\.\nPresets are .*Did you mean 'llama3_8b'\?"):
         recipe("lama3_8b")
 

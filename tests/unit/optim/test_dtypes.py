@@ -124,8 +124,9 @@ CASES: dict[str, tuple[Any, Any]] = {
         lambda params: torch.optim.RMSprop(params, lr=RATE, momentum=0.9, centered=True),
     ),
     "chain": (
-        lambda **how: fs.chain(
-            fs.clip_by_global_norm(1e9), fs.optim.multi_transform({"all": fs.adamw(RATE, **how)}, lambda p, x: "all")
+        lambda **how: fs.optim.chain(
+            fs.optim.clip_by_global_norm(1e9),
+            fs.optim.multi_transform({"all": fs.adamw(RATE, **how)}, lambda p, x: "all"),
         ),
         lambda params: torch.optim.AdamW(params, RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ),
@@ -275,7 +276,7 @@ def test_a_transformation_of_ones_own_may_take_the_dtype():
     def same(updates, state, params=None, context=None):
         return updates, state
 
-    opt = fs.chain(optim.ContextTransformation(knowing, same), fs.GradientTransformation(plain_one, same))
+    opt = fs.optim.chain(optim.ContextTransformation(knowing, same), fs.optim.GradientTransformation(plain_one, same))
     layout = fs.plan_layout(drawn(0), fs.make_mesh(device="cpu"), precision=Precision(moments=F16))
     fs.init_state(lambda key: drawn(0), opt, fs.random.key(0), layout)
     assert seen == [F16, "nothing"]

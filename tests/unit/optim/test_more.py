@@ -29,7 +29,7 @@ def ours(opt, steps=5, shapes=SHAPES):
     state = opt.init(params)
     for step in range(1, steps + 1):
         updates, state = opt.update(values(step, shapes), state, params)
-        params = fs.apply_updates(params, updates)
+        params = fs.optim.apply_updates(params, updates)
     return params
 
 
@@ -250,7 +250,7 @@ MAKES = {
     "adafactor": lambda: optim.adafactor(weight_decay=0.1),
     "muon": lambda: optim.multi_transform({"matrix": optim.muon(0.02), "other": fs.adamw(0.1)}, optim.label_matrices()),
     "from_torch": lambda: optim.from_torch(torch.optim.RMSprop, momentum=0.9, weight_decay=0.1),
-    "ema": lambda: fs.chain(fs.sgd(0.1), optim.ema(0.9)),
+    "ema": lambda: fs.optim.chain(fs.sgd(0.1), optim.ema(0.9)),
     "lookahead": lambda: optim.lookahead(fs.adamw(0.1), every=2),
     "noise": lambda: optim.add_noise(optim.annealed(0.3), fs.random.key(0)),
 }
@@ -262,7 +262,7 @@ def test_an_update_changes_nothing_that_went_in(name):
     _, state = opt.update(values(2), opt.init(params), params)
     before = fs.tree.map(torch.clone, (params, grads, state))
     updates, after = opt.update(grads, state, params)
-    fs.apply_updates(params, updates)
+    fs.optim.apply_updates(params, updates)
     assert_bitwise_equal((params, grads, state), before)
     again = opt.update(*fs.tree.map(torch.clone, (grads, state, params)), optim.UpdateContext(donate=True))
     assert_bitwise_equal(again, (updates, after))
@@ -276,7 +276,7 @@ def test_frozen_leaves_stay_frozen(name):
     for _ in range(2):
         updates, state = opt.update(params, state, whole)
         assert updates["blocks"]["frozen"] is None
-    assert fs.apply_updates(whole, updates)["blocks"]["frozen"] is whole["blocks"]["frozen"]
+    assert fs.optim.apply_updates(whole, updates)["blocks"]["frozen"] is whole["blocks"]["frozen"]
 
 
 # ------------------------------------------------------------------------------------------- where an element stands
@@ -297,7 +297,7 @@ def test_an_element_does_not_know_where_it_stands(size, cuts, name, seed):
         state = opt.init(params)
         for grad in grads:
             updates, state = opt.update([grad[a:b] for a, b in pieces], state, params)
-            params = fs.apply_updates(params, updates)
+            params = fs.optim.apply_updates(params, updates)
         return torch.cat(params)
 
     assert_bitwise_equal(run(list(itertools.pairwise(points))), run([(0, size)]))
@@ -314,17 +314,17 @@ def test_a_unit_of_a_stack_is_as_the_unit_alone(layers, rows, columns, name):
         state = opt.init(params)
         for grads in generator[1:]:
             updates, state = opt.update({"w": grads[layer]}, state, params)
-            params = fs.apply_updates(params, updates)
+            params = fs.optim.apply_updates(params, updates)
         assert_trees_close(params["w"], whole[layer], rtol=1e-4, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------------- averages
 def test_ema_follows_the_parameters():
-    opt, params = fs.chain(fs.sgd(0.1, momentum=0.9), optim.ema(0.8)), values(0)
+    opt, params = fs.optim.chain(fs.sgd(0.1, momentum=0.9), optim.ema(0.8)), values(0)
     state, average = opt.init(params), params
     for step in range(1, 5):
         updates, state = opt.update(values(step), state, params)
-        params = fs.apply_updates(params, updates)
+        params = fs.optim.apply_updates(params, updates)
         average = fs.tree.map(lambda a, p: 0.8 * a + 0.2 * p, average, params)
     assert_trees_close(optim.ema_of(state), average, rtol=1e-6, atol=1e-6)
     assert_bitwise_equal(params, ours(fs.sgd(0.1, momentum=0.9), 4))
@@ -332,7 +332,7 @@ def test_ema_follows_the_parameters():
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_one_average_is_asked_for(count):
-    state = fs.chain(fs.sgd(0.1), *[optim.ema()] * count).init(values(0))
+    state = fs.optim.chain(fs.sgd(0.1), *[optim.ema()] * count).init(values(0))
     with pytest.raises(TreeError) as caught:
         optim.ema_of(state)
     assert str(caught.value) == (
@@ -347,7 +347,7 @@ def test_lookahead_is_that_of_the_paper():
     state = inner.init(params)
     for step in range(1, 8):
         updates, state = inner.update(values(step), state, params)
-        params = fs.apply_updates(params, updates)
+        params = fs.optim.apply_updates(params, updates)
         if step % 3 == 0:
             params = slow = fs.tree.map(lambda s, p: s + 0.25 * (p - s), slow, params)
     found = ours(optim.lookahead(fs.adamw(0.1), every=3, share=0.25), 7)

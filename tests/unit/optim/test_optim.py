@@ -29,7 +29,7 @@ def ours(opt, steps=5):
     states = opt.init(params)
     for step in range(1, steps + 1):
         updates, states = opt.update(values(step), states, params)
-        params = fs.apply_updates(params, updates)
+        params = fs.optim.apply_updates(params, updates)
     return params
 
 
@@ -83,7 +83,7 @@ def test_adamw_is_that_of_torch(how):
 
 @pytest.mark.parametrize("clip", [0.1, 3.0, 1e6])
 def test_clipping_is_that_of_torch(clip):
-    chained = fs.chain(fs.clip_by_global_norm(clip), fs.sgd(0.1))
+    chained = fs.optim.chain(fs.optim.clip_by_global_norm(clip), fs.sgd(0.1))
     assert_trees_close(ours(chained), theirs(lambda p: torch.optim.SGD(p, lr=0.1), clip=clip), rtol=1e-6, atol=1e-6)
 
 
@@ -135,7 +135,7 @@ def test_an_element_of_adam_does_not_know_where_it_stands(size, cuts, dtype, see
         state = opt.init(params)
         for grad in grads:
             updates, state = opt.update([grad[a:b] for a, b in pieces], state, params)
-            params = fs.apply_updates(params, updates)
+            params = fs.optim.apply_updates(params, updates)
         return [torch.cat(x) for x in (params, state.mu, state.nu)]
 
     whole, cut = run([(0, size)]), run(list(itertools.pairwise(points)))
@@ -215,7 +215,7 @@ def test_strides_do_not_matter(make, donate):
         for step in range(1, 4):
             grads = {name: lay((x * step).sin().contiguous()) for name, x in params.items()}
             updates, state = opt.update(grads, state, params, UpdateContext(donate=donate))
-            params = fs.apply_updates(params, updates, donate=donate)
+            params = fs.optim.apply_updates(params, updates, donate=donate)
         return {name: x.contiguous() for name, x in params.items()}
 
     assert_bitwise_equal(run(True), run(False))
@@ -223,14 +223,18 @@ def test_strides_do_not_matter(make, donate):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: fs.adamw(0.1), lambda: fs.sgd(0.1, momentum=0.9, weight_decay=0.1), lambda: fs.clip_by_global_norm(0.1)],
+    [
+        lambda: fs.adamw(0.1),
+        lambda: fs.sgd(0.1, momentum=0.9, weight_decay=0.1),
+        lambda: fs.optim.clip_by_global_norm(0.1),
+    ],
 )
 def test_an_update_changes_nothing_that_went_in(make):
     opt, params, grads = make(), values(0), values(1)
     _, state = opt.update(values(2), opt.init(params), params)
     before = fs.tree.map(torch.clone, (params, grads, state))
     updates, after = opt.update(grads, state, params)
-    fs.apply_updates(params, updates)
+    fs.optim.apply_updates(params, updates)
     assert_bitwise_equal((params, grads, state), before)
     donated, state_of = opt.update(*fs.tree.map(torch.clone, (grads, state, params)), UpdateContext(donate=True))
     assert_bitwise_equal((donated, state_of), (updates, after))
@@ -288,7 +292,7 @@ def plain_spy(seen, name):
         seen.append((name, len(rest), kwargs))
         return updates, state
 
-    return fs.GradientTransformation(lambda params, **_: EmptyState(), update)
+    return fs.optim.GradientTransformation(lambda params, **_: EmptyState(), update)
 
 
 def context_spy(seen, name):
@@ -304,9 +308,9 @@ def context_spy(seen, name):
 
 def test_a_chain_hands_the_context_to_members_whose_type_takes_one():
     seen: list[Any] = []
-    inner = fs.chain(plain_spy(seen, "d"), context_spy(seen, "e"))
+    inner = fs.optim.chain(plain_spy(seen, "d"), context_spy(seen, "e"))
     groups = optim.multi_transform({"w": context_spy(seen, "f"), "v": plain_spy(seen, "g")}, lambda path, leaf: path)
-    opt = fs.chain(context_spy(seen, "a"), plain_spy(seen, "b"), context_spy(seen, "c"), inner, groups)
+    opt = fs.optim.chain(context_spy(seen, "a"), plain_spy(seen, "b"), context_spy(seen, "c"), inner, groups)
     params, where = {"w": torch.ones(2), "v": torch.ones(3)}, {"w": "here", "v": "there"}
     context = UpdateContext(donate=True, norm=torch.tensor(3.0), shardings=where)
     opt.update(params, opt.init(params), params, context)
@@ -320,7 +324,7 @@ def test_a_chain_hands_the_context_to_members_whose_type_takes_one():
 def test_members_of_a_chain_that_applies_see_the_context_too():
     seen: list[Any] = []
     params, norm = {"w": torch.ones(2)}, torch.tensor(3.0)
-    opt = fs.chain(context_spy(seen, "a"), optim.multi_transform({"w": fs.adamw(0.1)}, lambda path, leaf: path))
+    opt = fs.optim.chain(context_spy(seen, "a"), optim.multi_transform({"w": fs.adamw(0.1)}, lambda path, leaf: path))
     optim.apply_gradients(opt, params, opt.init(params), params, donate=False, norm=norm, shardings={"w": "here"})
     assert seen == [("a", False, 3.0, {"w": "here"})]
 
@@ -353,8 +357,10 @@ def test_a_context_of_another_kind_is_named():
 
 def test_states_are_named_tuples():
     params = values(0)
-    opt = fs.chain(
-        fs.clip_by_global_norm(1.0), fs.adamw(0.1), fs.optim.multi_transform({"a": fs.sgd(0.1)}, lambda path, leaf: "a")
+    opt = fs.optim.chain(
+        fs.optim.clip_by_global_norm(1.0),
+        fs.adamw(0.1),
+        fs.optim.multi_transform({"a": fs.sgd(0.1)}, lambda path, leaf: "a"),
     )
     state = opt.init(params)
     assert isinstance(state, ChainState) and isinstance(state.states[0], EmptyState)
@@ -368,9 +374,9 @@ def test_states_are_named_tuples():
 
 def test_updates_of_none_leave_a_parameter_alone():
     params = {"a": torch.ones(2), "b": torch.ones(2)}
-    after = fs.apply_updates(params, {"a": torch.ones(2), "b": None})
+    after = fs.optim.apply_updates(params, {"a": torch.ones(2), "b": None})
     assert after["b"] is params["b"] and after["a"].tolist() == [2, 2] and params["a"].tolist() == [1, 1]
-    halves = fs.apply_updates({"a": torch.ones(2, dtype=torch.bfloat16)}, {"a": torch.full((2,), 2.0**-9)})
+    halves = fs.optim.apply_updates({"a": torch.ones(2, dtype=torch.bfloat16)}, {"a": torch.full((2,), 2.0**-9)})
     assert halves["a"].dtype == torch.bfloat16
 
 
@@ -435,7 +441,9 @@ def test_rates_follow_the_number_of_updates():
 
 def identity():
     """A pair of a user's own."""
-    return fs.GradientTransformation(lambda params: EmptyState(), lambda updates, state, params=None: (updates, state))
+    return fs.optim.GradientTransformation(
+        lambda params: EmptyState(), lambda updates, state, params=None: (updates, state)
+    )
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -444,15 +452,15 @@ def identity():
     [
         fs.adamw(0.1),
         fs.sgd(0.1, momentum=0.9),
-        fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(0.1, weight_decay=0.1)),
-        fs.chain(fs.clip_by_global_norm(0.5), fs.clip_by_global_norm(0.1), fs.adamw(0.1)),
-        fs.chain(fs.sgd(1.0), fs.clip_by_global_norm(0.5), fs.adamw(0.1)),
-        fs.chain(identity(), fs.adamw(0.1)),
-        fs.chain(
-            fs.clip_by_global_norm(0.5),
+        fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(0.1, weight_decay=0.1)),
+        fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.optim.clip_by_global_norm(0.1), fs.adamw(0.1)),
+        fs.optim.chain(fs.sgd(1.0), fs.optim.clip_by_global_norm(0.5), fs.adamw(0.1)),
+        fs.optim.chain(identity(), fs.adamw(0.1)),
+        fs.optim.chain(
+            fs.optim.clip_by_global_norm(0.5),
             fs.optim.multi_transform({"a": fs.adamw(0.1), "b": fs.adamw(0.2)}, lambda p, _: p),
         ),
-        fs.chain(fs.clip_by_global_norm(0.5), fs.sgd(0.1)),
+        fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.sgd(0.1)),
     ],
     ids=["adamw", "sgd", "clip", "clips", "late", "pair", "groups", "plain"],
 )
@@ -470,7 +478,7 @@ def test_a_scale_that_is_handed_on_is_one_that_was_multiplied(opt, donate):
         torch.equal(x, y) for x, y in zip(*map(fs.tree.leaves, (before, (params, grads))), strict=True)
     )
     updates, state = opt.update(divided, opt.init(wanted), wanted)
-    assert_trees_close(found, (fs.apply_updates(wanted, updates), state), rtol=1e-6, atol=1e-7)
+    assert_trees_close(found, (fs.optim.apply_updates(wanted, updates), state), rtol=1e-6, atol=1e-7)
 
 
 UNLIKE = {
@@ -500,9 +508,9 @@ def test_shapes_that_differ_are_not_broadcast(name):
 
 def test_updates_of_another_shape_are_refused():
     with pytest.raises(TreeError) as caught:
-        fs.apply_updates({"v": torch.ones(2), "w": torch.ones(3)}, {"v": torch.ones(2), "w": torch.ones(1)})
+        fs.optim.apply_updates({"v": torch.ones(2), "w": torch.ones(3)}, {"v": torch.ones(2), "w": torch.ones(1)})
     assert str(caught.value) == (
-        "fs.apply_updates got parameters and updates of different shapes.\n"
+        "fs.optim.apply_updates got parameters and updates of different shapes.\n"
         "  w: parameters [3], updates [1]\n"
         "Give parameters and updates of one model."
     )
@@ -515,12 +523,12 @@ def test_updates_of_another_shape_are_refused():
 def test_settings_that_can_never_be_right():
     for norm in (-1.0, 0.0, math.nan):
         with pytest.raises(ConfigError) as caught:
-            fs.clip_by_global_norm(norm)
+            fs.optim.clip_by_global_norm(norm)
         assert str(caught.value) == (
-            f"fs.clip_by_global_norm got max_norm={norm}.\nGive a norm above 0; math.inf leaves gradients as they are."
+            f"fs.optim.clip_by_global_norm got max_norm={norm}.\nGive a norm above 0; math.inf leaves gradients as they are."
         )
     grads = {"w": torch.ones(3)}
-    assert_bitwise_equal(fs.clip_by_global_norm(math.inf).update(grads, EmptyState())[0], grads)
+    assert_bitwise_equal(fs.optim.clip_by_global_norm(math.inf).update(grads, EmptyState())[0], grads)
     with pytest.raises(ConfigError) as caught:
         fs.optim.schedules.linear(1.0, 0.0, 0)
     assert (
@@ -538,12 +546,12 @@ DECAYING = {
 }
 INSIDE = {
     "alone": lambda opt: opt,
-    "chain": lambda opt: fs.chain(fs.clip_by_global_norm(1.0), opt),
-    "first": lambda opt: fs.chain(opt, optim.ema(0.9)),
+    "chain": lambda opt: fs.optim.chain(fs.optim.clip_by_global_norm(1.0), opt),
+    "first": lambda opt: fs.optim.chain(opt, optim.ema(0.9)),
     "groups": lambda opt: fs.optim.multi_transform(
         {"a": fs.sgd(0.1), "b": opt}, lambda path, leaf: "b" if path == "w" else "a"
     ),
-    "lookahead": lambda opt: fs.chain(fs.chain(opt)),
+    "lookahead": lambda opt: fs.optim.chain(fs.optim.chain(opt)),
 }
 
 
@@ -583,7 +591,7 @@ STATES = {
     "fs.optim.ema": (lambda: optim.ema(0.9), "EmaState"),
     "fs.optim.lookahead": (lambda: optim.lookahead(fs.sgd(0.1)), "LookaheadState"),
     "fs.optim.add_noise": (lambda: optim.add_noise(0.1, fs.random.key(0)), "NoiseState"),
-    "fs.chain": (lambda: fs.chain(fs.adamw(0.1)), "ChainState"),
+    "fs.optim.chain": (lambda: fs.optim.chain(fs.adamw(0.1)), "ChainState"),
     "fs.optim.multi_transform": (
         lambda: fs.optim.multi_transform({"a": fs.adamw(0.1)}, lambda path, leaf: "a"),
         "MultiTransformState",
@@ -614,7 +622,8 @@ def test_a_state_in_another_place_is_told_from_gradients(function):
 
 
 @pytest.mark.parametrize(
-    "function", [name for name in STATES if name not in ("fs.chain", "fs.optim.multi_transform", "fs.optim.add_noise")]
+    "function",
+    [name for name in STATES if name not in ("fs.optim.chain", "fs.optim.multi_transform", "fs.optim.add_noise")],
 )
 def test_values_are_told_from_gradients(function):
     opt, params = STATES[function][0](), {"w": torch.ones(2, 3)}
@@ -632,11 +641,11 @@ def test_values_are_told_from_gradients(function):
 
 def test_states_of_other_chains_and_groups_are_refused():
     params = {"w": torch.ones(2)}
-    two, three = fs.chain(fs.sgd(0.1), fs.sgd(0.1)), fs.chain(fs.sgd(0.1), fs.sgd(0.1), fs.sgd(0.1))
+    two, three = fs.optim.chain(fs.sgd(0.1), fs.sgd(0.1)), fs.optim.chain(fs.sgd(0.1), fs.sgd(0.1), fs.sgd(0.1))
     with pytest.raises(TreeError) as caught:
         two.update(params, three.init(params), params)
     assert str(caught.value) == (
-        "fs.chain got a state of 3 transformations, and has 2.\nGive the state that this chain's init or update made."
+        "fs.optim.chain got a state of 3 transformations, and has 2.\nGive the state that this chain's init or update made."
     )
     one, other = (fs.optim.multi_transform({name: fs.sgd(0.1)}, lambda path, leaf, name=name: name) for name in "ab")
     with pytest.raises(TreeError) as caught:
@@ -651,7 +660,7 @@ def somebody_elses():
     return kind(lambda params: (), lambda updates, state, params=None: (updates, state))
 
 
-PAIR = "Give a pair such as fs.adamw(1e-3) or fs.chain(...), whose init and update are functions."
+PAIR = "Give a pair such as fs.adamw(1e-3) or fs.optim.chain(...), whose init and update are functions."
 HOLDS = "it holds no parameters, its state is part of the TrainState."
 NO_OPTIMIZERS = [
     (lambda: torch.optim.Adam([torch.ones(1)]), "an optimizer of torch, Adam", f"Use fs.adamw(1e-3): {HOLDS}"),
@@ -665,7 +674,7 @@ NO_OPTIMIZERS = [
     (
         somebody_elses,
         "a GradientTransformationExtraArgs",
-        "Its functions are of the same form: fs.GradientTransformation(opt.init, opt.update).",
+        "Its functions are of the same form: fs.optim.GradientTransformation(opt.init, opt.update).",
     ),
     (lambda: fs.adamw, "the function adamw", "Call it: fs.adamw(...)."),
     (lambda: 3e-4, "0.0003", PAIR),
@@ -679,7 +688,7 @@ def test_something_else_than_an_optimizer_is_told_what_to_be(make, what, mend):
     draws, key = (lambda key: {"w": torch.ones(2)}), fs.random.key(0)
     params = fs.shard({"w": torch.ones(2)}, layout)
     calls = {
-        "fs.chain": lambda opt: fs.chain(fs.sgd(0.1), opt),
+        "fs.optim.chain": lambda opt: fs.optim.chain(fs.sgd(0.1), opt),
         "fs.optim.multi_transform": lambda opt: fs.optim.multi_transform({"a": opt}, {"w": "a"}),
         "fs.optim.lookahead": optim.lookahead,
         "fs.optim.apply_gradients": lambda opt: optim.apply_gradients(opt, params, None, params),

@@ -48,7 +48,7 @@ def test_entries_that_are_no_axes():
 def test_texts_of_specs():
     assert repr(P("dp", None, ("tp", "cp"))) == "P('dp', None, ('tp', 'cp'))"
     assert repr(P()) == repr(P(None)) == "P()"
-    assert isinstance(P("dp").replace(1, ("tp",)), fs.PartitionSpec)
+    assert isinstance(P("dp").replace(1, ("tp",)), fs.P)
 
 
 def refusal(call):

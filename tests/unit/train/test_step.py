@@ -22,7 +22,7 @@ def batch():
 
 def start(precision=fs.FP32, model=MODEL):
     layout = fs.plan_layout(model, fs.make_mesh(dp=1, device="cpu"), strategy=fs.zero(3), precision=precision)
-    opt = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1))
     return fs.init_state(model, opt, fs.random.key(0), layout), fs.make_train_step(model, opt, donate=True)
 
 

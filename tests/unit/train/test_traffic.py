@@ -14,7 +14,7 @@ P = L * (MATRICES + 2 * D) + 2 * V * D + D
 def sent(strategy=None, *, rows=B, schedule=None, coord=None, attention="ring", sequence=False, **axes):
     mesh = fs.AbstractMesh(tuple(axes), tuple(axes.values()))
     model = fs.models.decoder(CONFIG, sequence=sequence, attention=attention)
-    stages = fs.stages_of(model, schedule) if schedule else None
+    stages = fs.pipeline.stages_of(model, schedule) if schedule else None
     layout = fs.plan_layout(model, mesh, strategy=strategy or fs.zero(0), stages=stages)
     traffic = fs.expected_traffic(
         CONFIG, layout, rows=rows, length=T, microbatches=schedule.microbatches if schedule else 1,
@@ -57,7 +57,7 @@ def test_data_parallel():
 
 
 def test_pipelines():
-    schedule = fs.plan_schedule("1f1b", 3, 4)
+    schedule = fs.pipeline.plan_schedule("1f1b", 3, 4)
     rows = 4 * B
     middle, end = (sent(rows=rows, schedule=schedule, coord={"pp": c}, pp=3)[("pp",)] for c in (1, 2))
     besides = Sent(2, 2 * 12 * 8 + 2 * 24)  # the norm of all leaves; loss, weight and the stop bit
@@ -65,12 +65,12 @@ def test_pipelines():
         4 + besides.calls, 4 * X + besides.bytes
     )
     # As a V, rank 1 has stages 1 and 2, which hand over without a message: two for each microbatch, of four.
-    folded = {name: fs.plan_schedule(name, 2, 4) for name in ("zbv", "interleaved")}
+    folded = {name: fs.pipeline.plan_schedule(name, 2, 4) for name in ("zbv", "interleaved")}
     four = fs.models.DecoderConfig(vocab=V, dim=D, layers=4, heads=H, kv_heads=4, hidden=F)
     for (_, planned), count in zip(folded.items(), (2, 3), strict=True):
         layout = fs.plan_layout(
             fs.models.decoder(four), fs.AbstractMesh(("pp",), (2,)), strategy=fs.zero(0),
-            stages=fs.stages_of(fs.models.decoder(four), planned),
+            stages=fs.pipeline.stages_of(fs.models.decoder(four), planned),
         )  # fmt: skip
         found = fs.expected_traffic(
             four, layout, rows=rows, length=T, microbatches=4, schedule=planned, coord={"pp": 1}

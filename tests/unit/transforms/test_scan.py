@@ -288,7 +288,7 @@ def test_a_state_of_another_optimizer_or_model_is_refused():
     text = step(model, fs.sgd(0.1, momentum=0.9))
     assert text.startswith("train step got its optimizer and state.opt_state that do not match.\n")
     assert "  trace.embed.table: only in its optimizer\n" in text and "\n  and 26 more\n" in text
-    text = step(model, fs.chain(opt))
+    text = step(model, fs.optim.chain(opt))
     assert "  states.0.count: only in its optimizer\n" in text
     assert step(fs.models.decoder(replace(SMALL, tied=True)), opt) == (
         "train step got the state and its model that do not match.\n"
