@@ -10,7 +10,10 @@ from typing import Any
 
 import fsharding as fs
 
-_SPACES = "checkpoint data errors hf models ops optim pipeline policies preemption random testing tree".split()
+_SPACES = (
+    *("checkpoint", "data", "errors", "hf", "models", "ops", "optim"),
+    *("pipeline", "policies", "preemption", "random", "testing", "tree"),
+)
 
 
 def on_pre_build(config: Any) -> None:

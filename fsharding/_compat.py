@@ -57,14 +57,14 @@ _NAME = "_fsharding_kept"
 
 
 class _Kept(dict[Hashable, Any]):
-    """What a mesh keeps. A copy of the mesh, such as one in a file, begins without any."""
+    """Caches that a mesh keeps. A copy of the mesh, such as one in a file, begins without any."""
 
     def __reduce__(self) -> Any:
         return OrderedDict, ()
 
 
 def kept_by(mesh: DeviceMesh) -> dict[Hashable, Any]:
-    """What a mesh keeps, by whatever name; values may hold the mesh."""
+    """The cache of a mesh, by any keys; values may hold the mesh."""
     kept = vars(mesh).get(_NAME)
     if type(kept) is not _Kept:
         kept = vars(mesh)[_NAME] = _Kept()
@@ -452,7 +452,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def default_store() -> dist.Store | None:
-    """What all ranks can read and write: the store of the default process group; None without one."""
+    """The store of the default process group, which all ranks can read and write; None without one."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
@@ -624,7 +624,7 @@ def attend_block_backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block of keys adds to the gradients of q, and the gradients of k and v.
+    """The terms that one block of keys adds to the gradients of q, and the gradients of k and v.
 
     `out` and `lse` are those of attention to all blocks; then exp(score - lse) is the weight of each key among all.
     """

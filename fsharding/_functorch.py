@@ -1,5 +1,5 @@
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
-"""What we ask torch.func about tensors and transforms: private API, as in `_compat`, each function with a canary test.
+"""Queries about tensors and transforms of torch.func: private API, as in `_compat`, each function with a canary test.
 
 In: tensors, in or out of transforms. Out: what is inside them, and whether their transform is one that runs here.
 A level is a transform that runs; a wrapper is what a tensor is in at a level, and may outlive it.
@@ -47,7 +47,7 @@ def in_jvp() -> bool:
 
 
 def innermost(x: Any) -> Any:
-    """What is inside all wrappers of a tensor; another value, or a tensor without them, is its own."""
+    """Removes all wrappers of a tensor; another value, or a tensor without them, is returned as it is."""
     while isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x

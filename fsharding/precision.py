@@ -18,7 +18,7 @@ __all__ = ["DTYPES", "BF16", "FP16", "FP32", "LossScale", "Precision", "ScaleSta
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What a floating point parameter, gradient or moment may be."""
+"""Dtypes of floating point parameters, gradients and moments."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def _is_ours(error: BaseException) -> bool:
 def _explanation(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> str | None:
-    """What is wrong with the arguments of a call; None where nothing can be told."""
+    """Finds what is wrong with the arguments of a call; None where nothing can be told."""
     signature = inspect.signature(function)
     mend = f"Call it as {name}{_short(signature)}."
     try:
@@ -197,7 +197,7 @@ def _odd_leaves(name: str, x: Any, error: Exception) -> Iterator[str]:
 
 # ----------------------------------------------------------------------------------------------- checks of arguments
 def kind_of(x: Any) -> str:
-    """What something is, for an error."""
+    """Describes a value, for an error."""
     name = type(x).__name__
     if isinstance(x, type):
         return f"the class {x.__name__}"

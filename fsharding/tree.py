@@ -114,7 +114,7 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLe
 def flatten_up_to(
     spec: optree.PyTreeSpec, tree: Tree, function: str, labels: tuple[str, str] = _TWO_TREES
 ) -> list[Any]:
-    """What stands in `tree` at each leaf of `spec`.
+    """The subtree of `tree` at each leaf of `spec`.
 
     Args:
         spec: the structure.

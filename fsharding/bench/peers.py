@@ -1,4 +1,4 @@
-"""What people use today, on the same decoder: torch alone, DDP and FSDP2, and by an extra SimpleFSDP and DeepSpeed.
+"""Peers on the same decoder: torch alone, DDP and FSDP2, and by an extra SimpleFSDP and DeepSpeed.
 
 In: a `Task`. Out: a function that does one training step and returns this rank's loss. The modules hold the weights of
 the same draws and call the same pure functions as ours, so what differs is how weights and gradients travel.
@@ -33,7 +33,7 @@ RATE, B1, B2 = 1e-3, 0.9, 0.95
 
 @dataclass(frozen=True)
 class Task:
-    """What all contenders train.
+    """The model and batch that all contenders train.
 
     Attributes:
         model: a decoder, whose blocks may be compiled.

@@ -138,7 +138,7 @@ def give_back() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures of a run depend on."""
+    """The facts that the figures of a run depend on."""
     return {
         "processor": platform.machine(),
         "python": platform.python_version(),

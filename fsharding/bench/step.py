@@ -158,7 +158,7 @@ def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -
 
 
 def make_task(config: StepConfig, mesh: Any, sizes: DecoderConfig) -> Task:
-    """What all contenders train."""
+    """The model and batch that all contenders train."""
     return Task(_model(config, sizes), mesh, _batch(config, sizes, mesh), _DTYPES[config.dtype])
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by its `.metadata`: every leaf with its chunks, read without running anything.
+"""The leaves and chunks of a checkpoint, from its `.metadata`, read without running anything.
 
 In: a directory, and the manifest where there is one. Out: `Stored` by path.
 `.metadata` is a pickle: it is read as inert data, and every chunk in it is checked before a byte of a file is read.
@@ -66,7 +66,7 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 
 def _finder(function: str) -> Find:
-    """What a global of `.metadata` stands for: a dtype for itself, and any other that may be there for its name."""
+    """The value of a global of `.metadata`: a dtype for itself, and any other that may be there for its name."""
 
     def find(module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPES:

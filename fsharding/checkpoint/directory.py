@@ -64,7 +64,7 @@ class PartialOutput:
     On one process: make it, `place` or `discard` it, and `close` it in any case.
 
     Args:
-        target: where the output is to be; its parents are made. What an interrupted writer left is cleared away.
+        target: where the output is to be; its parents are made. Files of an interrupted writer are cleared away.
         function: the public function, for errors.
         file: write a file, not a directory.
 
@@ -126,8 +126,8 @@ class Partial(PartialOutput):
     """The directory that one save of a checkpoint writes to. `commit` takes the place of `place`.
 
     Args:
-        target: as in `PartialOutput`, but a checkpoint may be there, which is replaced. What interrupted saves left
-            beside it goes as well, where it is named after a step.
+        target: as in `PartialOutput`, but a checkpoint may be there, which is replaced. Files that interrupted
+            saves left beside it are cleared as well, where it is named after a step.
 
     Raises:
         CheckpointError: another save holds it, or there is something at the target that is no checkpoint.
@@ -192,7 +192,7 @@ class Partial(PartialOutput):
 
 
 def partial_of(target: Path) -> Path:
-    """What is written to beside a target."""
+    """The directory that is written beside a target."""
     return target.with_name(f".{target.name}.partial")
 
 
@@ -410,7 +410,7 @@ def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manife
 
 
 def _something_else(folder: Path) -> tuple[str, str] | None:
-    """What a directory without a manifest is instead, and what to do with it; None if it is nothing that is known."""
+    """Recognizes a directory without a manifest, and says what to do with it; None if it is nothing that is known."""
     names, foreign = set(os.listdir(folder)), "fs.checkpoint.load_weights(path, layout, names)"
     if ".metadata" in names:
         what = "torch.distributed.checkpoint wrote it, as FSDP2 does, or its save was never finished"
@@ -437,7 +437,7 @@ def _megatron(folder: Path) -> str:
 
 
 def metadata(path: StrPath) -> Manifest:
-    """What a checkpoint says of itself; reads no other file, and any process can call it.
+    """Reads the description that a checkpoint has of itself, and no other file; any process can call it.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest cannot be used.
@@ -467,7 +467,7 @@ def latest(directory: StrPath) -> Path | None:
 
 
 class Seen(NamedTuple):
-    """What looks like a checkpoint.
+    """Directories that look like checkpoints.
 
     Attributes:
         path: where it is.

@@ -43,7 +43,7 @@ FORMATS = ("torch", "safetensors", "dcp")
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written.
+    """The files and tensors that an export has written.
 
     Attributes:
         path: where it is.
@@ -142,7 +142,7 @@ def export(
 def _plan(
     leaves: Source, names: Names, what: str, format: str, settings: Settings | None
 ) -> tuple[list[_Item], dict[str, Any]]:
-    """What to write, in the order of the leaves, and values that are no tensors."""
+    """The tensors to write, in the order of the leaves, and values that are no tensors."""
     values: dict[str, Any] = {}
     if what == "fsdp2":
         found, values, rows = plan_fsdp2(leaves.leaves, names, settings)

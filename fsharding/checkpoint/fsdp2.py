@@ -33,7 +33,7 @@ class Taken(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """What an optimizer keeps of a parameter: the leaf of ours, what torch calls it, the leaf with the count."""
+    """The optimizer state of a parameter: its leaf here, its name in torch, the leaf with the count."""
 
     path: str
     name: str
@@ -81,7 +81,7 @@ def plan_fsdp2(
 
 
 def _slots(leaves: Mapping[str, LeafInfo], params: Mapping[str, str], rows: list[str]) -> dict[str, list[_Slot]]:
-    """What the optimizer keeps of each parameter; what torch has no name for is added to the rows."""
+    """The optimizer state of each parameter; leaves that torch has no name for are added to the rows."""
     found: dict[str, list[_Slot]] = {}
     for path, leaf in leaves.items():
         steps = path.split(".")

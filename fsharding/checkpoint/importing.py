@@ -164,7 +164,7 @@ def _read(weights: Weights, name: Name, want: Want) -> Tensor:
 
 
 def _read_part(weights: Weights, part: Part, box: Box, x: Tensor) -> None:
-    """What of a foreign tensor is in a box of our leaf."""
+    """The part of a foreign tensor in a box of a leaf."""
     depth = len(part.lead)
     if not all(start <= index < stop for index, (start, stop) in zip(part.lead, box, strict=False)):
         return

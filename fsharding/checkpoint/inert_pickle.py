@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 __all__ = ["Find", "Global", "Made", "Pairs", "named", "unpickled"]
 
 Find: TypeAlias = Callable[[str, str], Any]
-"""What a global stands for, given its module and name; raises a `ValueError` for one that is refused."""
+"""The value of a global, given its module and name; raises a `ValueError` for one that is refused."""
 
 
 class Global(NamedTuple):
@@ -124,7 +124,7 @@ class _Machine:
         return self.data[start:end].decode()
 
     def items(self) -> list[Any]:
-        """What was built since the last mark, which goes."""
+        """Pops the values built since the last mark, and the mark."""
         found, self.stack = self.stack, self.marked.pop()
         return found
 

@@ -110,7 +110,7 @@ def inspect(path: StrPath) -> Inspection:
 
 
 def _inspected(folder: Path) -> Inspection:
-    """What there is to say of a directory."""
+    """The report about a directory."""
     try:
         manifest = store.read_manifest(_FUNCTION, folder)
     except CheckpointError as error:

@@ -341,7 +341,7 @@ def _read(function: str, folder: Path, manifest: Manifest, wanted: Mapping[str, 
 
 
 def _fetch(source: Source, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
-    """What this rank holds of each leaf. Boxes are read in the order of the files, so that each block is read once."""
+    """Reads this rank's part of each leaf, box by box in the order of the files, so that each block is read once."""
     shards = {
         path: staged(
             want.shape,

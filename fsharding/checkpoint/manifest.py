@@ -80,7 +80,7 @@ class SavedFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The description that a checkpoint has of itself.
 
     Attributes:
         step: number of updates that the state had seen.

@@ -66,7 +66,7 @@ Names: TypeAlias = Mapping[str, Name] | Callable[[str], Name] | None
 
 
 class ModuleNames(dict[str, Any]):
-    """What the leaves of a module are called in its state dict, and the tensors there that are no leaves: its buffers.
+    """Names of a module's leaves in its state dict, and the tensors there that are no leaves: its buffers.
 
     Who writes a state dict by these names writes the constants, too; who reads one compares them.
     """

@@ -111,7 +111,7 @@ def _write(
 def _by_rank(
     manifest: Manifest, homes: Mapping[str, NamedSharding | None], mesh: AbstractMesh
 ) -> dict[int, list[tuple[str, Box]]]:
-    """What each rank would write, in its order; ranks that would write nothing are left out."""
+    """The boxes that each rank would write, in its order; ranks that would write nothing are left out."""
     leaves = {
         path: Shards(leaf.shape, None, torch.empty(0, dtype=getattr(torch, leaf.dtype)), homes[path])
         for path, leaf in sorted(manifest.tree.items())

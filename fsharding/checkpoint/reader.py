@@ -55,7 +55,7 @@ class LeafInfo(NamedTuple):
 
 
 def damage(folder: Path, files: Mapping[str, SavedFile], *, hashed: bool = True) -> list[str]:
-    """What is wrong with files of a checkpoint, one row each.
+    """Checks the files of a checkpoint: one row for each problem.
 
     Args:
         folder: the checkpoint.
@@ -267,7 +267,7 @@ class Source:
         return self._staging[:size]
 
     def _record(self, chunk: Entry) -> Record:
-        """What is in a chunk's record, which has to be a tensor of the chunk's shape and dtype."""
+        """Reads a chunk's record, which has to be a tensor of the chunk's shape and dtype."""
         if chunk in self._records:
             return self._records[chunk]
 

@@ -87,7 +87,7 @@ def _everything(state: TrainState) -> dict[str, Shards]:
 
 
 def shared_boxes(leaves: Mapping[str, Shards], ranks: Sequence[int]) -> dict[Holders, list[SharedBox]]:
-    """What this rank holds that others hold as well, by all ranks that hold it, in the order of paths and boxes.
+    """The parts that this rank shares with others, by all ranks that hold them, in the order of paths and boxes.
 
     Args:
         leaves: of this rank.

@@ -1,7 +1,7 @@
 """Safetensors files before they are filled: which tensor is in which file, each header, and where each tensor begins.
 
 In: names, shapes and dtypes, and a limit for the size of a file. Out: headers, offsets and the index, all of it pure.
-Whoever has a part of a tensor can then write it to its place, in any order.
+A rank that has a part of a tensor can then write it to its place, in any order.
 Law: headers and tensors tile a file, and every tensor begins at a multiple of its element's size.
 """
 

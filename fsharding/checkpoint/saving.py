@@ -63,8 +63,9 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
     Raises:
         CheckpointError: on every rank: a leaf that cannot be saved; parts that differ between ranks that hold the same;
             a rank that cannot write, another save to the same path, something at `path` that is no checkpoint; or
-            a save in the background that failed before, and this one was not begun. What was at `path` is still there,
-            unless all that failed was the sync of the parent directory, after the new one had taken its place.
+            a save in the background that failed before, and this one was not begun. A checkpoint that was at `path` is
+            still there, unless all that failed was the sync of the parent directory, after the new one had taken its
+            place.
         DonatedError: the state was donated.
         RankError: a rank is gone, or does not call it; nothing half written stays.
     """
@@ -112,7 +113,7 @@ def in_background(job: Job) -> PendingSave:
 
 @dataclass(frozen=True)
 class Job:
-    """What is left to do when all ranks have agreed that a state can be saved.
+    """The work that is left when all ranks have agreed that a state can be saved.
 
     Attributes:
         target: where the checkpoint is to be.
@@ -227,7 +228,7 @@ def plan_save(path: StrPath, state: TrainState, extra: Any = None, after: Callab
 def _check(
     target: Path, named: dict[str, StateLeaf], state: TrainState, extra: Any
 ) -> tuple[Job, dict[str, str], dict[Holders, list[SharedBox]]]:
-    """What is to be done, what has to be the same on all ranks, and the parts that some of them share."""
+    """The work to do, the facts that must be the same on all ranks, and the parts that some of them share."""
     if rows := objections(named):
         rule = f"cannot save {len(rows)} leaves."
         raise CheckpointError(message(_FUNCTION, rule, rows))
@@ -255,7 +256,7 @@ def _check(
 
 
 def _check_extra(extra: Any) -> None:
-    """Refuses what every load of the checkpoint would spend seconds and memory on. What is no JSON is told later."""
+    """Refuses values on which every load would spend seconds and memory; values that are no JSON are told later."""
     try:
         size = len(json.dumps(extra))
     except (TypeError, ValueError, RecursionError):

@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Shards:
-    """What this rank holds of one leaf.
+    """This rank's part of one leaf.
 
     Attributes:
         shape: global shape.
@@ -190,7 +190,7 @@ def main_wants(layout: Layout, function: str) -> dict[str, Want]:
 
 
 def shards_of(leaf: StateLeaf) -> Shards:
-    """What this rank holds of a leaf of a state."""
+    """This rank's part of a leaf of a state."""
     return staged(leaf.shape, leaf.sharding, local_of(leaf.value).detach())
 
 

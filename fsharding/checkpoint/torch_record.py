@@ -275,7 +275,7 @@ _GLOBALS: dict[tuple[str, str], Any] = {
         }.items()
     },
 }  # fmt: skip
-"""What one tensor needs."""
+"""Globals that one tensor needs."""
 
 _MORE = {
     *_PARAMETERS, _WITH_ATTRIBUTES, ("torch", "Tensor"), ("torch.nn.parameter", "Parameter"),
@@ -284,7 +284,7 @@ _MORE = {
     ("_codecs", "encode"),
     *(("builtins", name) for name in ("set", "complex", "bytearray", "dict")),
 }  # fmt: skip
-"""What else a state dict may have: names of which nothing is ever called. What they would make is no tensor."""
+"""Other globals that a state dict may have; none of them is ever called, and none makes a tensor."""
 
 
 def _find_tensor(module: str, name: str) -> Any:
@@ -304,7 +304,7 @@ def _find_any(module: str, name: str) -> Any:
 
 
 def _registered() -> set[tuple[str, str]]:
-    """What the user has told torch that files may have."""
+    """Globals that the user has told torch to allow in files."""
     known = (each[0] if isinstance(each, tuple) else each for each in torch.serialization.get_safe_globals())
     return {(kind.__module__, kind.__qualname__) for kind in known}
 

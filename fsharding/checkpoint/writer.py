@@ -86,7 +86,7 @@ class Written(NamedTuple):
 class _HashedStream:
     """A new file that is written front to back; gathers small pieces, and hashes each block as it passes.
 
-    The hashing has a thread of its own, so that it goes on while the disk is waited for. What is written must stay as
+    The hashing has a thread of its own, so that it goes on while the disk is waited for. The values must stay as
     it is until `hashed` returns.
 
     Invariant: `write` never raises. torch's zip writer, which calls it, would write the zip's end from its destructor
@@ -112,7 +112,7 @@ class _HashedStream:
         return self._put + len(self._small)
 
     def write(self, data: bytes | memoryview) -> int:
-        """What torch calls: a header of some bytes, or the whole memory of a tensor. Takes all of it, come what may."""
+        """Takes, from torch, a header of some bytes, or the whole memory of a tensor, come what may."""
         end = self.size + len(data)
         try:
             if len(data) < _PIECE:

@@ -59,7 +59,7 @@ OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What to train, where, and for how long.
+    """The model to train, its ranks and mesh, and the length of the run.
 
     Attributes:
         out: directory of metrics, plot and checkpoints.
@@ -362,7 +362,7 @@ def _check_resume(config: TrainConfig, data: Tokens) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- swaps
 class Swap(NamedTuple):
-    """A swap of strategy and mesh in mid-run. What it leaves out stays as it was, and the losses are the same.
+    """A swap of strategy and mesh in mid-run. Options that it leaves out stay as they were; the losses do not change.
 
     Attributes:
         step: number of updates before it.

@@ -126,7 +126,7 @@ def _show(found: Iterable[Finding]) -> None:
 
 # -------------------------------------------------------------------------------------------------------- this machine
 def _machine() -> Iterator[Finding]:
-    """What does not depend on ranks."""
+    """Rows that do not depend on ranks."""
     yield Finding("python", f"{platform.python_version()}, {sys.executable}")
     yield from (Finding(name, metadata.version(name)) for name in ("torch", "optree", "fsharding"))
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}, {socket.gethostname()}")
@@ -210,7 +210,7 @@ def _variables() -> Iterator[Finding]:
 
 
 def _trouble(name: str, value: str) -> tuple[str, str]:
-    """What is wrong with a variable, and the mend."""
+    """The problem of a variable, and the mend."""
     if name in _OF_A_LAUNCHER:
         return "A launcher sets it: commands of this shell take themselves for one rank of many.", f"unset {name}"
     if name in _INTERFACES:
@@ -229,7 +229,7 @@ def _trouble(name: str, value: str) -> tuple[str, str]:
 
 # -------------------------------------------------------------------------------------------------------------- ranks
 def _ranks() -> Iterator[Finding]:
-    """What two local ranks say."""
+    """Rows that two local ranks report."""
     try:
         told: list[dict[str, Any]] = launch_ranks(_look, 2)
     except RankError as error:
@@ -278,7 +278,7 @@ def transport(name: str, reason: str) -> tuple[str, str, str]:
 
 
 def _look() -> dict[str, Any]:
-    """What a rank sees once it has talked to the others; rank 0 looks at the launcher, too."""
+    """The report of a rank that has talked to the others; rank 0 looks at the launcher, too."""
     cuda = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     mesh = make_mesh(dp=-1, device="cuda" if cuda else "cpu", timeout=_TIMEOUT)
     try:

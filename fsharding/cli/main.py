@@ -46,7 +46,7 @@ __all__ = ["main"]
 
 @dataclass(frozen=True)
 class ListConfig:
-    """What can be measured.
+    """The measurements of `fsharding bench`.
 
     Attributes:
         json: print one JSON object.
@@ -131,7 +131,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except BrokenPipeError:
-        # Whoever read the output is gone, as `head` is when it has enough; Python would complain again at its end.
+        # The reader of the output is gone, as `head` is when it has enough; Python would complain again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What a run goes on from, and that it is alone in its directory.
+"""Finds the checkpoint that a run resumes from, and makes sure that the run is alone in its directory.
 
 In: the option `--resume`, a directory of checkpoints. Out: the checkpoint to load, and why newer ones are passed over;
 a lock on the directory for the life of the run. Law: nothing is passed over in silence, and of two runs in one
@@ -30,7 +30,7 @@ LOCK = ".lock"
 
 
 class Choice(NamedTuple):
-    """What a run goes on from.
+    """The checkpoint that a run resumes from.
 
     Attributes:
         path: the checkpoint; None to start anew.
@@ -89,7 +89,7 @@ def alone_in(out: Path) -> Generator[None]:
     """Holds a directory for one run, and makes sure that all ranks see the same one. Collective.
 
     Rank 0 locks `.lock` there. The lock is the kernel's and goes with the process, however that ends; on a file system
-    that several hosts share it holds for all of them, if that knows locks. What is written in it says who holds it.
+    that several hosts share it holds for all of them, if that knows locks. Its text says who holds it.
 
     Args:
         out: the directory of the run; it exists.

@@ -22,7 +22,7 @@ def _names() -> list[str]:
 
 @dataclass
 class Counts:
-    """What one `value_and_grad` call did.
+    """The gathers, reductions and peaks of one `value_and_grad` call.
 
     Attributes:
         gathers: the unit of each all-gather, in order.
@@ -67,7 +67,7 @@ def record(counts: Counts) -> None:
 
 
 class Sent(NamedTuple):
-    """What went over some axes.
+    """The traffic over some axes.
 
     Attributes:
         calls: collectives, or rounds of messages.
@@ -84,7 +84,7 @@ def _nothing() -> dict[tuple[str, ...], Sent]:
 
 @dataclass
 class Traffic:
-    """What this rank sent to others.
+    """The bytes and calls that this rank sent to others.
 
     Attributes:
         by_axes: by the axes that a group goes along, in the order of `AXES`; `()` for a group that has none.

@@ -101,7 +101,7 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
         if not isinstance(target, NamedSharding):
             raise refuse("fs.redistribute", "shardings", target, "Give a tree of NamedShardings, such as layout.main.")
         base = at_rest.base(leaf.device_mesh)
-        # What is kept with a mesh holds no other mesh, also none that is equal.
+        # A cache of a mesh holds no other mesh, also none that is equal.
         find = _route if (base.whole or base.mesh) is target.mesh else _find_route
         route = find(target, sharding_of(leaf), tuple(leaf.shape))
         if route is None:

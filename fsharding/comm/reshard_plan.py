@@ -1,8 +1,8 @@
 """Routes: which rank sends which part of a leaf to which rank, between any two shardings, in rounds of bounded size.
 
 In: for each leaf its shape, the bytes of an element, and where it is and where it goes, on any two meshes.
-Out: a cached, printable plan that is the same on every rank. What a rank already has it keeps; what several ranks have
-is sent by each of them in turn. Law: the pieces that reach a rank, and those that it has, fill its target exactly once.
+Out: a cached, printable plan that is the same on every rank. A rank keeps the parts that it has;
+parts that several ranks have are sent by each of them in turn. Law: the pieces that reach a rank, and those that it has, fill its target exactly once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank sends to another of one leaf at once.
+    """One message: a part of one leaf from one rank to another.
 
     Attributes:
         leaf: its number.
@@ -135,7 +135,7 @@ def holders(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Holder, ..
 
 @cache_on_its_mesh()
 def grids(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Grid]:
-    """What each rank holds; ranks that hold nothing at all are left out."""
+    """The grid of each rank; ranks that hold nothing at all are left out."""
     return {rank: holder.grid for holder in holders(sharding, shape) for rank in holder.ranks}
 
 

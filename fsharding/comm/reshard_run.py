@@ -88,7 +88,7 @@ class _Run:
         return list(zip(make[::2], make[1::2], strict=True))
 
     def pack(self, number: int, buffer: Tensor) -> list[Message]:
-        """What this rank sends in a round: parts of its sources as they lie, or copies in the buffer."""
+        """This rank's messages of a round: parts of its sources as they lie, or copies in the buffer."""
         messages: list[Message] = []
         copies: list[tuple[Tensor, Tensor]] = []
         start = 0

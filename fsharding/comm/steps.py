@@ -116,7 +116,7 @@ def _runs(axes: tuple[str, ...], open_axes: Sequence[str]) -> list[tuple[str, ..
 
 
 def kinds(steps: Sequence[Step]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """What two leaves must share to travel together: the kinds and axes of their steps, not the dims."""
+    """The key that two leaves must share to travel together: the kinds and axes of their steps, not the dims."""
     return tuple((step.kind, step.axes) for step in steps)
 
 

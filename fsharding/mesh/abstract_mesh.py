@@ -91,7 +91,7 @@ class AbstractMesh:
 
 
 def _faults(names: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ...]) -> list[str]:
-    """What a mesh cannot be made of."""
+    """Objections to the axes, sizes and ranks of a mesh."""
     wrong = [f"{name!r} is no axis: they are {', '.join(AXES)}" for name in names if name not in AXES]
     wrong += [f"{name!r} stands twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     wrong += [f"{name}={size}: at least 1" for name, size in zip(names, sizes, strict=False) if size < 1]

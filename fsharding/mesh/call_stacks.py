@@ -1,4 +1,4 @@
-"""What a stack of Python says of a rank: the user's line, the part of the work that it is in, and what it waits in.
+"""Reads a rank's Python stack: the user's line, the part of the work that it is in, and the call that it waits in.
 
 In: a frame, the innermost one, or an error with its traceback. Out: short texts. A frame is the user's if it is neither
 the library's, nor torch's, nor Python's own. Law: a text has a bounded length, whatever the stack.

@@ -138,7 +138,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 # ------------------------------------------------------------------------------------------------------ values in words
 def facts_of(name: str, value: Any) -> dict[str, str]:
-    """What a value is made of, as facts: `{"optimizer.b1": "0.9", ...}`.
+    """Describes the parts of a value as facts: `{"optimizer.b1": "0.9", ...}`.
 
     Numbers, text and dtypes are told as they are; containers and dataclasses entry by entry, very long ones by their
     length; a function by its name and by what it closes over, which is where an optimizer or a model has its settings;

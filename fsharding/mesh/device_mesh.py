@@ -1,7 +1,7 @@
 """Meshes with devices: torch `DeviceMesh`es over the six axes, the groups of their ranks, and which mesh is current.
 
 In: a size for each axis, -1 for the one that takes what is left. Out: a mesh, coordinates on it, process groups.
-What needs no devices takes an `AbstractMesh` as well.
+Functions that need no devices take an `AbstractMesh` as well.
 Law: the ranks of `axis_group(mesh, axes)` stand in the order of `axes`, major first, on every rank.
 """
 

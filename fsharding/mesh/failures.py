@@ -211,7 +211,7 @@ class naming_lost:
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
-    """What this rank says of itself where an error comes up."""
+    """This rank's own report, written where an error comes up."""
     said = _doing(frames.lines_of(error), _mark(error)[1])
     return {**said, "sizes": str(error)} if isinstance(error, UnlikeSizes) else said
 
@@ -290,7 +290,7 @@ def _place(thread: int, frame: FrameType | None) -> dict[str, Any]:
 
 
 def _doing(found: Sequence[frames.Line], doing: str) -> dict[str, Any]:
-    """What a stack says of its rank: the part of the work, the collective that it is in, and the lines."""
+    """Describes a rank by its stack: the part of the work, the collective that it is in, and the lines."""
     region = ", ".join(filter(None, [frames.region(found), doing]))
     return {"region": region, "collective": frames.collective(found), "stack": frames.told(found)}
 
@@ -300,7 +300,7 @@ def _innermost(frame: FrameType | None) -> str:
 
 
 def place_of(thread: int | None = None) -> dict[str, Any]:
-    """What this rank says of a thread when it is asked.
+    """This rank's answer about a thread.
 
     "function", "call" and "now" say where it is, "region" and "collective" what it does, "stack" how it came there;
     "waits" for whom it waits, where it does.
@@ -404,7 +404,7 @@ def _forget() -> None:
 
 
 def _read(rank: int, asked: str, function: str, *, at: Any = None) -> Mapping[str, Any] | None:
-    """What a rank has written when it failed, else its answer; that of a thread in the same function, if it has one."""
+    """The report of a rank that failed, else its answer; that of a thread in the same function, if it has one."""
     store = _compat.default_store() if at is None else at
     assert store is not None
     note, answer = (
@@ -419,7 +419,7 @@ def _read(rank: int, asked: str, function: str, *, at: Any = None) -> Mapping[st
 
 
 def _bounded(call: Callable[[], _T], seconds: float) -> _T | None:
-    """What a call returns; None if it fails or takes longer: the machine that has the store may be gone."""
+    """Runs a call with a time limit; None if it fails or takes longer: the machine that has the store may be gone."""
     result: list[_T] = []
 
     def run() -> None:
@@ -547,7 +547,7 @@ def _asked(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[s
 
 
 def _stacks(asked: str, known: Mapping[int, str], silent: Sequence[int]) -> dict[int, str]:
-    """What each rank says of itself, once it has looked whether it is asked; of very many ranks, the first ones."""
+    """The reports of all ranks, once each has looked whether it is asked; of very many ranks, the first ones."""
     found, store = dict(known), _compat.default_store()
     assert store is not None
     until = time.monotonic() + 2 * max(_LOOK_S, world_size() / 2000)

@@ -96,7 +96,7 @@ def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | 
 
 
 def _run_rank(init_method: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """What each rank runs."""
+    """The function that each rank runs."""
     os.environ[INIT_METHOD] = init_method
     return fn(*args)
 

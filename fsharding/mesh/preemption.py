@@ -29,11 +29,11 @@ from fsharding.public import public, refuse
 __all__ = ["SIGNALS", "Watch", "agree", "parse_deadline", "pending", "requested", "watch"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send before they kill: SIGTERM, and SIGUSR1 where one asks Slurm for it."""
+"""Signals that schedulers send before they kill: SIGTERM, and SIGUSR1 where one asks Slurm for it."""
 
 
 class Watch:
-    """What this rank has been told inside `watch`.
+    """The stop request that this rank has received inside `watch`.
 
     Attributes:
         received: the signal that came last; None before any.
@@ -67,7 +67,7 @@ class Watch:
 
 _active: Watch | None = None
 _agreed: bool | Tensor = False
-"""What the last sum said: the same on all ranks of its mesh. A tensor until it is asked for."""
+"""The stop bit of the last sum, the same on all ranks of its mesh. A tensor until it is asked for."""
 
 
 @contextmanager

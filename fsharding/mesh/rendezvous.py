@@ -27,7 +27,7 @@ def loopback() -> str | None:
 
 
 def local_variables() -> dict[str, str]:
-    """What the environment of local ranks has to have besides what is set already: gloo and NCCL keep to loopback."""
+    """Variables for local ranks besides those that are set: they keep gloo and NCCL on the loopback interface."""
     interface = loopback()
     names = () if interface is None else ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     wanted = {"TORCH_GLOO_LAZY_INIT": "1", **{name: str(interface) for name in names}}

@@ -1,4 +1,4 @@
-"""What the parts of a block share: how they compute, the stream that goes through them, their draws and linear maps.
+"""Shared by the parts of a block: how they compute, the stream that goes through them, their draws and linear maps.
 
 In: static choices, activations, weights of which `tp` may have cut some dim. Out: the same on every mesh.
 A part of a block, attention or feed-forward, is a frozen value of sizes with the pure functions `init`, `names`,
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Stream(NamedTuple):
-    """What goes from block to block.
+    """The activations and loss terms that pass from block to block.
 
     Attributes:
         x: activations (`[B, T, D]`); with `sequence`, this rank's part of T.
@@ -151,7 +151,7 @@ class AttentionPart(Part, Protocol):
     """The part of a block in which tokens see each other."""
 
     def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
-        """What it adds to the residual stream, from the normalized stream [B, T, D]."""
+        """Its term of the residual stream, from the normalized stream [B, T, D]."""
         ...
 
 
@@ -159,7 +159,7 @@ class FeedPart(Part, Protocol):
     """The part of a block that is a function of each token, but for what balances its experts."""
 
     def apply(self, params: Tree, x_BTD: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
-        """What it adds to the residual stream, from the normalized stream [B, T, D], and to the loss (0-d)."""
+        """Its terms of the residual stream, from the normalized stream [B, T, D], and of the loss (0-d)."""
         ...
 
 
@@ -207,5 +207,5 @@ def positions_of(stream: Stream, length: int) -> Tensor:
 
 
 def scale_of(head_dim: int, scaling: Scaling | None) -> float:
-    """What attention multiplies its scores with."""
+    """The factor of attention scores."""
     return (1.0 if scaling is None else scaling.score_factor) / head_dim**0.5

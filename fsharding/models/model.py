@@ -1,4 +1,4 @@
-"""What a model is here: pure functions over trees of whole plain tensors, and the names of their dims.
+"""A model: pure functions over trees of whole plain tensors, and the names of their dims.
 
 In: nothing but arguments; a model holds no tensors. Out: lazy draws at init, activations, and (sum, weight) losses.
 Its functions compute over the mesh of `fs.set_mesh`.

@@ -109,7 +109,7 @@ def expert_names(c: Experts) -> Tree:
 
 
 def uncut(c: Experts, mesh: Mesh, rules: AxisRules) -> list[str]:
-    """What the axes of a mesh cannot cut in the way that the rules ask, for an error."""
+    """Leaves that the axes of a mesh cannot cut in the way that the rules ask, for an error."""
     sizes, wrong = abstract(mesh), list[str]()
     along = [axis for axis in rules.get("expert", ()) if sizes.axis_size(axis) > 1]
     ep, tp = sizes.axis_size("ep"), sizes.axis_size("tp")
@@ -165,7 +165,7 @@ def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None
 
 
 def _extra_loss(c: Experts, routing: ops.Routing, logits_NX: Tensor, *, cut: bool) -> Tensor:
-    """What the router adds to the loss; inside a region each rank has an equal term of it."""
+    """The router's term of the loss; inside a region each rank has an equal part of it."""
     # Tensors, not numbers: under forward over reverse torch takes a 0-d float32 times a number for a float64.
     extra = logits_NX.new_zeros(())
     if c.balance:

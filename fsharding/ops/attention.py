@@ -42,7 +42,7 @@ _TILE = 1024
 
 @dataclass(frozen=True)
 class _How:
-    """What is static about a call; see `attention`. The members of `group` share the sequence."""
+    """The static arguments of a call; see `attention`. The members of `group` share the sequence."""
 
     causal: bool
     scale: float | None
@@ -199,7 +199,7 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _H
 
 # ----------------------------------------------------------------------------------------------------------------- ring
 class RingStep(NamedTuple):
-    """What a rank computes in one step of the ring.
+    """The queries and keys that a rank combines in one step of the ring.
 
     Attributes:
         source: the member of the group whose keys and values it has.

@@ -109,7 +109,7 @@ def checked_ids(function: str, name: str, ids: Tensor, vocab: int, *, ignore_ind
         text = f"needs {name} that are whole numbers, got {kind_text(ids)}."
         raise DataError(message(function, text, mend=f"Give {name}.long()."))
     ids = ids.long()
-    # What a transform, a trace or a compiler has wrapped has no values to look at.
+    # A tensor that a transform, a trace or a compiler has wrapped has no values to look at.
     if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel():
         return ids
     if _functorch.innermost(ids) is not ids:

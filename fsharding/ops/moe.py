@@ -95,7 +95,7 @@ class Plan:
 
 
 class Dispatched(NamedTuple):
-    """What this rank's experts get.
+    """The tokens that this rank's experts receive.
 
     Attributes:
         rows: tokens, sorted by expert (`[M, D]`).

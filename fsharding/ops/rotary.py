@@ -44,7 +44,7 @@ class LlamaScaling:
 
     @property
     def score_factor(self) -> float:
-        """What attention multiplies its scores with, besides 1 / sqrt(E)."""
+        """The factor of attention scores besides 1 / sqrt(E)."""
         return 1.0
 
     def frequencies(self, plain: Tensor, base: float) -> Tensor:
@@ -85,7 +85,7 @@ class YarnScaling:
 
     @property
     def score_factor(self) -> float:
-        """What attention multiplies its scores with, besides 1 / sqrt(E)."""
+        """The factor of attention scores besides 1 / sqrt(E)."""
         return (0.1 * math.log(self.factor) + 1) ** 2
 
     def frequencies(self, plain: Tensor, base: float) -> Tensor:

@@ -91,7 +91,7 @@ def route(
 
 
 def misfits(experts: int, top_k: int, score: str, groups: int, kept_groups: int) -> list[str]:
-    """What is wrong with numbers that `route` is to be called with, for an error."""
+    """Objections to numbers that `route` is to be called with, for an error."""
     wrong: list[str] = []
     if score not in ("softmax", "sigmoid"):
         wrong.append(f"score={score!r}: scores are 'softmax' and 'sigmoid'")

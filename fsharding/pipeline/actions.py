@@ -121,7 +121,7 @@ def peer(action: Action, owner: Owner) -> int:
 
 
 def needs(action: Action, owner: Owner) -> tuple[tuple[Action, ...], ...]:
-    """What the same rank has to have in its table before an action.
+    """The actions that the same rank must have in its table before an action.
 
     A neighbour on the same rank hands over without messages, so its compute action stands for the receive.
 

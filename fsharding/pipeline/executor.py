@@ -162,7 +162,7 @@ class _Run:
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
         check_ends(self.model, self.schedule, self.layout)
         self.held = Holding(self.model, self.schedule, self.layout, self.params, self.precision)
-        # What each GATHER of a microbatch is for: the next of its computes that uses parameters.
+        # Each GATHER of a microbatch is for the next of its computes that uses parameters.
         self.uses = defaultdict[tuple[int, int | None], list[str]](list)
         for kind, stage, m in filter(uses_parameters, self.schedule.table[self.rank]):
             self.uses[stage, m].append(kind)
@@ -182,7 +182,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------- actions
     def row(self) -> tuple[Action, ...]:
-        """What this rank does, in order.
+        """This rank's actions, in order.
 
         Activations of microbatches that look like none before are described by their sender, who may itself wait for
         what this rank does before it needs them. Then no receive is ahead of its use; all along `pp` see that alike.
@@ -284,7 +284,7 @@ class _Run:
             self.flights.pop((stage, m)).tape.finish()
 
     def _inputs(self, way: str, stage: int, m: int) -> tuple[Any, list[Tensor]]:
-        """What the neighbour has made for this stage: by hand on one rank, else by message, which is waited for."""
+        """The neighbour's output for this stage: handed over on one rank, else a message, which is waited for."""
         neighbour = stage - 1 if way == "F" else stage + 1
         if self.schedule.is_local(min(stage, neighbour)):
             return self.handed.pop((way, neighbour, m))

@@ -26,7 +26,7 @@ __all__ = ["SCHEDULES", "Schedule", "check_schedule", "layers_of", "make_schedul
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """What every rank of a pipeline does in one step.
+    """The actions of every rank of a pipeline in one step.
 
     Attributes:
         name: of the kind of schedule.
@@ -137,7 +137,7 @@ Computes: TypeAlias = Sequence[Sequence[tuple[tuple[str, int, int], ...]]]
 
 
 class _Plan(NamedTuple):
-    """What makes a schedule: how many stages a rank has, whether they lie as a V, and the order of computes."""
+    """A kind of schedule: how many stages a rank has, whether they form a V, and the order of computes."""
 
     least: int
     most: int | None
@@ -261,7 +261,7 @@ def _wrong_options(gather: str, scatter: str | None, ahead: int) -> list[str]:
 
 
 def _misfits(name: str, plan: _Plan, ranks: int, local: int, microbatches: int) -> list[str]:
-    """What a kind of schedule cannot have."""
+    """Objections to the arguments of a kind of schedule."""
     rows: list[str] = []
     if local < plan.least or (plan.most is not None and local > plan.most):
         wanted = f"at least {plan.least}" if plan.most is None else f"{plan.least}"

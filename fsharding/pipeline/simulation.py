@@ -106,7 +106,7 @@ class Timeline:
 
 
 def _cells(row: list[Span], slot: float, slots: int, several: bool) -> Iterator[str]:
-    """What a rank does in the middle of each slot."""
+    """The action of a rank in the middle of each slot."""
     spans, shown = iter(row), None
     span = next(spans, None)
     for i in range(slots):

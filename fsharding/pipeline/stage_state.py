@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds while a step runs: the parameters and the sums of gradients of each of its stages.
+"""The state of a rank of a pipeline while a step runs: parameters and sums of gradients of each of its stages.
 
 In: parameters at rest, a schedule that says when a stage is gathered and when its sums are reduced. Out: for each stage
 what a tape takes, and at the end all gradients where the optimizer wants them.
@@ -88,7 +88,7 @@ class Holding:
         return params, self._part(self._sources, stage), self._part(sums, stage)
 
     def _part(self, values: Tree, stage: int) -> Tree:
-        """What a stage has of a tree of parameters, or of shardings."""
+        """A stage's part of a tree of parameters, or of shardings."""
 
         def rows(i: int, stack: Tree) -> Tree:
             return tree.map(lambda x: _rows(x, *self._rows[stage][i]), stack)
@@ -140,7 +140,7 @@ class Holding:
     def grads(self) -> Tree:
         """All gradients in `layout.main`; stages that share a leaf have added theirs. Collective over `pp`."""
         group = axis_group(self.layout.mesh, ("pp",))
-        # What this rank has no part of.
+        # Leaves that this rank has no part of.
         self._reduce(-1, {i: x for i, x in enumerate(self._sums) if x is not None and i not in self._reduced})
         found: list[DTensor | None] = []
         for i, (leaf, total) in enumerate(zip(self.layout.leaves, self._sums, strict=True)):

@@ -33,7 +33,7 @@ _AFTER: tuple[Kind, ...] = ("SEND_F", "RECV_B")
 
 
 def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
-    """What is wrong with a table, in sentences; empty if nothing is.
+    """Checks a table: sentences that say what is wrong; empty if nothing is.
 
     Args:
         owner: the rank of each stage.
@@ -55,7 +55,7 @@ def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
 
 
 def compute_faults(owner: Owner, microbatches: int, computes: Table) -> list[str]:
-    """What is wrong with the computes of a table that is still without messages; their order is not looked at."""
+    """Checks the computes of a table that has no messages yet; their order is not looked at."""
     rows = [
         f"rank {rank}: {action} is no F, B, I or W"
         for rank, row in enumerate(computes)

@@ -91,7 +91,7 @@ def volume(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes share; None when that is empty."""
+    """The intersection of two boxes; None when it is empty."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
@@ -107,7 +107,7 @@ def runs(indices: Sequence[int]) -> Runs:
 
 
 def parts(size: int, sizes: Sequence[int], pieces: int, index: int) -> Runs:
-    """What the `index`-th of `pieces` holds of a dim that is made of parts, each cut by itself: q, k and v, say.
+    """The ranges of the `index`-th of `pieces` in a dim that is made of parts, each cut by itself: q, k and v, say.
 
     Args:
         size: of the dim, the sum of `sizes`.
@@ -171,7 +171,7 @@ def grid_boxes(grid: Grid) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
 
 
 def meet(a: Runs, b: Runs) -> tuple[tuple[int, int, int], ...]:
-    """What two runs share: (place in `a` laid end to end, place in `b`, length), in the order of `b`."""
+    """The intersection of two runs: (place in `a` laid end to end, place in `b`, length), in the order of `b`."""
     found: list[tuple[int, int, int]] = []
     at_b = 0
     for low_b, high_b in b:
@@ -186,7 +186,7 @@ def meet(a: Runs, b: Runs) -> tuple[tuple[int, int, int], ...]:
 
 
 def overlap(a: Grid, b: Grid) -> Overlap | None:
-    """What two grids share, dim by dim; None when that is empty."""
+    """The intersection of two grids, dim by dim; None when it is empty."""
     shared = tuple(meet(x, y) for x, y in zip(a, b, strict=True))
     return shared if all(shared) else None
 

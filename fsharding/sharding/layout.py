@@ -63,7 +63,7 @@ class Memory(NamedTuple):
 
     @property
     def state(self) -> int:
-        """What is there between steps: all but the gradients."""
+        """Bytes between steps: all but the gradients."""
         return self.params + self.main + self.opt_state
 
     @property

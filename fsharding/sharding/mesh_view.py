@@ -21,11 +21,11 @@ from fsharding.sharding.partition_spec import PartitionSpec
 __all__ = ["Base", "base", "order", "slice_of", "view"]
 
 _OWNED = "_owned"
-"""What is added to the name of an axis that a leaf owns."""
+"""Suffix of the name of an axis that a leaf owns."""
 
 
 class Base(NamedTuple):
-    """What a view was made of.
+    """The mesh that a view was made of, and its axes.
 
     Attributes:
         mesh: the mesh, or its slice without assigned axes.
@@ -112,6 +112,6 @@ def _renamed(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) ->
 
 
 def base(mesh: DeviceMesh) -> Base:
-    """What a view was made of; any other mesh is its own."""
+    """The mesh that a view was made of, and its axes; any other mesh is its own base."""
     known = kept_by(mesh).get(Base)
     return Base(mesh, abstract(mesh).names) if known is None else known

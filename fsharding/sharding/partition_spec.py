@@ -113,7 +113,7 @@ class Fused:
 
 
 DimName: TypeAlias = str | Fused | None
-"""What a model calls a dim; None for one that no rule cuts."""
+"""The name of a dim in a model; None for one that no rule cuts."""
 
 
 def rule_name(name: DimName) -> str | None:

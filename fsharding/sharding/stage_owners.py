@@ -39,7 +39,7 @@ def begins(path: str, entry: str) -> bool:
 
 
 def stage_of(stages: Stages, path: str) -> Owners | None:
-    """What the longest matching path says of a leaf."""
+    """The entry of the longest path that matches a leaf."""
     return next((owners for entry, owners in stages if begins(path, entry)), None)
 
 

@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is cut over the data axes, and what over `replica` as well.
+    """Says which tensors are cut over the data axes, and which of them over `replica` as well.
 
     Attributes:
         params: cut the parameters over `dp`, `ep`, `cp`.

@@ -1,4 +1,4 @@
-"""What a test of sharded code needs: ranks on this machine, cases to send to them, and checks that name what differs.
+"""For tests of sharded code: ranks on this machine, cases to send to them, and checks that name what differs.
 
 `ranks` runs a function on real gloo processes; `cases` are examples as data, which `strategies` draws (it needs
 hypothesis, so it is imported by its own name); `compare` and `laws` check.

@@ -109,7 +109,7 @@ def whole_tensors(leaves: Tree, seed: int = 0, *, numbers: bool = False) -> Tree
 
 
 def local_part(whole: Tensor, sharding: NamedSharding, coord: dict[str, int] | None = None) -> Tensor:
-    """What a rank holds of a whole tensor, cut out of it without speaking to anybody: the oracle of a reshard.
+    """A rank's part of a whole tensor, cut out of it without communication: the oracle of a reshard.
 
     Args:
         whole: the whole tensor.

@@ -58,7 +58,7 @@ def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: flo
 def compare(
     function: str, a: tree.Tree, b: tree.Tree, what: str = "", tolerance: tuple[float, float] | None = None
 ) -> None:
-    """What both checks do.
+    """The comparison that both checks run.
 
     Args:
         function: whose name the message carries.

@@ -147,7 +147,7 @@ class DecoderCase:
         return cut_sequence(mine, mesh=mesh)
 
     def traffic(self, layout: Layout, coord: dict[str, int] | None = None) -> Traffic:
-        """What a rank sends in a step: see `expected_traffic`."""
+        """Counts the messages of a rank in a step: see `expected_traffic`."""
         parts = math.prod(map(self.mesh.axis_size, ("replica", "dp", "ep")))
         return expected_traffic(
             self.config, layout, rows=self.rows // parts, length=self.length, microbatches=self.microbatches,

@@ -38,7 +38,7 @@ class RankFailure(RankError):
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What is known of one rank.
+    """The outcome of one rank, as far as it is known.
 
     Attributes:
         what: what it did, as the rest of a sentence that begins with its number.

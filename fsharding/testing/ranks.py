@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 Pipe = multiprocessing.connection.Connection
 
 _IN_TESTS, _GROUP_IN_TESTS, _GROUP_TIMEOUT = 60.0, datetime.timedelta(seconds=20), datetime.timedelta(minutes=10)
-"""What hangs is a failure of a test; elsewhere a call may well train for a day."""
+"""A hang is a failure of a test; elsewhere a call may well train for a day."""
 _UNGUARDED = 97
 """The exit status of a rank whose script starts ranks as soon as it is imported."""
 _GRACE = 1.0
@@ -93,7 +93,7 @@ def _exit_with_parent(folder: str) -> None:
 
 
 def _answer(call: Callable[[], Any]) -> bytes:
-    """What goes back to the parent: (True, pickled result) or (False, type, text, traceback, pickled exception)."""
+    """The answer to the parent: (True, pickled result) or (False, type, text, traceback, pickled exception)."""
     try:
         return pickle.dumps((True, pickle.dumps(call())))
     except BaseException as error:

@@ -74,7 +74,7 @@ _WHOLE = Shard()
 
 
 class Data(Protocol):
-    """What a training loop asks of a data set. `Tokens` is one; so is anything else with these three."""
+    """The interface of a data set for a training loop. `Tokens` is one; so is anything else with these three."""
 
     @property
     def global_batch_size(self) -> int:

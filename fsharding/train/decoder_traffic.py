@@ -1,4 +1,4 @@
-"""What a step of a decoder sends, by closed formulas: calls and bytes of one rank, by axes of the mesh.
+"""Traffic of a decoder's step, by closed formulas: calls and bytes of one rank, by axes of the mesh.
 
 In: sizes of the decoder, a layout, the batch, a schedule. Out: a `Traffic`, computed without tensors or processes.
 Law: it is what `counting_bytes` counts, to the byte, for every mesh, strategy, schedule and policy.
@@ -43,7 +43,7 @@ def expected_traffic(
     policy: Policy = policies.save_except_gathered,
     coord: dict[str, int] | None = None,
 ) -> Traffic:
-    """What one rank sends in one step of `models.decoder` that neither overflows nor fails, of rows without documents.
+    """Counts the messages of one rank in a step of `models.decoder` that succeeds, of rows without documents.
 
     Activations x of a microbatch are [rows, T, dim], where T is length over `cp`. In each block:
 
@@ -142,7 +142,7 @@ _Sends: TypeAlias = tuple[tuple[tuple[str, ...], Sent], ...]
 
 
 class _Calls(NamedTuple):
-    """What a part of a unit sends, each over some axes.
+    """The messages of a part of a unit, each over some axes.
 
     Attributes:
         forward: until the last tensor that backward needs, so also when it is computed again.
@@ -185,7 +185,7 @@ def _messages(step: _Step) -> None:
     for stage in schedule.stages_on(step.sender.where["pp"]):
         for border in [stage] * (stage < last) + [stage - 1] * (stage > 0):
             layers = map(sum, zip(*step.sender.layers[: border + 1], strict=True))
-            # What routers before it have added to the loss goes along.
+            # The loss terms of the routers before it travel with it.
             extra = step.high if any(m and n for m, n in zip(mixed, layers, strict=True)) else 0
             step.sender.send(("pp",), Sent(1, x + extra), 0 if schedule.is_local(border) else step.sender.microbatches)
 
@@ -211,7 +211,7 @@ def _leave(step: _Step) -> _Calls:
 
 
 def _region(step: _Step, inside: _Calls, *into: _Calls) -> _Calls:
-    """What enters a region of tensor parallelism, what is sent inside, and the activations that leave it."""
+    """The calls of a region of tensor parallelism: activations that enter it, messages inside, activations that leave."""
     leave = _leave(step)
     return _Calls(
         (*(sent for calls in into for sent in calls.forward), *inside.forward),

@@ -228,7 +228,7 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a reshard would do; prints as a table.
+    """The plan of a reshard; prints as a table.
 
     Attributes:
         paths: of the leaves.

@@ -1,4 +1,4 @@
-"""What a reshard moves: every leaf of a state or tree with where it is, where it goes, and how to put it back together.
+"""The leaves that a reshard moves: where each one is, where it goes, and how the state or tree is rebuilt of them.
 
 In: a `TrainState` and a `Layout`, two layouts, or a tree and shardings. Out: a `Moving` for each leaf.
 Parameters are read where most ranks have them already: from `params` where these hold the values that are asked for,
@@ -71,7 +71,7 @@ class Moving:
 
     @property
     def leaf(self) -> Leaf:
-        """What the plan needs of it."""
+        """The leaf as the plan of a reshard takes it."""
         source, target = (replace(s, mesh=abstract(s.mesh)) for s in (self.source, self.target))
         return Leaf(self.shape, self.dtype.itemsize, source, target)
 

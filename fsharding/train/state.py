@@ -279,7 +279,7 @@ def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:
 
 
 def _told(x: Any) -> str:
-    """What ranks have in common that begin with one value; a lazy draw is told by what it is drawn from."""
+    """A text that ranks with the same first value have in common; a lazy draw is told by its key and distribution."""
     if isinstance(x, Tensor):
         return f"{type_text(tuple(x.shape), x.dtype)} of checksum {checksum(x):016x}"
     return repr(x) if isinstance(x, Draw) else type(x).__name__

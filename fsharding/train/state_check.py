@@ -162,7 +162,7 @@ def _refuse(function: str, rows: Sequence[str], kind: str) -> None:
 
 
 def _numbers(state: Any) -> list[str]:
-    """What is no step number, or no key."""
+    """Refuses values that are no step number, or no key."""
     rows: list[str] = []
     for name, shape in (("step", ()), ("key", (2,))):
         x = getattr(state, name)
@@ -225,7 +225,7 @@ def _objection(path: str, x: Any, want: Want) -> Sequence[str]:
 
 
 def _also(x: DTensor, sharding: NamedSharding) -> str:
-    """What a type does not tell: the mesh, and who owns a leaf."""
+    """Text for the facts that a type does not tell: the mesh, and who owns a leaf."""
     assigned = f" {sharding}" if sharding.assigned else ""
     return f"{assigned}, on {sharding.mesh}" if x.device_mesh != sharding.device_mesh() else assigned
 

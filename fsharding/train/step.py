@@ -52,7 +52,7 @@ __all__ = ["Metrics", "StepPlan", "TrainStep", "make_train_step", "model_loss"]
 
 
 class Metrics(NamedTuple):
-    """What a step reports; the same on every rank.
+    """The report of a step; the same on every rank.
 
     Attributes:
         loss: global mean over all tokens of the batch (float32, 0-d).

@@ -1,4 +1,4 @@
-"""What parameters and gradients send in a step, by closed formulas: calls and bytes of one rank, by axes of the mesh.
+"""Traffic of parameters and gradients in a step, by closed formulas: calls and bytes of one rank, by axes of the mesh.
 
 In: a layout, a schedule. Out: what is added to a `Traffic`, without tensors or processes.
 k is the number of ranks along the axes, n the elements that a rank has before the call (the largest piece, where they
@@ -38,7 +38,7 @@ __all__ = ["Sender", "Stage", "parameters", "sum_over", "update"]
 
 
 class Stage(NamedTuple):
-    """What a rank computes between two messages.
+    """The computation of a rank between two messages.
 
     Attributes:
         layers: how many of each stack.
@@ -164,7 +164,7 @@ def _leaves(sender: Sender, *beginnings: str, rows: int | None = None) -> list[_
 
 
 def _rows(sender: Sender, stage: Stage) -> list[_Leaf]:
-    """What a stage has of the stacks."""
+    """A stage's rows of the stacks."""
     counts = zip(sender.stacks, stage.layers, strict=True)
     return [leaf for path, count in counts if count for leaf in _leaves(sender, path, rows=count)]
 
@@ -274,7 +274,7 @@ def update(sender: Sender) -> None:
 
 
 def _by_scatter(sender: Sender, mine: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
-    """What is reduced together at the last SCATTER of each stage: its rows of stacks, and its ends if none is later."""
+    """Leaves that the last SCATTER of each stage reduces together: rows of stacks, and its ends if none is later."""
     assert sender.schedule is not None
     row = sender.schedule.table[sender.where["pp"]]
     ends = [leaf for leaf in mine if not begins(leaf.plan.path, "blocks")]
@@ -291,7 +291,7 @@ def _by_scatter(sender: Sender, mine: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
 
 
 def _here(sender: Sender, plan: LeafLayout) -> _Leaf | None:
-    """What the rank has of a leaf over `pp`; None for nothing."""
+    """The rank's part of a leaf over `pp`; None for nothing."""
     if sender.schedule is not None and sender.where["pp"] not in owners(plan.main, sender.size("pp")):
         return None
     stack = next((i for i, path in enumerate(sender.stacks) if begins(plan.path, path)), None)
@@ -311,7 +311,7 @@ class _Move(NamedTuple):
 
 
 def _together(sender: Sender, moves: Iterable[_Move]) -> None:
-    """What travels together whatever the unit, in buckets of bounded size."""
+    """Groups leaves that travel together whatever their unit, in buckets of bounded size."""
     groups: dict[object, list[_Move]] = {}
     for move in moves:
         if steps := transition.plan_steps(move.source, move.target):

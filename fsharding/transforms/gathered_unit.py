@@ -76,7 +76,7 @@ class GatheredUnit:
         self.buffers: list[Tensor] = []
         self._handles: list[Handle[Tensor] | None] = []
         self._guarded: list[tuple[Tensor, int]] = []
-        """What the loss function sees, with the version that autograd counts: it must not be written in place."""
+        """Tensors that the loss function sees, and their versions in autograd: they must not be written in place."""
 
     @torch.no_grad()
     def start(self) -> None:

@@ -183,7 +183,7 @@ class GradReducer:
     def _finish_later(
         self, plan: UnitPlan, b: ReduceBucket, index: Sequence[LeafIndex], first: Handle[list[Tensor]]
     ) -> _Pending:
-        """What is left to do after the first collective of a bucket."""
+        """Finishes the steps that follow the first collective of a bucket."""
         if not b.late_steps[0]:
             return _Pending(first.is_ready, lambda: self._accumulate(index, first))
 

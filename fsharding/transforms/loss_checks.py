@@ -53,7 +53,7 @@ _NOT_THE_USERS = (
 def explained(
     error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any], context: GatherContext
 ) -> FshardingError | None:
-    """What an error of a loss function means, if it can be told. One of ours is only made to say more.
+    """Explains an error of a loss function, if it can be told. An error of this library only gets more text.
 
     Args:
         error: as it was raised.
@@ -219,7 +219,7 @@ def _of_shapes(
 
 # ---------------------------------------------------------------------------------------------------------------- words
 def _names(fn: Callable[..., Any], count: int) -> list[str]:
-    """What a function calls its arguments."""
+    """The names that a function gives its arguments."""
     try:
         given = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept between forward and backward.
+    """Says which gathered weights and activations are kept between forward and backward.
 
     Attributes:
         name: as in `policies`.

@@ -58,8 +58,8 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
 
     Args:
         fn: a pure function of trees of tensors. It may close over tensors: under torch.func the first call then
-            computes it twice, once to see which. What it hands to an `autograd.Function` of the user and to nothing
-            else cannot be seen, and has to be an argument.
+            computes it twice, once to see which. A tensor that goes to an `autograd.Function` of the user
+            and to nothing else cannot be seen, and has to be an argument.
         policy: what is kept: `nothing_saveable`, `dots_saveable` (under torch.func: inputs only); others change
             nothing. Under `dots_saveable` torch refuses a function that changes the result of a matrix product in
             place, as `x @ w` does by itself for a 1-d `x`.

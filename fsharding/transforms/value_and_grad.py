@@ -73,8 +73,8 @@ def value_and_grad(
     """Makes a function that returns a loss and its gradient with respect to the first argument.
 
     `fn(params, *args)` returns a 0-d tensor, or `(sum, weight)`: the sum of the losses of this rank's tokens, and their
-    number. What is differentiated is the global mean, `psum(sum) / psum(weight)` over all data axes; a bare tensor
-    counts as the mean of its rank, with weight 1.
+    number. `value_and_grad` differentiates the global mean, `psum(sum) / psum(weight)` over all data axes; a bare
+    tensor counts as the mean of its rank, with weight 1.
 
     Args:
         fn: the loss function; it gets the parameters as `Local` nodes, to be opened by `gather_unit` or `scan_units`.
@@ -265,7 +265,7 @@ class Tape:
         wanted = [*inputs, *([self.context.anchor] if params else []), *(direct[i] for i in used)]
         if not wanted:
             return ()
-        # What is computed again in backward asks for the mesh, too.
+        # A recomputed forward asks for the mesh, too.
         with _on(self.mesh), torch.autograd.set_multithreading_enabled(False):
             found = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=retain_graph, allow_unused=True)
         for i, grad in zip(used, found[len(inputs) + 1 :], strict=True):
@@ -379,7 +379,7 @@ def _take_apart(result: Any, has_aux: bool) -> _Loss:
 
 
 def _mend(total: Any) -> str:
-    """What to return in the place of what is no loss."""
+    """Advises on what to return in the place of something that is no loss."""
     if isinstance(total, Local):
         return "Compute it of gathered leaves, with fs.gather_unit, or of whole trees, with fs.tree.vdot."
     if isinstance(getattr(total, "loss", None), Tensor):
@@ -410,7 +410,7 @@ def _warn_of_mean(weight: float) -> None:
 
 
 def _kind(x: Any) -> str:
-    """What something is, for an error."""
+    """Describes a value, for an error."""
     if isinstance(x, tuple):
         return f"({', '.join(map(_kind, cast(tuple[Any, ...], x)))})"
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

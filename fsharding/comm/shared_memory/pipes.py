@@ -49,7 +49,7 @@ class Pipes:
         self._members = [member for member in range(size) if member != index]
         made = {member: os.pipe() for member in self._members}
         self.write_ends = tuple(made[member][1] if member in made else -1 for member in range(size))
-        """What each member opens to write here: a file descriptor of this process."""
+        """The file descriptor of this process that each member opens to write here."""
         self._read = {member: ends[0] for member, ends in made.items()}
         self._write: dict[int, int] = {}
         self._pids: tuple[int, ...] = ()

@@ -71,7 +71,7 @@ class Block:
         self._idle = _compat.storage_users(self._storage)
 
     def note(self) -> Note:
-        """What others need to read what is posted next, and to acknowledge it."""
+        """The facts that others need to read the next block, and to acknowledge it."""
         self.number += 1
         return self.fd, self.inode, self.size, self.number
 

@@ -46,7 +46,7 @@ _NOWHERE: blocks.Note = (-1, -1, -1, -1)
 """In place of a block, from a member that gives none."""
 
 _POSTED, _RESERVED, _JOINT = range(3)
-"""What a note is about: a buffer of its own, the memory of the next joint buffer, or a part of one."""
+"""The subject of a note: a buffer of its own, the memory of the next joint buffer, or a part of one."""
 
 _SWITCH = "FSHARDING_SHARED_MEMORY"
 
@@ -91,7 +91,7 @@ class _Turns:
     reserved: blocks.Block | None = None
 
     def reserve_next(self, group: Group) -> blocks.Note:
-        """What this member says of the next buffer: where it is, if it is its turn."""
+        """This member's note about the next buffer: where it is, if it is its turn."""
         if self.count % group.size != group.index:
             return _NOWHERE
         self.reserved = blocks.reserve(self.size, self)
@@ -100,7 +100,7 @@ class _Turns:
 
 @dataclass
 class _Channel:
-    """What a process group sends, apart from what other groups of the same processes do."""
+    """The notes of a process group, apart from those of other groups of the same processes."""
 
     members: _Members
     number: int
@@ -201,7 +201,7 @@ def _pipes(group: Group) -> Pipes | None:
 
 
 def _numbers(mine: Sequence[int], group: Group) -> list[list[int]]:
-    """What every member gives, over the group itself."""
+    """Gathers a value of every member, over the group itself."""
     rows = torch.empty(group.size, len(mine), dtype=torch.int64)
     rows[group.index] = torch.tensor(mine)
     swap_rows(rows, group, tag=_TAG).wait()
@@ -273,7 +273,7 @@ class _Notes:
 
 
 def _map_from(member: int, note: Sequence[int], group: Group) -> blocks.Mapping:
-    """What a member's note says where it is."""
+    """The block that a member's note points to."""
     fd, inode, size, _ = note
     with among((group.ranks[member],)):
         return _channel(group).members.open(member, fd, inode, size)

@@ -27,7 +27,7 @@ _MEND = "Use another model, or bring its weights into a tree of your own: fs.hf.
 
 @dataclass(frozen=True)
 class Family:
-    """What models of a `model_type` have in common.
+    """The conventions that models of a `model_type` share.
 
     Attributes:
         architecture: the class of transformers.

@@ -28,7 +28,7 @@ __all__ = ["Folder", "open_folder"]
 
 _FUNCTION = "fs.hf.load"
 _RUNTIME = re.compile(r"\.rotary_emb\.inv_freq$")
-"""What old versions of transformers stored although it follows from the config."""
+"""Tensors that old versions of transformers stored although they follow from the config."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a leaf of ours is made of in a Hugging Face directory: boxes of tensors that are turned, split or fused there.
+"""The tensors of a Hugging Face directory that a leaf is made of: boxes of tensors that are turned, split or fused.
 
 In: a name, the shape of our leaf, and the parts that it declares. Out: pieces, each a box of our leaf and the tensor
 that it lies in. One direction reads a box of ours there, the other writes it there.
@@ -118,7 +118,7 @@ class Piece(NamedTuple):
 
 
 def in_tensors(box: Box, x: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[str, Box, Tensor]]:
-    """What a box of our leaf has of each tensor: its name, the box there, and a view of our values laid out as there.
+    """The part of each tensor in a box of a leaf: its name, the box there, and a view of the values, laid out as there.
 
     Args:
         box: of our leaf.

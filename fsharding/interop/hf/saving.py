@@ -54,7 +54,7 @@ _FUNCTION = "fs.hf.save"
 
 @dataclass(frozen=True)
 class Saved:
-    """What was written.
+    """The files and tensors that a save has written.
 
     Attributes:
         path: the directory.
@@ -136,7 +136,7 @@ def save(
 # ------------------------------------------------------------------------------------------------------------ the plan
 @dataclass(frozen=True)
 class _Job:
-    """What is to be written, and what of it by this rank.
+    """A save that all ranks have agreed on, and this rank's part of it.
 
     Attributes:
         target: the directory to be.
@@ -191,7 +191,7 @@ class _Job:
                 os.fsync(handle)
 
     def _mine(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """What this rank writes: the name of a tensor, a box of it, and the values."""
+        """This rank's writes: the name of a tensor, a box of it, and the values."""
         writers = shares(self.leaves, range(world_size()))
         for path, leaf in self.leaves.items():
             for corner, (box, x) in leaf.kept().items():
@@ -286,7 +286,7 @@ def _stored(state: TrainState) -> Tree:
 
 
 def _shards(path: str, x: Any, home: LeafLayout | None, rows: list[str]) -> Shards:
-    """What this rank holds of a leaf; what cannot be saved is added to the rows."""
+    """This rank's part of a leaf; a leaf that cannot be saved is added to the rows."""
     if not isinstance(x, DTensor):
         return staged(tuple(x.shape), None, x.detach())
     sharding: NamedSharding = sharding_of(x)

@@ -113,7 +113,7 @@ class PureModule:
         check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
 
     def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:
-        """What the module returns for these parameters; on a rank, for its part of the batch.
+        """Calls the module with these parameters; on a rank, with its part of the batch.
 
         Args:
             params: `Local` nodes, as a loss function gets them, DTensors at rest, or whole plain tensors.
@@ -146,7 +146,7 @@ class PureModule:
         return named | self._engine.persistent()
 
     def _leaves(self, params: Tree) -> list[Any]:
-        """What stands at each leaf, in the order of the anatomy."""
+        """The values at the leaves, in the order of the anatomy."""
         found: list[Any] = [None] * len(self._order)
         for number, leaf in zip(self._order, tree.flatten_up_to(self._structure, params, "PureModule"), strict=True):
             found[number] = leaf
@@ -183,12 +183,12 @@ def functionalize(
 
     Args:
         module: with real tensors, or on the meta device. Whether it is in train mode is taken over. Its tensors
-            besides parameters are constants: a forward that changes one is refused. What it keeps in Python, such as a
-            counter or a list, is not watched, and belongs to this copy.
+            besides parameters are constants: a forward that changes one is refused. State that it keeps in Python,
+            such as a counter or a list, is not watched, and belongs to this copy.
         units: paths of the modules that are gathered when they are called, and let go after it. In `"layers.*"` the
             star stands for one part of a path, and the blocks that it finds are stacked: one leaf `[L, ...]` for each
             parameter. `("embed", "layers.*", ("norm", "head"))` has a unit of one module, a stack, and two modules
-            that are gathered together. A module belongs to the first pattern that fits it. What is in no unit is
+            that are gathered together. A module belongs to the first pattern that fits it. A leaf in no unit is
             gathered first and stays until the end. Units are sent for in the order in which the module defines them.
             By default those of `fsharding.interop.module.hf_tables`, for models of Hugging Face that stand there.
         names: dim names of leaves by pattern of the path, without that of a stack's first dim:

@@ -51,7 +51,7 @@ class Family:
         heads: attributes of the config that `tp` has to divide.
         parts: of `fs.model_from`, for causal attention over whole rows by torch's kernel.
         files: leaves that published files, and those of `save_pretrained`, have in other tensors than the module.
-        reset: method of the module that gives a submodule its first values. What it does for the whole model alone,
+        reset: method of the module that gives a submodule its first values. Its work for the whole model alone,
             such as the narrower output projections of a new GPT-2, does not happen on the meta device.
     """
 

@@ -1,7 +1,7 @@
 """First values of the parameters of a module, leaf by leaf and lazily: those that it has, or those that it would draw.
 
 In: a module with real or meta tensors, the leaves of its anatomy, a key. Out: for each leaf something with a shape and
-a dtype that computes any slice. What is on the meta device is drawn by the module's own `reset_parameters`, one
+a dtype that computes any slice. A tensor on the meta device is drawn by the module's own `reset_parameters`, one
 submodule at a time, on the CPU, from a seed that follows from the key and from where the submodule stands.
 Law: the values of a leaf do not depend on the slice that is asked for, so every layout gets the same bits.
 """
@@ -58,7 +58,7 @@ def reseed(seed: int, device: torch.device) -> None:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """What tells whether something has been drawn: the state of the generator of a device."""
+    """The state of a device's generator, which tells whether something has been drawn."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

@@ -1,4 +1,4 @@
-"""A module as a `Model`: embed, blocks, head. What a pipeline needs, whose stages are these parts.
+"""A module as a `Model`: embed, blocks, head. A pipeline needs these parts as its stages.
 
 In: a module, its units, and three functions that say how its parts are put together, as its forward does. Out: a
 `Model` with the leaves of the module under `embed`, `blocks` and `head`; `functionalize` takes a forward in one piece.
@@ -106,7 +106,7 @@ def model_from(
 
     Args:
         module: with real or meta tensors, of which nothing may be drawn: in eval mode, or without dropout.
-        units: as in `functionalize`, with one stack. What the module defines before it is `embed`, what comes after it
+        units: as in `functionalize`, with one stack. The modules before it are `embed`, those after it
             `head`; there is no root. By default those of the family. Where layers of a family are dense or routed, the
             model has a stack for each run of equal ones, such as `blocks.from_0` and `blocks.from_3`.
         parts: how these are put together: `embed(module, batch) -> x`, `block(module, layer, x) -> x` and

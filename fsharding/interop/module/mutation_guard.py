@@ -1,4 +1,4 @@
-"""What a module holds besides its parameters: in what equal blocks differ, and what a forward has changed.
+"""Buffers and attributes of a module: how equal blocks differ in them, and which of them a forward has changed.
 
 In: modules. Out: rows that say what is unlike or has changed; nothing is refused here.
 Tensors are watched by identity, by torch's version counters, and at the first call by value, since `.data` has no
@@ -60,7 +60,7 @@ _NOT_THERE = _Missing()
 
 
 def _state(block: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a block and what is inside of it hold, by name."""
+    """The attributes of a block and of its submodules, by name."""
     for path, child in block.named_modules(remove_duplicate=False):
         lead = f"{path}." if path else ""
         yield f"{lead}forward of", type(child)
@@ -125,7 +125,7 @@ class _Held:
 
 @dataclass
 class _Seen:
-    """What a submodule had when it was last looked at, as buffers and as attributes."""
+    """The buffers and attributes of a submodule when it was last looked at."""
 
     path: str
     homes: tuple[dict[str, Any], dict[str, Any]]
@@ -167,7 +167,7 @@ class Watch:
                 self._values = [held.value.clone() for held in self._held.values()]
 
     def end(self, *, done: bool) -> list[str]:
-        """What has changed since; replaced tensors get their places back, and new ones go.
+        """The changes since then; replaced tensors get their places back, and new ones are removed.
 
         Args:
             done: whether the call came to its end; the first one that did has its values compared.

@@ -1,4 +1,4 @@
-"""What is wrong with a module that is brought along, collected so that one error tells all of it.
+"""Problems of a module that a user brings along, collected so that one error tells all of them.
 
 In: rows that describe what does not fit. Out: errors that are not raised yet; or one that is, with all their texts.
 Law: who mends everything that an error lists does not get another one for the same call.

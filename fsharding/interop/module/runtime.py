@@ -294,7 +294,7 @@ def computing(mesh: Mesh | None) -> Generator[None]:
 
 @contextmanager
 def _worded() -> Generator[None]:
-    """What torch and its transforms say of a module that cannot be a function of its parameters, in words of ours."""
+    """Rewords the errors of torch and its transforms for a module that cannot be a function of its parameters."""
     try:
         yield
     except _Elsewhere as error:

@@ -1,4 +1,4 @@
-"""What an nn.Module is made of: leaves, which have the parameters of equal blocks stacked, and units of modules.
+"""The structure of an nn.Module: leaves, which have the parameters of equal blocks stacked, and units of modules.
 
 In: a module with real or meta tensors, patterns of the modules that are units, dim names by pattern. Out: an `Anatomy`,
 a printable value without tensors; or one error with everything that does not fit.

@@ -52,7 +52,7 @@ def role_of(path: str, roles: Roles) -> Role | None:
 
 @dataclass
 class _Unit:
-    """What runs now: a unit, or what is around all of them.
+    """The part of a forward that runs now: a unit, or the code around all of them.
 
     Attributes:
         seed: that it draws from; None where nothing may be drawn.
@@ -148,7 +148,7 @@ def install(module: nn.Module, roles: Roles) -> Entrances:
 
 
 def check_roles(module: nn.Module, roles: Roles, *, general: bool = False) -> list[FshardingError]:
-    """What is wrong with roles: such as there are none of, for layers that are not there, or cannot have them.
+    """Objections to roles: unknown ones, those of layers that are not there, and those that a layer cannot have.
 
     Args:
         module: with the layers.
