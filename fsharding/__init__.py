@@ -1,6 +1,6 @@
 """JAX-style functional sharding over torch: pure functions over sharded parameter pytrees.
 
-`docs/tour.md` teaches all of it on one page. Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
+Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`; `docs/tutorials/mlp.md` uses all four.
 """
 
 from fsharding import checkpoint, models, ops, optim, pipeline, random, tree

@@ -398,7 +398,7 @@ def row_offences(page: str, root: Path = ROOT) -> list[str]:
 
 
 def test_what_the_page_on_reliability_says_is_tested():
-    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "reliability.md").read_text(encoding="utf-8")
     assert page.count("\n| ") > 20
     assert not (found := row_offences(page)), "\n" + "\n".join(found)
 

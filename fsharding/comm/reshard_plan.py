@@ -2,7 +2,8 @@
 
 In: for each leaf its shape, the bytes of an element, and where it is and where it goes, on any two meshes.
 Out: a cached, printable plan that is the same on every rank. A rank keeps the parts that it has;
-parts that several ranks have are sent by each of them in turn. Law: the pieces that reach a rank, and those that it has, fill its target exactly once.
+parts that several ranks have are sent by each of them in turn.
+Law: the pieces that reach a rank, and those that it has, fill its target exactly once.
 """
 
 from __future__ import annotations

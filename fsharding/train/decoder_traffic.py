@@ -211,7 +211,7 @@ def _leave(step: _Step) -> _Calls:
 
 
 def _region(step: _Step, inside: _Calls, *into: _Calls) -> _Calls:
-    """The calls of a region of tensor parallelism: activations that enter it, messages inside, activations that leave."""
+    """Calls of a region of tensor parallelism: activations that enter, messages inside, activations that leave."""
     leave = _leave(step)
     return _Calls(
         (*(sent for calls in into for sent in calls.forward), *inside.forward),
