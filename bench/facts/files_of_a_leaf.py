@@ -1,6 +1,7 @@
 """Lists the files of the library whose functions hold one leaf's tensor, from `init_state` through a step to a save.
 
-A leaf is known by its numbers of elements: whole, a row of its stack, the shard of a rank, a row of the shard. Two local ranks, zero(3).
+A leaf is known by its numbers of elements: whole, a row of its stack, the shard of a rank, a row of the shard.
+Two local ranks, zero(3).
 """
 
 import sys
