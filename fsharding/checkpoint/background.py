@@ -27,6 +27,16 @@ class PendingSave:
 
     Args:
         work: what is left to do; it runs on a thread of its own.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     pending = fs.checkpoint.save_async(f"{run}/5", state)
+        ...     pending.wait()
+        >>> pending.done
+        True
     """
 
     def __init__(self, work: Callable[[], None]) -> None:

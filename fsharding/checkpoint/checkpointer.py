@@ -27,11 +27,6 @@ __all__ = ["Checkpointer"]
 class Checkpointer:
     """Keeps the newest checkpoints of a run. Its calls are collective.
 
-        with fs.checkpoint.Checkpointer("run/ckpt", keep=3, every=100) as checkpointer:
-            for batch in data:
-                state, metrics = step(state, batch)
-                checkpointer.after_step(state)
-
     Args:
         directory: which holds them; made with the first.
         keep: how many stay; None for all.
@@ -40,6 +35,18 @@ class Checkpointer:
 
     Raises:
         ConfigError: a number below 1.
+
+    Example:
+        >>> import tempfile
+        >>> opt, layout = fs.sgd(0.1), fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), opt, fs.random.key(0), layout)
+        >>> step = fs.make_train_step(lambda params, x: (x @ fs.gather_unit(params)["w"]).sum(), opt)
+        >>> with tempfile.TemporaryDirectory() as run, fs.checkpoint.Checkpointer(run, keep=2, every=2) as checkpointer:
+        ...     for x in torch.ones(5, 3, 4):
+        ...         state, metrics = step(state, x)
+        ...         saved = checkpointer.after_step(state)
+        ...     int(checkpointer.load(layout, opt=opt).step)
+        4
     """
 
     def __init__(self, directory: StrPath, *, keep: int | None = 3, every: int = 1, background: bool = True) -> None:

@@ -441,6 +441,15 @@ def metadata(path: StrPath) -> Manifest:
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest cannot be used.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/first", state, extra={"epoch": 2})
+        ...     fs.checkpoint.metadata(f"{run}/first").extra
+        {'epoch': 2}
     """
     function = "fs.checkpoint.metadata"
     with wording_failures(function):
@@ -459,6 +468,15 @@ def latest(directory: StrPath) -> Path | None:
 
     Raises:
         CheckpointError: the system cannot look there, such as at a name that is too long.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/first", state)
+        ...     fs.checkpoint.latest(run).name
+        'first'
     """
     root = real_path(directory, _LATEST)
     with wording_failures(_LATEST):

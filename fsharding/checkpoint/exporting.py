@@ -50,6 +50,16 @@ class Exported:
         format: one of `FORMATS`.
         tensors: how many tensors there are.
         files: bytes of each file by name.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/5", state)
+        ...     exported = fs.checkpoint.export(f"{run}/5", f"{run}/weights", "safetensors")
+        >>> exported.tensors, list(exported.files)
+        (1, ['model.safetensors'])
     """
 
     path: Path
@@ -110,6 +120,16 @@ def export(
         CheckpointError: no checkpoint, or a damaged one; names that do not fit; something is at the target; an
             optimizer that FSDP2 has no state for, or settings that are missing or do not fit.
             A file that cannot be written: nothing is left at the target.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/5", state)
+        ...     exported = fs.checkpoint.export(f"{run}/5", f"{run}/model.pt", "torch", {"w": "linear.weight"})
+        ...     torch.load(exported.path, weights_only=True)
+        {'linear.weight': tensor([1., 1., 1., 1.])}
     """
     store.real_path(target, _FUNCTION)
     where = Path(os.path.abspath(target))

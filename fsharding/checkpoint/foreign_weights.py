@@ -47,6 +47,15 @@ class Weights:
         others: names of entries of a `torch.save` file that are no tensors.
         reader: reads a slice; see `read`.
         function: the public function that opened them, for errors.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"w": torch.arange(6.0).view(3, 2)}, f"{folder}/model.pt")
+        ...     weights = fs.checkpoint.open_weights(f"{folder}/model.pt")
+        ...     weights.read("w", ((1, 3), (0, 1)), column := torch.empty(2, 1))
+        >>> column.flatten()
+        tensor([2., 4.])
     """
 
     path: Path
@@ -88,6 +97,14 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
 
     Raises:
         CheckpointError: nothing there that can be read, damaged or cut off, an index that leads out of its directory.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"model": {"w": torch.zeros(3, 2)}, "epoch": 7}, f"{folder}/model.pt")
+        ...     weights = fs.checkpoint.open_weights(f"{folder}/model.pt", "model.")
+        >>> weights.format, weights.leaves["w"].shape
+        ('torch', (3, 2))
     """
     return weights_at(_FUNCTION, path, prefix)
 

@@ -34,6 +34,16 @@ class Inspection:
         path: where it is.
         manifest: what it says of itself; None where that is damaged.
         damaged: what is wrong, one row a file, or one for each reason that `load` would have; empty when all is well.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/5", state)
+        ...     inspection = fs.checkpoint.inspect(f"{run}/5")
+        >>> inspection.damaged, inspection.to_json()["leaves"]["params.w"]
+        ((), {'shape': [4], 'dtype': 'float32', 'spec': 'P()', 'bytes': 16})
     """
 
     path: Path
@@ -104,6 +114,17 @@ def inspect(path: StrPath) -> Inspection:
     Raises:
         CheckpointError: there is no checkpoint; the text says what is there instead. One that is damaged, or that
             `load` refuses whatever it is to be loaded into, is returned as such.
+
+    Example:
+        >>> import os
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/5", state)
+        ...     os.remove(f"{run}/5/.metadata")
+        ...     fs.checkpoint.inspect(f"{run}/5").damaged
+        ('.metadata is missing',)
     """
     with store.wording_failures(_FUNCTION):
         return _inspected(store.find(path, _FUNCTION))

@@ -66,6 +66,16 @@ def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = 
         LayoutError: the layout is on an abstract mesh.
         ArgumentError: no path, or no layout; a state, say, has one: `state.layout`.
         RankError: a rank is gone, or does not call it.
+
+    Example:
+        >>> import tempfile
+        >>> mesh, opt = fs.make_mesh(device="cpu"), fs.adamw(1e-3)
+        >>> layout, other = (fs.plan_layout({"w": torch.zeros(4)}, mesh, strategy=fs.zero(k)) for k in (1, 3))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), opt, fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/5", state)
+        ...     fs.checkpoint.load(f"{run}/5", other, opt=opt).params["w"].full_tensor()
+        tensor([1., 1., 1., 1.])
     """
     if not isinstance(path, str | os.PathLike):
         mend = "Give the directory first: fs.checkpoint.load(path, layout)."
@@ -100,6 +110,15 @@ def load_leaves(
     Raises:
         CheckpointError: as `load`; a path that no leaf has, with those that look like it.
         LayoutError: the layout is on an abstract mesh.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/5", state)
+        ...     fs.checkpoint.load_leaves(f"{run}/5", "params")
+        {'params.w': tensor([1., 1., 1., 1.])}
     """
     chosen = [paths] if isinstance(paths, str) else [*paths]
     if layout is None:

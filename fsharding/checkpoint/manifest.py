@@ -54,6 +54,15 @@ class SavedLeaf(NamedTuple):
         shape: global shape.
         dtype: its name, such as "float32".
         spec: how it was cut when it was saved, or None for a plain tensor.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/5", state)
+        ...     fs.checkpoint.metadata(f"{run}/5").tree["params.w"]
+        SavedLeaf(shape=(4,), dtype='float32', spec='P()')
     """
 
     shape: tuple[int, ...]
@@ -71,6 +80,16 @@ class SavedFile(NamedTuple):
         bytes: its size.
         sha256: of each block, in hexadecimal, so that any part can be checked without the rest.
         block: bytes of a block; the last one may be shorter.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/5", state)
+        ...     files = fs.checkpoint.metadata(f"{run}/5").files
+        >>> {name: len(file.sha256) for name, file in files.items()}
+        {'.metadata': 1, '__0_0.distcp': 1}
     """
 
     bytes: int
@@ -92,6 +111,16 @@ class Manifest:
         torch: version that wrote it.
         fsharding: version that wrote it.
         version: of the format.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/5", state)
+        ...     manifest = fs.checkpoint.metadata(f"{run}/5")
+        >>> manifest.step, sorted(manifest.tree)
+        (0, ['key', 'opt_state.count', 'params.w', 'step'])
     """
 
     step: int

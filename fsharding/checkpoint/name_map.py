@@ -43,6 +43,16 @@ class Transposed(NamedTuple):
 
     Attributes:
         name: may have `{i}` in it, like any other.
+
+    Example:
+        >>> import tempfile
+        >>> linear = torch.nn.Linear(2, 3, bias=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(linear.state_dict(), f"{folder}/linear.pt")
+        ...     names = {"w": fs.checkpoint.Transposed("weight")}
+        ...     loaded = fs.checkpoint.load_weights(f"{folder}/linear.pt", {"w": torch.zeros(2, 3)}, names)
+        >>> torch.equal(loaded["w"], linear.weight.T)
+        True
     """
 
     name: str
@@ -54,6 +64,16 @@ class Rows(NamedTuple):
     Attributes:
         name: with `{i}` in it.
         keys: what stands for `{i}` in each row of our leaf, in order: `(3, 4, 5)`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"layers.3.w": torch.zeros(2), "layers.4.w": torch.ones(2)}, f"{folder}/model.pt")
+        ...     names = {"routed.w": fs.checkpoint.Rows("layers.{i}.w", (3, 4))}
+        ...     params = fs.checkpoint.load_weights(f"{folder}/model.pt", {"routed": {"w": torch.zeros(2, 2)}}, names)
+        >>> params["routed"]["w"]
+        tensor([[0., 0.],
+                [1., 1.]])
     """
 
     name: str | Transposed

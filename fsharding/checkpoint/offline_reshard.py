@@ -56,6 +56,16 @@ def reshard_checkpoint(
         CheckpointError: no checkpoint, or a damaged one; something at the target that is no checkpoint; a file that
             cannot be written.
         MeshError: an unknown axis, or a size below 1.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/5", state)
+        ...     manifest = fs.checkpoint.reshard_checkpoint(f"{run}/5", f"{run}/two", {"dp": 2}, fs.zero(3))
+        >>> manifest.layout["ranks"], manifest.tree["params.w"].spec
+        (2, "P('dp')")
     """
     if any(size == -1 for size in axes.values()):
         raise MeshError(

@@ -68,6 +68,16 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
             place.
         DonatedError: the state was donated.
         RankError: a rank is gone, or does not call it; nothing half written stays.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/0", state, extra={"epoch": 2})
+        ...     restored = fs.checkpoint.load(f"{run}/0", layout)
+        >>> restored.params["w"].full_tensor()
+        tensor([1., 1., 1., 1.])
     """
     settle()
     plan_save(path, state, extra).run()
@@ -92,6 +102,16 @@ def save_async(path: StrPath, state: TrainState, *, extra: Any = None) -> Pendin
     Raises:
         CheckpointError: what can be known at once: leaves that cannot be saved; a save before this one that failed.
         DonatedError: the state was donated.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     pending = fs.checkpoint.save_async(f"{run}/0", state)
+        ...     pending.wait()
+        ...     fs.checkpoint.latest(run).name
+        '0'
     """
     settle()
     return in_background(plan_save(path, state, extra))

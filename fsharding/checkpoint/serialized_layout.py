@@ -121,6 +121,16 @@ def layout_of(
         CheckpointError: the parameters are in a node whose class the checkpoint cannot name.
         LayoutError: as `plan_layout`.
         SpecError: as `plan_layout`.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     fs.checkpoint.save(f"{run}/5", state)
+        ...     manifest = fs.checkpoint.metadata(f"{run}/5")
+        >>> print(fs.checkpoint.layout_of(manifest, fs.AbstractMesh(("dp",), (2,)), fs.zero(3)).params["w"])
+        P('dp')
     """
     return layout_in(manifest, mesh, strategy, stages, function="fs.checkpoint.layout_of")
 

@@ -47,6 +47,14 @@ class Stream(NamedTuple):
         positions: of the tokens (int64[B, T]) where they are not those of one whole sequence.
         documents: of the tokens (int[B, T]) where several are packed.
         extra: what routers have added to the loss of these tokens (0-d), if any do.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> model = fs.models.decoder(config)
+        >>> batch = {"tokens": torch.tensor([[3, 1, 4, 1]]), "documents": torch.tensor([[0, 0, 1, 1]])}
+        >>> stream = model.embed({"table": torch.ones(16, 8)}, batch)
+        >>> stream.x.shape, stream.positions
+        (torch.Size([1, 4, 8]), tensor([[0, 1, 0, 1]]))
     """
 
     x: Tensor

@@ -43,6 +43,12 @@ class Stack:
         attention: by default that of the config.
         hidden: of a dense feed-forward part, where the config has others.
         experts: in the place of a dense part, where the config has others.
+
+    Example:
+        >>> stacks = fs.models.Stack("dense", 1), fs.models.Stack("routed", 3, experts=fs.models.Experts(8, 2, 32))
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=4, heads=2, kv_heads=1, hidden=12, stacks=stacks)
+        >>> sorted(fs.models.decoder(config).block)
+        ['dense', 'routed']
     """
 
     name: str
@@ -75,6 +81,16 @@ class DecoderConfig:
         attention: another attention than the grouped-query one of the numbers above.
         experts: in the place of the dense feed-forward part.
         stacks: of unlike blocks, in order; by default all blocks are one stack, at `blocks`.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=256, dim=64, layers=4, heads=8, kv_heads=2, hidden=192)
+        >>> config.head_dim
+        8
+        >>> fs.models.DecoderConfig(heads=4, kv_heads=3)
+        Traceback (most recent call last):
+            ...
+        fsharding.errors.ConfigError: DecoderConfig has sizes that do not fit.
+          4 heads are not a multiple of 3 kv_heads
     """
 
     vocab: int = 256
@@ -156,6 +172,16 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
             2022). It needs rules that put `tp` on heads, mlp and vocab.
         attention: how queries meet the keys of other ranks on a mesh with `cp`; see `ops.attention`. There each rank
             gets the tokens, targets and documents of its part of the sequence, which `ops.cut_sequence` cuts out.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> model = fs.models.decoder(config)
+        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> state = fs.init_state(model, fs.adamw(1e-3), fs.random.key(0), layout)
+        >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
+        >>> state, metrics = fs.make_train_step(model, fs.adamw(1e-3))(state, {"tokens": tokens, "targets": tokens})
+        >>> int(state.step), float(metrics.weight)
+        (1, 8.0)
     """
     how = How(config.eps, 1 if sequence else None, attention)
     kinds = config.kinds()

@@ -39,6 +39,12 @@ class Grouped:
         rope_scaling: of these frequencies, for a longer context.
         qk_norm: RMSNorm of each query and key head before it turns, with one scale [E] for all heads of a layer.
         fused: queries, keys and values are one leaf, `wqkv`, and one product, and so are their biases, `qkv_bias`.
+
+    Example:
+        >>> attention = fs.models.Grouped(heads=8, kv_heads=2, head_dim=16, qk_norm=True)
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=64, layers=2, hidden=192, attention=attention)
+        >>> fs.models.decoder(config).init(fs.random.key(0))["blocks"]["wk"].shape
+        (2, 32, 64)
     """
 
     heads: int

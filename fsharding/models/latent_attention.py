@@ -39,6 +39,14 @@ class Latent:
         value_dim: head dim of values.
         rope_base: base of the rotary frequencies.
         rope_scaling: of these frequencies, for a longer context.
+
+    Example:
+        >>> attention = fs.models.Latent(heads=4, q_rank=48, kv_rank=32, plain_dim=16, rotary_dim=16, value_dim=24)
+        >>> attention.head_dim
+        32
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=64, layers=2, hidden=192, attention=attention)
+        >>> fs.models.decoder(config).init(fs.random.key(0))["blocks"]["wo"].shape
+        (2, 96, 64)
     """
 
     heads: int

@@ -27,6 +27,12 @@ class Dense:
     Attributes:
         hidden: F.
         fused: gate and up are one leaf, `gate_up`, and one product.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(hidden=384)
+        >>> attention, feed = config.parts()
+        >>> feed
+        Dense(hidden=384, fused=False)
     """
 
     hidden: int

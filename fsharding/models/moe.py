@@ -47,6 +47,13 @@ class Experts:
         z: factor of `ops.z_loss`.
         bias_rate: by how much a step moves the bias of each expert's score against its load (Wang et al. 2024); None
             for a router without biases, 0.0 for biases that stay.
+
+    Example:
+        >>> experts = fs.models.Experts(count=8, active=2, hidden=32, shared=1, balance=1e-2)
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, experts=experts)
+        >>> params = fs.models.decoder(config).init(fs.random.key(0))
+        >>> params["blocks"]["experts"]["gate"].shape
+        (2, 8, 32, 8)
     """
 
     count: int

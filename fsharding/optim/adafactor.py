@@ -56,6 +56,11 @@ class AdafactorState(NamedTuple):
         row: of matrices [..., M, N], means over their columns [..., M, 1]; None for other leaves.
         col: of matrices, means over their rows [..., 1, N]; None for other leaves.
         full: of all other leaves, in their shape; None for matrices.
+
+    Example:
+        >>> state = fs.optim.adafactor().init({"w": torch.ones(4, 2)})
+        >>> state.row["w"].shape, state.col["w"].shape, state.full["w"]
+        (torch.Size([4, 1]), torch.Size([1, 2]), None)
     """
 
     count: Tensor
@@ -123,6 +128,12 @@ def adafactor(
         ConfigError: numbers below 0; all of them are listed. Statistics in a dtype that kernels lack.
         LayoutError: leaves with explicit assignments without `shardings` in the context; all of them are listed.
         TreeError: from the update: no parameters, or something else than gradients and this state.
+
+    Example:
+        >>> params, opt = {"w": torch.ones(4, 2)}, fs.optim.adafactor(0.1)
+        >>> updates, state = opt.update({"w": torch.full((4, 2), 3.0)}, opt.init(params), params)
+        >>> fs.optim.apply_updates(params, updates)["w"][0]
+        tensor([0.9000, 0.9000])
     """
     above = {"learning_rate": learning_rate, "eps[0]": eps[0] or 0.0, "eps[1]": eps[1], "weight_decay": weight_decay}
     check_settings(_NAME, (FROM_0, above), (ABOVE_0, {"clip": clip}))

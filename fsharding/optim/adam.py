@@ -66,7 +66,13 @@ _Columns: TypeAlias = Sequence[list[Tensor]]
 
 
 class AdamState(NamedTuple):
-    """Number of updates (int64, 0-d, on the CPU), first and second moments."""
+    """Number of updates (int64, 0-d, on the CPU), first and second moments.
+
+    Example:
+        >>> state = fs.adamw(1e-3).init({"w": torch.ones(2)})
+        >>> int(state.count), state.mu, state.nu
+        (0, {'w': tensor([0., 0.])}, {'w': tensor([0., 0.])})
+    """
 
     count: Tensor
     mu: Tree

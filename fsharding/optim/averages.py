@@ -38,14 +38,25 @@ __all__ = ["EmaState", "LookaheadState", "ema", "ema_of", "lookahead"]
 
 
 class EmaState(NamedTuple):
-    """Number of updates (int64, 0-d, on the CPU), and the average of the parameters."""
+    """Number of updates (int64, 0-d, on the CPU), and the average of the parameters.
+
+    Example:
+        >>> fs.optim.ema(0.9).init({"w": torch.ones(2)}).average
+        {'w': tensor([1., 1.])}
+    """
 
     count: Tensor
     average: Tree
 
 
 class LookaheadState(NamedTuple):
-    """Number of updates (int64, 0-d, on the CPU), the slow parameters, and the state of the inner optimizer."""
+    """Number of updates (int64, 0-d, on the CPU), the slow parameters, and the state of the inner optimizer.
+
+    Example:
+        >>> state = fs.optim.lookahead(fs.sgd(0.1)).init({"w": torch.ones(2)})
+        >>> state.slow, type(state.inner).__name__
+        ({'w': tensor([1., 1.])}, 'SgdState')
+    """
 
     count: Tensor
     slow: Tree
@@ -65,6 +76,12 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
 
     Raises:
         ConfigError: a decay that is not from 0 to 1.
+
+    Example:
+        >>> params, opt = {"w": torch.ones(2)}, fs.optim.chain(fs.sgd(1.0), fs.optim.ema(0.75))
+        >>> updates, state = opt.update({"w": torch.ones(2)}, opt.init(params), params)
+        >>> fs.optim.apply_updates(params, updates), fs.optim.ema_of(state)
+        ({'w': tensor([0., 0.])}, {'w': tensor([0.7500, 0.7500])})
     """
     check_settings("fs.optim.ema", (TO_1, {"decay": decay}))
     rate = as_schedule(decay)
@@ -99,6 +116,14 @@ def ema_of(opt_state: Tree) -> Tree:
 
     Raises:
         TreeError: there is no `EmaState` in it, or several.
+
+    Example:
+        >>> opt = fs.optim.chain(fs.adamw(1e-3), fs.optim.ema(0.999))
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
+        >>> state = fs.state_from(fs.shard({"w": torch.ones(2)}, layout), opt, fs.random.key(0), layout)
+        >>> averaged = fs.spread_main(fs.optim.ema_of(state.opt_state), state.params, state.layout)
+        >>> averaged["w"].full_tensor()
+        tensor([1., 1.])
     """
     averages = [x for x in tree.leaves(opt_state, is_leaf=_is_ema) if _is_ema(x)]
     if len(averages) != 1:
@@ -123,6 +148,15 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
 
     Raises:
         ConfigError: no optimizer inside; no whole number of updates from 1, or a share that is not from 0 to 1.
+
+    Example:
+        >>> params, opt = {"w": torch.ones(1)}, fs.optim.lookahead(fs.sgd(0.25), every=2, share=0.5)
+        >>> state = opt.init(params)
+        >>> for _ in range(2):
+        ...     params, state = fs.optim.apply_gradients(opt, {"w": torch.ones(1)}, state, params)
+        ...     print(params["w"])
+        tensor([0.7500])
+        tensor([0.7500])
     """
     check_optimizer("fs.optim.lookahead", inner)
     check_settings("fs.optim.lookahead", (FROM_1, {"every": every}), (TO_1, {"share": share}))

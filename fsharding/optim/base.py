@@ -62,6 +62,11 @@ class InitContext:
         moments: the dtype in which the layout's `Precision` keeps moments; None leaves it to the optimizer.
         shardings: of the parameters, such as `layout.main`. It says which indices of a leaf with explicit assignments
             this rank has, which the leaf's DTensor cannot.
+
+    Example:
+        >>> context = fs.optim.InitContext(moments=torch.bfloat16)
+        >>> fs.adamw(1e-3).init({"w": torch.ones(2)}, context).mu["w"].dtype
+        torch.bfloat16
     """
 
     moments: torch.dtype | None = None
@@ -76,6 +81,12 @@ class UpdateContext:
         donate: updates and state may be overwritten.
         norm: the global norm of the updates that come in, where it is known.
         shardings: of updates and parameters, as in `InitContext`.
+
+    Example:
+        >>> grads, opt = {"w": torch.full((4,), 2.0)}, fs.optim.clip_by_global_norm(1.0)
+        >>> context = fs.optim.UpdateContext(norm=fs.global_norm(grads))
+        >>> opt.update(grads, opt.init(grads), None, context)[0]
+        {'w': tensor([0.5000, 0.5000, 0.5000, 0.5000])}
     """
 
     donate: bool = False
@@ -158,6 +169,16 @@ class ContextTransformation(GradientTransformation):
             `apply_updates` in fewer passes over memory, for those that can; the results may differ in the last bit. The
             updates are still to be multiplied by `scale`, and `context.norm` is that of the product.
         factor: for one that has no state and only multiplies by a number: that number for a global norm.
+
+    Example:
+        >>> def init(params, context=fs.optim.InitContext()):
+        ...     return fs.optim.EmptyState()
+        >>> def update(updates, state, params=None, context=fs.optim.UpdateContext()):
+        ...     norm = fs.global_norm(updates) if context.norm is None else context.norm
+        ...     return fs.tree.map(lambda g: g / norm, updates), state
+        >>> opt = fs.optim.ContextTransformation(init, update)
+        >>> opt.update({"w": torch.full((4,), 2.0)}, fs.optim.EmptyState())[0]
+        {'w': tensor([0.5000, 0.5000, 0.5000, 0.5000])}
     """
 
     init: _Init
@@ -171,7 +192,12 @@ class ContextTransformation(GradientTransformation):
 
 
 class EmptyState(NamedTuple):
-    """The state of a transformation without any."""
+    """The state of a transformation without any.
+
+    Example:
+        >>> fs.optim.clip_by_global_norm(1.0).init({"w": torch.ones(2)})
+        EmptyState()
+    """
 
 
 def multiply(values: Tree, factor: float, *, donate: bool = False) -> Tree:
@@ -196,12 +222,26 @@ _WIDE = {torch.float32, torch.float64}
 
 
 def local_leaves(values: Tree) -> list[Tensor]:
-    """The local tensors of a tree, in order."""
+    """The local tensors of a tree, in order.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
+        >>> fs.optim.local_leaves(fs.shard({"w": torch.ones(2)}, layout))
+        [tensor([1., 1.])]
+    """
     return [local_of(x) for x in tree.leaves(values)]
 
 
 def like(values: Tree, local: Sequence[Tensor]) -> Tree:
-    """A tree sharded as `values`, made of other local tensors."""
+    """A tree sharded as `values`, made of other local tensors.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
+        >>> params = fs.shard({"w": torch.ones(2)}, layout)
+        >>> doubled = fs.optim.like(params, [2 * x for x in fs.optim.local_leaves(params)])
+        >>> doubled["w"].full_tensor()
+        tensor([2., 2.])
+    """
     leaves, spec = tree.flatten(values)
     return tree.unflatten(spec, [like_leaf(x, new) for x, new in zip(leaves, local, strict=True)])
 

@@ -31,13 +31,26 @@ _LABELS = ("parameters", "gradients")
 
 
 class ChainState(NamedTuple):
-    """The states of a chain, in order."""
+    """The states of a chain, in order.
+
+    Example:
+        >>> opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.sgd(0.1, momentum=0.9))
+        >>> clip_state, sgd_state = opt.init({"w": torch.ones(2)}).states
+        >>> sgd_state.trace
+        {'w': tensor([0., 0.])}
+    """
 
     states: tuple[Tree, ...]
 
 
 class MultiTransformState(NamedTuple):
-    """The state of each group, by label."""
+    """The state of each group, by label.
+
+    Example:
+        >>> opt = fs.optim.multi_transform({"fast": fs.sgd(0.1), "slow": fs.sgd(0.01)}, {"w": "fast", "b": "slow"})
+        >>> sorted(opt.init({"w": torch.ones(2), "b": torch.ones(1)}).groups)
+        ['fast', 'slow']
+    """
 
     groups: dict[str, Tree]
 
@@ -126,6 +139,14 @@ def multi_transform(
         ArgumentError: something that is no transformation.
         TreeError: at `init`: a label without a transformation; every such leaf is listed. From the update: a state of
             other groups.
+
+    Example:
+        >>> opt = fs.optim.multi_transform(
+        ...     {"train": fs.sgd(0.1), "none": fs.optim.chain()}, lambda path, x: "none" if path == "b" else "train"
+        ... )
+        >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
+        >>> opt.update(params, opt.init(params), params)[0]
+        {'w': tensor([-0.1000]), 'b': tensor([1.])}
     """
     for t in groups.values():
         check_optimizer(_MULTI, t)

@@ -57,6 +57,11 @@ class TorchState(NamedTuple):
         count: of updates; while it is 0 the rest has no meaning yet, and torch makes its own first values.
         slots: by torch's name, trees in shape and sharding of the parameters, such as `exp_avg`.
         scalars: by torch's name, trees of 0-d tensors on the CPU, such as `step`.
+
+    Example:
+        >>> state = fs.optim.from_torch(torch.optim.Adam, lr=1e-3).init({"w": torch.ones(2)})
+        >>> sorted(state.slots), sorted(state.scalars)
+        (['exp_avg', 'exp_avg_sq'], ['step'])
     """
 
     count: Tensor
@@ -91,6 +96,12 @@ def from_torch(
         ConfigError: it is no class of optimizers, couples elements of a parameter, keeps state apart from parameters,
             wants a closure or sparse gradients, or has settings that make no pure function; the text says what to use.
             Or kernels lack the dtype of `moments`.
+
+    Example:
+        >>> params, opt = {"w": torch.ones(2)}, fs.optim.from_torch(torch.optim.NAdam, lr=0.1)
+        >>> params, state = fs.optim.apply_gradients(opt, {"w": torch.ones(2)}, opt.init(params), params)
+        >>> bool((params["w"] < 1).all()), sorted(state.slots)
+        (True, ['exp_avg', 'exp_avg_sq'])
     """
     _refuse_others(optimizer, settings)
     own = check_dtype(_NAME, "moments", moments)

@@ -37,7 +37,12 @@ _NAME = "fs.optim.lion"
 
 
 class LionState(NamedTuple):
-    """Number of updates (int64, 0-d, on the CPU), and the momentum."""
+    """Number of updates (int64, 0-d, on the CPU), and the momentum.
+
+    Example:
+        >>> fs.optim.lion(1e-4).init({"w": torch.ones(2)}).mu
+        {'w': tensor([0., 0.])}
+    """
 
     count: Tensor
     mu: Tree
@@ -66,6 +71,12 @@ def lion(
         ConfigError: numbers below 0, or above 1 for the momentum; all of them are listed. A momentum in a dtype that
             kernels lack.
         TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
+
+    Example:
+        >>> params, opt = {"w": torch.ones(2)}, fs.optim.lion(0.1)
+        >>> updates, state = opt.update({"w": torch.tensor([3.0, -0.5])}, opt.init(params), params)
+        >>> updates
+        {'w': tensor([-0.1000,  0.1000])}
     """
     above = {"learning_rate": learning_rate, "weight_decay": weight_decay}
     check_settings(_NAME, (FROM_0, above), (TO_1, {"b1": b1, "b2": b2}))

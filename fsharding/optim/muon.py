@@ -54,7 +54,12 @@ _ADJUST = ("original", "match_rms_adamw")
 
 
 class MuonState(NamedTuple):
-    """Number of updates (int64, 0-d, on the CPU), and the momentum."""
+    """Number of updates (int64, 0-d, on the CPU), and the momentum.
+
+    Example:
+        >>> fs.optim.muon(1e-2).init({"w": torch.ones(2, 2)}).mu["w"].shape
+        torch.Size([2, 2])
+    """
 
     count: Tensor
     mu: Tree
@@ -99,6 +104,16 @@ def muon(
         ConfigError: an unknown `adjust`; numbers below 0, all of them listed. A dtype that kernels lack.
         LayoutError: at `init`: leaves with fewer than two dims; all of them are listed.
         TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> groups = {"matrix": fs.optim.muon(1e-2), "other": fs.adamw(3e-4)}
+        >>> opt = fs.optim.multi_transform(groups, fs.optim.label_matrices())
+        >>> model = fs.models.decoder(config)
+        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"))
+        >>> state = fs.init_state(model, opt, fs.random.key(0), layout)
+        >>> state.opt_state.groups["matrix"].mu["blocks"]["wq"].shape
+        torch.Size([2, 8, 8])
     """
     if adjust not in _ADJUST:
         text = f"knows no adjust={adjust!r}."

@@ -27,14 +27,26 @@ _NAME = "fs.optim.add_noise"
 
 
 class NoiseState(NamedTuple):
-    """Number of updates (int64, 0-d) and the key of all draws (int64[2]), both on the CPU."""
+    """Number of updates (int64, 0-d) and the key of all draws (int64[2]), both on the CPU.
+
+    Example:
+        >>> state = fs.optim.add_noise(0.1, fs.random.key(7)).init({"w": torch.ones(2)})
+        >>> int(state.count), torch.equal(state.key, fs.random.key(7))
+        (0, True)
+    """
 
     count: Tensor
     key: Tensor
 
 
 def annealed(eta: float, gamma: float = 0.55) -> Schedule:
-    """Standard deviations `sqrt(eta / (1 + count)^gamma)`, those of the paper."""
+    """Standard deviations `sqrt(eta / (1 + count)^gamma)`, those of the paper.
+
+    Example:
+        >>> std = fs.optim.annealed(0.01)
+        >>> round(std(0), 4), round(std(100), 4)
+        (0.1, 0.0281)
+    """
     return lambda count: (eta / (1 + count) ** gamma) ** 0.5
 
 
@@ -50,6 +62,14 @@ def add_noise(std: float | Schedule, key: Tensor) -> ContextTransformation:
         ConfigError: a deviation below 0.
         LayoutError: from the update: leaves with explicit assignments without `shardings` in the context; all of them
             are listed.
+
+    Example:
+        >>> opt = fs.optim.chain(fs.optim.add_noise(0.1, fs.random.key(0)), fs.sgd(1.0))
+        >>> grads = {"w": torch.zeros(2)}
+        >>> (first, state), (same, _) = (opt.update(grads, opt.init(grads)) for _ in range(2))
+        >>> then, _ = opt.update(grads, state)
+        >>> torch.equal(first["w"], same["w"]), torch.equal(first["w"], then["w"])
+        (True, False)
     """
     check_settings(_NAME, (FROM_0, {"std": std}))
 

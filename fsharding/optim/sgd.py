@@ -40,7 +40,14 @@ _NAME = "fs.sgd"
 
 
 class SgdState(NamedTuple):
-    """Number of updates (int64, 0-d, on the CPU), and the trace of gradients; None without momentum."""
+    """Number of updates (int64, 0-d, on the CPU), and the trace of gradients; None without momentum.
+
+    Example:
+        >>> fs.sgd(0.1, momentum=0.9).init({"w": torch.ones(2)}).trace
+        {'w': tensor([0., 0.])}
+        >>> fs.sgd(0.1).init({"w": torch.ones(2)}).trace is None
+        True
+    """
 
     count: Tensor
     trace: Tree

@@ -43,6 +43,13 @@ def label_matrices(stacks: Sequence[str] = STACKS) -> Callable[[str, Any], str]:
     Args:
         stacks: dotted paths, or beginnings of them, of leaves whose first dim counts units; those of a `Model` are
             under `blocks`.
+
+    Example:
+        >>> label = fs.optim.label_matrices()
+        >>> label("blocks.wq", torch.zeros(2, 4, 4)), label("blocks.norm1", torch.zeros(2, 4))
+        ('matrix', 'other')
+        >>> label("embed.table", torch.zeros(16, 4))
+        'other'
     """
 
     def label(path: str, leaf: Any) -> str:
@@ -135,6 +142,14 @@ def sum_dims(
 
     Returns:
         float64, on every rank that holds the same range of the other dims.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(2, 3)}, fs.make_mesh(device="cpu"))
+        >>> w = fs.shard({"w": torch.ones(2, 3)}, layout)["w"]
+        >>> (rows,) = fs.optim.sum_dims([w.to_local().square()], [w], [(1,)])
+        >>> rows
+        tensor([[3.],
+                [3.]], dtype=torch.float64)
     """
     sums = [x.sum(d, keepdim=True, dtype=torch.float64) if d else x.double() for x, d in zip(terms, dims, strict=True)]
     groups: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}

@@ -62,6 +62,12 @@ def apply_gradients(
 
     Raises:
         ConfigError: `opt` is no `GradientTransformation`.
+
+    Example:
+        >>> params, opt = {"w": torch.ones(2)}, fs.sgd(0.5)
+        >>> params, state = fs.optim.apply_gradients(opt, {"w": torch.ones(2)}, opt.init(params), params)
+        >>> params, int(state.count)
+        ({'w': tensor([0.5000, 0.5000])}, 1)
     """
     check_optimizer("fs.optim.apply_gradients", opt)
     transformation, context = opt.with_context(), UpdateContext(donate=donate, norm=norm, shardings=shardings)

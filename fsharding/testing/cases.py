@@ -56,7 +56,13 @@ class _Short:
 
 
 class Pair(NamedTuple):
-    """The NamedTuple that drawn trees have as a node."""
+    """The NamedTuple that drawn trees have as a node.
+
+    Example:
+        >>> from fsharding.testing import Leaf, Pair
+        >>> fs.tree.paths({"a": Pair(Leaf((2,)), [Leaf()])})
+        ('a.left', 'a.right.0')
+    """
 
     left: Any
     right: Any
@@ -71,6 +77,12 @@ class Leaf(_Short):
         dtype: element type.
         names: dim names, as `plan_layout` takes them; empty for none.
         frozen: whether it has no gradients and moments.
+
+    Example:
+        >>> from fsharding.testing import Leaf
+        >>> leaf = Leaf((2, 3), torch.bfloat16, names=("embed", "mlp"))
+        >>> leaf.numbers(seed=1).shape, torch.equal(leaf.numbers(seed=1), leaf.numbers(seed=1))
+        (torch.Size([2, 3]), True)
     """
 
     shape: tuple[int, ...] = ()
@@ -99,6 +111,13 @@ def whole_tensors(leaves: Tree, seed: int = 0, *, numbers: bool = False) -> Tree
         leaves: the tree.
         seed: other values for another seed.
         numbers: small whole numbers instead of random bits.
+
+    Example:
+        >>> from fsharding.testing import Leaf, whole_tensors
+        >>> leaves = {"w": Leaf((2, 2)), "n": Leaf((), torch.int64)}
+        >>> whole, same = (whole_tensors(leaves, seed=1, numbers=True) for _ in range(2))
+        >>> whole["w"].shape, whole["n"].dtype, torch.equal(whole["w"], same["w"])
+        (torch.Size([2, 2]), torch.int64, True)
     """
 
     def make(path: str, leaf: Leaf) -> Tensor:
@@ -115,6 +134,12 @@ def local_part(whole: Tensor, sharding: NamedSharding, coord: dict[str, int] | N
         whole: the whole tensor.
         sharding: where it lives.
         coord: the rank's coordinate by axis; by default this process's.
+
+    Example:
+        >>> from fsharding.testing import local_part
+        >>> sharding = fs.NamedSharding(fs.AbstractMesh(("dp",), (2,)), fs.P("dp"))
+        >>> local_part(torch.arange(5), sharding, {"dp": 1})
+        tensor([3, 4])
     """
     grid = sharding.grid(whole.shape, coord)
     if grid is None:
@@ -126,7 +151,15 @@ def local_part(whole: Tensor, sharding: NamedSharding, coord: dict[str, int] | N
 
 @functools.lru_cache(maxsize=256)
 def device_mesh(mesh: AbstractMesh) -> DeviceMesh:
-    """The mesh with devices of an abstract one, on the ranks that it names. Collective; made once for each mesh."""
+    """The mesh with devices of an abstract one, on the ranks that it names. Collective; made once for each mesh.
+
+    Example:
+        >>> from fsharding.testing import Home, Leaf, device_mesh
+        >>> home = Home(fs.AbstractMesh(("dp",), (1,)), fs.zero(3))
+        >>> layout = home.layout({"w": Leaf((4,))}, device_mesh(home.mesh))
+        >>> fs.shard({"w": torch.ones(4)}, layout)["w"].to_local()
+        tensor([1., 1., 1., 1.])
+    """
     order = (*mesh.names, *(axis for axis in AXES if axis not in mesh.names))
     sizes: dict[str, Any] = dict(zip(mesh.names, mesh.sizes, strict=True))
     return make_mesh(device="cpu", order=order, timeout=_TIMEOUT, ranks=mesh.members, **sizes)
@@ -146,6 +179,12 @@ class Home(_Short):
         rules: axes by dim name.
         precision: dtypes at rest.
         stages: explicit owners along `pp`, by path, as `plan_layout` takes them.
+
+    Example:
+        >>> from fsharding.testing import Home, Leaf
+        >>> home = Home(fs.AbstractMesh(("dp",), (2,)), fs.zero(3))
+        >>> print(home.layout({"w": Leaf((4, 3))}).params["w"])
+        P('dp')
     """
 
     mesh: AbstractMesh = _ONE
@@ -182,6 +221,14 @@ class ReshardCase(_Short):
         leaves: tree of `Leaf`s.
         source: where it is.
         target: where it should go.
+
+    Example:
+        >>> from fsharding.testing import Home, Leaf, ReshardCase
+        >>> case = ReshardCase({"w": Leaf((4,))}, Home(fs.AbstractMesh(("dp",), (2,))), Home())
+        >>> case.ranks
+        2
+        >>> case.target.layout(case.leaves).params["w"].local_shape((4,))
+        (4,)
     """
 
     leaves: Tree = field(default_factory=lambda: {"a": Leaf()})
@@ -208,6 +255,13 @@ class TrainCase(_Short):
         microbatches: pieces of each rank's part.
         steps: how many.
         donate: whether a step may overwrite its state.
+
+    Example:
+        >>> from fsharding.testing import Leaf, TrainCase, whole_tensors
+        >>> case = TrainCase({"w": Leaf((3,))}, rows=4)
+        >>> total, weight = case.loss(whole_tensors(case.leaves, numbers=True), case.batch(0))
+        >>> case.ranks, float(weight)
+        (1, 4.0)
     """
 
     leaves: Tree = field(default_factory=lambda: {"a": Leaf()})

@@ -32,6 +32,15 @@ def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
 
     Raises:
         AssertionError: they differ; each path with a difference is listed, with the number of elements and the first.
+
+    Example:
+        >>> from fsharding.testing import assert_bitwise_equal
+        >>> assert_bitwise_equal({"w": torch.tensor([1.0, torch.nan])}, {"w": torch.tensor([1.0, torch.nan])})
+        >>> assert_bitwise_equal({"w": torch.tensor([0.0])}, {"w": torch.tensor([-0.0])})
+        Traceback (most recent call last):
+            ...
+        AssertionError: assert_bitwise_equal found that 1 of 1 leaves differ.
+          w differs in 1 of 1 elements, first at [0]: 0.0 against -0.0 (bits 0x00000000 and 0x80000000)
     """
     compare("assert_bitwise_equal", a, b, what)
 
@@ -51,6 +60,15 @@ def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: flo
 
     Raises:
         AssertionError: they are not close; each such path is listed, with the number of elements and the worst.
+
+    Example:
+        >>> from fsharding.testing import assert_trees_close
+        >>> assert_trees_close({"w": torch.tensor([1.000001])}, {"w": torch.tensor([1.0])})
+        >>> assert_trees_close({"w": torch.tensor([1.5])}, {"w": torch.tensor([1.0])}, rtol=0.1)
+        Traceback (most recent call last):
+            ...
+        AssertionError: assert_trees_close found that 1 of 1 leaves differ.
+          w differs in 1 of 1 elements beyond rtol 0.1, atol 0, worst at [0]: 1.5 against 1.0, off by 0.5
     """
     compare("assert_trees_close", a, b, what, (rtol, atol))
 

@@ -71,6 +71,13 @@ class DecoderCase:
         policy: a name of `policies.POLICIES`.
         donate: whether a step may overwrite its state.
         precision: dtypes at rest and of compute.
+
+    Example:
+        >>> from fsharding.testing import DecoderCase
+        >>> config = fs.models.DecoderConfig(vocab=7, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> case = DecoderCase(config, fs.AbstractMesh(("dp",), (2,)), fs.zero(3), rows=4, length=3, steps=2)
+        >>> case.ranks, case.alone().train().shape
+        (2, torch.Size([2, 2]))
     """
 
     config: DecoderConfig = _SMALL

@@ -23,6 +23,14 @@ class RankFailure(RankError):
     Attributes:
         errors: rank to traceback, or to what was seen of it from outside, the first to fail first.
         exceptions: rank to the exception itself; `None` where there is none or it cannot be pickled.
+
+    Example:
+        >>> from fsharding.testing import RankFailure
+        >>> try:
+        ...     fs.run_ranks(int, 1, "x")
+        ... except RankFailure as failure:
+        ...     failure.exceptions
+        {0: ValueError("invalid literal for int() with base 10: 'x'")}
     """
 
     def __init__(

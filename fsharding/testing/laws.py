@@ -43,6 +43,13 @@ def rank_values(
         same: axes along which ranks get the same values.
         seed: other values for another seed.
         dtype: element type.
+
+    Example:
+        >>> from fsharding.testing import rank_values
+        >>> mesh = fs.make_mesh(device="cpu")
+        >>> x = rank_values((2, 3), mesh, seed=1)
+        >>> x.shape, x.dtype, torch.equal(x, rank_values((2, 3), mesh, seed=1))
+        (torch.Size([2, 3]), torch.float64, True)
     """
     place = 0
     for name, size in zip(abstract(mesh).names, abstract(mesh).sizes, strict=True):
@@ -77,6 +84,15 @@ def assert_adjoint(
     Raises:
         AssertionError: on every rank: the two numbers differ by more than rounding in the narrowest dtype, or what
             `dual` gives on some rank has other shapes than x.
+
+    Example:
+        >>> from fsharding.testing import assert_adjoint, rank_values
+        >>> def psum(x):
+        ...     return fs.ops.psum(x, "dp", mesh=mesh)
+        >>> def vary(x):
+        ...     return fs.ops.vary(x, "dp", mesh=mesh)
+        >>> mesh = fs.make_mesh(device="cpu")
+        >>> assert_adjoint(psum, vary, rank_values((3,), mesh), mesh=mesh, same_out=("dp",))
     """
     out = op(x)
     flat, closed = opened(out)
@@ -122,6 +138,13 @@ def assert_matches_reference(
 
     Raises:
         AssertionError: on the ranks that hold something that differs; each such path is listed.
+
+    Example:
+        >>> from fsharding.testing import assert_matches_reference
+        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> def doubled(params):
+        ...     return fs.tree.map(lambda x: 2 * x, params)
+        >>> assert_matches_reference(doubled, doubled, {"w": torch.ones(4, 2)}, shardings=[layout.params])
     """
     found = fn(*(_placed(arg, where) for arg, where in zip(args, shardings, strict=True)))
     want = reference(*args)

@@ -162,6 +162,15 @@ class RankPool:
 
     Raises:
         RankError: `size` is not positive, or the ranks do not start.
+
+    Example:
+        >>> import math
+        >>> from fsharding.testing import RankPool
+        >>> with RankPool(2) as pool:
+        ...     pool.run(math.sqrt, 9.0)
+        [3.0, 3.0]
+        >>> pool.alive
+        False
     """
 
     def __init__(self, size: int, timeout: float | None = None) -> None:

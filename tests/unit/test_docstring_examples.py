@@ -2,22 +2,34 @@
 
 import doctest
 import inspect
+from typing import get_origin
 
 import pytest
 import torch
 
 import fsharding as fs
 
-CALLABLES = [name for name in fs.__all__ if callable(getattr(fs, name))]
+NAMESPACES = ["checkpoint", "hf", "models", "optim", "testing"]
 
 
-@pytest.mark.parametrize("name", CALLABLES)
-def test_example(name):
-    doc = inspect.getdoc(inspect.unwrap(getattr(fs, name))) or ""
+def public_callables(prefix, module):
+    """(how users call it, the object) of each callable in `__all__`; aliases of types are left out."""
+    named = {f"{prefix}.{name}": getattr(module, name) for name in module.__all__}
+    return [(name, x) for name, x in named.items() if callable(x) and get_origin(x) is None]
+
+
+CALLABLES = public_callables("fs", fs)
+for namespace in NAMESPACES:
+    CALLABLES += public_callables(f"fs.{namespace}", getattr(fs, namespace))
+
+
+@pytest.mark.parametrize(("name", "public"), CALLABLES, ids=[name for name, _ in CALLABLES])
+def test_example(name, public):
+    doc = inspect.getdoc(inspect.unwrap(public)) or ""
     _, found, example = doc.partition("\nExample:\n")
-    assert found, f"fs.{name} has no example"
+    assert found, f"{name} has no example"
     names = {"fs": fs, "torch": torch}
-    test = doctest.DocTestParser().get_doctest(example, names, f"fs.{name}", None, None)
+    test = doctest.DocTestParser().get_doctest(example, names, name, None, None)
     assert test.examples
     report: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)

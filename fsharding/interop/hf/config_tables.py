@@ -76,6 +76,12 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
     Raises:
         ConfigError: no such file, an unknown family, entries that are missing, or that the decoder lacks; all of them
             are listed.
+
+    Example:
+        >>> entries = fs.hf.config_json(fs.models.presets.llama3_8b())  # or the path of a directory
+        >>> config = fs.hf.config_of(entries)
+        >>> config.layers, config.heads, config.rope_base
+        (32, 32, 500000.0)
     """
     entries = source if isinstance(source, Mapping) else read_json(source)
     kind = entries.get("model_type")
@@ -293,6 +299,11 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
 
     Raises:
         ConfigError: no family has all that the decoder has, or it is no config.
+
+    Example:
+        >>> entries = fs.hf.config_json(fs.models.presets.llama3_8b(), eos_token_id=128_001)
+        >>> entries["model_type"], entries["hidden_size"], entries["eos_token_id"]
+        ('llama', 4096, 128001)
     """
     config = decoder_config(config, "fs.hf.config_json")
     kind, experts = _kind(config), config.experts

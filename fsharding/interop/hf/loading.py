@@ -55,6 +55,17 @@ def load(
         CheckpointError: on every rank, and before anything is read: a directory or files that cannot be read, a model
             that the decoder cannot be, tensors that are missing, extra, or of another shape or kind; all of them.
         LayoutError: the layout is on an abstract mesh.
+
+    Example:
+        >>> import tempfile
+        >>> recipe = fs.models.presets.recipe("tiny-llama3")
+        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(device="cpu"))
+        >>> state = fs.init_state(recipe.model(), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = fs.hf.save(f"{folder}/llama", state, recipe)
+        ...     params = fs.hf.load(saved.path, layout)
+        >>> torch.equal(params["embed"]["table"].full_tensor(), state.params["embed"]["table"].full_tensor())
+        True
     """
     wants = main_wants(layout, _FUNCTION)
     looked: list[tuple[Folder, dict[str, list[Piece]]]] = []

@@ -45,6 +45,16 @@ class Joined(NamedTuple):
         names: of the parts, in the order of the leaf's `Fused` dim, which says their sizes.
         dim: along which the parts are equally large, where the leaf has no such dim; counted from the last one: -1, -2
             and so on.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"qk": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"))
+        >>> params = fs.shard({"qk": torch.ones(4, 2)}, layout)
+        >>> names = {"qk": fs.hf.Joined(("q.weight", "k.weight"), dim=-2)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = fs.hf.save(f"{folder}/out", params, {"model_type": "mine"}, layout, names=names)
+        ...     sorted(fs.checkpoint.open_weights(saved.path).leaves)
+        ['k.weight', 'q.weight']
     """
 
     names: tuple[SimpleName, ...]
@@ -59,6 +69,11 @@ class Section(NamedTuple):
         index: which of its parts the leaf is.
         sizes: of all parts, along `dim`.
         dim: of our leaf, counted from its last one: -1, -2 and so on.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(dim=8, heads=2, experts=fs.models.Experts(count=4, active=2, hidden=16))
+        >>> fs.hf.names_of(config, stacked_experts=True)["blocks.experts.up"]
+        Section(name='model.layers.{i}.mlp.experts.gate_up_proj', index=1, sizes=(16, 16), dim=-2)
     """
 
     name: SimpleName
@@ -259,6 +274,14 @@ def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
         config: one that `hf.config_json` can say, or a recipe that has one.
         stacked_experts: a layer has all experts in one tensor, their gates and ups fused, as transformers has them in
             memory; by default each expert has tensors of its own, as published files have.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> names = fs.hf.names_of(config)
+        >>> names["blocks.wq"]
+        'model.layers.{i}.self_attn.q_proj.weight'
+        >>> names["blocks.wo"]
+        Transposed(name='model.layers.{i}.self_attn.o_proj.weight')
     """
     config = decoder_config(config, "fs.hf.names_of")
     blocks = _ATTENTION | (_BIASES if config.bias else {}) | (_HEAD_NORMS if config.qk_norm else {})

@@ -60,6 +60,16 @@ class Saved:
         path: the directory.
         tensors: how many tensors there are.
         files: bytes of each safetensors file by name.
+
+    Example:
+        >>> import tempfile
+        >>> recipe = fs.models.presets.recipe("tiny-llama3")
+        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(device="cpu"))
+        >>> state = fs.init_state(recipe.model(), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = fs.hf.save(f"{folder}/llama", state, recipe)
+        >>> saved.tensors, list(saved.files)
+        (39, ['model.safetensors'])
     """
 
     path: Path
@@ -96,6 +106,16 @@ def save(
     Raises:
         CheckpointError: on every rank: something is at the path, leaves without a name, names that do not tile their
             tensors, or that the disk refuses; nothing is left at the path then.
+
+    Example:
+        >>> import tempfile
+        >>> recipe = fs.models.presets.recipe("tiny-llama3")
+        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(device="cpu"))
+        >>> state = fs.init_state(recipe.model(), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = fs.hf.save(f"{folder}/llama", state, recipe, dtype=torch.bfloat16)
+        ...     fs.hf.config_of(saved.path) == recipe.config
+        True
     """
     planned: list[_Job] = []
 
