@@ -23,8 +23,8 @@ def table(megabytes):
     mine, whole, part = torch.ones(n // d), torch.ones(n), torch.empty(n // d)
     native, pairwise = (kind(group, torch.device("cpu")) for kind in (Native, Pairwise))
     exchange, own = native.all_to_all(n // d, torch.float32), pairwise.gather_rows(n // d, torch.float32)
-    exchange.mine.fill_(1)
-    own.mine.fill_(1)
+    exchange.own.fill_(1)
+    own.own.fill_(1)
 
     def scatter():
         sum_rows(exchange.start().wait(), group.terms, torch.float32)

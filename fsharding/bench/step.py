@@ -255,8 +255,8 @@ def _wire_time(task: Task, sent: int) -> float:
     # Written once: memory that was never written is one page of zeros, which stays in the cache.
     kind = Pairwise if task.mesh.device_type == "cpu" else Native
     exchange = kind(group, torch.device(task.mesh.device_type)).all_to_all(width, task.dtype)
-    exchange.mine.fill_(1)
-    messages = max(1, round(sent / ((group.size - 1) * exchange.mine[0].nbytes)))
+    exchange.own.fill_(1)
+    messages = max(1, round(sent / ((group.size - 1) * exchange.own[0].nbytes)))
     times: list[float] = []
     for _ in range(4):
         dist.barrier()

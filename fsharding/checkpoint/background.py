@@ -72,7 +72,7 @@ class PendingSave:
         if self._error is not None:
             raise self._error
 
-    def untold(self) -> CheckpointError | None:
+    def unreported(self) -> CheckpointError | None:
         """Waits; the failure that nobody has heard of yet, if there is one."""
         self._thread.join()
         return None if self._told else self._error
@@ -110,13 +110,13 @@ def settle() -> None:
     """
     global _latest
     before, _latest = _latest, None
-    if before is not None and before.untold() is not None:
+    if before is not None and before.unreported() is not None:
         before.wait()
 
 
 def _at_exit() -> None:
     """Ends a process whose last save failed with a message and status 1; Python has no gentler way this late."""
-    error = None if _latest is None else _latest.untold()
+    error = None if _latest is None else _latest.unreported()
     if error is None:
         return
     print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -283,10 +283,10 @@ def clear_stale(root: Path) -> None:
         if kind == "retired" or (kind == "replaced" and _complete(root / step) is not None):
             shutil.rmtree(folder, ignore_errors=True)
         elif kind == "partial" and all(_OURS.fullmatch(inner) for inner in os.listdir(folder)):
-            _remove_unheld(folder)
+            _remove_unlocked(folder)
 
 
-def _remove_unheld(folder: Path) -> None:
+def _remove_unlocked(folder: Path) -> None:
     """Removes a partial checkpoint that no living save holds, under its lock."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

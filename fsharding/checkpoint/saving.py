@@ -137,20 +137,20 @@ class Job:
 
     Attributes:
         target: where the checkpoint is to be.
-        mine: what this rank writes: path, global shape, box, and the tensor of that box.
+        writes: of this rank: path, global shape, box, and the tensor of that box.
         manifest: without the files.
         after: what rank 0 does when the checkpoint is in its place.
     """
 
     target: Path
-    mine: tuple[tuple[str, tuple[int, ...], Box, Tensor], ...]
+    writes: tuple[tuple[str, tuple[int, ...], Box, Tensor], ...]
     manifest: Manifest
     after: Callable[[], None] | None = None
 
     def copied(self) -> Job:
         """The same with memory of its own, on the CPU."""
-        mine = tuple((path, shape, box, x.detach().to("cpu", copy=True)) for path, shape, box, x in self.mine)
-        return dataclasses.replace(self, mine=mine)
+        writes = tuple((path, shape, box, x.detach().to("cpu", copy=True)) for path, shape, box, x in self.writes)
+        return dataclasses.replace(self, writes=writes)
 
     def run(self, group: dist.ProcessGroup | None = None) -> None:
         """Everything that touches the disk. Collective.
@@ -176,10 +176,10 @@ class Job:
 
     def _write(self) -> Written | None:
         """This rank's file; none where it has nothing to write."""
-        if not self.mine:
+        if not self.writes:
             return None
         with Writer(partial_of(self.target), own_rank()) as writer:
-            for path, shape, box, tensor in self.mine:
+            for path, shape, box, tensor in self.writes:
                 writer.add(path, shape, box, tensor)
             return writer.close()
 

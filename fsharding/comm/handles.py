@@ -53,10 +53,10 @@ class Exchange(Protocol):
     """Rows to send.
 
     Attributes:
-        mine: to be filled: [width] for a gather, [members, width] for an all-to-all.
+        own: to be filled: [width] for a gather, [members, width] for an all-to-all.
     """
 
-    mine: Tensor
+    own: Tensor
 
     def start(self) -> Handle[Rows]:
         """Sends what was filled in."""

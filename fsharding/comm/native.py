@@ -127,7 +127,7 @@ class Native:
         self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None
     ) -> Handle[Rows]:
         exchange = self.gather_rows(bucket.width, dtype, memory)
-        _compat.foreach_copy_(buckets.piece_views(exchange.mine, bucket, self.group.index), list(shards))
+        _compat.foreach_copy_(buckets.piece_views(exchange.own, bucket, self.group.index), list(shards))
         return exchange.start()
 
     def reduction(
@@ -258,7 +258,7 @@ class _SentRows:
     """Rows that are sent, into a buffer of this rank. An `Exchange`, and its own handle."""
 
     def __init__(self, mine: Tensor, rows: Tensor, send: Callable[[], Works]) -> None:
-        self.mine, self._rows, self._send = mine, rows, send
+        self.own, self._rows, self._send = mine, rows, send
         self._works = Works()
 
     def start(self) -> Handle[Rows]:

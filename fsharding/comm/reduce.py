@@ -138,7 +138,7 @@ class AllReduce:
             self._exchange = transport.gather_rows(n, wire_dtype)
         else:
             self._exchange = transport.all_to_all(-(-n // group.size), wire_dtype)
-        flat = self._exchange.mine.view(-1)
+        flat = self._exchange.own.view(-1)
         flat[n:].zero_()
         self._slots = self._cut(flat)
         self._handle: Handle[Rows] | None = None
@@ -172,7 +172,7 @@ class AllReduce:
             self._handle.release()
             return sums
         parts = self._transport.gather_rows(rows[0].numel(), self._sum_dtype)
-        sum_rows(rows, self._terms, self._sum_dtype, out=parts.mine)
+        sum_rows(rows, self._terms, self._sum_dtype, out=parts.own)
         self._handle.release()
         second = parts.start()
         whole = second.wait(timeout)
@@ -221,7 +221,7 @@ class ReduceScatter:
     def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
         """See `Reduction`."""
         slots = tuple(self._bucket.slots[i] for i in leaves)
-        buckets.copy_in(terms, self._exchange.mine, replace(self._bucket, slots=slots))
+        buckets.copy_in(terms, self._exchange.own, replace(self._bucket, slots=slots))
 
     def start(self) -> ReduceScatter:
         """See `Reduction`."""

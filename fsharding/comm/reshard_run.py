@@ -37,7 +37,7 @@ class _Run:
         sources: local tensors, None once they are let go.
         donate: whether sources may be let go or handed on.
         targets: what is there already of the result.
-        mine: by round, the pieces to send and those to receive, by rank and then as in the plan.
+        rounds: of each, the pieces to send and those to receive, by rank and then as in the plan.
         last: by leaf, the round in which its last piece leaves.
     """
 
@@ -48,14 +48,14 @@ class _Run:
     sources: list[Tensor | None]
     donate: bool
     targets: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    mine: list[tuple[list[Piece], list[Piece]]] = field(default_factory=list[tuple[list[Piece], list[Piece]]])
+    rounds: list[tuple[list[Piece], list[Piece]]] = field(default_factory=list[tuple[list[Piece], list[Piece]]])
     last: dict[int, int] = field(default_factory=dict[int, int])
 
     def __post_init__(self) -> None:
         for number, pieces in enumerate(self.plan.rounds):
             send = sorted((p for p in pieces if p.source == self.rank), key=lambda p: p.target)
             receive = sorted((p for p in pieces if p.target == self.rank), key=lambda p: p.source)
-            self.mine.append((send, receive))
+            self.rounds.append((send, receive))
             self.last.update({p.leaf: number for p in send})
 
     def place(self, leaf: int) -> Tensor:
@@ -81,9 +81,9 @@ class _Run:
 
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Two pairs of buffers to send and to receive, large enough for every round."""
-        sizes = [max((sum(p.bytes for p in both[way]) for both in self.mine), default=0) for way in (0, 1)]
+        sizes = [max((sum(p.bytes for p in both[way]) for both in self.rounds), default=0) for way in (0, 1)]
         make = [
-            _compat.fresh((size,), torch.uint8, self.device) for _ in range(min(2, len(self.mine))) for size in sizes
+            _compat.fresh((size,), torch.uint8, self.device) for _ in range(min(2, len(self.rounds))) for size in sizes
         ]
         return list(zip(make[::2], make[1::2], strict=True))
 
@@ -92,7 +92,7 @@ class _Run:
         messages: list[Message] = []
         copies: list[tuple[Tensor, Tensor]] = []
         start = 0
-        for piece in self.mine[number][0]:
+        for piece in self.rounds[number][0]:
             self.place(piece.leaf)
             source = self.sources[piece.leaf]
             assert source is not None
@@ -112,7 +112,7 @@ class _Run:
         messages: list[Message] = []
         copies: list[tuple[Tensor, Tensor]] = []
         start = 0
-        for piece in self.mine[number][1]:
+        for piece in self.rounds[number][1]:
             target = self.place(piece.leaf)
             places = boxes.overlap_slices(piece.overlap)
             view = target[places[0][1]]
@@ -171,7 +171,7 @@ def exchange(
     buffers = run.buffers()
     pending: Handle[None] = Works()
     copies: list[tuple[Tensor, Tensor]] = []
-    for number in range(len(run.mine)):
+    for number in range(len(run.rounds)):
         packed, received = buffers[number % 2]
         sends = run.pack(number, packed)
         pending.wait()

@@ -23,8 +23,8 @@ __all__ = ["StopBit"]
 class StopBit:
     """The bits of all ranks on their way through the sums of one step.
 
-    A sum that takes `mine` along says `summed`. The bit is looked at before the first of them and never again: ranks
-    that summed together would else differ in a later sum over other axes.
+    A sum that takes `as_term` along calls `summed`. The bit is read before the first sum and never again: ranks that
+    summed together would else differ in a later sum over other axes.
 
     Args:
         mesh: of the step.
@@ -39,14 +39,14 @@ class StopBit:
         self._mesh, self.axes = mesh, _large(mesh)
         self._count: Tensor | None = None
 
-    def mine(self, device: torch.device) -> Tensor:
+    def as_term(self, device: torch.device) -> Tensor:
         """How many ranks want to stop, as far as it is known here: float64, 0-d."""
         if self._count is None:
             self._count = torch.full((), float(preemption.pending()), dtype=torch.float64, device=device)
         return self._count
 
     def summed(self, count: Tensor, axes: Sequence[str]) -> None:
-        """Takes the sum of `mine` over some axes."""
+        """Takes the sum of `as_term` over some axes."""
         self._count, self.axes = count, tuple(axis for axis in self.axes if axis not in axes)
 
     def settle(self, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class StopBit:
         Axes over which the step has taken no sum, as with a loss function of one's own and no leaf cut over `tp`, get
         one of their own.
         """
-        count = self.mine(device)
+        count = self.as_term(device)
         if self.axes:
             count = start_sum(count.reshape(1), axis_group(self._mesh, self.axes), torch.float64).wait()[0]
         preemption.agree(count)

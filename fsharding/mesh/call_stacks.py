@@ -28,7 +28,7 @@ __all__ = [
     "outwards",
     "region",
     "site",
-    "told",
+    "describe",
 ]
 
 LIBRARY = str(Path(__file__).parents[1]) + os.sep
@@ -143,7 +143,7 @@ def collective(found: Sequence[Line]) -> str:
     return ""
 
 
-def told(found: Sequence[Line]) -> list[str]:
+def describe(found: Sequence[Line]) -> list[str]:
     """Ten lines at most, the user's first, both kinds innermost first: "train.py:88 in main".
 
     Args:

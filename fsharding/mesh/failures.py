@@ -292,7 +292,7 @@ def _place(thread: int, frame: FrameType | None) -> dict[str, Any]:
 def _doing(found: Sequence[frames.Line], doing: str) -> dict[str, Any]:
     """Describes a rank by its stack: the part of the work, the collective that it is in, and the lines."""
     region = ", ".join(filter(None, [frames.region(found), doing]))
-    return {"region": region, "collective": frames.collective(found), "stack": frames.told(found)}
+    return {"region": region, "collective": frames.collective(found), "stack": frames.describe(found)}
 
 
 def _innermost(frame: FrameType | None) -> str:
@@ -365,7 +365,7 @@ def _listen() -> None:
     if (_listener is not None and _listener.world is world) or _is_fake():
         return
     if _listener is None:
-        atexit.register(_farewell)
+        atexit.register(_end_listener)
     _listener = _Listener(world, _compat.own_connection(_compat.default_store()))
     _listener.start()
 
@@ -375,7 +375,7 @@ def _is_fake() -> bool:
     return dist.get_backend() == "fake"
 
 
-def _farewell() -> None:
+def _end_listener() -> None:
     if _listener is not None:
         _listener.end()
 
@@ -643,14 +643,14 @@ def _explained(
     elif kinds == {"elsewhere"}:
         text = _scattered(call, followed, names)
     else:
-        text = _gone(call, found, names, noticed, slow=kinds == {"busy"})
+        text = _lost_text(call, found, names, noticed, slow=kinds == {"busy"})
     by_rank = {rank: f"{_who([rank], names)}\n{stack}" for rank, stack in followed.stacks.items()}
     explained = RankError(text, ranks=(me,) if me in found else tuple(found), stacks=by_rank)
     setattr(explained, _TOLD, True)
     return explained
 
 
-def _gone(call: _Call, found: Mapping[int, Found], names: Mapping[int, str], noticed: str, *, slow: bool) -> str:
+def _lost_text(call: _Call, found: Mapping[int, Found], names: Mapping[int, str], noticed: str, *, slow: bool) -> str:
     rows = [f"{_who([rank], names)} {it.text}" for rank, it in [*found.items()][:_SHOWN]]
     rows += [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     mend = f"Look at what {_numbers([*found])} said last; all ranks have to start again."

@@ -47,7 +47,7 @@ class _Kept:
         return 0 if self.group is None else _compat.holders_of(self.group)
 
     @property
-    def is_held(self) -> bool:
+    def is_referenced(self) -> bool:
         """Whether somebody in this process holds it: a mesh, what was planned for one, or what still travels."""
         return self.holders() > self.idle
 
@@ -88,7 +88,7 @@ class _Groups:
             gc.collect()  # A mesh and what it keeps hold each other.
         for start in range(0, len(old), _BITS):
             some = old[start : start + _BITS]
-            held = sum(self.by_key[key].is_held << i for i, key in enumerate(some))
+            held = sum(self.by_key[key].is_referenced << i for i, key in enumerate(some))
             anywhere = meet(held)
             for i, key in enumerate(some):
                 if any(mask >> i & 1 for mask in anywhere):

@@ -180,7 +180,7 @@ class _AllToAll:
     def run(self, x: Tensor) -> Tensor:
         pieces = x.chunk(self.group.size, self.split_dim)
         exchange = transport_for(self.group, x.device).all_to_all(pieces[0].numel(), x.dtype)
-        torch.stack(pieces, out=exchange.mine.view(self.group.size, *pieces[0].shape))
+        torch.stack(pieces, out=exchange.own.view(self.group.size, *pieces[0].shape))
         handle = exchange.start()
         joined = torch.cat([row.view(pieces[0].shape) for row in handle.wait()], self.concat_dim)
         handle.release()

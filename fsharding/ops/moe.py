@@ -190,8 +190,8 @@ def _coming(counts_X: Tensor, owned: Sequence[tuple[int, int]], group: Group) ->
     """How many rows each rank of the group has for each expert of this rank: int64[ranks, E]."""
     width = max(stop - start for start, stop in owned)
     exchange = transport_for(group, counts_X.device).all_to_all(width, counts_X.dtype)
-    exchange.mine.zero_()
-    for row, (start, stop) in zip(exchange.mine, owned, strict=True):
+    exchange.own.zero_()
+    for row, (start, stop) in zip(exchange.own, owned, strict=True):
         row[: stop - start] = counts_X[start:stop]
     handle = exchange.start()
     received = torch.stack([*handle.wait()])

@@ -95,7 +95,7 @@ def norm_with_stop_bit(stop: StopBit | None, values: Tree, shardings: Tree) -> T
         if axes:
             terms = [squares[path] for path in paths]
             if stop is not None and axes == carrier:
-                terms.append(stop.mine(terms[0].device))
+                terms.append(stop.as_term(terms[0].device))
             total = start_sum(torch.stack(terms), axis_group(meshes[axes].mesh, axes), torch.float64).wait()
             if stop is not None and axes == carrier:
                 stop.summed(total[-1], axes)

@@ -31,7 +31,7 @@ from fsharding.models.stacks import first_unit, scan_stacks
 from fsharding.pipeline.actions import Action, uses_parameters
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule
-from fsharding.pipeline.stage_state import Holding
+from fsharding.pipeline.stage_state import StageState
 from fsharding.pipeline.stages import check_ends
 from fsharding.precision import Precision
 from fsharding.sharding.layout import Layout
@@ -112,7 +112,7 @@ def pipeline_grads(
                 run.do(action)
             run.settle()
             run.pool.close()
-            return run.held.grads(), *run.sums(stop)
+            return run.stage_state.grads(), *run.sums(stop)
     except BaseException:
         if run is not None:
             run.close()
@@ -161,7 +161,7 @@ class _Run:
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
         check_ends(self.model, self.schedule, self.layout)
-        self.held = Holding(self.model, self.schedule, self.layout, self.params, self.precision)
+        self.stage_state = StageState(self.model, self.schedule, self.layout, self.params, self.precision)
         # Each GATHER of a microbatch is for the next of its computes that uses parameters.
         self.uses = defaultdict[tuple[int, int | None], list[str]](list)
         for kind, stage, m in filter(uses_parameters, self.schedule.table[self.rank]):
@@ -169,7 +169,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ a stage
     def _tape(self, stage: int) -> Tape:
-        tape = Tape(*self.held.work[stage], self.precision, self.pool)
+        tape = Tape(*self.stage_state.work[stage], self.precision, self.pool)
         assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
         return tape
 
@@ -202,12 +202,12 @@ class _Run:
             case "SCATTER":
                 if m is not None:
                     self.closing.pop((stage, m)).finish()
-                self.held.scatter(stage)
+                self.stage_state.scatter(stage)
             case "F" | "B" | "I" | "W":
                 assert m is not None
                 self._f(stage, m) if kind == "F" else self._b(stage, m, kind)
                 if uses_parameters(action):
-                    self.held.used(stage)
+                    self.stage_state.used(stage)
             case "SEND_F" | "SEND_B":
                 self.settle(wait=False)
                 assert m is not None
@@ -219,7 +219,7 @@ class _Run:
     def _gather(self, stage: int, m: int | None) -> None:
         """Gathers a stage, or starts with its first unit, whose others follow one by one while it computes."""
         if m is None:
-            self.held.gather(stage)
+            self.stage_state.gather(stage)
             return
         use = self.uses[stage, m].pop(0)
         if use == "F":
@@ -277,7 +277,7 @@ class _Run:
         if kind == "I":
             if wanted:
                 flight.tape.context.restart_backward()
-        elif self.held.each:
+        elif self.stage_state.each:
             # The last reductions are under way; they are waited for at the SCATTER.
             self.closing[stage, m] = self.flights.pop((stage, m)).tape
         else:
@@ -361,7 +361,7 @@ class _Run:
             mine += torch.stack((total.double(), torch.as_tensor(weight, dtype=torch.float64, device=self.device)))
         axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
         if stop is not None:
-            mine = torch.cat((mine, stop.mine(mine.device).reshape(1)))
+            mine = torch.cat((mine, stop.as_term(mine.device).reshape(1)))
         totals = start_sum(mine, axis_group(self.layout.mesh, axes), torch.float64).wait()
         if stop is not None:
             stop.summed(totals[2], axes)

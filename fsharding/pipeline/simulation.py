@@ -165,7 +165,7 @@ def simulate(
         mend = "F comes after F of the stage before, B or I after that of the next stage, W after I."
         raise ScheduleError(message(function, "has no end: these ranks wait for ever.", rows, mend))
     busy = tuple(sum(map(run.takes, row)) for row in table)
-    spans = tuple(tuple(run.landed(span) for span in row) for row in run.spans)
+    spans = tuple(tuple(run.with_latency(span) for span in row) for row in run.spans)
     return Timeline(spans, durations, max(run.clocks, default=0.0), busy, in_flight(table))
 
 
@@ -237,7 +237,7 @@ class _Run:
             name = "F" if step > 0 else "B"
             self.arrived[name, to, action.microbatch] = self.clocks[here] + (0.0 if local else self.durations.send)
 
-    def landed(self, span: Span) -> Span:
+    def with_latency(self, span: Span) -> Span:
         """A span with the end of its message."""
         kind, stage, microbatch = span.action
         if kind.startswith("SEND"):

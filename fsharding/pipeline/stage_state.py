@@ -31,10 +31,10 @@ from fsharding.sharding.stage_owners import begins
 from fsharding.transforms.unit_plan import unreduced, whole
 from fsharding.tree import Tree
 
-__all__ = ["Holding"]
+__all__ = ["StageState"]
 
 
-class Holding:
+class StageState:
     """See the module.
 
     Args:

@@ -109,12 +109,12 @@ def _functional(fn: Callable[..., Any], leaves: list[Any], captured: list[weakre
             out = _again(flat, [*(leaves[i] for i in flat.places), *lifted])
         except RuntimeError:
             # Outside of its vmap torch refuses a tensor of it.
-            if not flat.found:
+            if not flat.captured:
                 raise
         else:
-            if not flat.found:
+            if not flat.captured:
                 return flat.result(out)
-        captured.extend(weakref.ref(x) for x in flat.found.values())
+        captured.extend(weakref.ref(x) for x in flat.captured.values())
 
 
 class _Call(Protocol):
@@ -132,7 +132,7 @@ class _Flat:
         self, fn: Callable[..., Any], leaves: Sequence[Any], lifted: Sequence[Tensor], mesh: Mesh | None
     ) -> None:
         self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.found: dict[int, Tensor] = {}
+        self.captured: dict[int, Tensor] = {}
         self._fn, self._lifted, self._mesh = fn, lifted, mesh
         self._others = [None if isinstance(x, Tensor) else x for x in leaves]
         self._looking = True
@@ -150,7 +150,7 @@ class _Flat:
             if self._mesh is not None:
                 stack.enter_context(set_mesh(self._mesh))
             if given or self._looking:
-                stack.enter_context(_Lifting(given, self.found if self._looking else None))
+                stack.enter_context(_Lifting(given, self.captured if self._looking else None))
             out = self._fn(*filled)
         flat, self._closed = opened(out)
         self._out = [None if isinstance(x, Tensor) else x for x in flat]

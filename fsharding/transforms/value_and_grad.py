@@ -420,7 +420,7 @@ def _global_sums(loss: _Loss, mesh: Mesh | None, stop: StopBit | None) -> Tensor
     """(sum, weight) over all data ranks: float64[2], or one more that is the stop bit's."""
     device = loss.total.device
     one = torch.ones((), dtype=torch.float64, device=device) if loss.weight is None else loss.weight
-    also = () if stop is None else (stop.mine(device),)
+    also = () if stop is None else (stop.as_term(device),)
     mine = torch.stack((loss.total.detach().double(), one, *also))
     if mesh is None:
         return mine

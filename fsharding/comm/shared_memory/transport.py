@@ -470,14 +470,14 @@ class _PostedRows:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, group: Group, row: int | None) -> None:
-        self.mine = blocks.take(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
+        self.own = blocks.take(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
         self._group, self._row = group, row
         self._posted: Posted | None = None
 
     def start(self) -> Handle[Rows]:
-        row = self.mine if self._row is None else self.mine[0]
+        row = self.own if self._row is None else self.own[0]
         record_sent((self._group.size - 1) * row.nbytes, self._group.axes)
-        self._posted = Posted(as_bytes(self.mine), self._group)
+        self._posted = Posted(as_bytes(self.own), self._group)
         return self
 
     def is_ready(self) -> bool:
@@ -485,7 +485,7 @@ class _PostedRows:
 
     def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> Rows:
         assert self._posted is not None
-        found = [buffer.view(self.mine.dtype).view(self.mine.shape) for buffer in self._posted.wait(timeout)]
+        found = [buffer.view(self.own.dtype).view(self.own.shape) for buffer in self._posted.wait(timeout)]
         return found if self._row is None else [rows[self._row] for rows in found]
 
     def release(self, timeout: timedelta | None = None) -> None:

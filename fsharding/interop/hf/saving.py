@@ -201,7 +201,7 @@ class _Job:
         place = {tensor: (file.name, offset) for file in self.files for tensor, offset in file.offsets.items()}
         opened: dict[str, int] = {}
         with contextlib.ExitStack() as stack:
-            for tensor, box, x in self._mine():
+            for tensor, box, x in self._own_boxes():
                 name, offset = place[tensor]
                 if name not in opened:
                     opened[name] = os.open(self.partial / name, os.O_WRONLY | os.O_CLOEXEC)
@@ -210,7 +210,7 @@ class _Job:
             for handle in opened.values():
                 os.fsync(handle)
 
-    def _mine(self) -> Iterator[tuple[str, Box, Tensor]]:
+    def _own_boxes(self) -> Iterator[tuple[str, Box, Tensor]]:
         """This rank's writes: the name of a tensor, a box of it, and the values."""
         writers = shares(self.leaves, range(world_size()))
         for path, leaf in self.leaves.items():

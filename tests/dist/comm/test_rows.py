@@ -30,7 +30,7 @@ def group_of(ranks, transport="shared_memory"):
 
 
 def received(exchange, fill):
-    exchange.mine.copy_(fill)
+    exchange.own.copy_(fill)
     handle = exchange.start()
     rows = torch.stack([row.clone() for row in handle.wait()])
     handle.release()
@@ -171,7 +171,7 @@ def meshes_again():
     for number, group in enumerate(groups if dist.get_rank() else reversed(groups)):
         exchange = transport_for(group, CPU).gather_rows(1, torch.float32)
         place = number if dist.get_rank() else len(groups) - 1 - number
-        exchange.mine.fill_(place)
+        exchange.own.fill_(place)
         in_flight.append((place, exchange.start()))
     for place, handle in in_flight:
         assert [float(row) for row in handle.wait()] == [place, place]
@@ -191,7 +191,7 @@ def many_in_flight(ranks):
         in_flight = []
         for number in range(5):
             exchange = transport_for(group, CPU).gather_rows(LONG, torch.float32)
-            exchange.mine.fill_(100 * round_ + 10 * number + mine)
+            exchange.own.fill_(100 * round_ + 10 * number + mine)
             in_flight.append((number, exchange.start()))
             time.sleep(0.01 * mine)
         for number, handle in reversed(in_flight):
@@ -270,7 +270,7 @@ def leaves_at_once(ranks):
     group = group_of(ranks)
     gathered(group, torch.zeros(LONG))
     exchange = transport_for(group, CPU).gather_rows(4 * LONG, torch.float32)
-    exchange.mine.fill_(dist.get_rank() + 1)
+    exchange.own.fill_(dist.get_rank() + 1)
     handle = exchange.start()
     time.sleep(0.5 * dist.get_rank())
     total = sum(float(row[-1]) for row in handle.wait())
