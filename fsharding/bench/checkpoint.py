@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding import checkpoint, optim, random, tree
+import fsharding as fs
+from fsharding import checkpoint
 from fsharding.bench.rounds import give_back, in_turn
 from fsharding.checkpoint.state_leaves import content
 from fsharding.errors import ConfigError, message
@@ -94,12 +95,12 @@ def _state(config: CheckpointConfig, mesh: DeviceMesh) -> TrainState:
     """Parameters and two moments in float32, cut over all ranks."""
     rows = max(1, round(config.mb * 1e6 / (3 * 4 * _LEAVES * 1024)))
 
-    def init(key: Tensor) -> tree.Tree:
-        keys = random.split(key, _LEAVES)
-        return {f"w{i:02d}": random.normal(keys[i], (rows, 1024)) for i in range(_LEAVES)}
+    def init(key: Tensor) -> fs.tree.Tree:
+        keys = fs.random.split(key, _LEAVES)
+        return {f"w{i:02d}": fs.random.normal(keys[i], (rows, 1024)) for i in range(_LEAVES)}
 
-    layout = plan_layout(init(random.key(0)), mesh, strategy=zero(3))
-    return init_state(init, optim.adamw(1e-3), random.key(0), layout)
+    layout = plan_layout(init(fs.random.key(0)), mesh, strategy=zero(3))
+    return init_state(init, fs.optim.adamw(1e-3), fs.random.key(0), layout)
 
 
 def _empty(leaves: dict[str, Tensor]) -> dict[str, Tensor]:

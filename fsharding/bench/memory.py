@@ -15,14 +15,13 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from fsharding import tree
+import fsharding as fs
 from fsharding.bench.peers import Task, forward_bytes
 from fsharding.bench.rounds import print_rows
 from fsharding.bench.step import OURS, StepConfig, build, check, make_task
 from fsharding.mesh.device_mesh import make_mesh, own_rank
 from fsharding.models.presets import recipe
 from fsharding.models.stacks import stacks_of
-from fsharding.precision import Precision
 from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.strategy import Strategy
 
@@ -99,14 +98,14 @@ def least_bytes(task: Task, strategy: Strategy, forward: int) -> int:
         strategy: of the layout.
         forward: `forward_bytes` of the task.
     """
-    how = Precision(compute=task.dtype)
+    how = fs.Precision(compute=task.dtype)
     layout = plan_layout(task.draws(), task.mesh, strategy=strategy, names=task.model.names, precision=how)
     memory = layout.memory()
     # One microbatch: gradients are cut as the moments, of which there are two, in float32 all three.
     grads, draws = memory.opt_state // 2, task.draws()
-    blocks = [tree.leaves(tree.at(draws, path)) for path, _ in stacks_of(task.model)]
+    blocks = [fs.tree.leaves(fs.tree.at(draws, path)) for path, _ in stacks_of(task.model)]
     units = [sum(math.prod(draw.shape[1:]) for draw in stack) for stack in blocks]
-    units += [sum(math.prod(draw.shape) for draw in tree.leaves(draws[name])) for name in ("embed", "head")]
+    units += [sum(math.prod(draw.shape) for draw in fs.tree.leaves(draws[name])) for name in ("embed", "head")]
     return memory.state + grads + 2 * max(units) * task.dtype.itemsize + forward
 
 

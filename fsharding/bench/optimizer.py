@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsharding import optim
+import fsharding as fs
 from fsharding.bench.rounds import agree, print_rows, take_turns
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
@@ -93,12 +93,12 @@ def _ours(values: Sequence[Tensor], grads: Sequence[Tensor]) -> Callable[[], Ten
     whole = {f"w{i:05d}": x for i, x in enumerate(values)}
     layout = plan_layout(whole, make_mesh(dp=1))
     params, given = shard(whole, layout), shard(dict(zip(whole, grads, strict=True)), layout)
-    opt = optim.adamw(_RATE, weight_decay=_DECAY)
+    opt = fs.optim.adamw(_RATE, weight_decay=_DECAY)
     state = opt.init(params)
 
     def run() -> Tensor:
         nonlocal params, state
-        params, state = optim.apply_gradients(opt, given, state, params, donate=True)
+        params, state = fs.optim.apply_gradients(opt, given, state, params, donate=True)
         return local_of(params["w00000"]).view(-1)[0].clone()
 
     return run

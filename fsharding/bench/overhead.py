@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from fsharding import optim, random, tree
+import fsharding as fs
 from fsharding.bench.rounds import agree, print_rows, take_turns
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh, own_rank
@@ -26,7 +26,6 @@ from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.strategy import zero
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
-from fsharding.transforms.scan import scan_units
 
 __all__ = ["OverheadConfig", "measure", "overhead"]
 
@@ -91,19 +90,19 @@ def measure(config: OverheadConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
 def _ours(config: OverheadConfig, mesh: DeviceMesh) -> Callable[[], Tensor]:
     names = [f"w{i:02d}" for i in range(config.leaves)]
 
-    def init(key: Tensor) -> tree.Tree:
-        return {name: random.full((config.units, 8, 8), 0.01) for name in names}
+    def init(key: Tensor) -> fs.tree.Tree:
+        return {name: fs.random.full((config.units, 8, 8), 0.01) for name in names}
 
-    def block(params: tree.Tree, x: Tensor) -> Tensor:
+    def block(params: fs.tree.Tree, x: Tensor) -> Tensor:
         return torch.stack([x, *(w[0, 0] for w in params.values())]).sum()
 
-    def loss_fn(params: tree.Tree, batch: Tensor) -> Tensor:
-        return scan_units(block, params, batch).square()
+    def loss_fn(params: fs.tree.Tree, batch: Tensor) -> Tensor:
+        return fs.scan_units(block, params, batch).square()
 
     shapes = dict.fromkeys(names, ("layers", "embed", None))
-    layout = plan_layout(init(random.key(0)), mesh, strategy=zero(3), names=shapes)
-    opt = optim.adamw(_RATE)
-    state = init_state(init, opt, random.key(0), layout)
+    layout = plan_layout(init(fs.random.key(0)), mesh, strategy=zero(3), names=shapes)
+    opt = fs.optim.adamw(_RATE)
+    state = init_state(init, opt, fs.random.key(0), layout)
     step = make_train_step(lambda p, batch: (loss_fn(p, batch["x"].sum()), 1.0), opt, donate=True)
     batch = {"x": torch.ones(1, device=mesh.device_type)}
 

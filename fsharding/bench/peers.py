@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsharding import random, tree
+import fsharding as fs
 from fsharding.bench.rounds import allocated
 from fsharding.models.model import Model
 from fsharding.models.stacks import stacks_of
-from fsharding.tree import Tree
 
 __all__ = ["B1", "B2", "PEERS", "RATE", "Task", "forward_bytes", "missing"]
 
@@ -47,34 +46,34 @@ class Task:
     batch: dict[str, Tensor]
     dtype: torch.dtype
 
-    def draws(self) -> Tree:
+    def draws(self) -> fs.tree.Tree:
         """Everyone's first weights, lazily: those that `init_state` draws with `random.key(0)`."""
-        return self.model.init(random.split(random.key(0))[0])
+        return self.model.init(fs.random.split(fs.random.key(0))[0])
 
 
 class _Unit(nn.Module):
     """A pure function and the weights that it takes, which it sees in the dtype of compute."""
 
-    def __init__(self, fn: Callable[..., Any], values: Tree, task: Task) -> None:
+    def __init__(self, fn: Callable[..., Any], values: fs.tree.Tree, task: Task) -> None:
         super().__init__()
-        leaves, self.structure = tree.flatten(values)
+        leaves, self.structure = fs.tree.flatten(values)
         self.fn, self.dtype = fn, task.dtype
         self.leaves = nn.ParameterList(nn.Parameter(x.to(task.mesh.device_type)) for x in leaves)
 
     def forward(self, *args: Any) -> Any:
-        return self.fn(tree.unflatten(self.structure, [x.to(self.dtype) for x in self.leaves]), *args)
+        return self.fn(fs.tree.unflatten(self.structure, [x.to(self.dtype) for x in self.leaves]), *args)
 
 
-def _rows(stack: Tree) -> list[Tree]:
-    leaves, structure = tree.flatten(stack)
-    return [tree.unflatten(structure, [x.clone() for x in row]) for row in zip(*leaves, strict=True)]
+def _rows(stack: fs.tree.Tree) -> list[fs.tree.Tree]:
+    leaves, structure = fs.tree.flatten(stack)
+    return [fs.tree.unflatten(structure, [x.clone() for x in row]) for row in zip(*leaves, strict=True)]
 
 
 class _Decoder(nn.Module):
     def __init__(self, task: Task) -> None:
         super().__init__()
-        values = tree.map(lambda draw: draw.tensor(), task.draws())
-        units = [(block, row) for path, block in stacks_of(task.model) for row in _rows(tree.at(values, path))]
+        values = fs.tree.map(lambda draw: draw.tensor(), task.draws())
+        units = [(block, row) for path, block in stacks_of(task.model) for row in _rows(fs.tree.at(values, path))]
         self.embed = _Unit(task.model.embed, values["embed"], task)
         self.blocks = nn.ModuleList(_Unit(block, row, task) for block, row in units)
         self.head = _Unit(task.model.head, values["head"], task)

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from fsharding import checkpoint, optim, random, tree
+import fsharding as fs
+from fsharding import checkpoint
 from fsharding.bench.rounds import give_back, in_turn
 from fsharding.comm.counters import counting_bytes
 from fsharding.comm.reshard_plan import BUDGET
@@ -92,22 +93,22 @@ def _layout(config: ReshardBenchConfig, axes: dict[str, int]) -> Layout:
     mesh = make_mesh(timeout=timedelta(seconds=120), **size)
     strategy = OPTIM_GRADS_PARAMS if "dp" in axes else NO_SHARD
     names = dict.fromkeys(_leaf_names(), _NAMES)
-    return plan_layout(_draws(config, random.key(0)), mesh, strategy=strategy, names=names)
+    return plan_layout(_draws(config, fs.random.key(0)), mesh, strategy=strategy, names=names)
 
 
 def _leaf_names() -> list[str]:
     return [f"w{i}" for i in range(_LEAVES)]
 
 
-def _draws(config: ReshardBenchConfig, key: torch.Tensor) -> tree.Tree:
+def _draws(config: ReshardBenchConfig, key: torch.Tensor) -> fs.tree.Tree:
     width = max(4, (config.mb << 20) // (4 * _LEAVES * _LAYERS * _WIDTH) // 4 * 4)
-    return {name: random.normal(key, (_LAYERS, _WIDTH, width)) for name in _leaf_names()}
+    return {name: fs.random.normal(key, (_LAYERS, _WIDTH, width)) for name in _leaf_names()}
 
 
 def _case(config: ReshardBenchConfig, source: dict[str, int], target: dict[str, int]) -> dict[str, Any]:
     a, b = _layout(config, source), _layout(config, target)
-    opt = optim.sgd(1e-3)
-    state = init_state(lambda key: _draws(config, key), opt, random.key(0), a)
+    opt = fs.optim.sgd(1e-3)
+    state = init_state(lambda key: _draws(config, key), opt, fs.random.key(0), a)
     budget = config.budget_mb << 20
     plan = explain_reshard(state, b, budget=budget)
     with counting_bytes() as traffic:

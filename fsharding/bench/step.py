@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsharding import optim, random, tree
+import fsharding as fs
 from fsharding.bench.peers import B1, B2, PEERS, RATE, Task, missing
 from fsharding.bench.rounds import Steps, agree, allocated, print_rows, take_turns
 from fsharding.comm.counters import counting_bytes
@@ -34,7 +34,6 @@ from fsharding.models.model import Model
 from fsharding.models.presets import recipe
 from fsharding.models.stacks import stacks_of
 from fsharding.pipeline.plots import Bar, draw_bars, require_matplotlib
-from fsharding.precision import Precision
 from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.strategy import HSDP, Strategy, zero
 from fsharding.train.state import init_state
@@ -180,10 +179,10 @@ def _batch(config: StepConfig, sizes: DecoderConfig, mesh: Any) -> dict[str, Ten
 
 def _ours(strategy: Strategy, replicas: int, task: Task) -> Callable[[], Tensor]:
     mesh = make_mesh(replica=replicas, dp=-1) if replicas > 1 else task.mesh
-    how = Precision(compute=task.dtype)
+    how = fs.Precision(compute=task.dtype)
     layout = plan_layout(task.draws(), mesh, strategy=strategy, names=task.model.names, precision=how)
-    opt = optim.adamw(RATE, b1=B1, b2=B2)
-    state = init_state(task.model.init, opt, random.key(0), layout)
+    opt = fs.optim.adamw(RATE, b1=B1, b2=B2)
+    state = init_state(task.model.init, opt, fs.random.key(0), layout)
     step = make_train_step(task.model, opt, donate=True)
 
     def run() -> Tensor:
@@ -250,7 +249,7 @@ def _wire_time(task: Task, sent: int) -> float:
     if not sent:
         return 0.0
     group = axis_group(task.mesh, ("dp",))
-    draws = tree.leaves(tree.at(task.draws(), stacks_of(task.model)[-1][0]))
+    draws = fs.tree.leaves(fs.tree.at(task.draws(), stacks_of(task.model)[-1][0]))
     width = -(-sum(math.prod(draw.shape[1:]) for draw in draws) // group.size)
     # Written once: memory that was never written is one page of zeros, which stays in the cache.
     kind = Pairwise if task.mesh.device_type == "cpu" else Native

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import fsharding as fs
 from fsharding import checkpoint
 from fsharding.cli.resume import choose
 from fsharding.errors import BatchError, CheckpointError, ConfigError, did_you_mean, message
@@ -26,11 +27,9 @@ from fsharding.ops.attention import Kind
 from fsharding.pipeline.plots import metrics_rows, require_matplotlib
 from fsharding.pipeline.schedule import SCHEDULES, Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
-from fsharding.precision import BF16, FP16, FP32
 from fsharding.sharding.partition_spec import DEFAULT_RULES
 from fsharding.sharding.strategy import STRATEGIES, parse_strategy
 from fsharding.train.data import Tokens, open_data
-from fsharding.transforms import policies
 
 __all__ = [
     "OPTIMIZERS",
@@ -47,7 +46,7 @@ __all__ = [
     "stages",
 ]
 
-PRECISIONS = {"float32": FP32, "bfloat16": BF16, "float16": FP16}
+PRECISIONS = {"float32": fs.FP32, "bfloat16": fs.BF16, "float16": fs.FP16}
 """Precisions by the dtype of compute."""
 
 _LONGEST_S = 10_000_000
@@ -168,7 +167,7 @@ def check(config: TrainConfig, world: int) -> None:
     """
     warmup = recipe(config.preset).warmup
     parse_strategy(config.strategy)
-    options = {"dtype": PRECISIONS, "policy": policies.POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+    options = {"dtype": PRECISIONS, "policy": fs.policies.POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
     check_names(config, "fsharding train", options)
     least = {"steps": 1, "microbatches": 1, "batch": 1, "seq": 1, "save_every": 0, "decay_steps": 0}
     least |= {"stages_per_rank": 1, "keep": 1, "check_replicas_every": 0}

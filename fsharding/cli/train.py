@@ -23,7 +23,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fsharding import checkpoint, ops, optim, random
+import fsharding as fs
+from fsharding import checkpoint, ops
 from fsharding.checkpoint.directory import survey
 from fsharding.checkpoint.replicas import check_replicas
 from fsharding.cli.config import (
@@ -55,12 +56,10 @@ from fsharding.train.data import Shard, Tokens
 from fsharding.train.reshard import reshard
 from fsharding.train.state import TrainState, init_state, state_bytes
 from fsharding.train.step import Metrics, make_train_step
-from fsharding.transforms import policies
-from fsharding.tree import Tree
 
 __all__ = ["train"]
 
-Step: TypeAlias = Callable[[TrainState, Tree], tuple[TrainState, Metrics]]
+Step: TypeAlias = Callable[[TrainState, fs.tree.Tree], tuple[TrainState, Metrics]]
 
 
 def train(config: TrainConfig) -> int:
@@ -95,7 +94,7 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
     """Trains; whether it was told to stop before the last step."""
     chosen = recipe(config.preset)
     model, schedule = model_of(config), _schedule(config, chosen)
-    opt = optim.chain(optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
     swaps = {swap.step: swap for swap in parse_swaps(config.swap_at)}
     with ExitStack() as held:
         state, data, found, first = _begin(config, model, opt, [*swaps.values()], held)
@@ -106,8 +105,8 @@ def _run(
     config: TrainConfig,
     watch: preemption.Watch | None,
     model: Model,
-    opt: optim.GradientTransformation,
-    schedule: optim.Schedule,
+    opt: fs.optim.GradientTransformation,
+    schedule: fs.optim.Schedule,
     swaps: dict[int, Swap],
     state: TrainState,
     data: Tokens,
@@ -156,7 +155,7 @@ def _run(
 
 
 def _begin(
-    config: TrainConfig, model: Model, opt: optim.GradientTransformation, swaps: list[Swap], held: ExitStack
+    config: TrainConfig, model: Model, opt: fs.optim.GradientTransformation, swaps: list[Swap], held: ExitStack
 ) -> tuple[TrainState, Tokens, Path | None, int]:
     """The first state of a run, its data, the checkpoint that it goes on from, and how many batches that had seen.
 
@@ -185,7 +184,7 @@ def _begin(
                 continue  # a run that was ending has saved meanwhile
         _tell(config, choice, first)
         if choice.path is None:
-            return init_state(model, opt, random.key(config.seed), layout), data, None, 0
+            return init_state(model, opt, fs.random.key(config.seed), layout), data, None, 0
         try:
             return checkpoint.load(choice.path, layout, opt=opt), data, choice.path, first
         except CheckpointError:
@@ -253,7 +252,7 @@ _EXIT_S = 5.0
 """For the end of all processes."""
 
 
-def _step(config: TrainConfig, model: Model, opt: optim.GradientTransformation, state: TrainState) -> Step:
+def _step(config: TrainConfig, model: Model, opt: fs.optim.GradientTransformation, state: TrainState) -> Step:
     """The step of a run on the mesh where its state is."""
     return make_train_step(
         model,
@@ -261,7 +260,7 @@ def _step(config: TrainConfig, model: Model, opt: optim.GradientTransformation, 
         microbatches=config.microbatches,
         schedule=schedule_of(config, state.layout.mesh) or config.schedule,
         donate=True,
-        policy=policies.POLICIES[config.policy],
+        policy=fs.policies.POLICIES[config.policy],
     )
 
 
@@ -318,23 +317,23 @@ def _save(config: TrainConfig, state: TrainState, data: Tokens, batches: int) ->
     keeper.save(state, extra, number=batches)
 
 
-def _schedule(config: TrainConfig, chosen: Recipe) -> optim.Schedule:
+def _schedule(config: TrainConfig, chosen: Recipe) -> fs.optim.Schedule:
     """Warm-up, then constant: independent of the number of steps, so that a longer run begins as a shorter one."""
     peak = config.lr or chosen.learning_rate * OPTIMIZERS[config.optimizer]
     if config.decay_steps:
-        return optim.schedules.warmup_cosine(peak, chosen.warmup, config.decay_steps, end=peak / 10)
+        return fs.optim.schedules.warmup_cosine(peak, chosen.warmup, config.decay_steps, end=peak / 10)
     return lambda count: peak * min(1.0, (count + 1) / chosen.warmup)
 
 
-def _optimizer(config: TrainConfig, chosen: Recipe, schedule: optim.Schedule) -> optim.GradientTransformation:
+def _optimizer(config: TrainConfig, chosen: Recipe, schedule: fs.optim.Schedule) -> fs.optim.GradientTransformation:
     """Weights that are no norms and no biases decay; Muon has the matrices of blocks, and AdamW what is left."""
 
-    def make(decay: float) -> optim.GradientTransformation:
+    def make(decay: float) -> fs.optim.GradientTransformation:
         if config.optimizer == "lion":
-            return optim.lion(schedule, weight_decay=decay / OPTIMIZERS["lion"])
+            return fs.optim.lion(schedule, weight_decay=decay / OPTIMIZERS["lion"])
         if config.optimizer == "adafactor":
-            return optim.adafactor(schedule, weight_decay=decay / OPTIMIZERS["adafactor"])
-        return optim.adamw(schedule, weight_decay=decay)
+            return fs.optim.adafactor(schedule, weight_decay=decay / OPTIMIZERS["adafactor"])
+        return fs.optim.adamw(schedule, weight_decay=decay)
 
     def group(path: str, leaf: Any) -> str:
         last = path.rpartition(".")[2]
@@ -343,9 +342,9 @@ def _optimizer(config: TrainConfig, chosen: Recipe, schedule: optim.Schedule) ->
         return "stacked" if config.optimizer == "muon" and labels(path, leaf) == "matrix" else "matrix"
 
     # Muon takes the rates of AdamW when its updates have about the same size.
-    muon = optim.muon(schedule, weight_decay=chosen.weight_decay, adjust="match_rms_adamw")
-    labels, groups = optim.label_matrices(), {"matrix": make(chosen.weight_decay), "vector": make(0.0)}
-    return optim.multi_transform({**groups, "stacked": muon} if config.optimizer == "muon" else groups, group)
+    muon = fs.optim.muon(schedule, weight_decay=chosen.weight_decay, adjust="match_rms_adamw")
+    labels, groups = fs.optim.label_matrices(), {"matrix": make(chosen.weight_decay), "vector": make(0.0)}
+    return fs.optim.multi_transform({**groups, "stacked": muon} if config.optimizer == "muon" else groups, group)
 
 
 class _Log:
