@@ -1,15 +1,64 @@
-"""What several test modules need."""
+"""Functions and marks that tests of several rooms share: refusals, meshes, batches of tokens, how a slow case is marked."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import functools
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import settings
+from torch.distributed import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsharding as fs
 from fsharding.comm import pairwise
+from fsharding.errors import FshardingError
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import data_position
+from fsharding.sharding.named_sharding import local_of
 
 TRANSPORTS = ["native", "pairwise", "shared_memory"]
+
+full = pytest.mark.full
+"""Marks a case that `make test` leaves out: `pytest.param(..., marks=full)`, or `@full` for a whole test."""
+
+FULL = settings.default.max_examples >= 500
+"""Whether Hypothesis looks for as many examples as `make test-full` asks for."""
+
+
+def examples(few: int, many: int) -> settings:
+    """How many examples a law gets in `make test` and in `make test-full`."""
+    return settings(max_examples=many if FULL else few)
+
+
+def refusal(call: Callable[..., Any], *args: Any, kind: type[Exception] = FshardingError, **kwargs: Any) -> str:
+    """The text of the error of this kind that a call ends with."""
+    with pytest.raises(kind) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+# -------------------------------------------------------------------------------------------------------------- ranks
+def mesh_of(
+    axes: Mapping[str, int],
+    *,
+    order: Sequence[str] = AXES,
+    ranks: Sequence[int] | None = None,
+    transport: str = "auto",
+) -> DeviceMesh:
+    """A mesh of CPU ranks, made once for each process; a collective on it fails after 20 seconds."""
+    return _mesh(tuple(axes.items()), tuple(order), ranks, transport)
+
+
+@functools.cache
+def _mesh(axes: Any, order: Any, ranks: Any, transport: Any) -> DeviceMesh:
+    timeout = timedelta(seconds=20)
+    return fs.make_mesh(device="cpu", timeout=timeout, order=order, ranks=ranks, transport=transport, **dict(axes))
 
 
 @contextmanager
@@ -22,3 +71,52 @@ def point_to_point() -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pairwise, "SHORT", -1)
         yield
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Waits for a condition, for so long; whether it holds then."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+# ------------------------------------------------------------------------------------------------------ values of leaves
+def token_batch(
+    seed: int, *, vocab: int = 64, rows: int = 4, positions: int = 8, mesh: DeviceMesh | None = None
+) -> dict[str, torch.Tensor]:
+    """Random tokens and the next ones as targets: all rows, or those of this rank's place on the mesh's data axes."""
+    tokens = torch.randint(vocab, (rows, positions + 1), generator=torch.Generator().manual_seed(seed))
+    if mesh is not None:
+        index, count = data_position(mesh)
+        tokens = tokens.chunk(count)[index]
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def normal_tree(shapes: Any, seed: int) -> Any:
+    """Whole leaves of a tree of shapes, from one generator in the order of the leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return fs.tree.map(lambda shape: torch.randn(shape, generator=generator), shapes, is_leaf=is_shape)
+
+
+def whole(values: Any) -> dict[str, torch.Tensor]:
+    """Leaves by path; those that are sharded put together by torch itself."""
+    return {path: getattr(x, "full_tensor", lambda x=x: x)() for path, x in fs.tree.named_leaves(values).items()}
+
+
+def bits(values: Any) -> Any:
+    """Copies of what this rank has of each tensor of a tree."""
+    return fs.tree.map(lambda x: local_of(x).clone() if isinstance(x, torch.Tensor) else x, values)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any one tensor that is made while it is on."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in fs.tree.leaves(out) if isinstance(x, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out

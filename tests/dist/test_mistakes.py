@@ -43,7 +43,7 @@ def without_grad(params, batch):
     return F.linear(hidden(params, batch), head["w"]).sum(), 1
 
 
-def refusal(call):
+def refusal_lines(call):
     """The text of an error of ours, without the lines of files."""
     try:
         call()
@@ -70,14 +70,14 @@ def refusals(level):
         "shape": lambda: step(state, {"x": torch.ones(4, 5)}),
         "array": lambda: step(state, {"x": torch.ones(4, 4).numpy()}),
     }
-    told = {name: refusal(call) for name, call in calls.items()}
+    told = {name: refusal_lines(call) for name, call in calls.items()}
     pairs = zip(fs.tree.leaves(state.params), fs.tree.leaves(before), strict=True)
     same = all(torch.equal(x.to_local(), y.to_local()) for x, y in pairs)
-    told["without grad"] = refusal(in_loss(without_grad))
+    told["without grad"] = refusal_lines(in_loss(without_grad))
     fresh, _ = step(fs.init_state(init, opt, fs.random.key(0), layout), batch)
     with torch.no_grad():
         fs.tree.map(lambda p: p.mul_(0.5), fresh.params["head"])
-    told["at rest"] = refusal(lambda: step(fresh, batch))
+    told["at rest"] = refusal_lines(lambda: step(fresh, batch))
     return told, same
 
 
@@ -139,7 +139,7 @@ def unlike(kind):
     state = fs.init_state(init, opt, fs.random.key(0), layout)
     x = torch.ones(4, 4)
     mine = x.numpy() if mesh.get_rank() == 1 and kind == "array" else x
-    return refusal(lambda: fs.make_train_step(loss_fn, opt)(state, {"x": mine}))
+    return refusal_lines(lambda: fs.make_train_step(loss_fn, opt)(state, {"x": mine}))
 
 
 def test_one_rank_alone_has_an_array():

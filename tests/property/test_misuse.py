@@ -28,6 +28,7 @@ import fsharding as fs
 from fsharding.errors import FshardingError
 from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import run_ranks
+from tests.modules import Module
 
 ROWS, WIDTH = 8, 6
 
@@ -53,15 +54,6 @@ def loss_fn(params, batch):
     head = fs.gather_unit(params["head"])
     out = F.linear(F.pad(x, (0, 1)), head["w"]) * head["scale"]
     return (out - batch["y"]).square().sum(), len(out)
-
-
-class Module(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.linear(x)
 
 
 def world(strategy, folder):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import fsharding as fs
 from fsharding.errors import (
@@ -28,6 +27,7 @@ from fsharding.errors import (
     TransformError,
     TreeError,
 )
+from tests.modules import Module
 
 
 def init(key):
@@ -42,15 +42,6 @@ def loss_fn(params, batch):
     body, head = fs.gather_unit(params["body"]), fs.gather_unit(params["head"])
     x = F.linear(torch.tanh(F.linear(batch["x"], body["w"], body["b"])), head["weight"])
     return (x - batch["y"]).square().sum(), len(x)
-
-
-class Module(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.linear(x)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Random numbers: known vectors of Threefry, moments of the draws, refused keys. Laws: tests/property/sharding/test_values.py."""
 
+import functools
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import fsharding as fs
 from fsharding import random
 from fsharding.errors import LayoutError, RandomKeyError
 from fsharding.testing import assert_bitwise_equal
+from tests import helpers
 
 
 def words(text):
@@ -62,10 +65,7 @@ def test_constants():
     assert random.full((3, 0), 1.0).tensor().shape == (3, 0)
 
 
-def refusal(call):
-    with pytest.raises(RandomKeyError) as caught:
-        call()
-    return str(caught.value)
+refusal = functools.partial(helpers.refusal, kind=RandomKeyError)
 
 
 MEND = "Make keys with random.key, random.split or random.fold_in."

@@ -1,9 +1,9 @@
 """Trees: paths, maps, and the text for trees that do not match."""
 
+import functools
 from typing import Any, NamedTuple
 
 import optree
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +14,7 @@ from fsharding import tree
 from fsharding.errors import TreeError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.testing import assert_bitwise_equal
+from tests import helpers
 
 
 class Pair(NamedTuple):
@@ -104,10 +105,7 @@ def test_a_local_leaf_is_a_leaf_here_and_a_node_of_torch():
     assert (again.sharding, again.shape, again.slices) == (sharding, (4, 3), ("tp",)) and again.value.sum() == 6
 
 
-def refusal(call):
-    with pytest.raises(TreeError) as caught:
-        call()
-    return str(caught.value)
+refusal = functools.partial(helpers.refusal, kind=TreeError)
 
 
 def test_trees_that_do_not_match_are_both_named():

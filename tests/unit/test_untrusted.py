@@ -1,5 +1,6 @@
 """Opening and parsing files of strangers: what is let in, what is refused, and that nothing waits or grows."""
 
+import functools
 import json
 import os
 import socket
@@ -9,12 +10,9 @@ from pathlib import Path
 import pytest
 
 from fsharding.untrusted import beside, open_plain, own_tree, parse_json, read_json, read_plain
+from tests import helpers
 
-
-def refusal(call, *args, **kwargs) -> str:
-    with pytest.raises(ValueError, match=r".") as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
+refusal = functools.partial(helpers.refusal, kind=ValueError)
 
 
 # --------------------------------------------------------------------------------------------------------------- files

@@ -27,6 +27,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned, local_of, sharding_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.train.state import main_of, spread_main
+from tests.helpers import token_batch
 
 LAYOUTS = {
     "zero0": ({"dp": -1}, fs.zero(0), fs.FP32),
@@ -236,16 +237,10 @@ FP16 = fs.Precision(params=torch.float32, compute=torch.float16, loss_scale=fs.L
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20)
 
 
-def batch_of(step, mesh):
-    index, count = meshes.data_position(mesh)
-    tokens = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(step)).chunk(count)[index]
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
 def train_on(state, step, mesh, steps):
     losses = []
     for _ in range(steps):
-        state, metrics = step(state, batch_of(int(state.step), mesh))
+        state, metrics = step(state, token_batch(int(state.step), mesh=mesh))
         losses.append((metrics.loss.item(), metrics.grad_norm.item()))
     return state, losses
 

@@ -39,7 +39,7 @@ def flip(x, at, bit):
     local_of(x).view(-1).view(torch.int32)[at] ^= 1 << bit
 
 
-def text_of(call, *args):
+def refusal_or_none(call, *args):
     try:
         call(*args)
     except (CheckpointError, ReplicaError, ConfigError) as error:
@@ -54,8 +54,8 @@ def flip_one(path, name, leaf, victim):
     if torch.distributed.get_rank() == victim:
         flip(fs.tree.at(getattr(state, leaf.partition(".")[0]), leaf.partition(".")[2]), 2, 0)
     return (
-        text_of(fs.check_replicas, state),
-        text_of(fs.checkpoint.save, path / "a", state),
+        refusal_or_none(fs.check_replicas, state),
+        refusal_or_none(fs.checkpoint.save, path / "a", state),
         int(fs.checkpoint.metadata(path / "a").step),
     )
 
@@ -84,7 +84,7 @@ def flip_params_beside_main(path):
     state = state_of("zero2")
     if torch.distributed.get_rank() == 0:
         local_of(state.params["b"]).view(torch.int16)[1] ^= 1
-    return text_of(fs.check_replicas, state), text_of(fs.checkpoint.save, path / "a", state)
+    return refusal_or_none(fs.check_replicas, state), refusal_or_none(fs.checkpoint.save, path / "a", state)
 
 
 def test_parameters_beside_main_ones_are_compared_when_asked(tmp_path):
@@ -97,9 +97,9 @@ def odd_values():
     """NaNs of one kind are equal; zeros of two signs are not."""
     state = state_of("zero0")
     local_of(state.params["b"])[0] = float("nan")
-    same = text_of(fs.check_replicas, state)
+    same = refusal_or_none(fs.check_replicas, state)
     local_of(state.params["b"])[1] = -0.0 if torch.distributed.get_rank() else 0.0
-    return same, text_of(fs.check_replicas, state)[1]
+    return same, refusal_or_none(fs.check_replicas, state)[1]
 
 
 def test_bits_count_not_values():
@@ -111,7 +111,7 @@ def sharded_alone(path):
     state = state_of("zero0")
     cut = fs.reshard(state, state.layout.with_strategy(fs.zero(3)))
     flip(cut.params["blocks"]["w"], 0, 3)
-    return text_of(fs.check_replicas, cut), text_of(fs.checkpoint.save, path / "a", cut)
+    return refusal_or_none(fs.check_replicas, cut), refusal_or_none(fs.checkpoint.save, path / "a", cut)
 
 
 def test_what_one_rank_holds_alone_is_its_own(tmp_path):
@@ -123,7 +123,7 @@ def steps_of_ranks_that_differ(what):
     state = state_of("zero0", fs.Precision(params=torch.bfloat16) if rank and what == "dtype" else None)
     state = state.replace(key=fs.random.key(rank)) if what == "key" else state
     step = fs.make_train_step(loss_fn, fs.adamw(1e-2))
-    return text_of(step, state, {"x": torch.ones(2, 5)}), text_of(fs.check_replicas, state)
+    return refusal_or_none(step, state, {"x": torch.ones(2, 5)}), refusal_or_none(fs.check_replicas, state)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_the_first_step_sees_ranks_that_differ(what, named, asked):
 
 
 def first_values_of_ranks_that_differ():
-    return text_of(state_of, "zero0", None, torch.distributed.get_rank())
+    return refusal_or_none(state_of, "zero0", None, torch.distributed.get_rank())
 
 
 def test_first_values_that_differ_are_refused():

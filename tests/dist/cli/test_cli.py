@@ -27,6 +27,7 @@ from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.pipeline.schedule import plan_schedule
 from fsharding.testing import run_ranks
+from tests.commands import clean_environment, losses
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -35,16 +36,7 @@ SMALL = ["--seq", "32", "--batch", "8", "--steps", "6"]
 
 def fsharding(*args: str | Path, timeout: float = 200, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", "fsharding", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=clean(**env))
-
-
-def clean(**env: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONWARNINGS")}
-    return {**kept, **env}
-
-
-def losses(out: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=clean_environment(**env))
 
 
 def train(out: Path, *args: str, ranks: int = 2) -> list[float]:
@@ -187,7 +179,9 @@ def test_every_launch_and_strategy_has_the_same_losses(alone: Path, whole: Path,
         "train",
     ]
     command += ["--out", str(tmp_path / "launched"), *SMALL, "--mesh", "replica=2", "--strategy", "hfsdp"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=clean(OMP_NUM_THREADS="1"))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=clean_environment(OMP_NUM_THREADS="1")
+    )
     assert done.returncode == 0, done.stderr
     for found in (losses(whole), two, losses(tmp_path / "launched")):
         assert found == pytest.approx(losses(alone), rel=1e-5)
@@ -264,7 +258,7 @@ def test_a_mistyped_option_is_refused_without_a_traceback(tmp_path: Path, capsys
 
 def test_a_reader_that_has_enough_gets_no_traceback(whole: Path):
     command = f"{sys.executable} -m fsharding inspect {whole / 'ckpt' / '6'} | head -n 1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=clean())
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=clean_environment())
     assert done.stdout.endswith(": whole\n") and done.stderr == ""
 
 
@@ -285,7 +279,9 @@ def started(out: Path, *args: str) -> Generator[subprocess.Popen[str]]:
     """A run of two ranks that has saved twice; killed at the end, whatever happened to it."""
     command = [sys.executable, "-m", "fsharding", "train", "--out", str(out), "--ranks", "2", "--save-every", "2"]
     command += ["--seq", "32", "--steps", "100000", "--timeout", "20", *args]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean()) as run:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()
+    ) as run:
         try:
             limit = time.monotonic() + 90
             while not (out / "ckpt" / "4").exists():

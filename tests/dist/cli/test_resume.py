@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -24,14 +23,11 @@ from fsharding.cli.resume import choose
 from fsharding.cli.train import _train
 from fsharding.errors import CheckpointError, FshardingError
 from fsharding.testing import run_ranks
+from tests.commands import losses
 
 pytestmark = pytest.mark.timeout(240)
 
 SMALL = ["--seq", "32", "--batch", "4", "--save-every", "2", "--no-plot"]
-
-
-def losses(out: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def run(out: Path, *args: str) -> int:

@@ -13,44 +13,10 @@ import fsharding as fs
 from fsharding.mesh.device_mesh import data_position
 from fsharding.sharding.named_sharding import Local, to_local
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
+from tests.helpers import token_batch
+from tests.modules import UNITS, VOCAB, Block, Net, Shared
 
-STEPS, VOCAB = 5, 13
-
-
-class Block(nn.Module):
-    """A bias, a buffer, a dropout, an input by keyword, and an output that is no tensor."""
-
-    def __init__(self, width, p=0.0):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 10), nn.Linear(10, width, bias=False)
-        self.drop = nn.Dropout(p)
-        self.register_buffer("scale", torch.tensor(0.5))
-
-    def forward(self, x, *, shift=0.0):
-        y = self.down(torch.tanh(self.up(self.norm(x))))
-        return x + self.scale * self.drop(y) + shift, {"shift": shift}
-
-
-class Net(nn.Module):
-    """Tied embedding and head, a parameter in no unit, blocks of odd widths."""
-
-    def __init__(self, width=7, p=0.0):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, width)
-        self.layers = nn.ModuleList(Block(width, p) for _ in range(3))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
-        self.head.weight = self.embed.weight
-        self.heat = nn.Parameter(torch.ones(()))
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x, _ = layer(x, shift=0.1)
-        return {"logits": self.head(self.norm(x)) * self.heat, "depth": len(self.layers)}
-
-
-UNITS = ("embed", "layers.*", ("norm", "head"))
+STEPS = 5
 
 
 def net_loss(net, key=None):
@@ -61,11 +27,6 @@ def net_loss(net, key=None):
         ].numel()
 
     return loss
-
-
-def batch_of(vocab):
-    tokens = torch.randint(vocab, (4, 9), generator=torch.Generator().manual_seed(1))
-    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def mine(batch, mesh):
@@ -102,7 +63,7 @@ def our_losses(net, loss, batch, layout, **settings):
 
 
 def train_net(units):
-    mesh, batch = fs.make_mesh(dp=2), batch_of(VOCAB)
+    mesh, batch = fs.make_mesh(dp=2), token_batch(1, vocab=VOCAB)
     torch.manual_seed(0)
     module = Net()
     net = fs.functionalize(module, units)
@@ -143,25 +104,6 @@ def test_a_module_trains_as_on_one_process(units):
         assert gathers == 8 and alive <= (2 if units == UNITS else 3), name
 
 
-class Shared(nn.Module):
-    """One block that is called three times, and two lists of unlike blocks that share a bias."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = nn.ModuleList([nn.Linear(5, 5)] * 3)
-        self.wide = nn.ModuleList(nn.Linear(5, 6) for _ in range(2))
-        self.back = nn.ModuleList(nn.Linear(6, 5) for _ in range(2))
-        for layer in self.back:
-            layer.bias = self.back[0].bias
-
-    def forward(self, x):
-        for step in self.steps:
-            x = torch.tanh(step(x))
-        for wide, back in zip(self.wide, self.back, strict=True):
-            x = x + back(torch.relu(wide(x)))
-        return x
-
-
 def train_shared(folder):
     mesh, x = fs.make_mesh(dp=2), torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
@@ -186,7 +128,7 @@ def test_shared_blocks_and_weights_train_as_on_one_process(tmp_path):
 
 
 def train_with_dropout():
-    mesh, batch = fs.make_mesh(dp=2), batch_of(VOCAB)
+    mesh, batch = fs.make_mesh(dp=2), token_batch(1, vocab=VOCAB)
     torch.manual_seed(0)
     module, key = Net(p=0.5), fs.random.key(3)
     found = []
@@ -361,7 +303,7 @@ def train_families(names, folder):
         kind, sizes = FAMILIES[name]
         torch.manual_seed(0)
         config = getattr(transformers, f"{kind}Config")(**sizes)
-        module, batch = transformers.AutoModelForCausalLM.from_config(config), batch_of(64)
+        module, batch = transformers.AutoModelForCausalLM.from_config(config), token_batch(1, vocab=64)
         reference, tokens = copy.deepcopy(module), batch["tokens"]
         want = logits_of(module, tokens).detach()
         losses = torch_losses(reference, lambda m, t=tokens: logits_of(m, t), batch)

@@ -20,7 +20,7 @@ DEFAULT = {
 }  # fmt: skip
 
 
-def mesh_of(axes):
+def new_mesh(axes):
     return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **axes)
 
 
@@ -33,7 +33,7 @@ def step_of(how):
         stages = fs.pipeline.stages_of(
             model, fs.pipeline.plan_schedule(schedule, how["axes"]["pp"], how["microbatches"])
         )
-    layout = fs.plan_layout(model, mesh_of(how["axes"]), strategy=how["strategy"], stages=stages)
+    layout = fs.plan_layout(model, new_mesh(how["axes"]), strategy=how["strategy"], stages=stages)
     state = fs.init_state(model, opt, fs.random.key(0), layout)
     step = fs.make_train_step(model, opt, microbatches=how["microbatches"], schedule=schedule)
     tokens = torch.zeros(4, 8, dtype=torch.int64)
@@ -114,7 +114,7 @@ def test_ranks_that_make_different_meshes_are_refused():
 
 
 def make_mesh(how):
-    mesh_of(how["axes"])
+    new_mesh(how["axes"])
 
 
 def asked(compared):

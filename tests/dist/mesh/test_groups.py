@@ -12,8 +12,8 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding import _compat
 from fsharding.mesh import device_mesh as meshes
-from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import run_ranks
+from tests.helpers import token_batch
 
 MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20))
 OPT = fs.adamw(1e-2)
@@ -26,7 +26,7 @@ SHAPES = (
 )
 
 
-def mesh_of(seconds=20, **axes):
+def new_mesh(seconds=20, **axes):
     return fs.make_mesh(device="cpu", timeout=timedelta(seconds=seconds), **axes)
 
 
@@ -34,23 +34,17 @@ def threads_and_descriptors():
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def batch_of(number, mesh):
-    index, count = data_position(mesh)
-    tokens = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(number)).chunk(count)[index]
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
 def swap(swaps, again):
     """Losses of a run that swaps its mesh, whose meshes are made again and again or once; what it holds, before and after."""
-    kept = [] if again else [mesh_of(**axes) for axes in SHAPES]
+    kept = [] if again else [new_mesh(**axes) for axes in SHAPES]
     step, losses, used = fs.make_train_step(MODEL, OPT), [], []
-    state = fs.init_state(MODEL, OPT, fs.random.key(0), fs.plan_layout(MODEL, mesh_of(**SHAPES[0])))
+    state = fs.init_state(MODEL, OPT, fs.random.key(0), fs.plan_layout(MODEL, new_mesh(**SHAPES[0])))
     for number in range(1, swaps + 1):
-        mesh = mesh_of(**SHAPES[number % len(SHAPES)]) if again else kept[number % len(SHAPES)]
+        mesh = new_mesh(**SHAPES[number % len(SHAPES)]) if again else kept[number % len(SHAPES)]
         state = fs.reshard(state, state.layout.with_mesh(mesh))
         warms_up = number <= len(SHAPES)
         if fs.is_member(mesh) and (warms_up or number % 7 == 0):
-            state, metrics = step(state, batch_of(number, mesh))
+            state, metrics = step(state, token_batch(number, mesh=mesh))
             losses.append((number, metrics.loss.item()))
         if number == len(SHAPES):
             used.append(threads_and_descriptors())
@@ -68,7 +62,7 @@ def test_a_run_that_swaps_its_mesh_opens_no_more_and_more(swaps):
 
 
 def use_again():
-    mesh = mesh_of(dp=2, tp=2)
+    mesh = new_mesh(dp=2, tp=2)
     groups, several = mesh.get_all_groups(), meshes.axis_group(mesh, ("dp", "tp")).process_group
     gone = weakref.ref(mesh)
     view = fs.NamedSharding(mesh, fs.P(("tp", "dp"))).to_dtensor(torch.zeros(2), (8,)).device_mesh
@@ -76,12 +70,12 @@ def use_again():
     del mesh, view
     gc.collect()
     assert gone() is None
-    again, turned = mesh_of(dp=2, tp=2), mesh_of(dp=2, ep=2, order=("pp", "replica", "ep", "dp", "cp", "tp"))
+    again, turned = new_mesh(dp=2, tp=2), new_mesh(dp=2, ep=2, order=("pp", "replica", "ep", "dp", "cp", "tp"))
     assert all(a is b for a, b in zip(again.get_all_groups(), groups, strict=True))
     assert all(a is b for a, b in zip(turned.get_all_groups(), groups, strict=True))
     assert meshes.axis_group(turned, ("ep", "dp")).process_group is several
     # Messages of gloo go by the timeout with which their group was made, so another one has groups of its own.
-    late = mesh_of(17, dp=2, tp=2)
+    late = new_mesh(17, dp=2, tp=2)
     assert not any(a is b for a, b in zip(late.get_all_groups(), groups, strict=True))
     for mesh, seconds in ((again, 20), (late, 17)):
         for axes in (("dp",), ("tp",), ("dp", "tp")):
@@ -100,7 +94,7 @@ def test_a_later_mesh_has_the_groups_of_an_earlier_one():
 def two_timeouts_over_all():
     """Two meshes of all ranks along one axis: neither takes the other's timeout."""
     found = []
-    for mesh in [mesh_of(seconds, dp=2) for seconds in (20, 19, 20)]:
+    for mesh in [new_mesh(seconds, dp=2) for seconds in (20, 19, 20)]:
         group = meshes.axis_group(mesh, ("dp",)).process_group
         assert meshes.everyone(mesh).process_group is group
         found.append(_compat.group_timeout(group).seconds)
@@ -113,21 +107,21 @@ def test_meshes_of_all_ranks_keep_their_timeouts():
 
 def make_others(count=10):
     for _ in range(count):
-        mesh_of(dp=4)
+        new_mesh(dp=4)
 
 
 def collect_on_some():
     rank, seconds = dist.get_rank(), 18
-    mesh_of(dp=4)
+    new_mesh(dp=4)
     before = threads_and_descriptors()
-    mesh = mesh_of(seconds, dp=2, tp=2)
+    mesh = new_mesh(seconds, dp=2, tp=2)
     x = fs.NamedSharding(mesh, fs.P("dp", "tp")).to_dtensor(torch.full((1, 1), float(rank)), (2, 2))
     names = [group.group_name for group in mesh.get_all_groups()]
     during = threads_and_descriptors()
     if rank != 2:
         del mesh, x
     make_others()
-    again = mesh_of(seconds, dp=2, tp=2)
+    again = new_mesh(seconds, dp=2, tp=2)
     # The groups of rank 2 are kept, on the other rank of each as well; the two of which it is none are closed.
     kept = [group.group_name == name for group, name in zip(again.get_all_groups(), names, strict=True)]
     assert kept == [rank in (0, 2), rank in (2, 3)]
@@ -147,7 +141,7 @@ def collect_on_some():
     del held
     make_others()
     after = threads_and_descriptors()
-    last = mesh_of(seconds, dp=2, tp=2)
+    last = new_mesh(seconds, dp=2, tp=2)
     assert not {group.group_name for group in last.get_all_groups()} & {*names}
     for group in last.get_all_groups():
         dist.all_reduce(found, group=group)

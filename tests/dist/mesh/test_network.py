@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fsharding.testing import RankPool
+from tests.helpers import until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
 SMALL = ["--seq", "32", "--batch", "8"]
@@ -39,13 +39,6 @@ def family(pid):
     return [pid, *(each for child in children for each in family(child))]
 
 
-def until(condition, seconds=90):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
 def test_local_ranks_listen_on_loopback_alone_and_leave_nothing_behind(tmp_path):
     out, temporary = tmp_path / "run", tmp_path / "tmp"
     temporary.mkdir()
@@ -67,7 +60,7 @@ def test_local_ranks_listen_on_loopback_alone_and_leave_nothing_behind(tmp_path)
     metrics = out / "metrics.jsonl"
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     try:
-        assert until(lambda: run.poll() is not None or (metrics.exists() and metrics.read_text()))
+        assert until(lambda: run.poll() is not None or (metrics.exists() and metrics.read_text()), 90)
         assert run.poll() is None, run.stdout.read()
         processes = family(run.pid)
         addresses = {pid: listening(pid) for pid in processes}

@@ -12,20 +12,19 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
-from fsharding import _compat, ops, tree
+from fsharding import _compat, ops
 from fsharding.comm.native import Native, Works
 from fsharding.errors import TransformError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
+from tests.helpers import FULL, Largest
 
 MODULE = importlib.import_module("fsharding.ops.attention")  # the package has a function of this name
 KINDS = ["ring", "gather", "ulysses"]
-FULL = settings.default.max_examples >= 500
 SECONDS = 60.0
 
 
@@ -238,18 +237,6 @@ def test_second_derivatives_are_never_silently_zero():
 
 
 # ---------------------------------------------------------------------------------------------------------------- memory
-class Largest(TorchDispatchMode):
-    """The most elements that any one tensor has that is made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree.leaves(out) if isinstance(x, torch.Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return out
-
-
 def memory_of_a_ring(case):
     """Bytes that autograd keeps; the largest tensor of forward and backward; bytes sent by each of them."""
     mesh = mesh_of(cp=case.cp)

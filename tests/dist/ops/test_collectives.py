@@ -5,7 +5,6 @@ The dense reference holds the inputs of all ranks at once, `[ranks, ...]`, and n
 
 import functools
 import itertools
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from fsharding.mesh.device_mesh import abstract
 from fsharding.sharding.boxes import chunk
 from fsharding.sharding.named_sharding import local_of, to_local
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
+from tests.helpers import mesh_of
 
 SHAPE = AbstractMesh(("dp", "cp"), (2, 2))
 AXES = ["dp", "cp", ("dp", "cp"), ("cp", "dp")]
@@ -144,13 +144,8 @@ def shared(xs, how):
 
 
 # ------------------------------------------------------------------------------------------------------- on the ranks
-@functools.cache
-def mesh_of(*axes):
-    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **dict(axes))
-
-
 def square():
-    return mesh_of(("dp", 2), ("cp", 2))
+    return mesh_of({"dp": 2, "cp": 2})
 
 
 def run_all(dtype):
@@ -443,7 +438,7 @@ def whole_unit(seed=0):
 
 def sharded_unit(strategy, axes, seed=0):
     """The same at rest."""
-    layout = fs.plan_layout(whole_unit(), mesh_of(*axes.items()), strategy=strategy)
+    layout = fs.plan_layout(whole_unit(), mesh_of(axes), strategy=strategy)
     values = whole_unit(seed)
     state = fs.init_state(lambda key: values, fs.sgd(0.1), fs.random.key(0), layout)
     return state.params
@@ -545,7 +540,7 @@ def penalty(axes):
     """Double backward through `gather_unit` where every leaf is cut: the gradient of the squared gradient norm."""
     generator = torch.Generator().manual_seed(0)
     full = {"w": torch.randn(6, 3, generator=generator), "v": torch.randn(5, 2, generator=generator)}
-    layout = fs.plan_layout(full, mesh_of(*axes.items()))
+    layout = fs.plan_layout(full, mesh_of(axes))
     nodes = in_flight(fs.init_state(lambda key: full, fs.sgd(0.1), fs.random.key(0), layout).params)
     x = torch.linspace(-1, 1, 6 * RANKS).view(RANKS, 6)
 
@@ -646,7 +641,7 @@ def masked_block(unit, x, inputs):
 
 def scanned(policy, strategy, axes):
     """torch.func through `scan_units` under a policy, against the plain loop over whole layers."""
-    layout = fs.plan_layout(stack(), mesh_of(*axes.items()), strategy=strategy, names=NAMES)
+    layout = fs.plan_layout(stack(), mesh_of(axes), strategy=strategy, names=NAMES)
     params = fs.init_state(lambda key: stack(), fs.sgd(0.1), fs.random.key(0), layout).params
     nodes, full, rank = in_flight(params), stack(), dist.get_rank()
     tangent = {name: torch.randn(shape, generator=torch.Generator().manual_seed(9)) for name, shape in LAYERS.items()}
@@ -691,7 +686,7 @@ def test_torch_func_through_scan_units(policy):
 
 def scanned_inputs(policy):
     """Per-layer inputs that have no gradient, and per-layer results."""
-    layout = fs.plan_layout(stack(), mesh_of(("dp", 2)), names=NAMES)
+    layout = fs.plan_layout(stack(), mesh_of({"dp": 2}), names=NAMES)
     params = fs.init_state(lambda key: stack(), fs.sgd(0.1), fs.random.key(0), layout).params
     nodes, full = in_flight(params), stack()
     x = torch.linspace(-1, 1, 4).view(1, 4)

@@ -4,7 +4,6 @@ The reference of the layers goes through each token and each of its experts; tha
 """
 
 import functools
-from datetime import timedelta
 
 import pytest
 import torch
@@ -17,21 +16,11 @@ from fsharding.mesh.device_mesh import axis_group, coordinate, data_position
 from fsharding.ops.moe import owned_experts
 from fsharding.sharding.boxes import chunk
 from fsharding.testing import assert_adjoint, assert_bitwise_equal, assert_trees_close, rank_values, run_ranks
+from tests.helpers import mesh_of
 
 LAYERS, EXPERTS, TOP_K, DIM, HIDDEN, ROWS = 2, 6, 2, 8, 12, 16
 OPT = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2, eps=1e-4, weight_decay=0.1))
 RULES = fs.DEFAULT_RULES
-
-
-@functools.cache
-def _mesh(axes, order):
-    return fs.make_mesh(
-        device="cpu", timeout=timedelta(seconds=20), **dict(axes), **({"order": order} if order else {})
-    )
-
-
-def mesh_of(axes, order=None):
-    return _mesh(tuple(axes.items()), order)
 
 
 def values(*shape, seed, dtype=torch.float32):
@@ -117,7 +106,7 @@ def transposes():
         ({"dp": 2, "ep": 2}, ("pp", "replica", "ep", "dp", "cp", "tp"), ("dp", "ep")),
         ({"dp": 2, "ep": 2}, None, ("ep", "dp")),
     ):
-        mesh = mesh_of(axes, order)
+        mesh = mesh_of(axes, order=order)
         group = group_of(mesh, along)
         # Row i of the table is what member i sends to each.
         table = torch.tensor([[0, 3, 1, 0], [2, 0, 0, 5], [0, 0, 0, 0], [1, 4, 2, 1]])

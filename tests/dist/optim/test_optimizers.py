@@ -6,7 +6,6 @@ Gradients are given, so nothing is reduced, and what an element-wise optimizer d
 import functools
 import importlib
 import math
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from fsharding import checkpoint, optim
 from fsharding.errors import LayoutError
 from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
+from tests.helpers import mesh_of, normal_tree, whole
 
 SHAPES = {
     "w": (7, 15),
@@ -102,31 +102,20 @@ SUMS = ("adafactor",)
 """Those that add over ranks."""
 
 
-def values(seed):
-    generator = torch.Generator().manual_seed(seed)
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    return fs.tree.map(lambda shape: torch.randn(shape, generator=generator), SHAPES, is_leaf=is_shape)
-
-
-@functools.cache
-def mesh_of(**axes):
-    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **axes)
-
-
 def planned(strategy, **axes):
-    mesh = mesh_of(**(axes or {"dp": -1}))
-    return fs.plan_layout(values(0), mesh, RULES, strategy, names=NAMES, frozen="frozen")
+    mesh = mesh_of(axes or {"dp": -1})
+    return fs.plan_layout(normal_tree(SHAPES, 0), mesh, RULES, strategy, names=NAMES, frozen="frozen")
 
 
 def first(opt, layout):
-    return fs.init_state(lambda key: values(0), opt, fs.random.key(0), layout)
+    return fs.init_state(lambda key: normal_tree(SHAPES, 0), opt, fs.random.key(0), layout)
 
 
 def stepped(state, opt, steps, *, donate=False):
     """What `make_train_step` does once it has gradients."""
     for step in steps:
         layout = state.layout
-        given = {**values(step), "frozen": None}
+        given = {**normal_tree(SHAPES, step), "frozen": None}
         grads = fs.shard(given, layout.main)
         if donate:
             state = state.donate()
@@ -139,10 +128,6 @@ def stepped(state, opt, steps, *, donate=False):
             step=state.step + 1, params=params, main=main if state.main is not None else None, opt_state=inner
         )
     return state
-
-
-def whole(tree):
-    return {path: getattr(x, "full_tensor", lambda x=x: x)() for path, x in fs.tree.named_leaves(tree).items()}
 
 
 def run_all(levels, names):
@@ -210,7 +195,7 @@ def plain_muon(w, grads, lr=0.02, momentum=0.95, decay=0.1, coefficients=(3.4445
 
 @pytest.mark.parametrize("levels", LEVELS)
 def test_muon_is_a_plain_one_of_each_matrix(levels):
-    given = [fs.tree.named_leaves(values(step)) for step in range(STEPS + 1)]
+    given = [fs.tree.named_leaves(normal_tree(SHAPES, step)) for step in range(STEPS + 1)]
     labels = {p: matrices(p, x) for p, x in given[0].items() if not p.startswith("frozen")}
     found = {level: on_two(levels)[0]["muon", level][0] for level in levels}
     for path in (p for p, label in labels.items() if label == "matrix"):
@@ -298,7 +283,7 @@ def batches(mesh, steps=3):
 
 def train(name, levels, config=CONFIG, **axes):
     """Losses and parameters of a decoder under some strategies, or in a pipeline with its embedding on one stage."""
-    model, mesh, found = fs.models.decoder(config), mesh_of(**(axes or {"dp": -1})), []
+    model, mesh, found = fs.models.decoder(config), mesh_of(axes or {"dp": -1}), []
     for level in levels:
         ranks = axes.get("pp", 1)
         stages = fs.pipeline.stages_of(model, fs.pipeline.plan_schedule("1f1b", ranks, 2)) if ranks > 1 else None
@@ -311,7 +296,7 @@ def train(name, levels, config=CONFIG, **axes):
             state, metrics = step(state, batch)
             losses.append(metrics.loss.item())
         if axes:
-            state = fs.reshard(state, fs.plan_layout(model, mesh_of(dp=-1), strategy=fs.zero(3)))
+            state = fs.reshard(state, fs.plan_layout(model, mesh_of({"dp": -1}), strategy=fs.zero(3)))
         found.append((losses, whole(state.params), whole(state.opt_state)))
     return found
 
@@ -348,7 +333,7 @@ def test_a_state_leaves_other_axes(name, axis, config):
 
 # ------------------------------------------------------------------------------------------------------ whole matrices
 def muon_traffic():
-    mesh, shape = mesh_of(dp=-1), (4, 6, 10)
+    mesh, shape = mesh_of({"dp": -1}), (4, 6, 10)
     x = fs.shard(torch.ones(shape), fs.NamedSharding(mesh, fs.P(None, None, "dp")))
     opt = optim.muon(0.1)
     state = opt.init(x)
@@ -378,7 +363,7 @@ def test_matrices_of_a_stack_are_spread_over_all_free_axes():
 # ----------------------------------------------------------------------------------------------------------------- norm
 def norm_of(axes, specs):
     """Of leaves that some ranks all have, large enough to share the work, and small ones."""
-    mesh, noise = mesh_of(**axes), torch.Generator().manual_seed(0)
+    mesh, noise = mesh_of(axes), torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=noise) for shape in [(600, 501), (7, 6)] for _ in specs]
     cuts = [fs.NamedSharding(mesh, fs.P(*spec)) for spec in specs] * 2
     with fs.counting_bytes() as sent:
@@ -436,7 +421,7 @@ def on_parts(name, levels, stages=None, **axes):
     """Parameters and state after all steps, on one layout for all, and the bytes that were planned and those there are."""
     found = []
     for level in levels:
-        opt, mesh = OPTIMIZERS[name](), mesh_of(**axes)
+        opt, mesh = OPTIMIZERS[name](), mesh_of(axes)
         layout = fs.plan_layout(of_parts(0), mesh, RULES, fs.zero(level), names=PART_NAMES, stages=stages)
         state = fs.init_state(lambda key: of_parts(0), opt, fs.random.key(0), layout)
         sizes = fs.state_bytes(state.opt_state), layout.memory(opt).opt_state
@@ -447,7 +432,7 @@ def on_parts(name, levels, stages=None, **axes):
             main, inner = optim.apply_gradients(opt, grads, state.opt_state, main, **how)
             params, kept = fs.spread_main(main, state.params, layout), main if state.main is not None else None
             state = state.replace(params=params, main=kept, opt_state=inner)
-        one = fs.reshard(state, fs.plan_layout(of_parts(0), mesh_of(dp=-1), RULES, fs.zero(0), names=PART_NAMES))
+        one = fs.reshard(state, fs.plan_layout(of_parts(0), mesh_of({"dp": -1}), RULES, fs.zero(0), names=PART_NAMES))
         found.append((whole(one.params), whole(one.opt_state), sizes))
     return found
 
@@ -494,7 +479,7 @@ def test_dims_made_of_parts_are_updated_as_by_one_process(name, axes, stages):
 def step_on_parts(name, **axes):
     """Through the step itself, which says where leaves are."""
     opt, whole_names = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), OPTIMIZERS[name]()), {"w": PART_NAMES["rows"]}
-    layout = fs.plan_layout({"w": of_parts(0)["rows"]}, mesh_of(**axes), RULES, fs.zero(1), names=whole_names)
+    layout = fs.plan_layout({"w": of_parts(0)["rows"]}, mesh_of(axes), RULES, fs.zero(1), names=whole_names)
     state = fs.init_state(lambda key: {"w": of_parts(0)["rows"]}, opt, fs.random.key(0), layout)
 
     def loss_fn(params, batch):
@@ -504,7 +489,7 @@ def step_on_parts(name, **axes):
     step = fs.make_train_step(loss_fn, opt)
     for _ in range(3):
         state, _ = step(state, torch.ones(4))
-    one = fs.plan_layout({"w": of_parts(0)["rows"]}, mesh_of(dp=-1), RULES, fs.zero(0), names=whole_names)
+    one = fs.plan_layout({"w": of_parts(0)["rows"]}, mesh_of({"dp": -1}), RULES, fs.zero(0), names=whole_names)
     return whole(fs.reshard(state, one).params)
 
 
@@ -517,7 +502,7 @@ def test_a_step_says_where_dims_made_of_parts_are(name):
 
 # --------------------------------------------------------------------------------------------------------------- errors
 def hidden_leaves():
-    mesh = mesh_of(tp=2)
+    mesh = mesh_of({"tp": 2})
     shapes = {"qkv": torch.ones(4, 8), "w": torch.ones(4, 8)}
     names = {"qkv": (None, fs.Fused("rows", (4, 2, 2))), "w": (None, "rows")}
     layout = fs.plan_layout(shapes, mesh, RULES, names=names)

@@ -17,6 +17,7 @@ from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.named_sharding import Local, local_of
 from fsharding.testing import run_ranks
 from fsharding.transforms.gather_context import GatherContext
+from tests.helpers import token_batch
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
 MODEL = fs.models.decoder(CONFIG)
@@ -29,11 +30,6 @@ def started(schedule, model=MODEL, **axes):
     return fs.init_state(model, opt, fs.random.key(0), layout), opt
 
 
-def batch(rows=8):
-    tokens = torch.randint(50, (rows, 9), generator=torch.Generator().manual_seed(0))
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
 def counted(gather, ahead):
     """Bytes of state, and for each microbatch of each stage the units that were gathered."""
     schedule = fs.pipeline.plan_schedule("1f1b", 2, 4, gather=gather, ahead=ahead)
@@ -41,7 +37,7 @@ def counted(gather, ahead):
     memory, held = state.layout.memory(opt), fs.state_bytes((state.params, state.main, state.opt_state))
     step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=schedule)
     with fs.recording() as counts:
-        step(state, {name: x.chunk(2)[0] for name, x in batch(16).items()})
+        step(state, {name: x.chunk(2)[0] for name, x in token_batch(0, vocab=50, rows=16).items()})
     return memory.state == held, [(len(c.gathers), c.peak_units) for c in counts]
 
 
@@ -81,7 +77,7 @@ def followed(name, how, ahead):
         for expected in (late(table, schedule.owner), table):
             done.clear()
             calls.clear()
-            state, _ = step(state, {name: x.chunk(2)[0] for name, x in batch(16).items()})
+            state, _ = step(state, {name: x.chunk(2)[0] for name, x in token_batch(0, vocab=50, rows=16).items()})
             assert tuple(action for action, _ in done) == expected, "only what looks as before is received ahead"
     wanted = Counter((a.kind, a.stage) for a in table if a.kind in ("GATHER", "SCATTER"))
     found = Counter()
@@ -113,7 +109,7 @@ def order_of(name):
     schedule = fs.pipeline.plan_schedule(name, 2, 4)
     state, opt = started(schedule, pp=2)
     step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=name)
-    state, _ = step(state, batch())
+    state, _ = step(state, token_batch(0, vocab=50, rows=8))
     asked, seen, irecv, forward = 0, [], torch.distributed.irecv, _Run._f
 
     def counted(*args, **kwargs):
@@ -126,7 +122,7 @@ def order_of(name):
         forward(run, stage, m)
 
     with patch.object(torch.distributed, "irecv", counted), patch.object(_Run, "_f", noted):
-        step(state, batch())
+        step(state, token_batch(0, vocab=50, rows=8))
     return seen, seen[-1] // 4
 
 
@@ -139,7 +135,7 @@ def refused(name, **numbers):
     state, opt = started(fs.pipeline.plan_schedule("1f1b", 2, 4), pp=2)
     step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=fs.pipeline.plan_schedule(name, **numbers))
     with pytest.raises(ScheduleError) as refusal:
-        step(state, batch())
+        step(state, token_batch(0, vocab=50, rows=8))
     return str(refusal.value)
 
 
@@ -184,7 +180,7 @@ def held(name, ranks, microbatches):
             by_stage.setdefault(action.stage, alive() - before)
 
     with patch.object(GatherContext, "pack", noted), patch.object(_Run, "do", watched):
-        step(state, batch(2 * microbatches))
+        step(state, token_batch(0, vocab=50, rows=2 * microbatches))
     assert alive() == 0
     rank, now, most = torch.distributed.get_rank(), 0, 0
     for action in schedule.table[rank]:

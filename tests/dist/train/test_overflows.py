@@ -13,6 +13,7 @@ from fsharding.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.dist.models.test_model_axes import batches, mesh_of
+from tests.helpers import bits
 
 DENSE = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)
 ROUTED = replace(DENSE, layers=2, experts=Experts(4, 2, 12, score="sigmoid", z=1e-2, bias_rate=1e-2))
@@ -43,10 +44,6 @@ def started(axes, config, precision, microbatches=1, schedule="1f1b", **options)
     state = fs.init_state(model, opt, fs.random.key(0), layout)
     step = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule)
     return state, step, next(batches(mesh, config.vocab))
-
-
-def bits(state):
-    return fs.tree.map(lambda x: local_of(x).clone() if isinstance(x, torch.Tensor) else x, state)
 
 
 def scaled(axes, config, how, precision):

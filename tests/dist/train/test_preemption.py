@@ -37,6 +37,8 @@ from fsharding.mesh.device_mesh import data_position
 from fsharding.mesh.launch import launch_ranks
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.train import step as step_module
+from tests.commands import clean_environment
+from tests.helpers import full
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -92,19 +94,18 @@ def steps(axes: dict[str, int], strategy: fs.Strategy, moments: list[tuple[int, 
 
 
 OVERFLOWS = fs.Precision(compute=torch.float16, loss_scale=fs.LossScale(2.0**40))
-FULL = pytest.mark.full
 MESHES = [
     pytest.param(2, {"dp": 2}, fs.zero(0), {"microbatches": 2}, id="zero0"),
-    pytest.param(2, {"dp": 2}, fs.zero(1), {"microbatches": 2}, id="zero1", marks=FULL),
-    pytest.param(2, {"dp": 2}, fs.zero(2), {"microbatches": 2}, id="zero2", marks=FULL),
+    pytest.param(2, {"dp": 2}, fs.zero(1), {"microbatches": 2}, id="zero1", marks=full),
+    pytest.param(2, {"dp": 2}, fs.zero(2), {"microbatches": 2}, id="zero2", marks=full),
     pytest.param(2, {"dp": 2}, fs.zero(3), {"microbatches": 2}, id="zero3"),
     pytest.param(2, {"tp": 2}, fs.zero(0), {}, id="tp"),
     pytest.param(2, {"pp": 2}, fs.zero(0), {"microbatches": 2}, id="pp"),
     pytest.param(2, {"dp": 2}, fs.zero(3), {"layout": OVERFLOWS, "donate": True}, id="overflows"),
-    pytest.param(4, {"replica": 2, "dp": 2}, fs.HSDP, {"donate": True}, id="hsdp", marks=FULL),
+    pytest.param(4, {"replica": 2, "dp": 2}, fs.HSDP, {"donate": True}, id="hsdp", marks=full),
     pytest.param(4, {"pp": 2, "tp": 2}, fs.zero(3), {"microbatches": 2}, id="ppxtp"),
-    pytest.param(4, {"dp": 2, "tp": 2}, fs.zero(0), {}, id="dpxtp", marks=FULL),
-    pytest.param(4, {"cp": 2, "tp": 2}, fs.zero(3), {}, id="cpxtp", marks=FULL),
+    pytest.param(4, {"dp": 2, "tp": 2}, fs.zero(0), {}, id="dpxtp", marks=full),
+    pytest.param(4, {"cp": 2, "tp": 2}, fs.zero(3), {}, id="cpxtp", marks=full),
 ]
 
 
@@ -132,7 +133,7 @@ def by_hand(axes: dict[str, int], strategy: fs.Strategy) -> tuple[Any, ...]:
     return (metrics.loss, metrics.grad_norm), ((total.double() / weight.double()).float(), norm)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=FULL)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=full)])
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_the_bit_changes_no_other_number_of_its_sums(size: int, axis: str):
     for level in range(4) if axis == "dp" else (0,):
@@ -336,14 +337,11 @@ def test_a_deadline_stops_a_run_before_it(tmp_path: Path, whole: list[float]):
 
 
 # ------------------------------------------------------------------------------------------------------------ launchers
-def clean() -> dict[str, str]:
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONWARNINGS")
-    return {**{k: v for k, v in os.environ.items() if k not in dropped}, "OMP_NUM_THREADS": "1"}
-
-
 def launched(*command: str) -> subprocess.Popen[str]:
     parts = [sys.executable, *command]
-    return subprocess.Popen(parts, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean())
+    return subprocess.Popen(
+        parts, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment(OMP_NUM_THREADS="1")
+    )
 
 
 def wait_for(process: subprocess.Popen[str], what: Callable[[], Any]) -> None:

@@ -1,6 +1,5 @@
 """Reshards on real ranks: a run that swaps strategies and meshes, ranks that come and go, memory, bytes, and refusals."""
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -10,24 +9,13 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding.comm import reshard_plan as routes
 from fsharding.errors import DonatedError, FshardingError, LayoutError
-from fsharding.mesh.device_mesh import data_position
 from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
+from tests.helpers import mesh_of, token_batch
 
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20)
 MODEL = fs.models.decoder(CONFIG)
 OPT = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(1e-2, weight_decay=0.1))
-
-
-@functools.cache
-def mesh_of(ranks=None, **axes):
-    return fs.make_mesh(device="cpu", ranks=ranks, **axes)
-
-
-def batch_of(step, mesh):
-    index, count = data_position(mesh)
-    tokens = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(step)).chunk(count)[index]
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def train(state, steps, layouts=(), donate=False):
@@ -36,13 +24,13 @@ def train(state, steps, layouts=(), donate=False):
     for number in range(steps):
         if number < len(layouts):
             state = fs.reshard(state, layouts[number], donate=donate)
-        state, metrics = step(state, batch_of(int(state.step), state.layout.mesh))
+        state, metrics = step(state, token_batch(int(state.step), mesh=state.layout.mesh))
         seen.append((metrics.loss.item(), metrics.grad_norm.item()))
     return seen, state
 
 
 def swap_strategies(axes, precision, donate):
-    layout = fs.plan_layout(MODEL, mesh_of(**axes), strategy=fs.zero(1), precision=precision)
+    layout = fs.plan_layout(MODEL, mesh_of(axes), strategy=fs.zero(1), precision=precision)
     order = [fs.zero(1), fs.zero(3), fs.zero(2), fs.hybrid(opt_state=True), fs.zero(0), fs.zero(3)]
     first = fs.init_state(MODEL, OPT, fs.random.key(0), layout)
     stayed, one = train(first, 6)
@@ -62,7 +50,7 @@ def test_a_run_that_swaps_has_the_losses_of_one_that_does_not(axes, precision):
 
 def shrink_and_grow():
     """Three steps on 4 ranks, three on ranks 1 and 3, three on 4 again, against nine on 2."""
-    few, many = mesh_of(dp=2, ranks=(1, 3)), mesh_of(dp=4)
+    few, many = mesh_of({"dp": 2}, ranks=(1, 3)), mesh_of({"dp": 4})
     wide = fs.plan_layout(MODEL, many)
     narrow = wide.with_mesh(few).with_strategy(fs.zero(1))
     step = fs.make_train_step(MODEL, OPT, donate=True)
@@ -71,7 +59,7 @@ def shrink_and_grow():
         if number in (3, 6):
             state = fs.reshard(state, narrow if number == 3 else wide, donate=True)
         if fs.is_member(state.layout.mesh):
-            state, metrics = step(state, batch_of(number, state.layout.mesh))
+            state, metrics = step(state, token_batch(number, mesh=state.layout.mesh))
             seen.append(metrics.loss.item())
     return seen, int(state.step), fs.state_bytes(state)
 
@@ -88,7 +76,7 @@ def test_a_run_shrinks_to_fewer_ranks_and_grows_again():
 
 def save_on_a_part(path):
     """Ranks outside a mesh have an old step; the checkpoint has that of the mesh."""
-    wide, narrow = (fs.plan_layout(MODEL, m) for m in (mesh_of(dp=4), mesh_of(dp=2, ranks=(2, 3))))
+    wide, narrow = (fs.plan_layout(MODEL, m) for m in (mesh_of({"dp": 4}), mesh_of({"dp": 2}, ranks=(2, 3))))
     state = fs.reshard(fs.init_state(MODEL, OPT, fs.random.key(0), wide), narrow)
     if fs.is_member(narrow.mesh):
         _, state = train(state, 2)
@@ -109,7 +97,7 @@ def test_a_state_on_some_of_the_ranks_is_saved(tmp_path):
 # --------------------------------------------------------------------------------------------------- bytes and memory
 def count_bytes(budget):
     """What torch is asked to send, beside the plan and the library's own count."""
-    a, b = (fs.plan_layout(MODEL, mesh_of(**axes)) for axes in ({"dp": 4}, {"tp": 2, "dp": 2}))
+    a, b = (fs.plan_layout(MODEL, mesh_of(axes)) for axes in ({"dp": 4}, {"tp": 2, "dp": 2}))
     state = fs.init_state(MODEL, OPT, fs.random.key(0), a)
     seen, isend = [], dist.isend
 
@@ -136,7 +124,7 @@ def test_the_bytes_of_the_plan_are_sent(budget):
 
 # ----------------------------------------------------------------------------------------------------------- refusals
 def refuse(case):
-    mesh = mesh_of(dp=2)
+    mesh = mesh_of({"dp": 2})
     layout = fs.plan_layout(MODEL, mesh)
     state = fs.init_state(MODEL, OPT, fs.random.key(0), layout)
     try:
@@ -193,7 +181,7 @@ def test_another_model_is_refused():
 
 # -------------------------------------------------------------------------------------------------- whole and in pieces
 def cut_and_join():
-    mesh = mesh_of(pp=2, tp=2)
+    mesh = mesh_of({"pp": 2, "tp": 2})
     names = {"w": ("layers", "embed", fs.Fused("heads", (4, 2, 2))), "b": (None,), "s": ()}
     whole = {"w": torch.arange(192.0).view(4, 6, 8), "b": torch.arange(3), "s": torch.tensor(True)}
     layout = fs.plan_layout(whole, mesh, names=names, stages={"w": [[0, 3], [2, 1]], "b": 1})

@@ -28,7 +28,7 @@ def loss_fn(params, batch):
     return (hidden @ fs.gather_unit(params["last"]).T).square().sum(), len(batch)
 
 
-def refusal(call):
+def typed_refusal(call):
     with pytest.raises(FshardingError) as error:
         call()
     return f"{type(error.value).__name__}: {error.value}"
@@ -61,10 +61,10 @@ def operate(name, strategy, precision, folder):
     for donate in (False, True):
         step = fs.make_train_step(loss_fn, opt, donate=donate)
         for kind, make in surgeries(state):
-            found[kind, donate] = refusal(lambda make=make, step=step: step(make(), torch.ones(2, 8)))
+            found[kind, donate] = typed_refusal(lambda make=make, step=step: step(make(), torch.ones(2, 8)))
     for kind, make in surgeries(state):
-        found[kind, "reshard"] = refusal(lambda make=make: fs.reshard(make(), layout.with_strategy(fs.zero(0))))
-        found[kind, "save"] = refusal(lambda make=make: fs.checkpoint.save(f"{folder}/x", make()))
+        found[kind, "reshard"] = typed_refusal(lambda make=make: fs.reshard(make(), layout.with_strategy(fs.zero(0))))
+        found[kind, "save"] = typed_refusal(lambda make=make: fs.checkpoint.save(f"{folder}/x", make()))
     state, metrics = fs.make_train_step(loss_fn, opt)(state, torch.ones(2, 8))
     return found, metrics.loss.item()
 
@@ -114,11 +114,13 @@ def mended():
     (one, _), (two, _) = step(state, torch.ones(2, 8)), step(again, torch.ones(2, 8))
     assert_bitwise_equal(one, two)
     texts = [
-        refusal(lambda: fs.spread_main(fs.unshard(state.params), state.params, layout)),
-        refusal(lambda: fs.main_params(fs.unshard(state.params), layout)),
-        refusal(lambda: fs.value_and_grad(loss_fn, grads=layout.main)(fs.unshard(state.params), torch.ones(2, 8))),
-        refusal(lambda: fs.shard(state.params, layout)),
-        refusal(lambda: fs.state_from(fs.unshard(state.params), fs.sgd(0.1), fs.random.key(0), layout)),
+        typed_refusal(lambda: fs.spread_main(fs.unshard(state.params), state.params, layout)),
+        typed_refusal(lambda: fs.main_params(fs.unshard(state.params), layout)),
+        typed_refusal(
+            lambda: fs.value_and_grad(loss_fn, grads=layout.main)(fs.unshard(state.params), torch.ones(2, 8))
+        ),
+        typed_refusal(lambda: fs.shard(state.params, layout)),
+        typed_refusal(lambda: fs.state_from(fs.unshard(state.params), fs.sgd(0.1), fs.random.key(0), layout)),
     ]
     return texts
 
@@ -163,20 +165,20 @@ def unsharded(make):
     draws = (model.init if hasattr(model, "init") else model)(fs.random.split(fs.random.key(0))[0])
     want = fs.tree.map(lambda draw: draw.tensor(), draws)
     texts = [
-        refusal(lambda: fs.unshard(state.params)),
-        refusal(lambda: fs.reshard(state.params, fs.NamedSharding(layout.mesh, fs.P()))),
-        refusal(lambda: fs.unshard(state.opt_state)),
-        refusal(lambda: fs.explain_reshard(state.params, layout)),
-        refusal(lambda: fs.global_norm(state.params)),
-        refusal(lambda: fs.tree.vdot(state.params, state.params)),
-        refusal(lambda: fs.value_and_grad(lambda p: p)(state.params)),
-        refusal(lambda: fs.shard_map(lambda p: p)(state.params)),
+        typed_refusal(lambda: fs.unshard(state.params)),
+        typed_refusal(lambda: fs.reshard(state.params, fs.NamedSharding(layout.mesh, fs.P()))),
+        typed_refusal(lambda: fs.unshard(state.opt_state)),
+        typed_refusal(lambda: fs.explain_reshard(state.params, layout)),
+        typed_refusal(lambda: fs.global_norm(state.params)),
+        typed_refusal(lambda: fs.tree.vdot(state.params, state.params)),
+        typed_refusal(lambda: fs.value_and_grad(lambda p: p)(state.params)),
+        typed_refusal(lambda: fs.shard_map(lambda p: p)(state.params)),
     ]
     assert_bitwise_equal(fs.unshard(state.params, source=layout), want)
     whole = fs.unshard(state)
     assert_bitwise_equal(whole.params, want)
     assert_bitwise_equal(whole.opt_state.nu, fs.tree.map(torch.zeros_like, want))
-    texts.append(refusal(lambda: fs.reshard(whole, layout)))
+    texts.append(typed_refusal(lambda: fs.reshard(whole, layout)))
     return texts
 
 

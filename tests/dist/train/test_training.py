@@ -7,7 +7,6 @@ import functools
 import gc
 import itertools
 import logging
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,7 +24,7 @@ from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.transforms.gather_context import current_context
 from fsharding.transforms.unit_plan import large_from
-from tests.helpers import TRANSPORTS, point_to_point
+from tests.helpers import TRANSPORTS, bits, mesh_of, point_to_point, whole
 
 # torch says at length that `full_tensor` gathers axis by axis.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -80,15 +79,6 @@ PRECISIONS = [fs.FP32, fs.BF16]
 
 
 # ------------------------------------------------------------------------------------------------------- on the ranks
-@functools.cache
-def _mesh(axes, transport):
-    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), transport=transport, **dict(axes))
-
-
-def mesh_of(axes, transport="auto"):
-    return _mesh(tuple(axes.items()), transport)
-
-
 def batches(steps, mesh, vocab=CONFIG.vocab):
     """This rank's part of batches that can be learnt; ranks have different numbers of tokens that count."""
     generator = torch.Generator().manual_seed(1)
@@ -112,11 +102,6 @@ def optimizer(name, clip=0.5):
     return fs.optim.chain(fs.optim.clip_by_global_norm(clip), inner)
 
 
-def whole(values):
-    """Full tensors, put together by torch itself."""
-    return {path: x.full_tensor() for path, x in fs.tree.named_leaves(values).items()}
-
-
 class Run(NamedTuple):
     losses: list[float]
     norms: list[float]
@@ -127,7 +112,7 @@ def train(
     strategy, axes, *, opt="adamw", microbatches=1, steps=5, precision=fs.FP32, donate=False, clip=0.5,
     policy=fs.policies.save_except_gathered, transport="auto", config=CONFIG,
 ):  # fmt: skip
-    mesh, model = mesh_of(axes, transport), fs.models.decoder(config)
+    mesh, model = mesh_of(axes, transport=transport), fs.models.decoder(config)
     layout = fs.plan_layout(model, mesh, strategy=strategy, precision=precision)
     optim = optimizer(opt, clip)
     state = fs.init_state(model, optim, fs.random.key(0), layout)
@@ -905,7 +890,7 @@ def test_bytes_a_parameter_are_those_of_the_table(ranks):
 
 # ------------------------------------------------------------------------------------------------- buffers and counts
 def peaks(strategy, axes, policy, microbatches, frozen=()):
-    mesh = mesh_of(axes, "pairwise")
+    mesh = mesh_of(axes, transport="pairwise")
     opt = optimizer("adamw")
     state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy, frozen=frozen))
     step = fs.make_train_step(MODEL, opt, policy=policy, microbatches=microbatches)
@@ -1017,7 +1002,7 @@ class Watch:
 
 
 def storages(strategy, axes, policy, microbatches, patched):
-    mesh = mesh_of(axes, "pairwise")
+    mesh = mesh_of(axes, transport="pairwise")
     opt = optimizer("adamw")
     state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy))
     step = fs.make_train_step(MODEL, opt, policy=policy, microbatches=microbatches)
@@ -1089,7 +1074,7 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(level, precision):
 
 
 def communicated(strategy, axes, policy):
-    mesh = mesh_of(axes, "native")
+    mesh = mesh_of(axes, transport="native")
     opt = optimizer("adamw")
     state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy))
     step = fs.make_train_step(MODEL, opt, policy=policy)
@@ -1119,10 +1104,6 @@ def test_torch_counts_the_same_collectives(policy):
 
 
 # -------------------------------------------------------------------------------------------------- purity and refusal
-def bits(values):
-    return fs.tree.map(lambda x: local_of(x).clone() if isinstance(x, torch.Tensor) else x, values)
-
-
 def pure(strategy, axes, precision, opt, microbatches):
     mesh = mesh_of(axes)
     optim = optimizer(opt)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -19,13 +19,7 @@ from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.testing import Leaf, assert_bitwise_equal, local_part
 from fsharding.testing import strategies as draws
-
-FULL = settings.default.max_examples >= 500
-
-
-def examples(few, many):
-    """How many examples a law gets in `make test` and in `make test-full`."""
-    return settings(max_examples=many if FULL else few)
+from tests.helpers import examples
 
 
 @st.composite

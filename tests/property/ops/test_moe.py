@@ -3,18 +3,17 @@
 Tokens and weights are small whole numbers, so sums are exact. Cases are drawn here and sent to ranks that wait.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fsharding as fs
 from fsharding import ops
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.ops.moe import owned_experts
 from fsharding.testing import run_ranks
+from tests.helpers import mesh_of
 
 EXAMPLES = max(settings.default.max_examples // 2, 1)
 
@@ -51,13 +50,8 @@ def routed(case, place):
     return x, ops.Routing(experts, weights, torch.zeros(count, case.experts))
 
 
-@functools.cache
-def mesh_of(size):
-    return fs.make_mesh(device="cpu", ep=size)
-
-
 def there_and_back(case):
-    mesh = mesh_of(len(case.tokens))
+    mesh = mesh_of({"ep": len(case.tokens)})
     place = coordinate(mesh).get("ep", 0)
     x, routing = routed(case, place)
     rows, counts, plan = ops.dispatch(x, routing, case.experts, mesh=mesh)

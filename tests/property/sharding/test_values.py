@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
 from fsharding import random
@@ -26,6 +25,7 @@ from fsharding.sharding.named_sharding import Assigned, sharding_of
 from fsharding.sharding.partition_spec import P
 from fsharding.testing import assert_bitwise_equal
 from fsharding.transforms.unit_plan import unreduced
+from tests.helpers import Largest
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
@@ -457,19 +457,6 @@ def test_derived_keys_are_all_different(seed, count, numbers):
 
 
 # ------------------------------------------------------------------------------------------------------------ layouts
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that anything makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.elements = max(self.elements, leaf.numel())
-        return result
-
-
 HUGE = fs.models.DecoderConfig(vocab=128_256, dim=16384, layers=126, heads=128, kv_heads=8, hidden=53248)
 
 

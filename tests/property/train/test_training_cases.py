@@ -3,10 +3,8 @@
 The cases are data: they are drawn here and sent to ranks that wait.
 """
 
-import functools
 import itertools
 import logging
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.transforms.unit_plan import large_from
-from tests.helpers import TRANSPORTS, point_to_point
+from tests.helpers import TRANSPORTS, mesh_of, point_to_point
 
 # torch says at length that `full_tensor` gathers axis by axis.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -143,14 +141,9 @@ def optimizer(case):
     return fs.optim.chain(fs.optim.clip_by_global_norm(case.clip), inner)
 
 
-@functools.cache
-def mesh_of(transport, *axes):
-    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), transport=transport, **dict(axes))
-
-
 def train(case, strategies):
     """Losses, norms and final parameters of each strategy on this rank, which sees its own rows."""
-    mesh, rank, results = mesh_of(case.transport, *case.axes.items()), dist.get_rank(), []
+    mesh, rank, results = mesh_of(case.axes, transport=case.transport), dist.get_rank(), []
     for strategy in strategies:
         draws, opt = draws_of(case, fs.random.key(5)), optimizer(case)
         layout = fs.plan_layout(draws, mesh, strategy=strategy, names=names_of(case), frozen=case.frozen)

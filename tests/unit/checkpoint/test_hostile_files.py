@@ -28,11 +28,12 @@ from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, named, unpickled
 from fsharding.cli import main as cli
 from fsharding.cli.config import TrainConfig, batches_seen, check
-from fsharding.errors import CheckpointError, ConfigError, DataError, FshardingError
+from fsharding.errors import CheckpointError, ConfigError, DataError
 from fsharding.interop import hf
 from fsharding.pipeline.plots import plot_loss, read_metrics
 from fsharding.testing import assert_bitwise_equal
 from fsharding.train.data import from_files, from_tokens, open_data
+from tests.helpers import refusal
 
 CONFIG = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
 
@@ -62,12 +63,6 @@ def model_of(folder: Path) -> Path:
     state = fs.init_state(fs.models.decoder(CONFIG), fs.adamw(1e-2), fs.random.key(0), layout)
     hf.save(folder, state, CONFIG, max_file_bytes=1200)
     return folder
-
-
-def refusal(call, *args, kind=FshardingError, **kwargs) -> str:
-    with pytest.raises(kind) as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
 
 
 def reseal(folder: Path, **changes) -> None:

@@ -15,7 +15,7 @@ from fsharding.errors import ConfigError, FshardingError, LayoutError, Transform
 from fsharding.interop.module.hf_tables import Parts
 from fsharding.interop.module.tensor_parallel import check_axes
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
-from tests.dist.interop.test_functionalize import UNITS, VOCAB, Net, Shared
+from tests.modules import UNITS, VOCAB, Net, Shared
 
 TOKENS = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
 KEY = fs.random.key(0)

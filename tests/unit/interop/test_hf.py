@@ -16,6 +16,7 @@ from fsharding.interop import hf
 from fsharding.interop.hf.config_tables import FAMILIES
 from fsharding.models import DecoderConfig, Experts, Latent, Stack
 from fsharding.testing import assert_bitwise_equal
+from tests.helpers import refusal
 
 SIZES = {"vocab": 10, "dim": 8, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 12, "eps": 1e-6}
 CONFIGS = {
@@ -42,12 +43,6 @@ def params_of(layout, seed=0):
 def in_files(folder):
     """All tensors of a directory, as the package of the format reads them."""
     return {k: v for file in folder.glob("*.safetensors") for k, v in safetensors.torch.load_file(file).items()}
-
-
-def refusal(kind, fn, *args, **kwargs):
-    with pytest.raises(kind) as caught:
-        fn(*args, **kwargs)
-    return str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------------------- configs
@@ -99,14 +94,14 @@ def test_a_recipe_goes_out_and_its_config_comes_back(name):
 
 
 def test_what_is_no_config_is_refused():
-    assert refusal(ConfigError, hf.config_json, LLAMA_8B) == (
+    assert refusal(hf.config_json, LLAMA_8B, kind=ConfigError) == (
         "fs.hf.config_json needs the config of a decoder; got dict.\n"
         "Pass a DecoderConfig, or a recipe such as fs.models.presets.llama3_8b()."
     )
 
 
 def test_configs_that_the_decoder_cannot_be(tmp_path):
-    assert refusal(ConfigError, hf.config_of, {"model_type": "gpt2"}) == (
+    assert refusal(hf.config_of, {"model_type": "gpt2"}, kind=ConfigError) == (
         "fs.hf.config_of knows no such family.\n"
         "  model_type is 'gpt2': it has learned positions, LayerNorm with biases, and a GELU in the place of SwiGLU\n"
         "Families are llama, qwen2, qwen3, mixtral, qwen3_moe. Use another model, or bring its weights into a tree of "
@@ -116,7 +111,7 @@ def test_configs_that_the_decoder_cannot_be(tmp_path):
         **LLAMA_8B, "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "vocab_size": "many",
         "hidden_size": 0, "rope_scaling": {"type": "longrope"}, "quantization_config": {"bits": 4},
     }  # fmt: skip
-    assert refusal(ConfigError, hf.config_of, odd).splitlines()[:-1] == [
+    assert refusal(hf.config_of, odd, kind=ConfigError).splitlines()[:-1] == [
         "fs.hf.config_of cannot make a decoder of this llama.",
         "  vocab_size is 'many': a whole number above 0",
         "  hidden_size is 0: a whole number above 0",
@@ -127,29 +122,29 @@ def test_configs_that_the_decoder_cannot_be(tmp_path):
         "  rope_type is 'longrope': types are default, llama3, yarn",
     ]
     windows = {**QWEN_72B, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 80}
-    assert "  sliding_window is 131072: models" in refusal(ConfigError, hf.config_of, windows)
-    assert "  layer_types is ['sliding" in refusal(ConfigError, hf.config_of, windows)
-    assert "  sliding_window is 4096" in refusal(ConfigError, hf.config_of, {**MIXTRAL, "sliding_window": 4096})
+    assert "  sliding_window is 131072: models" in refusal(hf.config_of, windows, kind=ConfigError)
+    assert "  layer_types is ['sliding" in refusal(hf.config_of, windows, kind=ConfigError)
+    assert "  sliding_window is 4096" in refusal(hf.config_of, {**MIXTRAL, "sliding_window": 4096}, kind=ConfigError)
     sparse = hf.config_json(CONFIGS["qwen3_moe"], num_experts=None, mlp_only_layers=[0], decoder_sparse_step=2)
-    assert refusal(ConfigError, hf.config_of, sparse).splitlines()[1:-1] == [
+    assert refusal(hf.config_of, sparse, kind=ConfigError).splitlines()[1:-1] == [
         "  num_experts is None: a whole number above 0",
         "  mlp_only_layers is [0]: models.decoder has no such thing",
         "  decoder_sparse_step is 2: models.decoder has no such thing",
     ]
     half = {**LLAMA_8B, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "attention_factor": 2.0}}
-    assert refusal(ConfigError, hf.config_of, half).splitlines()[1:-1] == [
+    assert refusal(hf.config_of, half, kind=ConfigError).splitlines()[1:-1] == [
         "  original_max_position_embeddings of the rotary positions is None: a number",
         "  low_freq_factor of the rotary positions is None: a number",
         "  high_freq_factor of the rotary positions is None: a number",
         "  attention_factor of the rotary positions is 2.0: models.decoder has no such thing",
     ]
     by_kind = {**QWEN_72B, "rope_parameters": {"full_attention": {"rope_theta": 1e4}, "other": {"rope_theta": 1e5}}}
-    assert refusal(ConfigError, hf.config_of, by_kind).splitlines()[1:-1] == [
+    assert refusal(hf.config_of, by_kind, kind=ConfigError).splitlines()[1:-1] == [
         "  the rotary positions differ between full_attention, other: models.decoder has no such thing"
     ]
-    assert "No such file or directory" in refusal(ConfigError, hf.config_of, tmp_path / "nowhere")
+    assert "No such file or directory" in refusal(hf.config_of, tmp_path / "nowhere", kind=ConfigError)
     (tmp_path / "config.json").write_text("[1]")
-    assert "it holds a list, not an object" in refusal(ConfigError, hf.config_of, tmp_path)
+    assert "it holds a list, not an object" in refusal(hf.config_of, tmp_path, kind=ConfigError)
 
 
 def test_decoders_that_no_family_is():
@@ -157,7 +152,7 @@ def test_decoders_that_no_family_is():
     stacks = (Stack("a", 1), Stack("b", 1))
     experts = Experts(4, 2, 8, shared=1, normalize=False, scale=2.0)
     odd = DecoderConfig(**SIZES, attention=latent, stacks=stacks, experts=experts, bias=True)
-    assert refusal(ConfigError, hf.config_json, odd) == (
+    assert refusal(hf.config_json, odd, kind=ConfigError) == (
         "fs.hf.config_json finds no family that computes as this decoder.\n"
         "  it has stacks of unlike blocks\n"
         "  its attention is Latent\n"
@@ -289,7 +284,7 @@ def test_tensors_that_are_not_as_they_should_be(saved):
         tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(8)
 
     rewrite(folder, change)
-    assert refusal(CheckpointError, hf.load, folder, layout) == (
+    assert refusal(hf.load, folder, layout, kind=CheckpointError) == (
         f"fs.hf.load cannot use {folder}: 5 tensors are not as they should be.\n"
         "  blocks.norm1: model.layers.0.input_layernorm.weight is int8[8], wanted is float32[8]\n"
         "  blocks.up: model.layers.0.mlp.up_proj.weight is float32[8, 12], wanted is float32[12, 8]\n"
@@ -300,7 +295,7 @@ def test_tensors_that_are_not_as_they_should_be(saved):
         "the rest."
     )
     other = layout_of(CONFIGS["qwen2"])
-    rows = refusal(CheckpointError, hf.load, folder, other, extra="ignore").splitlines()
+    rows = refusal(hf.load, folder, other, extra="ignore", kind=CheckpointError).splitlines()
     assert "  blocks.q_bias has no name there" in rows and not any(" is extra: " in row for row in rows)
 
 
@@ -322,7 +317,7 @@ def test_files_that_cannot_be_read(saved, tmp_path):
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] |= {"ghost": names[3], "far": "../far.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    rows = refusal(CheckpointError, hf.load, folder, layout).splitlines()
+    rows = refusal(hf.load, folder, layout, kind=CheckpointError).splitlines()
     assert rows[0] == f"fs.hf.load cannot read {folder}." and rows[1] == "  ../far.safetensors: is no plain file name"
     assert rows[2].startswith(f"  {names[0]}: ") and " ends at byte " in rows[2]
     assert rows[3:-1] == [
@@ -330,28 +325,28 @@ def test_files_that_cannot_be_read(saved, tmp_path):
         f"  {names[2]}: its first bytes are of no format that is known here",
         f"  ghost is not in {names[3]}, where the index has it",
     ]
-    assert "  there is no such directory" in refusal(CheckpointError, hf.load, tmp_path / "nowhere", layout)
+    assert "  there is no such directory" in refusal(hf.load, tmp_path / "nowhere", layout, kind=CheckpointError)
     assert "it has 0 .safetensors files and no model.safetensors.index.json" in refusal(
-        CheckpointError, hf.load, tmp_path, layout
+        hf.load, tmp_path, layout, kind=CheckpointError
     )
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors.index.json").write_text("{}")
-    text = refusal(CheckpointError, hf.load, folder, layout)
+    text = refusal(hf.load, folder, layout, kind=CheckpointError)
     assert "model.safetensors.index.json: it has no table weight_map" in text and "\n  model_type is None\n" in text
 
 
 def test_an_unknown_family_is_refused_before_anything_is_read(saved):
     folder, layout = saved
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    text = refusal(CheckpointError, hf.load, folder, layout)
-    assert text == refusal(ConfigError, hf.config_of, folder)
+    text = refusal(hf.load, folder, layout, kind=CheckpointError)
+    assert text == refusal(hf.config_of, folder, kind=ConfigError)
     assert_bitwise_equal(hf.load(folder, layout, hf.names_of(CONFIGS["llama"])), params_of(layout))
 
 
 def test_what_cannot_be_saved(saved, tmp_path):
     folder, layout = saved
     params = params_of(layout)
-    assert refusal(CheckpointError, hf.save, folder, params, CONFIGS["qwen3"]) == (
+    assert refusal(hf.save, folder, params, CONFIGS["qwen3"], kind=CheckpointError) == (
         f"fs.hf.save cannot write {folder}.\n"
         f"  {folder}: something is there, and nothing is ever overwritten\n"
         "  blocks.wk is [2, 4, 8]; the config says [2, 12, 8]\n"
@@ -370,7 +365,7 @@ def test_what_cannot_be_saved(saved, tmp_path):
         "table": hf.Joined(("a", "b")),
     }
     rows = refusal(
-        CheckpointError, hf.save, tmp_path / "x", params_of(fused), LLAMA_8B, fused, names=names
+        hf.save, tmp_path / "x", params_of(fused), LLAMA_8B, fused, names=names, kind=CheckpointError
     ).splitlines()
     assert rows[1:-1] == [
         "  blocks.gate: '{j}': indices are {i}, {j}, {k} in this order, at most one for each dim",
@@ -380,7 +375,7 @@ def test_what_cannot_be_saved(saved, tmp_path):
     ]
     wrong = {**FUSED_NAMES, "blocks.up": hf.Section("{i}.gate_up", 1, (6, 7))}
     assert "  blocks.up: '{i}.gate_up': part 1 has 7 along dim -2, ours 6" in refusal(
-        CheckpointError, hf.load, folder, fused, wrong
+        hf.load, folder, fused, wrong, kind=CheckpointError
     )
     assert sorted(os.listdir(tmp_path)) == ["model"]
 
@@ -392,6 +387,6 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    text = refusal(CheckpointError, hf.save, tmp_path / "out", params_of(layout), CONFIGS["llama"])
+    text = refusal(hf.save, tmp_path / "out", params_of(layout), CONFIGS["llama"], kind=CheckpointError)
     assert text == "fs.hf.save failed.\n  OSError: [Errno 28] No space left on device"
     assert os.listdir(tmp_path) == []

@@ -1,5 +1,7 @@
 """Meshes: sizes, coordinates, groups, and the texts for what cannot be one."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from fsharding.errors import MeshError
 from fsharding.mesh import device_mesh as meshes
 from fsharding.mesh import rendezvous
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape
+from tests import helpers
 
 KNOWN = "Axes are pp, replica, dp, ep, cp, tp."
 
@@ -76,10 +79,7 @@ def test_the_mesh_in_use_is_that_of_the_innermost_block():
     )
 
 
-def refusal(call):
-    with pytest.raises(MeshError) as caught:
-        call()
-    return str(caught.value)
+refusal = functools.partial(helpers.refusal, kind=MeshError)
 
 
 @pytest.mark.parametrize(

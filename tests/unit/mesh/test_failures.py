@@ -2,13 +2,13 @@
 
 import json
 import threading
-import time
 from pathlib import Path
 
 import torch.distributed as dist
 
 from fsharding.mesh import failures as lost
 from fsharding.mesh.failures import Found, follow
+from tests.helpers import until
 
 
 def followed(peers, notes, me=0, function="step"):
@@ -73,13 +73,6 @@ def test_another_thread_is_found_by_its_stack():
     assert call.startswith(f"in no collective, at {Path(__file__).relative_to(Path.cwd())}:")
 
 
-def until(condition):
-    end = time.monotonic() + 5
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
-
-
 def test_the_listener_answers_takes_its_answer_back_and_says_when_the_process_ends():
     store = dist.HashStore()
     listener = lost._Listener(dist.group.WORLD, store)
@@ -87,9 +80,9 @@ def test_the_listener_answers_takes_its_answer_back_and_says_when_the_process_en
     answer, note = lost._PLACE_KEY.format(0), lost._KEY.format(0)
     for question in ("1", "2"):
         store.set(lost._QUESTION, question)
-        assert until(lambda asked=question: store.check([answer]) and json.loads(store.get(answer))["to"] == asked)
+        assert until(lambda asked=question: store.check([answer]) and json.loads(store.get(answer))["to"] == asked, 5)
     assert json.loads(store.get(answer))["places"][0]["call"].startswith("in no collective, at ")
     store.delete_key(lost._QUESTION)
-    assert until(lambda: not store.check([answer]))
+    assert until(lambda: not store.check([answer]), 5)
     listener.end()
     assert not listener.is_alive() and json.loads(store.get(note)) == {"raised": "has ended"}

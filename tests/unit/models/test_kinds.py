@@ -14,6 +14,7 @@ from fsharding.errors import ConfigError, SpecError
 from fsharding.models import DecoderConfig, Grouped, Latent, Stack, decoder
 from fsharding.models.stacks import stacks_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
+from tests.helpers import token_batch
 
 LLAMA = ops.LlamaScaling(factor=8.0, length=16)
 YARN = ops.YarnScaling(factor=40.0, length=16, fast=2.0)
@@ -43,11 +44,6 @@ def params_of(config):
         return draw.tensor() * (1 + 0.1 * torch.randn(draw.shape, generator=generator))
 
     return fs.tree.map_with_path(value, decoder(config).init(fs.random.key(1)))
-
-
-def batch_of(rows=2, positions=9, vocab=17):
-    tokens = torch.randint(0, vocab, (rows, positions + 1), generator=torch.Generator().manual_seed(0))
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def loss_of(config, params, batch):
@@ -150,7 +146,7 @@ def plain_row(config, params, tokens_T, targets_T):
 # ---------------------------------------------------------------------------------------------------------------- tests
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_and_its_gradients_are_those_of_the_plain_version(kind):
-    config, batch = KINDS[kind], batch_of()
+    config, batch = KINDS[kind], token_batch(0, vocab=17, rows=2, positions=9)
     params = fs.tree.map(lambda x: x.requires_grad_(), params_of(config))
     rows = [plain_row(config, params, t, y) for t, y in zip(batch["tokens"], batch["targets"], strict=True)]
     wanted = sum(rows) / batch["targets"].numel()
@@ -164,7 +160,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_plain_version(kind):
 
 @pytest.mark.parametrize("kind", ["bias", "scaled", "stacks"])
 def test_packed_documents_have_the_losses_of_each_alone(kind):
-    config, batch = KINDS[kind], batch_of()
+    config, batch = KINDS[kind], token_batch(0, vocab=17, rows=2, positions=9)
     params = params_of(config)
     batch["documents"] = torch.tensor([[3, 3, 3, 3, 0, 0, 7, 7, 7], [0] * 8 + [1]])
     alone = [

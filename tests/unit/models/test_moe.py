@@ -1,5 +1,7 @@
 """A mixture of experts as a pure function: against a loop over tokens, its balance in steps, and what is refused."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from fsharding.models import DecoderConfig, Experts, decoder
 from fsharding.models.moe import expert_draws, expert_names, mixture
 from fsharding.optim.router_bias import split_loads, update_against_load
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
+from tests import helpers
 
 DIM = 8
 DEEP = Experts(
@@ -149,21 +152,18 @@ def test_leaves_of_the_decoder():
     assert where["blocks.experts.router"] == "P(None, None, ('dp', 'ep'))"
 
 
-def refused(call):
-    with pytest.raises(ConfigError) as refusal:
-        call()
-    return str(refusal.value)
+refusal = functools.partial(helpers.refusal, kind=ConfigError)
 
 
 def test_refusals():
-    assert refused(lambda: Experts(4, 5, 0, shared=-1, bias_rate=-0.1)) == (
+    assert refusal(lambda: Experts(4, 5, 0, shared=-1, bias_rate=-0.1)) == (
         "Experts has numbers that do not fit.\n"
         "  hidden=0: at least 1\n  shared=-1: at least 0\n  bias_rate=-0.1: at least 0\n"
         "  top_k=5: a token sees 4 experts"
     )
     model = decoder(DecoderConfig(experts=Experts(6, 2, 9)))
     mesh = fs.AbstractMesh(("ep", "tp"), (4, 2))
-    assert refused(lambda: fs.plan_layout(model, mesh)) == (
+    assert refusal(lambda: fs.plan_layout(model, mesh)) == (
         "models.decoder cannot be cut over the mesh {ep: 4, tp: 2}.\n"
         "  6 experts: no multiple of ep=4\n"
         "  9 hidden of an expert: no multiple of tp=2\n"
@@ -171,6 +171,6 @@ def test_refusals():
     )
     rules = fs.DEFAULT_RULES.replace(expert=("dp", "ep"), mlp=None)
     mesh = fs.AbstractMesh(("dp", "ep"), (2, 2))
-    assert "  rule expert=dp, ep: tokens go to their experts along ep alone\n" in refused(
+    assert "  rule expert=dp, ep: tokens go to their experts along ep alone\n" in refusal(
         lambda: fs.plan_layout(model, mesh, rules)
     )

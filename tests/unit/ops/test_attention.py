@@ -13,6 +13,7 @@ from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import axis_size
 from fsharding.ops.context_parallel import zigzag, zigzag_order
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
+from tests.helpers import refusal
 
 TWO, FOUR = AbstractMesh(("cp",), (2,)), AbstractMesh(("dp", "cp"), (2, 4))
 SIZES = [1, 2, 3, 4, 7, 8]
@@ -129,20 +130,16 @@ def test_transforms_on_one_rank():
 
 
 # -------------------------------------------------------------------------------------------------------------- bad input
-def text_of(error, fn, *args, **kwargs):
-    with pytest.raises(error) as caught:
-        fn(*args, **kwargs)
-    return str(caught.value)
 
 
 def test_lengths_that_cannot_be_cut():
-    assert text_of(BatchError, ops.positions, 18, mesh=FOUR) == (
+    assert refusal(ops.positions, 18, mesh=FOUR, kind=BatchError) == (
         "ops.positions cannot cut a sequence of 18 over cp: 4.\n"
         "Each rank takes an early and a late chunk: make the length a multiple of 8, such as 16 or 24."
     )
-    assert text_of(BatchError, ops.positions, 2, mesh=TWO).endswith("a multiple of 4, such as 4.")
+    assert refusal(ops.positions, 2, mesh=TWO, kind=BatchError).endswith("a multiple of 4, such as 4.")
     batch = {"tokens": torch.zeros(2, 6), "targets": torch.zeros(2, 8), "weight": torch.zeros(2), "name": "a"}
-    assert text_of(BatchError, ops.cut_sequence, batch, mesh=TWO) == (
+    assert refusal(ops.cut_sequence, batch, mesh=TWO, kind=BatchError) == (
         "ops.cut_sequence cannot cut 3 of 4 leaves over cp: 2.\n"
         "  name is str: no dim 1 to cut\n"
         "  tokens is float32[2, 6]: dim 1 has 6 tokens\n"
@@ -150,26 +147,26 @@ def test_lengths_that_cannot_be_cut():
         "Each rank takes an early and a late chunk: make the length a multiple of 4, such as 4 or 8. "
         "Leave out what has no tokens, or say where they are with dim=."
     )
-    assert text_of(MeshError, ops.positions, 8, axis="cpp") == (
+    assert refusal(ops.positions, 8, axis="cpp", kind=MeshError) == (
         "ops.positions knows no axis 'cpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'cp'?"
     )
 
 
 def test_positions_that_do_not_fit():
-    assert text_of(SpecError, ops.rotary, torch.zeros(2, 3, 5, 8), torch.arange(6)) == (
+    assert refusal(ops.rotary, torch.zeros(2, 3, 5, 8), torch.arange(6), kind=SpecError) == (
         "ops.rotary got shapes that do not fit.\n"
         "  x is float32[2, 3, 5, 8]\n"
         "  positions are int64[6]\n"
         "Give x as [B, H, T, E] with an even E, and positions as [T] or [B, T]."
     )
-    assert "float32[2, 3, 5, 7]" in text_of(SpecError, ops.rotary, torch.zeros(2, 3, 5, 7), torch.arange(5))
-    assert "float32[5, 8]" in text_of(SpecError, ops.rotary, torch.zeros(5, 8), torch.arange(5))
+    assert "float32[2, 3, 5, 7]" in refusal(ops.rotary, torch.zeros(2, 3, 5, 7), torch.arange(5), kind=SpecError)
+    assert "float32[5, 8]" in refusal(ops.rotary, torch.zeros(5, 8), torch.arange(5), kind=SpecError)
 
 
 def test_tensors_that_do_not_fit():
     q, k = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8)
     documents = torch.zeros(2, 5, dtype=torch.int64)
-    assert text_of(SpecError, ops.attention, q, k, k, documents=documents) == (
+    assert refusal(ops.attention, q, k, k, documents=documents, kind=SpecError) == (
         "ops.attention got tensors that do not fit.\n"
         "  q is float32[2, 4, 6, 8]\n"
         "  k is float32[2, 2, 6, 8]\n"
@@ -178,20 +175,20 @@ def test_tensors_that_do_not_fit():
         "Give q as [B, H, T, E], k and v as [B, K, T, E], all of one dtype, and documents as [B, T]."
     )
     for bad in ((q[0], k[0], k[0]), (q, k, k[:, :1]), (q, k.double(), k), (q[:1], k, k), (q[..., :4], k, k)):
-        assert "Give q as [B, H, T, E]" in text_of(SpecError, ops.attention, *bad)
-    assert text_of(SpecError, ops.attention, q, q[:, :3], q[:, :3]).endswith(
+        assert "Give q as [B, H, T, E]" in refusal(ops.attention, *bad, kind=SpecError)
+    assert refusal(ops.attention, q, q[:, :3], q[:, :3], kind=SpecError).endswith(
         "\nMake the number of query heads, 4, a multiple of that of key heads, 3."
     )
     odd = [x[:, :, :5] for x in (q, k, k)]
-    assert text_of(SpecError, ops.attention, *odd, mesh=TWO).endswith(
+    assert refusal(ops.attention, *odd, mesh=TWO, kind=SpecError).endswith(
         "\n5 tokens are not an early and a late chunk of one size: take them with ops.cut_sequence."
     )
-    assert text_of(SpecError, ops.attention, q[:, :2], k, k, kind="ulysses", mesh=FOUR).endswith(
+    assert refusal(lambda: ops.attention(q[:, :2], k, k, kind="ulysses", mesh=FOUR), kind=SpecError).endswith(
         "\nulysses cannot cut 2 query heads over cp: 4. Use kind='ring' or 'gather'."
     )
-    assert text_of(SpecError, ops.attention, q, k, k, kind="rign") == (
+    assert refusal(lambda: ops.attention(q, k, k, kind="rign"), kind=SpecError) == (
         "ops.attention knows no kind 'rign'.\nKinds are ring, gather, ulysses."
     )
-    assert text_of(MeshError, ops.attention, q, k, k, axis="context").startswith(
+    assert refusal(ops.attention, q, k, k, axis="context", kind=MeshError).startswith(
         "ops.attention knows no axis 'context'."
     )

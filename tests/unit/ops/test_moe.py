@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from fsharding import _compat, ops
 from fsharding.errors import MeshError, SpecError, TransformError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
+from tests.helpers import refusal
 
 COUNTS = [(3, 0, 4), (7, 0, 0), (0, 0, 7), (2, 3, 2)]
 
@@ -14,12 +15,6 @@ COUNTS = [(3, 0, 4), (7, 0, 0), (0, 0, 7), (2, 3, 2)]
 def values(*shape, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def refusal(kind, call):
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------- products of groups
@@ -68,14 +63,16 @@ def test_no_rows_and_no_groups():
 def test_products_that_do_not_fit():
     x, w = torch.zeros(7, 2), torch.zeros(3, 2, 4)
     rule = "ops.grouped_matmul needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M.\n"
-    assert refusal(SpecError, lambda: ops.grouped_matmul(x, w, torch.tensor([1, 2, 3]))) == (
+    assert refusal(lambda: ops.grouped_matmul(x, w, torch.tensor([1, 2, 3])), kind=SpecError) == (
         f"{rule}  x is torch.float32[7, 2], w is torch.float32[3, 2, 4]\n  counts are [1, 2, 3]"
     )
     for other in (w.double(), w[:2], w.mT):
-        assert refusal(SpecError, lambda other=other: ops.grouped_matmul(x, other, torch.tensor([1, 2, 4]))).startswith(
-            rule
-        )
-    text = refusal(TransformError, lambda: torch.vmap(lambda c: ops.grouped_matmul(x, w, c))(torch.tensor([[7, 0, 0]])))
+        assert refusal(
+            lambda other=other: ops.grouped_matmul(x, other, torch.tensor([1, 2, 4])), kind=SpecError
+        ).startswith(rule)
+    text = refusal(
+        lambda: torch.vmap(lambda c: ops.grouped_matmul(x, w, c))(torch.tensor([[7, 0, 0]])), kind=TransformError
+    )
     assert (
         text
         == "ops.grouped_matmul cannot run under a vmap over its counts.\nKeep the counts out of the vmap, or loop over the batch."
@@ -128,7 +125,7 @@ def test_experts_under_every_transform():
     assert_trees_close(torch.func.vjp(whole, *plain)[1](ahead), want, rtol=1e-12)
     rows = torch.func.jacrev(whole, 2)(*plain)
     assert_trees_close((rows * ahead[:, :, None, None, None]).sum((0, 1)), want[2], rtol=1e-11)
-    text = refusal(TransformError, lambda: torch.vmap(lambda x: whole(x, *plain[1:]))(plain[0][None]))
+    text = refusal(lambda: torch.vmap(lambda x: whole(x, *plain[1:]))(plain[0][None]), kind=TransformError)
     assert (
         text == "ops.dispatch cannot run under a vmap over tokens.\nFlatten the batch into the tokens before routing."
     )
@@ -148,21 +145,21 @@ def test_rows_come_sorted_by_expert():
 
 def test_what_experts_refuse():
     x, routing = torch.zeros(3, 2), ops.route(torch.zeros(3, 4), top_k=1)
-    assert refusal(SpecError, lambda: ops.dispatch(x[:2], routing, 4)) == (
+    assert refusal(lambda: ops.dispatch(x[:2], routing, 4), kind=SpecError) == (
         "ops.dispatch needs x [N, D] and experts [N, k] of the same tokens.\n  x is [2, 2], experts are [3, 1]"
     )
     far = routing._replace(experts=routing.experts + 4)
-    assert refusal(SpecError, lambda: ops.dispatch(x, far, 4)) == (
+    assert refusal(lambda: ops.dispatch(x, far, 4), kind=SpecError) == (
         "ops.dispatch has 4 experts, from 0 on.\n  a token goes to expert 4"
     )
-    assert refusal(MeshError, lambda: ops.dispatch(x, routing, 4, axis="epp")).startswith(
+    assert refusal(lambda: ops.dispatch(x, routing, 4, axis="epp"), kind=MeshError).startswith(
         "ops.dispatch knows no axis 'epp'."
     )
-    assert refusal(SpecError, lambda: ops.combine(x[:2], ops.dispatch(x, routing, 4).plan)) == (
+    assert refusal(lambda: ops.combine(x[:2], ops.dispatch(x, routing, 4).plan), kind=SpecError) == (
         "ops.combine needs results [M, D] for the 3 rows of the dispatch.\n  y is [2, 2]"
     )
     w = torch.zeros(3, 6, 2)
-    assert refusal(SpecError, lambda: ops.experts_swiglu(x, w, w, w, routing)) == (
+    assert refusal(lambda: ops.experts_swiglu(x, w, w, w, routing), kind=SpecError) == (
         "ops.experts_swiglu needs weights of the 4 experts of this rank, of 4 in all.\n"
         "  gate is [3, 6, 2]\n  up is [3, 6, 2]\n  down is [3, 6, 2]\n"
         'Name their dim "expert" in plan_layout(names=...), with the rule expert="ep".'

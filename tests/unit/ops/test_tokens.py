@@ -1,21 +1,21 @@
 """Token ids where they enter: any whole numbers, and none that the vocabulary does not have."""
 
+import functools
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 from fsharding import ops
 from fsharding.errors import DataError
+from tests import helpers
 
 V, D = 6, 4
 TABLE, LOGITS = torch.randn(V, D), torch.randn(2, 3, V)
 IDS = torch.tensor([[0, 1, 5], [2, 2, 4]])
 
 
-def refusal(call):
-    with pytest.raises(DataError) as caught:
-        call()
-    return str(caught.value)
+refusal = functools.partial(helpers.refusal, kind=DataError)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8], ids=str)

@@ -10,16 +10,11 @@ from fsharding import checkpoint, optim
 from fsharding.errors import ConfigError
 from fsharding.precision import Precision, wide
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
+from tests.helpers import normal_tree
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SHAPES = {"blocks": {"w": (3, 16, 24), "odd": (2, 7, 9)}, "many": (70, 1100), "v": (5, 13)}
 STEPS, RATE = 6, 0.02
-
-
-def drawn(seed):
-    generator = torch.Generator().manual_seed(seed)
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    return fs.tree.map(lambda shape: torch.randn(shape, generator=generator), SHAPES, is_leaf=is_shape)
 
 
 def loss_of(leaves, batch):
@@ -34,11 +29,13 @@ def loss_fn(params, batch):
 
 def train(opt, how=None, steps=STEPS, *, donate=False, keep=None):
     """The parameters after some steps, and the state; `keep` is called in the middle and may give another state."""
-    layout = fs.plan_layout(drawn(0), fs.make_mesh(device="cpu"), strategy=fs.zero(0), precision=how or Precision())
-    state = fs.init_state(lambda key: drawn(0), opt, fs.random.key(0), layout)
+    layout = fs.plan_layout(
+        normal_tree(SHAPES, 0), fs.make_mesh(device="cpu"), strategy=fs.zero(0), precision=how or Precision()
+    )
+    state = fs.init_state(lambda key: normal_tree(SHAPES, 0), opt, fs.random.key(0), layout)
     step = fs.make_train_step(loss_fn, opt, donate=donate)
     for i in range(steps):
-        state, _ = step(state, drawn(i + 1))
+        state, _ = step(state, normal_tree(SHAPES, i + 1))
         if keep is not None and i == steps // 2:
             state = keep(state)
     assert fs.state_bytes(state.opt_state) == layout.memory(opt).opt_state
@@ -47,12 +44,12 @@ def train(opt, how=None, steps=STEPS, *, donate=False, keep=None):
 
 def plain(make, dtype):
     """torch's optimizer over float32 parameters, whose state is rounded to a dtype after each step."""
-    named = fs.tree.named_leaves(drawn(0))
+    named = fs.tree.named_leaves(normal_tree(SHAPES, 0))
     leaves = [x.clone().requires_grad_() for x in named.values()]
     units = {path: i for i, path in enumerate(named)}
     opt = make(leaves)
     for i in range(STEPS):
-        grads = torch.autograd.grad(loss_of(leaves, fs.tree.leaves(drawn(i + 1))), leaves)
+        grads = torch.autograd.grad(loss_of(leaves, fs.tree.leaves(normal_tree(SHAPES, i + 1))), leaves)
         for x, grad in zip(leaves, grads, strict=True):
             x.grad = grad
         opt.step()
@@ -197,8 +194,8 @@ def test_weights_are_not_rounded_to_the_dtype_of_moments(name):
 
 
 def test_the_memory_of_a_layout_is_that_of_adam_in_its_dtype():
-    layout = fs.plan_layout(drawn(0), fs.make_mesh(device="cpu"), precision=Precision(moments=BF16))
-    state = fs.init_state(lambda key: drawn(0), fs.adamw(0.1), fs.random.key(0), layout)
+    layout = fs.plan_layout(normal_tree(SHAPES, 0), fs.make_mesh(device="cpu"), precision=Precision(moments=BF16))
+    state = fs.init_state(lambda key: normal_tree(SHAPES, 0), fs.adamw(0.1), fs.random.key(0), layout)
     moments = fs.state_bytes((state.opt_state.mu, state.opt_state.nu))
     assert layout.memory().opt_state == moments == 4 * sum(x.numel() for x in fs.tree.leaves(state.params))
 
@@ -277,8 +274,8 @@ def test_a_transformation_of_ones_own_may_take_the_dtype():
         return updates, state
 
     opt = fs.optim.chain(optim.ContextTransformation(knowing, same), fs.optim.GradientTransformation(plain_one, same))
-    layout = fs.plan_layout(drawn(0), fs.make_mesh(device="cpu"), precision=Precision(moments=F16))
-    fs.init_state(lambda key: drawn(0), opt, fs.random.key(0), layout)
+    layout = fs.plan_layout(normal_tree(SHAPES, 0), fs.make_mesh(device="cpu"), precision=Precision(moments=F16))
+    fs.init_state(lambda key: normal_tree(SHAPES, 0), opt, fs.random.key(0), layout)
     assert seen == [F16, "nothing"]
-    opt.init(drawn(0))
+    opt.init(normal_tree(SHAPES, 0))
     assert seen[2:] == [None, "nothing"]

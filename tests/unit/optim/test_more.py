@@ -13,15 +13,14 @@ import fsharding as fs
 from fsharding import optim
 from fsharding.errors import ConfigError, LayoutError, TreeError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
+from tests.helpers import normal_tree
 
 SHAPES = {"w": (15, 7), "tall": (7, 15), "b": (7,), "s": (), "blocks": {"w": (3, 6, 10), "norm": (3, 10)}}
 MATRICES = {"w": (15, 7), "tall": (7, 15), "blocks": {"w": (3, 6, 10), "x": (2, 2, 10, 6)}}
 
 
 def values(seed, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(seed)
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    return fs.tree.map(lambda shape: torch.randn(shape, generator=generator), shapes, is_leaf=is_shape)
+    return normal_tree(shapes, seed)
 
 
 def ours(opt, steps=5, shapes=SHAPES):

@@ -10,6 +10,7 @@ import torch
 import fsharding as fs
 from fsharding.errors import ConfigError, ScheduleError
 from fsharding.pipeline.actions import KINDS, Action
+from tests.helpers import refusal
 
 SIZES = [(1, 3), (2, 4), (3, 4), (4, 8), (5, 5), (6, 12)]
 TIMES = [(1, 1, 1), (1, 2, 1), (2, 2, 1), (3, 2, 1), (5, 4, 3)]
@@ -17,12 +18,6 @@ TIMES = [(1, 1, 1), (1, 2, 1), (2, 2, 1), (3, 2, 1), (5, 4, 3)]
 
 def rows(schedule):
     return [" ".join(map(str, row)) for row in schedule.table]
-
-
-def refusal(kind, function, *args, **kwargs):
-    with pytest.raises(kind) as caught:
-        function(*args, **kwargs)
-    return str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -150,7 +145,7 @@ def test_a_picture(tmp_path, monkeypatch):
     fs.pipeline.draw_schedule(schedule, tmp_path / "a.png", send=0.5)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert refusal(ConfigError, fs.pipeline.draw_schedule, schedule, tmp_path / "b.png") == (
+    assert refusal(fs.pipeline.draw_schedule, schedule, tmp_path / "b.png", kind=ConfigError) == (
         "fs.pipeline.draw_schedule needs matplotlib to draw a schedule.\n"
         "pip install 'fsharding[plot]', or print(schedule.show())."
     )
@@ -213,16 +208,16 @@ def test_a_layout_takes_them():
     ],
 )  # fmt: skip
 def test_numbers_that_a_schedule_cannot_have(args, kwargs, text):
-    assert refusal(ScheduleError, fs.pipeline.plan_schedule, *args, **kwargs) == text
+    assert refusal(fs.pipeline.plan_schedule, *args, **kwargs, kind=ScheduleError) == text
 
 
 def test_layers_that_stages_cannot_have():
     schedule = fs.pipeline.plan_schedule("zbv", 2, 3)
-    assert refusal(ScheduleError, fs.pipeline.stages_for, schedule, 3) == (
+    assert refusal(fs.pipeline.stages_for, schedule, 3, kind=ScheduleError) == (
         "fs.pipeline.layers_of cannot put 3 layers on the 4 stages of zbv.\n"
         "Use at most 3 stages, or say counts= with 0 for the stages without layers."
     )
-    assert refusal(ScheduleError, fs.pipeline.layers_of, schedule, 6, counts=[1, 2]) == (
+    assert refusal(fs.pipeline.layers_of, schedule, 6, counts=[1, 2], kind=ScheduleError) == (
         "fs.pipeline.layers_of cannot put 6 layers on the 4 stages of zbv as [1, 2].\nGive 4 counts that sum to 6."
     )
 
@@ -272,7 +267,7 @@ MEND = "fs.pipeline.make_schedule puts messages, gathers and scatters between co
 def test_all_that_is_wrong_with_a_table_is_said(edits, faults):
     broken = edited(fs.pipeline.plan_schedule("1f1b", 2, 2, ahead=0), *edits)
     wanted = "\n".join(["fs.pipeline.check_schedule refuses 1f1b.", *(f"  {fault}" for fault in faults), MEND])
-    assert refusal(ScheduleError, fs.pipeline.check_schedule, broken) == wanted
+    assert refusal(fs.pipeline.check_schedule, broken, kind=ScheduleError) == wanted
 
 
 def test_stages_of_a_rank_gather_and_scatter_alike():
@@ -281,12 +276,14 @@ def test_stages_of_a_rank_gather_and_scatter_alike():
     other = [[a for a in row if a.stage == 2 or a.kind not in ("GATHER", "SCATTER")] for row in each.table]
     mine = [a for a in planned.table[0] if a.stage == 0 and a.kind in ("GATHER", "SCATTER")]
     mixed = replace(planned, table=((mine[0], *other[0], mine[1]), planned.table[1]))
-    assert refusal(ScheduleError, fs.pipeline.check_schedule, mixed).splitlines()[1:3] == [
+    assert refusal(fs.pipeline.check_schedule, mixed, kind=ScheduleError).splitlines()[1:3] == [
         "  rank 0: stages [0] GATHER once a step, stages [2] for each microbatch: all stages of a rank do the same",
         "  rank 0: stages [0] SCATTER once a step, stages [2] for each microbatch: all stages of a rank do the same",
     ]
     late = edited(fs.pipeline.plan_schedule("1f1b", 2, 2, ahead=0), (0, "0GATHER 0F0", "0GATHER0 0F0 0GATHER"))
-    assert "rank 0: 0GATHER is too late beside 0GATHER0" in refusal(ScheduleError, fs.pipeline.check_schedule, late)
+    assert "rank 0: 0GATHER is too late beside 0GATHER0" in refusal(
+        fs.pipeline.check_schedule, late, kind=ScheduleError
+    )
 
 
 def test_a_schedule_of_ones_own():
@@ -297,12 +294,12 @@ def test_a_schedule_of_ones_own():
     ours = fs.pipeline.plan_schedule("interleaved_zero_bubble", 2, 4)
     computes = [[action for action in row if action.kind in "FIW"] for row in ours.table]
     assert fs.pipeline.make_schedule(computes, name=ours.name) == ours
-    assert refusal(ScheduleError, fs.pipeline.make_schedule, [["0F0", "0I0", "1B0"], ["1F0", "0SEND_F0"]]) == (
+    assert refusal(fs.pipeline.make_schedule, [["0F0", "0I0", "1B0"], ["1F0", "0SEND_F0"]], kind=ScheduleError) == (
         "fs.pipeline.make_schedule cannot use these computes.\n"
         "  rank 1: 0SEND_F0 is no F, B, I or W\n"
         "Give F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
     )
-    assert refusal(ScheduleError, fs.pipeline.make_schedule, [["0B0", "0F0"], ["1F0", "1B0"]]) == (
+    assert refusal(fs.pipeline.make_schedule, [["0B0", "0F0"], ["1F0", "1B0"]], kind=ScheduleError) == (
         "fs.pipeline.make_schedule has no end: these ranks wait for ever.\n"
         "  rank 0 stands at 0B0\n"
         "  rank 1 stands at 1F0\n"
@@ -312,16 +309,16 @@ def test_a_schedule_of_ones_own():
 
 def test_other_refusals():
     schedule = fs.pipeline.plan_schedule("1f1b", 2, 2)
-    assert refusal(ScheduleError, fs.pipeline.check_schedule, replace(schedule, ranks=3, stages=1)) == (
+    assert refusal(fs.pipeline.check_schedule, replace(schedule, ranks=3, stages=1), kind=ScheduleError) == (
         "fs.pipeline.check_schedule refuses 1f1b.\n  ranks is 3, but the table has 2 rows\n  stages is 1, but owner has 2\n"
         + MEND
     )
-    assert refusal(ScheduleError, schedule.simulate, -1, send=float("nan")) == (
+    assert refusal(schedule.simulate, -1, send=float("nan"), kind=ScheduleError) == (
         "Schedule.simulate cannot use these durations.\n"
         "  forward is -1\n  send is nan\n"
         "Durations are finite and not negative."
     )
-    assert refusal(ScheduleError, Action.parse, "F0") == (
+    assert refusal(Action.parse, "F0", kind=ScheduleError) == (
         "fs.pipeline.Action.parse cannot read 'F0'.\n"
         "Write stage, kind, microbatch, such as '3F0'; kinds are F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, GATHER, SCATTER."
     )

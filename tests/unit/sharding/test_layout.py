@@ -7,6 +7,7 @@ import fsharding as fs
 from fsharding.errors import ConfigError, LayoutError, SpecError, TreeError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding.partition_spec import P
+from tests.helpers import refusal
 
 MESH = AbstractMesh(("dp", "tp"), (4, 2))
 GRID = AbstractMesh(("replica", "dp", "cp", "tp"), (2, 2, 2, 2))
@@ -211,15 +212,11 @@ def test_a_layout_can_be_changed():
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
-def refusal(kind, call):
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def test_dim_names_without_a_rule():
     shapes, names = {"a": {"w": leaf(8, 6)}, "b": leaf(3, 3)}, {"a": {"w": ("mlp", "emebd")}, "b": ("embed", "foo")}
-    assert refusal(SpecError, lambda: plan(shapes, names=names)) == (
+    assert refusal(lambda: plan(shapes, names=names), kind=SpecError) == (
         "fs.plan_layout has no rule for 2 dims on mesh {dp: 4, tp: 2}.\n"
         "  a.w is float32[8, 6], dim 1 ('emebd', size 6): no rule 'emebd'.\n"
         "  b is float32[3, 3], dim 1 ('foo', size 3): no rule 'foo'.\n"
@@ -230,7 +227,7 @@ def test_dim_names_without_a_rule():
 
 def test_experts_have_no_parts():
     shapes, names = {"a": leaf(8, 6)}, {"a": (fs.Fused("expert", (4, 4)), "embed")}
-    assert refusal(LayoutError, lambda: plan(shapes, names=names)) == (
+    assert refusal(lambda: plan(shapes, names=names), kind=LayoutError) == (
         "fs.plan_layout cannot plan 1 leaves.\n"
         "  a is float32[8, 6], dim 0 (Fused('expert', (4, 4))): experts are whole, they have no parts"
     )
@@ -238,7 +235,7 @@ def test_experts_have_no_parts():
 
 def test_one_axis_for_two_dims_of_a_leaf():
     shapes, names = {"a": leaf(8, 6), "b": leaf(4)}, {"a": ("mlp", "heads"), "b": ("mlp",)}
-    assert refusal(SpecError, lambda: plan(shapes, names=names)) == (
+    assert refusal(lambda: plan(shapes, names=names), kind=SpecError) == (
         "fs.plan_layout cannot spend one axis on two dims of a leaf; 1 leaves on mesh {dp: 4, tp: 2}.\n"
         "  a is float32[8, 6]: axis 'tp' would cut dim 0 ('mlp', size 8) and dim 1 ('heads', size 6).\n"
         "Give one of the dims another name, with a rule of its own."
@@ -247,19 +244,19 @@ def test_one_axis_for_two_dims_of_a_leaf():
 
 def test_an_axis_that_the_mesh_lacks_cuts_nothing_twice():
     shapes, names = {"a": leaf(8, 6)}, {"a": ("embed", "embed")}
-    text = refusal(SpecError, lambda: plan(shapes, names=names))
+    text = refusal(lambda: plan(shapes, names=names), kind=SpecError)
     assert "axis 'dp'" in text and "axis 'cp'" not in text and "1 leaves" in text
 
 
 def test_names_that_do_not_fit_a_shape():
     shapes, names = {"a": leaf(8, 6), "b": leaf(3)}, {"a": ("mlp",), "b": ("embed",)}
-    assert refusal(LayoutError, lambda: plan(shapes, names=names)) == (
+    assert refusal(lambda: plan(shapes, names=names), kind=LayoutError) == (
         "fs.plan_layout cannot plan 1 leaves.\n  a is float32[8, 6] but has names ('mlp',): give ('mlp', None), say"
     )
 
 
 def test_names_for_another_tree():
-    text = refusal(TreeError, lambda: plan({"a": leaf(8, 6), "b": leaf(3)}, names={"a": ("mlp", "embed")}))
+    text = refusal(lambda: plan({"a": leaf(8, 6), "b": leaf(3)}, names={"a": ("mlp", "embed")}), kind=TreeError)
     lines = text.split("\n")
     assert lines[0] == "fs.plan_layout got the model and names that do not match."
     assert lines[1:] == [
@@ -269,7 +266,7 @@ def test_names_for_another_tree():
 
 
 def test_frozen_paths_that_no_leaf_has():
-    assert refusal(LayoutError, lambda: plan({"a": leaf(8, 6), "b": leaf(3)}, frozen=("b", "c"))) == (
+    assert refusal(lambda: plan({"a": leaf(8, 6), "b": leaf(3)}, frozen=("b", "c")), kind=LayoutError) == (
         "fs.plan_layout cannot plan 1 leaves.\n  frozen path 'c' is no leaf; leaves are a, b"
     )
 
@@ -285,7 +282,7 @@ def test_dtypes_that_kernels_lack():
         "c": torch.empty(2, dtype=torch.complex64),
         "n": leaf(2, dtype=torch.int32),
     }
-    assert refusal(LayoutError, lambda: plan(shapes)) == (
+    assert refusal(lambda: plan(shapes), kind=LayoutError) == (
         "fs.plan_layout cannot plan 2 leaves.\n"
         "  a is float8_e4m3fn[8]: kernels take float16, bfloat16, float32, float64, or whole numbers\n"
         "  c is complex64[2]: kernels take float16, bfloat16, float32, float64, or whole numbers"
@@ -297,5 +294,5 @@ def test_a_strategy_goes_by_its_name():
     assert plan(shapes, strategy="zero1") == plan(shapes, strategy=fs.zero(1))
     assert plan(shapes).with_strategy("hfsdp") == plan(shapes, strategy=fs.HFSDP)
     for odd in ("zero4", 3):
-        text = refusal(ConfigError, lambda odd=odd: plan(shapes, strategy=odd))
+        text = refusal(lambda odd=odd: plan(shapes, strategy=odd), kind=ConfigError)
         assert text.startswith(f"fs.parse_strategy knows no strategy {odd!r}.\nStrategies are zero0, ")

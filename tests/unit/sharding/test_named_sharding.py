@@ -1,5 +1,7 @@
 """`NamedSharding`, `Local` and `typeof` by example; the laws are in tests/property/sharding/test_values.py."""
 
+import functools
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,14 +12,12 @@ from fsharding.errors import SpecError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding.named_sharding import Assigned, local_of, sharding_of, to_local
 from fsharding.sharding.partition_spec import P
+from tests import helpers
 
 MESH = AbstractMesh(("dp", "tp"), (4, 2))
 
 
-def refusal(call):
-    with pytest.raises(SpecError) as caught:
-        call()
-    return str(caught.value)
+refusal = functools.partial(helpers.refusal, kind=SpecError)
 
 
 def placed(spec, shape, partial=()):

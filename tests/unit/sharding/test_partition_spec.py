@@ -1,8 +1,8 @@
 """`P` and `AxisRules`: equal when they mean the same, refused when they cannot be."""
 
+import functools
 import pickle
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +10,7 @@ import fsharding as fs
 from fsharding.errors import SpecError
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, P
+from tests import helpers
 
 KNOWN = "Axes are pp, replica, dp, ep, cp, tp."
 
@@ -51,10 +52,7 @@ def test_texts_of_specs():
     assert isinstance(P("dp").replace(1, ("tp",)), fs.P)
 
 
-def refusal(call):
-    with pytest.raises(SpecError) as caught:
-        call()
-    return str(caught.value)
+refusal = functools.partial(helpers.refusal, kind=SpecError)
 
 
 def test_specs_that_cannot_be():

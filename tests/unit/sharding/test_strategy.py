@@ -1,5 +1,6 @@
 """Strategies: four levels, their names, and what hybrids cut."""
 
+import functools
 import itertools
 
 import pytest
@@ -7,15 +8,13 @@ import pytest
 import fsharding as fs
 from fsharding.errors import ConfigError
 from fsharding.sharding.strategy import STRATEGIES, Strategy
+from tests import helpers
 
 KINDS = ("params", "grads", "opt_state")
 NAMES = "Strategies are zero0, zero1, zero2, zero3, hfsdp, no_shard, optim, optim_grads, optim_grads_params, hsdp."
 
 
-def refusal(call):
-    with pytest.raises(ConfigError) as caught:
-        call()
-    return str(caught.value)
+refusal = functools.partial(helpers.refusal, kind=ConfigError)
 
 
 def test_levels_cut_one_thing_more_each():

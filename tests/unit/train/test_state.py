@@ -1,18 +1,17 @@
 """States by example: what does not fit a layout is refused before anything is made of it."""
 
-import pytest
+import functools
+
 import torch
 
 import fsharding as fs
 from fsharding.errors import LayoutError, TreeError
+from tests import helpers
 
 OPT, KEY = fs.adamw(1e-2), fs.random.key(0)
 
 
-def refusal(call, kind=LayoutError):
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
+refusal = functools.partial(helpers.refusal, kind=LayoutError)
 
 
 def planned(**shapes):
@@ -40,7 +39,7 @@ def test_a_model_of_another_size_is_refused():
     assert "  b: float given, float32[2] in the layout\n" in refusal(
         lambda: fs.init_state(lambda key: tensors, OPT, KEY, layout)
     )
-    text = refusal(lambda: fs.init_state(drawn(a=(3, 4), d=(1,)), OPT, KEY, layout), TreeError)
+    text = refusal(lambda: fs.init_state(drawn(a=(3, 4), d=(1,)), OPT, KEY, layout), kind=TreeError)
     assert text.startswith("fs.init_state got the layout and the model that do not match.\n  b: only in the layout\n")
 
 

@@ -9,15 +9,11 @@ from torch._dynamo.utils import counters
 import fsharding as fs
 from fsharding.bench.rounds import allocated
 from fsharding.testing import assert_trees_close
+from tests.helpers import token_batch
 
 SIZES = fs.models.DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=128)
 MODEL = fs.models.decoder(SIZES)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-def batch():
-    tokens = torch.randint(64, (4, 33), generator=torch.Generator().manual_seed(0))
-    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def start(precision=fs.FP32, model=MODEL):
@@ -29,7 +25,7 @@ def start(precision=fs.FP32, model=MODEL):
 def losses(state, step, steps=4):
     found = []
     for _ in range(steps):
-        state, metrics = step(state, batch())
+        state, metrics = step(state, token_batch(0, positions=32))
         found.append(metrics.loss)
     return torch.stack(found), state
 
@@ -54,7 +50,7 @@ def test_float16_trains_with_scaled_losses():
     seen = []
     for _ in range(6):
         before = int(state.step), float(state.loss_scale.scale)
-        state, metrics = step(state, batch())
+        state, metrics = step(state, token_batch(0, positions=32))
         taken = int(state.step) - before[0]
         assert float(state.loss_scale.scale) == before[1] / (1 if taken else 2)
         seen.append((taken, metrics.loss.item()))

@@ -1,5 +1,6 @@
 """`scan`, stacks of units, and `remat` on plain tensors and one process."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,9 @@ import fsharding as fs
 from fsharding.errors import ConfigError, FshardingError, TransformError, TreeError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
+from tests import helpers
 
-
-def refusal(call, kind=TreeError):
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
+refusal = functools.partial(helpers.refusal, kind=TreeError)
 
 
 def units(n=3):
@@ -166,7 +164,7 @@ def test_remat_gives_the_same_derivatives(policy):
 
 # ------------------------------------------------------------------------------------------------------ value_and_grad
 def loss_refusal(result):
-    return refusal(lambda: fs.value_and_grad(lambda p: result)({"w": torch.zeros(3)}), TransformError)
+    return refusal(lambda: fs.value_and_grad(lambda p: result)({"w": torch.zeros(3)}), kind=TransformError)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +246,7 @@ def test_batches_that_microbatches_do_not_divide():
 
 def test_arguments_of_a_step_that_can_never_be_right():
     def of(**how):
-        return refusal(lambda: fs.make_train_step(lambda p, b: None, fs.sgd(0.1), **how), ConfigError)
+        return refusal(lambda: fs.make_train_step(lambda p, b: None, fs.sgd(0.1), **how), kind=ConfigError)
 
     for count in (0, -1, 1.5):
         assert of(microbatches=count) == f"fs.make_train_step got microbatches={count}.\nGive a number from 1."
@@ -269,7 +267,7 @@ def test_arguments_of_a_step_that_can_never_be_right():
     ],
 )
 def test_a_name_is_no_policy(name, call):
-    assert refusal(call, ConfigError).startswith(f"{name} got policy='dots_saveable'.\nUse one of fs.policies.")
+    assert refusal(call, kind=ConfigError).startswith(f"{name} got policy='dots_saveable'.\nUse one of fs.policies.")
 
 
 SMALL = fs.models.DecoderConfig(vocab=16, dim=8, layers=1, heads=2, kv_heads=1, hidden=8)
@@ -282,7 +280,7 @@ def test_a_state_of_another_optimizer_or_model_is_refused():
 
     def step(model, opt):
         return refusal(
-            lambda: fs.make_train_step(model, opt)(state, {"tokens": tokens, "targets": tokens}), FshardingError
+            lambda: fs.make_train_step(model, opt)(state, {"tokens": tokens, "targets": tokens}), kind=FshardingError
         )
 
     text = step(model, fs.sgd(0.1, momentum=0.9))

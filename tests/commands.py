@@ -1,0 +1,18 @@
+"""What tests of the command line share: the environment that a command is started in, and the losses that a run wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+
+def clean_environment(**env: str) -> dict[str, str]:
+    """This process's environment without a launcher's variables, so that a command starts ranks of its own."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONWARNINGS")
+    return {**{name: value for name, value in os.environ.items() if name not in dropped}, **env}
+
+
+def losses(out: Path) -> list[float]:
+    """The loss of each step that a run in this directory has logged."""
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
