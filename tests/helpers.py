@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from fsharding.errors import FshardingError
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import data_position
 from fsharding.sharding.named_sharding import local_of
+
+# torch says at length that `full_tensor` gathers axis by axis.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 TRANSPORTS = ["native", "pairwise", "shared_memory"]
 

@@ -20,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fsharding"
+TESTS = ROOT / "tests"
 MAX_EXAMPLE_LINES = 149
 MIN_DOCSTRING_LINES = 3
 README_SECONDS = 110
@@ -270,6 +271,16 @@ def docstring_offences(module: Module) -> list[str]:
     return found
 
 
+# -------------------------------------------------------------------------------------------------- modules of tests
+def offences_of_test_imports(module: Module) -> list[str]:
+    """Imports of a test module: pytest would run it under two names, and a change of one test could break another."""
+    return [
+        f"{module.where(line)}: imports {target}; functions that two test modules need go to a helper module in tests/"
+        for target, line in dict.fromkeys(module.imports())
+        if target.rpartition(".")[2].startswith("test_")
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------------ the tests
 Rule = Callable[[Module], list[str]]
 RULES: dict[str, Rule] = {
@@ -291,6 +302,12 @@ def test_the_package_is_there():
 @pytest.mark.parametrize(("rule", "module"), CASES, ids=lambda v: v if isinstance(v, str) else v.name or "fsharding")
 def test_module(rule: str, module: Module):
     found = RULES[rule](module)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_no_module_of_tests_imports_a_test_module():
+    modules = [Module(path, TESTS) for path in sorted(TESTS.rglob("*.py"))]
+    found = [offence for module in modules for offence in offences_of_test_imports(module)]
     assert not found, "\n" + "\n".join(found)
 
 
@@ -456,6 +473,26 @@ def test_the_name_rule_catches(name: str, tmp_path: Path):
     (path := tmp_path / "fsharding" / name).parent.mkdir(parents=True)
     path.touch()
     assert len(name_offences(Module(path, tmp_path / "fsharding"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("from tests.helpers import f", "from tests.unit.test_a import f, g"),
+        ("from tests.unit import helpers", "from tests.unit import test_a"),
+        ("from .helpers import f", "from .test_a import f"),
+        ("import tests.helpers", "import tests.unit.test_a as a"),
+        ("from other.test_a import f", "def f():\n    from tests import test_b"),
+    ],
+)
+def test_the_rule_of_test_imports_catches(good: str, bad: str, tmp_path: Path):
+    root = tmp_path / "tests"
+    for name in ("helpers.py", "test_b.py", "unit/helpers.py", "unit/test_a.py", "unit/test_c.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    for source, count in ((good, 0), (bad, 1)):
+        (root / "unit" / "test_c.py").write_text(source, encoding="utf-8")
+        assert len(offences_of_test_imports(Module(root / "unit" / "test_c.py", root))) == count
 
 
 def test_the_circle_rule_catches():

@@ -4,7 +4,6 @@ import math
 import os
 import resource
 import signal
-import zlib
 from pathlib import Path
 
 import pytest
@@ -14,119 +13,26 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding import random
 from fsharding.checkpoint.dcp_metadata import inventory
 from fsharding.checkpoint.reader import open_source
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import staged
 from fsharding.checkpoint.writer import Writer, write_metadata
-from fsharding.errors import CheckpointError, RankError
+from fsharding.errors import RankError
 from fsharding.mesh import device_mesh as meshes
-from fsharding.precision import ScaleState
 from fsharding.sharding import boxes
-from fsharding.sharding.named_sharding import Assigned, local_of, sharding_of
+from fsharding.sharding.named_sharding import Assigned
 from fsharding.testing import assert_bitwise_equal, run_ranks
-from fsharding.train.state import main_of, spread_main
+from tests.checkpoints_on_ranks import (
+    LAYOUTS,
+    answer,
+    optimizer,
+    planned,
+    portions,
+    some_state,
+    whole,
+)
 from tests.helpers import token_batch
-
-LAYOUTS = {
-    "zero0": ({"dp": -1}, fs.zero(0), fs.FP32),
-    "zero1_bf16": ({"dp": -1}, fs.zero(1), fs.BF16),
-    "zero2": ({"dp": -1}, fs.zero(2), fs.FP32),
-    "zero3": ({"dp": -1}, fs.zero(3), fs.FP32),
-    "zero3_bf16": ({"dp": -1}, fs.zero(3), fs.BF16),
-    "tp": ({"tp": 2, "dp": -1}, fs.zero(3), fs.FP32),
-    "pp_fp16": ({"pp": 2, "dp": -1}, fs.zero(2), fs.FP16),
-    "hsdp": ({"replica": 2, "dp": -1}, fs.HSDP, fs.FP32),
-    "hfsdp_bf16": ({"replica": 2, "dp": -1}, fs.HFSDP, fs.BF16),
-    "all_cut": ({"replica": 2, "dp": -1}, fs.hybrid(params=True, grads=True, opt_state=True), fs.FP32),
-}
-NAMES = {
-    "table": ("vocab", "embed"),
-    "blocks": {"w": ("layers", "heads", "embed"), "scale": ("layers",)},
-    "odd": [("mlp",), (None, None)],
-    "scalar": (),
-    "counts": (None,),
-    "frozen": ("embed",),
-}
-
-
-def draws(key):
-    """Dims that no number of ranks divides, some smaller than it; a scalar, a whole-number buffer, a frozen leaf."""
-    return {
-        "table": random.zeros((7, 13)),
-        "blocks": {"w": random.zeros((3, 5, 6)), "scale": random.zeros((3,))},
-        "odd": [random.zeros((9,)), random.zeros((1, 2))],
-        "scalar": random.zeros(()),
-        "counts": random.zeros((3,), dtype=torch.int64),
-        "frozen": random.zeros((5,)),
-    }
-
-
-def label(path, leaf):
-    return "plain" if leaf.ndim < 2 else "decayed"
-
-
-def optimizer():
-    groups = {"plain": fs.sgd(0.1, momentum=0.9), "decayed": fs.adamw(1e-2, weight_decay=0.1)}
-    return fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.multi_transform(groups, label))
-
-
-def planned(name, mesh=None):
-    axes, strategy, precision = LAYOUTS[name]
-    mesh = mesh or fs.make_mesh(**axes, device="cpu")
-    return fs.plan_layout(draws(None), mesh, strategy=strategy, precision=precision, names=NAMES, frozen=("frozen",))
-
-
-def filled(tree):
-    """Every leaf gets values that depend on its path and on where in the whole leaf they stand, and on nothing else."""
-    for path, x in fs.tree.named_leaves(tree).items():
-        local = local_of(x)
-        box = sharding_of(x).box(x.shape) if isinstance(x, DTensor) else boxes.full(x.shape)
-        draw = random.normal(random.key(zlib.crc32(path.encode())), tuple(x.shape), std=100.0)
-        local.copy_(draw.slice(box))
-    return tree
-
-
-def some_state(layout):
-    state = fs.init_state(draws, optimizer(), fs.random.key(0), layout)
-    main = main_of(state)
-    filled({"main": main})
-    filled({"fixed": [state.params["counts"], state.params["frozen"]]})
-    filled({"opt_state": state.opt_state})
-    scale = ScaleState(torch.tensor(256.0), torch.tensor(31)) if state.loss_scale is not None else None
-    params = spread_main(main, state.params, layout)
-    changes = {"step": torch.tensor(41), "key": torch.tensor([5, 6]), "loss_scale": scale}
-    return state.replace(params=params, main=state.main, **changes)
-
-
-def portions(state):
-    """What this rank holds, by path: global shape, box, and the values."""
-    main = main_of(state)
-    tree = {"main": main, "params": state.params, "opt_state": state.opt_state, "step": state.step, "key": state.key}
-    result = {}
-    for path, x in fs.tree.named_leaves(tree).items():
-        whole = not isinstance(x, DTensor)
-        box = boxes.full(x.shape) if whole else sharding_of(x).box(x.shape)
-        result[path] = (tuple(x.shape), box, local_of(x).clone())
-    return result
-
-
-def whole(ranks):
-    """Puts what all ranks hold together; copies have to be equal and nothing may be missing."""
-    result = {}
-    for path in ranks[0]:
-        shape, _, local = ranks[0][path]
-        filling, seen = torch.zeros(shape, dtype=local.dtype), torch.zeros(shape, dtype=torch.bool)
-        for held in ranks:
-            _, box, part = held[path]
-            at = tuple(slice(*ends) for ends in box)
-            both = seen[at]
-            assert torch.equal(filling[at][both], part[both]), path
-            filling[at], seen[at] = part, True
-        assert seen.all(), path
-        result[path] = filling
-    return result
 
 
 def save_some(name, path, replace=None):
@@ -279,14 +185,6 @@ def test_training_goes_on_bitwise(tmp_path, ranks, axes, pairs):
 
 
 # ----------------------------------------------------------------------------------------------------- one rank fails
-def answer(call, *args, **kwargs):
-    try:
-        call(*args, **kwargs)
-    except CheckpointError as error:
-        return str(error)
-    return "done"
-
-
 def save_with_a_full_disk(path, full):
     """No file of the chosen rank may be larger than 2000 bytes, which the kernel sees to."""
     state = some_state(planned("zero3"))

@@ -1,8 +1,6 @@
 """Checkpoints when things end in the middle: ranks that are killed, disks that are full, saves beside the training."""
 
 import errno
-import fcntl
-import io
 import os
 import random
 import resource
@@ -25,15 +23,7 @@ from fsharding.checkpoint import directory as store
 from fsharding.errors import RankError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
-from tests.dist.checkpoint.test_checkpoint import answer, planned, portions, some_state, whole
-
-
-def numbered(n, layout=None):
-    """A state whose every leaf depends on `n`."""
-    state = some_state(layout or planned("zero3"))
-    for x in fs.tree.leaves([state.params, state.main, state.opt_state]):
-        local_of(x).add_(n)
-    return state.replace(step=torch.tensor(n), key=torch.tensor([n, n]))
+from tests.checkpoints_on_ranks import OPERATIONS, answer, numbered, planned, portions, whole
 
 
 # ------------------------------------------------------------------------------------------------------------- killed
@@ -132,13 +122,6 @@ def test_a_failure_in_the_background_is_told_on_all_ranks(tmp_path, full):
 
 
 # ------------------------------------------------------------------------------------------- each file operation fails
-OPERATIONS = {
-    os: ("open", "write", "fsync", "close", "stat", "listdir", "scandir", "mkdir", "rename", "unlink", "rmdir"),
-    io: ("open",),
-    fcntl: ("flock",),
-}
-
-
 class Faults:
     """Counts the operations on files while it is armed, and lets one of them fail: EIO, or ENOSPC."""
 

@@ -16,7 +16,8 @@ from fsharding.models import Experts
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.testing import DecoderCase, assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
 from fsharding.transforms.unit_plan import large_from
-from tests.dist.models.test_model_axes import DEEP, alone, train
+from tests.helpers import full
+from tests.models import DEEP, alone, train
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -54,12 +55,12 @@ CASES = [(mesh, model, level) for mesh in MESHES for model in MODELS for level i
 
 def trained(axes, level, config, how):
     with large_from(1):
-        return train(tuple(axes.items()), fs.zero(level), config=config, **how)
+        return train(axes, fs.zero(level), config=config, **how)
 
 
 @pytest.mark.parametrize(
     ("mesh", "model", "level"),
-    [pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.full) for case in CASES],
+    [pytest.param(*case, marks=[] if case in DEFAULT else full) for case in CASES],
 )
 def test_losses_and_norms_are_those_of_one_process(mesh, model, level):
     axes, how = MESHES[mesh]
@@ -131,7 +132,7 @@ def test_every_pair_of_axes_has_the_losses_of_one_process(axes):
 
 
 @pytest.mark.parametrize(
-    "axes", [axes if axes in DEFAULT_TRIPLES else pytest.param(axes, marks=pytest.mark.full) for axes in TRIPLES],
+    "axes", [axes if axes in DEFAULT_TRIPLES else pytest.param(axes, marks=full) for axes in TRIPLES],
     ids="-".join,
 )  # fmt: skip
 def test_triples_of_axes_have_the_losses_of_one_process(axes):
@@ -139,7 +140,7 @@ def test_triples_of_axes_have_the_losses_of_one_process(axes):
     check_together(axes, strategies_on(axes))
 
 
-@pytest.mark.full
+@full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("axes", FOURS, ids="-".join)
 def test_four_axes_have_the_losses_of_one_process(axes):
@@ -147,7 +148,7 @@ def test_four_axes_have_the_losses_of_one_process(axes):
     check_together(axes, [fs.zero(0), fs.zero(3)])
 
 
-@pytest.mark.full
+@full
 @pytest.mark.timeout(1200)
 def test_five_axes_have_the_losses_of_one_process():
     """32 ranks, the fewest that all five axes can share."""
@@ -181,7 +182,7 @@ def travel(cases):
     [
         [("pp", "dp"), ("cp", "ep"), ("replica", "tp"), ("pp", "tp"), ("dp", "cp")],
         DEFAULT_TRIPLES,
-        pytest.param(FOURS, marks=pytest.mark.full),
+        pytest.param(FOURS, marks=full),
     ],
     ids=["4 ranks", "8 ranks", "16 ranks"],
 )

@@ -13,7 +13,7 @@ from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
 from fsharding.testing import strategies as draws
 from fsharding.transforms.unit_plan import large_from
-from tests.dist.train.test_laws import FULL, examples
+from tests.helpers import FULL, examples, full
 
 # Tens of runs on several ranks each: about a minute on two cores, in full half an hour or more; longer beside other load.
 pytestmark = pytest.mark.timeout(7200 if FULL else 900)
@@ -91,14 +91,14 @@ def test_parameters_that_cannot_take_what_comes_travel_with_those_that_can():
     trained(DecoderCase(small, mesh, strategy, rows=4, length=1, steps=2, donate=True))
 
 
-@pytest.mark.parametrize("name", ["interleaved_zero_bubble", pytest.param("interleaved", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["interleaved_zero_bubble", pytest.param("interleaved", marks=full)])
 def test_the_first_step_of_a_pipeline_with_receives_ahead(name):
     """What a stage gets is described the first time, by who waits for what this rank does after it posts the receive."""
     config = replace(CONFIG, layers=6)
     trained(replace(CASE, config=config, mesh=ordered((), pp=3), schedule=name, microbatches=1, sequence=False))
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("axes", [("pp", "dp", "tp"), ("pp", "cp", "tp"), ("replica", "dp", "tp")], ids="-".join)
 def test_every_rank_order(axes):
     for order in permutations(axes):
@@ -136,9 +136,7 @@ SENT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("axes", "how"), [c if i < 5 else pytest.param(*c, marks=pytest.mark.full) for i, c in enumerate(SENT)]
-)
+@pytest.mark.parametrize(("axes", "how"), [c if i < 5 else pytest.param(*c, marks=full) for i, c in enumerate(SENT)])
 def test_a_step_sends_what_the_formula_says(axes, how):
     """Sums that are large enough to be taken in two calls, and other dtypes; `case.train` compares at every step."""
     case = DecoderCase(LARGE, ordered((), **axes), fs.zero(3), rows=16, length=64, steps=1)

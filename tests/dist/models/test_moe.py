@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.mesh.abstract_mesh import AXES
 from fsharding.models import Experts
 from fsharding.testing import assert_bitwise_equal, run_ranks
-from tests.dist.models.test_model_axes import alone, batches, close, mesh_of, on_ranks, some
+from tests.helpers import full, mesh_of
+from tests.models import alone, batches, close, on_ranks
 
 # Biases go up and down by as much as scores differ, so that they change who gets which token at every step.
 BIASED = Experts(4, 2, 12, shared=1, score="sigmoid", scale=2.5, groups=2, kept_groups=2, z=1e-2, bias_rate=1e-2)
@@ -37,13 +37,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("axes", "strategy", "how"), some(CASES, 2))
+@full
+@pytest.mark.parametrize(("axes", "strategy", "how"), CASES)
 def test_losses_are_those_of_one_process(axes, strategy, how):
     close(on_ranks(axes, strategy, config=CONFIG, **how), CONFIG)
 
 
 @pytest.mark.parametrize(
-    ("axes", "strategy", "how"), some([*PLAIN, *(c for c in CASES if "microbatches" not in c[2])], 0)
+    ("axes", "strategy", "how"),
+    [
+        PLAIN[0],
+        *(pytest.param(*c, marks=full) for c in PLAIN[1:]),
+        *(pytest.param(*c, marks=full) for c in CASES if "microbatches" not in c[2]),
+    ],
 )
 def test_balance_is_that_of_all_ranks(axes, strategy, how):
     close(on_ranks(axes, strategy, config=BALANCED, **how), BALANCED)
@@ -67,7 +73,7 @@ def crowded(model, loads):
     return model._replace(init=init)
 
 
-@pytest.mark.parametrize("loads", [(9, 0, 0, 0), pytest.param((0, 0, 5, 9), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("loads", [(9, 0, 0, 0), pytest.param((0, 0, 5, 9), marks=full)], ids=str)
 def test_all_tokens_to_one_expert_and_none_to_others(loads):
     one = Experts(4, 1, 12, score="sigmoid", normalize=False, z=1e-2, bias_rate=0.0)
     config, changed = replace(CONFIG, experts=one), functools.partial(crowded, loads=loads)
@@ -77,7 +83,7 @@ def test_all_tokens_to_one_expert_and_none_to_others(loads):
 
 def biases(axes, strategies, steps=3):
     """After some steps, put together by torch."""
-    mesh, model, found = mesh_of(axes, AXES), fs.models.decoder(CONFIG), []
+    mesh, model, found = mesh_of(axes), fs.models.decoder(CONFIG), []
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(3e-3, weight_decay=0.1))
     for strategy in strategies:
         layout = fs.plan_layout(model, mesh, strategy=strategy)
@@ -89,7 +95,7 @@ def biases(axes, strategies, steps=3):
 
 
 def test_biases_move_alike_on_every_mesh():
-    (want,) = biases((("dp", 1),), [fs.zero(0)])
+    (want,) = biases({"dp": 1}, [fs.zero(0)])
     assert want.any()
-    for found in run_ranks(biases, 4, (("dp", 2), ("ep", 2)), [fs.zero(1), fs.zero(3)]):
+    for found in run_ranks(biases, 4, {"dp": 2, "ep": 2}, [fs.zero(1), fs.zero(3)]):
         assert_bitwise_equal(found, [want, want])

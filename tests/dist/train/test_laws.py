@@ -1,7 +1,6 @@
 """The laws of the design on random meshes of up to 8 ranks with all six axes. Cases are drawn here and sent to ranks that wait."""
 
 import functools
-import logging
 import tempfile
 import zlib
 from dataclasses import dataclass
@@ -9,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.checkpoint.state_leaves import content
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import abstract, coordinate, data_axes
 from fsharding.sharding.boxes import chunk
@@ -34,25 +32,8 @@ from fsharding.testing import (
 )
 from fsharding.testing import strategies as draws
 from fsharding.train.state import main_of
-
-# torch says at length that `full_tensor` gathers axis by axis.
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-FULL = settings.default.max_examples >= 500
-
-
-def examples(few, many):
-    """How many examples a law gets in `make test` and in `make test-full`."""
-    return settings(max_examples=many if FULL else few)
-
-
-def parts(tree):
-    """What this rank holds: a tree of plain local tensors."""
-    return fs.tree.map(local_of, tree)
-
-
-def optimizer():
-    return fs.optim.chain(fs.optim.clip_by_global_norm(1e9), fs.adamw(0.1))
+from tests.helpers import examples, full
+from tests.laws import content_is_whole, layout_here, optimizer, parts, some_state
 
 
 def draws_of(leaves, key):
@@ -64,10 +45,6 @@ def draws_of(leaves, key):
         return fs.random.normal(fs.random.fold_in(key, zlib.crc32(path.encode())), leaf.shape, dtype=leaf.dtype)
 
     return fs.tree.map_with_path(make, leaves)
-
-
-def layout_here(leaves, home):
-    return home.layout(leaves, device_mesh(home.mesh))
 
 
 # ------------------------------------------------------------------------------------------- 1, 8: training and bytes
@@ -134,7 +111,7 @@ OWNERS = [
 
 @pytest.mark.parametrize(
     "home",
-    [home if i in (0, 4) else pytest.param(home, marks=pytest.mark.full) for i, home in enumerate(OWNERS)],
+    [home if i in (0, 4) else pytest.param(home, marks=full) for i, home in enumerate(OWNERS)],
     ids=lambda home: f"{home.mesh}-{home.strategy}",
 )
 def test_leaves_that_ranks_own_keep_the_laws_too(home, tmp_path):
@@ -159,16 +136,16 @@ def init(leaves, home):
     inner = fs.random.split(key)[0]
     whole = [d if isinstance(d, torch.Tensor) else d.tensor() for d in fs.tree.leaves(draws_of(leaves, inner))]
     dtypes = layout.precision
-    for x, full, leaf in zip(fs.tree.leaves(state.params), whole, layout.leaves, strict=True):
-        want = full.to(dtypes.main_dtype(leaf.init)).to(layout.param_dtype(leaf))
+    for x, value, leaf in zip(fs.tree.leaves(state.params), whole, layout.leaves, strict=True):
+        want = value.to(dtypes.main_dtype(leaf.init)).to(layout.param_dtype(leaf))
         assert_bitwise_equal(local_of(x), local_part(want, leaf.params), leaf.path)
     if state.main is not None:
         mains = fs.tree.flatten_up_to(layout.structure, state.main, "test")
-        for x, full, leaf in zip(mains, whole, layout.leaves, strict=True):
+        for x, value, leaf in zip(mains, whole, layout.leaves, strict=True):
             assert (x is None) == (not leaf.trainable)
             if x is not None:
                 assert_bitwise_equal(
-                    local_of(x), local_part(full.to(dtypes.main_dtype(leaf.init)), leaf.main), leaf.path
+                    local_of(x), local_part(value.to(dtypes.main_dtype(leaf.init)), leaf.main), leaf.path
                 )
     assert_bitwise_equal(state.key, fs.random.split(key)[1].clone())
 
@@ -181,33 +158,8 @@ def test_init_is_the_same_in_every_layout(data):
 
 
 # ------------------------------------------------------------------------------------------------------- 6: checkpoint
-def value_at(path, shape, dtype):
-    return Leaf(tuple(shape), dtype).tensor(zlib.crc32(path.encode()))
-
-
-def some_state(leaves, home):
-    """A state whose leaves have bits that depend on their paths and nothing else."""
-    layout = layout_here(leaves, home)
-    state = fs.init_state(lambda key: whole_tensors(leaves, numbers=True), optimizer(), fs.random.key(0), layout)
-    for path, (x, sharding, shape) in content(state).items():
-        whole = value_at(path, shape, x.dtype)
-        local_of(x).copy_(whole if sharding is None else local_part(whole, sharding))
-    # Where params are less cut than main parameters, each rank has more of them than `content` shows.
-    for leaf, x in zip(layout.leaves, fs.tree.leaves(state.params), strict=True):
-        whole = value_at(leaf.path_in("params"), leaf.shape, layout.precision.main_dtype(leaf.init))
-        local_of(x).copy_(local_part(whole.to(x.dtype), leaf.params))
-    return state
-
-
 def save(leaves, home, folder):
     fs.checkpoint.save(folder, some_state(leaves, home))
-
-
-def content_is_whole(state, layout):
-    """Every leaf is the part of `some_state` that this layout says, whatever layout it came from."""
-    for path, (x, sharding, shape) in content(state).items():
-        whole = value_at(path, shape, x.dtype)
-        assert_bitwise_equal(local_of(x), whole if sharding is None else local_part(whole, sharding), path)
 
 
 def load(leaves, home, folder, given_opt):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.mesh.abstract_mesh import AXES
 from fsharding.models import Experts
 from fsharding.testing import run_ranks
-from tests.dist.models.test_model_axes import EPS, RATE, STEPS, alone, batches, mesh_of
+from tests.helpers import full, mesh_of
+from tests.models import STEPS, alone, batches, optimizer
 
 DENSE = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20, tied=True)
 EXPERTS = Experts(4, 2, 12, shared=1, score="sigmoid", z=1e-2, bias_rate=1e-2)
@@ -29,15 +29,12 @@ TO = {
 
 def made(axes, config, strategy, schedule="1f1b", microbatches=1):
     """Layout, optimizer and step on a mesh."""
-    mesh, model, ranks = mesh_of(tuple(axes.items()), AXES), fs.models.decoder(config), axes.get("pp", 1)
+    mesh, model, ranks = mesh_of(axes), fs.models.decoder(config), axes.get("pp", 1)
     stages = (
         fs.pipeline.stages_of(model, fs.pipeline.plan_schedule(schedule, ranks, microbatches)) if ranks > 1 else None
     )
     layout = fs.plan_layout(model, mesh, strategy=strategy, stages=stages)
-    opt = fs.optim.chain(
-        fs.optim.clip_by_global_norm(0.5),
-        fs.adamw(fs.optim.schedules.warmup_cosine(RATE, 2, 20), eps=EPS, weight_decay=0.1),
-    )
+    opt = optimizer()
     return layout, opt, fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule)
 
 
@@ -74,7 +71,7 @@ def close(runs, config):
         torch.testing.assert_close(found, alone(config)[MOVED:], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("target", [t if t == "tp2" else pytest.param(t, marks=pytest.mark.full) for t in TO])
+@pytest.mark.parametrize("target", [t if t == "tp2" else pytest.param(t, marks=full) for t in TO])
 @pytest.mark.parametrize("source", FROM)
 def test_a_checkpoint_of_one_mesh_goes_on_on_another(tmp_path, source, target):
     (axes, how), config = TO[target], FROM[source][2]
@@ -86,8 +83,8 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_another(tmp_path, source, target):
     ("source", "axes", "how"),
     [
         ("ep2", {"pp": 2}, {"schedule": "interleaved", "microbatches": 2}),
-        pytest.param("pp2 zbv", {"tp": 2}, {}, marks=pytest.mark.full),
-        pytest.param("ep2", {"cp": 2}, {}, marks=pytest.mark.full),
+        pytest.param("pp2 zbv", {"tp": 2}, {}, marks=full),
+        pytest.param("ep2", {"cp": 2}, {}, marks=full),
     ],
 )
 def test_a_state_goes_on_on_another_mesh(source, axes, how):

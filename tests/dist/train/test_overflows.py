@@ -7,13 +7,12 @@ import torch
 
 import fsharding as fs
 from fsharding.errors import NonFiniteError
-from fsharding.mesh.abstract_mesh import AXES
 from fsharding.models import Experts
 from fsharding.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
-from tests.dist.models.test_model_axes import batches, mesh_of
-from tests.helpers import bits
+from tests.helpers import bits, full, mesh_of
+from tests.models import batches
 
 DENSE = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)
 ROUTED = replace(DENSE, layers=2, experts=Experts(4, 2, 12, score="sigmoid", z=1e-2, bias_rate=1e-2))
@@ -28,13 +27,13 @@ CASES = [
     ({"pp": 2, "ep": 2}, ROUTED, {"microbatches": 2}),
 ]
 AXIS = pytest.mark.parametrize(
-    ("axes", "config", "how"), [pytest.param(*c, marks=[pytest.mark.full] if i else []) for i, c in enumerate(CASES)]
+    ("axes", "config", "how"), [pytest.param(*c, marks=[full] if i else []) for i, c in enumerate(CASES)]
 )
 
 
 def started(axes, config, precision, microbatches=1, schedule="1f1b", **options):
     """A state, its step, and one batch for all steps."""
-    mesh, model = mesh_of(tuple(axes.items()), AXES), fs.models.decoder(config, **options)
+    mesh, model = mesh_of(axes), fs.models.decoder(config, **options)
     ranks = axes.get("pp", 1)
     stages = (
         fs.pipeline.stages_of(model, fs.pipeline.plan_schedule(schedule, ranks, microbatches)) if ranks > 1 else None

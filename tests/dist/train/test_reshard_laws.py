@@ -9,7 +9,8 @@ import fsharding as fs
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.testing import TrainCase, assert_bitwise_equal, local_part, run_ranks, whole_tensors
 from fsharding.testing import strategies as draws
-from tests.dist.train.test_laws import content_is_whole, examples, layout_here, parts, some_state
+from tests.helpers import examples
+from tests.laws import content_is_whole, layout_here, parts, some_state
 
 
 # ------------------------------------------------------------------------------------------- 4: composition, identity

@@ -25,8 +25,7 @@ from fsharding import checkpoint as ck
 from fsharding.errors import CheckpointError, RankError
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.testing import ranks as pools
-from tests.dist.checkpoint.test_checkpoint import planned
-from tests.dist.checkpoint.test_checkpoint_faults import OPERATIONS, numbered
+from tests.checkpoints_on_ranks import OPERATIONS, numbered, planned
 
 
 def killed_in(seconds):

@@ -6,7 +6,6 @@ The reference is the same library without a process group, and for some cases pl
 import functools
 import gc
 import itertools
-import logging
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,9 +24,6 @@ from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_rank
 from fsharding.transforms.gather_context import current_context
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import TRANSPORTS, bits, mesh_of, point_to_point, whole
-
-# torch says at length that `full_tensor` gathers axis by axis.
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 CONFIG = fs.models.DecoderConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, hidden=48)
 MODEL = fs.models.decoder(CONFIG)

@@ -21,7 +21,7 @@ from fsharding import ops
 from fsharding.mesh.abstract_mesh import DATA_AXES, AbstractMesh
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_trees_close, device_mesh, local_part, run_ranks
-from tests.dist.train.test_laws import FULL
+from tests.helpers import FULL
 
 pytestmark = pytest.mark.timeout(900)
 

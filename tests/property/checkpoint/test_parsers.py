@@ -7,6 +7,7 @@ bytes of a file are, reading it gives a value or an `FshardingError`; and safete
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import hashlib
 import json
 import os
@@ -36,6 +37,8 @@ from fsharding.interop import hf
 from fsharding.interop.hf.folder import open_folder
 from fsharding.pipeline.plots import read_metrics
 from fsharding.train.data import from_tokens, open_data
+from tests import checkpoints
+from tests.checkpoints import small_draws
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS, BYTES = 1.0, 200 << 20
@@ -96,17 +99,11 @@ def damaged(data: bytes, changes) -> bytes:
 Reader = Callable[[bytes], object]
 
 
-def draws(key):
-    keys = fs.random.split(key, 2)
-    return {"table": fs.random.normal(keys[0], (7, 3)), "blocks": {"w": fs.random.normal(keys[1], (2, 5, 3))}}
-
-
-def planned():
-    return fs.plan_layout(draws(fs.random.key(0)), fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+planned = functools.partial(checkpoints.planned, model=small_draws)
 
 
 def saved(folder: Path) -> Path:
-    ck.save(folder / "12", fs.init_state(draws, fs.adamw(1e-2), fs.random.key(3), planned()), extra={"seed": 1})
+    ck.save(folder / "12", fs.init_state(small_draws, fs.adamw(1e-2), fs.random.key(3), planned()), extra={"seed": 1})
     return folder / "12"
 
 

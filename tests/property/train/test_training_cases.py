@@ -4,7 +4,6 @@ The cases are data: they are drawn here and sent to ranks that wait.
 """
 
 import itertools
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +15,6 @@ import fsharding as fs
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import TRANSPORTS, mesh_of, point_to_point
-
-# torch says at length that `full_tensor` gathers axis by axis.
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 STEPS = 3
 GRIDS = {

@@ -18,7 +18,7 @@ from fsharding.checkpoint import directory as store
 from fsharding.errors import CheckpointError, ConfigError, DonatedError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
-from tests.unit.checkpoint.test_checkpoint import at_step, planned, refusal, state_of
+from tests.checkpoints import at_step, planned, refusal, state_of
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ PROGRAM = """
     import os, sys
     from pathlib import Path
     from fsharding import checkpoint as ck
-    from tests.unit.checkpoint.test_checkpoint import at_step
+    from tests.checkpoints import at_step
     if __name__ == "__main__":
         sys.stdout.write("not flushed")
         if "fail" in sys.argv:
@@ -176,7 +176,7 @@ WRITER = """
     import sys, time
     from fsharding import checkpoint as ck
     from fsharding.errors import CheckpointError
-    from tests.unit.checkpoint.test_checkpoint import at_step
+    from tests.checkpoints import at_step
     if __name__ == "__main__":
         first, count = int(sys.argv[2]), 0
         state = at_step(first)

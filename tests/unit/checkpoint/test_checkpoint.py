@@ -2,14 +2,12 @@
 
 import dataclasses
 import functools
-import hashlib
 import os
 import pickle
 import re
 import shutil
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,62 +20,21 @@ from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.serialized_layout import KNOWN, describe, rebuild
 from fsharding.errors import CheckpointError, DonatedError, LayoutError
 from fsharding.precision import ScaleState
-from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
+from tests.checkpoints import (
+    Evil,
+    Wrapped,
+    at_step,
+    draws,
+    optimizer,
+    planned,
+    read_metadata,
+    refusal,
+    reseal,
+    state_of,
+)
 
 FP32_SCALED = fs.Precision(loss_scale=fs.LossScale(initial=8.0))
-
-
-def draws(key):
-    keys = fs.random.split(key, 4)
-    return {
-        "table": fs.random.normal(keys[0], (7, 3)),
-        "blocks": {"w": fs.random.normal(keys[1], (2, 5, 3)), "scale": fs.random.full((), 0.5)},
-        "pair": [fs.random.normal(keys[2], (4,)), fs.random.normal(keys[3], (1, 2))],
-        "counts": fs.random.full((3,), 7, dtype=torch.int64),
-    }
-
-
-def optimizer():
-    return fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1))
-
-
-def planned(strategy=fs.zero(3), precision=fs.FP32, model=draws, **options):
-    mesh = fs.make_mesh(device="cpu")
-    return fs.plan_layout(model(fs.random.key(0)), mesh, strategy=strategy, precision=precision, **options)
-
-
-def state_of(layout, opt=None, model=draws):
-    state = fs.init_state(model, opt or optimizer(), fs.random.key(3), layout)
-    for x in map(local_of, fs.tree.leaves(state.opt_state)):
-        x += torch.arange(1, x.numel() + 1).reshape(x.shape).to(x.dtype)
-    return state.replace(step=torch.tensor(12))
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    ck.save(tmp_path / "12", state_of(planned()), extra={"seed": 1})
-    return tmp_path / "12"
-
-
-def refusal(call, *args, kind=CheckpointError, **kwargs) -> str:
-    with pytest.raises(kind) as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
-
-
-def described(file: Path) -> ck.SavedFile:
-    """What a manifest should say of a file."""
-    data, step = file.read_bytes(), manifests.BLOCK
-    blocks = [data[i : i + step] for i in range(0, len(data), step)]
-    return ck.SavedFile(len(data), tuple(hashlib.sha256(block).hexdigest() for block in blocks))
-
-
-def reseal(folder: Path, **changes) -> None:
-    """Gives a checkpoint another manifest, which says that all is well."""
-    manifest = dataclasses.replace(ck.metadata(folder), **changes)
-    files = {name: described(folder / name) for name in manifest.files}
-    (folder / "manifest.json").write_text(manifests.text_of(dataclasses.replace(manifest, files=files)))
 
 
 # ---------------------------------------------------------------------------------------------------------- round trips
@@ -137,11 +94,6 @@ def test_loss_scale_is_dropped_or_made(tmp_path):
     assert_bitwise_equal(ck.load(tmp_path / "scaled", scaled).loss_scale, state.loss_scale)
     assert ck.load(tmp_path / "scaled", plain).loss_scale is None
     assert_bitwise_equal(ck.load(tmp_path / "plain", scaled).loss_scale, FP32_SCALED.init_scale())
-
-
-class Wrapped(NamedTuple):
-    inner: object
-    mean: torch.Tensor
 
 
 def wrapping(opt):
@@ -392,14 +344,6 @@ def reseal_version(file: Path, text: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- pickles
-class Evil:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
-
-
 def test_code_in_the_metadata_does_not_run(saved, tmp_path):
     (saved / ".metadata").write_bytes(pickle.dumps(Evil(str(tmp_path / "ran"))))
     assert ".metadata has" in refusal(ck.load, saved, planned())
@@ -433,10 +377,6 @@ def test_code_in_a_tensor_file_does_not_run(saved, tmp_path):
     reseal(saved)
     assert f"it names {os.mkdir.__module__}.mkdir, which no tensor needs" in refusal(ck.load, saved, planned())
     assert not (tmp_path / "ran").exists()
-
-
-def read_metadata(folder: Path):
-    return pickle.loads((folder / ".metadata").read_bytes())
 
 
 def tampered(edit):
@@ -611,10 +551,6 @@ def test_nothing_but_a_checkpoint_is_overwritten(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ failures and crashes
-def at_step(n):
-    return state_of(planned()).replace(step=torch.tensor(n))
-
-
 def fail(*args, **kwargs):
     raise OSError(28, "No space left on device")
 

@@ -20,13 +20,7 @@ from fsharding import checkpoint as ck
 from fsharding.checkpoint.reader import damage
 from fsharding.errors import CheckpointError
 from fsharding.testing import assert_bitwise_equal
-from tests.unit.checkpoint.test_checkpoint import Evil, described, planned, read_metadata, refusal, reseal, state_of
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    ck.save(tmp_path / "12", state_of(planned()), extra={"seed": 1})
-    return tmp_path / "12"
+from tests.checkpoints import Evil, described, planned, read_metadata, refusal, reseal, state_of
 
 
 def outcome(folder: Path, truth, layout) -> str:

@@ -1,5 +1,6 @@
 """Weights of other programs in one process: every format and dtype bit by bit, names, refusals by name, bounded memory."""
 
+import functools
 import json
 import os
 import pickle
@@ -16,17 +17,18 @@ import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.checkpoint import byte_ranges as ranges
 from fsharding.checkpoint.name_map import naming, our_box, parts
-from fsharding.errors import CheckpointError, LayoutError
+from fsharding.errors import LayoutError
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
+from tests import checkpoints
+from tests.checkpoints import FORMATS, refusal, same_bits, weight_draws
 
 ROOT = Path(__file__).resolve().parents[3]
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool,
     torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
-FORMATS = ["torch", "safetensors", "dcp"]
 
 
 def every_dtype() -> dict[str, torch.Tensor]:
@@ -53,31 +55,6 @@ def write(kind: str, path: Path, tensors: dict) -> Path:
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
             torch_dcp.save(tensors, checkpoint_id=path)
     return path
-
-
-def read_back(kind: str, path: Path) -> dict[str, torch.Tensor]:
-    """What other programs read."""
-    if kind == "torch":
-        return torch.load(path, weights_only=True)
-    if kind == "safetensors":
-        return {name: x for file in path.glob("*.safetensors") for name, x in safetensors.torch.load_file(file).items()}
-    metadata = torch_dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-        torch_dcp.load(found, checkpoint_id=path)
-    return found
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*raw)
-
-
-def refusal(call, *args, kind=CheckpointError, **kwargs) -> str:
-    with pytest.raises(kind) as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -287,20 +264,7 @@ def test_names_cut_stacks_and_transpose():
 MODEL_NAMES = {"blocks.w": ck.Transposed("h.{i}.mlp.weight"), "blocks.b": "h.{i}.mlp.bias", "table": "wte"}
 
 
-def draws(key):
-    keys = fs.random.split(key, 4)
-    return {
-        "table": fs.random.normal(keys[0], (7, 3)),
-        "blocks": {"w": fs.random.normal(keys[1], (2, 5, 3)), "b": fs.random.normal(keys[2], (2, 3))},
-        "scale": fs.random.full((), 0.5),
-        "counts": fs.random.full((3,), 7, dtype=torch.int64),
-    }
-
-
-def planned(strategy=fs.zero(3), precision=fs.FP32, **options):
-    return fs.plan_layout(
-        draws(fs.random.key(0)), fs.make_mesh(device="cpu"), strategy=strategy, precision=precision, **options
-    )
+planned = functools.partial(checkpoints.planned, model=weight_draws)
 
 
 def optimizer():
@@ -322,14 +286,16 @@ def foreign(state) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_run_starts_from_weights_as_from_the_same_draws(kind, level, precision, tmp_path):
     layout = planned(fs.zero(level), precision)
-    begun = fs.init_state(draws, optimizer(), fs.random.key(3), layout)
-    path = write(kind, tmp_path / "weights", foreign(fs.init_state(draws, optimizer(), fs.random.key(3), planned())))
+    begun = fs.init_state(weight_draws, optimizer(), fs.random.key(3), layout)
+    path = write(
+        kind, tmp_path / "weights", foreign(fs.init_state(weight_draws, optimizer(), fs.random.key(3), planned()))
+    )
     params = ck.load_weights(path, layout, MODEL_NAMES)
     assert_bitwise_equal(fs.state_from(params, optimizer(), fs.random.key(3), layout), begun)
 
 
 def test_moments_are_read_into_a_tree_like_them(tmp_path):
-    state = fs.init_state(draws, optimizer(), fs.random.key(3), planned())
+    state = fs.init_state(weight_draws, optimizer(), fs.random.key(3), planned())
     expected = fs.tree.map(lambda x: x + 4, state.opt_state)
     saved = {f"optim.{path}": local_of(x) for path, x in fs.tree.named_leaves(expected).items()}
     torch.save(saved | {"model.other": torch.ones(2)}, tmp_path / "weights")
@@ -338,7 +304,7 @@ def test_moments_are_read_into_a_tree_like_them(tmp_path):
 
 
 def test_other_dtypes_are_cast_when_asked(tmp_path):
-    state = fs.init_state(draws, optimizer(), fs.random.key(3), planned())
+    state = fs.init_state(weight_draws, optimizer(), fs.random.key(3), planned())
     narrow = {name: x.bfloat16() if x.is_floating_point() else x for name, x in foreign(state).items()}
     torch.save(narrow, tmp_path / "weights")
     found = ck.load_weights(tmp_path / "weights", planned(), MODEL_NAMES, cast=True)
@@ -346,7 +312,7 @@ def test_other_dtypes_are_cast_when_asked(tmp_path):
 
 
 def test_weights_that_do_not_fit_are_refused_with_every_reason(tmp_path):
-    state = fs.init_state(draws, optimizer(), fs.random.key(3), planned())
+    state = fs.init_state(weight_draws, optimizer(), fs.random.key(3), planned())
     tensors = foreign(state)
     del tensors["h.1.mlp.bias"]
     tensors |= {"h.0.mlp.weight": torch.ones(5, 3), "wte": tensors["wte"].half(), "spare": torch.ones(2)}
@@ -366,7 +332,7 @@ def test_weights_that_do_not_fit_are_refused_with_every_reason(tmp_path):
 
 
 def test_weights_below_a_prefix_are_found_with_it(tmp_path):
-    state = fs.init_state(draws, optimizer(), fs.random.key(3), planned())
+    state = fs.init_state(weight_draws, optimizer(), fs.random.key(3), planned())
     torch.save({"model": foreign(state), "optimizer": {"exp": torch.ones(2)}}, tmp_path / "weights")
     text = refusal(ck.load_weights, tmp_path / "weights", planned(), MODEL_NAMES)
     assert text.endswith("extra='ignore' leaves the rest; prefix='model.' looks below it.")
@@ -375,7 +341,7 @@ def test_weights_below_a_prefix_are_found_with_it(tmp_path):
 
 
 def test_an_abstract_mesh_is_refused(tmp_path):
-    layout = fs.plan_layout(draws(fs.random.key(0)), fs.AbstractMesh(("dp",), (2,)))
+    layout = fs.plan_layout(weight_draws(fs.random.key(0)), fs.AbstractMesh(("dp",), (2,)))
     assert refusal(ck.load_weights, tmp_path, layout, kind=LayoutError) == (
         "fs.checkpoint.load_weights cannot load onto the abstract mesh {dp: 2}.\nPlan the layout on a mesh of fs.make_mesh."
     )

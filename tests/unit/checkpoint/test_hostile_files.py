@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
+import functools
 import io
 import json
 import os
@@ -33,22 +33,18 @@ from fsharding.interop import hf
 from fsharding.pipeline.plots import plot_loss, read_metrics
 from fsharding.testing import assert_bitwise_equal
 from fsharding.train.data import from_files, from_tokens, open_data
+from tests import checkpoints
+from tests.checkpoints import reseal, small_draws
 from tests.helpers import refusal
 
 CONFIG = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
 
 
-def draws(key):
-    keys = fs.random.split(key, 2)
-    return {"table": fs.random.normal(keys[0], (7, 3)), "blocks": {"w": fs.random.normal(keys[1], (2, 5, 3))}}
-
-
-def planned():
-    return fs.plan_layout(draws(fs.random.key(0)), fs.make_mesh(device="cpu"))
+planned = functools.partial(checkpoints.planned, model=small_draws)
 
 
 def a_state():
-    return fs.init_state(draws, fs.adamw(1e-2), fs.random.key(3), planned())
+    return fs.init_state(small_draws, fs.adamw(1e-2), fs.random.key(3), planned())
 
 
 @pytest.fixture
@@ -63,17 +59,6 @@ def model_of(folder: Path) -> Path:
     state = fs.init_state(fs.models.decoder(CONFIG), fs.adamw(1e-2), fs.random.key(0), layout)
     hf.save(folder, state, CONFIG, max_file_bytes=1200)
     return folder
-
-
-def reseal(folder: Path, **changes) -> None:
-    """Another manifest, which says that all is well."""
-    found = dataclasses.replace(ck.metadata(folder), **changes)
-    files = {}
-    for name in found.files:
-        data, step = (folder / name).read_bytes(), manifests.BLOCK
-        digests = [hashlib.sha256(data[i : i + step]).hexdigest() for i in range(0, len(data), step)]
-        files[name] = ck.SavedFile(len(data), tuple(digests))
-    (folder / "manifest.json").write_text(manifests.text_of(dataclasses.replace(found, files=files)))
 
 
 def put_metadata(folder: Path, data: bytes) -> Path:

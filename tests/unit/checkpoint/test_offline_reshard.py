@@ -6,10 +6,13 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
@@ -21,16 +24,29 @@ from fsharding.errors import MeshError
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
-from tests.unit.checkpoint.test_convert import FORMATS, read_back, refusal, same_bits
-from tests.unit.checkpoint.test_convert import draws as weights
+from tests.checkpoints import FORMATS, refusal, same_bits, weight_draws
 
 ROOT = Path(__file__).resolve().parents[3]
 FP16_SCALED = fs.Precision(compute=torch.float16, loss_scale=fs.LossScale(initial=8.0))
 NAMES = {"blocks.w": ck.Transposed("h.{i}.weight"), "blocks.b": "h.{i}.bias"}
 
 
+def read_back(kind: str, path: Path) -> dict[str, torch.Tensor]:
+    """What other programs read."""
+    if kind == "torch":
+        return torch.load(path, weights_only=True)
+    if kind == "safetensors":
+        return {name: x for file in path.glob("*.safetensors") for name, x in safetensors.torch.load_file(file).items()}
+    metadata = torch_dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+        torch_dcp.load(found, checkpoint_id=path)
+    return found
+
+
 def draws(key):
-    return {**weights(key), "none": fs.random.zeros((0, 3))}
+    return {**weight_draws(key), "none": fs.random.zeros((0, 3))}
 
 
 DIM_NAMES = {

@@ -24,8 +24,7 @@ from fsharding.errors import LayoutError
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal
-from tests.unit.checkpoint.test_checkpoint import Wrapped, draws, planned, refusal, state_of
-from tests.unit.checkpoint.test_checkpoint_damage import described
+from tests.checkpoints import Wrapped, described, draws, planned, refusal, state_of
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -135,12 +134,6 @@ def test_pieces_are_small_and_cover(stride, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------- load_leaves
-@pytest.fixture
-def saved(tmp_path):
-    ck.save(tmp_path / "a", state_of(planned()))
-    return tmp_path / "a"
-
-
 def test_some_leaves(saved):
     state = state_of(planned())
     found = ck.load_leaves(saved, ["params.blocks", "params.table", "step"])

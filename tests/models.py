@@ -1,0 +1,101 @@
+"""Decoders that train for ten steps on any mesh, and the comparison with the same run on one process.
+
+In: a model's config, a mesh's axes, a strategy, options of the step and of the model.
+Out: float32[STEPS, 2], the loss and the gradient norm of each step.
+Law: no mesh and no strategy changes them by more than rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import DeviceMesh
+
+import fsharding as fs
+from fsharding import ops
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import data_position
+from fsharding.testing import assert_bitwise_equal, run_ranks
+from tests.helpers import mesh_of
+
+CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=2, heads=8, kv_heads=2, hidden=36)
+DEEP = fs.models.DecoderConfig(vocab=50, dim=16, layers=8, heads=4, kv_heads=2, hidden=20)
+ROWS, POSITIONS, STEPS = 8, 8, 10
+# With the usual 1e-8 a gradient of almost nothing moves its weight as much as any, so that even one process gives other
+# norms from the third digit on when it cuts its batch in two: rounding alone.
+RATE, EPS = 3e-3, 1e-3
+
+
+def batches(mesh: DeviceMesh, vocab: int, packed: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's part of STEPS batches, in which some targets do not count; `packed` adds documents."""
+    index, count = data_position(mesh)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(vocab, (ROWS, POSITIONS + 1), generator=generator)
+        targets = tokens[:, 1:].clone()
+        targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+        batch = {"tokens": tokens[:, :-1], "targets": targets}
+        if packed:
+            batch["documents"] = (torch.rand(targets.shape, generator=generator) < 0.3).cumsum(1)
+        yield ops.cut_sequence({name: x.chunk(count)[index] for name, x in batch.items()}, mesh=mesh)
+
+
+def optimizer() -> fs.optim.GradientTransformation:
+    """AdamW with a warm-up, after a clip that clips."""
+    rates = fs.optim.schedules.warmup_cosine(RATE, 2, 20)
+    return fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(rates, eps=EPS, weight_decay=0.1))
+
+
+def train(
+    axes: Mapping[str, int],
+    strategy: fs.Strategy,
+    *,
+    order: Sequence[str] = AXES,
+    rules: fs.AxisRules = fs.DEFAULT_RULES,
+    config: fs.models.DecoderConfig = CONFIG,
+    microbatches: int = 1,
+    schedule: Any = "1f1b",
+    gather: str = "step",
+    policy: Any = fs.policies.save_except_gathered,
+    changed: Callable[[Any], Any] | None = None,
+    packed: bool = False,
+    **model_options: Any,
+) -> torch.Tensor:
+    """Losses and gradient norms on this rank; `changed` makes another model of the decoder."""
+    mesh, model = mesh_of(axes, order=order), fs.models.decoder(config, **model_options)
+    model = model if changed is None else changed(model)
+    stages, ranks = None, axes.get("pp", 1)
+    if ranks > 1:
+        schedule = fs.pipeline.plan_schedule(schedule, ranks, microbatches, gather=gather)
+        stages = fs.pipeline.stages_of(model, schedule)
+    layout = fs.plan_layout(model, mesh, rules, strategy, stages=stages)
+    opt = optimizer()
+    state = fs.init_state(model, opt, fs.random.key(0), layout)
+    step, rows = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule, policy=policy), []
+    for batch in batches(mesh, config.vocab, packed):
+        state, metrics = step(state, batch)
+        rows.append((metrics.loss, metrics.grad_norm))
+    return torch.tensor(rows)
+
+
+def on_ranks(axes: Mapping[str, int], strategy: fs.Strategy, **options: Any) -> torch.Tensor:
+    """The run on as many ranks as the axes have: rank 0's rows, after a check that all ranks have the same bits."""
+    runs = run_ranks(train, math.prod(axes.values()), axes, strategy, **options)
+    for other in runs[1:]:
+        assert_bitwise_equal(runs[0], other, "the ranks' results")
+    return runs[0]
+
+
+@functools.cache
+def alone(config: fs.models.DecoderConfig = CONFIG, **options: Any) -> torch.Tensor:
+    """The run on one process, without a process group."""
+    return train({"dp": 1}, fs.zero(0), config=config, **options)
+
+
+def close(run: torch.Tensor, config: fs.models.DecoderConfig = CONFIG, **options: Any) -> None:
+    """A run has the losses and norms of one process."""
+    torch.testing.assert_close(run, alone(config, **options), rtol=1e-5, atol=0)
