@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,26 @@ TRANSPORTS = ["native", "pairwise", "shared_memory"]
 
 full = pytest.mark.full
 """Marks a case that `make test` leaves out: `pytest.param(..., marks=full)`, or `@full` for a whole test."""
+
+
+def crossed(
+    *columns: Iterable[Any] | Mapping[str, tuple[Any, ...]], kept: Iterable[str], name: Callable[[Any], str] = str
+) -> list[Any]:
+    """Cases of a product of columns, of which those whose ids are not in `kept` are marked full.
+
+    A column is a list of values, whose ids `name` gives, or a dict from ids to the arguments that they stand for.
+    """
+    named = [
+        [*column.items()] if isinstance(column, Mapping) else [(name(value), (value,)) for value in column]
+        for column in columns
+    ]
+    cases = {
+        "-".join(part for part, _ in row): [argument for _, arguments in row for argument in arguments]
+        for row in itertools.product(*named)
+    }
+    assert {*kept} <= {*cases}, {*kept} - {*cases}
+    return [pytest.param(*case, id=i, marks=[] if i in kept else full) for i, case in cases.items()]
+
 
 FULL = settings.default.max_examples >= 500
 """Whether Hypothesis looks for as many examples as `make test-full` asks for."""

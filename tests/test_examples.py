@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import full
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"tour.md": 20, "testing.md": 3}  # and the number of asserts that each has at least
 SECONDS = 100
@@ -139,9 +141,8 @@ def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     compare(name, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "mlp.py" else pytest.param(name, marks=pytest.mark.full) for name in EXAMPLES]
-)
+@full
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_example_is_a_script(name: str, tmp_path: Path):
     compare(name, run_example(ROOT / "examples" / name, tmp_path))
 
@@ -149,14 +150,14 @@ def test_example_is_a_script(name: str, tmp_path: Path):
 DRAWN = "muon_vs_adamw.py", "hessian_spectrum.py"
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("name", DRAWN)
 def test_example_draws(name: str, tmp_path: Path):
     compare(name, run_example(ROOT / "examples" / name, tmp_path, "--plot", "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-ONE_AXIS = ["pp=2", "cp=2", *(pytest.param(f"{axis}=2", marks=pytest.mark.full) for axis in ("dp", "ep", "replica"))]
+ONE_AXIS = ["pp=2", "cp=2", *(pytest.param(f"{axis}=2", marks=full) for axis in ("dp", "ep", "replica"))]
 
 
 @pytest.mark.parametrize("axes", ONE_AXIS)
@@ -171,7 +172,7 @@ def test_a_llama_is_finetuned_over_each_axis(
     assert printed.endswith("fine-tuned on the mesh, and the same in transformers\n")
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("axes", ["replica=2 dp=2", "pp=2 cp=2", "pp=2 dp=2 tp=2"])
 def test_a_llama_is_finetuned_over_any_mesh(axes: str, tmp_path: Path):
     printed = run_example(ROOT / "examples" / "finetune_llama.py", tmp_path, *axes.split())

@@ -14,6 +14,7 @@ from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.precision import Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
+from tests.helpers import full
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
 
@@ -53,7 +54,7 @@ def test_strategies_have_the_same_losses_and_their_states_are_on_the_gpu():
         assert {local_of(x).device.type for x in fs.tree.leaves(state.params)} == {DEVICE}
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("name", DTYPES)
 def test_compiled_blocks_have_the_losses_of_eager_ones(name):
     how = Precision(compute=DTYPES[name])

@@ -12,6 +12,7 @@ from fsharding.bench.step import StepConfig, bench_step, measure
 from fsharding.errors import ConfigError
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.testing import run_ranks
+from tests.helpers import full
 
 ALL = ("compute-only", "ddp", "fsdp2", "fsharding-zero0", "fsharding-zero1", "fsharding-zero2", "fsharding-zero3")
 SMALL = {"preset": "tiny", "batch": 1, "seq_len": 16, "rounds": 2}
@@ -51,7 +52,7 @@ def test_an_update_is_that_of_torch_and_is_measured(capsys):
         bench_optimizer(OptimizerConfig(rounds=0))
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"compiled": True}], ids=str)
 def test_other_dtypes_and_compiled_blocks(how):
     contenders = ("ddp", "fsdp2", "fsharding-zero3", "fsharding-hybrid")

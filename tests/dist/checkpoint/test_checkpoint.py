@@ -32,7 +32,7 @@ from tests.checkpoints_on_ranks import (
     some_state,
     whole,
 )
-from tests.helpers import token_batch
+from tests.helpers import full, token_batch
 
 
 def save_some(name, path, replace=None):
@@ -63,13 +63,13 @@ def compare(saved, loaded, name, ranks, source):
 @pytest.mark.parametrize(
     ("ranks", "source", "turn"),
     [
-        (2, "zero0", 0),
+        pytest.param(2, "zero0", 0, marks=full),
         (2, "zero1_bf16", 1),
-        (4, "zero2", 1),
-        (4, "zero3", 0),
+        pytest.param(4, "zero2", 1, marks=full),
+        pytest.param(4, "zero3", 0, marks=full),
         (4, "tp", 0),
         (4, "pp_fp16", 1),
-        (4, "hsdp", 0),
+        pytest.param(4, "hsdp", 0, marks=full),
         (4, "hfsdp_bf16", 1),
     ],
 )
@@ -114,8 +114,8 @@ def layers_of(rank, path):
     """Rows 0 and 3 live on the first stage, 1 and 2 on the second: two boxes on one rank."""
     mesh = fs.make_mesh(pp=2, device="cpu")
     sharding = fs.NamedSharding(mesh, assigned=(Assigned.indices("pp", 0, ((0, 3), (1, 2))),))
-    full = torch.arange(8.0).reshape(4, 2)
-    mine = full[[(0, 3), (1, 2)][meshes.coordinate(mesh)["pp"]], :]
+    leaf = torch.arange(8.0).reshape(4, 2)
+    mine = leaf[[(0, 3), (1, 2)][meshes.coordinate(mesh)["pp"]], :]
     mine = staged((4, 2), sharding, mine)
     writers = shares({"x": mine}, (0, 1))["x"]
     with Writer(path, dist.get_rank()) as writer:
@@ -131,7 +131,7 @@ def layers_of(rank, path):
     for shards in (staged((4, 2), sharding, again), staged((4, 2), None, plain)):
         for box, part in shards.kept().values():
             open_source(path, None).read("x", box, part)
-    return torch.equal(again, mine.local), torch.equal(plain, full)
+    return torch.equal(again, mine.local), torch.equal(plain, leaf)
 
 
 def test_assigned_leaves(tmp_path):
@@ -170,9 +170,13 @@ def train_with_a_break(path, axes, pairs):
 @pytest.mark.parametrize(
     ("ranks", "axes", "pairs"),
     [
-        (2, {"dp": 2}, [(fs.zero(i), fs.zero(i), p) for i in range(4) for p in (fs.FP32, fs.BF16)]),
+        pytest.param(
+            2, {"dp": 2}, [(fs.zero(i), fs.zero(i), p) for i in range(4) for p in (fs.FP32, fs.BF16)], marks=full
+        ),
         (2, {"dp": 2}, [(fs.zero(3), fs.zero(0), fs.FP32), (fs.zero(1), fs.zero(3), fs.BF16)]),
-        (4, {"replica": 2, "dp": 2}, [(fs.HSDP, fs.HSDP, fs.FP32), (fs.HFSDP, fs.HFSDP, fs.BF16)]),
+        pytest.param(
+            4, {"replica": 2, "dp": 2}, [(fs.HSDP, fs.HSDP, fs.FP32), (fs.HFSDP, fs.HFSDP, fs.BF16)], marks=full
+        ),
         (2, {"dp": 2}, [(fs.zero(1), fs.zero(1), FP16)]),
     ],
     ids=["same", "other", "replica", "fp16"],
@@ -185,12 +189,12 @@ def test_training_goes_on_bitwise(tmp_path, ranks, axes, pairs):
 
 
 # ----------------------------------------------------------------------------------------------------- one rank fails
-def save_with_a_full_disk(path, full):
+def save_with_a_full_disk(path, rank):
     """No file of the chosen rank may be larger than 2000 bytes, which the kernel sees to."""
     state = some_state(planned("zero3"))
     ck.save(path / "1", state)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == full:
+    if dist.get_rank() == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
         texts = [answer(ck.save, path / name, state.replace(step=torch.tensor(50))) for name in ("1", "2")]
@@ -202,11 +206,11 @@ def save_with_a_full_disk(path, full):
     return texts, [*steps, int(ck.load(path / "1", planned("zero3")).step)]
 
 
-@pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_on_one_rank(tmp_path, full):
-    for texts, steps in run_ranks(save_with_a_full_disk, 2, tmp_path, full):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_on_one_rank(tmp_path, rank):
+    for texts, steps in run_ranks(save_with_a_full_disk, 2, tmp_path, rank):
         for text in texts:
-            assert text.startswith("fs.checkpoint.save failed on 1 of 2 ranks.\n" + f"  rank {full}: ")
+            assert text.startswith("fs.checkpoint.save failed on 1 of 2 ranks.\n" + f"  rank {rank}: ")
         assert steps == [41, 60]
     assert os.listdir(tmp_path) == ["1"]
 

@@ -24,6 +24,7 @@ from fsharding.errors import RankError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.checkpoints_on_ranks import OPERATIONS, answer, numbered, planned, portions, whole
+from tests.helpers import full
 
 
 # ------------------------------------------------------------------------------------------------------------- killed
@@ -44,7 +45,7 @@ def save_until_killed(path, first, delay, victims):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=full)])
 def test_ranks_killed_at_any_moment(tmp_path, count):
     draw, layout, path = random.Random(count), planned("zero3"), tmp_path / "x" / "a"
     for number in range(count):
@@ -95,12 +96,12 @@ def test_a_file_system_that_is_full(small_disk):
     assert os.listdir(small_disk) == ["a"]
 
 
-def save_async_with_limits(path, full):
+def save_async_with_limits(path, rank):
     """A rank whose files may not be larger than 2000 bytes, which only the thread meets."""
     state = numbered(1)
     ck.save(path / "a", state)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == full:
+    if dist.get_rank() == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
         pending = ck.save_async(path / "a", state.replace(step=torch.tensor(2)))
@@ -112,11 +113,11 @@ def save_async_with_limits(path, full):
     return texts, int(ck.load(path / "a", state.layout).step)
 
 
-@pytest.mark.parametrize("full", [0, 1])
-def test_a_failure_in_the_background_is_told_on_all_ranks(tmp_path, full):
-    for texts, step in run_ranks(save_async_with_limits, 2, tmp_path, full):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_in_the_background_is_told_on_all_ranks(tmp_path, rank):
+    for texts, step in run_ranks(save_async_with_limits, 2, tmp_path, rank):
         assert texts[0] == texts[1]
-        assert texts[0].startswith(f"fs.checkpoint.save failed on 1 of 2 ranks.\n  rank {full}: OSError: [Errno 27]")
+        assert texts[0].startswith(f"fs.checkpoint.save failed on 1 of 2 ranks.\n  rank {rank}: OSError: [Errno 27]")
         assert step == 1
     assert os.listdir(tmp_path) == ["a"]
 

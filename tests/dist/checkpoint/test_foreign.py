@@ -20,6 +20,7 @@ from fsharding.errors import CheckpointError, RankError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.train.state import main_of
+from tests.helpers import full
 
 LAYERS, WIDTH, VOCAB = 3, 6, 13
 NAMES = {
@@ -157,7 +158,14 @@ def read_fsdp2(folder, layout_name):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"), [(2, "zero3"), (2, "zero1_bf16"), (4, "tp"), (4, "pp_hsdp"), (1, "zero0")]
+    ("ranks", "layout"),
+    [
+        (2, "zero3"),
+        pytest.param(2, "zero1_bf16", marks=full),
+        (4, "tp"),
+        pytest.param(4, "pp_hsdp", marks=full),
+        pytest.param(1, "zero0", marks=full),
+    ],
 )
 def test_a_run_of_fsdp2_goes_on_here_and_back(ranks, layout, tmp_path):
     params, mu, nu = run_ranks(save_fsdp2, 2, tmp_path / "theirs")[0]

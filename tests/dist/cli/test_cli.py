@@ -28,6 +28,7 @@ from fsharding.mesh.device_mesh import make_mesh
 from fsharding.pipeline.schedule import plan_schedule
 from fsharding.testing import run_ranks
 from tests.commands import clean_environment, losses
+from tests.helpers import full
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -82,6 +83,7 @@ def copy(source: Path, target: Path) -> Path:
     return target
 
 
+@full
 def test_swapping_strategies_in_mid_run_changes_no_loss(whole: Path, tmp_path: Path):
     swaps = "2=zero1,3=hfsdp:replica=2,dp=1,5=zero0"
     assert train(tmp_path / "run", "--swap-at", swaps) == losses(whole)
@@ -103,7 +105,7 @@ def test_local_ranks_leave_metrics_plot_and_checkpoint(whole: Path):
     assert (whole / "ckpt" / "6" / "manifest.json").exists()
 
 
-@pytest.mark.full
+@full
 def test_the_run_of_the_readme_learns(tmp_path: Path):
     """What `make train` runs: Python's own sources, as bytes."""
     out = tmp_path / "run"
@@ -131,11 +133,11 @@ def test_resume_on_another_mesh_and_strategy(whole: Path, cut: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (4, ["--mesh", "pp=2,tp=2", "--schedule", "zbv", "--microbatches", "4", "--sequence"]),
+        pytest.param(4, ["--mesh", "pp=2,tp=2", "--schedule", "zbv", "--microbatches", "4", "--sequence"], marks=full),
         pytest.param(
             4,
             ["--mesh", "pp=2,cp=2", "--microbatches", "2", "--swap-at", "2=zero1:tp=4,4=zero3:pp=2,dp=2"],
-            marks=pytest.mark.full,
+            marks=full,
         ),
     ],
 )
@@ -158,14 +160,14 @@ def test_options_of_the_schedule_make_it(tmp_path: Path):
     assert layers is not None and layers["blocks"] == [[2], [0, 1, 3]]
 
 
-@pytest.mark.full
+@full
 def test_experts_move_from_their_axis_to_a_pipeline_in_mid_run(tmp_path: Path):
     alone = train(tmp_path / "alone", "--preset", "tiny-moe", ranks=1)
     moved = train(tmp_path / "run", "--preset", "tiny-moe", "--mesh", "ep=2", "--swap-at", "2=zero1,4=zero3:pp=2")
     assert moved == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=full)])
 def test_every_launch_and_strategy_has_the_same_losses(alone: Path, whole: Path, tmp_path: Path, ranks: int):
     two = train(tmp_path / "two", "--strategy", "optim", "--microbatches", "2")
     command = [
@@ -256,6 +258,7 @@ def test_a_mistyped_option_is_refused_without_a_traceback(tmp_path: Path, capsys
     assert "--strategy" in error and "Traceback" not in error
 
 
+@full
 def test_a_reader_that_has_enough_gets_no_traceback(whole: Path):
     command = f"{sys.executable} -m fsharding inspect {whole / 'ckpt' / '6'} | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=clean_environment())
@@ -330,7 +333,7 @@ def test_host_overhead_beside_fsdp2_is_measured_and_shown(capsys: pytest.Capture
     compared(run_ranks(measured, 2)[0], capsys)
 
 
-@pytest.mark.full
+@full
 def test_the_bench_prints_what_it_measured(capsys: pytest.CaptureFixture[str]):
     done = fsharding("bench", "overhead", "--units", "20", "--rounds", "5", "--json")
     assert done.returncode == 0, done.stderr

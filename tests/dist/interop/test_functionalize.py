@@ -13,7 +13,7 @@ import fsharding as fs
 from fsharding.mesh.device_mesh import data_position
 from fsharding.sharding.named_sharding import Local, to_local
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
-from tests.helpers import token_batch
+from tests.helpers import full, token_batch
 from tests.modules import UNITS, VOCAB, Block, Net, Shared
 
 STEPS = 5
@@ -318,7 +318,7 @@ def test_families_of_hugging_face(tmp_path):
     run_ranks(train_families, 2, ["gpt2", "qwen3_moe, mixed", "qwen3"], str(tmp_path), timeout=110.0)
 
 
-@pytest.mark.full
+@full
 def test_other_families_of_hugging_face(tmp_path):
     run_ranks(
         train_families,

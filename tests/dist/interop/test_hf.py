@@ -20,6 +20,7 @@ from fsharding.interop import hf
 from fsharding.mesh.device_mesh import data_position
 from fsharding.sharding.named_sharding import sharding_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
+from tests.helpers import full
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -138,12 +139,13 @@ LAYOUTS = {
 }
 DEFAULT = {name: ["one", "zero3", "tp"] for name in FAMILIES}
 DEFAULT |= {name: ["one", "zero3", "tp", "ep", "pp"] for name in ("mixtral", "qwen3_moe")}
+DEFAULT |= {"llama": ["zero3", "tp"]}
 
 
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        pytest.param(name, where, marks=[] if where in DEFAULT[name] else pytest.mark.full)
+        pytest.param(name, where, marks=[] if where in DEFAULT[name] else full)
         for name in FAMILIES
         for where in LAYOUTS
         if "ep" not in where or name in ("mixtral", "qwen3_moe")

@@ -20,6 +20,7 @@ from fsharding.errors import CheckpointError, RankError
 from fsharding.pipeline import executor as pipeline
 from fsharding.testing import ranks as pools
 from fsharding.testing import run_ranks
+from tests.helpers import full
 
 mesh_module, reshard_module = (sys.modules[f"fsharding.{name}"] for name in ("mesh.device_mesh", "train.reshard"))
 PLACES = {
@@ -109,7 +110,7 @@ def test_a_rank_that_raises_by_itself_is_named_with_its_error(tmp_path):
     assert "\n  rank 1 (pp=1) raised ValueError: no home\n" in texts[0]
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("axes", [{"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}, {"pp": 3}])
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_whoever_is_gone_is_named(tmp_path, how, axes):
@@ -160,9 +161,7 @@ def dies_in(folder, call):
             os._exit(1)
 
 
-@pytest.mark.parametrize(
-    "call", [call if call in DEFAULT else pytest.param(call, marks=pytest.mark.full) for call in RARE]
-)
+@pytest.mark.parametrize("call", [call if call in DEFAULT else pytest.param(call, marks=full) for call in RARE])
 def test_a_rank_that_dies_in_a_rare_call_is_named(tmp_path, call):
     with patch.object(pools, "_GRACE", 20.0), pytest.raises(RankError):
         run_ranks(dies_in, 2, str(tmp_path), call)
@@ -190,7 +189,7 @@ def served_by_rank(folder, port):
             os._exit(1)
 
 
-@pytest.mark.full
+@full
 def test_the_rank_that_has_the_store_is_named(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

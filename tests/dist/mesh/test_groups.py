@@ -13,7 +13,7 @@ import fsharding as fs
 from fsharding import _compat
 from fsharding.mesh import device_mesh as meshes
 from fsharding.testing import run_ranks
-from tests.helpers import token_batch
+from tests.helpers import full, token_batch
 
 MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20))
 OPT = fs.adamw(1e-2)
@@ -51,7 +51,7 @@ def swap(swaps, again):
     return losses, [*used, threads_and_descriptors()]
 
 
-@pytest.mark.parametrize("swaps", [60, pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("swaps", [60, pytest.param(2000, marks=[full, pytest.mark.timeout(900)])])
 def test_a_run_that_swaps_its_mesh_opens_no_more_and_more(swaps):
     want = [losses for losses, _ in run_ranks(swap, 4, swaps, False, timeout=800)]
     for rank, (losses, ((threads, descriptors), (threads_after, descriptors_after))) in enumerate(

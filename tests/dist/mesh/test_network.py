@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fsharding.testing import RankPool
-from tests.helpers import until
+from tests.helpers import full, until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
 SMALL = ["--seq", "32", "--batch", "8"]
@@ -95,7 +95,7 @@ def by_hand(rank, folder):
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, env=env)
 
 
-@pytest.mark.full
+@full
 def test_processes_started_by_hand_meet_in_a_file(tmp_path):
     runs = [by_hand(rank, tmp_path) for rank in range(2)]
     assert [run.communicate(timeout=90)[0].strip() for run in runs] == ["0", "1"]

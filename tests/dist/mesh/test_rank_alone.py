@@ -19,6 +19,7 @@ from fsharding import _compat, ops
 from fsharding.errors import RankError
 from fsharding.mesh import failures as lost
 from fsharding.testing import RankPool
+from tests.helpers import full
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=2, heads=4, kv_heads=2, hidden=36)
 SECONDS = 2
@@ -176,9 +177,7 @@ NAMES = {
 DEFAULT = {"save", "reshard", "value_and_grad", "forward", "psum"}
 
 
-@pytest.mark.parametrize(
-    "call", [call if call in DEFAULT else pytest.param(call, marks=pytest.mark.full) for call in NAMES]
-)
+@pytest.mark.parametrize("call", [call if call in DEFAULT else pytest.param(call, marks=full) for call in NAMES])
 def test_a_call_of_one_rank_alone(tmp_path, call):
     (ranks, text), other = told(tmp_path, call, "nothing")
     assert other == ((), "")
@@ -222,7 +221,7 @@ def test_two_calls_that_send_unlike_things_are_told_apart_at_once(tmp_path):
     assert all("rank 0 (dp=0): fs.global_norm at HERE\n  rank 1 (dp=1): train step 1 at" in text for _, text in found)
 
 
-@pytest.mark.full
+@full
 def test_a_collective_of_torch_that_one_rank_is_in(tmp_path):
     _, (ranks, text) = told(tmp_path, "full_tensor", "step", begin=["step"])
     assert ranks == (0,)
@@ -231,7 +230,7 @@ def test_a_collective_of_torch_that_one_rank_is_in(tmp_path):
     )
 
 
-@pytest.mark.full
+@full
 def test_a_rank_that_is_busy_inside_the_call_is_named_with_its_line(tmp_path):
     (ranks, text), _ = told(tmp_path, "slow_loss", "slow_loss", begin=["step"])
     head, row, _, mend = text.split("\n")
@@ -240,7 +239,7 @@ def test_a_rank_that_is_busy_inside_the_call_is_named_with_its_line(tmp_path):
     assert mend.startswith("If it is only slow, give make_mesh a longer timeout=. Look at what rank 1 said last")
 
 
-@pytest.mark.full
+@full
 def test_a_rank_that_saves_alone_is_named_by_those_that_do_not_talk_with_it(tmp_path):
     found = told(tmp_path, "save", "step", "step", "step", begin=["step"], dp=2, tp=2)
     assert {ranks for ranks, _ in found[1:]} == {(0,)}
@@ -269,7 +268,7 @@ def woken(folder, call):
             os.kill(pids[1], signal.SIGCONT)
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("call", ["step", "save", "load", "make_mesh"])
 def test_a_rank_that_was_given_up_does_not_blame_itself(tmp_path, call):
     with RankPool(2) as pool:

@@ -13,7 +13,7 @@ from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
 from fsharding.testing import strategies as draws
 from fsharding.transforms.unit_plan import large_from
-from tests.helpers import FULL, examples, full
+from tests.helpers import FULL, crossed, examples, full
 
 # Tens of runs on several ranks each: about a minute on two cores, in full half an hour or more; longer beside other load.
 pytestmark = pytest.mark.timeout(7200 if FULL else 900)
@@ -66,8 +66,14 @@ CASE = DecoderCase(
 )
 
 
-@pytest.mark.parametrize("order", MEGATRON, ids="-".join)
-@pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "order"),
+    crossed(
+        [{"pp": 2, "tp": 2}, {"dp": 2, "tp": 2}],
+        {"-".join(order): (order,) for order in MEGATRON},
+        kept=["{'pp': 2, 'tp': 2}-tp-cp-ep-dp-pp"],
+    ),
+)
 def test_the_rank_orders_of_megatron(order, axes):
     close(replace(CASE, mesh=ordered(order, **axes)))
 
@@ -117,26 +123,40 @@ UNLIKE = replace(
 FUSED = replace(LARGE, fused=True, bias=True)
 SENT = [
     ({"tp": 2}, {"strategy": fs.zero(0)}),
-    ({"dp": 2, "tp": 2}, {"config": FUSED, "strategy": fs.zero(1), "microbatches": 2}),
-    ({"replica": 2, "tp": 2}, {"config": replace(FUSED, vocab=8192), "strategy": fs.zero(0)}),
+    pytest.param({"dp": 2, "tp": 2}, {"config": FUSED, "strategy": fs.zero(1), "microbatches": 2}, marks=full),
+    pytest.param({"replica": 2, "tp": 2}, {"config": replace(FUSED, vocab=8192), "strategy": fs.zero(0)}, marks=full),
     ({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2, "precision": fs.BF16}),
     ({"cp": 2, "tp": 2}, {"attention": "ulysses", "strategy": fs.zero(1)}),
-    ({"dp": 2, "pp": 2}, {"schedule": "zbv", "microbatches": 4, "gather": "microbatch", "precision": fs.BF16}),
-    ({"replica": 2, "dp": 2}, {"strategy": fs.HFSDP, "microbatches": 2}),
-    ({"replica": 2, "dp": 2}, {"config": replace(LARGE, vocab=8192), "strategy": fs.HSDP}),
-    ({"cp": 2}, {"attention": "ring", "policy": "nothing_saveable"}),
-    ({"cp": 4}, {"attention": "gather", "strategy": fs.zero(0)}),
-    ({"pp": 2, "tp": 2}, {"schedule": "interleaved_zero_bubble", "microbatches": 4, "policy": "dots_saveable"}),
-    ({"ep": 2, "cp": 2}, {"config": ROUTED, "attention": "gather", "policy": "dots_saveable"}),
-    ({"pp": 2, "dp": 2, "tp": 2}, {"config": FUSED, "microbatches": 4, "gather": "microbatch"}),
-    ({"dp": 2, "tp": 3}, {"config": replace(FUSED, heads=6, kv_heads=3, dim=60), "microbatches": 2}),
-    ({"pp": 2, "ep": 2}, {"config": UNLIKE, "microbatches": 2, "gather": "microbatch"}),
-    ({"ep": 2, "tp": 2}, {"config": UNLIKE, "sequence": True, "precision": fs.BF16}),
-    ({"pp": 2, "dp": 2, "tp": 2}, {"schedule": "dualpipev", "microbatches": 5, "rows": 20, "sequence": True}),
+    pytest.param(
+        {"dp": 2, "pp": 2},
+        {"schedule": "zbv", "microbatches": 4, "gather": "microbatch", "precision": fs.BF16},
+        marks=full,
+    ),
+    pytest.param({"replica": 2, "dp": 2}, {"strategy": fs.HFSDP, "microbatches": 2}, marks=full),
+    pytest.param({"replica": 2, "dp": 2}, {"config": replace(LARGE, vocab=8192), "strategy": fs.HSDP}, marks=full),
+    pytest.param({"cp": 2}, {"attention": "ring", "policy": "nothing_saveable"}, marks=full),
+    pytest.param({"cp": 4}, {"attention": "gather", "strategy": fs.zero(0)}, marks=full),
+    pytest.param(
+        {"pp": 2, "tp": 2},
+        {"schedule": "interleaved_zero_bubble", "microbatches": 4, "policy": "dots_saveable"},
+        marks=full,
+    ),
+    pytest.param({"ep": 2, "cp": 2}, {"config": ROUTED, "attention": "gather", "policy": "dots_saveable"}, marks=full),
+    pytest.param({"pp": 2, "dp": 2, "tp": 2}, {"config": FUSED, "microbatches": 4, "gather": "microbatch"}, marks=full),
+    pytest.param(
+        {"dp": 2, "tp": 3}, {"config": replace(FUSED, heads=6, kv_heads=3, dim=60), "microbatches": 2}, marks=full
+    ),
+    pytest.param({"pp": 2, "ep": 2}, {"config": UNLIKE, "microbatches": 2, "gather": "microbatch"}, marks=full),
+    pytest.param({"ep": 2, "tp": 2}, {"config": UNLIKE, "sequence": True, "precision": fs.BF16}, marks=full),
+    pytest.param(
+        {"pp": 2, "dp": 2, "tp": 2},
+        {"schedule": "dualpipev", "microbatches": 5, "rows": 20, "sequence": True},
+        marks=full,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("axes", "how"), [c if i < 5 else pytest.param(*c, marks=full) for i, c in enumerate(SENT)])
+@pytest.mark.parametrize(("axes", "how"), SENT)
 def test_a_step_sends_what_the_formula_says(axes, how):
     """Sums that are large enough to be taken in two calls, and other dtypes; `case.train` compares at every step."""
     case = DecoderCase(LARGE, ordered((), **axes), fs.zero(3), rows=16, length=64, steps=1)

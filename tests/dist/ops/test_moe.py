@@ -16,7 +16,7 @@ from fsharding.mesh.device_mesh import axis_group, coordinate, data_position
 from fsharding.ops.moe import owned_experts
 from fsharding.sharding.boxes import chunk
 from fsharding.testing import assert_adjoint, assert_bitwise_equal, assert_trees_close, rank_values, run_ranks
-from tests.helpers import mesh_of
+from tests.helpers import crossed, full, mesh_of
 
 LAYERS, EXPERTS, TOP_K, DIM, HIDDEN, ROWS = 2, 6, 2, 8, 12, 16
 OPT = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2, eps=1e-4, weight_decay=0.1))
@@ -234,7 +234,13 @@ def alone(**how):
 ZEROS = [fs.zero(0), fs.zero(1), fs.zero(3)]
 
 
-@pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    crossed(
+        [{"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}],
+        kept=["{'dp': 2, 'ep': 2}", "{'ep': 2, 'tp': 2}"],
+    ),
+)
 def test_experts_train_as_on_one_process(axes):
     results = run_ranks(train, functools.reduce(int.__mul__, axes.values()), axes, ZEROS)
     for other in results[1:]:
@@ -250,9 +256,9 @@ def test_experts_train_as_on_one_process(axes):
     "how",
     [
         {"policy": "nothing_saveable"},
-        {"aux": 0.0, "microbatches": 2},
-        pytest.param({"policy": "dots_saveable"}, marks=pytest.mark.full),
-        pytest.param({"policy": "everything_saveable", "steps": 6}, marks=pytest.mark.full),
+        pytest.param({"aux": 0.0, "microbatches": 2}, marks=full),
+        pytest.param({"policy": "dots_saveable"}, marks=full),
+        pytest.param({"policy": "everything_saveable", "steps": 6}, marks=full),
     ],
     ids=str,
 )

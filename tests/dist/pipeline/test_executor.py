@@ -17,7 +17,7 @@ from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.named_sharding import Local, local_of
 from fsharding.testing import run_ranks
 from fsharding.transforms.gather_context import GatherContext
-from tests.helpers import token_batch
+from tests.helpers import full, token_batch
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
 MODEL = fs.models.decoder(CONFIG)
@@ -93,7 +93,7 @@ def followed(name, how, ahead):
 
 @pytest.mark.parametrize(
     ("name", "ahead"),
-    [("zbv", 1), *(pytest.param(name, n, marks=pytest.mark.full) for name in SCHEDULES for n in (0, 2))],
+    [("zbv", 1), *(pytest.param(name, n, marks=full) for name in SCHEDULES for n in (0, 2))],
 )
 def test_gathers_and_scatters_are_those_of_the_table(name, ahead):
     """One block a stage: each GATHER of a microbatch is one of a block, and each SCATTER one reduction of it."""
@@ -192,7 +192,7 @@ def held(name, ranks, microbatches):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=full)])
 def test_activations_in_flight_are_those_of_the_table(name, ranks):
     seen = run_ranks(held, ranks, name, ranks, 8)
     stages = {stage: size for _, _, by_stage, _ in seen for stage, size in by_stage.items()}

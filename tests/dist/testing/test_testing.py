@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsharding.errors import RankError
 from fsharding.testing import RankFailure, RankPool, assert_bitwise_equal, assert_trees_close, run_ranks
+from tests.helpers import full
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
@@ -351,6 +352,7 @@ def script(tmp_path, text, **kwargs):
     )
 
 
+@full
 def test_a_script_can_send_its_own_functions(tmp_path):
     done = script(
         tmp_path,
@@ -386,7 +388,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
     )
 
 
-@pytest.mark.full
+@full
 def test_a_function_typed_into_an_interpreter():
     code = "from fsharding.testing import run_ranks\ndef f(): pass\nrun_ranks(f, 1)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -396,6 +398,7 @@ def test_a_function_typed_into_an_interpreter():
     assert "in a notebook with %%writefile, then: from ranks import f." in done.stderr
 
 
+@full
 def test_ranks_end_with_their_caller(tmp_path):
     done = script(
         tmp_path,

@@ -16,6 +16,7 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_trees_close, run_ranks
+from tests.helpers import full
 
 B, T, D, HIDDEN, VOCAB = 2, 6, 16, 24, 30
 
@@ -164,7 +165,7 @@ def piped_by_torch(name, ranks):
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("1f1b", 2), ("zbv", 2), *(pytest.param(n, r, marks=pytest.mark.full) for r in (2, 4) for n in THEIRS)],
+    [("1f1b", 2), ("zbv", 2), *(pytest.param(n, r, marks=full) for r in (2, 4) for n in THEIRS)],
 )
 def test_pipelines_are_those_of_torch(name, ranks):
     both = run_ranks(piped, ranks, name, ranks), run_ranks(piped_by_torch, ranks, name, ranks)

@@ -11,6 +11,7 @@ import fsharding as fs
 from fsharding.mesh.device_mesh import data_position
 from fsharding.precision import Precision, wide
 from fsharding.testing import assert_trees_close, run_ranks
+from tests.helpers import full
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SHAPES = {"w": (12, 8), "v": (3, 12)}
@@ -118,7 +119,7 @@ def on_two(level):
     return run_ranks(train, RANKS, level)
 
 
-LEVELS = [0, 3, *(pytest.param(level, marks=pytest.mark.full) for level in (1, 2))]
+LEVELS = [0, 3, *(pytest.param(level, marks=full) for level in (1, 2))]
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -303,9 +303,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("moment", "last"), [*AT, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)], ids=str
-)
+@pytest.mark.parametrize(("moment", "last"), [*AT, *(pytest.param(*case, marks=full) for case in MORE)], ids=str)
 def test_no_step_is_lost_whenever_the_signal_comes(moment: Moment, last: int, whole: list[float], tmp_path: Path):
     out = tmp_path / "run"
     more = ("--swap-at", "2=zero1") if moment.place == "swap" else ()
@@ -315,7 +313,7 @@ def test_no_step_is_lost_whenever_the_signal_comes(moment: Moment, last: int, wh
     assert losses(out) == whole
 
 
-@pytest.mark.full
+@full
 @pytest.mark.timeout(800)
 def test_no_step_is_lost_at_a_hundred_random_moments(whole: list[float], tmp_path: Path):
     draw, moments, runs = random.Random(0), 0, 0
@@ -364,7 +362,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=full)], ids=str)
 def test_the_launcher_sends_signals_on_and_ends_with_the_status_that_was_asked_for(
     number: signal.Signals, whole: list[float], tmp_path: Path
 ):
@@ -384,7 +382,7 @@ def test_the_launcher_sends_signals_on_and_ends_with_the_status_that_was_asked_f
 GOES_ON = "the same command with --resume auto goes on"
 
 
-@pytest.mark.full
+@full
 def test_ranks_that_have_not_begun_get_the_signal_when_they_do(tmp_path: Path):
     out = tmp_path / "run"
     process = launched("-m", "fsharding", "train", *arguments(out), "--ranks", "2")
@@ -405,14 +403,14 @@ def launch_deaf_ranks() -> None:
         launch_ranks(deaf, 2, 100.0, grace=0.5)
 
 
-@pytest.mark.full
+@full
 def test_ranks_that_do_not_save_in_time_are_killed():
     program = "from tests.dist.train.test_preemption import launch_deaf_ranks as f\nif __name__ == '__main__': f()"
     status, text, error = ended(launched("-c", program))
     assert status == 0, text + error
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("to", ["torchrun", "a rank"])
 def test_what_torchrun_does(to: str, whole: list[float], tmp_path: Path):
     """SIGTERM to torchrun reaches the ranks, which save; torchrun itself fails. Of a rank, all end, and torchrun with 0."""

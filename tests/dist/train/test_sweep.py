@@ -26,6 +26,7 @@ from fsharding.errors import CheckpointError, RankError
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.testing import ranks as pools
 from tests.checkpoints_on_ranks import OPERATIONS, numbered, planned
+from tests.helpers import full
 
 
 def killed_in(seconds):
@@ -54,8 +55,8 @@ def saves_until_killed(folder, first, seconds, victims, background, apart):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("count", [1, pytest.param(25, marks=pytest.mark.full)])
-@pytest.mark.parametrize("ranks", [pytest.param(2), pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [1, pytest.param(25, marks=full)])
+@pytest.mark.parametrize("ranks", [pytest.param(2), pytest.param(4, marks=full)])
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
 @pytest.mark.parametrize("apart", [False, True], ids=["same_path", "new_steps"])
 def test_no_checkpoint_is_lost_when_ranks_are_killed(tmp_path, apart, background, ranks, count):
@@ -152,7 +153,7 @@ def calls_until_killed(folder, call, victim, seconds):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [1, pytest.param(12, marks=full)])
 @pytest.mark.parametrize("call", CALLS)
 def test_survivors_name_the_rank_that_was_killed(tmp_path, call, count):
     draw = random.Random(call)
@@ -176,7 +177,7 @@ def save_all(folder, name, first):
     ck.save(folder / name, numbered(first, layout).replace(step=torch.tensor(7)))
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=full)])
 def test_mixed_checkpoints_are_never_loaded(tmp_path, count):
     """Files of twins (one step, one shape, other values), of another number of ranks, cut, and under other names."""
     for name, ranks, first in (("a", 2, 1), ("b", 2, 2), ("c", 4, 3)):

@@ -23,7 +23,7 @@ from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.transforms.gather_context import current_context
 from fsharding.transforms.unit_plan import large_from
-from tests.helpers import TRANSPORTS, bits, mesh_of, point_to_point, whole
+from tests.helpers import TRANSPORTS, bits, crossed, full, mesh_of, point_to_point, whole
 
 CONFIG = fs.models.DecoderConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, hidden=48)
 MODEL = fs.models.decoder(CONFIG)
@@ -34,24 +34,13 @@ HYBRIDS = [
     fs.hybrid(params=a, grads=b, opt_state=c) for a, b, c in itertools.product((False, True), repeat=3)
 ]  # fmt: skip
 
-PLACES = [*((zero, DP) for zero in ZEROS), (fs.HSDP, OUTER), (fs.HFSDP, OUTER)]
+PLACES = {name: (zero, DP) for name, zero in zip(("zero0", "zero1", "zero2", "zero3"), ZEROS, strict=True)}
+PLACES |= {"hsdp": (fs.HSDP, OUTER), "hfsdp": (fs.HFSDP, OUTER)}
 
 
 def placed(strategy):
     """The mesh that a strategy is tested on: with a `replica` axis if it speaks of one."""
     return OUTER if strategy in HYBRIDS and strategy != fs.zero(3) else DP
-
-
-def some(cases, *kept):
-    """Cases of which all but a few are left to `make test-full`."""
-    return [c if i in kept else pytest.param(c, marks=pytest.mark.full) for i, c in enumerate(cases)]
-
-
-def places(*kept):
-    """Strategies and the meshes they are made for, of which all but a few are left to `make test-full`."""
-    names = [*map(str, ZEROS), "hsdp", "hfsdp"]
-    marks = [() if name in kept else pytest.mark.full for name in names]
-    return [pytest.param(*place, id=i, marks=m) for place, i, m in zip(PLACES, names, marks, strict=True)]
 
 
 def name_of(value):
@@ -62,15 +51,6 @@ def name_of(value):
     return value.__name__ if callable(value) else str(value)
 
 
-def crossed(*columns, kept):
-    """All rows of a product, of which those that are not kept are left to `make test-full`."""
-    rows = [(row, "-".join(map(name_of, row))) for row in itertools.product(*columns)]
-    assert {*kept} <= {name for _, name in rows}
-    return [pytest.param(*row, id=i, marks=() if i in kept else pytest.mark.full) for row, i in rows]
-
-
-# Either of two variants that differ little runs by default; each of both does somewhere.
-MICROBATCHES = [pytest.param(1, marks=pytest.mark.full), 3]
 PRECISIONS = [fs.FP32, fs.BF16]
 
 
@@ -153,11 +133,9 @@ def as_one_process(ranks, strategy, axes, **how):
         assert_trees_close(run.norms, reference.norms, rtol=1e-5, atol=1e-5)
 
 
-LEVELS = [f"zero{level}-3-adamw" for level in range(4)]
-
-
 @pytest.mark.parametrize(
-    ("strategy", "microbatches", "opt"), crossed(ZEROS, (1, 3), ("sgd", "adamw"), kept=[*LEVELS, "zero3-1-sgd"])
+    ("strategy", "microbatches", "opt"),
+    crossed(ZEROS, (1, 3), ("sgd", "adamw"), kept=["zero0-3-adamw", "zero3-3-adamw", "zero3-1-sgd"], name=name_of),
 )
 def test_losses_are_those_of_one_process(strategy, microbatches, opt):
     as_one_process((2, 4), strategy, DP, opt=opt, microbatches=microbatches)
@@ -167,14 +145,14 @@ def test_losses_are_those_of_one_process(strategy, microbatches, opt):
     ("strategy", "ranks", "microbatches", "opt"),
     crossed(
         (fs.HSDP, fs.HFSDP), (2, 4), (1, 3), ("sgd", "adamw"),
-        kept=["zero3-4-3-adamw", "hfsdp-4-3-adamw", "hfsdp-2-3-adamw"],
+        kept=["hfsdp-4-3-adamw", "hfsdp-2-3-adamw"], name=name_of,
     ),
 )  # fmt: skip
 def test_losses_of_hybrids_are_those_of_one_process(strategy, ranks, microbatches, opt):
     as_one_process((ranks,), strategy, OUTER, opt=opt, microbatches=microbatches)
 
 
-@pytest.mark.parametrize(("strategy", "axes"), places("zero3", "hfsdp"))
+@pytest.mark.parametrize(("strategy", "axes"), crossed(PLACES, kept=["zero3"]))
 def test_twenty_steps_are_those_of_one_process(strategy, axes):
     reference, run = alone(steps=20), on_ranks(4, strategy, axes, steps=20)
     assert_trees_close(run.losses, reference.losses, rtol=1e-5)
@@ -218,7 +196,7 @@ def plain_torch(opt, steps):
     return run._replace(params={path: x.detach() for path, x in fs.tree.named_leaves(params).items()})
 
 
-@pytest.mark.parametrize("opt", some(["adamw", "momentum"], 0))
+@pytest.mark.parametrize("opt", ["adamw", pytest.param("momentum", marks=full)])
 def test_plain_torch_agrees(opt):
     reference = plain_torch(opt, 6)
     assert max(reference.norms) > 0.5, "the clip must clip"
@@ -230,8 +208,7 @@ def test_plain_torch_agrees(opt):
 
 
 # --------------------------------------------------------------------------------------------------------- bit by bit
-@pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("ranks", some([2, 4], 1))
+@pytest.mark.parametrize(("ranks", "precision"), crossed((2, 4), PRECISIONS, kept=["4-fp32"], name=name_of))
 def test_strategies_agree_bitwise(ranks, precision):
     steps = (20 if ranks == 4 else 10) if precision == fs.FP32 else 8
     runs = [on_ranks(ranks, strategy, steps=steps, precision=precision, axes=DP) for strategy in ZEROS]
@@ -253,7 +230,7 @@ def test_strategies_agree_bitwise_where_rows_are_long():
 
 @pytest.mark.parametrize(
     "strategy",
-    [s if s == fs.HFSDP else pytest.param(s, marks=pytest.mark.full) for s in HYBRIDS],
+    [s if s == fs.HFSDP else pytest.param(s, marks=full) for s in HYBRIDS],
     ids=name_of,
 )
 def test_hybrids_agree_bitwise_with_zero3(strategy):
@@ -262,7 +239,11 @@ def test_hybrids_agree_bitwise_with_zero3(strategy):
 
 
 @pytest.mark.parametrize(
-    "strategy", some([fs.hybrid(fs.zero(i), opt_state=o) for i in range(3) for o in (0, 1)], 1, 2), ids=name_of
+    "strategy",
+    crossed(
+        [fs.hybrid(fs.zero(i), opt_state=o) for i in range(3) for o in (0, 1)],
+        kept=["hybrid(zero0, opt_state=True)", "zero1"],
+    ),
 )
 def test_hybrids_of_other_levels_agree_bitwise_with_zero3(strategy):
     run = on_ranks(4, strategy, steps=5, axes=OUTER)
@@ -270,7 +251,9 @@ def test_hybrids_of_other_levels_agree_bitwise_with_zero3(strategy):
 
 
 @pytest.mark.parametrize(
-    "config", some([CONFIG, fs.models.DecoderConfig(**{**vars(CONFIG), "tied": True})], 0), ids=["untied", "tied"]
+    "config",
+    [CONFIG, pytest.param(fs.models.DecoderConfig(**{**vars(CONFIG), "tied": True}), marks=full)],
+    ids=["untied", "tied"],
 )
 def test_policies_agree_bitwise(config):
     runs = {
@@ -297,14 +280,14 @@ def test_gradients_do_not_depend_on_the_policy(strategy):
             assert_bitwise_equal(result, found["everything_saveable"], f"{name} and everything_saveable")
 
 
-@pytest.mark.parametrize("strategy", some([fs.zero(1), fs.zero(3), fs.HFSDP], 2), ids=name_of)
+@pytest.mark.parametrize("strategy", crossed([fs.zero(1), fs.zero(3), fs.HFSDP], kept=["hfsdp"]))
 def test_all_transports_agree_bitwise(strategy):
     native, *others = (on_ranks(4, strategy, transport=transport, axes=OUTER) for transport in TRANSPORTS)
     for other in others:
         assert_bitwise_equal(native, other)
 
 
-@pytest.mark.parametrize("strategy", some([fs.zero(0), fs.zero(3), fs.HFSDP], 1), ids=name_of)
+@pytest.mark.parametrize("strategy", crossed([fs.zero(0), fs.zero(3), fs.HFSDP], kept=["zero3"]))
 def test_two_runs_of_one_program_agree_bitwise(strategy):
     again = run_ranks(train, 4, strategy, placed(strategy), opt="adamw", microbatches=3)[0]
     assert_bitwise_equal(again, on_ranks(4, strategy, opt="adamw", microbatches=3))
@@ -345,12 +328,16 @@ def count_with(strategy, mesh, microbatches):
     return count, metrics.loss.item(), metrics.weight.item(), whole(after.params), whole(held)
 
 
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
+SUMMED = [(1, DP), (2, DP), (4, DP), (2, {"replica": 2}), (4, OUTER), (4, {"dp": 2, "cp": 2})]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "axes"),
-    [(1, DP), (2, DP), (4, DP), (2, {"replica": 2}), (4, OUTER), (4, {"dp": 2, "cp": 2})],
-    ids=name_of,
-)
+    ("ranks", "axes", "microbatches"),
+    crossed(
+        {f"{ranks}-{name_of(axes)}": (ranks, axes) for ranks, axes in SUMMED}, (1, 3),
+        kept=["1-dp-3", "2-dp-3", "2-replica-3", "4-replicaxdp-3", "4-dpxcp-3"],
+    ),
+)  # fmt: skip
 def test_means_and_accumulation_are_exact(ranks, axes, microbatches):
     strategies = [
         *ZEROS,
@@ -426,7 +413,7 @@ def scaled(strategy, axes, donate):
     return seen
 
 
-@pytest.mark.parametrize("donate", some([False, True], 1))
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=full), True])
 def test_fp16_skips_overflows_and_grows_again(donate):
     runs = [run_ranks(scaled, 2, strategy, DP, donate) for strategy in ZEROS]
     for run in runs:
@@ -467,8 +454,9 @@ def initial(strategy, axes, precision):
     return whole(state.main if state.main is not None else state.params), whole(state.params), state.key
 
 
+@full
 @pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("ranks", some([1, 2, 4], 2))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_init_is_the_same_in_every_layout(ranks, precision):
     init_key, run_key = fs.random.split(fs.random.key(7)).unbind(0)
     draws = {path: draw.tensor() for path, draw in fs.tree.named_leaves(MODEL.init(init_key)).items()}
@@ -697,8 +685,15 @@ def toys_on_ranks(name, ranks, outer, microbatches):
     return results[0]
 
 
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
-@pytest.mark.parametrize("name", some(list(TOYS), 1, 19, *range(0, len(TOYS), 2)))
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    crossed(
+        TOYS.keys(), (1, 3),
+        kept=[
+            "16-15-8-3", "7-15-3-3", "scalars-3", "tied, last in its units-3", "frozen stack-3", "unused-3", "dtypes-3",
+        ],
+    ),
+)  # fmt: skip
 def test_unlike_parameters_train_as_in_plain_torch(name, microbatches):
     rtol = TOYS[name].rtol
     losses, params = toy_in_plain_torch(name)
@@ -709,7 +704,13 @@ def test_unlike_parameters_train_as_in_plain_torch(name, microbatches):
             assert_trees_close(final, params, rtol=rtol, atol=max(rtol, 1e-3), what=f"parameters of {what}")
 
 
-@pytest.mark.parametrize("name", some(list(TOYS), *range(1, len(TOYS), 4)))
+@pytest.mark.parametrize(
+    "name",
+    crossed(
+        TOYS.keys(),
+        kept=["7-15-3", "nothing in it", "one unit three times", "all but one frozen", "dead branch"],
+    ),
+)
 def test_unlike_parameters_agree_bitwise_among_strategies(name):
     results = toys_on_ranks(name, 4, False, 1) | toys_on_ranks(name, 4, True, 1)
     for strategy, result in results.items():
@@ -743,11 +744,11 @@ def test_scalars_are_seen_in_the_compute_dtype_by_every_strategy():
             assert losses == results[0][0]
 
 
-@pytest.mark.parametrize("microbatches", some([1, 3], 0))
+@pytest.mark.parametrize("microbatches", [1, pytest.param(3, marks=full)])
 def test_tied_embeddings_train_as_one_process(microbatches):
     config = fs.models.DecoderConfig(**{**vars(CONFIG), "tied": True})
     reference = alone(config=config, microbatches=microbatches)
-    runs = [on_ranks(4, *place, config=config, microbatches=microbatches) for place in PLACES]
+    runs = [on_ranks(4, *place, config=config, microbatches=microbatches) for place in PLACES.values()]
     for run in runs:
         assert_trees_close(run.losses, reference.losses, rtol=1.3e-6, atol=1e-5)
         assert_trees_close(run.norms, reference.norms, rtol=1e-5)
@@ -857,7 +858,7 @@ SIZED = ["decoder", "16-17-8", "smaller than the ranks", "scalars", "frozen leaf
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    crossed(SIZED, PRECISIONS, kept=["decoder-bf16", "smaller than the ranks-bf16", "frozen leaf-bf16", "dtypes-fp32"]),
+    crossed(SIZED, PRECISIONS, kept=["smaller than the ranks-bf16", "frozen leaf-bf16", "dtypes-fp32"], name=name_of),
 )
 def test_bytes_are_those_that_the_layout_says(name, precision):
     strategies = [*ZEROS, fs.HFSDP, fs.hybrid(params=True), fs.hybrid(fs.zero(1), grads=True)]
@@ -1026,7 +1027,10 @@ def storages(strategy, axes, policy, microbatches, patched):
     return watch.peak, len(watch.refs), left
 
 
-@pytest.mark.parametrize("policy", some([*fs.policies.POLICIES.values()], 0, 1), ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    "policy",
+    crossed(fs.policies.POLICIES.values(), kept=["save_except_gathered", "nothing_saveable"], name=lambda p: p.name),
+)
 def test_at_most_two_units_are_alive_and_none_after_the_step(policy):
     kept = policy == fs.policies.everything_saveable
     for ranks, axes, strategy in ((2, DP, fs.zero(3)), (4, OUTER, fs.HFSDP)):
@@ -1122,7 +1126,7 @@ def pure(strategy, axes, precision, opt, microbatches):
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    crossed([*ZEROS, fs.HFSDP], PRECISIONS, kept=["zero0-bf16", "zero3-fp32", "hfsdp-bf16"]),
+    crossed([*ZEROS, fs.HFSDP], PRECISIONS, kept=["zero0-bf16", "zero3-fp32", "hfsdp-bf16"], name=name_of),
 )
 def test_a_step_changes_nothing_that_went_in(strategy, precision):
     opt, microbatches = ("adamw", 1) if precision == fs.FP32 else ("momentum", 3)
@@ -1156,14 +1160,16 @@ def test_a_donated_state_says_so():
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param({"opt": "adamw", "microbatches": 3}, marks=pytest.mark.full),
-        {"opt": "momentum", "precision": fs.BF16},
-    ],
-    ids=name_of,
+    ("strategy", "axes", "how"),
+    crossed(
+        PLACES,
+        {
+            "optxmicrobatches": ({"opt": "adamw", "microbatches": 3},),
+            "optxprecision": ({"opt": "momentum", "precision": fs.BF16},),
+        },
+        kept=["zero0-optxprecision", "hfsdp-optxprecision"],
+    ),
 )
-@pytest.mark.parametrize(("strategy", "axes"), places("zero0", "zero1", "hfsdp"))
 def test_donation_changes_no_bit(strategy, axes, how):
     assert_bitwise_equal(on_ranks(4, strategy, axes, **how), on_ranks(4, strategy, axes, donate=True, **how))
 
@@ -1218,7 +1224,7 @@ def test_nan_on_one_rank_is_refused_on_all(strategy, where):
     }
 
 
-@pytest.mark.parametrize("strategy", some([*ZEROS, fs.HFSDP], 3, 4), ids=name_of)
+@pytest.mark.parametrize("strategy", crossed([*ZEROS, fs.HFSDP], kept=["zero3", "hfsdp"]))
 def test_an_infinite_loss_of_one_rank_is_refused_on_all(strategy):
     texts = run_ranks(refused, 4, strategy, placed(strategy), "infinite loss")
     assert set(texts) == {
@@ -1267,7 +1273,7 @@ def by_hand(strategy, axes, opt, frozen=()):
     return losses, whole(params), whole(state.params), whole(opt_state.states[1].mu) if opt == "adamw" else None
 
 
-@pytest.mark.parametrize("opt", some(["adamw", "sgd", "momentum"], 0))
+@pytest.mark.parametrize("opt", ["adamw", pytest.param("sgd", marks=full), pytest.param("momentum", marks=full)])
 @pytest.mark.parametrize("strategy", ZEROS, ids=name_of)
 def test_the_step_by_hand_is_the_step(strategy, opt):
     for losses, params, reference, _ in run_ranks(by_hand, 2, strategy, DP, opt):

@@ -17,6 +17,7 @@ from fsharding.mesh.abstract_mesh import DATA_AXES, AbstractMesh
 from fsharding.mesh.device_mesh import data_position
 from fsharding.models.moe import Experts
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, local_part, run_ranks
+from tests.helpers import full
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -150,7 +151,6 @@ def compare(config, axes, strategy, policy, kind, sequence, names):
 
 
 P = fs.policies
-FOUR = pytest.mark.full
 CASES = [
     ({"dp": 2}, fs.zero(0), P.save_except_gathered, SOME),
     ({"dp": 2}, fs.zero(1), P.everything_saveable, FEW),
@@ -159,16 +159,16 @@ CASES = [
     ({"dp": 2}, fs.zero(3), P.nothing_saveable, SOME),
     ({"replica": 2}, fs.HSDP, P.dots_saveable, FEW),
     ({"replica": 2}, fs.hybrid(params=True, grads=True, opt_state=True), P.save_except_gathered, FEW),
-    pytest.param({"dp": 4}, fs.zero(3), P.nothing_saveable, ALL, marks=FOUR),
-    pytest.param({"replica": 2, "dp": 2}, fs.HSDP, P.save_except_gathered, ALL, marks=FOUR),
-    pytest.param({"replica": 2, "dp": 2}, fs.HFSDP, P.nothing_saveable, ALL, marks=FOUR),
-    pytest.param({"dp": 2, "ep": 2}, fs.zero(1), P.nothing_saveable, ALL, marks=FOUR),
-    *(pytest.param({"dp": 2}, fs.zero(i), P.nothing_saveable, ALL, marks=FOUR) for i in range(4)),
-    pytest.param({"replica": 2}, fs.HSDP, P.nothing_saveable, ALL, marks=FOUR),
-    pytest.param({"dp": 4}, fs.zero(0), P.dots_saveable, ALL, marks=FOUR),
-    pytest.param({"dp": 4}, fs.zero(2), P.save_except_gathered, ALL, marks=FOUR),
+    pytest.param({"dp": 4}, fs.zero(3), P.nothing_saveable, ALL, marks=full),
+    pytest.param({"replica": 2, "dp": 2}, fs.HSDP, P.save_except_gathered, ALL, marks=full),
+    pytest.param({"replica": 2, "dp": 2}, fs.HFSDP, P.nothing_saveable, ALL, marks=full),
+    pytest.param({"dp": 2, "ep": 2}, fs.zero(1), P.nothing_saveable, ALL, marks=full),
+    *(pytest.param({"dp": 2}, fs.zero(i), P.nothing_saveable, ALL, marks=full) for i in range(4)),
+    pytest.param({"replica": 2}, fs.HSDP, P.nothing_saveable, ALL, marks=full),
+    pytest.param({"dp": 4}, fs.zero(0), P.dots_saveable, ALL, marks=full),
+    pytest.param({"dp": 4}, fs.zero(2), P.save_except_gathered, ALL, marks=full),
     pytest.param(
-        {"replica": 2, "dp": 2}, fs.hybrid(params=True, grads=True, opt_state=True), P.nothing_saveable, ALL, marks=FOUR
+        {"replica": 2, "dp": 2}, fs.hybrid(params=True, grads=True, opt_state=True), P.nothing_saveable, ALL, marks=full
     ),
 ]
 
@@ -187,10 +187,10 @@ AXES_CASES = [
     ({"tp": 2}, "gather", True, P.save_except_gathered, FEW),
     ({"cp": 2}, "ring", False, P.save_except_gathered, FEW),
     ({"cp": 2}, "ulysses", False, P.nothing_saveable, FEW),
-    pytest.param({"tp": 2}, "gather", True, P.nothing_saveable, ALL, marks=FOUR),
-    pytest.param({"cp": 2}, "ring", False, P.nothing_saveable, ALL, marks=FOUR),
-    pytest.param({"dp": 2, "tp": 2}, "gather", True, P.nothing_saveable, ALL, marks=FOUR),
-    pytest.param({"cp": 2, "tp": 2}, "ring", False, P.nothing_saveable, ALL, marks=FOUR),
+    pytest.param({"tp": 2}, "gather", True, P.nothing_saveable, ALL, marks=full),
+    pytest.param({"cp": 2}, "ring", False, P.nothing_saveable, ALL, marks=full),
+    pytest.param({"dp": 2, "tp": 2}, "gather", True, P.nothing_saveable, ALL, marks=full),
+    pytest.param({"cp": 2, "tp": 2}, "ring", False, P.nothing_saveable, ALL, marks=full),
 ]
 
 
@@ -201,9 +201,9 @@ def test_every_transform_over_the_axes_of_a_model(axes, kind, sequence, policy, 
 
 EXPERTS_CASES = [
     ({"ep": 2}, P.nothing_saveable, FEW),
-    pytest.param({"ep": 2}, P.save_except_gathered, WITHOUT_VMAP, marks=FOUR),
-    pytest.param({"dp": 2}, P.nothing_saveable, WITHOUT_VMAP, marks=FOUR),
-    pytest.param({"ep": 2, "tp": 2}, P.nothing_saveable, WITHOUT_VMAP, marks=FOUR),
+    pytest.param({"ep": 2}, P.save_except_gathered, WITHOUT_VMAP, marks=full),
+    pytest.param({"dp": 2}, P.nothing_saveable, WITHOUT_VMAP, marks=full),
+    pytest.param({"ep": 2, "tp": 2}, P.nothing_saveable, WITHOUT_VMAP, marks=full),
 ]
 
 

@@ -39,6 +39,7 @@ from fsharding.pipeline.plots import read_metrics
 from fsharding.train.data import from_tokens, open_data
 from tests import checkpoints
 from tests.checkpoints import small_draws
+from tests.helpers import full
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS, BYTES = 1.0, 200 << 20
@@ -333,7 +334,7 @@ def test_every_parser_gives_a_value_or_an_error_of_ours():
     run([*PARSERS], DEFAULT)
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_parser_under_much_damage(name):
     run([name], FULL)

@@ -13,6 +13,7 @@ from fsharding.errors import ScheduleError
 from fsharding.pipeline.actions import COMPUTES, MESSAGES, needs, partner, uses_parameters
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import SCHEDULES
+from tests.helpers import full
 
 HOWS = st.sampled_from(["step", "microbatch"])
 TIMES = st.tuples(*[st.integers(0, 7)] * 3).filter(any)
@@ -198,7 +199,7 @@ def test_every_layer_is_on_one_stage(schedule, more):
     assert sorted(i for owned in by_rank for i in owned) == list(range(layers))
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_tables_up_to_eight_ranks(name):
     for ranks in range(1, 9):

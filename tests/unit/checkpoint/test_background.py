@@ -19,6 +19,7 @@ from fsharding.errors import CheckpointError, ConfigError, DonatedError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import at_step, planned, refusal, state_of
+from tests.helpers import full
 
 
 @pytest.fixture(autouse=True)
@@ -139,12 +140,14 @@ def run_program(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(call, env=env, capture_output=True, text=True, timeout=100)
 
 
+@full
 def test_the_end_of_the_process_waits(tmp_path):
     done = run_program(tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "not flushed", "")
     assert ck.load(tmp_path / "a", planned()).step == 5
 
 
+@full
 def test_a_failure_at_the_end_of_the_process_is_its_exit_status(tmp_path):
     done = run_program(tmp_path, "fail")
     assert (done.returncode, done.stdout) == (1, "not flushed")

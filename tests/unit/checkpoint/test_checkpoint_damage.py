@@ -21,6 +21,7 @@ from fsharding.checkpoint.reader import damage
 from fsharding.errors import CheckpointError
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import Evil, described, planned, read_metadata, refusal, reseal, state_of
+from tests.helpers import full
 
 
 def outcome(folder: Path, truth, layout) -> str:
@@ -33,7 +34,7 @@ def outcome(folder: Path, truth, layout) -> str:
     return ""
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=full)])
 def test_a_flipped_bit_anywhere(saved, count):
     layout = planned()
     truth = state_of(layout)

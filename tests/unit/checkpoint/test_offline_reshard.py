@@ -25,6 +25,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import FORMATS, refusal, same_bits, weight_draws
+from tests.helpers import full
 
 ROOT = Path(__file__).resolve().parents[3]
 FP16_SCALED = fs.Precision(compute=torch.float16, loss_scale=fs.LossScale(initial=8.0))
@@ -359,8 +360,9 @@ print("done")
 """
 
 
+@full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("rows", [25 * MEBI // 1024, pytest.param(128 * MEBI // 1024, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rows", [25 * MEBI // 1024, 128 * MEBI // 1024])
 def test_a_checkpoint_larger_than_the_memory_passes(rows, tmp_path):
     """One leaf, one box, of 200 MiB (1 GiB with -m full), through 96 MiB."""
     for name, size in (("small", 4), ("large", rows)):

@@ -10,7 +10,7 @@ from fsharding import checkpoint, optim
 from fsharding.errors import ConfigError
 from fsharding.precision import Precision, wide
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
-from tests.helpers import normal_tree
+from tests.helpers import full, normal_tree
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SHAPES = {"blocks": {"w": (3, 16, 24), "odd": (2, 7, 9)}, "many": (70, 1100), "v": (5, 13)}
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Any, Any]] = {
         lambda params: torch.optim.AdamW(params, RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ),
 }
-NARROW = [BF16, pytest.param(F16, marks=pytest.mark.full), F32]
+NARROW = [BF16, pytest.param(F16, marks=full), F32]
 NEAR = {"muon": 2e-3, "adafactor": 1e-5}
 """How far a kernel of torch and ours are apart; Muon iterates in bfloat16 there."""
 

@@ -15,6 +15,7 @@ from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.testing import DecoderCase, Home, Leaf, Pair, ReshardCase, TrainCase, local_part, whole_tensors
 from fsharding.testing import strategies as draws
+from tests.helpers import full
 
 ONE = AbstractMesh(("dp",), (1,))
 HOME = Home(ONE, fs.zero(0))
@@ -37,7 +38,7 @@ def test_everything_shrinks_to_one_rank_and_a_replicated_leaf():
     assert least(draws.homes({"a": Leaf()})) == HOME
 
 
-@pytest.mark.full
+@full
 def test_cases_shrink_to_one_rank_and_a_replicated_leaf():
     assert least(draws.layouts({"a": Leaf()})) == HOME.layout({"a": Leaf()})
     assert least(draws.reshard_cases()) == ReshardCase({"a": Leaf()}, HOME, HOME)
@@ -46,7 +47,7 @@ def test_cases_shrink_to_one_rank_and_a_replicated_leaf():
     assert least(draws.decoder_cases()) == DecoderCase(smallest, ONE, steps=3)
 
 
-@pytest.mark.full
+@full
 def test_a_condition_keeps_only_what_it_needs():
     case = least(draws.reshard_cases(), lambda case: case.target.mesh.size > 1)
     assert case == ReshardCase({"a": Leaf()}, HOME, Home(case.target.mesh)) and case.target.mesh.sizes == (2,)
@@ -63,7 +64,7 @@ def test_meshes_keep_their_limits(most, axes, orders, data):
     assert list(some.ranks) == sorted({*some.ranks}) and all(rank < 5 for rank in some.ranks)
 
 
-@pytest.mark.parametrize("axis", ["pp", *(pytest.param(a, marks=pytest.mark.full) for a in AXES if a != "pp")])
+@pytest.mark.parametrize("axis", ["pp", *(pytest.param(a, marks=full) for a in AXES if a != "pp")])
 def test_every_axis_comes_and_three_at_once(axis):
     assert least(draws.meshes(), lambda mesh: mesh.axis_size(axis) > 1).names == (axis,)
     assert least(draws.meshes(), lambda mesh: len(mesh.names) == 3 and axis in mesh.names, 300).sizes == (2, 2, 2)
@@ -121,6 +122,7 @@ def test_local_parts_make_the_whole(shape, mesh, data):
     fs.testing.assert_bitwise_equal(found, whole)
 
 
+@full
 def test_without_hypothesis_the_error_names_the_extra():
     code = "import sys; sys.modules['hypothesis'] = None\nimport fsharding.testing\nimport fsharding.testing.strategies"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 import fsharding as fs
 from fsharding.bench.rounds import allocated
 from fsharding.testing import assert_trees_close
-from tests.helpers import token_batch
+from tests.helpers import full, token_batch
 
 SIZES = fs.models.DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=128)
 MODEL = fs.models.decoder(SIZES)
@@ -30,7 +30,7 @@ def losses(state, step, steps=4):
     return torch.stack(found), state
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=full)])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_compiled_blocks_have_the_losses_of_eager_ones(dtype, backend):
     """`aot_eager` traces forward and backward as inductor does, but writes no code; where a trace breaks, eager goes on."""
