@@ -116,13 +116,13 @@ def portions(state):
 
 
 def whole(ranks):
-    """Puts what all ranks hold together; copies have to be equal and nothing may be missing."""
+    """Puts the portions of all ranks together; copies have to be equal and nothing may be missing."""
     result = {}
     for path in ranks[0]:
         shape, _, local = ranks[0][path]
         filling, seen = torch.zeros(shape, dtype=local.dtype), torch.zeros(shape, dtype=torch.bool)
-        for held in ranks:
-            _, box, part = held[path]
+        for portion in ranks:
+            _, box, part = portion[path]
             at = tuple(slice(*ends) for ends in box)
             both = seen[at]
             assert torch.equal(filling[at][both], part[both]), path
