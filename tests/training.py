@@ -1,0 +1,147 @@
+"""The small decoder that tests of training share, its batches, and runs of it on ranks and on one process."""
+
+import functools
+import itertools
+import logging
+from datetime import timedelta
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding.mesh.device_mesh import data_position
+from fsharding.testing import assert_bitwise_equal, run_ranks
+
+# torch says at length that `full_tensor` gathers axis by axis.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+CONFIG = fs.models.DecoderConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, hidden=48)
+MODEL = fs.models.decoder(CONFIG)
+ROWS, POSITIONS = 12, 8
+DP, OUTER, ALONE = {"dp": -1}, {"replica": 2, "dp": -1}, {"dp": 1}
+ZEROS = [fs.zero(level) for level in range(4)]
+HYBRIDS = [
+    fs.hybrid(params=a, grads=b, opt_state=c) for a, b, c in itertools.product((False, True), repeat=3)
+]  # fmt: skip
+
+PLACES = [*((zero, DP) for zero in ZEROS), (fs.HSDP, OUTER), (fs.HFSDP, OUTER)]
+
+
+def placed(strategy):
+    """The mesh that a strategy is tested on: with a `replica` axis if it speaks of one."""
+    return OUTER if strategy in HYBRIDS and strategy != fs.zero(3) else DP
+
+
+def some(cases, *kept):
+    """Cases of which all but a few are left to `make test-full`."""
+    return [c if i in kept else pytest.param(c, marks=pytest.mark.full) for i, c in enumerate(cases)]
+
+
+def places(*kept):
+    """Strategies and the meshes they are made for, of which all but a few are left to `make test-full`."""
+    names = [*map(str, ZEROS), "hsdp", "hfsdp"]
+    marks = [() if name in kept else pytest.mark.full for name in names]
+    return [pytest.param(*place, id=i, marks=m) for place, i, m in zip(PLACES, names, marks, strict=True)]
+
+
+def name_of(value):
+    if isinstance(value, dict):
+        return "x".join(value)
+    if value in PRECISIONS:
+        return "bf16" if value == fs.BF16 else "fp32"
+    return value.__name__ if callable(value) else str(value)
+
+
+def crossed(*columns, kept):
+    """All rows of a product, of which those that are not kept are left to `make test-full`."""
+    rows = [(row, "-".join(map(name_of, row))) for row in itertools.product(*columns)]
+    assert {*kept} <= {name for _, name in rows}
+    return [pytest.param(*row, id=i, marks=() if i in kept else pytest.mark.full) for row, i in rows]
+
+
+# Either of two variants that differ little runs by default; each of both does somewhere.
+MICROBATCHES = [pytest.param(1, marks=pytest.mark.full), 3]
+PRECISIONS = [fs.FP32, fs.BF16]
+
+
+@functools.cache
+def _mesh(axes, transport):
+    return fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), transport=transport, **dict(axes))
+
+
+def mesh_of(axes, transport="auto"):
+    return _mesh(tuple(axes.items()), transport)
+
+
+def batches(steps, mesh, vocab=CONFIG.vocab):
+    """This rank's part of batches that can be learnt; ranks have different numbers of tokens that count."""
+    generator = torch.Generator().manual_seed(1)
+    index, count = data_position(mesh)
+    for _ in range(steps):
+        tokens = torch.randint(0, vocab, (ROWS, 1), generator=generator)
+        for _ in range(POSITIONS):
+            tokens = torch.cat((tokens, (5 * tokens[:, -1:] + 3) % vocab), 1)
+        targets = tokens[:, 1:].clone()
+        targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+        yield {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
+
+
+def optimizer(name, clip=0.5):
+    rates = fs.optim.schedules.warmup_cosine(1e-2, 2, 20)
+    inner = {
+        "adamw": lambda: fs.adamw(rates, weight_decay=0.1),
+        "sgd": lambda: fs.sgd(0.2),
+        "momentum": lambda: fs.sgd(0.05, momentum=0.9, weight_decay=0.01),
+    }[name]()
+    return fs.optim.chain(fs.optim.clip_by_global_norm(clip), inner)
+
+
+def whole(values):
+    """Full tensors, put together by torch itself."""
+    return {path: x.full_tensor() for path, x in fs.tree.named_leaves(values).items()}
+
+
+class Run(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    params: dict[str, torch.Tensor]
+
+
+def train(
+    strategy, axes, *, opt="adamw", microbatches=1, steps=5, precision=fs.FP32, donate=False, clip=0.5,
+    policy=fs.policies.save_except_gathered, transport="auto", config=CONFIG,
+):  # fmt: skip
+    mesh, model = mesh_of(axes, transport), fs.models.decoder(config)
+    layout = fs.plan_layout(model, mesh, strategy=strategy, precision=precision)
+    optim = optimizer(opt, clip)
+    state = fs.init_state(model, optim, fs.random.key(0), layout)
+    step = fs.make_train_step(model, optim, microbatches=microbatches, donate=donate, policy=policy)
+    run = Run([], [], {})
+    for batch in batches(steps, mesh):
+        state, metrics = step(state, batch)
+        run.losses.append(metrics.loss.item())
+        run.norms.append(metrics.grad_norm.item())
+    assert int(state.step) == steps
+    return run._replace(params=whole(state.main if state.main is not None else state.params))
+
+
+def on_ranks(ranks, strategy, axes=None, **how):
+    """What rank 0 saw; the others must have seen the same bits."""
+    axes = placed(strategy) if axes is None else axes
+    return _on_ranks(ranks, strategy, tuple(axes.items()), tuple(sorted(how.items())))
+
+
+@functools.cache
+def _on_ranks(ranks, strategy, axes, how):
+    runs = run_ranks(train, ranks, strategy, dict(axes), **dict(how))
+    for other in runs[1:]:
+        assert_bitwise_equal(runs[0], other, "the ranks' results")
+    return runs[0]
+
+
+@functools.cache
+def alone(**how):
+    """One process, no process group."""
+    assert not torch.distributed.is_initialized()
+    return train(fs.zero(0), ALONE, **how)
