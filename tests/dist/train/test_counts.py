@@ -111,8 +111,7 @@ class Watch:
     """Stands in for the pool: fresh storages only, so that what lives is what the library itself holds."""
 
     def __init__(self):
-        self.refs: list[tuple[int, Any]] = []
-        self.owners: dict[int, Any] = {}
+        self.refs: list[tuple[Any, Any]] = []
         self.peak = 0
 
     def alive(self):
@@ -121,10 +120,7 @@ class Watch:
     def take(self, pool, size, dtype, device, owner=None):
         result = torch.empty(size, dtype=dtype, device=device)
         if owner is not None:
-            # The number stands for the owner, whom the watch must not keep alive.
-            number = owner.__dict__.setdefault("watched_as", len(self.owners))
-            self.owners[number] = None
-            self.refs.append((number, StorageWeakRef(result.untyped_storage())))
+            self.refs.append((owner, StorageWeakRef(result.untyped_storage())))
             self.peak = max(self.peak, len(self.alive()))
         return result
 
