@@ -14,10 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-LEAST = {
-    "tour.md": 20,
-    "testing.md": 3,
-}  # a page has more asserts than this; those that are not named have at least one
+# Each page has more asserts than this; one that is not named here has at least one.
+LEAST = {"tour.md": 20, "testing.md": 3}
 PAGES = [
     *(name for name in LEAST if (DOCS / name).is_file()),
     *sorted(
