@@ -10,10 +10,11 @@ ARGS ?=
 WORKERS ?= 0
 BIN := .venv/bin
 # What ranks of several machines do too: training, meshes, experts, pipelines, reshards.
-WIRED := $(addprefix tests/dist/train/test_,one_process.py bitwise.py exact_sums.py loss_scale.py init.py \
-  unlike_parameters.py state_bytes.py collective_counts.py live_units.py purity.py nonfinite.py step_by_hand.py \
-  reshard.py reshard_laws.py) $(addprefix tests/,dist/models/test_every_mesh.py dist/models/test_mesh_laws.py \
-  dist/models/test_model_axes.py dist/ops/test_moe.py dist/models/test_moe.py dist/pipeline/test_executor.py \
+WIRED := $(addprefix tests/,dist/train/test_one_process.py dist/train/test_bitwise.py dist/train/test_exact_sums.py \
+  dist/train/test_loss_scaling.py dist/train/test_init.py dist/train/test_unlike_parameters.py dist/train/test_bytes.py \
+  dist/train/test_counts.py dist/train/test_purity.py dist/train/test_by_hand.py dist/models/test_every_mesh.py \
+  dist/models/test_mesh_laws.py dist/models/test_model_axes.py dist/ops/test_moe.py dist/models/test_moe.py \
+  dist/pipeline/test_executor.py dist/train/test_reshard.py dist/train/test_reshard_laws.py \
   dist/comm/test_rows.py property/train/test_training_cases.py property/ops/test_moe.py)
 # The stamp is written last, so that an interrupted install is done again.
 STAMP := .venv/.installed

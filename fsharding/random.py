@@ -31,7 +31,12 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 @public("fs.random.key")
 def key(seed: int) -> Tensor:
-    """A key from a seed: int64[2], the high and the low 32 bits."""
+    """A key from a seed: int64[2], the high and the low 32 bits.
+
+    Example:
+        >>> fs.random.key(42)
+        tensor([ 0, 42])
+    """
     return torch.tensor([(seed >> 32) & _WORD, seed & _WORD], dtype=torch.int64)
 
 
@@ -41,6 +46,11 @@ def split(key: Tensor, n: int = 2) -> Tensor:
 
     Raises:
         RandomKeyError: no key, or a negative number of them.
+
+    Example:
+        >>> w_key, b_key = fs.random.split(fs.random.key(0))
+        >>> torch.equal(fs.random.normal(w_key, (4,)).tensor(), fs.random.normal(b_key, (4,)).tensor())
+        False
     """
     if isinstance(n, int) and n < 0:
         raise RandomKeyError(message("random.split", f"cannot make {n} keys.", mend="Give a number from 0."))
@@ -50,7 +60,14 @@ def split(key: Tensor, n: int = 2) -> Tensor:
 
 @public("fs.random.fold_in")
 def fold_in(key: Tensor, data: int) -> Tensor:
-    """A key from a key and a number, such as a step or a layer: int64[2]."""
+    """A key from a key and a number, such as a step or a layer: int64[2].
+
+    Example:
+        >>> key = fs.random.key(0)
+        >>> masks = [fs.random.bernoulli(fs.random.fold_in(key, step), 0.9, (64,)) for step in (5, 5, 6)]
+        >>> torch.equal(masks[0], masks[1]), torch.equal(masks[0], masks[2])
+        (True, False)
+    """
     count = torch.tensor([1 + ((data >> 32) & 0x7FFFFFFF), data & _WORD], dtype=torch.int64)
     return _threefry(_checked(key, "random.fold_in"), count)
 
@@ -92,6 +109,12 @@ class Draw:
         low: lower end of "uniform", value of "full", mean of "normal".
         scale: width of "uniform", standard deviation of "normal".
         words: the key.
+
+    Example:
+        >>> draw = fs.random.normal(fs.random.key(0), (1000, 8))
+        >>> rows = draw.slice(((500, 502), (0, 8)))  # no rank holds more than its slice and one block
+        >>> torch.equal(rows, draw.tensor()[500:502])
+        True
     """
 
     shape: tuple[int, ...]
@@ -176,7 +199,13 @@ def _draw(key: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str, low:
 def normal(
     key: Tensor, shape: Sequence[int], *, std: float = 1.0, mean: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> Draw:
-    """A lazy array of normal values."""
+    """A lazy array of normal values.
+
+    Example:
+        >>> draw = fs.random.normal(fs.random.key(0), (256, 256), std=0.02, dtype=torch.bfloat16)
+        >>> draw.shape, draw.dtype, round(float(draw.tensor().float().std()), 3)
+        ((256, 256), torch.bfloat16, 0.02)
+    """
     return _draw(key, shape, dtype, "normal", mean, std)
 
 
@@ -184,29 +213,58 @@ def normal(
 def uniform(
     key: Tensor, shape: Sequence[int], *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> Draw:
-    """A lazy array of values that are uniform in [low, high)."""
+    """A lazy array of values that are uniform in [low, high).
+
+    Example:
+        >>> x = fs.random.uniform(fs.random.key(0), (1000,), low=-1.0, high=1.0).tensor()
+        >>> bool(x.min() >= -1.0), bool(x.max() < 1.0)
+        (True, True)
+    """
     return _draw(key, shape, dtype, "uniform", low, high - low)
 
 
 @public("fs.random.bernoulli")
 def bernoulli(key: Tensor, p: float, shape: Sequence[int]) -> Tensor:
-    """A bool array that is true with probability `p`, such as a dropout mask; computed at once."""
+    """A bool array that is true with probability `p`, such as a dropout mask; computed at once.
+
+    Example:
+        >>> mask = fs.random.bernoulli(fs.random.key(0), 0.9, (1000,))
+        >>> mask.dtype, 850 < int(mask.sum()) < 950
+        (torch.bool, True)
+    """
     return uniform(key, shape).tensor() < p
 
 
 @public("fs.random.full")
 def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float32) -> Draw:
-    """A lazy array of one value."""
+    """A lazy array of one value.
+
+    Example:
+        >>> fs.random.full((2, 2), 0.5).tensor()
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+    """
     return Draw(_sizes(shape), dtype, "full", value, 0.0)
 
 
 @public("fs.random.zeros")
 def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
-    """A lazy array of zeros."""
+    """A lazy array of zeros.
+
+    Example:
+        >>> fs.random.zeros((3,), dtype=torch.bfloat16).tensor()
+        tensor([0., 0., 0.], dtype=torch.bfloat16)
+    """
     return full(shape, 0.0, dtype=dtype)
 
 
 @public("fs.random.ones")
 def ones(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
-    """A lazy array of ones."""
+    """A lazy array of ones.
+
+    Example:
+        >>> params = {"scale": fs.random.ones((1 << 20,))}  # takes no memory yet
+        >>> params["scale"].slice(((0, 3),))
+        tensor([1., 1., 1.])
+    """
     return full(shape, 1.0, dtype=dtype)

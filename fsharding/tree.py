@@ -47,17 +47,36 @@ _TWO_TREES = ("the first tree", "the second tree")
 
 
 def flatten(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Splits a tree into its leaves and its structure."""
+    """Splits a tree into its leaves and its structure.
+
+    Example:
+        >>> flat, spec = fs.tree.flatten({"b": 1, "a": (2, None)})
+        >>> flat
+        [2, 1]
+        >>> fs.tree.unflatten(spec, ["two", "one"])
+        {'b': 'one', 'a': ('two', None)}
+    """
     return optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
 def unflatten(spec: optree.PyTreeSpec, flat: Sequence[Any]) -> Tree:
-    """Builds a tree of a given structure from its leaves."""
+    """Builds a tree of a given structure from its leaves.
+
+    Example:
+        >>> flat, spec = fs.tree.flatten({"w": 1, "b": 2})
+        >>> fs.tree.unflatten(spec, [10 * x for x in flat])
+        {'w': 10, 'b': 20}
+    """
     return optree.tree_unflatten(spec, flat)
 
 
 def leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> list[Any]:
-    """The leaves of a tree, in order; `None` is no leaf."""
+    """The leaves of a tree, in order; `None` is no leaf.
+
+    Example:
+        >>> fs.tree.leaves({"b": 1, "a": [2, None, 3]})
+        [2, 3, 1]
+    """
     return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
@@ -81,12 +100,22 @@ _registered: set[type[Any]] = set()
 
 
 def paths(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[str, ...]:
-    """The dotted path of each leaf: dict keys, field names and positions joined by dots."""
+    """The dotted path of each leaf: dict keys, field names and positions joined by dots.
+
+    Example:
+        >>> fs.tree.paths({"blocks": [{"w": 1}, {"w": 2}], "head": 3})
+        ('blocks.0.w', 'blocks.1.w', 'head')
+    """
     return _paths_of(optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE))
 
 
 def named_leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> dict[str, Any]:
-    """The leaves of a tree by path: the form in which checkpoints hold a state."""
+    """The leaves of a tree by path: the form in which checkpoints hold a state.
+
+    Example:
+        >>> fs.tree.named_leaves({"blocks": [{"w": 1}, {"w": 2}], "head": 3})
+        {'blocks.0.w': 1, 'blocks.1.w': 2, 'head': 3}
+    """
     flat, spec = flatten(tree, is_leaf=is_leaf)
     return dict(zip(_paths_of(spec), flat, strict=True))
 
@@ -96,6 +125,11 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None)
 
     Raises:
         TreeError: one of `rest` lacks a part of `tree`; the text names both.
+
+    Example:
+        >>> params, grads = {"w": 1.0, "b": 2.0}, {"w": 10.0, "b": 10.0}
+        >>> fs.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        {'w': 0.0, 'b': 1.0}
     """
     _check_function("tree.map", fn)
     flat, spec = flatten(tree, is_leaf=is_leaf)
@@ -104,7 +138,12 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None)
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:
-    """As `map`; `fn` gets the dotted path of the leaf first."""
+    """As `map`; `fn` gets the dotted path of the leaf first.
+
+    Example:
+        >>> fs.tree.map_with_path(lambda path, x: 0 if path.endswith("bias") else x, {"w": 1, "bias": 2})
+        {'w': 1, 'bias': 0}
+    """
     _check_function("tree.map_with_path", fn)
     flat, spec = flatten(tree, is_leaf=is_leaf)
     others = [flatten_up_to(spec, other, "tree.map_with_path") for other in rest]
@@ -124,6 +163,11 @@ def flatten_up_to(
 
     Raises:
         TreeError: `tree` does not begin with the structure `spec`.
+
+    Example:
+        >>> _, spec = fs.tree.flatten({"w": 0, "b": 0})
+        >>> fs.tree.flatten_up_to(spec, {"w": {"mu": 1, "nu": 2}, "b": 3}, "my_update")
+        [3, {'mu': 1, 'nu': 2}]
     """
     try:
         return spec.flatten_up_to(tree)
@@ -158,6 +202,14 @@ def match(function: str, first: Tree, second: Tree, labels: tuple[str, str] = _T
 
     Raises:
         TreeError: they differ; every path that only one of them has is listed.
+
+    Example:
+        >>> fs.tree.match("my_update", {"w": 1, "b": 2}, {"w": 1}, labels=("params", "grads"))
+        Traceback (most recent call last):
+            ...
+        fsharding.errors.TreeError: my_update got params and grads that do not match.
+          b: only in params
+        Give both the same keys.
     """
     spec, other = (optree.tree_structure(t, namespace=NAMESPACE) for t in (first, second))
     if spec != other and _paths_of(spec) != _paths_of(other):
@@ -175,6 +227,11 @@ def prune(tree: Tree, like: Tree, function: str = "fs.tree.prune", labels: tuple
 
     Raises:
         TreeError: `like` does not begin with the structure of the tree.
+
+    Example:
+        >>> params, grads = {"w": 1.0, "frozen": 2.0}, {"w": 0.1, "frozen": None}
+        >>> fs.tree.prune(params, grads)
+        {'w': 1.0, 'frozen': None}
     """
     flat, spec = flatten(tree)
     kept = flatten_up_to(spec, like, function, labels)
@@ -195,6 +252,16 @@ def register_node(
         flatten_node: from a node to (children, static data, names of the children).
         unflatten_node: from (static data, children) to a node.
         fields: the names are attributes.
+
+    Example:
+        >>> class Pair:
+        ...     def __init__(self, left, right):
+        ...         self.left, self.right = left, right
+        >>> def flatten(pair):
+        ...     return (pair.left, pair.right), None, ("left", "right")
+        >>> fs.tree.register_node(Pair, flatten, lambda _, children: Pair(*children), fields=True)
+        >>> fs.tree.named_leaves({"pair": Pair(1, 2)})
+        {'pair.left': 1, 'pair.right': 2}
     """
     register: Any = optree.register_pytree_node
     entry = optree.GetAttrEntry if fields else optree.AutoEntry
@@ -207,6 +274,11 @@ def at(tree: Tree, path: str) -> Any:
 
     Raises:
         TreeError: there is no such path.
+
+    Example:
+        >>> params = {"blocks": [{"w": 1}, {"w": 2}], "head": 3}
+        >>> fs.tree.at(params, "blocks.1")
+        {'w': 2}
     """
     if not isinstance(path, str):
         mend = 'Give keys, fields and positions joined by dots: "blocks.wq".'
@@ -245,6 +317,12 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Any:
             tells; all such leaves are listed.
         TransformError: inside a loss function of a pipeline, where a rank sees the leaves of its stage alone.
         TreeError: the trees do not match.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> params = fs.shard({"w": torch.arange(4.0)}, layout)
+        >>> fs.tree.vdot(params, params)
+        tensor(14.)
     """
     return _vdot[0](a, b, shardings=shardings)
 
@@ -253,6 +331,12 @@ _vdot: list[Callable[..., Any]] = []
 
 
 def define_vdot(function: _Vdot) -> _Vdot:
-    """Makes a function the one behind `vdot`: products of sharded leaves need collectives, which need trees."""
+    """Makes a function the one behind `vdot`: products of sharded leaves need collectives, which need trees.
+
+    Example:
+        >>> from fsharding.transforms.norms import vdot
+        >>> fs.tree.define_vdot(vdot) is vdot  # as a decorator, too
+        True
+    """
     _vdot[:] = [function]
     return function

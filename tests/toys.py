@@ -1,4 +1,4 @@
-"""Toys: trees of parameters unlike those of a decoder (tied, frozen, scalar, empty, of several dtypes), each with a loss."""
+"""Parameters that are unlike those of a decoder: tied, repeated, scalar, unused, nested, too small for the ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A small decoder that trains on any number of ranks with any strategy, and the same run on one process.
-
-In: a strategy, a mesh's axes, an optimizer by name, options of the step.
-Out: a `Run`: losses, gradient norms, whole parameters.
-Law: a layout moves bytes and never a number.
-"""
+"""The small decoder that tests of training share, its batches, and runs of it on ranks and on one process."""
 
 from __future__ import annotations
 
@@ -112,6 +107,3 @@ def alone(**options):
     """One process, no process group."""
     assert not torch.distributed.is_initialized()
     return train(fs.zero(0), ALONE, **options)
-
-
-UNITS = CONFIG.layers + 2

@@ -243,7 +243,12 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
     """The leaves of a state in this layout, and the tree of the optimizer state with its paths as leaves."""
     if opt is None:
         opt_state = rebuild(manifest.structure, lambda path: path)
-        return _wanted_leaves(layout, manifest, tree.leaves(opt_state)), opt_state
+        paths = tree.leaves(opt_state)
+        if missing := [path for path in paths if path not in manifest.tree]:
+            rule = f"cannot read a checkpoint whose optimizer state has {len(missing)} leaves that it does not list."
+            mend = "Use another checkpoint, or a copy of this one; or give the optimizer, opt=."
+            raise CheckpointError(message(_FUNCTION, rule, missing, mend))
+        return _wanted_leaves(layout, manifest, paths), opt_state
     wanted = _wanted_leaves(layout, manifest, ())
     state = {"opt_state": opt.start(_meta_main(layout), moments=layout.precision.moments, shardings=layout.main)}
     for path, (x, sharding, shape) in leaves_in(state, layout).items():

@@ -206,7 +206,10 @@ class naming_lost:
 
     def call(self) -> _Call:
         """Where this rank is."""
-        text = self.function if self.step is None else f"{self.function} {int(self.step)}"
+        # An error may be about the step itself, which is then no number.
+        text = self.function
+        if self.step is not None and self.step.numel() == 1:
+            text += f" {int(self.step)}"
         return _Call(self.function, text, frames.site(self._frame))
 
 

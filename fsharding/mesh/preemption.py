@@ -39,6 +39,14 @@ class Watch:
         received: the signal that came last; None before any.
         deadline: seconds since 1970; None without one.
         margin: how long before the deadline the bit is set; may be changed as steps and saves are measured.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> with fs.preemption.watch(deadline=timedelta(hours=4)) as watch:
+        ...     soon = watch.pending()
+        ...     watch.margin = timedelta(hours=5)  # a save has turned out to be slow
+        ...     soon, watch.pending()
+        (False, True)
     """
 
     def __init__(self, deadline: float | None, margin: timedelta) -> None:
@@ -94,6 +102,16 @@ def watch(
     Raises:
         ArgumentError: it is not the main thread, which alone can have handlers; it is open already; or a deadline of
             another kind, or something that is no signal or cannot be handled.
+
+    Example:
+        >>> import signal
+        >>> with fs.preemption.watch() as watch:
+        ...     for step in range(1000):
+        ...         signal.raise_signal(signal.SIGTERM)  # as a scheduler does that wants its machines back
+        ...         if fs.preemption.requested():
+        ...             break  # after fs.checkpoint.save(...)
+        >>> step, watch.reason()
+        (0, 'SIGTERM')
     """
     global _active, _agreed
     if not isinstance(deadline, datetime | timedelta | None):
@@ -136,6 +154,16 @@ def requested(mesh: Mesh | None = None) -> bool:
 
     Raises:
         RankError: with a mesh: another rank is gone, or does not answer within the timeout of the mesh.
+
+    Example:
+        >>> import signal
+        >>> mesh = fs.make_mesh(device="cpu")
+        >>> with fs.preemption.watch():
+        ...     signal.raise_signal(signal.SIGUSR1)
+        ...     fs.preemption.requested(mesh)
+        True
+        >>> fs.preemption.requested(mesh)  # outside of watch a rank has no wish
+        False
     """
     global _agreed
     if mesh is not None:
@@ -158,7 +186,17 @@ def _asked(mesh: Mesh) -> bool:
 
 
 def pending() -> bool:
-    """Whether this rank wants to stop; `requested` says it of all ranks."""
+    """Whether this rank wants to stop; `requested` says it of all ranks.
+
+    Example:
+        >>> import signal
+        >>> with fs.preemption.watch():
+        ...     signal.raise_signal(signal.SIGTERM)
+        ...     fs.preemption.pending()
+        True
+        >>> fs.preemption.pending()  # outside of watch
+        False
+    """
     return _active is not None and _active.pending()
 
 
@@ -167,6 +205,13 @@ def agree(count: Tensor) -> None:
 
     Args:
         count: of the ranks that do, 0-d, summed over all ranks that stepped together.
+
+    Example:
+        >>> for count in (1, 0):  # one rank wants to stop, then none
+        ...     fs.preemption.agree(torch.tensor(count))
+        ...     fs.preemption.requested()
+        True
+        False
     """
     global _agreed
     # Without a watch nobody may ask, so that a device is not waited for.
@@ -189,6 +234,12 @@ def parse_deadline(text: str, *, function: str = "fs.preemption.parse_deadline")
 
     Raises:
         ConfigError: none of these, or Slurm tells no end.
+
+    Example:
+        >>> fs.preemption.parse_deadline("2030-01-31T18:00")
+        datetime.datetime(2030, 1, 31, 18, 0)
+        >>> fs.preemption.parse_deadline("3h50m") > fs.preemption.parse_deadline("3h")
+        True
     """
     if text == "slurm":
         end = os.environ.get("SLURM_JOB_END_TIME", "")

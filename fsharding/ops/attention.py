@@ -99,6 +99,14 @@ def attention(
     Raises:
         SpecError: shapes, dtypes or heads that do not fit each other or the axis; an unknown kind.
         MeshError: an unknown axis.
+
+    Example:
+        >>> q = k = torch.zeros(1, 1, 4, 8)  # all scores are equal, so a token gets the mean of what it sees
+        >>> v = torch.arange(4.0).view(1, 1, 4, 1)
+        >>> fs.ops.attention(q, k, v).flatten()
+        tensor([0.0000, 0.5000, 1.0000, 1.5000])
+        >>> fs.ops.attention(q, k, v, documents=torch.tensor([[0, 0, 1, 1]])).flatten()
+        tensor([0.0000, 0.5000, 2.0000, 2.5000])
     """
     size = axis_size(axis, mesh, function="ops.attention")
     _check(q_BHTE, k_BKTE, v_BKTE, documents, kind, axis, size)
@@ -225,6 +233,12 @@ def plan_ring(size: int, index: int, causal: bool) -> tuple[RingStep, ...]:
         size: members of the ring.
         index: which of them.
         causal: tokens see only themselves and what is before them.
+
+    Example:
+        >>> for step in fs.ops.plan_ring(2, 0, causal=True):
+        ...     print(step)
+        RingStep(source=0, queries=(0, 2), keys=(0, 2), diagonal=True)
+        RingStep(source=1, queries=(1, 2), keys=(0, 2), diagonal=False)
     """
     steps: list[RingStep] = []
     for number in range(size):

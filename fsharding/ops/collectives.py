@@ -272,6 +272,12 @@ def gather(
 
     Returns:
         The whole tensor, the same on every rank of the group; dtype of `x`.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> params = fs.shard({"w": torch.arange(4.0)}, layout)
+        >>> fs.shard_map(lambda p: fs.ops.gather(p["w"].value, "dp", dim=0))(params)
+        tensor([0., 1., 2., 3.])
     """
     group = _group("ops.gather", axis, mesh)
     dim = _dim("ops.gather", x, dim)
@@ -290,6 +296,11 @@ def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None
 
     Returns:
         This rank's chunk of the sum; summed in float32 at least, dtype of `x`.
+
+    Example:
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     fs.ops.scatter(torch.ones(4), "dp", dim=0)  # on two ranks: tensor([2., 2.])
+        tensor([1., 1., 1., 1.])
     """
     dim = _dim("ops.scatter", x, dim)
     return apply_linear(x, _Scatter(_group("ops.scatter", axis, mesh), dim, x.shape[dim]))
@@ -297,13 +308,27 @@ def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None
 
 @public("ops.psum")
 def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
-    """The sum over an axis, on every rank. Transpose of `vary`."""
+    """The sum over an axis, on every rank. Transpose of `vary`.
+
+    Example:
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     fs.ops.psum(torch.tensor(128), ("dp", "cp"))  # the tokens of all data ranks
+        tensor(128)
+    """
     return apply_linear(x, _Psum(_group("ops.psum", axis, mesh)))
 
 
 @public("ops.vary")
 def vary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
-    """Marks that ranks along an axis will use a shared value in different ways. The identity; transpose of `psum`."""
+    """Marks that ranks along an axis will use a shared value in different ways. The identity; transpose of `psum`.
+
+    Example:
+        >>> mesh = fs.make_mesh(device="cpu")
+        >>> scale = torch.ones(2, requires_grad=True)  # the same on all ranks of tp, each of which has other tokens
+        >>> (fs.ops.vary(scale, "tp", mesh=mesh) * torch.tensor([3.0, 4.0])).sum().backward()
+        >>> scale.grad  # summed over tp
+        tensor([3., 4.])
+    """
     return apply_linear(x, _Vary(_group("ops.vary", axis, mesh)))
 
 
@@ -317,6 +342,12 @@ def all_to_all(
 
     Raises:
         SpecError: the size of `split_dim` is not a multiple of the axis.
+
+    Example:
+        >>> x_BHTE = torch.zeros(2, 8, 16, 4)  # all heads of this rank's tokens
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     fs.ops.all_to_all(x_BHTE, "cp", split_dim=1, concat_dim=2).shape  # on two ranks: [2, 4, 32, 4]
+        torch.Size([2, 8, 16, 4])
     """
     group = _group("ops.all_to_all", axis, mesh)
     split_dim, concat_dim = (_dim("ops.all_to_all", x, d) for d in (split_dim, concat_dim))
@@ -351,6 +382,14 @@ def all_to_all_rows(
 
     Raises:
         SpecError: a number for each rank is needed, and they have to sum to M.
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     fs.ops.all_to_all_rows(rows, "ep", send=[3], receive=[3])  # a number for each rank
+        tensor([[1., 1.],
+                [2., 2.],
+                [3., 3.]])
     """
     group = _group("ops.all_to_all_rows", axis, mesh)
     if len(send) != group.size or len(receive) != group.size or sum(send) != (x_M.shape[0] if x_M.ndim else -1):
@@ -368,6 +407,13 @@ def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Me
 
     Raises:
         SpecError: a coordinate outside the axis, or one that sends or receives twice.
+
+    Example:
+        >>> mesh = fs.make_mesh(device="cpu")
+        >>> n = mesh.size()
+        >>> with fs.set_mesh(mesh):
+        ...     fs.ops.ppermute(torch.arange(3), "dp", [(i, (i + 1) % n) for i in range(n)])  # to the next rank
+        tensor([0, 1, 2])
     """
     group = _group("ops.ppermute", axis, mesh)
     sources, targets = [a for a, _ in pairs], [b for _, b in pairs]

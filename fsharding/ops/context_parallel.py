@@ -59,6 +59,11 @@ def positions(
 
     Raises:
         BatchError: the length is no multiple of twice the size of the axis.
+
+    Example:
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     fs.ops.positions(8)  # on two ranks of cp: [0, 1, 6, 7] and [2, 3, 4, 5]
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     size, index = _place("ops.positions", axis, mesh)
     if why := _uncut(length, size):
@@ -80,6 +85,10 @@ def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | N
 
     Raises:
         SpecError: documents are not [B, T].
+
+    Example:
+        >>> fs.ops.document_positions(torch.tensor([[7, 7, 7, 8, 8]]))
+        tensor([[0, 1, 2, 0, 1]])
     """
     if documents_BT.ndim != 2:
         mend = "Give the document of each token, as [B, T]."
@@ -108,6 +117,12 @@ def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None =
 
     Raises:
         BatchError: a length is no multiple of twice the size of the axis, or a leaf has no such dim.
+
+    Example:
+        >>> batch = {"tokens": torch.tensor([[5, 3, 9, 4]]), "targets": torch.tensor([[3, 9, 4, 1]])}
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     fs.ops.cut_sequence(batch)["tokens"]  # on two ranks of cp: [[5, 4]] and [[3, 9]]
+        tensor([[5, 3, 9, 4]])
     """
     size, index = _place("ops.cut_sequence", axis, mesh)
     wrong: list[str] = []

@@ -53,6 +53,12 @@ def embedding(
     Raises:
         SpecError: the size of `sequence_dim` is not a multiple of the axis.
         DataError: tokens that are no whole numbers, or, on the CPU, outside the vocabulary.
+
+    Example:
+        >>> table = torch.tensor([[0.0, 0.5], [1.0, 1.5], [2.0, 2.5]])
+        >>> fs.ops.embedding(torch.tensor([2, 0]), table)
+        tensor([[2.0000, 2.5000],
+                [0.0000, 0.5000]])
     """
     rows = table_VD.shape[0]
     tokens = checked_ids("ops.embedding", "tokens", tokens, vocab or rows)

@@ -129,6 +129,12 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Tensor, counts_X: Tensor) -> Tensor:
     Raises:
         SpecError: shapes or dtypes that do not fit.
         TransformError: `counts_X` differs within a `vmap`.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [2.0], [3.0]])
+        >>> w = torch.tensor([[[10.0]], [[100.0]]])
+        >>> fs.ops.grouped_matmul(x, w, torch.tensor([1, 2])).flatten()
+        tensor([ 10., 200., 300.])
     """
     counts = _functorch.unwrapped(counts_X)
     if counts is None:

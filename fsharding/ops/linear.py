@@ -32,6 +32,13 @@ def enter(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
 
     Returns:
         The whole activations, the same on all ranks.
+
+    Example:
+        >>> def mlp(x, up, down):  # on two ranks of tp: up is [4, 4], down is [4, 4]
+        ...     return fs.ops.leave(torch.relu(fs.ops.enter(x) @ up) @ down)
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     mlp(torch.ones(2, 4), torch.ones(4, 8), torch.ones(8, 4)).shape
+        torch.Size([2, 4])
     """
     if axis_size(axis, mesh) == 1:
         return x
@@ -49,6 +56,12 @@ def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
 
     Raises:
         SpecError: the size of `sequence_dim` is not a multiple of the axis.
+
+    Example:
+        >>> x, weight = torch.ones(1, 4), torch.ones(4, 2)  # on two ranks of tp: [1, 2] and [2, 2]
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     fs.ops.leave(x @ weight)
+        tensor([[4., 4.]])
     """
     size = axis_size(axis, mesh)
     if size == 1:
@@ -75,6 +88,12 @@ def column_linear(
 
     Returns:
         For each weight [..., F of this rank].
+
+    Example:
+        >>> x, q, k = torch.ones(3, 4), torch.ones(8, 4), torch.ones(2, 4)  # on two ranks of tp: q [4, 4], k [1, 4]
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     [y.shape for y in fs.ops.column_linear(x, q, k)]
+        [torch.Size([3, 8]), torch.Size([3, 2])]
     """
     whole = enter(x_D, axis, sequence_dim=sequence_dim, mesh=mesh)
     return tuple(product(whole, w, 1) for w in weights_FD)
@@ -98,6 +117,12 @@ def split_parts(
 
     Raises:
         SpecError: the size of `dim` is neither that of this rank's pieces nor that of all parts.
+
+    Example:
+        >>> qkv = torch.arange(8.0)  # four of q, two of k, two of v
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     fs.ops.split_parts(qkv, (4, 2, 2))
+        (tensor([0., 1., 2., 3.]), tensor([4., 5.]), tensor([6., 7.]))
     """
     pieces = [chunk(size, axis_size(axis, mesh), axis_index(axis, mesh)) for size in sizes]
     here, has = [stop - start for start, stop in pieces], x.shape[dim]
@@ -124,5 +149,12 @@ def row_linear(
 
     Raises:
         SpecError: as `leave`.
+
+    Example:
+        >>> x, up, down = torch.ones(3, 4), torch.ones(8, 4), torch.ones(8, 4)  # on two ranks of tp: both [4, 4]
+        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        ...     (hidden,) = fs.ops.column_linear(x, up)
+        ...     fs.ops.row_linear(hidden.relu(), down).shape
+        torch.Size([3, 4])
     """
     return leave(product(x_F, weight_FD, 0), axis, sequence_dim=sequence_dim, mesh=mesh)

@@ -43,6 +43,11 @@ def cross_entropy(
 
     Raises:
         DataError: targets that are no whole numbers, or, on the CPU, outside the vocabulary and not `ignore_index`.
+
+    Example:
+        >>> logits = torch.zeros(3, 4)
+        >>> fs.ops.cross_entropy(logits, torch.tensor([1, 3, -100]))  # the last target does not count
+        tensor([1.3863, 1.3863, 0.0000])
     """
     targets = checked_ids(
         "ops.cross_entropy", "targets", targets, vocab or logits_V.shape[-1], ignore_index=ignore_index

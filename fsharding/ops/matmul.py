@@ -30,6 +30,11 @@ def product(x: Tensor, weight: Tensor, dim: int) -> Tensor:
 
     Returns:
         [..., F] in the dtype of both.
+
+    Example:
+        >>> x, up, down = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3)
+        >>> fs.ops.product(fs.ops.product(x, up, 1), down, 0).shape
+        torch.Size([2, 3])
     """
     if not takes_terms(weight):
         return _multiply(x, weight, dim)

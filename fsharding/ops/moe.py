@@ -141,6 +141,13 @@ def dispatch(
         MeshError: an axis that does not exist.
         SpecError: a routing of other tokens, or to an expert that does not exist.
         TransformError: the routing differs within a `vmap`: ranks would not know how much to expect.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [2.0], [3.0]])
+        >>> routing = fs.ops.route(torch.tensor([[0.0, 9.0], [9.0, 0.0], [0.0, 9.0]]), top_k=1)
+        >>> rows, counts, plan = fs.ops.dispatch(x, routing, experts=2)
+        >>> rows.flatten(), counts
+        (tensor([2., 1., 3.]), tensor([1, 2]))
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
@@ -212,6 +219,13 @@ def combine(y_MD: Tensor, plan: Plan) -> Tensor:
 
     Raises:
         SpecError: not as many rows as were dispatched.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [2.0], [3.0]])
+        >>> routing = fs.ops.route(torch.tensor([[0.0, 9.0], [9.0, 0.0], [0.0, 9.0]]), top_k=1)
+        >>> rows, counts, plan = fs.ops.dispatch(x, routing, experts=2)
+        >>> fs.ops.combine(10 * rows, plan).flatten()
+        tensor([10., 20., 30.])
     """
     if y_MD.ndim != 2 or y_MD.shape[0] != sum(plan.receive):
         text = f"needs results [M, D] for the {sum(plan.receive)} rows of the dispatch."
@@ -254,6 +268,13 @@ def experts_swiglu(
 
     Raises:
         SpecError: the weights are not those of this rank's experts.
+
+    Example:
+        >>> gate, up, down = (torch.ones(2, 4, 3) for _ in range(3))  # two experts, D = 3, F = 4
+        >>> x = torch.ones(5, 3)
+        >>> routing = fs.ops.route(torch.zeros(5, 2), top_k=1)
+        >>> fs.ops.experts_swiglu(x, gate, up, down, routing).shape
+        torch.Size([5, 3])
     """
     experts = routing.scores.shape[-1]
     cut = tp is not None and axis_size(tp, mesh) > 1

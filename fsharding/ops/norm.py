@@ -29,6 +29,10 @@ def rms_norm(
         eps: under the root.
         over: model axes along which ranks have different tokens; data axes are taken care of by `gather_unit`.
         mesh: by default that of `fs.set_mesh`.
+
+    Example:
+        >>> fs.ops.rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2))
+        tensor([0.8485, 1.1314])
     """
     axes = tuple(a for a in ((over,) if isinstance(over, str) else over) if axis_size(a, mesh) > 1)
     scale_D = vary(scale_D, axes, mesh=mesh) if axes else scale_D

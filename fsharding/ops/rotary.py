@@ -32,6 +32,12 @@ class LlamaScaling:
         length: tokens of the original context.
         slow: turns below which a pair is slow.
         fast: turns above which it is fast.
+
+    Example:
+        >>> plain = fs.ops.rotary_frequencies(8, base=500_000.0)
+        >>> longer = fs.ops.rotary_frequencies(8, base=500_000.0, scaling=fs.ops.LlamaScaling(factor=8.0, length=8192))
+        >>> plain / longer  # the slowest pair turns 8 times slower
+        tensor([1.0000, 1.0000, 2.6945, 8.0000])
     """
 
     factor: float = 8.0
@@ -73,6 +79,13 @@ class YarnScaling:
         length: tokens of the original context.
         slow: turns below which a pair is slow.
         fast: turns above which it is fast.
+
+    Example:
+        >>> scaling = fs.ops.YarnScaling(factor=40.0, length=4096)
+        >>> fs.ops.rotary_frequencies(8) / fs.ops.rotary_frequencies(8, scaling=scaling)
+        tensor([ 1.0000,  1.0000,  1.9512, 40.0000])
+        >>> round(scaling.score_factor, 4)
+        1.8739
     """
 
     factor: float = 40.0
@@ -127,6 +140,10 @@ def rotary_frequencies(
         base: of the frequencies: pair e has `base**(-2e / E)`.
         scaling: changes them for a longer context.
         device: of the result.
+
+    Example:
+        >>> fs.ops.rotary_frequencies(8)
+        tensor([1.0000, 0.1000, 0.0100, 0.0010])
     """
     powers = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     plain = base**-powers
@@ -152,6 +169,13 @@ def rotary(x_BHTE: Tensor, positions_T: Tensor, *, base: float = 10_000.0, scali
 
     Raises:
         SpecError: the shapes do not fit.
+
+    Example:
+        >>> q_BHTE = torch.tensor([1.0, 0.0]).expand(1, 1, 3, 2)  # one pair, which turns by a radian a position
+        >>> fs.ops.rotary(q_BHTE, fs.ops.positions(3))[0, 0]
+        tensor([[ 1.0000,  0.0000],
+                [ 0.5403,  0.8415],
+                [-0.4161,  0.9093]])
     """
     B, _, T, E = x_BHTE.shape if x_BHTE.ndim == 4 else (0, 0, 0, 1)
     if E % 2 or tuple(positions_T.shape) not in ((T,), (B, T)):

@@ -31,6 +31,12 @@ class Routing(NamedTuple):
         experts: the experts of each token, best first (int64[N, k]).
         weights: with what their results are multiplied (float32[N, k]).
         scores: of all experts, before any choice (float32[N, X]).
+
+    Example:
+        >>> tokens = torch.tensor([[5], [2], [3]])  # a router of one's own: token ids modulo two experts
+        >>> routing = fs.ops.Routing(tokens % 2, weights=torch.ones(3, 1), scores=torch.full((3, 2), 0.5))
+        >>> fs.ops.expert_counts(routing)
+        tensor([1, 2])
     """
 
     experts: Tensor
@@ -68,6 +74,15 @@ def route(
     Raises:
         ConfigError: numbers of experts, groups and choices that do not fit, or an unknown score.
         SpecError: logits that are not `[N, X]`, or a bias that is not `[X]`.
+
+    Example:
+        >>> routing = fs.ops.route(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]]), top_k=2)
+        >>> routing.experts
+        tensor([[0, 2],
+                [1, 0]])
+        >>> routing.weights
+        tensor([[0.7311, 0.2689],
+                [0.9526, 0.0474]])
     """
     wrong = logits_NX.ndim != 2 or (bias is not None and bias.shape != logits_NX.shape[1:])
     if wrong:
@@ -128,6 +143,13 @@ def expert_counts(
 
     Raises:
         TransformError: the routing differs within a `vmap`.
+
+    Example:
+        >>> routing = fs.ops.route(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]]), top_k=2)
+        >>> fs.ops.expert_counts(routing)
+        tensor([2, 1, 1])
+        >>> fs.ops.expert_counts(routing, counted_N=torch.tensor([True, False]))
+        tensor([1, 0, 1])
     """
     known = [_functorch.unwrapped(x) for x in (routing.experts, *([] if counted_N is None else [counted_N]))]
     if any(x is None for x in known):
@@ -182,6 +204,13 @@ def tell_load(routing: Routing, bias_X: Tensor) -> Routing:
 
     Raises:
         TransformError: the routing differs within a `vmap`.
+
+    Example:
+        >>> bias = torch.zeros(2, requires_grad=True)
+        >>> routing = fs.ops.route(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), top_k=1, bias=bias)
+        >>> fs.ops.tell_load(routing, bias).weights.sum().backward()
+        >>> bias.grad * 2**10  # both tokens go to the first expert
+        tensor([ 2., -2.])
     """
     counts_X = expert_counts(routing, axes=())
     load_X = (counts_X * counts_X.numel() - counts_X.sum()).to(wide(bias_X.dtype)) * _LOAD_UNIT
@@ -210,6 +239,13 @@ def balance_loss(
 
     Returns:
         The sum over this rank's tokens, and how many they are: `loss + alpha * sum` goes with their number as weight.
+
+    Example:
+        >>> for logits in (torch.tensor([[9.0, 0.0], [0.0, 9.0]]), torch.tensor([[9.0, 0.0], [9.0, 0.0]])):
+        ...     total, count = fs.ops.balance_loss(fs.ops.route(logits, top_k=1))
+        ...     print(f"{total / count:.3f}")  # of two experts, first both have tokens, then one
+        1.000
+        2.000
     """
     counts_X = expert_counts(routing, counted_N=counted_N, axes=axes, mesh=mesh)
     scores_NX = routing.scores
@@ -228,6 +264,11 @@ def z_loss(logits_NX: Tensor, *, counted_N: Tensor | None = None) -> tuple[Tenso
 
     Returns:
         The sum over this rank's tokens, and how many they are.
+
+    Example:
+        >>> total, count = fs.ops.z_loss(torch.zeros(4, 2))
+        >>> total / count  # the square of log 2
+        tensor(0.4805)
     """
     return _sum_of(torch.logsumexp(logits_NX.to(wide(logits_NX.dtype)), -1).square(), counted_N)
 
@@ -248,6 +289,10 @@ def next_bias(bias_X: Tensor, counts_X: Tensor, rate: float) -> Tensor:
 
     Returns:
         The bias of the next step.
+
+    Example:
+        >>> fs.ops.next_bias(torch.zeros(3), torch.tensor([5, 3, 1]), rate=0.001)
+        tensor([-0.0010,  0.0000,  0.0010])
     """
     counts = counts_X.to(bias_X.dtype)
     return bias_X + rate * torch.sign(counts.mean() - counts)

@@ -44,6 +44,10 @@ class Shard:
 
     Raises:
         DataError: not 0 <= index < count.
+
+    Example:
+        >>> [fs.data.Shard(index, count=2).rows(8) for index in range(2)]
+        [range(0, 4), range(4, 8)]
     """
 
     index: int = 0
@@ -74,7 +78,18 @@ _WHOLE = Shard()
 
 
 class Data(Protocol):
-    """The interface of a data set for a training loop. `Tokens` is one; so is anything else with these three."""
+    """The interface of a data set for a training loop. `Tokens` is one; so is anything else with these three.
+
+    Example:
+        >>> class Zeros:
+        ...     global_batch_size = 4
+        ...     def batch(self, step, shard=fs.data.Shard()):
+        ...         return {name: torch.zeros(len(shard.rows(4)), 8).long() for name in ("tokens", "targets")}
+        ...     def fingerprint(self):
+        ...         return "zeros"
+        >>> Zeros().batch(0, fs.data.Shard(1, 2))["tokens"].shape
+        torch.Size([2, 8])
+    """
 
     @property
     def global_batch_size(self) -> int:
@@ -111,6 +126,13 @@ class Tokens:
     Raises:
         DataError: a size is not positive, the seed is out of range, or the stream is not one dimension of at least
             `seq_len + 1` integers.
+
+    Example:
+        >>> import numpy as np
+        >>> data = fs.data.Tokens(stream=np.arange(100), batch_size=4, seq_len=8)
+        >>> whole, second = data.batch(5), data.batch(5, fs.data.Shard(1, 2))
+        >>> torch.equal(whole["tokens"][2:], second["tokens"]), torch.equal(whole["tokens"] + 1, whole["targets"])
+        (True, True)
     """
 
     stream: Stream = dataclasses.field(repr=False)
@@ -224,6 +246,15 @@ def from_files(
 
     Raises:
         DataError: a path is missing or cannot be read, there are no files, all are empty, or they hold too few bytes.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "a.txt").write_text("to be or not to be")
+        ...     data = fs.data.from_files(folder, batch_size=2, seq_len=4)
+        >>> data.batch(0)["tokens"].shape, bytes(data.stream[:5])
+        (torch.Size([2, 4]), b'to be')
     """
     buffer, begins, source = read_files(paths)
     stream = np.frombuffer(buffer, np.uint8)
@@ -255,6 +286,15 @@ def from_tokens(
 
     Raises:
         DataError: the file is missing, empty, too short, not a whole number of ids, or `dtype` is none of these.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> import numpy as np
+        >>> with TemporaryDirectory() as folder:
+        ...     np.arange(100, dtype="<u2").tofile(f"{folder}/tokens.bin")
+        ...     data = fs.data.from_tokens(f"{folder}/tokens.bin", batch_size=2, seq_len=4)
+        >>> data.vocab_size, data.batch(0)["tokens"].shape
+        (100, torch.Size([2, 4]))
     """
     if dtype not in _ITEM:
         rule = f"cannot read dtype {dtype!r} from {path}."
@@ -305,6 +345,16 @@ def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0, docume
 
     Raises:
         DataError: as `from_files`, `from_tokens` and `python_stdlib_files`; or the sidecar file is not as above.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "a.bin").write_bytes(bytes(400))
+        ...     _ = Path(folder, "a.bin.json").write_text('{"dtype": "uint32", "vocab_size": 50257}')
+        ...     data = fs.data.open_data(f"{folder}/a.bin", batch_size=2, seq_len=4)
+        >>> data.stream.size, data.vocab_size
+        (100, 50257)
     """
     if spec == "default":
         files = python_stdlib_files()

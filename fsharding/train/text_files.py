@@ -93,6 +93,11 @@ def python_stdlib_files(max_bytes: int = 1 << 24) -> list[Path]:
 
     Raises:
         DataError: there are none, or not one fits in `max_bytes`.
+
+    Example:
+        >>> files = fs.data.python_stdlib_files(max_bytes=1 << 16)
+        >>> files[0].name, sum(file.stat().st_size for file in files) <= 1 << 16
+        ('__future__.py', True)
     """
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []

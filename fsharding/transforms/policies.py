@@ -30,6 +30,12 @@ class Policy:
         name: as in `policies`.
         gathered: gathered weights stay.
         activations: "all", "dots" (outputs of matrix products) or "inputs" (of the unit).
+
+    Example:
+        >>> fs.policies.nothing_saveable
+        Policy(name='nothing_saveable', gathered=False, activations='inputs')
+        >>> fs.policies.POLICIES["dots_saveable"].activations  # by name, as of a command line
+        'dots'
     """
 
     name: str
@@ -58,6 +64,14 @@ def check_policy(function: str, policy: Any) -> None:
 
     Raises:
         ConfigError: it is none.
+
+    Example:
+        >>> fs.policies.check_policy("my_scan", fs.policies.dots_saveable)
+        >>> try:
+        ...     fs.policies.check_policy("my_scan", "dots_saveable")
+        ... except ValueError as error:
+        ...     print(str(error).splitlines()[0])
+        my_scan got policy='dots_saveable'.
     """
     if not isinstance(policy, Policy):
         known = ", ".join(f"fs.policies.{name}" for name in POLICIES)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import fsharding as fs
 from fsharding import ops
 from fsharding.errors import LayoutError, SpecError
+from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import axis_group, coordinate, data_position
 from fsharding.ops.moe import owned_experts
 from fsharding.sharding.boxes import chunk
@@ -102,9 +103,9 @@ def test_a_layer_on_ranks_is_the_layer_of_one_process(axes, case):
 def transposes():
     """An uneven all-to-all, and dispatch with combine, on rank orders of every kind; over one axis and over two."""
     for axes, order, along in (
-        ({"ep": 4}, None, "ep"),
+        ({"ep": 4}, AXES, "ep"),
         ({"dp": 2, "ep": 2}, ("pp", "replica", "ep", "dp", "cp", "tp"), ("dp", "ep")),
-        ({"dp": 2, "ep": 2}, None, ("ep", "dp")),
+        ({"dp": 2, "ep": 2}, AXES, ("ep", "dp")),
     ):
         mesh = mesh_of(axes, order=order)
         group = group_of(mesh, along)

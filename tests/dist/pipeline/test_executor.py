@@ -170,7 +170,8 @@ def held(name, ranks, microbatches):
         nonlocal peak
         # Parameters and tokens are there before and after.
         parts = [
-            leaf.value if isinstance(leaf, Local) else leaf for leaf in fs.tree.leaves((run.held.work, run.pieces))
+            leaf.value if isinstance(leaf, Local) else leaf
+            for leaf in fs.tree.leaves((run.stage_state.work, run.pieces))
         ]
         own.update(local_of(x).untyped_storage().data_ptr() for x in parts if isinstance(x, torch.Tensor))
         before = alive()

@@ -1,4 +1,4 @@
-"""Runs that must agree bit by bit: strategies, hybrids, remat policies, transports, two runs of one program."""
+"""Strategies, policies and transports agree in every bit."""
 
 import pytest
 

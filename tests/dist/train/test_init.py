@@ -1,4 +1,4 @@
-"""Initial values are the same in every layout: those of the whole draws."""
+"""The first values do not depend on the layout."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Parameters unlike those of a decoder train as in plain torch, and alike under every strategy."""
+"""Parameters of all kinds train as in plain torch, under every strategy."""
 
 import functools
 from typing import NamedTuple
@@ -9,9 +9,9 @@ import torch
 import fsharding as fs
 from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
-from tests.helpers import crossed, mesh_of, whole
+from tests.helpers import crossed, full, mesh_of, whole
 from tests.toys import TOYS, toy_batches, toy_draws
-from tests.training import ALONE, DP, OUTER, ZEROS
+from tests.training import ALONE, CONFIG, DP, OUTER, PLACES, ZEROS, alone, on_ranks
 
 
 def train_toy(name, strategies, axes, microbatches, steps=2):
@@ -119,6 +119,18 @@ def test_scalars_are_seen_in_the_compute_dtype_by_every_strategy():
         for losses, dtypes in results:
             assert dtypes == {"torch.bfloat16"}
             assert losses == results[0][0]
+
+
+@pytest.mark.parametrize("microbatches", [1, pytest.param(3, marks=full)])
+def test_tied_embeddings_train_as_one_process(microbatches):
+    config = fs.models.DecoderConfig(**{**vars(CONFIG), "tied": True})
+    reference = alone(config=config, microbatches=microbatches)
+    runs = [on_ranks(4, *place, config=config, microbatches=microbatches) for place in PLACES.values()]
+    for run in runs:
+        assert_trees_close(run.losses, reference.losses, rtol=1.3e-6, atol=1e-5)
+        assert_trees_close(run.norms, reference.norms, rtol=1e-5)
+        if microbatches == 1:
+            assert_bitwise_equal(run, runs[3])
 
 
 def scan_a_cut_stack(axes):

@@ -256,3 +256,15 @@ def test_what_plain_torch_wrote_is_read_by_the_same_source(tmp_path):
     out = torch.zeros(2, 2, dtype=torch.float64)
     source.read("a", ((1, 3), (1, 3)), out)
     assert torch.equal(out, state["a"][1:, 1:3].double())
+
+
+def test_a_structure_with_leaves_that_are_not_listed_is_refused(tmp_path):
+    layout = planned(fs.zero(3))
+    ck.save(tmp_path / "a", state_of(layout))
+    structure = {"dict": {"lost": "leaf"}}
+    reseal(tmp_path / "a", structure=structure)
+    assert refusal(ck.load, tmp_path / "a", layout) == (
+        "fs.checkpoint.load cannot read a checkpoint whose optimizer state has 1 leaves that it does not list.\n"
+        "  opt_state.lost\n"
+        "Use another checkpoint, or a copy of this one; or give the optimizer, opt=."
+    )

@@ -1,4 +1,4 @@
-"""Narrow dtypes: the wire's, and fp16 with a loss scale, whose overflows every rank skips alike."""
+"""Narrow compute and wire dtypes, and steps that fp16 skips."""
 
 import pytest
 import torch
@@ -9,6 +9,14 @@ from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from tests.helpers import full, mesh_of
 from tests.training import DP, MODEL, ZEROS, alone, batches, on_ranks, optimizer
+
+
+def test_bf16_compute_is_close_to_fp32():
+    for opt in ("sgd", "adamw"):
+        reference = alone(opt=opt, steps=4)
+        for strategy in ZEROS:
+            run = on_ranks(2, strategy, opt=opt, steps=4, precision=fs.BF16)
+            assert_trees_close(run.losses, reference.losses, rtol=0, atol=3e-3)
 
 
 def test_a_reduce_dtype_narrows_the_wire_only():

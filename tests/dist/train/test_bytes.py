@@ -1,4 +1,4 @@
-"""Bytes of the state and of gradients: those that the layout says, before and after a step."""
+"""A state has the bytes that its layout says."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The public functions by hand give the step of `make_train_step`, also for losses that do unusual things."""
+"""The step written by hand with public functions is the step."""
 
 from typing import Any
 
