@@ -235,7 +235,7 @@ def test_a_rank_that_is_busy_inside_the_call_is_named_with_its_line(tmp_path):
     (ranks, text), _ = told(tmp_path, "slow_loss", "slow_loss", begin=["step"])
     head, row, _, mend = text.split("\n")
     assert (ranks, head) == ((1,), "train step lost rank 1 (dp=1).")
-    assert row.startswith("  rank 1 (dp=1) is busy in train step 1 at HERE: test_alone.py:")
+    assert row.startswith("  rank 1 (dp=1) is busy in train step 1 at HERE: test_rank_alone.py:")
     assert mend.startswith("If it is only slow, give make_mesh a longer timeout=. Look at what rank 1 said last")
 
 

@@ -52,8 +52,12 @@ def test_handlers_are_back_after_an_error():
 
 
 def test_interrupts_stay_interrupts():
-    with pytest.raises(KeyboardInterrupt), preemption.watch():
-        tell(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its jobs without it
+    try:
+        with pytest.raises(KeyboardInterrupt), preemption.watch():
+            tell(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_blocked_signals_are_let_through_inside_and_blocked_again_after_it():
