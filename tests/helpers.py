@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
 from fsharding import ops
