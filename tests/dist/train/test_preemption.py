@@ -222,7 +222,7 @@ class Moment(NamedTuple):
 PLACES: dict[str, tuple[Any, str]] = {
     "start": (main_job, "init_state"),
     "read": (main_job.ops, "cut_sequence"),
-    "sum": (StopBit, "mine"),
+    "sum": (StopBit, "as_term"),
     "update": (step_module.TrainStep, "_update"),
     "log": (main_job, "state_bytes"),
     "save": (main_job, "_save"),
