@@ -185,18 +185,19 @@ def fill(
     return leaves
 
 
-def copy_in(leaves: Sequence[Tensor | None], rows: Tensor, bucket: Bucket) -> None:
+def copy_in(leaves: Sequence[Tensor | None], rows: Tensor, slots: Sequence[Slot]) -> None:
     """Cuts whole leaves into the rows of the members who will own the pieces; None counts as zeros.
 
     Args:
         leaves: one for each slot, of any strides.
         rows: [members, width], of any dtype: the cast is part of the copy.
-        bucket: the plan.
+        slots: of the leaves in a row.
     """
     sources: list[Tensor] = []
     targets: list[Tensor] = []
-    for leaf, slot in zip(leaves, bucket.slots, strict=True):
-        views = _row_views(rows, slot, bucket.width)
+    width = rows.shape[1]
+    for leaf, slot in zip(leaves, slots, strict=True):
+        views = _row_views(rows, slot, width)
         if leaf is None:
             _compat.foreach_zero_(views)
         else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -220,8 +219,7 @@ class ReduceScatter:
 
     def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
         """See `Reduction`."""
-        slots = tuple(self._bucket.slots[i] for i in leaves)
-        buckets.copy_in(terms, self._exchange.own, replace(self._bucket, slots=slots))
+        buckets.copy_in(terms, self._exchange.own, [self._bucket.slots[i] for i in leaves])
 
     def start(self) -> ReduceScatter:
         """See `Reduction`."""

@@ -194,13 +194,16 @@ class SteppedReduction:
         if first is None:
             self._terms.update({i: x for i, x in zip(leaves, terms, strict=True) if x is not None})
             return
-        new = [(i, x) for i, x in zip(leaves, terms, strict=True) if i not in self.filled]
-        first.add([i for i, _ in new], [x for _, x in new])
-        for i, x in zip(leaves, terms, strict=True):
-            if i in self.filled and x is not None:
-                slot = first.slot(i, self._wire_dtype)
-                assert slot is not None, "only slots take a second term"
-                slot.add_(x)
+        if self.filled.isdisjoint(leaves):
+            first.add(leaves, terms)
+        else:
+            new = [(i, x) for i, x in zip(leaves, terms, strict=True) if i not in self.filled]
+            first.add([i for i, _ in new], [x for _, x in new])
+            for i, x in zip(leaves, terms, strict=True):
+                if i in self.filled and x is not None:
+                    slot = first.slot(i, self._wire_dtype)
+                    assert slot is not None, "only slots take a second term"
+                    slot.add_(x)
         self.filled.update(leaves)
 
     def start(self) -> Handle[list[Tensor]]:
@@ -210,8 +213,9 @@ class SteppedReduction:
             kind = self._wire_dtype if steps and steps[0] else self._dtype
             values = [_zeros(self._terms.get(i), s, kind, self._device) for i, s in enumerate(self._shapes)]
             return _Steps(None, [x.to(self._dtype) for x in values], steps, mesh, self._wholes)
-        empty = [i for i in range(len(self._shapes)) if i not in self.filled]
-        first.add(empty, [None] * len(empty))
+        if len(self.filled) < len(self._shapes):
+            empty = [i for i in range(len(self._shapes)) if i not in self.filled]
+            first.add(empty, [None] * len(empty))
         return _Steps(first.start(), [], [s[1:] for s in steps], mesh, [sizes[1:] for sizes in self._wholes])
 
 

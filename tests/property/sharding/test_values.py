@@ -245,7 +245,7 @@ def test_copying_into_a_bucket_and_out_is_the_identity(case, dtype, strided):
     whole = numbered(leaves, dtype)
     given_leaves = [x.mT.contiguous().mT if strided and x.ndim > 1 else x for x in whole]
     rows = torch.full((plan.members, plan.width), -1, dtype=dtype)
-    buckets.copy_in(given_leaves, rows, plan)
+    buckets.copy_in(given_leaves, rows, plan.slots)
     out = buckets.copy_out(rows, torch.full((plan.size,), -2, dtype=dtype), plan)
     assert_bitwise_equal(out, whole)
     coords = itertools.product(*(range(n) for n in sizes))
@@ -262,7 +262,7 @@ def test_pieces_that_are_there_are_not_copied(case, one_buffer, data):
     plan = buckets.plan_bucket(leaves, sizes)
     there, whole = data.draw(st.integers(0, plan.members - 1)), numbered(leaves)
     rows = torch.empty(plan.members, plan.width)
-    buckets.copy_in(whole, rows, plan)
+    buckets.copy_in(whole, rows, plan.slots)
     rows[there] = torch.nan
     out = [torch.full_like(x, -1) for x in whole]
     for piece, x in zip(*(buckets.pieces_of(leaf, plan, there) for leaf in (out, whole)), strict=True):
@@ -290,7 +290,7 @@ def test_a_leaf_without_a_gradient_counts_as_zeros(case, data):
     whole = numbered(leaves)
     kept = [x if data.draw(st.booleans()) else None for x in whole]
     rows = torch.full((plan.members, plan.width), torch.nan)
-    buckets.copy_in(kept, rows, plan)
+    buckets.copy_in(kept, rows, plan.slots)
     out = buckets.copy_out(rows, torch.empty(plan.size), plan)
     assert_bitwise_equal(out, [torch.zeros_like(x) if k is None else x for x, k in zip(whole, kept, strict=True)])
 
