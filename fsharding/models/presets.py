@@ -44,6 +44,11 @@ class Recipe:
         learning_rate: peak rate of AdamW.
         warmup: steps of linear warm-up.
         weight_decay: of matrices; norms and biases have none.
+
+    Example:
+        >>> chosen = fs.models.presets.tiny_llama3()
+        >>> chosen.learning_rate, chosen.warmup
+        (0.004, 20)
     """
 
     config: DecoderConfig
@@ -62,17 +67,35 @@ class Recipe:
 
 # ---------------------------------------------------------------------------------------------------- published models
 def llama3_8b() -> Recipe:
-    """Llama 3.1 8B (Grattafiori et al. 2024, arXiv:2407.21783, table 3): 8,030,261,248 parameters."""
+    """Llama 3.1 8B (Grattafiori et al. 2024, arXiv:2407.21783, table 3): 8,030,261,248 parameters.
+
+    Example:
+        >>> config = fs.models.presets.llama3_8b().config
+        >>> config.dim, config.layers, config.heads
+        (4096, 32, 32)
+    """
     return Recipe(_llama3(4096, 32, 32, 14_336), 3e-4, warmup=8000)
 
 
 def llama3_70b() -> Recipe:
-    """Llama 3.1 70B (arXiv:2407.21783, table 3): 70,553,706,496 parameters."""
+    """Llama 3.1 70B (arXiv:2407.21783, table 3): 70,553,706,496 parameters.
+
+    Example:
+        >>> config = fs.models.presets.llama3_70b().config
+        >>> config.dim, config.layers, config.heads
+        (8192, 80, 64)
+    """
     return Recipe(_llama3(8192, 80, 64, 28_672), 1.5e-4, warmup=8000)
 
 
 def llama3_405b() -> Recipe:
-    """Llama 3.1 405B (arXiv:2407.21783, table 3): 405,853,388,800 parameters."""
+    """Llama 3.1 405B (arXiv:2407.21783, table 3): 405,853,388,800 parameters.
+
+    Example:
+        >>> config = fs.models.presets.llama3_405b().config
+        >>> config.dim, config.layers, config.heads
+        (16384, 126, 128)
+    """
     return Recipe(_llama3(16_384, 126, 128, 53_248), 8e-5, warmup=8000)
 
 
@@ -82,7 +105,13 @@ def _llama3(dim: int, layers: int, heads: int, hidden: int) -> DecoderConfig:
 
 
 def qwen2_5_72b() -> Recipe:
-    """Qwen2.5 72B (Qwen Team 2024, arXiv:2412.15115): 72,706,203,648 parameters."""
+    """Qwen2.5 72B (Qwen Team 2024, arXiv:2412.15115): 72,706,203,648 parameters.
+
+    Example:
+        >>> config = fs.models.presets.qwen2_5_72b().config
+        >>> config.dim, config.layers, config.heads
+        (8192, 80, 64)
+    """
     return Recipe(
         DecoderConfig(
             vocab=152_064, dim=8192, layers=80, heads=64, kv_heads=8, hidden=29_568, bias=True, rope_base=1_000_000.0
@@ -94,6 +123,11 @@ def mixtral_8x7b() -> Recipe:
     """Mixtral 8x7B (Jiang et al. 2024, arXiv:2401.04088, table 1): 46,702,792,704 parameters.
 
     The factor of the balance loss is that of Switch; its authors do not say theirs.
+
+    Example:
+        >>> config = fs.models.presets.mixtral_8x7b().config
+        >>> config.dim, config.layers, config.heads
+        (4096, 32, 32)
     """
     experts = Experts(8, 2, 14_336, balance=1e-2)
     return Recipe(DecoderConfig(32_000, 4096, 32, 32, 8, 14_336, rope_base=1_000_000.0, experts=experts))
@@ -104,6 +138,11 @@ def deepseek_v3() -> Recipe:
 
     That is without the module that predicts a second token, and with the 58 x 256 biases of its routers. Three dense
     blocks, then 58 with experts, which are balanced by these biases. Its balance loss of each sequence is left out.
+
+    Example:
+        >>> config = fs.models.presets.deepseek_v3().config
+        >>> config.dim, len(config.stacks), config.heads
+        (7168, 2, 4)
     """
     latent = Latent(128, 1536, 512, plain_dim=128, rotary_dim=64, value_dim=128, rope_scaling=YarnScaling())
     experts = Experts(
@@ -118,23 +157,47 @@ def deepseek_v3() -> Recipe:
 
 # --------------------------------------------------------------------------------------------------------------- twins
 def tiny_llama3() -> Recipe:
-    """The twin of the Llama 3.1 models; its original context is 64 tokens, so that scaling matters in short rows."""
+    """The twin of the Llama 3.1 models; its original context is 64 tokens, so that scaling matters in short rows.
+
+    Example:
+        >>> config = fs.models.presets.tiny_llama3().config
+        >>> config.dim, config.layers, config.heads
+        (128, 4, 8)
+    """
     scaling = LlamaScaling(length=64)
     return _tiny(DecoderConfig(heads=8, kv_heads=2, rope_base=500_000.0, rope_scaling=scaling))
 
 
 def tiny_qwen2_5() -> Recipe:
-    """The twin of Qwen2.5."""
+    """The twin of Qwen2.5.
+
+    Example:
+        >>> config = fs.models.presets.tiny_qwen2_5().config
+        >>> config.dim, config.layers, config.heads
+        (128, 4, 8)
+    """
     return _tiny(DecoderConfig(heads=8, kv_heads=2, bias=True, rope_base=1_000_000.0))
 
 
 def tiny_mixtral() -> Recipe:
-    """The twin of Mixtral."""
+    """The twin of Mixtral.
+
+    Example:
+        >>> config = fs.models.presets.tiny_mixtral().config
+        >>> config.dim, config.layers, config.heads
+        (128, 4, 8)
+    """
     return _tiny(DecoderConfig(heads=8, hidden=192, rope_base=1_000_000.0, experts=Experts(8, 2, 192, balance=1e-2)))
 
 
 def tiny_deepseek_v3() -> Recipe:
-    """The twin of DeepSeek-V3; its original context is 64 tokens."""
+    """The twin of DeepSeek-V3; its original context is 64 tokens.
+
+    Example:
+        >>> config = fs.models.presets.tiny_deepseek_v3().config
+        >>> config.dim, len(config.stacks), config.heads
+        (128, 2, 4)
+    """
     scaling = YarnScaling(length=64, fast=8.0)
     latent = Latent(4, 48, 32, plain_dim=16, rotary_dim=16, value_dim=24, rope_scaling=scaling)
     experts = Experts(
@@ -175,6 +238,10 @@ def recipe(name: str) -> Recipe:
 
     Raises:
         ConfigError: an unknown name.
+
+    Example:
+        >>> fs.models.presets.recipe("llama3-8b") == fs.models.presets.llama3_8b()
+        True
     """
     same = [known for known in RECIPES if _plain(known) == _plain(name)]
     if not same:

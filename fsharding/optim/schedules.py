@@ -18,7 +18,13 @@ Schedule: TypeAlias = Callable[[int], float]
 
 
 def constant(value: float) -> Schedule:
-    """The same rate at every step."""
+    """The same rate at every step.
+
+    Example:
+        >>> rate = fs.optim.schedules.constant(0.1)
+        >>> rate(0), rate(1000)
+        (0.1, 0.1)
+    """
     return lambda count: value
 
 
@@ -27,6 +33,11 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 
     Raises:
         ConfigError: fewer than 1 step.
+
+    Example:
+        >>> rate = fs.optim.schedules.linear(0.0, 1.0, 4)
+        >>> [rate(count) for count in range(6)]
+        [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
     if steps < 1:
         mend = "Give 1 or more, or use fs.optim.schedules.constant."
@@ -39,6 +50,11 @@ def warmup_cosine(peak: float, warmup: int, total: int, *, end: float = 0.0) -> 
 
     Raises:
         ConfigError: a negative number of steps, or a warm-up that goes on after `total`.
+
+    Example:
+        >>> rate = fs.optim.schedules.warmup_cosine(1.0, 2, 6)
+        >>> [round(rate(count), 3) for count in range(7)]
+        [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     if not 0 <= warmup <= total:
         mend = "Give a warm-up from 0 to total; fs.optim.schedules.linear warms up alone."
@@ -55,5 +71,10 @@ def warmup_cosine(peak: float, warmup: int, total: int, *, end: float = 0.0) -> 
 
 
 def as_schedule(rate: float | Schedule) -> Schedule:
-    """A schedule from a schedule or a number."""
+    """A schedule from a schedule or a number.
+
+    Example:
+        >>> fs.optim.schedules.as_schedule(0.1)(5)
+        0.1
+    """
     return rate if callable(rate) else constant(rate)

@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import operator
 from typing import Any, get_origin
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 import fsharding as fs
 
 NAMESPACES = [
-    "checkpoint", "data", "hf", "models", "ops", "optim", "pipeline", "policies", "preemption", "random", "testing",
-    "tree",
+    "checkpoint", "data", "hf", "hf.families", "models", "models.presets", "ops", "optim", "optim.schedules", "pipeline",
+    "policies", "preemption", "random", "testing", "tree",
 ]  # fmt: skip
 
 
@@ -23,7 +24,7 @@ def public_callables(prefix, module):
 
 CALLABLES = public_callables("fs", fs)
 for namespace in NAMESPACES:
-    CALLABLES += public_callables(f"fs.{namespace}", getattr(fs, namespace))
+    CALLABLES += public_callables(f"fs.{namespace}", operator.attrgetter(namespace)(fs))
 
 
 @pytest.mark.parametrize(("name", "public"), CALLABLES, ids=[name for name, _ in CALLABLES])

@@ -32,6 +32,10 @@ class Parts(NamedTuple):
         head: `head(module, x, batch) -> (sum of losses, number of tokens)`.
         cp: they compute over `cp` too, where a rank has an early and a late chunk of each sequence: positions come from
             `ops.positions`, and tokens meet in `F.scaled_dot_product_attention` alone, which `ops.attention` then does.
+
+    Example:
+        >>> fs.hf.families.FAMILIES["llama"].parts.cp
+        True
     """
 
     embed: Callable[[Any, Tree], Any]
@@ -53,6 +57,10 @@ class Family:
         files: leaves that published files, and those of `save_pretrained`, have in other tensors than the module.
         reset: method of the module that gives a submodule its first values. Its work for the whole model alone,
             such as the narrower output projections of a new GPT-2, does not happen on the meta device.
+
+    Example:
+        >>> fs.hf.families.FAMILIES["llama"].units
+        ('model.embed_tokens', 'model.layers.*', ('model.norm', 'lm_head'))
     """
 
     units: tuple[str | tuple[str, ...], ...]
@@ -214,5 +222,10 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """The family of a module, by the `model_type` of its config."""
+    """The family of a module, by the `model_type` of its config.
+
+    Example:
+        >>> fs.hf.families.family_of(torch.nn.Linear(2, 2)) is None  # of no family that is known
+        True
+    """
     return FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
