@@ -71,8 +71,8 @@ class Precision:
         loss_scale: dynamic loss scaling, or None.
 
     Example:
-        >>> how = fs.Precision(params=torch.bfloat16, moments=torch.bfloat16)
-        >>> how.compute_dtype(torch.bfloat16)
+        >>> precision = fs.Precision(params=torch.bfloat16, moments=torch.bfloat16)
+        >>> precision.compute_dtype(torch.bfloat16)
         torch.bfloat16
     """
 

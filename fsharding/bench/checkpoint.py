@@ -77,10 +77,10 @@ def bench_checkpoint(config: CheckpointConfig) -> None:
     folder = [tempfile.mkdtemp(prefix="fsharding-bench-", dir=config.dir)]
     try:
         if dist.is_initialized():
-            mine = folder[0]
+            own = folder[0]
             dist.broadcast_object_list(folder)
-            if mine != folder[0]:
-                Path(mine).rmdir()
+            if own != folder[0]:
+                Path(own).rmdir()
         times = _measured(_state(config, mesh), Path(folder[0]), config.rounds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             _show(config, times, mesh.size())

@@ -98,8 +98,8 @@ def least_bytes(task: Task, strategy: Strategy, forward: int) -> int:
         strategy: of the layout.
         forward: `forward_bytes` of the task.
     """
-    how = fs.Precision(compute=task.dtype)
-    layout = plan_layout(task.draws(), task.mesh, strategy=strategy, names=task.model.names, precision=how)
+    precision = fs.Precision(compute=task.dtype)
+    layout = plan_layout(task.draws(), task.mesh, strategy=strategy, names=task.model.names, precision=precision)
     memory = layout.memory()
     # One microbatch: gradients are cut as the moments, of which there are two, in float32 all three.
     grads, draws = memory.opt_state // 2, task.draws()

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fsharding.comm.shared_memory import segments as blocks
+from fsharding.comm.shared_memory import segments
 
 __all__ = ["Steps", "agree", "allocated", "give_back", "in_turn", "machine", "print_rows", "take_turns"]
 
@@ -182,7 +182,7 @@ def allocated(run: Callable[[], object]) -> tuple[int, int]:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with blocks.watched() as taken, torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+    with segments.watched() as taken, torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         run()
     results: Any = profile.profiler
     events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]

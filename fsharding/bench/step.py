@@ -179,8 +179,8 @@ def _batch(config: StepConfig, sizes: DecoderConfig, mesh: Any) -> dict[str, Ten
 
 def _ours(strategy: Strategy, replicas: int, task: Task) -> Callable[[], Tensor]:
     mesh = make_mesh(replica=replicas, dp=-1) if replicas > 1 else task.mesh
-    how = fs.Precision(compute=task.dtype)
-    layout = plan_layout(task.draws(), mesh, strategy=strategy, names=task.model.names, precision=how)
+    precision = fs.Precision(compute=task.dtype)
+    layout = plan_layout(task.draws(), mesh, strategy=strategy, names=task.model.names, precision=precision)
     opt = fs.optim.adamw(RATE, b1=B1, b2=B2)
     state = init_state(task.model.init, opt, fs.random.key(0), layout)
     step = make_train_step(task.model, opt, donate=True)
@@ -293,10 +293,9 @@ def _show(config: StepConfig, rows: list[dict[str, Any]]) -> None:
         "peak MiB": lambda row: f"{row['peak_bytes'] / 2**20:.0f}",
         "loss": lambda row: f"{row['loss']:.4f}",
     }
-    how = f"{config.dtype}, compiled" if config.compiled else config.dtype
-    title = (
-        f"a step of {config.preset}, {config.batch} x {config.seq_len} tokens a rank, {rows[0]['ranks']} ranks, {how}"
-    )
+    precision = f"{config.dtype}, compiled" if config.compiled else config.dtype
+    size = f"{config.batch} x {config.seq_len} tokens a rank, {rows[0]['ranks']} ranks"
+    title = f"a step of {config.preset}, {size}, {precision}"
     print_rows(title, columns, rows, as_json=config.json)
     if config.plot is not None:
         bars = [Bar(row["contender"], row["median_ms"], row["iqr_ms"], row["floor_ms"]) for row in rows]

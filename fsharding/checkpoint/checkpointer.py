@@ -10,9 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fsharding.checkpoint import directory as store
 from fsharding.checkpoint.background import settle
-from fsharding.checkpoint.directory import StrPath
+from fsharding.checkpoint.directory import StrPath, latest, real_path, retire
 from fsharding.checkpoint.loading import load
 from fsharding.checkpoint.saving import in_background, plan_save
 from fsharding.errors import CheckpointError, ConfigError, message
@@ -56,7 +55,7 @@ class Checkpointer:
         if rows:
             mend = "Give numbers of at least 1; keep=None keeps all."
             raise ConfigError(message("fs.checkpoint.Checkpointer", "cannot keep fewer than one.", rows, mend))
-        self.directory = store.real_path(directory, "fs.checkpoint.Checkpointer")
+        self.directory = real_path(directory, "fs.checkpoint.Checkpointer")
         self.keep, self.every, self.background = keep, every, background
 
     def __enter__(self) -> Self:
@@ -85,7 +84,7 @@ class Checkpointer:
         """
         settle()
         target, keep = self.directory / str(int(state.step) if number is None else number), self.keep
-        after = None if keep is None else lambda: store.retire(self.directory, keep, target)
+        after = None if keep is None else lambda: retire(self.directory, keep, target)
         job = plan_save(target, state, extra, after)
         if self.background:
             in_background(job)
@@ -111,7 +110,7 @@ class Checkpointer:
             CheckpointError: a save in the background failed.
         """
         settle()
-        return store.latest(self.directory)
+        return latest(self.directory)
 
     def load(self, layout: Layout, *, opt: GradientTransformation | None = None) -> TrainState:
         """The newest complete checkpoint in a layout; see `load`.

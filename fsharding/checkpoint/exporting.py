@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.checkpoint import directory as store
+from fsharding.checkpoint import directory
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.foreign_weights import SAFETENSORS
@@ -131,7 +131,7 @@ def export(
         ...     torch.load(exported.path, weights_only=True)
         {'linear.weight': tensor([1., 1., 1., 1.])}
     """
-    store.real_path(target, _FUNCTION)
+    directory.real_path(target, _FUNCTION)
     where = Path(os.path.abspath(target))
     rows = [f"format is {format!r}: formats are {', '.join(FORMATS)}"] if format not in FORMATS else []
     rows += [f"{where}: something is there, and nothing is ever overwritten"] if os.path.lexists(where) else []
@@ -144,11 +144,11 @@ def export(
     rows += ["settings= are of what='fsdp2' alone"] if settings is not None and what != "fsdp2" else []
     if rows:
         raise CheckpointError(message(_FUNCTION, "cannot write.", rows))
-    with store.wording_failures(_FUNCTION):
-        folder = store.find(source, _FUNCTION)
-        leaves = open_source(folder, store.read_manifest(_FUNCTION, folder), _FUNCTION)
+    with directory.wording_failures(_FUNCTION):
+        folder = directory.find(source, _FUNCTION)
+        leaves = open_source(folder, directory.read_manifest(_FUNCTION, folder), _FUNCTION)
     items, values = _plan(leaves, names, what, format, settings)
-    with store.writing(where, _FUNCTION, file=format == "torch") as partial:
+    with directory.writing(where, _FUNCTION, file=format == "torch") as partial:
         if format == "torch":
             _write_torch(leaves, items, partial)
         elif format == "safetensors":

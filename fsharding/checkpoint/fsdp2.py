@@ -65,16 +65,16 @@ def plan_fsdp2(
             for part in parts(named(path), shape):
                 every = aliases_of(names, part.name)
                 found += [Taken(saved, part._replace(name=f"model.{name}"), dtype) for name in every]
-                state, mine = f"optim.state.{every[0]}", slots.get(path, [])
-                trained += [every[0]] if mine else []
-                for slot in mine:
+                state, own = f"optim.state.{every[0]}", slots.get(path, [])
+                trained += [every[0]] if own else []
+                for slot in own:
                     scalar = leaves[slot.path].shape == () != shape
                     one = Part("", (), (), transposed=False) if scalar else part
                     kind = torch.float32 if scalar else leaves[slot.path].dtype
                     found.append(Taken(slot.path, one._replace(name=f"{state}.{slot.name}"), kind))
-                if mine and all(slot.name != "step" for slot in mine):
+                if own and all(slot.name != "step" for slot in own):
                     step = Part(f"{state}.step", (), (), transposed=False)
-                    found.append(Taken(mine[0].count, step, torch.float32))
+                    found.append(Taken(own[0].count, step, torch.float32))
         except ValueError as error:
             rows.append(f"{path}: {error}")
     return found, _groups(settings, trained, rows), rows

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsharding.checkpoint import directory as store
+from fsharding.checkpoint import directory
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedLeaf
 from fsharding.checkpoint.reader import damage, open_source
@@ -87,10 +87,13 @@ class Inspection:
         lines += [f"  damaged: {printable(row)}" for row in self.damaged]
         if self.manifest is None:
             return "\n".join(lines)
-        manifest, how = self.manifest, self.manifest.layout
-        mesh = ", ".join(f"{axis}={size}" for axis, size in how.get("mesh", {}).items())
+        manifest, layout = self.manifest, self.manifest.layout
+        mesh = ", ".join(f"{axis}={size}" for axis, size in layout.get("mesh", {}).items())
         by = f"step {manifest.step}, saved by fsharding {manifest.fsharding} on torch {manifest.torch}"
-        lines += [printable(by), printable(f"mesh {mesh} ({how.get('ranks')} ranks), strategy {how.get('strategy')}")]
+        lines += [
+            printable(by),
+            printable(f"mesh {mesh} ({layout.get('ranks')} ranks), strategy {layout.get('strategy')}"),
+        ]
         leaves = [
             (printable(path), str(leaf), printable(leaf.spec or ""), f"{_bytes(leaf):,}")
             for path, leaf in sorted(manifest.tree.items())
@@ -126,14 +129,14 @@ def inspect(path: StrPath) -> Inspection:
         ...     fs.checkpoint.inspect(f"{run}/5").damaged
         ('.metadata is missing',)
     """
-    with store.wording_failures(_FUNCTION):
-        return _inspected(store.find(path, _FUNCTION))
+    with directory.wording_failures(_FUNCTION):
+        return _inspected(directory.find(path, _FUNCTION))
 
 
 def _inspected(folder: Path) -> Inspection:
     """The report about a directory."""
     try:
-        manifest = store.read_manifest(_FUNCTION, folder)
+        manifest = directory.read_manifest(_FUNCTION, folder)
     except CheckpointError as error:
         if not os.path.lexists(folder / MANIFEST):
             raise

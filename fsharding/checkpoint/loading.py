@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
-from fsharding.checkpoint import directory as store
+from fsharding.checkpoint import directory
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf, text_of
@@ -122,9 +122,9 @@ def load_leaves(
     """
     chosen = [paths] if isinstance(paths, str) else [*paths]
     if layout is None:
-        with store.wording_failures(_LEAVES):
-            folder = store.find(path, _LEAVES)
-            manifest = store.read_manifest(_LEAVES, folder)
+        with directory.wording_failures(_LEAVES):
+            folder = directory.find(path, _LEAVES)
+            manifest = directory.read_manifest(_LEAVES, folder)
         if damaged := damage(folder, manifest.files, hashed=False):
             raise _refusal(_LEAVES, folder, manifest, damaged)
         tree_of = {leaf: manifest.tree[leaf] for leaf in _chosen(folder, manifest, chosen)}
@@ -200,8 +200,8 @@ def _look(function: str, path: StrPath) -> tuple[Path, Manifest, list[str]]:
     seen: list[tuple[Path, Manifest]] = []
 
     def read() -> tuple[str, str, list[str]]:
-        folder = store.find(path, function)
-        manifest = store.read_manifest(function, folder)
+        folder = directory.find(path, function)
+        manifest = directory.read_manifest(function, folder)
         seen.append((folder, manifest))
         rows = damage(folder, _share(manifest), hashed=False)
         return str(folder), hashlib.sha256(text_of(manifest).encode()).hexdigest(), rows

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fsharding.checkpoint import directory as store
+from fsharding.checkpoint import directory
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.directory import Partial, StrPath, wording_failures
 from fsharding.checkpoint.manifest import Manifest
@@ -72,12 +72,12 @@ def reshard_checkpoint(
             message(_FUNCTION, "got an axis of size -1.", mend="Give every size: their product is the number of ranks.")
         )
     mesh = make_shape(dict(axes), world=max(1, math.prod(axes.values())), function=_FUNCTION)
-    folder, where = store.find(source, _FUNCTION), store.real_path(target, _FUNCTION)
+    folder, where = directory.find(source, _FUNCTION), directory.real_path(target, _FUNCTION)
     if folder == where:
         rule = f"cannot write {where} over itself."
         raise CheckpointError(message(_FUNCTION, rule, mend="Give another directory."))
     with wording_failures(_FUNCTION):
-        manifest = store.read_manifest(_FUNCTION, folder)
+        manifest = directory.read_manifest(_FUNCTION, folder)
         leaves = open_source(folder, manifest, _FUNCTION)
     layout = layout_in(manifest, mesh, strategy, function=_FUNCTION)
     homes = {path: saved_sharding(path, leaf, layout) for path, leaf in manifest.tree.items()}

@@ -69,8 +69,8 @@ def check_replicas(state: TrainState) -> None:
         planned.append(shared_boxes(_everything(state), abstract(state.layout.mesh).members))
         return checksums(planned[0])
 
-    told = together(_FUNCTION, look)
-    if rows := differences(_FUNCTION, told, planned[0]):
+    sums_of_ranks = together(_FUNCTION, look)
+    if rows := differences(_FUNCTION, sums_of_ranks, planned[0]):
         raise ReplicaError(message(_FUNCTION, f"finds {len(rows)} parts that differ between ranks.", rows, MEND))
 
 
@@ -109,17 +109,20 @@ def checksums(shared: Mapping[Holders, Sequence[SharedBox]]) -> dict[Holders, in
 
 
 def differences(
-    function: str, told: Sequence[Mapping[Holders, int]], shared: Mapping[Holders, Sequence[SharedBox]]
+    function: str, sums_of_ranks: Sequence[Mapping[Holders, int]], shared: Mapping[Holders, Sequence[SharedBox]]
 ) -> list[str]:
     """One row for each part that ranks hold differently. Collective where there are any.
 
     Args:
         function: the public function, for the error.
-        told: what `checksums` gave on every rank.
+        sums_of_ranks: what `checksums` gave on every rank.
         shared: what `shared_boxes` gave on this one.
     """
     disputed = {
-        holders for mine in told for holders in mine if len({other.get(holders) for other in told} - {None}) > 1
+        holders
+        for own in sums_of_ranks
+        for holders in own
+        if len({other.get(holders) for other in sums_of_ranks} - {None}) > 1
     }
     if not disputed:
         return []

@@ -235,13 +235,13 @@ def plan_save(path: StrPath, state: TrainState, extra: Any = None, after: Callab
         return facts, checksums(shared)
 
     answers = together(_FUNCTION, check)
-    told = [facts for facts, _ in answers]
-    _same_everywhere(told)
+    facts_of_ranks = [facts for facts, _ in answers]
+    _same_everywhere(facts_of_ranks)
     job, shared = planned[0]
     if rows := differences(_FUNCTION, [sums for _, sums in answers], shared):
         rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
         raise CheckpointError(message(_FUNCTION, rule, rows, MEND))
-    step = next(facts["step"] for facts in told if "step" in facts)
+    step = next(facts["step"] for facts in facts_of_ranks if "step" in facts)
     return dataclasses.replace(job, manifest=dataclasses.replace(job.manifest, step=int(step)))
 
 
@@ -265,14 +265,14 @@ def _check(
         facts["step"] = str(int(state.step))
     members = abstract(state.layout.mesh).members
     writers = shares(leaves, members)
-    mine = tuple(
+    own = tuple(
         (path, x.shape, box, tensor)
         for path, x in sorted(leaves.items())
         for corner, (box, tensor) in x.kept().items()
         if writers[path][corner] == own_rank()
     )
     on_mesh = {path: x for path, x in leaves.items() if x.sharding is not None}
-    return Job(target, mine, manifest), facts, shared_boxes(on_mesh, members)
+    return Job(target, own, manifest), facts, shared_boxes(on_mesh, members)
 
 
 def _check_extra(extra: Any) -> None:

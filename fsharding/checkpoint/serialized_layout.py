@@ -85,15 +85,15 @@ def _name_from_plain(plain: Any) -> DimName:
 
 def describe_layout(layout: Layout) -> dict[str, Any]:
     """A layout as plain data."""
-    shape, how = abstract(layout.mesh), layout.precision
+    shape, precision = abstract(layout.mesh), layout.precision
     return {
         "mesh": dict(zip(shape.names, shape.sizes, strict=True)),
         "ranks": shape.size,
         "strategy": str(layout.strategy),
         "cuts": dataclasses.asdict(layout.strategy),
         "precision": {
-            **{role: dtype_name(getattr(how, role)) for role in _ROLES},
-            "loss_scale": None if how.loss_scale is None else dataclasses.asdict(how.loss_scale),
+            **{role: dtype_name(getattr(precision, role)) for role in _ROLES},
+            "loss_scale": None if precision.loss_scale is None else dataclasses.asdict(precision.loss_scale),
         },
         "rules": {name: list(axes) for name, axes in layout.rules.items()},
         "frozen": [leaf.path for leaf in layout.leaves if not leaf.trainable],

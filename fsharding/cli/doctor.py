@@ -231,15 +231,15 @@ def _trouble(name: str, value: str) -> tuple[str, str]:
 def _ranks() -> Iterator[Finding]:
     """Rows that two local ranks report."""
     try:
-        told: list[dict[str, Any]] = launch_ranks(_look, 2)
+        answers: list[dict[str, Any]] = launch_ranks(_look, 2)
     except RankError as error:
         yield Finding("two local ranks", "do not run", f"{error}", "See the error of the rank.", grave=True)
         return
     yield Finding("two local ranks", "run")
-    yield Finding("transport", *transport(*told[0]["transport"]))
-    if not all(rank["readable"] for rank in told):
+    yield Finding("transport", *transport(*answers[0]["transport"]))
+    if not all(rank["readable"] for rank in answers):
         yield Finding("listening", "not known", "What listens is read from /proc, which is not there.", "Use Linux.")
-    sockets = [Socket(*row) for rank in told for row in rank["sockets"]]
+    sockets = [Socket(*row) for rank in answers for row in rank["sockets"]]
     for it in sockets:
         value = f"{it.process}, {'reachable from outside' if it.outside else 'for this machine only'}"
         yield Finding(f"listening on {it}", value, *_exposed(it), grave=it.outside)

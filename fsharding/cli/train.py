@@ -311,8 +311,8 @@ def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
 
 def _save(config: TrainConfig, state: TrainState, data: Tokens, batches: int) -> None:
     """Saves under the number of batches seen, which is that of updates but for those that a loss scale skipped."""
-    told = {k: str(v) for k, v in asdict(config).items()}
-    extra = {"preset": config.preset, "data": data.fingerprint(), "batches": batches, "config": told}
+    options = {k: str(v) for k, v in asdict(config).items()}
+    extra = {"preset": config.preset, "data": data.fingerprint(), "batches": batches, "config": options}
     keeper = checkpoint.Checkpointer(config.checkpoints, keep=config.keep, background=False)
     keeper.save(state, extra, number=batches)
 

@@ -170,11 +170,11 @@ class Native:
         if group.process_group is None or rows.numel() == 0:
             return Works()
         record_sent((group.size - 1) * rows[0].nbytes, group.axes)
-        mine = rows[group.index].clone()
+        own = rows[group.index].clone()
         if self._in_order():
-            return Works((self._all_gather_flat(rows, mine),), (mine,), (group.ranks,))
+            return Works((self._all_gather_flat(rows, own),), (own,), (group.ranks,))
         by_rank = torch.empty_like(rows)
-        Works((self._all_gather_flat(by_rank, mine),), (), (group.ranks,)).wait()
+        Works((self._all_gather_flat(by_rank, own),), (), (group.ranks,)).wait()
         rows.copy_(by_rank[list(group.order)])
         return Works()
 
@@ -182,10 +182,10 @@ class Native:
         """Whether members stand in the process group in the order in which rows have them."""
         return self.group.order == tuple(range(self.group.size))
 
-    def _all_gather_flat(self, out: Tensor, mine: Tensor) -> dist.Work:
+    def _all_gather_flat(self, out: Tensor, own: Tensor) -> dist.Work:
         assert self.group.process_group is not None
         with among(self.group.ranks):
-            return _compat.all_gather_flat(out.view(-1), mine, self.group.process_group)
+            return _compat.all_gather_flat(out.view(-1), own, self.group.process_group)
 
     def _all_to_all(self, sent: Tensor, received: Tensor) -> Works:
         """Starts to send row i to member i, and to receive row i from member i."""
@@ -257,8 +257,8 @@ class Native:
 class _SentRows:
     """Rows that are sent, into a buffer of this rank. An `Exchange`, and its own handle."""
 
-    def __init__(self, mine: Tensor, rows: Tensor, send: Callable[[], Works]) -> None:
-        self.own, self._rows, self._send = mine, rows, send
+    def __init__(self, own: Tensor, rows: Tensor, send: Callable[[], Works]) -> None:
+        self.own, self._rows, self._send = own, rows, send
         self._works = Works()
 
     def start(self) -> Handle[Rows]:

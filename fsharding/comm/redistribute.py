@@ -18,12 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
 from fsharding._compat import cache_on_its_mesh
-from fsharding.comm import steps as transition
-from fsharding.comm.steps import Step
+from fsharding.comm.steps import Step, kinds_of, plan_steps, run_steps, whole_sizes
 from fsharding.errors import LayoutError, message
 from fsharding.mesh.device_mesh import Mesh, is_member
 from fsharding.public import public, refuse
-from fsharding.sharding import mesh_view as at_rest
+from fsharding.sharding import mesh_view
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -100,7 +99,7 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
         local = local_of(leaf) if dtype is None else local_of(leaf).to(dtype)
         if not isinstance(target, NamedSharding):
             raise refuse("fs.redistribute", "shardings", target, "Give a tree of NamedShardings, such as layout.main.")
-        base = at_rest.base(leaf.device_mesh)
+        base = mesh_view.base(leaf.device_mesh)
         # A cache of a mesh holds no other mesh, also none that is equal.
         find = _route if (base.whole or base.mesh) is target.mesh else _find_route
         route = find(target, sharding_of(leaf), tuple(leaf.shape))
@@ -112,7 +111,7 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
             nbytes = math.prod(route.shape) * local.element_size()
             home = None if into is None else _home(homes[i], route.shape, local)
             move = _Move(i, local, route.steps, route.wholes, nbytes, home)
-            groups.setdefault((route.mesh, transition.kinds(route.steps), local.dtype), []).append(move)
+            groups.setdefault((route.mesh, kinds_of(route.steps), local.dtype), []).append(move)
     if wrong:
         text = "moves reduced leaves along data axes of one mesh only."
         named = tree.paths(values)
@@ -122,7 +121,7 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
         for batch in _batches(moves):
             at_home = [m.home for m in batch if m.home is not None] or None
             wholes = [m.wholes for m in batch]
-            moved = transition.move([m.local for m in batch], [m.steps for m in batch], mesh, wholes, at_home)
+            moved = run_steps([m.local for m in batch], [m.steps for m in batch], mesh, wholes, at_home)
             for m, local in zip(batch, moved, strict=True):
                 result[m.index] = targets[m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
     return tree.unflatten(spec, result)
@@ -159,10 +158,10 @@ def _find_route(target: NamedSharding, source: NamedSharding, shape: tuple[int, 
     source = replace(source, mesh=target.mesh) if rest.assigned else source
     if source.mesh != target.mesh or source.owned != target.owned or source.partial:
         return None
-    steps = transition.plan_steps(source, target)
+    steps = plan_steps(source, target)
     if any(axis not in source.data_axes for step in steps for axis in step.axes):
         return None
-    wholes = transition.whole_sizes(source, steps, shape)
+    wholes = whole_sizes(source, steps, shape)
     return _Route(rest, stays, target.mesh, steps, wholes, target.local_shape(shape))
 
 
@@ -188,13 +187,13 @@ def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:
         if leaf is None:
             continue
         where, there = source.slice_of_mesh().simplified(), target.slice_of_mesh().simplified()
-        steps, local, shape = transition.plan_steps(where, there), local_of(leaf), tuple(leaf.shape)
-        move = _Move(i, local, steps, transition.whole_sizes(where, steps, shape), local.nbytes)
-        groups.setdefault((transition.kinds(steps), local.dtype), []).append(move)
+        steps, local, shape = plan_steps(where, there), local_of(leaf), tuple(leaf.shape)
+        move = _Move(i, local, steps, whole_sizes(where, steps, shape), local.nbytes)
+        groups.setdefault((kinds_of(steps), local.dtype), []).append(move)
     for (route, _), moves in groups.items():
         for batch in _batches(moves) if route else [moves]:
             mesh, wholes = flat[1][batch[0].index].mesh, [m.wholes for m in batch]
-            moved = transition.move([m.local for m in batch], [m.steps for m in batch], mesh, wholes)
+            moved = run_steps([m.local for m in batch], [m.steps for m in batch], mesh, wholes)
             for m, local in zip(batch, moved, strict=True):
                 result[m.index] = flat[1][m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
     return tree.unflatten(spec, result)

@@ -25,7 +25,8 @@ from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import PartitionSpec
 
 __all__ = [
-    "Step", "SteppedReduction", "after", "begins_with_sum", "has_slots", "kinds", "move", "plan_steps", "whole_sizes",
+    "Step", "SteppedReduction", "begins_with_sum", "has_slots", "kinds_of", "plan_steps", "run_steps", "sharding_after",
+    "whole_sizes",
 ]  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def _runs(axes: tuple[str, ...], open_axes: Sequence[str]) -> list[tuple[str, ..
     return result
 
 
-def kinds(steps: Sequence[Step]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def kinds_of(steps: Sequence[Step]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The key that two leaves must share to travel together: the kinds and axes of their steps, not the dims."""
     return tuple((step.kind, step.axes) for step in steps)
 
@@ -143,7 +144,7 @@ class SteppedReduction:
     """A `Reduction` of a bucket, whose first sum is followed by more steps.
 
     Args:
-        steps: as planned, for each leaf; of the same `kinds`.
+        steps: as planned, for each leaf; of the same `kinds_of`.
         shapes: the local shapes.
         mesh: with devices.
         wire_dtype: of the terms of the first sum on their way.
@@ -239,7 +240,7 @@ class _Steps:
         values = self._values
         if self._first is not None:
             values = self._first.wait(timeout, into=None if self._steps[0] else into)
-        return move(values, self._steps, self._mesh, self._wholes, into)
+        return run_steps(values, self._steps, self._mesh, self._wholes, into)
 
     def release(self, timeout: timedelta | None = None) -> None:
         if self._first is not None:
@@ -254,7 +255,7 @@ def _sizes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(abstract(mesh).axis_size(axis) for axis in axes)
 
 
-def after(source: NamedSharding, step: Step) -> NamedSharding:
+def sharding_after(source: NamedSharding, step: Step) -> NamedSharding:
     """The sharding that a step leaves."""
     cut = source.spec.axes(step.dim) if step.kind != "sum" else ()
     if step.kind == "gather":
@@ -274,12 +275,12 @@ def whole_sizes(source: NamedSharding, steps: Sequence[Step], shape: tuple[int, 
     """
     sizes: list[int] = []
     for step in steps:
-        source = after(source, step)
+        source = sharding_after(source, step)
         sizes.append(source.local_shape(shape)[step.dim] if step.kind == "gather" else 0)
     return tuple(sizes)
 
 
-def move(
+def run_steps(
     leaves: Sequence[Tensor],
     steps: Sequence[tuple[Step, ...]],
     mesh: Mesh,
@@ -290,7 +291,7 @@ def move(
 
     Args:
         leaves: local tensors of one dtype.
-        steps: as planned, for each leaf; of the same `kinds`.
+        steps: as planned, for each leaf; of the same `kinds_of`.
         mesh: with devices.
         wholes: `whole_sizes` of each leaf; needed when a step gathers.
         into: contiguous tensors for the results, of their shapes and dtype. A gather as the last step fills them, a sum

@@ -71,18 +71,18 @@ def compare(
     """
     if group is None:
         return {}
-    mine = digest(facts)
+    own = digest(facts)
     if ask is not None:
-        everyones = ask(mine)
+        everyones = ask(own)
     else:
-        gathered = torch.full((len(ranks),), mine, dtype=torch.int64, device=device)
-        _compat.all_gather_flat(gathered, torch.full((1,), mine, dtype=torch.int64, device=device), group).wait()
+        gathered = torch.full((len(ranks),), own, dtype=torch.int64, device=device)
+        _compat.all_gather_flat(gathered, torch.full((1,), own, dtype=torch.int64, device=device), group).wait()
         everyones = gathered.tolist()
-    if all(other == mine for other in everyones):
+    if all(other == own for other in everyones):
         return {}
-    told: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(told, dict(facts), group=group)
-    return dict(zip(ranks, told, strict=True))
+    answers: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(answers, dict(facts), group=group)
+    return dict(zip(ranks, answers, strict=True))
 
 
 def refuse_differences(
@@ -121,10 +121,10 @@ def checksum(x: torch.Tensor) -> int:
 def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
     """One row for each fact that differs, the rarest value first; a fact that comes by several ways is told once."""
     found: dict[tuple[str, str], str] = {}
-    for name in dict.fromkeys(name for mine in facts.values() for name in mine):
+    for name in dict.fromkeys(name for own in facts.values() for name in own):
         having: dict[str, list[int]] = {}
-        for rank, mine in facts.items():
-            having.setdefault(mine.get(name, "nothing"), []).append(rank)
+        for rank, own in facts.items():
+            having.setdefault(own.get(name, "nothing"), []).append(rank)
         if len(having) > 1:
             rarest = sorted(having.items(), key=lambda item: (len(item[1]), -item[1][0]))
             text = ", ".join(f"{_ranks(ranks)} {value}" for value, ranks in rarest)

@@ -326,11 +326,11 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     Raises:
         MeshError: the mesh has no devices and the group more than one rank.
     """
-    shape, mine = abstract(mesh), coordinate(mesh)
+    shape, own = abstract(mesh), coordinate(mesh)
     axes = tuple(axis for axis in axes if shape.axis_size(axis) > 1)
     steps = [dict(zip(axes, c, strict=True)) for c in product(*(range(shape.axis_size(a)) for a in axes))]
-    ranks = tuple(shape.rank_at({**mine, **step}) for step in steps)
-    index = steps.index({axis: mine[axis] for axis in axes})
+    ranks = tuple(shape.rank_at({**own, **step}) for step in steps)
+    index = steps.index({axis: own[axis] for axis in axes})
     if len(ranks) == 1:
         return Group(ranks, 0, None)
     if isinstance(mesh, AbstractMesh):

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
 from fsharding.errors import CheckpointError, RankError, message
-from fsharding.mesh import call_stacks as frames
+from fsharding.mesh import call_stacks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 
 __all__ = [
@@ -210,12 +210,12 @@ class naming_lost:
         text = self.function
         if self.step is not None and self.step.numel() == 1:
             text += f" {int(self.step)}"
-        return _Call(self.function, text, frames.site(self._frame))
+        return _Call(self.function, text, call_stacks.site(self._frame))
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
     """This rank's own report, written where an error comes up."""
-    said = _doing(frames.lines_of(error), _mark(error)[1])
+    said = _doing(call_stacks.lines_of(error), _mark(error)[1])
     return {**said, "sizes": str(error)} if isinstance(error, UnlikeSizes) else said
 
 
@@ -248,11 +248,11 @@ def _loose_call(frame: FrameType | None, *, waits: bool) -> _Call:
         waits: whether it is known to wait in the library; else it can be seen in a collective of torch alone.
     """
     inside: list[FrameType] = []
-    for outer in frames.outwards(frame):
-        if frames.is_users(outer):
+    for outer in call_stacks.outwards(frame):
+        if call_stacks.is_users(outer):
             break
         inside.append(outer)
-    where = frames.LIBRARY if waits else frames.DISTRIBUTED
+    where = call_stacks.LIBRARY if waits else call_stacks.DISTRIBUTED
     codes = [outer.f_code for outer in reversed(inside) if outer.f_code.co_filename.startswith(where)]
     if waits:
         known = next(filter(None, map(_public_name, codes)), "")
@@ -261,7 +261,7 @@ def _loose_call(frame: FrameType | None, *, waits: bool) -> _Call:
         function = known or inner
     else:
         function = next((f"torch's {code.co_name}" for code in codes if code.co_name != "wrapper"), "")
-    return _Call(function, function, frames.site(frame))
+    return _Call(function, function, call_stacks.site(frame))
 
 
 def _public_name(code: CodeType) -> str:
@@ -288,14 +288,14 @@ def _place(thread: int, frame: FrameType | None) -> dict[str, Any]:
     entry, wait = _entered.get(thread), _waiting.get(thread)
     call = entry.call() if entry is not None else _loose_call(frame, waits=wait is not None)
     waits = {} if wait is None else {"waits": [*wait.ranks]}
-    doing = _doing(frames.lines(frame), "" if wait is None else wait.doing)
+    doing = _doing(call_stacks.lines(frame), "" if wait is None else wait.doing)
     return {"function": call.function, "call": str(call), "now": _innermost(frame), **waits, **doing}
 
 
-def _doing(found: Sequence[frames.Line], doing: str) -> dict[str, Any]:
+def _doing(found: Sequence[call_stacks.Line], doing: str) -> dict[str, Any]:
     """Describes a rank by its stack: the part of the work, the collective that it is in, and the lines."""
-    region = ", ".join(filter(None, [frames.region(found), doing]))
-    return {"region": region, "collective": frames.collective(found), "stack": frames.describe(found)}
+    region = ", ".join(filter(None, [call_stacks.region(found), doing]))
+    return {"region": region, "collective": call_stacks.collective(found), "stack": call_stacks.describe(found)}
 
 
 def _innermost(frame: FrameType | None) -> str:
@@ -459,14 +459,14 @@ class Followed:
         found: the ranks that are the cause.
         silent: ranks that are blamed and say nothing.
         met: where the ranks are that wait in the same function.
-        told: whether one of them has found the cause out already.
+        cause_known: whether one of them has found the cause out already.
         stacks: what each rank said of itself, this one included, as far as it was heard of in time.
     """
 
     found: dict[int, Found] = dataclasses.field(default_factory=dict[int, Found])
     silent: list[int] = dataclasses.field(default_factory=list[int])
     met: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
-    told: bool = False
+    cause_known: bool = False
     stacks: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
 
 
@@ -501,7 +501,7 @@ def follow(
             result.found[rank] = Found("elsewhere", note["call"], note["function"])
         elif note.get("found"):
             result.found |= {int(other): Found(*found) for other, found in note["found"].items()}
-            result.met[rank], result.told = note.get("call", ""), True
+            result.met[rank], result.cause_known = note.get("call", ""), True
         elif "peers" in note or "waits" in note:
             result.met[rank] = note.get("call", "")
             front += note.get("peers") or note.get("waits", ())
@@ -517,8 +517,8 @@ def _lost(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[st
     host = _host()
     result = _bounded(lambda: _asked(peers, patience, call, here), patience + _LEAST_S)
     if result is None:
-        gone = peers if host is None or host == own_rank() else (host,)
-        found = dict.fromkeys(gone, Found("gone", _SILENT))
+        lost_peers = peers if host is None or host == own_rank() else (host,)
+        found = dict.fromkeys(lost_peers, Found("gone", _SILENT))
         return Followed(found, stacks={own_rank(): _in_lines([{**here, "call": str(call), "waits": peers}])})
     if host == own_rank():
         _bounded(lambda: _linger(result.found), _LINGER_S)
@@ -540,7 +540,7 @@ def _asked(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[s
         kinds = {found.kind for found in result.found.values()}
         # One that seems busy may be about to fail, too, and say so.
         open_ends = bool(result.silent) or "busy" in kinds
-        if result.told or "raised" in kinds or not open_ends or time.monotonic() > until:
+        if result.cause_known or "raised" in kinds or not open_ends or time.monotonic() > until:
             break
         time.sleep(0.02)
     result.found = _causes(result, call)
@@ -812,10 +812,10 @@ def meet(number: int = 0) -> list[int]:
     if _is_fake():
         return [number] * world_size()
     call = int.from_bytes(hashlib.sha256(entry.function.encode()).digest()[:8], "big") >> 1
-    mine = torch.tensor([call, number], dtype=torch.int64, device="cpu")
+    own = torch.tensor([call, number], dtype=torch.int64, device="cpu")
     everyone = torch.empty(world_size(), 2, dtype=torch.int64, device="cpu")
     with among(range(world_size())), _reminding(entry):
-        _compat.all_gather_flat(everyone.view(-1), mine, _meeting_group()).wait()
+        _compat.all_gather_flat(everyone.view(-1), own, _meeting_group()).wait()
     calls, numbers = everyone.unbind(1)
     if others := (calls != call).nonzero().flatten().tolist():
         with among(others):

@@ -121,12 +121,12 @@ def group_among(families: Iterable[Sequence[int]], timeout: timedelta) -> dist.P
         families: global ranks of each group; no rank is in two.
         timeout: of the groups.
     """
-    known, here, mine = _known(), own_rank(), None
+    known, here, own = _known(), own_rank(), None
     for family in families:
         group = known.get((tuple(sorted(family)), timeout)).group
         if here in family:
-            mine = group
-    return mine
+            own = group
+    return own
 
 
 def find_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:

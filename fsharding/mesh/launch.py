@@ -168,7 +168,7 @@ class _Forwarder:
 
     def _run(self) -> None:
         asked: set[signal.Signals] = set()
-        told: set[tuple[int | None, signal.Signals]] = set()
+        reported: set[tuple[int | None, signal.Signals]] = set()
         until = math.inf
         while True:
             # Ranks may start after the signal, and are looked for until the end.
@@ -181,8 +181,8 @@ class _Forwarder:
                 until = time.monotonic() + self._grace
             ranks = multiprocessing.active_children()
             for rank, number in ((rank.pid, number) for rank in ranks for number in asked):
-                if (rank, number) not in told:
-                    told.add((rank, number))
+                if (rank, number) not in reported:
+                    reported.add((rank, number))
                     _send(rank, number)
             if time.monotonic() >= until:
                 self.killed, until = ", ".join(sorted(number.name for number in asked)), math.inf

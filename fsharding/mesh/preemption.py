@@ -179,10 +179,10 @@ def _asked(mesh: Mesh) -> bool:
     if ranks.process_group is None:
         return pending()
     device = getattr(mesh, "device_type", "cpu")
-    mine = torch.full((1,), int(pending()), dtype=torch.int64, device=device)
-    told = mine.new_empty(ranks.size)
-    _compat.all_gather_flat(told, mine, ranks.process_group).wait()
-    return bool(told.any())
+    own = torch.full((1,), int(pending()), dtype=torch.int64, device=device)
+    flags = own.new_empty(ranks.size)
+    _compat.all_gather_flat(flags, own, ranks.process_group).wait()
+    return bool(flags.any())
 
 
 def pending() -> bool:

@@ -41,8 +41,8 @@ def let_others_finish(busy: Callable[[], bool] | None = None) -> None:
 
 
 def _others_run() -> bool:
-    mine = str(threading.get_native_id())
-    return any(state_of(task) in "RD" for task in Path("/proc/self/task").glob("[0-9]*") if task.name != mine)
+    own = str(threading.get_native_id())
+    return any(state_of(task) in "RD" for task in Path("/proc/self/task").glob("[0-9]*") if task.name != own)
 
 
 def state_of(task: Path) -> str:

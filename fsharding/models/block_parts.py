@@ -28,7 +28,7 @@ __all__ = [
     "Cuts",
     "Draws",
     "FeedPart",
-    "How",
+    "BlockSettings",
     "Part",
     "Stream",
     "columns",
@@ -63,7 +63,7 @@ class Stream(NamedTuple):
     extra: Tensor | None = None
 
 
-class How(NamedTuple):
+class BlockSettings(NamedTuple):
     """Static choices of a model.
 
     Attributes:
@@ -84,7 +84,7 @@ class Cuts:
     Attributes:
         mesh: abstract.
         rules: axes by dim name.
-        kind: as in `How`.
+        kind: as in `BlockSettings`.
     """
 
     mesh: AbstractMesh
@@ -158,7 +158,7 @@ class Part(Protocol):
 class AttentionPart(Part, Protocol):
     """The part of a block in which tokens see each other."""
 
-    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
+    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, settings: BlockSettings) -> Tensor:
         """Its term of the residual stream, from the normalized stream [B, T, D]."""
         ...
 
@@ -166,40 +166,42 @@ class AttentionPart(Part, Protocol):
 class FeedPart(Part, Protocol):
     """The part of a block that is a function of each token, but for what balances its experts."""
 
-    def apply(self, params: Tree, x_BTD: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
+    def apply(self, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor | None]:
         """Its terms of the residual stream, from the normalized stream [B, T, D], and of the loss (0-d)."""
         ...
 
 
-def columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, how: How) -> Sequence[Tensor]:
+def columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, settings: BlockSettings) -> Sequence[Tensor]:
     """Products with weights whose rows `tp` cuts, or does not where the rules say so: then all ranks do the same.
 
     Args:
         x_BTD: the same on all ranks of `tp`, or cut along `how.sequence`.
         weights: each [F of this rank, D].
         whole: `tp` does not cut them.
-        how: static choices.
+        settings: static choices.
     """
     if whole:
         return [ops.product(x_BTD, w, 1) for w in weights]
-    return ops.column_linear(x_BTD, *weights, sequence_dim=how.sequence)
+    return ops.column_linear(x_BTD, *weights, sequence_dim=settings.sequence)
 
 
-def rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, how: How) -> Tensor:
+def rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, settings: BlockSettings) -> Tensor:
     """The product with a weight whose rows `tp` cuts, summed over `tp`; or of all ranks alike.
 
     Args:
         x_BTF: this rank's columns.
         weight_FD: the rows that meet them.
         whole: `tp` does not cut them.
-        how: static choices.
+        settings: static choices.
     """
-    return ops.product(x_BTF, weight_FD, 0) if whole else ops.row_linear(x_BTF, weight_FD, sequence_dim=how.sequence)
+    return (
+        ops.product(x_BTF, weight_FD, 0) if whole else ops.row_linear(x_BTF, weight_FD, sequence_dim=settings.sequence)
+    )
 
 
-def norm(scale_D: Tensor, x_BTD: Tensor, how: How) -> Tensor:
+def norm(scale_D: Tensor, x_BTD: Tensor, settings: BlockSettings) -> Tensor:
     """RMSNorm of activations that may be cut along the sequence."""
-    return ops.rms_norm(x_BTD, scale_D, eps=how.eps, over="tp" if how.sequence is not None else ())
+    return ops.rms_norm(x_BTD, scale_D, eps=settings.eps, over="tp" if settings.sequence is not None else ())
 
 
 def positions_of(stream: Stream, length: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fsharding import ops, random
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.models.block_parts import AttentionPart, Cuts, Draws, FeedPart, How, Stream, columns, norm
+from fsharding.models.block_parts import AttentionPart, BlockSettings, Cuts, Draws, FeedPart, Stream, columns, norm
 from fsharding.models.grouped_query import Grouped
 from fsharding.models.latent_attention import Latent
 from fsharding.models.mlp import Dense
@@ -183,29 +183,31 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         >>> int(state.step), float(metrics.weight)
         (1, 8.0)
     """
-    how = How(config.eps, 1 if sequence else None, attention)
+    settings = BlockSettings(config.eps, 1 if sequence else None, attention)
     kinds = config.kinds()
-    blocks = {s.name: _block(*kind, how) for s, kind in zip(config.stacks, kinds, strict=True)} if config.stacks else {}
+    blocks = (
+        {s.name: _block(*kind, settings) for s, kind in zip(config.stacks, kinds, strict=True)} if config.stacks else {}
+    )
 
     def embed(params: Tree, batch: Tree) -> Stream:
         documents, positions = batch.get("documents"), batch.get("positions")
         if documents is not None and positions is None:
             positions = ops.document_positions(documents)
-        x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=config.vocab, sequence_dim=how.sequence)
+        x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=config.vocab, sequence_dim=settings.sequence)
         return Stream(x_BTD, positions, documents)
 
     def head(params: Tree, x: Stream | Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
         stream = x if isinstance(x, Stream) else Stream(x)
-        x_BTD = norm(params["norm"], stream.x, how)
+        x_BTD = norm(params["norm"], stream.x, settings)
         targets, whole = batch["targets"], params["unembed"].shape[0] == config.vocab
-        (logits_BTV,) = columns(x_BTD, [params["unembed"]], whole=whole, how=how)
+        (logits_BTV,) = columns(x_BTD, [params["unembed"]], whole=whole, settings=settings)
         total = ops.cross_entropy(logits_BTV, targets, vocab=config.vocab).sum()
         return total if stream.extra is None else total + stream.extra, (targets != -100).sum()
 
     return Model(
         init=functools.partial(_init, config),
         embed=embed,
-        block=blocks or _block(*kinds[0], how),
+        block=blocks or _block(*kinds[0], settings),
         head=head,
         names=_names(config),
         tied=(("unembed", "embed.table"),) if config.tied else (),
@@ -215,12 +217,14 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
     )
 
 
-def _block(attention: AttentionPart, feed: FeedPart, how: How) -> Callable[[Tree, Stream | Tensor], Stream]:
+def _block(
+    attention: AttentionPart, feed: FeedPart, settings: BlockSettings
+) -> Callable[[Tree, Stream | Tensor], Stream]:
     def block(params: Tree, x: Stream | Tensor) -> Stream:
         stream = x if isinstance(x, Stream) else Stream(x)
         x_BTD = stream.x
-        x_BTD = x_BTD + attention.apply(params, norm(params["norm1"], x_BTD, how), stream, how)
-        y_BTD, extra = feed.apply(params, norm(params["norm2"], x_BTD, how), how)
+        x_BTD = x_BTD + attention.apply(params, norm(params["norm1"], x_BTD, settings), stream, settings)
+        y_BTD, extra = feed.apply(params, norm(params["norm2"], x_BTD, settings), settings)
         if extra is not None and stream.extra is not None:
             extra = stream.extra + extra
         return stream._replace(x=x_BTD + y_BTD, extra=stream.extra if extra is None else extra)

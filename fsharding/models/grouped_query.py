@@ -17,7 +17,7 @@ from torch import Tensor
 from fsharding import ops
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import axis_index
-from fsharding.models.block_parts import Cuts, Draws, How, Stream, columns, positions_of, rows, scale_of
+from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, columns, positions_of, rows, scale_of
 from fsharding.ops.rotary import Scaling
 from fsharding.random import Draw
 from fsharding.sharding.partition_spec import DimName, Fused
@@ -90,24 +90,24 @@ class Grouped:
         norms = dict.fromkeys(("q_norm", "k_norm"), ("layers", None)) if self.qk_norm else {}
         return {**matrices, "wo": ("layers", "heads", "embed"), **biases, **norms}
 
-    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
+    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, settings: BlockSettings) -> Tensor:
         """Attention of a block; see `Part`."""
         heads = params["wo"].shape[0] // self.head_dim
         whole = heads == self.heads
-        found = columns(x_BTD, self._rows(params, "w{}", heads), whole=whole, how=how)
+        found = columns(x_BTD, self._rows(params, "w{}", heads), whole=whole, settings=settings)
         if self.bias:
             found = [y + bias for y, bias in zip(found, self._rows(params, "{}_bias", heads), strict=True)]
         found = ops.split_parts(found[0], self.sizes) if self.fused else found
         q_BHTE, k_BKTE, v_BKTE = (rearrange(y, "b t (h e) -> b h t e", e=self.head_dim) for y in found)
         if self.qk_norm:
             over = () if whole else "tp"
-            q_BHTE = ops.rms_norm(q_BHTE, params["q_norm"], eps=how.eps, over=over)
-            k_BKTE = ops.rms_norm(k_BKTE, params["k_norm"], eps=how.eps, over=over)
+            q_BHTE = ops.rms_norm(q_BHTE, params["q_norm"], eps=settings.eps, over=over)
+            k_BKTE = ops.rms_norm(k_BKTE, params["k_norm"], eps=settings.eps, over=over)
         at = positions_of(stream, q_BHTE.shape[2])
         q_BHTE, k_BKTE = (ops.rotary(y, at, base=self.rope_base, scaling=self.rope_scaling) for y in (q_BHTE, k_BKTE))
         scale = scale_of(self.head_dim, self.rope_scaling)
-        out_BHTE = ops.attention(q_BHTE, k_BKTE, v_BKTE, documents=stream.documents, kind=how.kind, scale=scale)
-        return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, how=how)
+        out_BHTE = ops.attention(q_BHTE, k_BKTE, v_BKTE, documents=stream.documents, kind=settings.kind, scale=scale)
+        return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, settings=settings)
 
     def _rows(self, params: Tree, name: str, heads: int) -> list[Tensor]:
         """The rows that this rank needs, of queries, keys and values, or of all in one."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsharding import ops
 from fsharding.errors import ConfigError, message
-from fsharding.models.block_parts import Cuts, Draws, How, Stream, norm, positions_of, rows, scale_of
+from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, norm, positions_of, rows, scale_of
 from fsharding.ops.rotary import Scaling
 from fsharding.random import Draw
 from fsharding.sharding.partition_spec import DimName
@@ -92,11 +92,11 @@ class Latent:
             "wo": ("layers", "heads", "embed"),
         }
 
-    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, how: How) -> Tensor:
+    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, settings: BlockSettings) -> Tensor:
         """Attention of a block; see `Part`."""
         heads = params["q_up"].shape[0] // self.head_dim
         whole = heads == self.heads
-        q_BTR, kv_BTR, turning_BTE = self._narrow(params, x_BTD, whole, how)
+        q_BTR, kv_BTR, turning_BTE = self._narrow(params, x_BTD, whole, settings)
         q_BHTE = rearrange(ops.product(q_BTR, params["q_up"], 1), "b t (h e) -> b h t e", h=heads)
         kv_BHTE = rearrange(ops.product(kv_BTR, params["kv_up"], 1), "b t (h e) -> b h t e", h=heads)
         at = positions_of(stream, q_BHTE.shape[2])
@@ -109,19 +109,19 @@ class Latent:
         q_BHTE = torch.cat((q_plain, turned(q_turning)), -1)
         k_BHTE = torch.cat((k_plain, turned(turning_BTE[:, None]).expand(-1, heads, -1, -1)), -1)
         scale = scale_of(self.head_dim, self.rope_scaling)
-        out_BHTE = ops.attention(q_BHTE, k_BHTE, v_BHTE, documents=stream.documents, kind=how.kind, scale=scale)
-        return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, how=how)
+        out_BHTE = ops.attention(q_BHTE, k_BHTE, v_BHTE, documents=stream.documents, kind=settings.kind, scale=scale)
+        return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, settings=settings)
 
-    def _narrow(self, params: Tree, x_BTD: Tensor, whole: bool, how: How) -> tuple[Tensor, ...]:
+    def _narrow(self, params: Tree, x_BTD: Tensor, whole: bool, settings: BlockSettings) -> tuple[Tensor, ...]:
         """The narrow vectors, normalized, and the part of keys that turns, in the region of heads."""
         q_down, kv_down = params["q_down"], params["kv_down"]
-        if how.sequence is not None:  # each rank of tp has other tokens, so gradients of what is whole are summed
+        if settings.sequence is not None:  # each rank of tp has other tokens, so gradients of what is whole are summed
             q_down, kv_down = ops.vary(q_down, "tp"), ops.vary(kv_down, "tp")
         sizes = (self.q_rank, self.kv_rank, self.rotary_dim)
         kv_BTR, turning_BTE = ops.product(x_BTD, kv_down, 1).split(sizes[1:], -1)
-        q_BTR = norm(params["q_norm"], ops.product(x_BTD, q_down, 1), how)
-        narrow = torch.cat((q_BTR, norm(params["kv_norm"], kv_BTR, how), turning_BTE), -1)
-        return (narrow if whole else ops.enter(narrow, sequence_dim=how.sequence)).split(sizes, -1)
+        q_BTR = norm(params["q_norm"], ops.product(x_BTD, q_down, 1), settings)
+        narrow = torch.cat((q_BTR, norm(params["kv_norm"], kv_BTR, settings), turning_BTE), -1)
+        return (narrow if whole else ops.enter(narrow, sequence_dim=settings.sequence)).split(sizes, -1)
 
     def objections(self, cuts: Cuts) -> list[str]:
         """Why the mesh cannot cut the heads; see `Part`."""

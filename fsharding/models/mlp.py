@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding import ops
-from fsharding.models.block_parts import Cuts, Draws, How, columns, rows
+from fsharding.models.block_parts import BlockSettings, Cuts, Draws, columns, rows
 from fsharding.random import Draw
 from fsharding.sharding.partition_spec import DimName, Fused
 from fsharding.tree import Tree
@@ -51,12 +51,14 @@ class Dense:
             return {"gate_up": gate_up, "down": ("layers", "mlp", "embed")}
         return dict.fromkeys(("gate", "up", "down"), ("layers", "mlp", "embed"))
 
-    def apply(self, params: Tree, x_BTD: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
+    def apply(self, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor | None]:
         """`down(silu(gate(x)) * up(x))`; see `Part`."""
         whole = params["down"].shape[0] == self.hidden
-        found = columns(x_BTD, [params[n] for n in ("gate_up", "gate", "up") if n in params], whole=whole, how=how)
+        found = columns(
+            x_BTD, [params[n] for n in ("gate_up", "gate", "up") if n in params], whole=whole, settings=settings
+        )
         gate_BTF, up_BTF = ops.split_parts(found[0], (self.hidden, self.hidden)) if self.fused else found
-        return rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, how=how), None
+        return rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, settings=settings), None
 
     def objections(self, cuts: Cuts) -> list[str]:
         """Why the mesh cannot cut the hidden dim; see `Part`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from fsharding import ops, random
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_size
-from fsharding.models.block_parts import Cuts, Draws, How
+from fsharding.models.block_parts import BlockSettings, Cuts, Draws
 from fsharding.ops.router import misfits
 from fsharding.precision import wide
 from fsharding.random import Draw
@@ -205,9 +205,9 @@ class Mixture:
         """Dim names of the leaves; see `Part`."""
         return {"experts": expert_names(self.experts)}
 
-    def apply(self, params: Tree, x_BTD: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
+    def apply(self, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor | None]:
         """The mixture of one block; see `Part`."""
-        return mixture(self.experts, params["experts"], x_BTD, sequence_dim=how.sequence)
+        return mixture(self.experts, params["experts"], x_BTD, sequence_dim=settings.sequence)
 
     def objections(self, cuts: Cuts) -> list[str]:
         """Why the mesh cannot cut the experts; see `Part`."""

@@ -41,7 +41,7 @@ _TILE = 1024
 
 
 @dataclass(frozen=True)
-class _How:
+class _Settings:
     """The static arguments of a call; see `attention`. The members of `group` share the sequence."""
 
     causal: bool
@@ -122,14 +122,14 @@ def attention(
     if size == 1 and (documents is None or q_BHTE.shape[2] <= _TILE or not q_BHTE.numel() or _functorch.in_functorch()):
         return _whole(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
     if size == 1:
-        return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, _How(causal, scale, axis, mesh, _ALONE))
+        return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, _Settings(causal, scale, axis, mesh, _ALONE))
     mesh = mesh if mesh is not None else current_mesh("ops.attention")
-    how = _How(causal, scale, axis, mesh, axis_group(mesh, (axis,)))
+    settings = _Settings(causal, scale, axis, mesh, axis_group(mesh, (axis,)))
     if kind == "ulysses":
-        return _by_heads(q_BHTE, k_BKTE, v_BKTE, documents, how)
+        return _by_heads(q_BHTE, k_BKTE, v_BKTE, documents, settings)
     if kind == "gather" or not q_BHTE.numel() or _functorch.in_functorch():
-        return _gathered(q_BHTE, k_BKTE, v_BKTE, documents, how)
-    return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, how)
+        return _gathered(q_BHTE, k_BKTE, v_BKTE, documents, settings)
+    return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, settings)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kind: str, axis: str, size: int) -> None:
@@ -171,22 +171,22 @@ def _same_document(mine: Tensor | None, theirs: Tensor | None) -> Tensor | None:
     return mine[:, None, :, None] == theirs[:, None, None, :]
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _How) -> Tensor:
+def _gathered(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings) -> Tensor:
     """Attention of this rank's queries to all keys, which stay in the order of the ranks."""
-    k, v = gather(torch.stack((k, v)), how.axis, dim=3, mesh=how.mesh).unbind(0)
-    theirs = gather(documents, how.axis, dim=1, mesh=how.mesh) if documents is not None else None
+    k, v = gather(torch.stack((k, v)), settings.axis, dim=3, mesh=settings.mesh).unbind(0)
+    theirs = gather(documents, settings.axis, dim=1, mesh=settings.mesh) if documents is not None else None
     mask = _same_document(documents, theirs)
-    if how.causal:
-        order = zigzag_order(k.shape[2], how.group.size, q.device)
-        before = order.view(how.group.size, -1)[how.group.index][:, None] >= order
+    if settings.causal:
+        order = zigzag_order(k.shape[2], settings.group.size, q.device)
+        before = order.view(settings.group.size, -1)[settings.group.index][:, None] >= order
         mask = before if mask is None else mask & before
-    return _whole(q, k, v, mask, False, how.scale)
+    return _whole(q, k, v, mask, False, settings.scale)
 
 
 # ----------------------------------------------------------------------------------------------------- heads for tokens
-def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _How) -> Tensor:
+def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings) -> Tensor:
     """Attention of some heads over the whole sequence, between two exchanges; q, k and v travel together."""
-    size, exchange = how.group.size, functools.partial(all_to_all, axis=how.axis, mesh=how.mesh)
+    size, exchange = settings.group.size, functools.partial(all_to_all, axis=settings.axis, mesh=settings.mesh)
     # Each rank needs the key heads of its query heads: as few copies as make their number a multiple of the axis.
     copies = size // math.gcd(k.shape[1], size)
     k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
@@ -197,11 +197,11 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _H
     ascending = order.argsort()
     q, k, v = joined.index_select(2, ascending).split(heads, 1)
     if documents is not None:
-        documents = gather(documents, how.axis, dim=1, mesh=how.mesh).index_select(1, ascending)
+        documents = gather(documents, settings.axis, dim=1, mesh=settings.mesh).index_select(1, ascending)
     if documents is None or not q.numel() or _functorch.in_functorch():
-        out = _whole(q, k, v, _same_document(documents, documents), how.causal, how.scale)
+        out = _whole(q, k, v, _same_document(documents, documents), settings.causal, settings.scale)
     else:
-        out = _blockwise(q, k, v, documents, replace(how, group=_ALONE))
+        out = _blockwise(q, k, v, documents, replace(settings, group=_ALONE))
     return exchange(out.index_select(2, order), split_dim=2, concat_dim=1)
 
 
@@ -293,23 +293,25 @@ def _pass_on(xs: Sequence[Tensor], group: Group, tag: int = 0) -> tuple[list[Ten
     return received, send_recv(sends, receives, group, xs[0].device)
 
 
-def _blockwise(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _How) -> Tensor:
-    return cast(tuple[Tensor, Tensor], _Ring.apply(q, k, v, documents, how))[0]
+def _blockwise(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings) -> Tensor:
+    return cast(tuple[Tensor, Tensor], _Ring.apply(q, k, v, documents, settings))[0]
 
 
 class _Ring(Function):
     """Attention block by block, with blocks that go around a group; of one member, over its own block in tiles."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
         q, held = q.contiguous(), [x.contiguous() for x in (k, v, documents) if x is not None]
         out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
-        steps = plan_ring(how.group.size, how.group.index, how.causal)
+        steps = plan_ring(settings.group.size, settings.group.index, settings.causal)
         for step in steps:
-            come, pending = (held, Works()) if step is steps[-1] else _pass_on(held, how.group)
+            come, pending = (held, Works()) if step is steps[-1] else _pass_on(held, settings.group)
             for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
-                part = _compat.attend_block(q[at], held[0][of], held[1][of], mask, causal=causal, scale=how.scale)
+                part = _compat.attend_block(q[at], held[0][of], held[1][of], mask, causal=causal, scale=settings.scale)
                 _merge(out[at], lse[at], *part)
             pending.wait()
             held = come
@@ -317,7 +319,7 @@ class _Ring(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.how = inputs[4]
+        ctx.settings = inputs[4]
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(*inputs[:4], *output)
 
@@ -325,7 +327,7 @@ class _Ring(Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
         q, k, v, documents, out, lse = ctx.saved_tensors
         with torch.no_grad():
-            dq, dk, dv = _ring_backward(grad, q, k, v, documents, out, lse, ctx.how)
+            dq, dk, dv = _ring_backward(grad, q, k, v, documents, out, lse, ctx.settings)
         # torch's own `once_differentiable` is silent where `grad` is a constant, as that of a sum is.
         if torch.is_grad_enabled():
             dq, dk, dv = cast(Any, _Once.apply(dq, dk, dv, grad, q, k, v))
@@ -357,25 +359,32 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _ring_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, out: Tensor, lse: Tensor, how: _How
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    settings: _Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. Those of a block of keys and values follow it one step behind, and come home last."""
     grad, q = grad.contiguous(), q.contiguous()
     held = [x.contiguous() for x in (k, v, documents) if x is not None]
     dq, *sums = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
     sums_pending = Works()
-    steps = plan_ring(how.group.size, how.group.index, how.causal)
+    steps = plan_ring(settings.group.size, settings.group.index, settings.causal)
     for step in steps:
-        come, pending = (held, Works()) if step is steps[-1] else _pass_on(held, how.group)
+        come, pending = (held, Works()) if step is steps[-1] else _pass_on(held, settings.group)
         terms = [torch.zeros_like(x) for x in sums]
         for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
             parts = _compat.attend_block_backward(
-                grad[at], q[at], held[0][of], held[1][of], mask, out[at], lse[at], causal=causal, scale=how.scale
+                grad[at], q[at], held[0][of], held[1][of], mask, out[at], lse[at], causal=causal, scale=settings.scale
             )
             _compat.foreach_add_([dq[at], *(x[of] for x in terms)], parts)
         sums_pending.wait()
         _compat.foreach_add_(sums, terms)
-        sums, sums_pending = _pass_on(sums, how.group, tag=len(held))
+        sums, sums_pending = _pass_on(sums, settings.group, tag=len(held))
         pending.wait()
         held = come
     sums_pending.wait()

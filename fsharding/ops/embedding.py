@@ -66,9 +66,9 @@ def embedding(
     if size == 1 or vocab is None or rows == vocab:
         return _look_up(tokens, table_VD)
     start, stop = boxes.chunk(vocab, size, axis_index(axis, mesh))
-    mine = (tokens >= start) & (tokens < stop)
+    own = (tokens >= start) & (tokens < stop)
     if start < stop:
-        found = _look_up((tokens - start).where(mine, 0), table_VD) * mine.unsqueeze(-1)
+        found = _look_up((tokens - start).where(own, 0), table_VD) * own.unsqueeze(-1)
     else:
         found = table_VD.new_zeros(*tokens.shape, table_VD.shape[1]) + table_VD.sum()
     return leave(found, axis, sequence_dim=sequence_dim, mesh=mesh)

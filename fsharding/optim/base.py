@@ -21,7 +21,7 @@ from fsharding.comm.redistribute import redistribute
 from fsharding.errors import LayoutError, TreeError, message
 from fsharding.precision import wide
 from fsharding.public import kind_of
-from fsharding.sharding import named_sharding as sharding
+from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -265,7 +265,7 @@ def writable_leaves(*trees: Tree) -> list[list[Tensor]] | None:
 
 def like_leaf(x: Tensor, local: Tensor) -> Tensor:
     """A leaf made of another local tensor: a DTensor with the same sharding where the leaf is one."""
-    return sharding.like(x, local) if isinstance(x, DTensor) else local
+    return named_sharding.like(x, local) if isinstance(x, DTensor) else local
 
 
 def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:

@@ -24,7 +24,7 @@ from fsharding.optim.base import (
     shardings_of,
 )
 from fsharding.public import check_optimizer, public
-from fsharding.sharding import named_sharding as sharding
+from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -141,7 +141,7 @@ def change_slices(
     resharded: list[Any] = []
     for leaf, part, mark in zip(leaves, slices, marks, strict=True):
         new = next(changed) if mark is not None else leaf
-        resharded.append(sharding.like(part, new) if mark is not None and isinstance(part, DTensor) else new)
+        resharded.append(named_sharding.like(part, new) if mark is not None and isinstance(part, DTensor) else new)
     return redistribute(tree.unflatten(spec, resharded), shardings_of(params), into=params if donate else None)
 
 

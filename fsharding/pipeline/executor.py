@@ -309,14 +309,14 @@ class _Run:
         messages = [Message(peer, self._tag(action, i), as_bytes(x.contiguous())) for i, x in enumerate(leaves)]
         return send_recv(messages, [], self.group, self.device)
 
-    def _tell(self, action: Action, peer: int, told: tuple[Any, _Shapes]) -> None:
+    def _tell(self, action: Action, peer: int, sent: tuple[Any, _Shapes]) -> None:
         """Says what activations look like, the first time that a stage sends them for such a microbatch."""
         key = action.stage, self._looks(action.microbatch or 0)
         if key not in self.known:
-            send_object(told, peer, self.group, self.device)
-        if self.known.setdefault(key, told) != told:
+            send_object(sent, peer, self.group, self.device)
+        if self.known.setdefault(key, sent) != sent:
             rule = f"got other activations of stage {action.stage} than before from a microbatch of the same shapes."
-            rows = [f"{text} {list(types)}" for text, (_, types) in (("before:", self.known[key]), ("now:", told))]
+            rows = [f"{text} {list(types)}" for text, (_, types) in (("before:", self.known[key]), ("now:", sent))]
             mend = "Let the tree, shapes and dtypes of activations follow from the shapes of the batch."
             raise TransformError(message("train step", rule, rows, mend))
 
@@ -356,13 +356,13 @@ class _Run:
 
     def sums(self, stop: StopBit | None) -> tuple[Tensor, Tensor]:
         """(sum of losses times scale, sum of weights) over all microbatches and ranks."""
-        mine = torch.zeros(2, dtype=torch.float64, device=self.device)
+        terms = torch.zeros(2, dtype=torch.float64, device=self.device)
         for total, weight in self.losses:
-            mine += torch.stack((total.double(), torch.as_tensor(weight, dtype=torch.float64, device=self.device)))
+            terms += torch.stack((total.double(), torch.as_tensor(weight, dtype=torch.float64, device=self.device)))
         axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
         if stop is not None:
-            mine = torch.cat((mine, stop.as_term(mine.device).reshape(1)))
-        totals = start_sum(mine, axis_group(self.layout.mesh, axes), torch.float64).wait()
+            terms = torch.cat((terms, stop.as_term(terms.device).reshape(1)))
+        totals = start_sum(terms, axis_group(self.layout.mesh, axes), torch.float64).wait()
         if stop is not None:
             stop.summed(totals[2], axes)
         return totals[0].float(), totals[1].float()

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple, TypeAlias
 from fsharding.pipeline.actions import MESSAGES, Action, Owner, Table, partner, peer, uses_parameters
 from fsharding.pipeline.simulation import Durations, Timeline, simulate
 
-__all__ = ["How", "late", "lower"]
+__all__ = ["Frequency", "late", "lower"]
 
-How: TypeAlias = Literal["step", "microbatch"]
+Frequency: TypeAlias = Literal["step", "microbatch"]
 """Once a step, or once for each microbatch."""
 
 
@@ -39,7 +39,7 @@ class _Entry(NamedTuple):
     action: Action
 
 
-def lower(owner: Owner, computes: Table, *, gather: How, scatter: How, ahead: int, function: str) -> Table:
+def lower(owner: Owner, computes: Table, *, gather: Frequency, scatter: Frequency, ahead: int, function: str) -> Table:
     """The whole table.
 
     Args:
@@ -160,23 +160,23 @@ def _of(place: dict[Action, int], message: Action, kind: Literal["F", "B"]) -> i
     return place[Action("I", stage, microbatch)] if found is None else found
 
 
-def _gathers(row: tuple[Action, ...], how: How, ahead: int) -> list[_Entry]:
+def _gathers(row: tuple[Action, ...], frequency: Frequency, ahead: int) -> list[_Entry]:
     """Gathers of a rank: before the first use of each stage, or before each."""
     found: list[_Entry] = []
     used: dict[Action, int] = {}  # by gather, the first slot after what it was last for
     for i, action in enumerate(row):
-        gather = Action("GATHER", action.stage, action.microbatch if how == "microbatch" else None)
-        if uses_parameters(action) and (how == "microbatch" or gather not in used):
+        gather = Action("GATHER", action.stage, action.microbatch if frequency == "microbatch" else None)
+        if uses_parameters(action) and (frequency == "microbatch" or gather not in used):
             found.append(_Entry(max(used.get(gather, 0), i - ahead), 2, float(i), 0, gather))
             used[gather] = i + 1
     return found
 
 
-def _scatters(row: tuple[Action, ...], how: How) -> list[_Entry]:
+def _scatters(row: tuple[Action, ...], frequency: Frequency) -> list[_Entry]:
     """Scatters of a rank: after the last gradient of each stage, or after each."""
     found: dict[Action, _Entry] = {}
     for i, action in enumerate(row):
         if action.kind in ("B", "W"):
-            scatter = Action("SCATTER", action.stage, action.microbatch if how == "microbatch" else None)
+            scatter = Action("SCATTER", action.stage, action.microbatch if frequency == "microbatch" else None)
             found[scatter] = _Entry(i + 1, 1, float(i), 0, scatter)
     return list(found.values())

@@ -15,10 +15,9 @@ from typing import NamedTuple, TypeAlias, cast, get_args
 
 from fsharding import _compat
 from fsharding.errors import ScheduleError, did_you_mean, message
-from fsharding.pipeline import simulation as timeline
-from fsharding.pipeline import validation as checking
+from fsharding.pipeline import simulation, validation
 from fsharding.pipeline.actions import Action, Kind, Owner, Table, peer
-from fsharding.pipeline.lowering import How, lower
+from fsharding.pipeline.lowering import Frequency, lower
 from fsharding.pipeline.simulation import Durations, Timeline
 
 __all__ = ["SCHEDULES", "Schedule", "check_schedule", "layers_of", "make_schedule", "plan_schedule", "stages_for"]
@@ -76,7 +75,7 @@ class Schedule:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """For each rank the most (stage, microbatch) pairs whose F is done and whose B or W is not."""
-        return timeline.in_flight(self.table)
+        return simulation.in_flight(self.table)
 
     def simulate(
         self,
@@ -106,7 +105,7 @@ class Schedule:
         if rows:
             mend = "Durations are finite and not negative."
             raise ScheduleError(message("Schedule.simulate", "cannot use these durations.", rows, mend))
-        return timeline.simulate(self.owner, self.table, durations, "Schedule.simulate", self.pairs)
+        return simulation.simulate(self.owner, self.table, durations, "Schedule.simulate", self.pairs)
 
     def show(
         self,
@@ -185,8 +184,8 @@ def plan_schedule(
     microbatches: int,
     *,
     stages_per_rank: int | None = None,
-    gather: How = "step",
-    scatter: How | None = None,
+    gather: Frequency = "step",
+    scatter: Frequency | None = None,
     ahead: int = 1,
 ) -> Schedule:
     """Plans a pipeline schedule. Pure and cached.
@@ -255,7 +254,9 @@ def _wrong_numbers(**numbers: int) -> list[str]:
 def _wrong_options(gather: str, scatter: str | None, ahead: int) -> list[str]:
     options = {"gather": gather} if scatter is None else {"gather": gather, "scatter": scatter}
     rows = [
-        f"{what} is {how!r}, not 'step' or 'microbatch'" for what, how in options.items() if how not in get_args(How)
+        f"{what} is {frequency!r}, not 'step' or 'microbatch'"
+        for what, frequency in options.items()
+        if frequency not in get_args(Frequency)
     ]
     return rows if _is_count(ahead, 0) else [*rows, f"ahead is {ahead!r}, not a number from 0"]
 
@@ -284,7 +285,9 @@ def _in_rounds(ranks: int, microbatches: int) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(name: str, ranks: int, microbatches: int, local: int, gather: How, scatter: How, ahead: int) -> Schedule:
+def _plan(
+    name: str, ranks: int, microbatches: int, local: int, gather: Frequency, scatter: Frequency, ahead: int
+) -> Schedule:
     plan = _PLANS[name]
     owner = (*range(ranks), *reversed(range(ranks))) if plan.is_v else tuple(range(ranks)) * local
     groups = [
@@ -302,8 +305,8 @@ def make_schedule(
     computes: Sequence[Sequence[Action | str]],
     *,
     name: str = "custom",
-    gather: How = "step",
-    scatter: How | None = None,
+    gather: Frequency = "step",
+    scatter: Frequency | None = None,
     ahead: int = 1,
 ) -> Schedule:
     """A schedule from one's own order of computes; messages, gathers and scatters are put in between.
@@ -327,7 +330,7 @@ def make_schedule(
     places = {action.stage: rank for rank, row in reversed(list(enumerate(table))) for action in row}
     owner = tuple(places.get(stage, -1) for stage in range(max(places, default=-1) + 1))
     microbatches = 1 + max((a.microbatch for row in table for a in row if a.microbatch is not None), default=-1)
-    rows = _wrong_options(gather, scatter, ahead) or checking.compute_faults(owner, microbatches, table)
+    rows = _wrong_options(gather, scatter, ahead) or validation.compute_faults(owner, microbatches, table)
     if rows:
         mend = "Give F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
         raise ScheduleError(message("fs.pipeline.make_schedule", "cannot use these computes.", rows, mend))
@@ -361,7 +364,7 @@ def check_schedule(schedule: Schedule) -> Schedule:
         rows.append(f"ranks is {schedule.ranks}, but the table has {len(schedule.table)} rows")
     if schedule.stages != len(schedule.owner):
         rows.append(f"stages is {schedule.stages}, but owner has {len(schedule.owner)}")
-    rows = rows or checking.faults(schedule.owner, schedule.microbatches, schedule.table)
+    rows = rows or validation.faults(schedule.owner, schedule.microbatches, schedule.table)
     if rows:
         mend = "fs.pipeline.make_schedule puts messages, gathers and scatters between computes by itself."
         raise ScheduleError(message("fs.pipeline.check_schedule", f"refuses {schedule.name}.", rows, mend))

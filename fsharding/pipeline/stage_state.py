@@ -54,12 +54,12 @@ class StageState:
         """Makes sums that are zero; nothing is sent."""
         self.model, self.schedule, self.layout, self.params, self.precision = model, schedule, layout, params, precision
         self.rank = axis_index("pp", layout.mesh)
-        row, mine = schedule.table[self.rank], schedule.stages_on(self.rank)
+        row, own = schedule.table[self.rank], schedule.stages_on(self.rank)
         self.once = any(a.kind == "GATHER" and a.microbatch is None for a in row)
         self.each = any(a.kind == "SCATTER" and a.microbatch is not None for a in row)
         counts, starts = layers_by_stage(model, schedule, layout), [0] * len(stacks_of(model))
         self._rows: dict[int, list[tuple[int, int]]] = {}
-        for stage in mine:
+        for stage in own:
             self._rows[stage] = [(start, start + n) for start, n in zip(starts, counts[stage], strict=True)]
             starts = [stop for _, stop in self._rows[stage]]
         self._homes = [_home_of_sums(leaf, self.each) if leaf.trainable else None for leaf in layout.leaves]
@@ -72,13 +72,13 @@ class StageState:
         self._scatters = Counter(a.stage for a in row if a.kind == "SCATTER")
         last = {a.stage: i for i, a in enumerate(row) if a.kind == "SCATTER"}
         numbers = tree.unflatten(layout.structure, [*range(len(layout.leaves))])
-        self._leaves = {stage: tree.leaves(self._part(numbers, stage)) for stage in mine}
+        self._leaves = {stage: tree.leaves(self._part(numbers, stage)) for stage in own}
         # Stages share the embedding where it is tied; each has its own rows of a stack.
         whole_ones = {i for i, leaf in enumerate(layout.leaves) if not begins(leaf.path, "blocks")}
-        in_order = sorted(mine, key=last.__getitem__)
+        in_order = sorted(own, key=last.__getitem__)
         self._reduced_with = {i: stage for stage in in_order for i in self._leaves[stage] if i in whole_ones}
         self._reduced: dict[int, dict[int, Tensor]] = {}
-        self.work = {} if self.once else {stage: self._work(stage, self._part(params, stage)) for stage in mine}
+        self.work = {} if self.once else {stage: self._work(stage, self._part(params, stage)) for stage in own}
 
     def _grad_dtype(self, leaf: LeafLayout) -> torch.dtype:
         return self.precision.grad_dtype(self.layout.param_dtype(leaf))

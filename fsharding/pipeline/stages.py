@@ -120,7 +120,7 @@ def _in_order(
     stage, start = 0, 0
     for path, size in sizes.items():
         owners = enumerate(held[path] or ())
-        rank_of = {i: rank for rank, mine in owners for i in (mine if isinstance(mine, tuple) else ())}
+        rank_of = {i: rank for rank, local in owners for i in (local if isinstance(local, tuple) else ())}
         for layer in range(size):
             stage = next((s for s in range(stage, schedule.stages) if schedule.owner[s] == rank_of.get(layer)), -1)
             if stage < 0:
@@ -163,11 +163,11 @@ def over_owners(grad: DTensor, home: NamedSharding, group: Group, rank: int) -> 
     cut = any(a.axis == "pp" and a.dim is not None for a in home.assigned) or "pp" in home.spec.all_axes
     if cut or len(shared) == 1 or rank not in shared:
         return grad
-    mine = local_of(grad).contiguous()
-    terms = mine.new_empty(len(shared), mine.numel())
-    terms[shared.index(rank)].copy_(mine.view(-1))
+    local = local_of(grad).contiguous()
+    terms = local.new_empty(len(shared), local.numel())
+    terms[shared.index(rank)].copy_(local.view(-1))
     others = [(i, group.ranks[c]) for i, c in enumerate(shared) if c != rank]
-    sends = [Message(peer, 0, as_bytes(mine)) for _, peer in others]
+    sends = [Message(peer, 0, as_bytes(local)) for _, peer in others]
     receives = [Message(peer, 0, as_bytes(terms[i])) for i, peer in others]
-    send_recv(sends, receives, group, mine.device).wait()
-    return like(grad, sum_rows(terms, range(len(shared)), wide(mine.dtype)).to(mine.dtype).view(mine.shape))
+    send_recv(sends, receives, group, local.device).wait()
+    return like(grad, sum_rows(terms, range(len(shared)), wide(local.dtype)).to(local.dtype).view(local.shape))

@@ -116,13 +116,13 @@ def parts(size: int, sizes: Sequence[int], pieces: int, index: int) -> Runs:
         index: which of them.
     """
     assert sum(sizes) == size, (size, sizes)
-    held: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     start = 0
     for part in sizes:
         low, high = chunk(part, pieces, index)
-        held += [(start + low, start + high)] if high > low else []
+        runs += [(start + low, start + high)] if high > low else []
         start += part
-    return _joined(held)
+    return _joined(runs)
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Runs:
@@ -135,16 +135,16 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Runs:
     return tuple(result)
 
 
-def length(held: Runs) -> int:
+def length(runs: Runs) -> int:
     """How many indices some runs have."""
-    return sum(stop - start for start, stop in held)
+    return sum(stop - start for start, stop in runs)
 
 
-def cut_runs(held: Runs, start: int, stop: int) -> Runs:
+def cut_runs(runs: Runs, start: int, stop: int) -> Runs:
     """The part `[start, stop)` of runs laid end to end."""
     result: list[tuple[int, int]] = []
     place = 0
-    for low, high in held:
+    for low, high in runs:
         first, last = max(start - place, 0), min(stop - place, high - low)
         result += [(low + first, low + last)] if first < last else []
         place += high - low
@@ -158,15 +158,15 @@ def grid_of(shape: Sequence[int]) -> Grid:
 
 def grid_shape(grid: Grid) -> tuple[int, ...]:
     """The shape of the local tensor of a grid."""
-    return tuple(length(held) for held in grid)
+    return tuple(length(runs) for runs in grid)
 
 
 def grid_boxes(grid: Grid) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
     """The boxes of a grid, each with the slices of the local tensor that hold it; a scalar has one."""
     places: list[list[tuple[tuple[int, int], slice]]] = []
-    for held in grid:
-        stops = [length(held[: i + 1]) for i in range(len(held))]
-        places.append([(r, slice(stop - (r[1] - r[0]), stop)) for r, stop in zip(held, stops, strict=True)])
+    for runs in grid:
+        stops = [length(runs[: i + 1]) for i in range(len(runs))]
+        places.append([(r, slice(stop - (r[1] - r[0]), stop)) for r, stop in zip(runs, stops, strict=True)])
     return tuple((tuple(r for r, _ in both), tuple(s for _, s in both)) for both in product(*places))
 
 

@@ -151,15 +151,17 @@ class Layout:
             return math.prod(sharding.local_shape(leaf.shape, coord)) * dtype.itemsize
 
         params = sum(size(leaf.params, leaf, self.param_dtype(leaf)) for leaf in self.leaves)
-        how = self.precision
-        grads = sum(size(leaf.grads, leaf, how.grad_dtype(how.main_dtype(leaf.init))) for leaf in trained)
-        main = sum(size(leaf.main, leaf, how.main_dtype(leaf.init)) for leaf in trained)
+        precision = self.precision
+        grads = sum(size(leaf.grads, leaf, precision.grad_dtype(precision.main_dtype(leaf.init))) for leaf in trained)
+        main = sum(size(leaf.main, leaf, precision.main_dtype(leaf.init)) for leaf in trained)
         if opt is not None:
             check_optimizer("Layout.memory", opt)
         if opt is None:
-            moments = sum(2 * size(leaf.main, leaf, how.moment_dtype(how.main_dtype(leaf.init))) for leaf in trained)
+            moments = sum(
+                2 * size(leaf.main, leaf, precision.moment_dtype(precision.main_dtype(leaf.init))) for leaf in trained
+            )
         else:
-            moments = sum(x.nbytes for x in tree.leaves(opt.start(self.meta_main(coord), moments=how.moments)))
+            moments = sum(x.nbytes for x in tree.leaves(opt.start(self.meta_main(coord), moments=precision.moments)))
         return Memory(params, main if self.has_main else 0, grads, moments)
 
     def meta_main(self, coord: dict[str, int] | None = None) -> Tree:

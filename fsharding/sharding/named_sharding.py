@@ -24,12 +24,10 @@ from torch.utils import _pytree as torch_pytree
 from fsharding import _compat, tree
 from fsharding._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.errors import NotGatheredError, SpecError, TransformError, message
-from fsharding.mesh import device_mesh as meshes
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, unknown_axis
-from fsharding.mesh.device_mesh import Mesh, abstract, coordinate
+from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, is_member
 from fsharding.public import public, refuse
-from fsharding.sharding import boxes
-from fsharding.sharding import mesh_view as at_rest
+from fsharding.sharding import boxes, mesh_view
 from fsharding.sharding.boxes import Box, Grid, Runs
 from fsharding.sharding.partition_spec import P, PartitionSpec
 
@@ -143,7 +141,7 @@ class NamedSharding:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes along which the leaf is gathered and its gradient summed, in cutting order."""
-        return tuple(axis for axis in meshes.data_axes(self.mesh) if axis not in self.owned)
+        return tuple(axis for axis in data_axes(self.mesh) if axis not in self.owned)
 
     def axes(self, dim: int) -> tuple[str, ...]:
         """The axes of size above 1 that cut a dim, major first."""
@@ -179,7 +177,7 @@ class NamedSharding:
         if len(self.spec) > len(shape) or any((a.dim or 0) >= max(len(shape), 1) for a in self.assigned):
             text = f"{self} is of more dims than a leaf of shape {tuple(shape)} has."
             raise SpecError(message("NamedSharding", text, mend="Give P one entry a dim at most."))
-        if coord is None and not meshes.is_member(self.mesh):
+        if coord is None and not is_member(self.mesh):
             return None
         where = coordinate(self.mesh) if coord is None else coord
         owned = {a.dim: a.ranges[where.get(a.axis, 0)] for a in self.assigned if a.dim is None or shape[a.dim]}
@@ -216,7 +214,7 @@ class NamedSharding:
         grid = self.grid(shape, coord)
         if grid is not None:
             return boxes.grid_shape(grid)
-        if coord is None and not meshes.is_member(self.mesh):
+        if coord is None and not is_member(self.mesh):
             return (0,)
         rest = tuple(a for a in self.assigned if a.dim is not None)
         return (0, *replace(self, assigned=rest).local_shape(shape, coord)[1:])
@@ -233,7 +231,7 @@ class NamedSharding:
         if isinstance(self.mesh, AbstractMesh):
             text = f"cannot place a tensor on the abstract mesh {self.mesh}."
             raise SpecError(message("NamedSharding", text, mend="Use fs.make_mesh."))
-        return at_rest.view(self.mesh, self.spec, tuple(a.axis for a in self.assigned), self.owned)
+        return mesh_view.view(self.mesh, self.spec, tuple(a.axis for a in self.assigned), self.owned)
 
     def placements(self) -> tuple[Placement, ...]:
         """DTensor placements on `device_mesh()`, one for each of its dims."""
@@ -262,7 +260,7 @@ class NamedSharding:
 
     def shape_at_rest(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The global shape of the DTensor at rest: along assigned dims, what this slice of the mesh holds."""
-        if not self.assigned or not meshes.is_member(self.mesh):
+        if not self.assigned or not is_member(self.mesh):
             return tuple(shape)
         grid = replace(self, spec=P(), owned=()).grid(shape)
         return (0, *shape[1:]) if grid is None else boxes.grid_shape(grid)
@@ -289,7 +287,7 @@ def _simplified(sharding: NamedSharding) -> NamedSharding:
 @cache_on_its_mesh()
 def _placements(sharding: NamedSharding) -> tuple[Placement, ...]:
     spec = sharding.spec
-    names = at_rest.order(abstract(sharding.mesh).names, spec, tuple(a.axis for a in sharding.assigned))
+    names = mesh_view.order(abstract(sharding.mesh).names, spec, tuple(a.axis for a in sharding.assigned))
     dims = {axis: dim for dim in range(len(spec)) for axis in spec.axes(dim)}
     return tuple(
         Shard(dims[name]) if name in dims else Partial("sum") if name in sharding.partial else Replicate()
@@ -299,7 +297,7 @@ def _placements(sharding: NamedSharding) -> tuple[Placement, ...]:
 
 def hides_owners(x: DTensor | Local) -> bool:
     """Whether a leaf is a slice of one whose owners are explicit: a layout alone knows which part that is."""
-    return bool(x.slices) if isinstance(x, Local) else at_rest.base(x.device_mesh).whole is not None
+    return bool(x.slices) if isinstance(x, Local) else mesh_view.base(x.device_mesh).whole is not None
 
 
 def sharding_of(x: DTensor) -> NamedSharding:
@@ -313,7 +311,7 @@ def sharding_of(x: DTensor) -> NamedSharding:
 
 @cache_on_mesh()
 def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> NamedSharding:
-    base = at_rest.base(mesh)
+    base = mesh_view.base(mesh)
     cuts: dict[int, list[str]] = {}
     partial: list[str] = []
     for name, placement in zip(base.axes, placements, strict=True):
@@ -495,7 +493,7 @@ def to_local(x: DTensor) -> Local:
 
     One that is on a slice of a mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
     """
-    base, sharding = at_rest.base(x.device_mesh), sharding_of(x)
+    base, sharding = mesh_view.base(x.device_mesh), sharding_of(x)
     if base.whole is None:
         return Local(local_of(x), sharding, tuple(x.shape))
     here = () if base.axes == ("dp",) and abstract(base.mesh).size == 1 else base.axes

@@ -291,11 +291,11 @@ class TrainCase(_Short):
             assert mesh is not None
             size = abstract(mesh).axis_size(axis)
             index, count = index * size + coordinate(mesh)[axis], count * size
-        mine = Leaf((self.rows,)).numbers(1000 + step)[index::count]
+        own = Leaf((self.rows,)).numbers(1000 + step)[index::count]
         each = -(-self.rows // (count * self.microbatches)) * self.microbatches
-        short = each - len(mine)
-        weight = torch.ones(len(mine))
-        return {name: torch.nn.functional.pad(x, (0, short)) for name, x in {"x": mine, "weight": weight}.items()}
+        short = each - len(own)
+        weight = torch.ones(len(own))
+        return {name: torch.nn.functional.pad(x, (0, short)) for name, x in {"x": own, "weight": weight}.items()}
 
     def loss(self, params: Tree, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss function, for params at rest or whole plain tensors: sum over this rank's rows, and their weight."""

@@ -150,8 +150,8 @@ class DecoderCase:
         ignored[0, 0] = False
         targets[ignored] = -100
         index, count = data_position(mesh)
-        mine = {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
-        return cut_sequence(mine, mesh=mesh)
+        own = {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
+        return cut_sequence(own, mesh=mesh)
 
     def traffic(self, layout: Layout, coord: dict[str, int] | None = None) -> Traffic:
         """Counts the messages of a rank in a step: see `expected_traffic`."""

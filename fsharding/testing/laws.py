@@ -102,8 +102,8 @@ def assert_adjoint(
     fits = shapes[0] == shapes[1]
     left, size = _inner(out, y, mesh, same_out)
     right, _ = _inner(x, back, mesh, same_in) if fits else (0.0, 0.0)
-    mine = torch.tensor([left, right, size, float(not fits)], dtype=torch.float64)
-    left, right, size, wrong = psum(mine, _axes(mesh), mesh=mesh).tolist()
+    own = torch.tensor([left, right, size, float(not fits)], dtype=torch.float64)
+    left, right, size, wrong = psum(own, _axes(mesh), mesh=mesh).tolist()
     rounding = max(torch.finfo(t.dtype).eps for t in [*opened(out)[0], *opened(back)[0]])
     name = what or f"{_name(op)} and {_name(dual)}"
     if wrong:
@@ -148,10 +148,10 @@ def assert_matches_reference(
     """
     found = fn(*(_placed(arg, where) for arg, where in zip(args, shardings, strict=True)))
     want = reference(*args)
-    mine, spec = tree.flatten(found)
+    own, spec = tree.flatten(found)
     theirs = tree.flatten_up_to(spec, want, "assert_matches_reference")
-    here = tree.unflatten(spec, [node.value if isinstance(node, Local) else local_of(node) for node in mine])
-    parts = tree.unflatten(spec, [_cut(whole, node) for whole, node in zip(theirs, mine, strict=True)])
+    here = tree.unflatten(spec, [node.value if isinstance(node, Local) else local_of(node) for node in own])
+    parts = tree.unflatten(spec, [_cut(whole, node) for whole, node in zip(theirs, own, strict=True)])
     compare("assert_matches_reference", here, parts, what, None if rtol == atol == 0 else (rtol, atol))
 
 

@@ -139,8 +139,8 @@ class _Worker:
         if reply is None:
             self.process.join(_GRACE)
             status = self.process.exitcode or 0
-            how = f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-            return Failure(how, died=True, status=status)
+            end = f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+            return Failure(end, died=True, status=status)
         if reply[0]:
             return reply[1]
         _, name, text, trace, kept = reply

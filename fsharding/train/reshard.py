@@ -26,7 +26,7 @@ from fsharding.public import public
 from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, typeof
-from fsharding.train import reshard_leaves as moving
+from fsharding.train import reshard_leaves
 from fsharding.train.reshard_leaves import Moving
 from fsharding.train.state import TrainState
 from fsharding.train.state_check import check_state
@@ -74,25 +74,31 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
         zero3
     """
     if isinstance(tree_or_state, TrainState):
-        moved, rebuild = moving.of_state(tree_or_state, layout)
+        moved, rebuild = reshard_leaves.of_state(tree_or_state, layout)
     else:
-        moved, rebuild = moving.of_tree(tree_or_state, layout, source)
+        moved, rebuild = reshard_leaves.of_tree(tree_or_state, layout, source)
     return _run(moved, rebuild, "fs.reshard", given=tree_or_state if donate else None, budget=budget)
 
 
 def _run(
-    moved: list[Moving], rebuild: moving.Rebuild, function: str, *, given: Tree = None, budget: int = BUDGET
+    moved: list[Moving], rebuild: reshard_leaves.Rebuild, function: str, *, given: Tree = None, budget: int = BUDGET
 ) -> Any:
     """Moves leaves, whose values are taken away from `given`, if that is donated, and puts the tree together again."""
     if not moved:
         return rebuild([])
-    meshes = moving.devices(moved)
+    meshes = reshard_leaves.devices(moved)
     with naming_lost(function, meshes[0]):
         return _move(function, moved, rebuild, meshes, given=given, budget=budget)
 
 
 def _move(
-    function: str, moved: list[Moving], rebuild: moving.Rebuild, meshes: Sequence[Mesh], *, given: Tree, budget: int
+    function: str,
+    moved: list[Moving],
+    rebuild: reshard_leaves.Rebuild,
+    meshes: Sequence[Mesh],
+    *,
+    given: Tree,
+    budget: int,
 ) -> Any:
     plan = plan_routes(tuple(m.leaf for m in moved), budget)
     group = _group(meshes, plan.ranks)
@@ -104,7 +110,7 @@ def _move(
     dtypes, homes = [m.dtype for m in moved], [torch.device("cpu") if m.plain else device for m in moved]
     sources = [m.value for m in moved]
     if donate:
-        moving.let_go(moved)
+        reshard_leaves.let_go(moved)
         _give_up(given)
     values = exchange(plan, sources, dtypes, rank=own_rank(), group=group, device=device, donate=donate)
     return rebuild([x.to(home) for x, home in zip(values, homes, strict=True)])
@@ -171,7 +177,7 @@ def shard(values: Tree, layout: Any) -> Tree:
         tensor([0., 1., 2., 3.])
     """
     flat, spec = tree.flatten(values)
-    targets, _ = moving.shardings(spec, layout)
+    targets, _ = reshard_leaves.shardings(spec, layout)
     cut = [x is not None and isinstance(x, DTensor | Local) for x in flat]
     if any(cut):
         named = zip(tree.paths(values), flat, cut, strict=True)
@@ -214,11 +220,12 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
     flat, spec = tree.flatten(values)
     if isinstance(values, TrainState):
         check_state("fs.unshard", values)
-    known, _ = moving.origins(values, source)
+    known, _ = reshard_leaves.origins(values, source)
     targets = [
-        NamedSharding(moving.home(x, s)) if isinstance(x, DTensor) else None for x, s in zip(flat, known, strict=True)
+        NamedSharding(reshard_leaves.home(x, s)) if isinstance(x, DTensor) else None
+        for x, s in zip(flat, known, strict=True)
     ]
-    moved, rebuild = moving.of_tree(values, tree.unflatten(spec, targets), source, function="fs.unshard")
+    moved, rebuild = reshard_leaves.of_tree(values, tree.unflatten(spec, targets), source, function="fs.unshard")
     whole = _run(moved, rebuild, "fs.unshard")
     return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, whole)
 
@@ -314,7 +321,7 @@ def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BU
 
 def _moved(a: Any, b: Any) -> list[Moving]:
     if isinstance(a, TrainState):
-        return moving.of_state(a, b)[0]
+        return reshard_leaves.of_state(a, b)[0]
     if isinstance(a, Layout):
-        return moving.of_layouts(a, b)
-    return moving.of_tree(a, b)[0]
+        return reshard_leaves.of_layouts(a, b)
+    return reshard_leaves.of_tree(a, b)[0]

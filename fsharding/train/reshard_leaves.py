@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.comm import reshard_plan as routes
+from fsharding.comm import reshard_plan
 from fsharding.comm.reshard_plan import Leaf
 from fsharding.errors import LayoutError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh
@@ -194,14 +194,14 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
 def _other(path: str, x: Any, old: Layout, new: Layout, ranks: Sequence[int]) -> Moving:
     """A leaf that is no parameter: a moment goes with its parameter, a plain tensor to all ranks."""
     if not isinstance(x, DTensor):
-        here, there = routes.everywhere(abstract(old.mesh).members), routes.everywhere(ranks)
+        here, there = reshard_plan.everywhere(abstract(old.mesh).members), reshard_plan.everywhere(ranks)
         return Moving(path, tuple(x.shape), here, there, x.dtype, x, plain=True)
     owner = owner_of(path, x.shape, old.leaves)
     if owner is None:
         return Moving(path, tuple(x.shape), sharding_of(x), NamedSharding(new.mesh), x.dtype, local_of(x))
-    goal = owner_of(path, owner.shape, [leaf for leaf in new.leaves if leaf.path == owner.path])
-    assert goal is not None, "the layouts are of one model"
-    return Moving(path, owner.shape, owner.main, goal.main, x.dtype, local_of(x))
+    target_owner = owner_of(path, owner.shape, [leaf for leaf in new.leaves if leaf.path == owner.path])
+    assert target_owner is not None, "the layouts are of one model"
+    return Moving(path, owner.shape, owner.main, target_owner.main, x.dtype, local_of(x))
 
 
 def _placed(moving: Moving, local: Tensor) -> Tensor:

@@ -270,12 +270,12 @@ def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:
     ranks, device = everyone(layout.mesh), layout.mesh.device_type
     ask = meet if ranks.size == world_size() else None
     with naming_lost("fs.init_state", layout.mesh):
-        told = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
+        answers = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
     mend = (
         "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever torch.manual_seed"
         " says there; or give every rank the same key and tensors."
     )
-    refuse_differences("fs.init_state", told, "got other first values on different ranks.", mend)
+    refuse_differences("fs.init_state", answers, "got other first values on different ranks.", mend)
 
 
 def _told(x: Any) -> str:

@@ -16,11 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from fsharding.comm import steps as transition
 from fsharding.comm.counters import Sent, Traffic
 from fsharding.comm.redistribute import in_buckets
 from fsharding.comm.reduce import sums_at_once
-from fsharding.comm.steps import Step
+from fsharding.comm.steps import Step, kinds_of, plan_steps, sharding_after
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import abstract, data_axes
 from fsharding.models.stacks import stacks_of
@@ -178,11 +177,11 @@ def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: 
         tied: paths of leaves that the head has from others.
         kept: the policy keeps the gathered weights of blocks.
     """
-    m, how = sender.microbatches, sender.layout.precision
+    m, precision = sender.microbatches, sender.layout.precision
     if sender.once:
         part = _rows(sender, stage)
         part += _leaves(sender, "embed") * stage.first + _leaves(sender, "head", *tied) * stage.last
-        dtypes = [how.compute_dtype(sender.layout.param_dtype(leaf.plan)) for leaf in part]
+        dtypes = [precision.compute_dtype(sender.layout.param_dtype(leaf.plan)) for leaf in part]
         homes = [leaf.cut("params") for leaf in part]
         _together(
             sender,
@@ -200,11 +199,11 @@ def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: 
 
 def _gather(sender: Sender, unit: Sequence[_Leaf], times: int) -> None:
     """A unit as one bucket for each set of axes, experts apart from what has other data axes."""
-    how, moves = sender.layout.precision, dict[object, list[_Move]]()
+    precision, moves = sender.layout.precision, dict[object, list[_Move]]()
     for leaf in unit:
-        home, dtype = leaf.cut("params"), how.compute_dtype(sender.layout.param_dtype(leaf.plan))
-        if steps := transition.plan_steps(home, whole(home)):
-            key = transition.kinds(steps), home.data_axes
+        home, dtype = leaf.cut("params"), precision.compute_dtype(sender.layout.param_dtype(leaf.plan))
+        if steps := plan_steps(home, whole(home)):
+            key = kinds_of(steps), home.data_axes
             moves.setdefault(key, []).append(_Move(leaf, home, whole(home), dtype.itemsize))
     for bucket in moves.values():
         _take(sender, bucket, times=times)
@@ -212,19 +211,19 @@ def _gather(sender: Sender, unit: Sequence[_Leaf], times: int) -> None:
 
 def _reduce(sender: Sender, unit: Sequence[_Leaf], count: int) -> None:
     """Gradients of a unit: of each microbatch to where they are held, of all of them to where they belong."""
-    how, m = sender.layout.precision, sender.microbatches
+    precision, m = sender.layout.precision, sender.microbatches
     apart, first, second = dict[object, list[_Move]](), dict[object, list[_Move]](), dict[object, list[_Move]]()
     for leaf in unit:
         rest = sender.layout.param_dtype(leaf.plan)
         source, held, main = unreduced(leaf.cut("params")), leaf.cut("grads"), leaf.cut("main")
         held = main if m == 1 and sender.schedule is None else held
         main = held if sender.schedule is not None else main
-        kinds = tuple(transition.kinds(transition.plan_steps(*pair)) for pair in ((source, held), (held, main)))
-        term, kept = how.reduce or how.compute_dtype(rest), how.grad_dtype(rest)
+        kinds = tuple(kinds_of(plan_steps(*pair)) for pair in ((source, held), (held, main)))
+        term, kept = precision.reduce or precision.compute_dtype(rest), precision.grad_dtype(rest)
         move = _Move(leaf, source, held, term.itemsize, kept.itemsize)
         apart.setdefault(kinds[0], []).append(move)
         first.setdefault(kinds, []).append(move)
-        second.setdefault(kinds, []).append(_Move(leaf, held, main, (how.reduce or kept).itemsize, kept.itemsize))
+        second.setdefault(kinds, []).append(_Move(leaf, held, main, (precision.reduce or kept).itemsize, kept.itemsize))
     # With the last microbatch, only leaves that go on alike travel together.
     for buckets, times in ((apart, count * (m - 1)), (first, count), (second, count)):
         for bucket in buckets.values():
@@ -234,26 +233,26 @@ def _reduce(sender: Sender, unit: Sequence[_Leaf], count: int) -> None:
 # -------------------------------------------------------------------------------------------------------- once a step
 def update(sender: Sender) -> None:
     """Adds what a step sends after all microbatches: last reductions of a pipeline, the norm, and new parameters."""
-    layout, how, shape = sender.layout, sender.layout.precision, abstract(sender.layout.mesh)
+    layout, precision, shape = sender.layout, sender.layout.precision, abstract(sender.layout.mesh)
 
     def size(leaf: _Leaf) -> int:
-        return how.grad_dtype(layout.param_dtype(leaf.plan)).itemsize
+        return precision.grad_dtype(layout.param_dtype(leaf.plan)).itemsize
 
     trained = [leaf for leaf in layout.leaves if leaf.trainable]
-    mine = [leaf for plan in trained if (leaf := _here(sender, plan)) is not None]
+    own = [leaf for plan in trained if (leaf := _here(sender, plan)) is not None]
     if sender.schedule is not None:
-        for part in _by_scatter(sender, mine):
+        for part in _by_scatter(sender, own):
             source = [leaf.cut("grads") if sender.each else unreduced(leaf.cut("params")) for leaf in part]
             moves = zip(part, source, map(size, part), strict=True)
             _together(sender, [_Move(leaf, s, leaf.cut("main"), b, b) for leaf, s, b in moves])
-        for leaf in mine:
+        for leaf in own:
             whole_at = any(a.axis == "pp" and a.dim is None for a in leaf.plan.main.assigned)
             others = len(owners(leaf.plan.main, sender.size("pp"))) - 1 if whole_at else 0
             n = math.prod(leaf.cut("main").local_shape(leaf.shape(sender.where), sender.where))
             sender.send(("pp",), Sent(1, others * n * size(leaf)), int(others > 0))
     _together(
         sender,
-        [_Move(leaf, leaf.cut("main"), leaf.cut("params"), layout.param_dtype(leaf.plan).itemsize) for leaf in mine],
+        [_Move(leaf, leaf.cut("main"), leaf.cut("params"), layout.param_dtype(leaf.plan).itemsize) for leaf in own],
     )
     norms: dict[tuple[str, ...], int] = {}
     for leaf in trained:
@@ -273,12 +272,12 @@ def update(sender: Sender) -> None:
         sender.send(axes, sum_over(count, sender.size(*axes), 8, 8))
 
 
-def _by_scatter(sender: Sender, mine: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
+def _by_scatter(sender: Sender, own: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
     """Leaves that the last SCATTER of each stage reduces together: rows of stacks, and its ends if none is later."""
     assert sender.schedule is not None
     row = sender.schedule.table[sender.where["pp"]]
-    ends = [leaf for leaf in mine if not begins(leaf.plan.path, "blocks")]
-    trained = {leaf.plan.path for leaf in mine}
+    ends = [leaf for leaf in own if not begins(leaf.plan.path, "blocks")]
+    trained = {leaf.plan.path for leaf in own}
     last = {a.stage: i for i, a in enumerate(row) if a.kind == "SCATTER"}
     by_stage = dict(zip(sender.schedule.stages_on(sender.where["pp"]), sender.stages, strict=True))
     tied = [path for _, path in sender.model.tied]
@@ -314,8 +313,8 @@ def _together(sender: Sender, moves: Iterable[_Move]) -> None:
     """Groups leaves that travel together whatever their unit, in buckets of bounded size."""
     groups: dict[object, list[_Move]] = {}
     for move in moves:
-        if steps := transition.plan_steps(move.source, move.target):
-            groups.setdefault((transition.kinds(steps), move.first), []).append(move)
+        if steps := plan_steps(move.source, move.target):
+            groups.setdefault((kinds_of(steps), move.first), []).append(move)
 
     def size(move: _Move) -> int:
         larger = move.source if move.source.partial else move.target
@@ -329,11 +328,11 @@ def _together(sender: Sender, moves: Iterable[_Move]) -> None:
 def _take(sender: Sender, bucket: Sequence[_Move], times: int = 1) -> None:
     """The steps of a bucket, one after the other."""
     now = [move.source for move in bucket]
-    steps = [transition.plan_steps(move.source, move.target) for move in bucket]
-    for place, (kind, axes) in enumerate(transition.kinds(steps[0])):
+    steps = [plan_steps(move.source, move.target) for move in bucket]
+    for place, (kind, axes) in enumerate(kinds_of(steps[0])):
         k, n = sender.size(*axes), 0
         for i, move in enumerate(bucket):
-            left = transition.after(now[i], steps[i][place])
+            left = sharding_after(now[i], steps[i][place])
             local = (left if kind == "gather" else now[i]).local_shape(move.leaf.shape(sender.where), sender.where)
             n += math.prod(local) if kind == "sum" else _piece(sender, steps[i][place], local)
             now[i] = left

@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding import _compat, _functorch
-from fsharding.comm import steps as transition
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.counters import Counts, record
+from fsharding.comm.steps import has_slots
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
 from fsharding.transforms.grad_reducer import GradReducer
@@ -354,7 +354,7 @@ class _LargeLeafGrad(Function):
     def forward(ctx: Any, whole: Tensor, context: GatherContext, unit: GatheredUnit, large: LargeLeaf) -> Tensor:
         reducer, plan = context.reducer, unit.plan
         ctx.take = functools.partial(reducer.take, unit, plan, large)
-        if transition.has_slots(whole, plan.reductions[large.bucket].steps[large.slot], plan.mesh):
+        if has_slots(whole, plan.reductions[large.bucket].steps[large.slot], plan.mesh):
             # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
             ctx.put_term = functools.partial(reducer.write, unit, plan, large)
         ctx.set_materialize_grads(False)

@@ -18,15 +18,15 @@ from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
 from fsharding import _functorch, tree
-from fsharding.comm import steps as transition
+from fsharding.comm.steps import SteppedReduction
 from fsharding.errors import LayoutError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.ops import collectives
 from fsharding.precision import wide
 from fsharding.public import public
+from fsharding.sharding import named_sharding
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, to_local, typeof
-from fsharding.sharding.named_sharding import like as like_leaf
 from fsharding.sharding.partition_spec import P
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import GatherContext, current_context
@@ -337,14 +337,14 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     for b in plan.reductions if plan else ():
         members = [chosen[i] for i in b.leaves]
         assert plan is not None
-        reduction = transition.SteppedReduction(
+        reduction = SteppedReduction(
             b.steps, b.shapes, plan.mesh, wire_dtype=b.wire_dtype, dtype=b.dtype, device=given[members[0]].device,
             wholes=b.sizes,
         )  # fmt: skip
         reduction.add(range(len(members)), [given[i] for i in members])
         for i, local in zip(members, reduction.start().wait(), strict=True):
             leaf = leaves[i]
-            result[i] = like_leaf(leaf, local) if isinstance(leaf, DTensor) else replace(leaf, value=local)
+            result[i] = named_sharding.like(leaf, local) if isinstance(leaf, DTensor) else replace(leaf, value=local)
     return tree.unflatten(spec, result)
 
 

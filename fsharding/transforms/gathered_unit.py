@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.comm import bucket as buckets
+from fsharding.comm import bucket
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.handles import Handle
 from fsharding.comm.transport import transport_for
@@ -116,10 +116,10 @@ class GatheredUnit:
         if handle is not None:
             buffer = handle.wait()
             self._handles[number] = None
-            wholes = buckets.whole_views(buffer, b.bucket)
+            wholes = bucket.whole_views(buffer, b.bucket)
         else:
             buffer = self._memory.empty(b.bucket.size, b.dtype)
-            wholes = buckets.whole_views(buffer, b.bucket)
+            wholes = bucket.whole_views(buffer, b.bucket)
             _compat.foreach_copy_(wholes, [self.leaves[i].value for i in b.leaves])
         self.buffers.append(buffer)
         return wholes

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.comm import steps as transition
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.handles import Handle, Memory
+from fsharding.comm.steps import SteppedReduction, plan_steps, run_steps, whole_sizes
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, ReduceBucket, UnitPlan, pooled_from
@@ -93,7 +93,7 @@ class GradReducer:
         self._rows_apart: dict[int, dict[int, Tensor]] = {}
         self._written: dict[int, set[int | None]] = {}
         self._taken: dict[int, set[int | None]] = {}
-        self._open: dict[tuple[Hashable, int], transition.SteppedReduction] = {}
+        self._open: dict[tuple[Hashable, int], SteppedReduction] = {}
         self._pending: list[_Pending] = []
 
     # --------------------------------------------------------------------------------------------------- from backward
@@ -140,7 +140,7 @@ class GradReducer:
             bucket.filled.add(large.slot)
         return True
 
-    def _open_bucket(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf) -> transition.SteppedReduction:
+    def _open_bucket(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf) -> SteppedReduction:
         bucket = self._open.get((unit, large.bucket))
         if bucket is None:
             self.settle(wait=False)
@@ -174,8 +174,8 @@ class GradReducer:
                 self._pending.pop(0).finish()
 
     # ------------------------------------------------------------------------------------------------------ one bucket
-    def _make_bucket(self, plan: UnitPlan, b: ReduceBucket) -> transition.SteppedReduction:
-        return transition.SteppedReduction(
+    def _make_bucket(self, plan: UnitPlan, b: ReduceBucket) -> SteppedReduction:
+        return SteppedReduction(
             b.steps, b.shapes, plan.mesh, wire_dtype=b.wire_dtype, dtype=b.dtype, device=self._device,
             wholes=b.sizes, large=b.large, memory=self._wire_memory,
         )  # fmt: skip
@@ -189,7 +189,7 @@ class GradReducer:
 
         def start_late() -> Handle[list[Tensor]]:
             terms = self._add_accumulated(index, first.wait())
-            late = transition.SteppedReduction(
+            late = SteppedReduction(
                 b.late_steps, [tuple(x.shape) for x in terms], plan.mesh, wire_dtype=b.late_wire_dtype, dtype=b.dtype,
                 device=self._device, wholes=b.late_sizes, memory=self._wire_memory,
             )  # fmt: skip
@@ -288,10 +288,10 @@ class GradReducer:
         leaf, target, result = self._leaves[i], self._targets[i], self._fill_with_zeros(i)
         assert leaf is not None and target is not None
         source = leaf.sharding
-        steps = transition.plan_steps(source, target.sharding)
-        sizes = [transition.whole_sizes(source, steps, leaf.shape)]
+        steps = plan_steps(source, target.sharding)
+        sizes = [whole_sizes(source, steps, leaf.shape)]
         where = coordinate(source.mesh)
-        moved = transition.move([grad.to(target.dtype)], [steps], source.mesh, sizes)[0]
+        moved = run_steps([grad.to(target.dtype)], [steps], source.mesh, sizes)[0]
         # Of an unreduced target it is one term: that of the first rank.
         if all(where.get(axis, 0) == 0 for axis in target.sharding.partial):
             result.add_(moved)
@@ -318,10 +318,10 @@ class GradReducer:
             source, to, shape = target.accumulated, target.sharding, leaf.shape
             if row is not None:
                 source, to, shape = source.drop(0), to.drop(0), shape[1:]
-            steps = transition.plan_steps(source, to)
-            sizes = [transition.whole_sizes(source, steps, shape)]
+            steps = plan_steps(source, to)
+            sizes = [whole_sizes(source, steps, shape)]
             part = accumulated if row is None else accumulated[row]
-            moved = transition.move([part], [steps], leaf.sharding.mesh, sizes)[0]
+            moved = run_steps([part], [steps], leaf.sharding.mesh, sizes)[0]
             (result if row is None else result[row]).add_(moved)
 
     def close(self) -> None:

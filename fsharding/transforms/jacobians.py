@@ -76,11 +76,11 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
             return cast("tuple[Tensor, ...]", torch.func.jvp(flat, values, tangents)[1])
 
         sizes = [math.prod(x.shape) for x in leaves]
-        mine = [_indices(x) for x in leaves]
+        own = [_indices(x) for x in leaves]
         columns: list[tuple[Tensor, ...]] = []
         for first in range(0, sum(sizes), chunk_size):
             last = min(first + chunk_size, sum(sizes))
-            columns.append(torch.vmap(push)(*_seeds(values, mine, sizes, first, last)))
+            columns.append(torch.vmap(push)(*_seeds(values, own, sizes, first, last)))
         structure, nodes = out_spec
         joined = [torch.cat(parts).movedim(0, -1).split(sizes, -1) for parts in zip(*columns, strict=True)]
         rows = [
@@ -161,11 +161,11 @@ def _indices(x: Local | Tensor) -> Tensor:
 
 
 def _seeds(
-    values: Sequence[Tensor], mine: Sequence[Tensor], sizes: Sequence[int], first: int, last: int
+    values: Sequence[Tensor], own: Sequence[Tensor], sizes: Sequence[int], first: int, last: int
 ) -> list[Tensor]:
     """Tangents of the elements `first` to `last` of all leaves, one after the other: 1 where this rank holds one."""
     seeds: list[Tensor] = []
-    for value, held, size in zip(values, mine, sizes, strict=True):
+    for value, held, size in zip(values, own, sizes, strict=True):
         hit = held == torch.arange(first, last)[:, None]
         seeds.append(hit.to(value.device, value.dtype).view(last - first, *value.shape))
         first, last = first - size, last - size

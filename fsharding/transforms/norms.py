@@ -48,9 +48,11 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     for path, x in left.items():
         (value, sharding, slices), (other, theirs, _) = _opened(x), _opened(right[path])
         owners = known[path]
-        told = owners is None or replace(owners, assigned=()).simplified() == sharding
-        if sharding != theirs or value.shape != other.shape or (sharding and sharding.partial) or not told:
-            wrong.append(f"{path} is {typeof(x)} and {typeof(right[path])}" + ("" if told else f", not {owners}"))
+        owned_alike = owners is None or replace(owners, assigned=()).simplified() == sharding
+        if sharding != theirs or value.shape != other.shape or (sharding and sharding.partial) or not owned_alike:
+            wrong.append(
+                f"{path} is {typeof(x)} and {typeof(right[path])}" + ("" if owned_alike else f", not {owners}")
+            )
             continue
         product = (value.double() * other.double()).sum()
         if owners is not None:

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharding._compat import cache_on_mesh
-from fsharding.comm import steps as transition
 from fsharding.comm.bucket import Bucket, plan_bucket
-from fsharding.comm.steps import Step
+from fsharding.comm.steps import Step, begins_with_sum, kinds_of, plan_steps, whole_sizes
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding.named_sharding import NamedSharding
@@ -241,14 +240,14 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
             continue
         target = leaf.target
         middle = target.accumulated or target.sharding
-        steps = transition.plan_steps(unreduced(leaf.sharding), middle)
-        late_steps = transition.plan_steps(middle, target.sharding)
+        steps = plan_steps(unreduced(leaf.sharding), middle)
+        late_steps = plan_steps(middle, target.sharding)
         routes[i] = (middle, steps, late_steps)
         dtypes = (target.dtype, target.wire_dtype or leaf.compute, target.wire_dtype or target.dtype)
-        found.setdefault((transition.kinds(steps), transition.kinds(late_steps), *dtypes), []).append(i)
+        found.setdefault((kinds_of(steps), kinds_of(late_steps), *dtypes), []).append(i)
 
     def sizes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
-        return transition.whole_sizes(source, steps, leaves[i].shape)
+        return whole_sizes(source, steps, leaves[i].shape)
 
     shapes = [whole(leaf.sharding).local_shape(leaf.shape) for leaf in leaves]
     return tuple(
@@ -262,7 +261,7 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
             dtype=dtype,
             wire_dtype=wire_dtype,
             late_wire_dtype=late_wire_dtype,
-            large=transition.begins_with_sum([routes[i][1] for i in members])
+            large=begins_with_sum([routes[i][1] for i in members])
             and any(math.prod(shapes[i]) >= large for i in members),
         )
         for (_, _, dtype, wire_dtype, late_wire_dtype), members in found.items()

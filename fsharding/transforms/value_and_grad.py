@@ -421,11 +421,11 @@ def _global_sums(loss: _Loss, mesh: Mesh | None, stop: StopBit | None) -> Tensor
     device = loss.total.device
     one = torch.ones((), dtype=torch.float64, device=device) if loss.weight is None else loss.weight
     also = () if stop is None else (stop.as_term(device),)
-    mine = torch.stack((loss.total.detach().double(), one, *also))
+    terms = torch.stack((loss.total.detach().double(), one, *also))
     if mesh is None:
-        return mine
+        return terms
     axes = tuple(sorted(data_axes(mesh), key=AXES.index))
-    totals = start_sum(mine, axis_group(mesh, axes), torch.float64).wait()
+    totals = start_sum(terms, axis_group(mesh, axes), torch.float64).wait()
     if stop is not None:
         stop.summed(totals[2], axes)
     return totals

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsharding import _compat
-from fsharding.mesh import failures as lost
+from fsharding.mesh import failures
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 
@@ -53,7 +53,7 @@ def stores():
     try:
         dist.recv(torch.zeros(1), src=1 - dist.get_rank(), group=dist.new_group(timeout=timedelta(seconds=0.1)))
     except RuntimeError as error:
-        return *found, lost.is_network_error(error), store.check([own])
+        return *found, failures.is_network_error(error), store.check([own])
     raise AssertionError("nobody has sent anything")
 
 
@@ -61,7 +61,7 @@ def test_the_store_of_all_ranks_and_errors_of_its_groups():
     assert run_ranks(stores, 2) == [([True, True, False], b"here", False, True, False)] * 2
     served = dist.PrefixStore("a", dist.TCPStore("127.0.0.1", 0, 1, True))
     assert _compat.is_served_by_rank(served) and not _compat.is_served_by_rank(dist.HashStore())
-    assert lost.is_network_error(dist.DistNetworkError()) and not lost.is_network_error(RuntimeError("shape"))
+    assert failures.is_network_error(dist.DistNetworkError()) and not failures.is_network_error(RuntimeError("shape"))
 
 
 def holders():

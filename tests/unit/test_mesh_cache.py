@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsharding as fs
 from fsharding import tree
 from fsharding._compat import cache_on_mesh, kept_by
-from fsharding.mesh import device_mesh as meshes
+from fsharding.mesh import device_mesh
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.sharding import mesh_view as at_rest
+from fsharding.sharding import mesh_view
 
 CALLS = []
 
@@ -63,9 +63,9 @@ def test_a_mesh_is_collected_with_what_was_planned_on_it():
 def test_a_copy_of_a_mesh_has_no_results():
     mesh = four()
     view = fs.NamedSharding(mesh, fs.P(("tp", "dp"))).device_mesh()
-    assert at_rest.base(view).mesh is mesh and meshes.coordinate(mesh) == {"dp": 0, "tp": 0} and kept_by(mesh)
+    assert mesh_view.base(view).mesh is mesh and device_mesh.coordinate(mesh) == {"dp": 0, "tp": 0} and kept_by(mesh)
     for same in (copy.deepcopy(mesh), pickle.loads(pickle.dumps(mesh))):
-        assert same == mesh and not kept_by(same) and meshes.abstract(same) == meshes.abstract(mesh)
+        assert same == mesh and not kept_by(same) and device_mesh.abstract(same) == device_mesh.abstract(mesh)
 
 
 def test_a_tensor_on_disk_needs_nothing_of_ours():

@@ -79,9 +79,9 @@ class Pipes:
 
     def close_write_ends(self) -> None:
         """Closes the ends that the others write to, which they have opened: with them goes the pipe's last writer."""
-        mine = {end for end in self.write_ends if end >= 0}
-        _close(mine)
-        self._open -= mine
+        own = {end for end in self.write_ends if end >= 0}
+        _close(own)
+        self._open -= own
 
     def send(self, channel: int, note: Sequence[int]) -> int:
         """Sends a note to all the others, and gives its number on the channel.

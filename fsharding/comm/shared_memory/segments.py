@@ -121,9 +121,9 @@ class _Arena:
 
     def drain(self) -> None:
         """A reader opens a block through the process that made it, so that this one must not be gone before."""
-        until, mine = time.monotonic() + _DRAIN_S, os.getpid()
+        until, own = time.monotonic() + _DRAIN_S, os.getpid()
         while time.monotonic() < until:
-            readers = {pid for b in self.blocks.values() for pid in b.unread()} - {mine}
+            readers = {pid for b in self.blocks.values() for pid in b.unread()} - {own}
             if all(state_of(Path(f"/proc/{pid}")) in "ZX" for pid in readers):
                 return
             time.sleep(1e-3)
@@ -189,15 +189,15 @@ def map_block(pid: int, fd: int, inode: int, size: int) -> Mapping:
         RuntimeError: that process is gone, or keeps it to itself.
     """
     try:
-        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
     except OSError as e:
         raise RuntimeError(f"Process {pid} is gone, or does not let this one map what it shares: {e}.") from e
     try:
-        if os.fstat(mine).st_ino != inode:
+        if os.fstat(own).st_ino != inode:
             raise RuntimeError(f"Process {pid} is gone; another one has its number.")
-        return _map(mine, size)
+        return _map(own, size)
     finally:
-        os.close(mine)
+        os.close(own)
 
 
 def allocated_bytes() -> int:

@@ -32,7 +32,7 @@ from fsharding.comm.handles import Exchange, Handle, Memory, Reduction, Rows
 from fsharding.comm.native import as_bytes
 from fsharding.comm.pairwise import Pairwise, swap_rows
 from fsharding.comm.reduce import copy_terms, sum_rows, sums_at_once
-from fsharding.comm.shared_memory import segments as blocks
+from fsharding.comm.shared_memory import segments
 from fsharding.comm.shared_memory.pipes import MemberError, Pipes
 from fsharding.mesh.device_mesh import Group
 from fsharding.mesh.failures import UnlikeSizes, among
@@ -42,7 +42,7 @@ __all__ = ["Joint", "Posted", "SharedMemory", "Sharing", "can_share"]
 _TAG = 1 << 20
 """Of handshakes, so that they are never taken for a message of somebody else."""
 
-_NOWHERE: blocks.Note = (-1, -1, -1, -1)
+_NOWHERE: segments.Note = (-1, -1, -1, -1)
 """In place of a block, from a member that gives none."""
 
 _POSTED, _RESERVED, _JOINT = range(3)
@@ -59,12 +59,12 @@ class _Members:
     pids: tuple[int, ...]
     pipes: Pipes
     channels: int = 0
-    mapped: dict[tuple[int, int, int], blocks.Mapping] = field(default_factory=dict)
+    mapped: dict[tuple[int, int, int], segments.Mapping] = field(default_factory=dict)
 
-    def open(self, member: int, fd: int, inode: int, size: int) -> blocks.Mapping:
+    def open(self, member: int, fd: int, inode: int, size: int) -> segments.Mapping:
         known = self.mapped.get((member, fd, inode))
         if known is None:
-            known = self.mapped[member, fd, inode] = blocks.map_block(self.pids[member], fd, inode, size)
+            known = self.mapped[member, fd, inode] = segments.map_block(self.pids[member], fd, inode, size)
         return known
 
     def check(self, index: int, records: Sequence[Sequence[int]]) -> None:
@@ -88,13 +88,13 @@ class _Turns:
     size: int
     count: int = 0
     notes: _Notes | None = None
-    reserved: blocks.Block | None = None
+    reserved: segments.Block | None = None
 
-    def reserve_next(self, group: Group) -> blocks.Note:
+    def reserve_next(self, group: Group) -> segments.Note:
         """This member's note about the next buffer: where it is, if it is its turn."""
         if self.count % group.size != group.index:
             return _NOWHERE
-        self.reserved = blocks.reserve(self.size, self)
+        self.reserved = segments.reserve(self.size, self)
         return self.reserved.note()
 
 
@@ -151,18 +151,18 @@ def _channel(group: Group) -> _Channel:
 
 def _handshake(group: Group, *, asked: bool) -> _Channel | str:
     """The channel of a group, or why it has none. Groups of the same processes have one set of pipes."""
-    if group.size > blocks.HEAD // 8:
-        return f"it has more than {blocks.HEAD // 8} ranks"
+    if group.size > segments.HEAD // 8:
+        return f"it has more than {segments.HEAD // 8} ranks"
     machine, known = _machine(), _known.get(group.ranks)
     wanted = machine >= 0 and (asked or os.environ.get(_SWITCH, "1") != "0")
-    mine = [machine if wanted else -1, *((known.name, known.channels) if known is not None else (0, 0))]
-    records, pids = zip(*((r[:-1], r[-1]) for r in _numbers([*mine, os.getpid()], group)), strict=True)
+    own = [machine if wanted else -1, *((known.name, known.channels) if known is not None else (0, 0))]
+    records, pids = zip(*((r[:-1], r[-1]) for r in _numbers([*own, os.getpid()], group)), strict=True)
     machines = {record[0] for record in records}
     if -1 in machines:
         return f"a rank does not share its memory ({_SWITCH}=0, or its system cannot)"
     if len(machines) > 1:
         return "its ranks are on several machines"
-    if known is None or known.pids != pids or any(record != mine for record in records):
+    if known is None or known.pids != pids or any(record != own for record in records):
         known = _connect(group, pids)
         if known is None:
             return "its ranks may not map each other's memory"
@@ -173,10 +173,10 @@ def _handshake(group: Group, *, asked: bool) -> _Channel | str:
 
 def _connect(group: Group, pids: tuple[int, ...]) -> _Members | None:
     """Every member writes its name into a block, and opens pipes; all must be able to reach them there."""
-    mine, pipes, record = blocks.take(8), _pipes(group), [-1] * (4 + group.size)
+    own, pipes, record = segments.take(8), _pipes(group), [-1] * (4 + group.size)
     if pipes is not None:
-        block = blocks.block_of(mine)
-        mine.view(torch.int64).fill_(os.getpid())
+        block = segments.block_of(own)
+        own.view(torch.int64).fill_(os.getpid())
         record = [time.time_ns(), block.fd, block.inode, block.size, *pipes.write_ends]
     records, members = _numbers(record, group), None
     if pipes is not None:
@@ -200,10 +200,10 @@ def _pipes(group: Group) -> Pipes | None:
         return None
 
 
-def _numbers(mine: Sequence[int], group: Group) -> list[list[int]]:
+def _numbers(own: Sequence[int], group: Group) -> list[list[int]]:
     """Gathers a value of every member, over the group itself."""
-    rows = torch.empty(group.size, len(mine), dtype=torch.int64)
-    rows[group.index] = torch.tensor(mine)
+    rows = torch.empty(group.size, len(own), dtype=torch.int64)
+    rows[group.index] = torch.tensor(own)
     swap_rows(rows, group, tag=_TAG).wait()
     return rows.tolist()
 
@@ -239,7 +239,7 @@ class _Notes:
         group: who takes part.
     """
 
-    def __init__(self, note: blocks.Note, kind: int, nbytes: int, group: Group) -> None:
+    def __init__(self, note: segments.Note, kind: int, nbytes: int, group: Group) -> None:
         """Sends this member's."""
         self._group, self._channel, self._what = group, _channel(group), nbytes * 3 + kind
         with _naming(group):
@@ -272,7 +272,7 @@ class _Notes:
             return self._channel.members.pipes.is_ready(self._channel.number, self._number)
 
 
-def _map_from(member: int, note: Sequence[int], group: Group) -> blocks.Mapping:
+def _map_from(member: int, note: Sequence[int], group: Group) -> segments.Mapping:
     """The block that a member's note points to."""
     fd, inode, size, _ = note
     with among((group.ranks[member],)):
@@ -283,16 +283,16 @@ class Posted:
     """A buffer of each member, once all of them have posted theirs, of one size each.
 
     Args:
-        mine: from `blocks.take`, filled; it must not change any more.
+        own: from `blocks.take`, filled; it must not change any more.
         group: for which `can_share` is true.
     """
 
-    def __init__(self, mine: Tensor, group: Group) -> None:
+    def __init__(self, own: Tensor, group: Group) -> None:
         """Starts to show the buffer to the other members."""
-        block = blocks.block_of(mine)
+        block = segments.block_of(own)
         block.readers = {i: pid for i, pid in enumerate(_channel(group).members.pids) if i != group.index}
-        self._mine, self._group = mine, group
-        self._notes = _Notes(block.note(), _POSTED, mine.numel(), group)
+        self._mine, self._group = own, group
+        self._notes = _Notes(block.note(), _POSTED, own.numel(), group)
         self._buffers: list[Tensor] | None = None
         self._unread: list[tuple[memoryview[int], int]] = []
         self._acknowledged = False
@@ -346,7 +346,7 @@ class Joint:
 
     def __init__(self, nbytes: int, group: Group) -> None:
         """Finds the memory. Waits for the others where it is the first of its size, or none was waited for since."""
-        channel, size = _channel(group), blocks.size_of(nbytes)
+        channel, size = _channel(group), segments.size_of(nbytes)
         self._group, self._turns = group, channel.turns.setdefault(size, _Turns(size))
         turns = self._turns
         if turns.notes is None:
@@ -355,12 +355,12 @@ class Joint:
         if giver == group.index:
             assert turns.reserved is not None
             mapping, number = turns.reserved.mapping, turns.reserved.number
-            blocks.use(turns.reserved, nbytes, dict(enumerate(channel.members.pids)))
+            segments.use(turns.reserved, nbytes, dict(enumerate(channel.members.pids)))
         else:
             note = turns.notes.wait()[giver]
             mapping, number = _map_from(giver, note, group), note[-1]
         turns.count += 1
-        memory = mapping.memory[blocks.HEAD : blocks.HEAD + nbytes]
+        memory = mapping.memory[segments.HEAD : segments.HEAD + nbytes]
         finalize(memory, _acknowledge, os.getpid(), mapping.head, group.index, number)
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
         self._notes: _Notes | None = None
@@ -470,7 +470,7 @@ class _PostedRows:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, group: Group, row: int | None) -> None:
-        self.own = blocks.take(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
+        self.own = segments.take(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
         self._group, self._row = group, row
         self._posted: Posted | None = None
 
@@ -503,7 +503,7 @@ class _LeafReduction:
         self, bucket: Bucket, group: Group, wire_dtype: torch.dtype, sum_dtype: torch.dtype, *, scatter: bool
     ) -> None:
         self._bucket, self._group, self._sum_dtype, self._scatter = bucket, group, sum_dtype, scatter
-        self._flat = blocks.take(bucket.size * wire_dtype.itemsize).view(wire_dtype)
+        self._flat = segments.take(bucket.size * wire_dtype.itemsize).view(wire_dtype)
         self._slots = buckets.whole_views(self._flat, bucket)
         self._posted: Posted | None = None
 

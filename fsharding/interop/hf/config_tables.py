@@ -17,8 +17,7 @@ from fsharding.errors import ConfigError, listed, message
 from fsharding.models.decoder import DecoderConfig
 from fsharding.models.moe import Experts
 from fsharding.ops.rotary import LlamaScaling, Scaling, YarnScaling
-from fsharding.untrusted import beside
-from fsharding.untrusted import read_json as json_in
+from fsharding.untrusted import beside, read_json
 
 __all__ = ["FAMILIES", "Family", "config_json", "config_of"]
 
@@ -83,7 +82,7 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
         >>> config.layers, config.heads, config.rope_base
         (32, 32, 500000.0)
     """
-    entries = source if isinstance(source, Mapping) else read_json(source)
+    entries = source if isinstance(source, Mapping) else read_config(source)
     kind = entries.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -98,7 +97,7 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
     return _decoder(entries, family, scaling)
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The entries of a `config.json`, given the file or its directory.
 
     Raises:
@@ -110,7 +109,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         # A path that a user named may be any link; an entry of a directory only one inside its own tree.
         real = Path(os.path.realpath(path))
         real = beside(real, "config.json") if real.is_dir() else real
-        entries = json_in(real, most=_CONFIG_LIMIT, finite=False)
+        entries = read_json(real, most=_CONFIG_LIMIT, finite=False)
         if not isinstance(entries, dict):
             raise ValueError(f"it holds a {type(entries).__name__}, not an object")
     except (OSError, ValueError) as error:

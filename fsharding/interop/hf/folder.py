@@ -91,9 +91,9 @@ def open_folder(path: StrPath) -> Folder:
             rows.append(f"{name}: {getattr(error, 'strerror', None) or error}")
     leaves, files = dict[str, LeafInfo](), dict[str, Weights]()
     for name, weights in opened.items():
-        mine = [tensor for tensor in weights.leaves if table is None or table.get(tensor) == name]
-        leaves |= {tensor: weights.leaves[tensor] for tensor in mine if not _RUNTIME.search(tensor)}
-        files |= dict.fromkeys(mine, weights)
+        own = [tensor for tensor in weights.leaves if table is None or table.get(tensor) == name]
+        leaves |= {tensor: weights.leaves[tensor] for tensor in own if not _RUNTIME.search(tensor)}
+        files |= dict.fromkeys(own, weights)
     lost = [(tensor, name) for tensor, name in (table or {}).items() if name in opened and tensor not in files]
     rows += [f"{tensor} is not in {name}, where the index has it" for tensor, name in lost]
     if rows:

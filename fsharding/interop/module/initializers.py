@@ -126,11 +126,11 @@ def lazy_leaves(
         owner = owners[path]
         if not getattr(owner, last).is_meta:
             return lambda: getattr(owner, last).detach()
-        if (how := _reset_of(owner, reset)) is None:
+        if (method := _reset_of(owner, reset)) is None:
             text = type_text(tuple(getattr(owner, last).shape), getattr(owner, last).dtype)
             wrong.append(f"{name} is {text} of {type(owner).__name__}, which has no reset_parameters")
             return refuse
-        return lambda: _drawn(owner, path, last, how, random.fold_in(key, order[path]))
+        return lambda: _drawn(owner, path, last, method, random.fold_in(key, order[path]))
 
     return {
         leaf.path: LazyLeaf(leaf.shape, leaf.dtype, tuple(part(name) for name in leaf.sources), leaf.stacked)
@@ -144,14 +144,14 @@ def _reset_of(owner: nn.Module, reset: Reset | None) -> Reset | None:
     return getattr(type(owner), "reset_parameters", None)
 
 
-def _drawn(owner: nn.Module, path: str, name: str, how: Reset, key: Tensor) -> Tensor:
+def _drawn(owner: nn.Module, path: str, name: str, method: Reset, key: Tensor) -> Tensor:
     """One parameter of a submodule, drawn with all others of it.
 
     Raises:
         ConfigError: it has got no value.
     """
     with seeded(seed_of(key)):
-        filled = getattr(_reset_copy(owner, how), name)
+        filled = getattr(_reset_copy(owner, method), name)
     if filled.is_floating_point() and bool(filled.isnan().any()):
         rows = [f"{'.'.join(filter(None, (path, name)))} of {type(owner).__name__}"]
         mend = "Pass reset=, a function that fills every parameter of a submodule."
@@ -160,7 +160,7 @@ def _drawn(owner: nn.Module, path: str, name: str, how: Reset, key: Tensor) -> T
 
 
 @torch.no_grad()
-def _reset_copy(owner: nn.Module, how: Reset) -> Any:
+def _reset_copy(owner: nn.Module, method: Reset) -> Any:
     """A copy of a submodule with tensors of its own on the CPU, filled; what is not filled is NaN."""
 
     def fresh(x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def _reset_copy(owner: nn.Module, how: Reset) -> Any:
     own = [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
     filled = copy.deepcopy(owner, {**{id(x): fresh(x) for x in own}, **{id(c): c for c in owner.children()}})
     with torch.device("cpu"):  # the caller may still be where the module was made, on the meta device
-        how(filled)
+        method(filled)
     return filled
 
 
@@ -185,8 +185,8 @@ def real_buffers(module: nn.Module, reset: Reset | None) -> dict[str, Tensor]:
     wrong: list[str] = []
     for path, owner in module.named_modules():
         named = {name: b for name, b in owner.named_buffers(recurse=False) if b.is_meta}
-        how = _reset_of(owner, reset) if named else None
-        filled = None if how is None else _reset_copy(owner, how)
+        method = _reset_of(owner, reset) if named else None
+        filled = None if method is None else _reset_copy(owner, method)
         for name, buffer in named.items():
             full = ".".join(filter(None, (path, name)))
             value = getattr(filled, name, None)

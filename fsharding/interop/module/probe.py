@@ -121,7 +121,7 @@ class _Following(TorchDispatchMode):
         self.rows: list[str] = []
         self._cuts: Any = WeakTensorKeyDictionary()
         self._inside: list[tuple[str, str]] = []
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     def watch(self, path: str, part: nn.Module) -> None:
         """Remembers that a submodule runs, from its call to its end."""
@@ -165,8 +165,8 @@ class _Following(TorchDispatchMode):
         inner, kind = self._inside[-1] if self._inside else ("", "the module")
         who = kind if inner == cut.column.rpartition(".")[0] else f"{inner} ({kind})"
         known = ".".join("*" if part.isdecimal() else part for part in cut.column.split("."))
-        if (known, reason) not in self._told:
-            self._told.add((known, reason))
+        if (known, reason) not in self._reported:
+            self._reported.add((known, reason))
             held = f"of whose {cut.whole} outputs a rank has {cut.held}"
             self.rows.append(f"{cut.column} has role 'column', {held}: {who} {reason}")
 
@@ -219,8 +219,8 @@ def _followed(name: str, func: Any, x: Tensor, dim: int, out: Tensor, args: Any)
     if name == "expand":
         return dim + out.ndim - x.ndim
     if name in ("select", "unbind"):
-        gone = int(args[1] if len(args) > 1 else 0) % x.ndim
-        return None if gone == dim else dim - (gone < dim)
+        removed = int(args[1] if len(args) > 1 else 0) % x.ndim
+        return None if removed == dim else dim - (removed < dim)
     if name in ("slice", "split", "split_with_sizes", "cat"):
         return dim if out.shape[dim] == x.shape[dim] else None
     if name in _SAME or torch.Tag.pointwise in func.tags:

@@ -197,10 +197,10 @@ def _logits(layer: nn.Linear, whole: _Forward, parent: str, entrances: Entrances
     def forward(x: Tensor) -> Tensor:
         if layer.weight.shape[0] == layer.out_features:
             return whole(x)
-        mine = F.linear(entrances.enter(parent, x), layer.weight, layer.bias)
+        own = F.linear(entrances.enter(parent, x), layer.weight, layer.bias)
         start, stop = boxes.chunk(layer.out_features, axis_size("tp"), axis_index("tp"))
         # A sum, because its transpose is the identity: all ranks go on with the same logits.
-        return ops.leave(F.pad(mine, (start, layer.out_features - stop)))
+        return ops.leave(F.pad(own, (start, layer.out_features - stop)))
 
     return forward
 

@@ -19,7 +19,7 @@ from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import staged
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.errors import RankError
-from fsharding.mesh import device_mesh as meshes
+from fsharding.mesh import device_mesh
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned
 from fsharding.testing import assert_bitwise_equal, run_ranks
@@ -51,7 +51,7 @@ def load_into(names, path, given):
 
 def compare(saved, loaded, name, ranks, source):
     """Main parameters and moments have the same bits; params are those bits in the dtype of the layout."""
-    layout = planned(name, meshes.make_shape(LAYOUTS[name][0], world=ranks))
+    layout = planned(name, device_mesh.make_shape(LAYOUTS[name][0], world=ranks))
     want = dict(saved)
     for leaf in layout.leaves:
         if leaf.trainable:
@@ -115,7 +115,7 @@ def layers_of(rank, path):
     mesh = fs.make_mesh(pp=2, device="cpu")
     sharding = fs.NamedSharding(mesh, assigned=(Assigned.indices("pp", 0, ((0, 3), (1, 2))),))
     leaf = torch.arange(8.0).reshape(4, 2)
-    mine = leaf[[(0, 3), (1, 2)][meshes.coordinate(mesh)["pp"]], :]
+    mine = leaf[[(0, 3), (1, 2)][device_mesh.coordinate(mesh)["pp"]], :]
     mine = staged((4, 2), sharding, mine)
     writers = shares({"x": mine}, (0, 1))["x"]
     with Writer(path, dist.get_rank()) as writer:

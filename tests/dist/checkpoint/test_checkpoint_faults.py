@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import background
-from fsharding.checkpoint import directory as store
+from fsharding.checkpoint import background, directory
 from fsharding.errors import RankError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
@@ -309,7 +308,7 @@ def two_saves(path):
         texts[i] = answer(jobs[i].run, groups[i])
 
     if dist.get_rank() == 0:
-        held = store.Partial(path / "a")
+        held = directory.Partial(path / "a")
         dist.barrier()
     else:
         dist.barrier()

@@ -12,7 +12,7 @@ import fsharding as fs
 from fsharding.comm.bucket import plan_bucket, whole_views
 from fsharding.comm.counters import counting_bytes
 from fsharding.comm.handles import FreshMemory
-from fsharding.comm.shared_memory import segments as blocks
+from fsharding.comm.shared_memory import segments
 from fsharding.comm.transport import transport_for
 from fsharding.errors import RankError
 from fsharding.mesh.device_mesh import axis_group
@@ -112,12 +112,12 @@ def a_long_run(ranks, rounds):
     handle.release()
     del handle
     gc.collect()
-    return blocks.allocated_bytes()
+    return segments.allocated_bytes()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_memory_is_given_in_turns_and_used_again(ranks):
-    one = blocks.size_of(4 << 15)
+    one = segments.size_of(4 << 15)
     with RankPool(ranks) as pool:
         sizes = pool.run(a_long_run, ranks, 40)
     # Two alive, one offered, one or two that a slow rank still reads; and small blocks of the introduction.
@@ -134,7 +134,7 @@ def of_groups_that_end(ranks):
         handle.wait()
         del group, handle
         gc.collect()
-        found.append(blocks.allocated_bytes())
+        found.append(segments.allocated_bytes())
     return found[2:]
 
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding.comm import steps as transition
 from fsharding.comm.counters import counting_bytes
 from fsharding.comm.native import Message
 from fsharding.comm.pairwise import SHORT
-from fsharding.comm.shared_memory import segments as blocks
+from fsharding.comm.shared_memory import segments
+from fsharding.comm.steps import SteppedReduction, plan_steps
 from fsharding.comm.transport import choice_for, start_sum, transport_for
 from fsharding.errors import RankError
 from fsharding.mesh.device_mesh import Group, axis_group
@@ -108,12 +108,10 @@ def sums_into(ranks, dtype, transport):
     source, there = fs.NamedSharding(mesh, fs.P(), partial=("dp",)), []
     for dims in ((None, None), (0, 1), (1, 0)):
         cut = [fs.P(*("dp" if i == dim else None for i in range(2))) for dim in dims]
-        steps = [transition.plan_steps(source, fs.NamedSharding(mesh, spec)) for spec in cut]
+        steps = [plan_steps(source, fs.NamedSharding(mesh, spec)) for spec in cut]
 
         def start(steps):
-            reduction = transition.SteppedReduction(
-                steps, shapes, mesh, wire_dtype=dtype, dtype=torch.float32, device=CPU
-            )
+            reduction = SteppedReduction(steps, shapes, mesh, wire_dtype=dtype, dtype=torch.float32, device=CPU)
             reduction.add(range(len(leaves)), leaves)
             return reduction.start()
 
@@ -201,7 +199,7 @@ def many_in_flight(ranks):
                 assert (rows[member] == 100 * round_ + 10 * number + member).all()
             handle.release()
         del in_flight, handle, exchange, rows
-    return blocks.allocated_bytes()
+    return segments.allocated_bytes()
 
 
 def test_a_row_stays_until_all_have_read_it_and_its_memory_is_used_again():
@@ -301,11 +299,11 @@ def test_a_rank_that_is_gone_is_an_error_at_once():
 def a_forked_process_begins_anew(ranks):
     group = group_of(ranks)
     gathered(group, torch.zeros(LONG))
-    before = blocks.allocated_bytes()
+    before = segments.allocated_bytes()
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(write, str(blocks.allocated_bytes()).encode())
+        os.write(write, str(segments.allocated_bytes()).encode())
         os._exit(0)
     os.waitpid(child, 0)
     return before, int(os.read(read, 100))

@@ -11,7 +11,7 @@ import fsharding as fs
 from fsharding.cli.config import TrainConfig
 from fsharding.cli.train import _train
 from fsharding.errors import BatchError, ConfigError
-from fsharding.mesh import consistency as agreement
+from fsharding.mesh import consistency
 from fsharding.testing import RankPool, run_ranks
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)
@@ -120,8 +120,8 @@ def make_mesh(how):
 def asked(compared):
     """How often ranks compare, over steps in one layout, in another, and in the first one again."""
     step, state, batch = step_of(DEFAULT)
-    calls, found, real = [], [], agreement._compat.all_gather_flat
-    agreement._compat.all_gather_flat = lambda *args: calls.append(1) or real(*args)
+    calls, found, real = [], [], consistency._compat.all_gather_flat
+    consistency._compat.all_gather_flat = lambda *args: calls.append(1) or real(*args)
     try:
         for strategy in compared:
             state = fs.reshard(state, state.layout.with_strategy(strategy))
@@ -130,7 +130,7 @@ def asked(compared):
                 state, _ = step(state, batch)
             found.append(len(calls))
     finally:
-        agreement._compat.all_gather_flat = real
+        consistency._compat.all_gather_flat = real
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 
 import fsharding as fs
 from fsharding.errors import MeshError
-from fsharding.mesh import device_mesh as meshes
+from fsharding.mesh import device_mesh
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.testing import run_ranks
 
@@ -16,10 +16,10 @@ def groups(order):
     mesh = fs.make_mesh(replica=2, dp=2, order=order, device="cpu", timeout=timedelta(seconds=20))
     found = {}
     for axes in (("replica",), ("dp",), ("replica", "dp"), ("dp", "replica")):
-        group = meshes.axis_group(mesh, axes)
+        group = device_mesh.axis_group(mesh, axes)
         assert group.ranks[group.index] == torch.distributed.get_rank()
         found[axes] = group.ranks, group.terms
-    return meshes.coordinate(mesh), meshes.data_position(mesh), found
+    return device_mesh.coordinate(mesh), device_mesh.data_position(mesh), found
 
 
 @pytest.mark.parametrize("order", [AXES, ("dp", "replica", "pp", "ep", "cp", "tp")])

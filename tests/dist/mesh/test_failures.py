@@ -17,15 +17,14 @@ import fsharding as fs
 from fsharding import _compat
 from fsharding.checkpoint import loading, saving
 from fsharding.errors import CheckpointError, RankError
-from fsharding.pipeline import executor as pipeline
-from fsharding.testing import ranks as pools
-from fsharding.testing import run_ranks
+from fsharding.pipeline import executor
+from fsharding.testing import ranks, run_ranks
 from tests.helpers import full
 
 mesh_module, reshard_module = (sys.modules[f"fsharding.{name}"] for name in ("mesh.device_mesh", "train.reshard"))
 PLACES = {
-    "do": (pipeline._Run, "do"),
-    "sums": (pipeline._Run, "sums"),
+    "do": (executor._Run, "do"),
+    "sums": (executor._Run, "sums"),
     "norm": (sys.modules["fsharding.train.step"], "norm_with_stop_bit"),
 }
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
@@ -77,7 +76,7 @@ def told(folder, how, where, rank, *, timeout=20, schedule="1f1b", **axes):
     """What each of the other ranks got."""
     size = torch.tensor([*axes.values()]).prod().item()
     schedule = fs.pipeline.plan_schedule(schedule, axes["pp"], 4) if "pp" in axes else None
-    with patch.object(pools, "_GRACE", 20.0), pytest.raises(RankError) as failure:
+    with patch.object(ranks, "_GRACE", 20.0), pytest.raises(RankError) as failure:
         run_ranks(one_leaves, size, str(folder), how, where, rank, timeout, schedule, axes)
     texts = {int(path.name): path.read_text() for path in folder.iterdir()}
     assert {*texts} == {*range(size)} - {rank}, f"all others end with a RankError: {failure.value}"
@@ -163,7 +162,7 @@ def dies_in(folder, call):
 
 @pytest.mark.parametrize("call", [call if call in DEFAULT else pytest.param(call, marks=full) for call in RARE])
 def test_a_rank_that_dies_in_a_rare_call_is_named(tmp_path, call):
-    with patch.object(pools, "_GRACE", 20.0), pytest.raises(RankError):
+    with patch.object(ranks, "_GRACE", 20.0), pytest.raises(RankError):
         run_ranks(dies_in, 2, str(tmp_path), call)
     kind, head, row, noticed, mend = (tmp_path / "told").read_text().split("\n")
     assert kind == f"{'CheckpointError' if call in BACKGROUND else 'RankError'} ['ckpt']", "nothing half written stays"
@@ -194,7 +193,7 @@ def test_the_rank_that_has_the_store_is_named(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with patch.object(pools, "_GRACE", 20.0), pytest.raises(RankError):
+    with patch.object(ranks, "_GRACE", 20.0), pytest.raises(RankError):
         run_ranks(served_by_rank, 3, str(tmp_path), port)
     for path in tmp_path.iterdir():
         assert path.read_text().startswith("train step lost rank 0 (pp=0).\n")

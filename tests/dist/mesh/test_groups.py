@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import _compat
-from fsharding.mesh import device_mesh as meshes
+from fsharding.mesh import device_mesh
 from fsharding.testing import run_ranks
 from tests.helpers import full, token_batch
 
@@ -63,7 +63,7 @@ def test_a_run_that_swaps_its_mesh_opens_no_more_and_more(swaps):
 
 def use_again():
     mesh = new_mesh(dp=2, tp=2)
-    groups, several = mesh.get_all_groups(), meshes.axis_group(mesh, ("dp", "tp")).process_group
+    groups, several = mesh.get_all_groups(), device_mesh.axis_group(mesh, ("dp", "tp")).process_group
     gone = weakref.ref(mesh)
     view = fs.NamedSharding(mesh, fs.P(("tp", "dp"))).to_dtensor(torch.zeros(2), (8,)).device_mesh
     assert view is not mesh and [view.get_group(i) for i in (0, 1)] == groups[::-1]
@@ -73,13 +73,13 @@ def use_again():
     again, turned = new_mesh(dp=2, tp=2), new_mesh(dp=2, ep=2, order=("pp", "replica", "ep", "dp", "cp", "tp"))
     assert all(a is b for a, b in zip(again.get_all_groups(), groups, strict=True))
     assert all(a is b for a, b in zip(turned.get_all_groups(), groups, strict=True))
-    assert meshes.axis_group(turned, ("ep", "dp")).process_group is several
+    assert device_mesh.axis_group(turned, ("ep", "dp")).process_group is several
     # Messages of gloo go by the timeout with which their group was made, so another one has groups of its own.
     late = new_mesh(17, dp=2, tp=2)
     assert not any(a is b for a, b in zip(late.get_all_groups(), groups, strict=True))
     for mesh, seconds in ((again, 20), (late, 17)):
         for axes in (("dp",), ("tp",), ("dp", "tp")):
-            group = meshes.axis_group(mesh, axes).process_group
+            group = device_mesh.axis_group(mesh, axes).process_group
             assert _compat.group_timeout(group) == timedelta(seconds=seconds)
             found = torch.ones(1)
             dist.all_reduce(found, group=group)
@@ -95,8 +95,8 @@ def two_timeouts_over_all():
     """Two meshes of all ranks along one axis: neither takes the other's timeout."""
     found = []
     for mesh in [new_mesh(seconds, dp=2) for seconds in (20, 19, 20)]:
-        group = meshes.axis_group(mesh, ("dp",)).process_group
-        assert meshes.everyone(mesh).process_group is group
+        group = device_mesh.axis_group(mesh, ("dp",)).process_group
+        assert device_mesh.everyone(mesh).process_group is group
         found.append(_compat.group_timeout(group).seconds)
     return found
 

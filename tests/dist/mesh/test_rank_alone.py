@@ -17,7 +17,7 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding import _compat, ops
 from fsharding.errors import RankError
-from fsharding.mesh import failures as lost
+from fsharding.mesh import failures
 from fsharding.testing import RankPool
 from tests.helpers import full
 
@@ -289,7 +289,7 @@ def stood(folder):
         run.step()
     except RankError as error:
         if dist.get_rank() == 0:
-            lost.write_stacks(error, Path(folder, "out"))
+            failures.write_stacks(error, Path(folder, "out"))
             return error.stacks, str(error), pickle.loads(pickle.dumps(error)).stacks == error.stacks
     finally:
         Path(folder, "told").touch()
@@ -320,11 +320,11 @@ def reminded(folder):
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("fsharding").addHandler(handler)
-    with patch.object(lost, "_REMIND_S", 0.3):
+    with patch.object(failures, "_REMIND_S", 0.3):
         if dist.get_rank() == 1:
             time.sleep(1.2)
         run.save()
-    return said, _compat.default_store().check([lost._QUESTION])
+    return said, _compat.default_store().check([failures._QUESTION])
 
 
 def test_a_rank_that_waits_long_says_for_whom(tmp_path):
@@ -343,8 +343,8 @@ def nothing_left(folder):
     for call in ("step", "save", "load", "reshard", "step"):
         getattr(run, call)()
     time.sleep(0.5)
-    names = [key.format(rank) for key in (lost._KEY, lost._PLACE_KEY) for rank in range(2)]
-    return [name for name in (*names, lost._QUESTION) if _compat.default_store().check([name])]
+    names = [key.format(rank) for key in (failures._KEY, failures._PLACE_KEY) for rank in range(2)]
+    return [name for name in (*names, failures._QUESTION) if _compat.default_store().check([name])]
 
 
 def test_where_nothing_fails_nothing_is_written(tmp_path):

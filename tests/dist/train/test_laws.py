@@ -28,9 +28,9 @@ from fsharding.testing import (
     local_part,
     rank_values,
     run_ranks,
+    strategies,
     whole_tensors,
 )
-from fsharding.testing import strategies as draws
 from fsharding.train.state import main_of
 from tests.helpers import examples, full
 from tests.laws import content_is_whole, layout_here, optimizer, parts, some_state
@@ -88,7 +88,7 @@ def in_plain_torch(case):
 
 
 @examples(40, 600)
-@given(draws.train_cases())
+@given(strategies.train_cases())
 def test_any_home_trains_to_the_same_bits_in_the_bytes_that_were_planned(case):
     run_ranks(train, case.ranks, case)
 
@@ -153,8 +153,8 @@ def init(leaves, home):
 @examples(50, 700)
 @given(st.data())
 def test_init_is_the_same_in_every_layout(data):
-    leaves, mesh = data.draw(draws.trees()), data.draw(draws.meshes())
-    run_ranks(init, mesh.size, leaves, data.draw(draws.homes(leaves, mesh)))
+    leaves, mesh = data.draw(strategies.trees()), data.draw(strategies.meshes())
+    run_ranks(init, mesh.size, leaves, data.draw(strategies.homes(leaves, mesh)))
 
 
 # ------------------------------------------------------------------------------------------------------- 6: checkpoint
@@ -174,7 +174,7 @@ def nodes_of(tree):
 
 
 @examples(20, 250)
-@given(draws.reshard_cases(subsets=False), st.booleans())
+@given(strategies.reshard_cases(subsets=False), st.booleans())
 def test_a_checkpoint_loads_into_any_layout(case, given_opt):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a")
@@ -203,11 +203,11 @@ class Map:
 
 @st.composite
 def maps(draw):
-    mesh = draw(draws.meshes())
+    mesh = draw(strategies.meshes())
     op = draw(st.sampled_from(["vary", "psum", "gather", "scatter", "all_to_all", "ppermute"]))
     many = 1 if op == "ppermute" else len(mesh.names)
     axes = tuple(draw(st.lists(st.sampled_from(mesh.names), min_size=1, max_size=many, unique=True)))
-    shape = [*draw(draws.shapes(2)), draw(st.sampled_from([1, 2, 3, 5, 8, 0]))]
+    shape = [*draw(strategies.shapes(2)), draw(st.sampled_from([1, 2, 3, 5, 8, 0]))]
     dims = draw(st.integers(0, len(shape) - 1)), draw(st.integers(0, len(shape) - 1))
     case = Map(mesh, op, axes, tuple(shape), dims)
     if op == "all_to_all":
@@ -269,9 +269,9 @@ def unit_is_adjoint(leaf, home):
 
 
 @examples(40, 900)
-@given(draws.leaves([torch.float64]), draws.meshes(), st.data())
+@given(strategies.leaves([torch.float64]), strategies.meshes(), st.data())
 def test_gathering_a_unit_has_its_transpose(leaf, mesh, data):
-    run_ranks(unit_is_adjoint, mesh.size, leaf, data.draw(draws.homes({"a": leaf}, mesh, [fs.FP32])))
+    run_ranks(unit_is_adjoint, mesh.size, leaf, data.draw(strategies.homes({"a": leaf}, mesh, [fs.FP32])))
 
 
 def test_gathering_a_leaf_of_one_stage_has_its_transpose():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding.comm import reshard_plan as routes
+from fsharding.comm import reshard_plan
 from fsharding.errors import DonatedError, FshardingError, LayoutError
 from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
@@ -121,7 +121,7 @@ def count_bytes(budget):
     return sum(seen), traffic.bytes, told.sent, told.total
 
 
-@pytest.mark.parametrize("budget", [1 << 12, routes.BUDGET])
+@pytest.mark.parametrize("budget", [1 << 12, reshard_plan.BUDGET])
 def test_the_bytes_of_the_plan_are_sent(budget):
     result = run_ranks(count_bytes, 4, budget)
     assert all(torchs == counted == planned > 0 for torchs, counted, planned, _ in result)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
-from fsharding.testing import TrainCase, assert_bitwise_equal, local_part, run_ranks, whole_tensors
-from fsharding.testing import strategies as draws
+from fsharding.testing import TrainCase, assert_bitwise_equal, local_part, run_ranks, strategies, whole_tensors
 from tests.helpers import examples
 from tests.laws import content_is_whole, layout_here, parts, some_state
 
@@ -29,10 +28,10 @@ def leaves_move(case, between):
 
 
 @examples(40, 800)
-@given(draws.reshard_cases(), st.data())
+@given(strategies.reshard_cases(), st.data())
 def test_resharding_leaves_composes_and_comes_back(case, data):
-    mesh = data.draw(draws.meshes(case.ranks, subset_of=case.ranks))
-    run_ranks(leaves_move, case.ranks, case, data.draw(draws.homes(case.leaves, mesh, [case.source.precision])))
+    mesh = data.draw(strategies.meshes(case.ranks, subset_of=case.ranks))
+    run_ranks(leaves_move, case.ranks, case, data.draw(strategies.homes(case.leaves, mesh, [case.source.precision])))
 
 
 def state_moves(case):
@@ -47,7 +46,7 @@ def state_moves(case):
 
 
 @examples(40, 500)
-@given(draws.reshard_cases())
+@given(strategies.reshard_cases())
 def test_a_state_goes_there_and_back(case):
     run_ranks(state_moves, case.ranks, case)
 
@@ -56,12 +55,12 @@ def test_a_state_goes_there_and_back(case):
 @st.composite
 def pairs(draw):
     """A run that can be trained exactly, and another home for it on as many ranks."""
-    case = draw(draws.train_cases())
-    mesh = draw(draws.meshes())
+    case = draw(strategies.train_cases())
+    mesh = draw(strategies.meshes())
     if mesh.size != case.ranks:
         names = draw(st.permutations(AXES))[: len(case.home.mesh.names)]
         mesh = AbstractMesh(tuple(names), case.home.mesh.sizes)
-    return case, draw(draws.homes(case.leaves, mesh, [fs.FP32], stages=False))
+    return case, draw(strategies.homes(case.leaves, mesh, [fs.FP32], stages=False))
 
 
 def steps_commute(case: TrainCase, other):

@@ -24,7 +24,6 @@ import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.errors import CheckpointError, RankError
 from fsharding.testing import assert_bitwise_equal, run_ranks
-from fsharding.testing import ranks as pools
 from tests.checkpoints_on_ranks import OPERATIONS, numbered, planned
 from tests.helpers import full
 
@@ -160,7 +159,7 @@ def test_survivors_name_the_rank_that_was_killed(tmp_path, call, count):
     for number in range(count):
         victim, folder = (number + 1) % 3, tmp_path / str(number)
         folder.mkdir()
-        with patch.object(pools, "_GRACE", 30.0), pytest.raises(RankError, match="died of SIGKILL"):
+        with patch("fsharding.testing.ranks._GRACE", 30.0), pytest.raises(RankError, match="died of SIGKILL"):
             run_ranks(calls_until_killed, 3, str(folder), call, victim, draw.uniform(0.0, 0.3), timeout=60.0)
         told = {int(path.name[-1]): path.read_text() for path in folder.glob("told-*")}
         assert {*told} == {0, 1, 2} - {victim}, f"kill {number}: all others end with an error of ours"

@@ -14,26 +14,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import staged
-from fsharding.comm import reshard_plan as routes
+from fsharding.comm import reshard_plan
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.sharding import boxes
-from fsharding.testing import Leaf, assert_bitwise_equal, local_part
-from fsharding.testing import strategies as draws
+from fsharding.testing import Leaf, assert_bitwise_equal, local_part, strategies
 from tests.helpers import examples
 
 
 @st.composite
 def placed(draw, most=8):
     """A shape and a sharding of it."""
-    shape, mesh = draw(draws.shapes()), draw(draws.meshes(most))
-    return shape, draw(draws.shardings(shape, mesh))
+    shape, mesh = draw(strategies.shapes()), draw(strategies.meshes(most))
+    return shape, draw(strategies.shardings(shape, mesh))
 
 
 @st.composite
 def moves(draw):
     """A shape and two shardings of it, on two meshes that may have other axes and other numbers of ranks."""
     shape, source = draw(placed())
-    return shape, source, draw(draws.shardings(shape, draw(draws.meshes())))
+    return shape, source, draw(strategies.shardings(shape, draw(strategies.meshes())))
 
 
 def holders(shape, sharding):
@@ -46,7 +45,7 @@ def holders(shape, sharding):
 
 # ------------------------------------------------------------------------------------------------------------- meshes
 @examples(250, 5000)
-@given(draws.meshes(24, subset_of=64))
+@given(strategies.meshes(24, subset_of=64))
 def test_coordinates_and_ranks_are_inverse(mesh):
     ranks = mesh.ranks or tuple(range(mesh.size))
     assert [mesh.rank_at(coord) for coord in mesh.coordinates()] == list(ranks)
@@ -152,9 +151,9 @@ def test_a_plan_of_routes_fills_every_target_once(case, budget):
     """Runs a plan in one process: what a rank keeps, and all pieces, into counters of how often an element is written."""
     shape, source, target = case
     whole = torch.arange(math.prod(shape)).view(shape)
-    leaf = routes.Leaf(shape, 8, source, target)
-    plan = routes.plan_routes((leaf,), budget)
-    before, after = routes.grids(source, shape), routes.grids(target, shape)
+    leaf = reshard_plan.Leaf(shape, 8, source, target)
+    plan = reshard_plan.plan_routes((leaf,), budget)
+    before, after = reshard_plan.grids(source, shape), reshard_plan.grids(target, shape)
     have = {rank: pick(whole, grid) for rank, grid in before.items()}
     got = {rank: torch.full(boxes.grid_shape(grid), -1) for rank, grid in after.items()}
     for rank in before.keys() & after.keys():

@@ -16,9 +16,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import fsharding as fs
 from fsharding import random
-from fsharding.comm import bucket as buckets
-from fsharding.comm import steps as transition
+from fsharding.comm import bucket
 from fsharding.comm.reduce import sum_rows
+from fsharding.comm.steps import plan_steps, whole_sizes
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned, sharding_of
@@ -241,17 +241,17 @@ def numbered(leaves, dtype=torch.float32):
 @given(bucketed(), st.sampled_from([torch.float32, torch.float64, torch.int32]), st.booleans())
 def test_copying_into_a_bucket_and_out_is_the_identity(case, dtype, strided):
     leaves, sizes = case
-    plan = buckets.plan_bucket(leaves, sizes)
+    plan = bucket.plan_bucket(leaves, sizes)
     whole = numbered(leaves, dtype)
     given_leaves = [x.mT.contiguous().mT if strided and x.ndim > 1 else x for x in whole]
     rows = torch.full((plan.members, plan.width), -1, dtype=dtype)
-    buckets.copy_in(given_leaves, rows, plan.slots)
-    out = buckets.copy_out(rows, torch.full((plan.size,), -2, dtype=dtype), plan)
+    bucket.copy_in(given_leaves, rows, plan.slots)
+    out = bucket.copy_out(rows, torch.full((plan.size,), -2, dtype=dtype), plan)
     assert_bitwise_equal(out, whole)
     coords = itertools.product(*(range(n) for n in sizes))
     for member, coord in enumerate(coords):
         cut = list(zip(sizes, coord, strict=True))
-        for piece, x, (shape, dim) in zip(buckets.piece_views(rows[member], plan, member), whole, leaves, strict=True):
+        for piece, x, (shape, dim) in zip(bucket.piece_views(rows[member], plan, member), whole, leaves, strict=True):
             start, stop = boxes.nested_chunk(shape[dim], cut)
             assert_bitwise_equal(piece.contiguous(), x.narrow(dim, start, stop - start).contiguous())
 
@@ -259,15 +259,15 @@ def test_copying_into_a_bucket_and_out_is_the_identity(case, dtype, strided):
 @given(bucketed(), st.booleans(), st.data())
 def test_pieces_that_are_there_are_not_copied(case, one_buffer, data):
     leaves, sizes = case
-    plan = buckets.plan_bucket(leaves, sizes)
+    plan = bucket.plan_bucket(leaves, sizes)
     there, whole = data.draw(st.integers(0, plan.members - 1)), numbered(leaves)
     rows = torch.empty(plan.members, plan.width)
-    buckets.copy_in(whole, rows, plan.slots)
+    bucket.copy_in(whole, rows, plan.slots)
     rows[there] = torch.nan
     out = [torch.full_like(x, -1) for x in whole]
-    for piece, x in zip(*(buckets.pieces_of(leaf, plan, there) for leaf in (out, whole)), strict=True):
+    for piece, x in zip(*(bucket.pieces_of(leaf, plan, there) for leaf in (out, whole)), strict=True):
         piece.copy_(x)
-    filled = buckets.fill(rows if one_buffer else list(rows), out, plan, there=there)
+    filled = bucket.fill(rows if one_buffer else list(rows), out, plan, there=there)
     assert all(map(operator.is_, filled, out))
     assert_bitwise_equal(out, whole)
 
@@ -275,7 +275,7 @@ def test_pieces_that_are_there_are_not_copied(case, one_buffer, data):
 @given(bucketed())
 def test_padding_is_less_than_one_row_a_leaf_a_rank(case):
     leaves, sizes = case
-    plan = buckets.plan_bucket(leaves, sizes)
+    plan = bucket.plan_bucket(leaves, sizes)
     most = sum(plan.members * math.prod(shape) // max(shape[dim], 1) for shape, dim in leaves)
     assert plan.members * plan.width <= sum(math.prod(shape) for shape, _ in leaves) + most
     assert plan.members == math.prod(sizes)
@@ -286,12 +286,12 @@ def test_padding_is_less_than_one_row_a_leaf_a_rank(case):
 @given(bucketed(), st.data())
 def test_a_leaf_without_a_gradient_counts_as_zeros(case, data):
     leaves, sizes = case
-    plan = buckets.plan_bucket(leaves, sizes)
+    plan = bucket.plan_bucket(leaves, sizes)
     whole = numbered(leaves)
     kept = [x if data.draw(st.booleans()) else None for x in whole]
     rows = torch.full((plan.members, plan.width), torch.nan)
-    buckets.copy_in(kept, rows, plan.slots)
-    out = buckets.copy_out(rows, torch.empty(plan.size), plan)
+    bucket.copy_in(kept, rows, plan.slots)
+    out = bucket.copy_out(rows, torch.empty(plan.size), plan)
     assert_bitwise_equal(out, [torch.zeros_like(x) if k is None else x for x, k in zip(whole, kept, strict=True)])
 
 
@@ -324,7 +324,7 @@ def run_steps(steps, locals_, mesh):
 
 def check_route(mesh, shape, source, target):
     """Terms that differ on every rank end as the cut of their sum over the axes that were closed."""
-    steps = transition.plan_steps(source, target)
+    steps = plan_steps(source, target)
     coords = list(mesh.coordinates())
     generator = torch.Generator().manual_seed(0)
     terms = {}
@@ -345,7 +345,7 @@ def check_route(mesh, shape, source, target):
         assert_bitwise_equal(
             found.contiguous(), cut(total, target, coord).contiguous(), f"{source} -> {target}: {steps}"
         )
-    wholes = transition.whole_sizes(source, steps, shape) if isinstance(source.mesh, AbstractMesh) else ()
+    wholes = whole_sizes(source, steps, shape) if isinstance(source.mesh, AbstractMesh) else ()
     assert len(wholes) == len(steps)
 
 

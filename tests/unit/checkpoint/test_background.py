@@ -13,8 +13,7 @@ import pytest
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import background
-from fsharding.checkpoint import directory as store
+from fsharding.checkpoint import background, directory
 from fsharding.errors import CheckpointError, ConfigError, DonatedError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
@@ -32,14 +31,14 @@ def _nothing_left():
 def gate(monkeypatch):
     """Holds every save back, once it has begun to write, until the gate is opened."""
     opened, begun = threading.Event(), threading.Event()
-    write = store.Partial.commit
+    write = directory.Partial.commit
 
     def waiting(self, text, files):
         begun.set()
         assert opened.wait(20)
         write(self, text, files)
 
-    monkeypatch.setattr(store.Partial, "commit", waiting)
+    monkeypatch.setattr(directory.Partial, "commit", waiting)
     opened.begun = begun
     yield opened
     opened.set()
@@ -236,15 +235,15 @@ def test_a_directory_that_goes_while_it_is_looked_at(tmp_path, monkeypatch):
 
 
 def test_a_lock_ends_with_its_holder(tmp_path):
-    partial = store.Partial(tmp_path / "a")
+    partial = directory.Partial(tmp_path / "a")
     (partial.folder / "__0_0.distcp").write_text("x")
     with pytest.raises(CheckpointError, match="another save is writing it"):
-        store.Partial(tmp_path / "a")
+        directory.Partial(tmp_path / "a")
     partial.close()
     ck.save(tmp_path / "a", at_step(3))
-    partial = store.Partial(tmp_path / "a")
+    partial = directory.Partial(tmp_path / "a")
     os.rename(partial.folder, tmp_path / "elsewhere")
-    other = store.Partial(tmp_path / "a")
+    other = directory.Partial(tmp_path / "a")
     partial.discard()
     assert other.folder.is_dir()
     other.discard()
@@ -335,11 +334,11 @@ def test_checkpointer_numbers(tmp_path, numbers):
 def test_a_save_clears_up_before_the_next_begins(tmp_path):
     """Its directory is in its place, its lock too: what it set aside is its own until it is done."""
     ck.save(tmp_path / "a", at_step(1))
-    partial = store.Partial(tmp_path / "a")
+    partial = directory.Partial(tmp_path / "a")
     os.rename(tmp_path / "a", tmp_path / "b")
     os.rename(partial.folder, tmp_path / "a")
     with pytest.raises(CheckpointError, match="another save is writing it"):
-        store.Partial(tmp_path / "a")
+        directory.Partial(tmp_path / "a")
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
     held = os.dup(partial._lock)  # as a process has it that was forked meanwhile
     partial.close()
@@ -352,7 +351,7 @@ def test_a_file_system_that_knows_no_locks(tmp_path, monkeypatch):
     def flock(fd, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(store.fcntl, "flock", flock)
+    monkeypatch.setattr(directory.fcntl, "flock", flock)
     ck.save(tmp_path / "a", at_step(1))
     ck.save(tmp_path / "a", at_step(2))
     assert ck.load(tmp_path / "a", planned()).step == 2

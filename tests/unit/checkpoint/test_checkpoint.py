@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import directory as store
+from fsharding.checkpoint import directory
 from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.serialized_layout import KNOWN, describe, rebuild
 from fsharding.errors import CheckpointError, DonatedError, LayoutError
@@ -647,7 +647,7 @@ def test_latest(tmp_path):
 
 
 def test_a_directory_that_is_not_shared(tmp_path):
-    partial = store.Partial(tmp_path / "a")
+    partial = directory.Partial(tmp_path / "a")
     files = {"__1_0.distcp": ck.SavedFile(3, ("",))}
     assert refusal(partial.commit, "", files) == (
         f"fs.checkpoint.save needs a directory that all ranks share, and {tmp_path} is none.\n"

@@ -15,7 +15,7 @@ from torch import nn
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import byte_ranges as ranges
+from fsharding.checkpoint import byte_ranges
 from fsharding.checkpoint.name_map import naming, our_box, parts
 from fsharding.errors import LayoutError
 from fsharding.sharding import boxes
@@ -61,7 +61,7 @@ def write(kind: str, path: Path, tensors: dict) -> Path:
 @pytest.mark.parametrize("window", [16, 1 << 20])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_dtype_and_any_slice_is_read_bit_by_bit(kind, window, tmp_path, monkeypatch):
-    monkeypatch.setattr(ranges, "WINDOW_BYTES", window)
+    monkeypatch.setattr(byte_ranges, "WINDOW_BYTES", window)
     tensors = every_dtype()
     weights = ck.open_weights(write(kind, tmp_path / "weights", tensors))
     assert weights.format == kind

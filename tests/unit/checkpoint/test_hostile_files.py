@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import manifest as manifests
+from fsharding.checkpoint import manifest
 from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, named, unpickled
 from fsharding.cli import main as cli
 from fsharding.cli.config import TrainConfig, batches_seen, check
@@ -603,7 +603,7 @@ def test_manifests_that_somebody_sealed_again(saved, path, value, reason):
     for key in path[:-1]:
         node = node[key]
     node[path[-1]] = value
-    (saved / "manifest.json").write_text(json.dumps(data | {"sha256": manifests._seal(data)}))
+    (saved / "manifest.json").write_text(json.dumps(data | {"sha256": manifest._seal(data)}))
     for call in (
         lambda: ck.load(saved, planned()),
         lambda: ck.metadata(saved),

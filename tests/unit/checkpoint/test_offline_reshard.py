@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import byte_ranges as ranges
+from fsharding.checkpoint import byte_ranges
 from fsharding.checkpoint.dcp_metadata import inventory
 from fsharding.checkpoint.writer import Writer
 from fsharding.cli import main as cli
@@ -81,7 +81,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=[16, 1 << 20], ids=["small_window", "one_window"])
 def window(request, monkeypatch):
-    monkeypatch.setattr(ranges, "WINDOW_BYTES", request.param)
+    monkeypatch.setattr(byte_ranges, "WINDOW_BYTES", request.param)
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:

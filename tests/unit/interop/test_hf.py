@@ -10,7 +10,7 @@ import torch
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.checkpoint import byte_ranges as ranges
+from fsharding.checkpoint import byte_ranges
 from fsharding.errors import CheckpointError, ConfigError
 from fsharding.interop import hf
 from fsharding.interop.hf.config_tables import FAMILIES
@@ -170,7 +170,7 @@ def test_weights_come_back(name, tmp_path, monkeypatch):
     """In files of some tensors each, through windows of a few elements."""
     layout = layout_of(CONFIGS[name])
     params = params_of(layout)
-    monkeypatch.setattr(ranges, "WINDOW_BYTES", 100)
+    monkeypatch.setattr(byte_ranges, "WINDOW_BYTES", 100)
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial/model.safetensors").touch()  # what a save that was killed has left
     saved = hf.save(tmp_path / "out", params, CONFIGS[name], max_file_bytes=1200)

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
 from fsharding.errors import MeshError
-from fsharding.mesh import device_mesh as meshes
-from fsharding.mesh import rendezvous
+from fsharding.mesh import device_mesh, rendezvous
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape
 from tests import helpers
 
@@ -44,37 +43,41 @@ def test_ranks_of_an_abstract_mesh_may_be_in_any_order():
 def test_one_process_without_a_launcher_has_a_mesh_without_a_group():
     mesh = fs.make_mesh(device="cpu", dp=-1, tp=1)
     assert isinstance(mesh, DeviceMesh) and not torch.distributed.is_initialized()
-    assert meshes.abstract(mesh) == AbstractMesh(("dp",), (1,))
-    assert meshes.coordinate(mesh) == {"dp": 0}
-    assert meshes.data_axes(mesh) == ()
-    assert meshes.data_position(mesh) == (0, 1)
-    group = meshes.axis_group(mesh, ("dp", "cp"))
+    assert device_mesh.abstract(mesh) == AbstractMesh(("dp",), (1,))
+    assert device_mesh.coordinate(mesh) == {"dp": 0}
+    assert device_mesh.data_axes(mesh) == ()
+    assert device_mesh.data_position(mesh) == (0, 1)
+    group = device_mesh.axis_group(mesh, ("dp", "cp"))
     assert (group.ranks, group.index, group.process_group, group.order) == ((0,), 0, None, (0,))
 
 
 def test_an_axis_that_is_nowhere_has_size_one():
     mesh = AbstractMesh(("dp", "ep"), (2, 4))
-    assert meshes.axis_size("ep") == 1 and meshes.axis_size("ep", mesh) == 4 and meshes.axis_size("tp", mesh) == 1
+    assert (
+        device_mesh.axis_size("ep") == 1
+        and device_mesh.axis_size("ep", mesh) == 4
+        and device_mesh.axis_size("tp", mesh) == 1
+    )
     with fs.set_mesh(mesh):
-        assert meshes.axis_size("ep") == 4
+        assert device_mesh.axis_size("ep") == 4
 
 
 def test_data_axes_and_positions():
     mesh = AbstractMesh(("pp", "replica", "dp", "ep", "cp", "tp"), (2, 2, 3, 2, 2, 2))
-    assert meshes.data_axes(mesh) == ("dp", "ep", "cp", "replica")
-    assert meshes.data_position(mesh) == (0, 12)
-    assert meshes.coordinate(mesh) == dict.fromkeys(AXES, 0)
+    assert device_mesh.data_axes(mesh) == ("dp", "ep", "cp", "replica")
+    assert device_mesh.data_position(mesh) == (0, 12)
+    assert device_mesh.coordinate(mesh) == dict.fromkeys(AXES, 0)
 
 
 def test_the_mesh_in_use_is_that_of_the_innermost_block():
     outer, inner = AbstractMesh(("dp",), (2,)), AbstractMesh(("tp",), (2,))
     with fs.set_mesh(outer):
         with fs.set_mesh(inner):
-            assert meshes.current_mesh("f") is inner
-        assert meshes.current_mesh("f") is outer
+            assert device_mesh.current_mesh("f") is inner
+        assert device_mesh.current_mesh("f") is outer
     with pytest.raises(MeshError), fs.set_mesh(outer):
         raise MeshError("out")
-    assert refusal(lambda: meshes.current_mesh("ops.psum")) == (
+    assert refusal(lambda: device_mesh.current_mesh("ops.psum")) == (
         "ops.psum was called without a mesh.\nPass mesh=, or call it inside fs.set_mesh(mesh)."
     )
 
@@ -123,20 +126,20 @@ def test_the_order_names_all_six_axes():
 
 def test_a_device_mesh_needs_our_names():
     plain = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
-    text = refusal(lambda: meshes.abstract(plain))
+    text = refusal(lambda: device_mesh.abstract(plain))
     assert text.endswith("needs a mesh with named axes.\nName its dims with pp, replica, dp, ep, cp, tp.")
     other = DeviceMesh("cpu", torch.arange(1), mesh_dim_names=("fsdp",), _init_backend=False, _rank=0)
-    assert refusal(lambda: meshes.abstract(other)).endswith(f"knows no axis 'fsdp'. {KNOWN} Did you mean 'dp'?")
+    assert refusal(lambda: device_mesh.abstract(other)).endswith(f"knows no axis 'fsdp'. {KNOWN} Did you mean 'dp'?")
 
 
 def test_an_abstract_mesh_sends_nothing():
     mesh = AbstractMesh(("dp", "tp"), (4, 2))
-    text = refusal(lambda: meshes.axis_group(mesh, ("dp", "tp")))
+    text = refusal(lambda: device_mesh.axis_group(mesh, ("dp", "tp")))
     assert (
         text
         == "fs.axis_group cannot run a collective over dp, tp on the abstract mesh {dp: 4, tp: 2}.\nUse fs.make_mesh."
     )
-    assert meshes.axis_group(mesh, ("cp",)).size == 1
+    assert device_mesh.axis_group(mesh, ("cp",)).size == 1
 
 
 def test_the_environment_says_where_ranks_meet_and_the_user_where_they_listen(monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fsharding.mesh import failures as lost
+from fsharding.mesh import failures
 from fsharding.mesh.failures import Found, follow
 from tests.helpers import until
 
@@ -49,10 +49,10 @@ def test_a_rank_in_another_function_is_where_blame_ends_though_it_waits_or_has_f
 
 def test_a_rank_says_whom_it_waits_for_and_where_it_was_called():
     here = Path(__file__).relative_to(Path.cwd())
-    assert lost.place_of()["call"].startswith(f"in no collective, at {here}:")
-    with lost.among((3, 4)):
-        assert lost.place_of()["waits"] == [3, 4]
-    assert "waits" not in lost.place_of()
+    assert failures.place_of()["call"].startswith(f"in no collective, at {here}:")
+    with failures.among((3, 4)):
+        assert failures.place_of()["waits"] == [3, 4]
+    assert "waits" not in failures.place_of()
 
 
 def test_another_thread_is_found_by_its_stack():
@@ -66,7 +66,7 @@ def test_another_thread_is_found_by_its_stack():
     thread.start()
     begun.wait()
     try:
-        call = lost.place_of(thread.ident)["call"]
+        call = failures.place_of(thread.ident)["call"]
     finally:
         go.set()
         thread.join()
@@ -75,14 +75,14 @@ def test_another_thread_is_found_by_its_stack():
 
 def test_the_listener_answers_takes_its_answer_back_and_says_when_the_process_ends():
     store = dist.HashStore()
-    listener = lost._Listener(dist.group.WORLD, store)
+    listener = failures._Listener(dist.group.WORLD, store)
     listener.start()
-    answer, note = lost._PLACE_KEY.format(0), lost._KEY.format(0)
+    answer, note = failures._PLACE_KEY.format(0), failures._KEY.format(0)
     for question in ("1", "2"):
-        store.set(lost._QUESTION, question)
+        store.set(failures._QUESTION, question)
         assert until(lambda asked=question: store.check([answer]) and json.loads(store.get(answer))["to"] == asked, 5)
     assert json.loads(store.get(answer))["places"][0]["call"].startswith("in no collective, at ")
-    store.delete_key(lost._QUESTION)
+    store.delete_key(failures._QUESTION)
     assert until(lambda: not store.check([answer]), 5)
     listener.end()
     assert not listener.is_alive() and json.loads(store.get(note)) == {"raised": "has ended"}

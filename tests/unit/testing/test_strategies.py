@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.sharding import boxes
-from fsharding.testing import DecoderCase, Home, Leaf, Pair, ReshardCase, TrainCase, local_part, whole_tensors
-from fsharding.testing import strategies as draws
+from fsharding.testing import (
+    DecoderCase,
+    Home,
+    Leaf,
+    Pair,
+    ReshardCase,
+    TrainCase,
+    local_part,
+    strategies,
+    whole_tensors,
+)
 from tests.helpers import full
 
 ONE = AbstractMesh(("dp",), (1,))
@@ -26,51 +35,51 @@ def least(strategy, condition=lambda value: True, examples=60):
 
 
 def test_everything_shrinks_to_one_rank_and_a_replicated_leaf():
-    assert least(draws.meshes()) == ONE
-    assert least(draws.meshes(subset_of=3)).size == 1
-    assert least(draws.specs((3, 4), AbstractMesh(("tp", "dp"), (2, 2)))) == fs.P()
-    assert least(draws.shardings((3,), AbstractMesh(("tp",), (2,)))).spec == fs.P()
-    assert least(draws.strategies()) == fs.zero(0)
-    assert least(draws.shapes()) == ()
-    assert least(draws.leaves()) == Leaf()
-    assert least(draws.rules()) == fs.DEFAULT_RULES
-    assert least(draws.trees()) == {"a": Leaf()}
-    assert least(draws.homes({"a": Leaf()})) == HOME
+    assert least(strategies.meshes()) == ONE
+    assert least(strategies.meshes(subset_of=3)).size == 1
+    assert least(strategies.specs((3, 4), AbstractMesh(("tp", "dp"), (2, 2)))) == fs.P()
+    assert least(strategies.shardings((3,), AbstractMesh(("tp",), (2,)))).spec == fs.P()
+    assert least(strategies.strategies()) == fs.zero(0)
+    assert least(strategies.shapes()) == ()
+    assert least(strategies.leaves()) == Leaf()
+    assert least(strategies.rules()) == fs.DEFAULT_RULES
+    assert least(strategies.trees()) == {"a": Leaf()}
+    assert least(strategies.homes({"a": Leaf()})) == HOME
 
 
 @full
 def test_cases_shrink_to_one_rank_and_a_replicated_leaf():
-    assert least(draws.layouts({"a": Leaf()})) == HOME.layout({"a": Leaf()})
-    assert least(draws.reshard_cases()) == ReshardCase({"a": Leaf()}, HOME, HOME)
-    assert least(draws.train_cases()) == TrainCase({"a": Leaf()}, HOME)
+    assert least(strategies.layouts({"a": Leaf()})) == HOME.layout({"a": Leaf()})
+    assert least(strategies.reshard_cases()) == ReshardCase({"a": Leaf()}, HOME, HOME)
+    assert least(strategies.train_cases()) == TrainCase({"a": Leaf()}, HOME)
     smallest = fs.models.DecoderConfig(vocab=2, dim=4, layers=1, heads=1, kv_heads=1, hidden=2)
-    assert least(draws.decoder_cases()) == DecoderCase(smallest, ONE, steps=3)
+    assert least(strategies.decoder_cases()) == DecoderCase(smallest, ONE, steps=3)
 
 
 @full
 def test_a_condition_keeps_only_what_it_needs():
-    case = least(draws.reshard_cases(), lambda case: case.target.mesh.size > 1)
+    case = least(strategies.reshard_cases(), lambda case: case.target.mesh.size > 1)
     assert case == ReshardCase({"a": Leaf()}, HOME, Home(case.target.mesh)) and case.target.mesh.sizes == (2,)
 
 
 @given(st.integers(1, 12), st.lists(st.sampled_from(AXES), min_size=1, unique=True), st.booleans(), st.data())
 def test_meshes_keep_their_limits(most, axes, orders, data):
-    mesh = data.draw(draws.meshes(most, axes, orders))
+    mesh = data.draw(strategies.meshes(most, axes, orders))
     assert mesh.size <= most and not mesh.ranks and set(mesh.names) <= {*axes} and len({*mesh.names}) == len(mesh.names)
     if not orders:
         assert list(mesh.names) == sorted(mesh.names, key=AXES.index)
-    some = data.draw(draws.meshes(most, subset_of=5))
+    some = data.draw(strategies.meshes(most, subset_of=5))
     assert some.size <= min(most, 5) and len(some.members) == some.size
     assert list(some.ranks) == sorted({*some.ranks}) and all(rank < 5 for rank in some.ranks)
 
 
 @pytest.mark.parametrize("axis", ["pp", *(pytest.param(a, marks=full) for a in AXES if a != "pp")])
 def test_every_axis_comes_and_three_at_once(axis):
-    assert least(draws.meshes(), lambda mesh: mesh.axis_size(axis) > 1).names == (axis,)
-    assert least(draws.meshes(), lambda mesh: len(mesh.names) == 3 and axis in mesh.names, 300).sizes == (2, 2, 2)
+    assert least(strategies.meshes(), lambda mesh: mesh.axis_size(axis) > 1).names == (axis,)
+    assert least(strategies.meshes(), lambda mesh: len(mesh.names) == 3 and axis in mesh.names, 300).sizes == (2, 2, 2)
 
 
-@given(draws.reshard_cases())
+@given(strategies.reshard_cases())
 def test_reshard_cases_are_data(case):
     assert pickle.loads(pickle.dumps(case)) == case
     names = {"Leaf": Leaf, "Home": Home, "Pair": Pair, "ReshardCase": ReshardCase, "torch": torch, **vars(fs)}
@@ -83,7 +92,7 @@ def test_reshard_cases_are_data(case):
         assert layout == pickle.loads(pickle.dumps(layout))
 
 
-@given(draws.train_cases())
+@given(strategies.train_cases())
 def test_train_cases_are_data(case):
     assert pickle.loads(pickle.dumps(case)) == case
     assert case.ranks == case.home.mesh.size
@@ -95,7 +104,7 @@ def test_train_cases_are_data(case):
     assert weight == case.rows and loss.item() == sum((t.square().sum().item() for t in off), 0.0) / 2
 
 
-@given(draws.leaves(), st.integers(0, 99))
+@given(strategies.leaves(), st.integers(0, 99))
 def test_whole_tensors_depend_on_path_and_seed(leaf, seed):
     first, second = (whole_tensors({"a": leaf, "b": leaf}, s) for s in (seed, seed))
     fs.testing.assert_bitwise_equal(first, second)
@@ -107,9 +116,9 @@ def test_whole_tensors_depend_on_path_and_seed(leaf, seed):
     assert numbers.dtype == leaf.dtype and (leaf.dtype == torch.bool or bool((numbers.abs() <= 4).all()))
 
 
-@given(draws.shapes(), draws.meshes(), st.data())
+@given(strategies.shapes(), strategies.meshes(), st.data())
 def test_local_parts_make_the_whole(shape, mesh, data):
-    sharding = data.draw(draws.shardings(shape, mesh))
+    sharding = data.draw(strategies.shardings(shape, mesh))
     whole = Leaf(shape, torch.int64).tensor()
     found = torch.zeros_like(whole)
     for coord in mesh.coordinates():
