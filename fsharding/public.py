@@ -49,9 +49,9 @@ def public(name: str) -> Callable[[Callable[_Params, _Result]], Callable[_Params
             except FshardingError:
                 raise
             except Exception as error:
-                if (found := _explanation(name, function, args, kwargs, error)) is None:
+                if (result := _explanation(name, function, args, kwargs, error)) is None:
                     raise
-                raise ArgumentError(found) from error
+                raise ArgumentError(result) from error
 
         return call
 

@@ -138,9 +138,9 @@ def parse_json(data: bytes, *, values: int = 1_000_000, finite: bool = True, neg
     # A text that is short, with few brackets, needs no closer look, whatever of it is inside strings.
     small = negative and len(data) < values and data.count(b"[") + data.count(b"{") <= _DEPTH
     plain = b"" if small else _STRING.sub(b"", data)
-    found = plain.count(b",") + plain.count(b"[") + plain.count(b"{") + 1
-    if found > values:
-        raise ValueError(f"it holds about {found:,} values; at most {values:,} are read")
+    result = plain.count(b",") + plain.count(b"[") + plain.count(b"{") + 1
+    if result > values:
+        raise ValueError(f"it holds about {result:,} values; at most {values:,} are read")
     if not small and (depth := _depth(plain)) > _DEPTH:
         raise ValueError(f"its brackets are {depth:,} deep; at most {_DEPTH} are read")
     if not negative and b"-" in plain:
@@ -158,12 +158,12 @@ def _depth(plain: bytes) -> int:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"it has the name {_short(twice)} twice in one object")
-    return found
+    return result
 
 
 def _finite(text: str) -> float:

@@ -147,8 +147,8 @@ def _measured(state: TrainState, folder: Path, rounds: int) -> dict[str, list[_T
         for name in in_turn([*contenders], number):
             times[name].append(_timed(contenders[name]))
         for path, x in leaves.items():
-            for who, found in loaded.items():
-                assert torch.equal(local_of(found[path]), local_of(x)), f"{who} has another {path}"
+            for who, result in loaded.items():
+                assert torch.equal(local_of(result[path]), local_of(x)), f"{who} has another {path}"
         loaded.clear()
         if number == 0:
             times = {name: [] for name in contenders}
@@ -170,13 +170,13 @@ def _timed(run: Callable[[], object]) -> _Time:
 
 
 def _show(config: CheckpointConfig, times: dict[str, list[_Time]], ranks: int) -> None:
-    medians = {name: statistics.median(x.wall for x in found) for name, found in times.items()}
+    medians = {name: statistics.median(x.wall for x in result) for name, result in times.items()}
     rows: list[dict[str, Any]] = []
-    for name, found in times.items():
+    for name, result in times.items():
         verb = name.rpartition(".")[2]
         rows.append({
             "call": name, "ranks": ranks, "mb": config.mb, "median_s": medians[name],
-            "min_s": min(found).wall, "max_s": max(found).wall, "cpu_s": statistics.median(x.cpu for x in found),
+            "min_s": min(result).wall, "max_s": max(result).wall, "cpu_s": statistics.median(x.cpu for x in result),
             "speed_to_dcp": medians[f"dcp.{verb}"] / medians[name],
         })  # fmt: skip
     machine = {"processor": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}

@@ -79,13 +79,13 @@ def _measure(config: OptimizerConfig, shapes: Sequence[tuple[int, ...]]) -> list
     noise = torch.Generator().manual_seed(0)
     values, grads = ([torch.randn(shape, generator=noise) for shape in shapes] for _ in range(2))
     steps = take_turns({"fsharding": _ours(values, grads), "torch-fused": _torch(values, grads)}, config.rounds)
-    agree({name: found.losses for name, found in steps.items()}, 1e-5)
+    agree({name: result.losses for name, result in steps.items()}, 1e-5)
     return [
         {
             "contender": name, "leaves": len(shapes), "elements": sum(map(math.prod, shapes)),
-            "median_ms": found.median, "iqr_ms": found.iqr, "ratio": found.median / steps["torch-fused"].median,
+            "median_ms": result.median, "iqr_ms": result.iqr, "ratio": result.median / steps["torch-fused"].median,
         }
-        for name, found in steps.items()
+        for name, result in steps.items()
     ]  # fmt: skip
 
 

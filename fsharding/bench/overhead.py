@@ -77,13 +77,13 @@ def measure(config: OverheadConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
     if dist.is_initialized():
         contenders["fsdp2"] = _fsdp2(config, mesh)
     steps = take_turns(contenders, config.rounds)
-    agree({name: found.losses for name, found in steps.items()}, 1e-5)
+    agree({name: result.losses for name, result in steps.items()}, 1e-5)
     return [
         {
             "contender": name, "ranks": mesh.size(), "units": config.units, "leaves": config.leaves,
-            "median_ms": found.median, "iqr_ms": found.iqr, "loss": found.losses[-1],
+            "median_ms": result.median, "iqr_ms": result.iqr, "loss": result.losses[-1],
         }
-        for name, found in steps.items()
+        for name, result in steps.items()
     ]  # fmt: skip
 
 

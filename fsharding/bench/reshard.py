@@ -130,7 +130,7 @@ def _case(config: ReshardBenchConfig, source: dict[str, int], target: dict[str, 
         shutil.rmtree(folder, ignore_errors=True)
     return {
         "bytes_sent": plan.total, "rounds": len(plan.plan.rounds),
-        **{f"{name}_ms": 1e3 * found for name, found in times.items()},
+        **{f"{name}_ms": 1e3 * result for name, result in times.items()},
         "speed_to_raw": times["raw"] / times["reshard"], "speed_to_save_load": times["save_load"] / times["reshard"],
         "extra_bytes": extra, "budget_bytes": budget,
     }  # fmt: skip
@@ -171,7 +171,7 @@ def _interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> di
             if number:
                 times[name].append(time.perf_counter() - began)
             del result
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(results) for name, results in times.items()}
 
 
 def _extra_memory(state: TrainState, layout: Layout, budget: int) -> int:
@@ -186,9 +186,9 @@ def _extra_memory(state: TrainState, layout: Layout, budget: int) -> int:
 
 
 def _status(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, "Linux says how much memory is resident"
-    return 1024 * int(found[1])
+    result = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert result is not None, "Linux says how much memory is resident"
+    return 1024 * int(result[1])
 
 
 def _show(config: ReshardBenchConfig, rows: list[dict[str, Any]]) -> None:

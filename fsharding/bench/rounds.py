@@ -100,8 +100,8 @@ def agree(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
         tolerance: by how much two may differ, as a share of the first one's.
     """
     first, expected = next(iter(losses.items()))
-    for name, found in losses.items():
-        for step, (a, b) in enumerate(zip(expected, found, strict=False)):
+    for name, result in losses.items():
+        for step, (a, b) in enumerate(zip(expected, result, strict=False)):
             assert abs(a - b) <= tolerance * abs(a), f"step {step}: {name} has a loss of {b}, {first} of {a}"
 
 
@@ -116,18 +116,18 @@ def _finish(loss: Tensor) -> None:
 
 
 def _slowest(times: Sequence[float]) -> list[float]:
-    found = torch.tensor(times, dtype=torch.float64)
+    result = torch.tensor(times, dtype=torch.float64)
     if dist.is_initialized():
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.tolist()
+        dist.all_reduce(result, dist.ReduceOp.MAX)
+    return result.tolist()
 
 
 def _mean(losses: Sequence[Tensor]) -> list[float]:
-    found = torch.stack(list(losses)).double().cpu()
+    result = torch.stack(list(losses)).double().cpu()
     if dist.is_initialized():
-        dist.all_reduce(found)
-        found /= dist.get_world_size()
-    return found.tolist()
+        dist.all_reduce(result)
+        result /= dist.get_world_size()
+    return result.tolist()
 
 
 def give_back() -> None:

@@ -110,12 +110,12 @@ def fit(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, **_line(lines[key(row)])} for row in rows]
 
 
-def _line(found: list[tuple[int, float]]) -> dict[str, float | None]:
-    units, times = zip(*found, strict=True)
+def _line(points: list[tuple[int, float]]) -> dict[str, float | None]:
+    units, times = zip(*points, strict=True)
     if len(set(units)) < 2:
         return {"fixed_ms": None, "unit_ms": None, "r2": None}
     slope, start = statistics.linear_regression(units, times)
-    left = sum((t - start - slope * n) ** 2 for n, t in found)
+    left = sum((t - start - slope * n) ** 2 for n, t in points)
     spread = sum((t - statistics.fmean(times)) ** 2 for t in times)
     return {"fixed_ms": start, "unit_ms": slope, "r2": 1 - left / spread if spread else 1.0}
 

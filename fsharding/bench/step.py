@@ -140,7 +140,7 @@ def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -
         built[name] = build(task, name)
         if name in OURS:
             wires[name] = _wire_time(task, built[name].sent)
-    steps = take_turns({name: found.run for name, found in built.items()}, config.rounds)
+    steps = take_turns({name: result.run for name, result in built.items()}, config.rounds)
     agree(_together(built, steps), _TOLERANCE[config.dtype])
     if config.trace is not None:
         _trace(built[config.contenders[-1]].run, config.trace)
@@ -148,11 +148,11 @@ def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -
     return [
         {
             "contender": name, "compiled": config.compiled, "dtype": config.dtype, "ranks": mesh.size(),
-            "median_ms": found.median, "iqr_ms": found.iqr, "peak_bytes": built[name].peak, "loss": found.losses[-1],
+            "median_ms": result.median, "iqr_ms": result.iqr, "peak_bytes": built[name].peak, "loss": result.losses[-1],
             "wire_ms": wires.get(name),
             "floor_ms": alone + wires[name] if alone is not None and name in wires else None,
         }
-        for name, found in steps.items()
+        for name, result in steps.items()
     ]  # fmt: skip
 
 
@@ -224,15 +224,15 @@ def build(task: Task, name: str) -> Built:
     with counting_bytes() as traffic:
         _, peak = allocated(made[0])
     state = kept + warm
-    found = torch.tensor([float(losses[0]), state, state + peak], dtype=torch.float64)
+    result = torch.tensor([float(losses[0]), state, state + peak], dtype=torch.float64)
     if dist.is_initialized():
-        everyone = [torch.empty_like(found) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, found)
-        found = torch.stack(everyone)
+        everyone = [torch.empty_like(result) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, result)
+        result = torch.stack(everyone)
     else:
-        found = found[None]
-    state, peak = map(int, found[:, 1:].amax(0))
-    return Built(made[0], state, peak, float(found[:, 0].mean()), traffic.bytes)
+        result = result[None]
+    state, peak = map(int, result[:, 1:].amax(0))
+    return Built(made[0], state, peak, float(result[:, 0].mean()), traffic.bytes)
 
 
 def _trace(run: Callable[[], Tensor], path: Path) -> None:
@@ -270,7 +270,7 @@ def _wire_time(task: Task, sent: int) -> float:
 
 def _together(built: dict[str, Built], steps: dict[str, Steps]) -> dict[str, list[float]]:
     """The losses that must agree; who trains alone has the first one, before its ranks go apart."""
-    together = {name: [built[name].first, *found.losses] for name, found in steps.items() if name != "compute-only"}
+    together = {name: [built[name].first, *result.losses] for name, result in steps.items() if name != "compute-only"}
     if "compute-only" in steps:
         together["compute-only"] = [built["compute-only"].first]
     return together

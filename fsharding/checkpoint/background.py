@@ -83,9 +83,9 @@ def _as_ours(error: BaseException) -> CheckpointError:
     text = str(error)
     if not isinstance(error, FshardingError):
         text = message("fs.checkpoint.save_async", "failed.", [f"{type(error).__name__}: {error}"])
-    found = CheckpointError(text)
-    found.__cause__ = error
-    return found
+    result = CheckpointError(text)
+    result.__cause__ = error
+    return result
 
 
 _latest: PendingSave | None = None

@@ -99,9 +99,9 @@ def inventory(
     rows: list[str] = []
     result: dict[str, Stored] = {}
     try:
-        found = _fields(unpickled(pickled, _finder(function)), "Metadata")
+        fields = _fields(unpickled(pickled, _finder(function)), "Metadata")
         sizes = {name: file.bytes for name, file in manifest.files.items()} if manifest else _sizes(folder)
-        result, rows = _leaves(found, sizes, strict=manifest is not None)
+        result, rows = _leaves(fields, sizes, strict=manifest is not None)
         rows += _contradictions(result, manifest) if manifest else []
     except CheckpointError:
         raise
@@ -126,23 +126,25 @@ def _size(value: object) -> tuple[int, ...]:
     """A `torch.Size`."""
     if isinstance(value, Made) and value.kind == ("torch", "Size") and len(value.args) == 1:
         sizes = value.args[0]
-        if isinstance(sizes, tuple | list) and is_shape(found := tuple(sizes)):
-            return found
+        if isinstance(sizes, tuple | list) and is_shape(result := tuple(sizes)):
+            return result
     raise ValueError("something else is where a torch.Size belongs")
 
 
 def _sizes(folder: Path) -> dict[str, int]:
     """The plain files of a directory."""
-    found = {name: os.lstat(folder / name) for name in os.listdir(folder)}
-    return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
+    result = {name: os.lstat(folder / name) for name in os.listdir(folder)}
+    return {name: status.st_size for name, status in result.items() if stat.S_ISREG(status.st_mode)}
 
 
-def _leaves(found: Mapping[str, Any], sizes: Mapping[str, int], *, strict: bool) -> tuple[dict[str, Stored], list[str]]:
+def _leaves(
+    fields: Mapping[str, Any], sizes: Mapping[str, int], *, strict: bool
+) -> tuple[dict[str, Stored], list[str]]:
     """The leaves, and one row for whatever is wrong with them."""
-    storage = _storage(found.get("storage_data"))
+    storage = _storage(fields.get("storage_data"))
     leaves: dict[str, Stored] = {}
     rows: list[str] = []
-    for path, entry in named(found.get("state_dict_metadata")).items():
+    for path, entry in named(fields.get("state_dict_metadata")).items():
         if isinstance(entry, Made) and entry.kind == (_DCP, "TensorStorageMetadata"):
             try:
                 leaves[path], wrong = _leaf(path, _fields(entry, "TensorStorageMetadata"), storage, sizes)
@@ -161,15 +163,15 @@ def _storage(pairs: object) -> dict[tuple[str, tuple[int, ...]], _Place | None]:
     """Where chunks are, by path and offsets: file, first byte, length; None for a place that is none."""
     if not isinstance(pairs, Pairs):
         raise ValueError("it does not say where its chunks are")
-    found: dict[tuple[str, tuple[int, ...]], _Place | None] = {}
+    result: dict[tuple[str, tuple[int, ...]], _Place | None] = {}
     for key, value in pairs:
         index = _fields(key, "MetadataIndex")
         path, offset = index.get("fqn"), index.get("offset")
         if not isinstance(path, str):
             raise ValueError("a chunk has no path")
         if offset is not None:  # of a tensor
-            found[path, _size(offset)] = _place(value)
-    return found
+            result[path, _size(offset)] = _place(value)
+    return result
 
 
 def _place(value: object) -> _Place | None:
@@ -196,8 +198,8 @@ def _leaf(
     if not isinstance(chunks := entry["chunks"], list):
         raise ValueError("it has no list of chunks")
     for chunk in chunks:
-        found = _fields(chunk, "ChunkStorageMetadata")
-        offsets, extent = _size(found["offsets"]), _size(found["sizes"])
+        fields = _fields(chunk, "ChunkStorageMetadata")
+        offsets, extent = _size(fields["offsets"]), _size(fields["sizes"])
         box: Box = tuple((a, a + n) for a, n in zip(offsets, extent, strict=False))
         if not len(offsets) == len(extent) == len(shape) or any(b > n for (_, b), n in zip(box, shape, strict=True)):
             rows.append(f"chunk {box} is outside {list(shape)}")
@@ -231,10 +233,10 @@ def _dtype(properties: object) -> torch.dtype:
     raise ValueError("it has no dtype")
 
 
-def _contradictions(found: Mapping[str, Stored], manifest: Manifest) -> list[str]:
-    rows = [f"{path}: only in one of the two" for path in sorted(set(found) ^ set(manifest.tree))]
+def _contradictions(stored_leaves: Mapping[str, Stored], manifest: Manifest) -> list[str]:
+    rows = [f"{path}: only in one of the two" for path in sorted(set(stored_leaves) ^ set(manifest.tree))]
     for path, leaf in manifest.tree.items():
-        stored = found.get(path)
+        stored = stored_leaves.get(path)
         if stored is not None and (stored.shape, stored.dtype) != (leaf.shape, leaf.dtype):
             rows.append(f"{path}: is {stored.dtype}{list(stored.shape)}, the manifest says {leaf}")
     return rows

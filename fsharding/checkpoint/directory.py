@@ -276,10 +276,10 @@ def clear_stale(root: Path) -> None:
         root: directory of checkpoints.
     """
     for name in os.listdir(root):
-        found, folder = _STALE.fullmatch(name), root / name
-        if found is None or folder.is_symlink() or not folder.is_dir():
+        result, folder = _STALE.fullmatch(name), root / name
+        if result is None or folder.is_symlink() or not folder.is_dir():
             continue
-        step, kind = found.groups()
+        step, kind = result.groups()
         if kind == "retired" or (kind == "replaced" and _complete(root / step) is not None):
             shutil.rmtree(folder, ignore_errors=True)
         elif kind == "partial" and all(_OURS.fullmatch(inner) for inner in os.listdir(folder)):
@@ -505,14 +505,14 @@ def survey(directory: StrPath) -> list[Seen]:
         directory: which holds checkpoints, under any names; what saves of steps have left unfinished counts as well.
     """
     root = Path(os.path.realpath(directory))
-    steps, found = _steps(root), list[Seen]()
+    steps, result = _steps(root), list[Seen]()
     for name in os.listdir(root) if root.is_dir() else ():
         numbered = re.fullmatch(r"\.?(\d+)(\.partial)?", name)
         if name in steps:
-            found.append(Seen(root / name, steps[name], ""))
+            result.append(Seen(root / name, steps[name], ""))
         elif numbered is not None and (root / name).is_dir():
-            found.append(Seen(root / name, int(numbered[1]), _problem(root / name)))
-    return sorted(found, key=lambda one: (-one.number, bool(one.problem), -len(one.path.name), one.path.name))
+            result.append(Seen(root / name, int(numbered[1]), _problem(root / name)))
+    return sorted(result, key=lambda one: (-one.number, bool(one.problem), -len(one.path.name), one.path.name))
 
 
 def _problem(folder: Path) -> str:

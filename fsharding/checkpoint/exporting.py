@@ -165,13 +165,13 @@ def _plan(
     """The tensors to write, in the order of the leaves, and values that are no tensors."""
     values: dict[str, Any] = {}
     if what == "fsdp2":
-        found, values, rows = plan_fsdp2(leaves.leaves, names, settings)
+        result, values, rows = plan_fsdp2(leaves.leaves, names, settings)
         prefix = "model."
     else:
-        found, rows = _taken(leaves, names, what, format)
+        result, rows = _taken(leaves, names, what, format)
         prefix = ""
     items: dict[str, _Item] = {}
-    for path, part, dtype in found:
+    for path, part, dtype in result:
         if part.name in items:
             ours = path if what == "all" else path.removeprefix("params.")
             rows.append(f"{ours}: {part.name} is also the name of {items[part.name].path}")
@@ -198,16 +198,16 @@ def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[T
         if what == "all" or path == "params" or path.startswith("params.")
     }
     named, rows = naming(names), unknown(names, wanted)
-    found: list[Taken] = []
+    result: list[Taken] = []
     for path, saved in wanted.items():
         shape, dtype = leaves.leaves[saved]
         if format == "safetensors" and dtype not in SAFETENSORS.values():
             rows.append(f"{path}: safetensors has no {dtype}")
         try:
-            found += [Taken(saved, part, dtype) for part in parts(named(path), shape)]
+            result += [Taken(saved, part, dtype) for part in parts(named(path), shape)]
         except ValueError as error:
             rows.append(f"{path}: {error}")
-    return found, rows
+    return result, rows
 
 
 def _in_files(items: Sequence[_Item], limit: int) -> list[list[_Item]]:

@@ -116,7 +116,7 @@ def weights_at(function: str, path: StrPath, prefix: str = "") -> Weights:
         where = _where(path)
         if not where.exists():
             raise _Refusal("there is no such file or directory")
-        found = _directory(where, function) if where.is_dir() else open_file(where)
+        result = _directory(where, function) if where.is_dir() else open_file(where)
     except CheckpointError:
         raise
     except _Refusal as refused:
@@ -125,10 +125,10 @@ def weights_at(function: str, path: StrPath, prefix: str = "") -> Weights:
         raise _Refusal(error.strerror or str(error)).worded(function, where) from error
     except ValueError as error:
         raise _Refusal(str(error)).worded(function, where) from error
-    leaves = {name.removeprefix(prefix): leaf for name, leaf in found.leaves.items() if name.startswith(prefix)}
-    reader = found.reader
+    leaves = {name.removeprefix(prefix): leaf for name, leaf in result.leaves.items() if name.startswith(prefix)}
+    reader = result.reader
     return replace(
-        found,
+        result,
         path=where,
         leaves=leaves,
         reader=lambda name, *part: reader(prefix + name, *part),

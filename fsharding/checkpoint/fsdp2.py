@@ -57,32 +57,32 @@ def plan_fsdp2(
     params = {path.removeprefix("params").removeprefix("."): path for path in paths}
     named, rows = naming(names), unknown(names, params)
     slots = _slots(leaves, params, rows)
-    found: list[Taken] = []
+    result: list[Taken] = []
     trained: list[str] = []
     for path, saved in params.items():
         shape, dtype = leaves[saved]
         try:
             for part in parts(named(path), shape):
                 every = aliases_of(names, part.name)
-                found += [Taken(saved, part._replace(name=f"model.{name}"), dtype) for name in every]
+                result += [Taken(saved, part._replace(name=f"model.{name}"), dtype) for name in every]
                 state, own = f"optim.state.{every[0]}", slots.get(path, [])
                 trained += [every[0]] if own else []
                 for slot in own:
                     scalar = leaves[slot.path].shape == () != shape
                     one = Part("", (), (), transposed=False) if scalar else part
                     kind = torch.float32 if scalar else leaves[slot.path].dtype
-                    found.append(Taken(slot.path, one._replace(name=f"{state}.{slot.name}"), kind))
+                    result.append(Taken(slot.path, one._replace(name=f"{state}.{slot.name}"), kind))
                 if own and all(slot.name != "step" for slot in own):
                     step = Part(f"{state}.step", (), (), transposed=False)
-                    found.append(Taken(own[0].count, step, torch.float32))
+                    result.append(Taken(own[0].count, step, torch.float32))
         except ValueError as error:
             rows.append(f"{path}: {error}")
-    return found, _groups(settings, trained, rows), rows
+    return result, _groups(settings, trained, rows), rows
 
 
 def _slots(leaves: Mapping[str, LeafInfo], params: Mapping[str, str], rows: list[str]) -> dict[str, list[_Slot]]:
     """The optimizer state of each parameter; leaves that torch has no name for are added to the rows."""
-    found: dict[str, list[_Slot]] = {}
+    result: dict[str, list[_Slot]] = {}
     for path, leaf in leaves.items():
         steps = path.split(".")
         if steps[0] != "opt_state" or (steps[-1] == "count" and leaf.shape == ()):
@@ -95,11 +95,11 @@ def _slots(leaves: Mapping[str, LeafInfo], params: Mapping[str, str], rows: list
             name, count = (head[-1], head[:-2]) if is_torch else (_ADAM.get(head[-1]), head[:-1])
             both = all(".".join(filter(None, (*count, kind, param))) in leaves for kind in _ADAM)
             if name is not None and (is_torch or both) and ".".join([*count, "count"]) in leaves:
-                found.setdefault(param, []).append(_Slot(path, name, ".".join([*count, "count"])))
+                result.setdefault(param, []).append(_Slot(path, name, ".".join([*count, "count"])))
                 break
         else:
             rows.append(f"{path} is {leaf}: FSDP2 has Adam's moments, and what fs.optim.from_torch keeps")
-    return found
+    return result
 
 
 def _groups(settings: Settings | None, trained: Sequence[str], rows: list[str]) -> dict[str, Any]:

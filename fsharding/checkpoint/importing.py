@@ -144,12 +144,12 @@ def _compare(weights: Weights, wants: dict[str, Want], names: Names, prefix: str
     raise CheckpointError(message(_FUNCTION, rule, rows, f"{mend}."))
 
 
-def _objection(part: Part, want: Want, found: LeafInfo | None, *, cast: bool) -> str | None:
+def _objection(part: Part, want: Want, stored: LeafInfo | None, *, cast: bool) -> str | None:
     wanted = LeafInfo(part.shape, want.dtype)
-    if found is None:
+    if stored is None:
         return f"is missing; wanted is {wanted}"
-    if found.shape != wanted.shape or (found.dtype != wanted.dtype and not cast):
-        return f"is {found}, wanted is {wanted}"
+    if stored.shape != wanted.shape or (stored.dtype != wanted.dtype and not cast):
+        return f"is {stored}, wanted is {wanted}"
     return None
 
 

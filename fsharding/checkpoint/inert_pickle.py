@@ -57,10 +57,10 @@ def named(pairs: object) -> dict[str, Any]:
     """
     if not isinstance(pairs, Pairs) or not all(isinstance(key, str) for key, _ in pairs):
         raise ValueError("it has no table of names where one belongs")
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("it has one name twice")
-    return found
+    return result
 
 
 def unpickled(data: bytes | bytearray, find: Find, persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -125,14 +125,14 @@ class _Machine:
 
     def items(self) -> list[Any]:
         """Pops the values built since the last mark, and the mark."""
-        found, self.stack = self.stack, self.marked.pop()
-        return found
+        result, self.stack = self.stack, self.marked.pop()
+        return result
 
     def top(self, kind: type[Any]) -> Any:
         """The last value, which has to be of a kind."""
-        if type(found := self.stack[-1]) is not kind:
+        if type(result := self.stack[-1]) is not kind:
             raise ValueError(f"its pickle is broken at byte {self.at:,}: no {kind.__name__} is there to be filled")
-        return found
+        return result
 
 
 _STOP = ord(".")
@@ -192,9 +192,9 @@ def _mark(m: _Machine) -> None:
 
 
 def _tuple(m: _Machine) -> None:
-    found = tuple(m.items())
+    result = tuple(m.items())
     m.count()
-    m.stack.append(found)
+    m.stack.append(result)
 
 
 def _last(count: int) -> Callable[[_Machine], None]:

@@ -63,10 +63,10 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data."""
         manifest = self.manifest
-        found: dict[str, Any] = {"path": str(self.path), "ok": not self.damaged, "damaged": [*self.damaged]}
+        result: dict[str, Any] = {"path": str(self.path), "ok": not self.damaged, "damaged": [*self.damaged]}
         if manifest is None:
-            return found
-        return found | {
+            return result
+        return result | {
             "step": manifest.step,
             "layout": manifest.layout,
             "leaves": {

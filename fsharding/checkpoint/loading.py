@@ -139,8 +139,8 @@ def _load_leaves(path: StrPath, chosen: Sequence[str], layout: Layout, *, cast: 
     """Leaves in a layout."""
     device_of(layout, _LEAVES)
     folder, manifest, damaged = _look(_LEAVES, path)
-    found = _chosen(folder, manifest, chosen)
-    wanted = {path: want for path, want in _wanted_leaves(layout, manifest, found, _LEAVES).items() if path in found}
+    result = _chosen(folder, manifest, chosen)
+    wanted = {path: want for path, want in _wanted_leaves(layout, manifest, result, _LEAVES).items() if path in result}
     _compare(_LEAVES, folder, manifest, wanted, layout, with_opt=True, cast=cast, some=True)
     if damaged:
         raise _refusal(_LEAVES, folder, manifest, damaged)
@@ -155,13 +155,13 @@ def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]
             under.setdefault(beginning, []).append(leaf)
     wanted = dict.fromkeys(paths)
     missing = [path for path in wanted if path not in under]
-    found = dict.fromkeys(leaf for path in wanted for leaf in under.get(path, ()))
+    result = dict.fromkeys(leaf for path in wanted for leaf in under.get(path, ()))
     if missing:
         # Comparing every text with every other would take for ever: the error shows the first ones alone.
         unknown = [f"{path}{_meant(path, manifest) if n < _SUGGESTED else ''}" for n, path in enumerate(missing)]
         rule = f"finds no such leaves in {folder}."
         raise CheckpointError(message(_LEAVES, rule, unknown, "fs.checkpoint.metadata(path).tree has all paths."))
-    return [*found]
+    return [*result]
 
 
 _SUGGESTED, _LONGEST_GUESS, _DEEPEST = 10, 200, 100
@@ -206,14 +206,14 @@ def _look(function: str, path: StrPath) -> tuple[Path, Manifest, list[str]]:
         rows = damage(folder, _share(manifest), hashed=False)
         return str(folder), hashlib.sha256(text_of(manifest).encode()).hexdigest(), rows
 
-    found = together(function, read)
-    if len({(folder, digest) for folder, digest, _ in found}) > 1:
+    result = together(function, read)
+    if len({(folder, digest) for folder, digest, _ in result}) > 1:
         rows = [
             f"rank {r}: {folder}, its manifest has the sha256 {digest[:12]}..."
-            for r, (folder, digest, _) in enumerate(found)
+            for r, (folder, digest, _) in enumerate(result)
         ]
         raise CheckpointError(message(function, "found different checkpoints on different ranks.", rows))
-    return *seen[0], [row for _, _, rows in found for row in rows]
+    return *seen[0], [row for _, _, rows in result for row in rows]
 
 
 def _share(manifest: Manifest) -> dict[str, SavedFile]:

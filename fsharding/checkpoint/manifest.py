@@ -196,9 +196,9 @@ def parse(text: bytes, function: str, where: str, *, newer: bool = False) -> Man
         data = parse_json(text, values=_VALUES)
     except ValueError as error:
         raise _damaged(function, where, f"it is not JSON: {error}") from error
-    found = data.get("format") if isinstance(data, dict) else None
-    if found != FORMAT:
-        rule = f"cannot read {where}: its {MANIFEST} has the format {found!r}, not {FORMAT!r}."
+    result = data.get("format") if isinstance(data, dict) else None
+    if result != FORMAT:
+        rule = f"cannot read {where}: its {MANIFEST} has the format {result!r}, not {FORMAT!r}."
         raise CheckpointError(message(function, rule, mend="Give the directory that fs.checkpoint.save has written."))
     version = data.get("version")
     if type(version) is not int or version < 1:

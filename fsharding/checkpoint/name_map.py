@@ -131,10 +131,10 @@ def other_constants(names: object, weights: Any) -> list[str]:
         there = weights.leaves.get(name)
         if there is None:
             continue
-        wanted, found = f"{dtype_name(ours.dtype)}{list(ours.shape)}", ours.new_empty(there.shape, device="cpu")
+        wanted, result = f"{dtype_name(ours.dtype)}{list(ours.shape)}", ours.new_empty(there.shape, device="cpu")
         if there.shape == ours.shape:
-            weights.read(name, boxes.full(there.shape), found)
-            if torch.equal(found.nan_to_num(), ours.cpu().nan_to_num()):
+            weights.read(name, boxes.full(there.shape), result)
+            if torch.equal(result.nan_to_num(), ours.cpu().nan_to_num()):
                 continue
         rows.append(f"{name} is {there}, and {wanted} of other values in the module, which has it as a buffer")
     return rows

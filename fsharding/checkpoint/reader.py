@@ -66,14 +66,14 @@ def damage(folder: Path, files: Mapping[str, SavedFile], *, hashed: bool = True)
     scratch = memoryview(bytearray(_PIECE))
     for name, want in files.items():
         try:
-            found = os.lstat(folder / name)
+            result = os.lstat(folder / name)
         except FileNotFoundError:
             rows.append(f"{name} is missing")
             continue
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(result.st_mode):
             rows.append(f"{name} is no plain file")
-        elif found.st_size != want.bytes:
-            rows.append(f"{name} has {found.st_size:,} bytes, the manifest says {want.bytes:,}")
+        elif result.st_size != want.bytes:
+            rows.append(f"{name} has {result.st_size:,} bytes, the manifest says {want.bytes:,}")
         elif hashed:
             digests = (_pull(folder / name, want, i, scratch) for i in range(len(want.sha256)))
             rows += [row for i, got in enumerate(digests) if (row := _difference(name, want, i, got))][:1]
@@ -205,8 +205,8 @@ class Source:
 
     def position(self, path: str, box: Box) -> tuple[str, int]:
         """Where the first part of a box is: file and byte. Reading in this order reads every block once."""
-        found = (c for c in self._inventory[path].chunks if boxes.intersect(c.box, box) is not None)
-        return min(((c.file, c.offset) for c in found), default=("", 0))
+        result = (c for c in self._inventory[path].chunks if boxes.intersect(c.box, box) is not None)
+        return min(((c.file, c.offset) for c in result), default=("", 0))
 
     def read(self, path: str, box: Box, out: Tensor) -> None:
         """Copies a box of a leaf.
@@ -222,14 +222,14 @@ class Source:
             CheckpointError: a record that holds anything but the tensor that it should, or elements that are nowhere.
         """
         assert tuple(out.shape) == boxes.shape_of(box), f"{path}: {tuple(out.shape)} is not {box}"
-        found = 0
+        result = 0
         for chunk in self._inventory[path].chunks:
             part = boxes.intersect(chunk.box, box)
             if part is not None:
-                found += boxes.volume(part)
+                result += boxes.volume(part)
                 self._copy(chunk, boxes.relative(part, chunk.box), out[boxes.relative(part, box)])
-        if found != boxes.volume(box):
-            row = f"{path}: {found} of {boxes.volume(box)} elements are in the files"
+        if result != boxes.volume(box):
+            row = f"{path}: {result} of {boxes.volume(box)} elements are in the files"
             raise CheckpointError(message(self._function, f"refuses {self._folder}.", [row], _OTHER))
 
     def check(self) -> None:
@@ -278,9 +278,9 @@ class Source:
 
         try:
             record = parse_record(Window(fetch, chunk.length), chunk.length)
-            found, want = (dtype_name(record.dtype), record.shape), (chunk.dtype, boxes.shape_of(chunk.box))
-            if found != want:
-                raise ValueError(f"it is {found[0]}{list(found[1])}, should be {want[0]}{list(want[1])}")
+            result, want = (dtype_name(record.dtype), record.shape), (chunk.dtype, boxes.shape_of(chunk.box))
+            if result != want:
+                raise ValueError(f"it is {result[0]}{list(result[1])}, should be {want[0]}{list(want[1])}")
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -325,5 +325,5 @@ def open_source(folder: Path, manifest: Manifest | None, function: str = "fs.che
         raise DamagedError(message(function, f"refuses {folder}: it is damaged.", rows, _OTHER))
     pickled = bytearray(size)
     _Blocks(folder, files, function).fill(METADATA, 0, memoryview(pickled))
-    found = inventory(folder, pickled, manifest, function)
-    return Source(folder, found, None if manifest is None else manifest.files, function)
+    result = inventory(folder, pickled, manifest, function)
+    return Source(folder, result, None if manifest is None else manifest.files, function)

@@ -76,14 +76,14 @@ def check_replicas(state: TrainState) -> None:
 
 def _everything(state: TrainState) -> dict[str, Shards]:
     """Every leaf of a state as this rank holds it, by path: also the parameters beside main ones."""
-    found: dict[str, Shards] = {}
+    result: dict[str, Shards] = {}
     for kind in ("params", "main"):
         values = getattr(state, kind)
         flat = [] if values is None else tree.flatten_up_to(state.layout.structure, values, _FUNCTION)
         for leaf, x in zip(state.layout.leaves, flat, strict=False):
             if x is not None:
-                found[leaf.path_in(kind)] = staged(leaf.shape, getattr(leaf, kind), local_of(x).detach())
-    return found | {path: shards_of(x) for path, x in leaves_beside(state).items()}
+                result[leaf.path_in(kind)] = staged(leaf.shape, getattr(leaf, kind), local_of(x).detach())
+    return result | {path: shards_of(x) for path, x in leaves_beside(state).items()}
 
 
 def shared_boxes(leaves: Mapping[str, Shards], ranks: Sequence[int]) -> dict[Holders, list[SharedBox]]:
@@ -93,14 +93,14 @@ def shared_boxes(leaves: Mapping[str, Shards], ranks: Sequence[int]) -> dict[Hol
         leaves: of this rank.
         ranks: those that hold plain tensors: of the mesh.
     """
-    found: dict[Holders, list[SharedBox]] = {}
+    result: dict[Holders, list[SharedBox]] = {}
     # A rank outside the mesh has plain leaves of the time when it left.
     for path, x in sorted(leaves.items()) if own_rank() in ranks else ():
         holders = holders_of(x, tuple(ranks))
         for corner, (box, tensor) in sorted(x.kept().items()):
             if len(holders[corner][1]) > 1 and tensor.numel():
-                found.setdefault(holders[corner][1], []).append((path, box, tensor))
-    return found
+                result.setdefault(holders[corner][1], []).append((path, box, tensor))
+    return result
 
 
 def checksums(shared: Mapping[Holders, Sequence[SharedBox]]) -> dict[Holders, int]:

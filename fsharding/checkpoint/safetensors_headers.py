@@ -97,22 +97,22 @@ def _placed(header: dict[str, Any], first: int, size: int) -> dict[str, Tensor]:
     unknown = {str(entry.get("dtype")) for entry in header.values() if isinstance(entry, dict)} - {*SAFETENSORS}
     if unknown:
         raise ValueError(f"unknown dtypes: {listed(sorted(unknown))}")
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     ends: dict[str, int] = {}
     for name, entry in header.items():
-        found[name], ends[name] = _tensor(name, entry, first)
+        result[name], ends[name] = _tensor(name, entry, first)
     at = first
-    for name in sorted(found, key=lambda name: (found[name].start, ends[name])):
-        if found[name].start != at:
-            what = "overlaps the one before it" if found[name].start < at else "leaves a gap before it"
-            raise ValueError(f"{name}: begins at byte {found[name].start - first:,} of the tensors, and {what}")
+    for name in sorted(result, key=lambda name: (result[name].start, ends[name])):
+        if result[name].start != at:
+            what = "overlaps the one before it" if result[name].start < at else "leaves a gap before it"
+            raise ValueError(f"{name}: begins at byte {result[name].start - first:,} of the tensors, and {what}")
         at = ends[name]
     if at > size:
-        last = next(name for name in found if ends[name] > size)
+        last = next(name for name in result if ends[name] > size)
         raise EOFError(f"{last} ends at byte {ends[last]:,} of {size:,}")
     if at < size:
         raise ValueError(f"it has {size - at:,} bytes that belong to no tensor at its end")
-    return found
+    return result
 
 
 def _tensor(name: str, entry: Any, first: int) -> tuple[Tensor, int]:

@@ -104,11 +104,11 @@ def parse_record(window: Window, length: int) -> Record:
     """
     members = _members(window)
     held = unpickled(_content(window, members, "data.pkl", _PICKLE_LIMIT), _find_tensor, _storage)
-    found = _rebuilt(held)
-    if found is None:
+    result = _rebuilt(held)
+    if result is None:
         kinds = {Pairs: "dict", list: "list", tuple: "tuple", torch.dtype: "dtype"}
         raise ValueError(f"it holds a {kinds.get(type(held), 'value')}, no tensor")
-    return _located(window, members, found, length)
+    return _located(window, members, result, length)
 
 
 def parse_file(window: Window, length: int) -> Any:
@@ -136,8 +136,8 @@ def parse_file(window: Window, length: int) -> Any:
             raise ValueError("what it holds is too deep, or too much for its size")
         if isinstance(node, Made):
             try:
-                if (found := _rebuilt(node)) is not None:
-                    return _located(window, members, found, length)
+                if (result := _rebuilt(node)) is not None:
+                    return _located(window, members, result, length)
                 if _is_odd_tensor(node):
                     raise ValueError("only dense tensors can be read by slices")
             except ValueError as error:
@@ -195,15 +195,15 @@ def _members(window: Window) -> dict[str, zipfile.ZipInfo]:
     return members
 
 
-def _located(window: Window, members: dict[str, zipfile.ZipInfo], found: _Rebuilt, length: int) -> Record:
+def _located(window: Window, members: dict[str, zipfile.ZipInfo], result: _Rebuilt, length: int) -> Record:
     """Where a tensor is, all of it inside its member."""
-    first, room = _place(window, members, f"data/{found.storage.key}")
+    first, room = _place(window, members, f"data/{result.storage.key}")
     if first + room > length:
         raise ValueError("its values reach outside of it")
-    last = found.offset + sum((n - 1) * step for n, step in zip(found.size, found.stride, strict=True)) + 1
-    if math.prod(found.size) and last * found.dtype.itemsize > room:
+    last = result.offset + sum((n - 1) * step for n, step in zip(result.size, result.stride, strict=True)) + 1
+    if math.prod(result.size) and last * result.dtype.itemsize > room:
         raise ValueError(f"it has {room:,} bytes of values, fewer than its sizes and strides need")
-    return Record(found.dtype, found.size, found.stride, first + found.offset * found.dtype.itemsize)
+    return Record(result.dtype, result.size, result.stride, first + result.offset * result.dtype.itemsize)
 
 
 def _place(window: Window, members: dict[str, zipfile.ZipInfo], name: str) -> tuple[int, int]:
@@ -294,8 +294,8 @@ def _find_tensor(module: str, name: str) -> Any:
 
 
 def _find_any(module: str, name: str) -> Any:
-    if (found := _GLOBALS.get((module, name))) is not None:
-        return found
+    if (result := _GLOBALS.get((module, name))) is not None:
+        return result
     # Functions of torch that make tensors of other kinds, which the leaf is then refused for by its name.
     rebuilds = module in ("torch._utils", "torch._tensor") and name.startswith("_rebuild")
     if (module, name) in _MORE or rebuilds or (module, name) in _registered():
@@ -357,7 +357,7 @@ def _whole(sizes: Any) -> tuple[int, ...]:
     """Sizes or strides."""
     if isinstance(sizes, Made) and sizes.kind == ("torch", "Size") and len(sizes.args) == 1:
         sizes = sizes.args[0]
-    found = tuple(sizes) if isinstance(sizes, tuple | list) else (-1,)
-    if not all(type(n) is int and 0 <= n < 1 << 60 for n in found):
+    result = tuple(sizes) if isinstance(sizes, tuple | list) else (-1,)
+    if not all(type(n) is int and 0 <= n < 1 << 60 for n in result):
         raise ValueError("its sizes and strides are none")
-    return found
+    return result

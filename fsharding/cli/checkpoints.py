@@ -102,9 +102,9 @@ def run_tool(config: InspectConfig | ReshardConfig | ExportConfig) -> int:
     """
     match config:
         case InspectConfig():
-            found = inspect(config.path)
-            _show(found, found.to_json(), as_json=config.json)
-            return 1 if found.damaged else 0
+            result = inspect(config.path)
+            _show(result, result.to_json(), as_json=config.json)
+            return 1 if result.damaged else 0
         case ReshardConfig():
             axes = parse_axes(config.mesh, "fsharding reshard")
             strategy = None if config.strategy is None else parse_strategy(config.strategy)

@@ -211,8 +211,8 @@ def check(config: TrainConfig, world: int) -> None:
 
 def batches_seen(newest: Path) -> int:
     """How many batches a run had seen when it saved a checkpoint."""
-    found = checkpoint.metadata(newest)
-    batches = _notes(found).get("batches", found.step)
+    result = checkpoint.metadata(newest)
+    batches = _notes(result).get("batches", result.step)
     if type(batches) is not int or batches < 0:
         text = f"cannot go on from {newest}: it does not say how many batches its run had seen."
         mend = "fs.checkpoint.load reads it; --resume takes what fsharding train has saved."

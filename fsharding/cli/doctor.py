@@ -106,18 +106,18 @@ def doctor(config: DoctorConfig) -> int:
     Returns:
         The exit status: 1 if two local ranks cannot run, or if other machines can reach them; else 0.
     """
-    found = [*_machine(), *_variables(), *_ranks()]
-    healthy = not any(finding.grave for finding in found)
+    result = [*_machine(), *_variables(), *_ranks()]
+    healthy = not any(finding.grave for finding in result)
     if config.json:
-        print(json.dumps({"healthy": healthy, "findings": [*map(dataclasses.asdict, found)]}), flush=True)
+        print(json.dumps({"healthy": healthy, "findings": [*map(dataclasses.asdict, result)]}), flush=True)
     else:
-        _show(found)
+        _show(result)
     return 0 if healthy else 1
 
 
-def _show(found: Iterable[Finding]) -> None:
+def _show(findings: Iterable[Finding]) -> None:
     table = Table("what", "found", "wrong, and the mend", box=None, pad_edge=False)
-    for finding in found:
+    for finding in findings:
         table.add_row(*map(Text, (finding.name, finding.value, f"{finding.wrong} {finding.mend}".strip() or "-")))
     # Rows are read by people and by grep: they break on a terminal only.
     width = None if Console().is_terminal else _WIDE
@@ -304,14 +304,14 @@ def listening(pid: int) -> list[tuple[str, int]]:
         pid: of a process of the same user.
     """
     inodes = {*_inodes(pid)}
-    found: list[tuple[str, int]] = []
+    result: list[tuple[str, int]] = []
     for table in (Path(f"/proc/{pid}/net/{name}") for name in ("tcp", "tcp6")):
         for row in table.read_text().splitlines()[1:] if table.exists() else ():
             _, local, _, state, *_, inode = row.split()[:10]
             if state == "0A" and inode in inodes:
                 address, _, port = local.partition(":")
-                found.append((_address(address), int(port, 16)))
-    return sorted(found)
+                result.append((_address(address), int(port, 16)))
+    return sorted(result)
 
 
 def _inodes(pid: int) -> Iterator[str]:
@@ -328,5 +328,5 @@ def _inodes(pid: int) -> Iterator[str]:
 def _address(words: str) -> str:
     """An address from the hexadecimal words of 32 bits, each in the byte order of this machine, that Linux writes."""
     parts = [int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)]
-    found = ipaddress.ip_address(b"".join(parts))
-    return str(getattr(found, "ipv4_mapped", None) or found)
+    result = ipaddress.ip_address(b"".join(parts))
+    return str(getattr(result, "ipv4_mapped", None) or result)

@@ -66,7 +66,7 @@ def preview(config: PlanConfig) -> None:
         stages = stages_of(model, plan_schedule(config.schedule, ranks, config.microbatches or 2 * ranks))
     strategy, precision = parse_strategy(config.strategy), PRECISIONS[config.dtype]
     layout = plan_layout(model, mesh, strategy=strategy, precision=precision, stages=stages)
-    found = {
+    result = {
         "preset": config.preset,
         "parameters": sum(math.prod(leaf.shape) for leaf in layout.leaves),
         "leaves": len(layout.leaves),
@@ -76,7 +76,7 @@ def preview(config: PlanConfig) -> None:
         "dtype": config.dtype,
         "stages": _stages(model, layout, ranks),
     }
-    print(json.dumps(found) if config.json else _text(found), flush=True)
+    print(json.dumps(result) if config.json else _text(result), flush=True)
 
 
 def _mesh(text: str) -> AbstractMesh:
@@ -98,15 +98,15 @@ def _stages(model: Any, layout: Layout, ranks: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _text(found: dict[str, Any]) -> str:
-    mesh = ", ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
+def _text(result: dict[str, Any]) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in result["mesh"].items())
     head = [
-        f"{found['preset']}: {found['parameters']:,} parameters in {found['leaves']} leaves",
-        f"{found['ranks']:,} ranks ({mesh}), {found['strategy']}, {found['dtype']}; GB a rank, at most:",
+        f"{result['preset']}: {result['parameters']:,} parameters in {result['leaves']} leaves",
+        f"{result['ranks']:,} ranks ({mesh}), {result['strategy']}, {result['dtype']}; GB a rank, at most:",
     ]
     columns = ["params", "main", "grads", "opt_state", "total"]
     table = [["pp", "layers", *columns]]
-    for row in found["stages"]:
+    for row in result["stages"]:
         layers = " + ".join(str(n) for n in row["layers"])
         table.append([str(row["pp"]), layers, *(f"{row['bytes'][name] / 1e9:.3f}" for name in columns)])
     return "\n".join([*head, *_aligned(table)])

@@ -132,9 +132,9 @@ def _hold(out: Path, held: list[int]) -> str:
 def _check_seen(out: Path, token: str) -> None:
     """Refuses a directory that is not that of rank 0."""
     try:
-        found = (out / LOCK).read_text(errors="replace")
+        result = (out / LOCK).read_text(errors="replace")
     except OSError:
-        found = ""
-    if found != token:
+        result = ""
+    if result != token:
         mend = "Give all ranks an --out on a file system that they share: checkpoints are written by all of them."
         raise ConfigError(message("fsharding train", f"does not see the --out of rank 0 at {out}.", mend=mend))

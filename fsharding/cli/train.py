@@ -97,8 +97,8 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
     swaps = {swap.step: swap for swap in parse_swaps(config.swap_at)}
     with ExitStack() as held:
-        state, data, found, first = _begin(config, model, opt, [*swaps.values()], held)
-        return _run(config, watch, model, opt, schedule, swaps, state, data, found, first)
+        state, data, result, first = _begin(config, model, opt, [*swaps.values()], held)
+        return _run(config, watch, model, opt, schedule, swaps, state, data, result, first)
 
 
 def _run(
@@ -110,20 +110,20 @@ def _run(
     swaps: dict[int, Swap],
     state: TrainState,
     data: Tokens,
-    found: Path | None,
+    checkpoint: Path | None,
     first: int,
 ) -> bool:
-    """All steps after `first`, of a state that `found` was loaded into, or a new one; whether it was stopped."""
+    """All steps after `first`, of a state that `checkpoint` was loaded into, or a new one; whether it was stopped."""
     step, mesh = _step(config, model, opt, state), state.layout.mesh
     leader = own_rank() == 0
-    saved = first if found is not None and _is_own(config, found) else -1
+    saved = first if checkpoint is not None and _is_own(config, checkpoint) else -1
     if first < config.steps:
         data.batch(first, Shard(*data_position(mesh)))  # what cannot be read is found before a file changes
     pace = _Pace(state_bytes(state))
     if watch is not None:
         watch.margin = pace.margin()
     done, stopped = first, preemption.requested(mesh)
-    with _log(config, found, first, active=leader) as log:
+    with _log(config, checkpoint, first, active=leader) as log:
         for number in range(first, config.steps):
             if stopped:
                 break
@@ -204,9 +204,9 @@ def _tell(config: TrainConfig, choice: Choice, first: int) -> None:
     print("\n".join([where, *map(printable, rows)]), file=sys.stderr if config.json else sys.stdout, flush=True)
 
 
-def _is_own(config: TrainConfig, found: Path) -> bool:
+def _is_own(config: TrainConfig, checkpoint: Path) -> bool:
     """Whether a checkpoint is one of the run's own directory."""
-    return os.path.realpath(found.parent) == os.path.realpath(config.checkpoints)
+    return os.path.realpath(checkpoint.parent) == os.path.realpath(config.checkpoints)
 
 
 class _Pace:
@@ -443,9 +443,9 @@ class _Silent(_Log):
 
 
 @contextmanager
-def _log(config: TrainConfig, found: Path | None, first: int, *, active: bool) -> Generator[_Log]:
+def _log(config: TrainConfig, checkpoint: Path | None, first: int, *, active: bool) -> Generator[_Log]:
     """Opens the log of a run: cut back to the step that it resumes from, or new beside what an earlier run left."""
-    if active and found is not None and _is_own(config, found):
+    if active and checkpoint is not None and _is_own(config, checkpoint):
         _set_aside(config, [one.path for one in survey(config.checkpoints) if one.number > first])
         part = config.metrics.with_name(".metrics.jsonl.partial")
         with part.open("w") as file:

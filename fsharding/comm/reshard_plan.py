@@ -126,12 +126,12 @@ def everywhere(ranks: Sequence[int]) -> NamedSharding:
 def holders(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Holder, ...]:
     """Who holds what: ranks that hold the same part together, in the order of their first rank on the mesh."""
     mesh = abstract(sharding.mesh)
-    found: dict[Grid, list[int]] = {}
+    result: dict[Grid, list[int]] = {}
     for coord in mesh.coordinates():
         grid = sharding.grid(shape, coord)
         if grid is not None:
-            found.setdefault(grid, []).append(mesh.rank_at(coord))
-    return tuple(Holder(grid, tuple(ranks)) for grid, ranks in found.items())
+            result.setdefault(grid, []).append(mesh.rank_at(coord))
+    return tuple(Holder(grid, tuple(ranks)) for grid, ranks in result.items())
 
 
 @cache_on_its_mesh()

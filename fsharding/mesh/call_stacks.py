@@ -105,13 +105,13 @@ def lines_of(error: BaseException) -> list[Line]:
     return [*inside, *(lines(inside[-1].frame.f_back) if inside else ())]
 
 
-def region(found: Sequence[Line]) -> str:
+def region(stack: Sequence[Line]) -> str:
     """The part of the work that a rank is in, such as "backward, gradient reduction"; "" where the stack says nothing.
 
     Args:
-        found: the lines of a stack, innermost first.
+        stack: the lines of a stack, innermost first.
     """
-    names = [(_in_library(line.frame), line.frame.f_code.co_name) for line in found]
+    names = [(_in_library(line.frame), line.frame.f_code.co_name) for line in stack]
     backward = any(name in ("backward", "_engine_run_backward") for _, name in names)
     forward = ("transforms/value_and_grad", "forward") in names
     part = next((words for file, _ in names for start, words in _REGIONS if _fits(file, start)), "")
@@ -128,13 +128,13 @@ def _fits(file: str, start: str) -> bool:
     return file.startswith(start) if start.endswith("/") else file == start
 
 
-def collective(found: Sequence[Line]) -> str:
+def collective(stack: Sequence[Line]) -> str:
     """The collective that a stack is in: torch's own, or the outermost function of `ops` or `comm`; "" for none.
 
     Args:
-        found: the lines of a stack, innermost first.
+        stack: the lines of a stack, innermost first.
     """
-    for line in reversed(found):
+    for line in reversed(stack):
         file, code = _in_library(line.frame), line.frame.f_code
         if file.startswith(("ops/", "comm/")):
             return f"{file.replace('/', '.')}.{code.co_qualname.replace('<locals>.', '')}"
@@ -143,12 +143,12 @@ def collective(found: Sequence[Line]) -> str:
     return ""
 
 
-def describe(found: Sequence[Line]) -> list[str]:
+def describe(stack: Sequence[Line]) -> list[str]:
     """Ten lines at most, the user's first, both kinds innermost first: "train.py:88 in main".
 
     Args:
-        found: the lines of a stack, innermost first.
+        stack: the lines of a stack, innermost first.
     """
-    users = [line for line in found if is_users(line.frame)][:_USERS]
-    others = [line for line in found if not is_users(line.frame)][: _ALL - len(users)]
+    users = [line for line in stack if is_users(line.frame)][:_USERS]
+    others = [line for line in stack if not is_users(line.frame)][: _ALL - len(users)]
     return [printable(f"{_at(line)} in {line.frame.f_code.co_qualname}", 200) for line in (*users, *others)]

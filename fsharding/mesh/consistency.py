@@ -120,7 +120,7 @@ def checksum(x: torch.Tensor) -> int:
 
 def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
     """One row for each fact that differs, the rarest value first; a fact that comes by several ways is told once."""
-    found: dict[tuple[str, str], str] = {}
+    result: dict[tuple[str, str], str] = {}
     for name in dict.fromkeys(name for own in facts.values() for name in own):
         having: dict[str, list[int]] = {}
         for rank, own in facts.items():
@@ -128,8 +128,8 @@ def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
         if len(having) > 1:
             rarest = sorted(having.items(), key=lambda item: (len(item[1]), -item[1][0]))
             text = ", ".join(f"{_ranks(ranks)} {value}" for value, ranks in rarest)
-            found.setdefault((name.rpartition(".")[2], text), name)
-    return [f"{name}: {text}" for (_, text), name in found.items()]
+            result.setdefault((name.rpartition(".")[2], text), name)
+    return [f"{name}: {text}" for (_, text), name in result.items()]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -148,19 +148,19 @@ def facts_of(name: str, value: Any) -> dict[str, str]:
         name: of the value.
         value: anything.
     """
-    found: dict[str, str] = {}
-    _tell(found, name, value, ())
-    return found
+    result: dict[str, str] = {}
+    _tell(result, name, value, ())
+    return result
 
 
-def _tell(found: dict[str, str], name: str, value: Any, above: tuple[int, ...]) -> None:
+def _tell(facts: dict[str, str], name: str, value: Any, above: tuple[int, ...]) -> None:
     if isinstance(value, _PLAIN):
-        found[name] = repr(value)
+        facts[name] = repr(value)
         return
-    found[name] = _head(value)
+    facts[name] = _head(value)
     if id(value) not in above:
         for part, inner in _parts(value):
-            _tell(found, f"{name}.{part}", inner, (*above, id(value)))
+            _tell(facts, f"{name}.{part}", inner, (*above, id(value)))
 
 
 def _head(value: Any) -> str:

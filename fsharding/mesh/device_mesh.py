@@ -362,10 +362,10 @@ def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup 
 
 def _families(shape: AbstractMesh, axes: Collection[str]) -> list[list[int]]:
     """The ranks that share their coordinates along all other axes."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    result: dict[tuple[int, ...], list[int]] = {}
     for coord in shape.coordinates():
-        found.setdefault(tuple(c for n, c in coord.items() if n not in axes), []).append(shape.rank_at(coord))
-    return list(found.values())
+        result.setdefault(tuple(c for n, c in coord.items() if n not in axes), []).append(shape.rank_at(coord))
+    return list(result.values())
 
 
 _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)

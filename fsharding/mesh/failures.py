@@ -39,7 +39,7 @@ from fsharding.mesh import call_stacks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 
 __all__ = [
-    "Found",
+    "Cause",
     "UnlikeSizes",
     "among",
     "called_by_all",
@@ -292,10 +292,10 @@ def _place(thread: int, frame: FrameType | None) -> dict[str, Any]:
     return {"function": call.function, "call": str(call), "now": _innermost(frame), **waits, **doing}
 
 
-def _doing(found: Sequence[call_stacks.Line], doing: str) -> dict[str, Any]:
+def _doing(stack: Sequence[call_stacks.Line], doing: str) -> dict[str, Any]:
     """Describes a rank by its stack: the part of the work, the collective that it is in, and the lines."""
-    region = ", ".join(filter(None, [call_stacks.region(found), doing]))
-    return {"region": region, "collective": call_stacks.collective(found), "stack": call_stacks.describe(found)}
+    region = ", ".join(filter(None, [call_stacks.region(stack), doing]))
+    return {"region": region, "collective": call_stacks.collective(stack), "stack": call_stacks.describe(stack)}
 
 
 def _innermost(frame: FrameType | None) -> str:
@@ -436,7 +436,7 @@ def _bounded(call: Callable[[], _T], seconds: float) -> _T | None:
 
 
 # ----------------------------------------------------------------------------------------------------------- the blame
-class Found(NamedTuple):
+class Cause(NamedTuple):
     """A rank that is the cause of a failure.
 
     Attributes:
@@ -456,14 +456,14 @@ class Followed:
     """Where blame leads.
 
     Attributes:
-        found: the ranks that are the cause.
+        causes: the ranks that are the cause.
         silent: ranks that are blamed and say nothing.
         met: where the ranks are that wait in the same function.
         cause_known: whether one of them has found the cause out already.
         stacks: what each rank said of itself, this one included, as far as it was heard of in time.
     """
 
-    found: dict[int, Found] = dataclasses.field(default_factory=dict[int, Found])
+    causes: dict[int, Cause] = dataclasses.field(default_factory=dict[int, Cause])
     silent: list[int] = dataclasses.field(default_factory=list[int])
     met: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
     cause_known: bool = False
@@ -478,7 +478,7 @@ def follow(
     Args:
         peers: whom this rank blames.
         me: this rank.
-        read: the note of a rank, None if there is none. One that has failed: {"peers": whom it blames}, with "found",
+        read: the note of a rank, None if there is none. One that has failed: {"peers": whom it blames}, with "causes",
             what it has found out, once it has; or {"raised": what}. One that lives: {"waits": for whom}, or neither.
             Both say where it is: "function", "call" and "now".
         function: where this rank is.
@@ -494,20 +494,20 @@ def follow(
         if note is None:
             result.silent.append(rank)
         elif "raised" in note:
-            result.found[rank] = Found("raised", note["raised"])
+            result.causes[rank] = Cause("raised", note["raised"])
         elif "sizes" in note and note.get("function", function) == function:
-            result.found[rank] = Found("sizes", note["sizes"])
+            result.causes[rank] = Cause("sizes", note["sizes"])
         elif note.get("function", function) != function:
-            result.found[rank] = Found("elsewhere", note["call"], note["function"])
-        elif note.get("found"):
-            result.found |= {int(other): Found(*found) for other, found in note["found"].items()}
+            result.causes[rank] = Cause("elsewhere", note["call"], note["function"])
+        elif note.get("causes"):
+            result.causes |= {int(other): Cause(*cause) for other, cause in note["causes"].items()}
             result.met[rank], result.cause_known = note.get("call", ""), True
         elif "peers" in note or "waits" in note:
             result.met[rank] = note.get("call", "")
             front += note.get("peers") or note.get("waits", ())
         else:
-            result.found[rank] = Found("busy", f"is busy in {note['call']}: {note['now']}")
-    result.found = dict(sorted(result.found.items()))
+            result.causes[rank] = Cause("busy", f"is busy in {note['call']}: {note['now']}")
+    result.causes = dict(sorted(result.causes.items()))
     result.silent.sort()
     return result
 
@@ -518,12 +518,12 @@ def _lost(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[st
     result = _bounded(lambda: _asked(peers, patience, call, here), patience + _LEAST_S)
     if result is None:
         lost_peers = peers if host is None or host == own_rank() else (host,)
-        found = dict.fromkeys(lost_peers, Found("gone", _SILENT))
-        return Followed(found, stacks={own_rank(): _in_lines([{**here, "call": str(call), "waits": peers}])})
+        causes = dict.fromkeys(lost_peers, Cause("gone", _SILENT))
+        return Followed(causes, stacks={own_rank(): _in_lines([{**here, "call": str(call), "waits": peers}])})
     if host == own_rank():
-        _bounded(lambda: _linger(result.found), _LINGER_S)
-    if not result.found:
-        result.found = dict.fromkeys(peers, Found("gone", "lives, but the connection to it is lost"))
+        _bounded(lambda: _linger(result.causes), _LINGER_S)
+    if not result.causes:
+        result.causes = dict.fromkeys(peers, Cause("gone", "lives, but the connection to it is lost"))
     return result
 
 
@@ -537,24 +537,24 @@ def _asked(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[s
         asked = _ask(f"{time.time_ns()} {me}")
         read = functools.partial(_read, asked=asked, function=call.function)
         result = follow(peers, me, read, call.function)
-        kinds = {found.kind for found in result.found.values()}
+        kinds = {cause.kind for cause in result.causes.values()}
         # One that seems busy may be about to fail, too, and say so.
         open_ends = bool(result.silent) or "busy" in kinds
         if result.cause_known or "raised" in kinds or not open_ends or time.monotonic() > until:
             break
         time.sleep(0.02)
-    result.found = _causes(result, call)
-    _post({**note, "found": result.found})
+    result.causes = _causes(result, call)
+    _post({**note, "causes": result.causes})
     result.stacks = _stacks(asked, {me: _in_lines([note])}, result.silent)
     return result
 
 
 def _stacks(asked: str, known: Mapping[int, str], silent: Sequence[int]) -> dict[int, str]:
     """The reports of all ranks, once each has looked whether it is asked; of very many ranks, the first ones."""
-    found, store = dict(known), _compat.default_store()
+    result, store = dict(known), _compat.default_store()
     assert store is not None
     until = time.monotonic() + 2 * max(_LOOK_S, world_size() / 2000)
-    left = [rank for rank in range(min(world_size(), _MOST_STACKS)) if rank not in {*found, *silent}]
+    left = [rank for rank in range(min(world_size(), _MOST_STACKS)) if rank not in {*result, *silent}]
     while left:
         for rank in left:
             note, answer = (
@@ -563,27 +563,27 @@ def _stacks(asked: str, known: Mapping[int, str], silent: Sequence[int]) -> dict
             )
             # Where it failed says more than where it stands now, which is here.
             if note is not None and "stack" in note:
-                found[rank] = _in_lines([note])
+                result[rank] = _in_lines([note])
             elif answer is not None and answer["to"] == asked:
-                found[rank] = _in_lines(answer["places"])
-        left = [rank for rank in left if rank not in found]
+                result[rank] = _in_lines(answer["places"])
+        left = [rank for rank in left if rank not in result]
         if time.monotonic() > until:
             break
         time.sleep(0.02 if left else 0.0)
-    return dict(sorted(found.items()))
+    return dict(sorted(result.items()))
 
 
 def _in_lines(places: Sequence[Mapping[str, Any]]) -> str:
     """Where the threads of a rank are, for people: a line for each thing that is known, and those of the stacks."""
-    found: list[str] = []
+    result: list[str] = []
     for place in places:
         ranks = place.get("peers") or place.get("waits") or ()
         waits = f"{place['collective'] or 'an answer'} of {_numbers([*ranks])}" if ranks else place["collective"]
-        found += [f"call: {place['call']}"] if "call" in place else []
-        found += [f"{name}: {text}" for name, text in (("doing", place["region"]), ("waits for", waits)) if text]
-        found += [place["raised"]] if "raised" in place else []
-        found += ["stack, the user's lines first:", *(f"  {line}" for line in place["stack"])]
-    return "\n".join(found)
+        result += [f"call: {place['call']}"] if "call" in place else []
+        result += [f"{name}: {text}" for name, text in (("doing", place["region"]), ("waits for", waits)) if text]
+        result += [place["raised"]] if "raised" in place else []
+        result += ["stack, the user's lines first:", *(f"  {line}" for line in place["stack"])]
+    return "\n".join(result)
 
 
 def _ask(question: str, again: bool = False, *, at: Any = None) -> str:
@@ -595,14 +595,14 @@ def _ask(question: str, again: bool = False, *, at: Any = None) -> str:
     return store.get(_QUESTION).decode()
 
 
-def _causes(result: Followed, call: _Call) -> dict[int, Found]:
+def _causes(result: Followed, call: _Call) -> dict[int, Cause]:
     """Those that explain most: one that is gone may be why others are elsewhere, and that, why others are busy."""
-    found = {**dict.fromkeys(result.silent, Found("gone", _SILENT)), **result.found}
+    known = {**dict.fromkeys(result.silent, Cause("gone", _SILENT)), **result.causes}
     for kinds in (("gone", "raised"), ("elsewhere",), ("busy",)):
-        if causes := {rank: it for rank, it in sorted(found.items()) if it.kind in kinds}:
+        if causes := {rank: it for rank, it in sorted(known.items()) if it.kind in kinds}:
             return causes
     # All wait in this function: then not all have called it from the same place, or in the same step.
-    return {r: Found("elsewhere", at, call.function) for r, at in sorted(result.met.items()) if at and at != str(call)}
+    return {r: Cause("elsewhere", at, call.function) for r, at in sorted(result.met.items()) if at and at != str(call)}
 
 
 def _host() -> int | None:
@@ -611,14 +611,14 @@ def _host() -> int | None:
     return 0 if _compat.is_served_by_rank(_compat.default_store()) and not agents else None
 
 
-def _linger(lost: Mapping[int, Found]) -> None:
+def _linger(lost: Mapping[int, Cause]) -> None:
     others = {*range(world_size())} - {own_rank(), *lost}
     until = time.monotonic() + _LINGER_S
     store = _compat.default_store()
     assert store is not None
     while others and time.monotonic() < until:
         notes = {rank: store.get(key) for rank in others if store.check([key := _KEY.format(rank)])}
-        others = {rank for rank in others if not {"found", "raised"} & {*json.loads(notes.get(rank, b"{}"))}}
+        others = {rank for rank in others if not {"causes", "raised"} & {*json.loads(notes.get(rank, b"{}"))}}
         time.sleep(0.02)
     time.sleep(0.1 if lost else 0.0)
 
@@ -633,33 +633,33 @@ def _explained(
     patience = min(max((time.monotonic() - begin) / 2, _LEAST_S), _MOST_S)
     me = own_rank()
     followed = _lost(tuple(rank for rank in peers or () if rank != me), patience, call, _failed(error))
-    found = followed.found
+    causes = followed.causes
     names = _names(mesh if isinstance(mesh, DeviceMesh) else _latest_mesh and _latest_mesh())
     noticed = f"{_who([me], names)} noticed it{' in ' if doing else ''}{doing}: {_in_one_line(error)}"
-    kinds = {it.kind for it in found.values()}
+    kinds = {it.kind for it in causes.values()}
     if isinstance(error, UnlikeSizes) and kinds <= {"gone", "sizes"}:
         text = _unlike(call, me, peers or (), names, str(error))
     elif kinds == {"sizes"}:
-        text = _unlike(call, next(iter(found)), (me,), names, next(iter(found.values())).text)
-    elif me in found:
+        text = _unlike(call, next(iter(causes)), (me,), names, next(iter(causes.values())).text)
+    elif me in causes:
         text = _given_up(call, me, names, noticed)
     elif kinds == {"elsewhere"}:
         text = _scattered(call, followed, names)
     else:
-        text = _lost_text(call, found, names, noticed, slow=kinds == {"busy"})
+        text = _lost_text(call, causes, names, noticed, slow=kinds == {"busy"})
     by_rank = {rank: f"{_who([rank], names)}\n{stack}" for rank, stack in followed.stacks.items()}
-    explained = RankError(text, ranks=(me,) if me in found else tuple(found), stacks=by_rank)
+    explained = RankError(text, ranks=(me,) if me in causes else tuple(causes), stacks=by_rank)
     setattr(explained, _TOLD, True)
     return explained
 
 
-def _lost_text(call: _Call, found: Mapping[int, Found], names: Mapping[int, str], noticed: str, *, slow: bool) -> str:
-    rows = [f"{_who([rank], names)} {it.text}" for rank, it in [*found.items()][:_SHOWN]]
-    rows += [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    mend = f"Look at what {_numbers([*found])} said last; all ranks have to start again."
+def _lost_text(call: _Call, causes: Mapping[int, Cause], names: Mapping[int, str], noticed: str, *, slow: bool) -> str:
+    rows = [f"{_who([rank], names)} {it.text}" for rank, it in [*causes.items()][:_SHOWN]]
+    rows += [f"and {len(causes) - _SHOWN} more"] if len(causes) > _SHOWN else []
+    mend = f"Look at what {_numbers([*causes])} said last; all ranks have to start again."
     if slow:
         mend = "If it is only slow, give make_mesh a longer timeout=. " + mend
-    return message(call.function, f"lost {_who([*found], names)}.", [*rows, noticed], mend)
+    return message(call.function, f"lost {_who([*causes], names)}.", [*rows, noticed], mend)
 
 
 def _unlike(call: _Call, rank: int, others: Sequence[int], names: Mapping[int, str], said: str) -> str:
@@ -677,19 +677,19 @@ def _given_up(call: _Call, me: int, names: Mapping[int, str], noticed: str) -> s
 
 def _scattered(call: _Call, followed: Followed, names: Mapping[int, str]) -> str:
     """Ranks that live, and are in several calls."""
-    here, found = _here(call, followed), followed.found
+    here, causes = _here(call, followed), followed.causes
     by_function: dict[str, list[int]] = {}
-    for rank in sorted({*here, *found}):
-        by_function.setdefault(found[rank].function if rank in found else call.function, []).append(rank)
+    for rank in sorted({*here, *causes}):
+        by_function.setdefault(causes[rank].function if rank in causes else call.function, []).append(rank)
     # The call of fewest ranks is the one too many; steps are what all make, and `if rank == 0` is what people write.
     odd = min(by_function, key=lambda f: (not f, len(by_function[f]), f == _STEP, by_function[f][0]))
-    idle = not any(it.function for it in found.values())
-    if odd == call.function and not (idle and len(here) > len(found)):
+    idle = not any(it.function for it in causes.values())
+    if odd == call.function and not (idle and len(here) > len(causes)):
         alone = " alone" if len(by_function) > 1 else ", and not at one place"
         rule = f"is called on {_who([*here], names)}{alone}."
     else:
         which = "in no collective" if idle else "in another call"
-        rule = f"waits for {_who([*found], names)}, which {'is' if len(found) == 1 else 'are'} {which}."
+        rule = f"waits for {_who([*causes], names)}, which {'is' if len(causes) == 1 else 'are'} {which}."
     mend = f"Every rank has to call {odd}: move it out of the `if rank == 0:`."
     if idle:
         mend += " If the others are only slow, give make_mesh a longer timeout=."
@@ -698,13 +698,13 @@ def _scattered(call: _Call, followed: Followed, names: Mapping[int, str]) -> str
 
 def _here(call: _Call, followed: Followed) -> dict[int, str]:
     """Where the ranks are that are in the same function as this one."""
-    return {own_rank(): str(call), **{rank: at for rank, at in followed.met.items() if rank not in followed.found}}
+    return {own_rank(): str(call), **{rank: at for rank, at in followed.met.items() if rank not in followed.causes}}
 
 
 def _table(call: _Call, followed: Followed, names: Mapping[int, str]) -> list[str]:
     """Which ranks are where."""
     by_text: dict[str, list[int]] = {}
-    places = {**_here(call, followed), **{rank: it.text for rank, it in followed.found.items()}}
+    places = {**_here(call, followed), **{rank: it.text for rank, it in followed.causes.items()}}
     for rank, text in sorted({**places, **dict.fromkeys(followed.silent, "no answer")}.items()):
         by_text.setdefault(text, []).append(rank)
     rows = [f"{_who(ranks, names)}: {text}" for text, ranks in [*by_text.items()][:_SHOWN]]
@@ -727,14 +727,14 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 def _names(mesh: DeviceMesh | None) -> dict[int, str]:
     """The coordinates of each rank, on the axes that have several."""
-    found = dict[int, str]()
+    result = dict[int, str]()
     if mesh is None or mesh.mesh_dim_names is None:
-        return found
+        return result
     for coord in mesh.mesh.new_ones(mesh.mesh.shape).nonzero().tolist():
         pairs = zip(mesh.mesh_dim_names, coord, mesh.mesh.shape, strict=True)
         text = ", ".join(f"{axis}={i}" for axis, i, size in pairs if size > 1)
-        found[int(mesh.mesh[tuple(coord)])] = f" ({text})" if text else ""
-    return found
+        result[int(mesh.mesh[tuple(coord)])] = f" ({text})" if text else ""
+    return result
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -866,7 +866,7 @@ def _remind(call: _Call, mesh: Any) -> None:
             time.sleep(0.05)
             followed = follow(range(world_size()), own_rank(), read, call.function)
         store.delete_key(_QUESTION)
-        if followed.found or followed.silent:
+        if followed.causes or followed.silent:
             names = _names(mesh if isinstance(mesh, DeviceMesh) else _latest_mesh and _latest_mesh())
             rule = f"has waited for the other ranks for {_REMIND_S:g} s on rank {own_rank()}."
             _log.warning(message(call.function, rule, _table(call, followed, names), "All ranks have to call it."))

@@ -208,8 +208,8 @@ def _reason(recorded: Any) -> str:
             return str(recorded)
     stack, inner = "", recorded
     while isinstance(inner, dict) and "message" in inner:
-        found = cast(dict[str, Any], inner)
-        stack = cast(dict[str, str], found.get("extraInfo", {})).get("py_callstack", stack)
-        inner = found["message"]
+        result = cast(dict[str, Any], inner)
+        stack = cast(dict[str, str], result.get("extraInfo", {})).get("py_callstack", stack)
+        inner = result["message"]
     text = str(inner)
     return text if text.partition(":")[0] in errors.__all__ else f"{text}\n{stack}".rstrip()

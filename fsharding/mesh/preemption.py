@@ -247,10 +247,10 @@ def parse_deadline(text: str, *, function: str = "fs.preemption.parse_deadline")
             rule = f"finds no end of the job: SLURM_JOB_END_TIME is {end!r}."
             raise ConfigError(message(function, rule, mend="Give the deadline as a duration, such as 3h50m."))
         return datetime.fromtimestamp(int(end))
-    found = _DURATION.fullmatch(text)
+    result = _DURATION.fullmatch(text)
     try:
-        if found is not None and text:
-            return datetime.now() + timedelta(**dict(zip(_UNITS, map(float, found.groups("0")), strict=True)))
+        if result is not None and text:
+            return datetime.now() + timedelta(**dict(zip(_UNITS, map(float, result.groups("0")), strict=True)))
         return datetime.fromisoformat(text)
     except (ValueError, OverflowError) as error:
         mend = "Write 3h50m, a number of seconds, a time such as 2030-01-31T18:00, or slurm."

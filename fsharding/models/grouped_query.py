@@ -94,11 +94,11 @@ class Grouped:
         """Attention of a block; see `Part`."""
         heads = params["wo"].shape[0] // self.head_dim
         whole = heads == self.heads
-        found = columns(x_BTD, self._rows(params, "w{}", heads), whole=whole, settings=settings)
+        result = columns(x_BTD, self._rows(params, "w{}", heads), whole=whole, settings=settings)
         if self.bias:
-            found = [y + bias for y, bias in zip(found, self._rows(params, "{}_bias", heads), strict=True)]
-        found = ops.split_parts(found[0], self.sizes) if self.fused else found
-        q_BHTE, k_BKTE, v_BKTE = (rearrange(y, "b t (h e) -> b h t e", e=self.head_dim) for y in found)
+            result = [y + bias for y, bias in zip(result, self._rows(params, "{}_bias", heads), strict=True)]
+        result = ops.split_parts(result[0], self.sizes) if self.fused else result
+        q_BHTE, k_BKTE, v_BKTE = (rearrange(y, "b t (h e) -> b h t e", e=self.head_dim) for y in result)
         if self.qk_norm:
             over = () if whole else "tp"
             q_BHTE = ops.rms_norm(q_BHTE, params["q_norm"], eps=settings.eps, over=over)

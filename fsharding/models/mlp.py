@@ -54,10 +54,10 @@ class Dense:
     def apply(self, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor | None]:
         """`down(silu(gate(x)) * up(x))`; see `Part`."""
         whole = params["down"].shape[0] == self.hidden
-        found = columns(
+        result = columns(
             x_BTD, [params[n] for n in ("gate_up", "gate", "up") if n in params], whole=whole, settings=settings
         )
-        gate_BTF, up_BTF = ops.split_parts(found[0], (self.hidden, self.hidden)) if self.fused else found
+        gate_BTF, up_BTF = ops.split_parts(result[0], (self.hidden, self.hidden)) if self.fused else result
         return rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, settings=settings), None
 
     def objections(self, cuts: Cuts) -> list[str]:

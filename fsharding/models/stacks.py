@@ -43,8 +43,8 @@ def first_unit(model: Any, blocks: Tree, after: Tree = None) -> Tree:
 
 
 def _first(stacks: Sequence[Tree], after: Tree) -> Tree:
-    found = (stack for stack in stacks if tree.leaves(stack)[0].shape[0])
-    stack = next(found, None)
+    result = (stack for stack in stacks if tree.leaves(stack)[0].shape[0])
+    stack = next(result, None)
     return after if stack is None else select_unit(stack, 0)
 
 

@@ -115,10 +115,10 @@ def attention(
         # The fast kernels, and messages with keys and values in one, know one head dim; zeros change no score.
         q, k, v = (F.pad(x, (0, max(wide_E, value_E) - x.shape[-1])) for x in (q_BHTE, k_BKTE, v_BKTE))
         scale = wide_E**-0.5 if scale is None else scale
-        found = attention(
+        result = attention(
             q, k, v, causal=causal, documents=documents, axis=axis, kind=kind, scale=scale, mesh=mesh
         )  # fmt: skip
-        return found[..., :value_E]
+        return result[..., :value_E]
     if size == 1 and (documents is None or q_BHTE.shape[2] <= _TILE or not q_BHTE.numel() or _functorch.in_functorch()):
         return _whole(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
     if size == 1:

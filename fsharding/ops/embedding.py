@@ -68,10 +68,10 @@ def embedding(
     start, stop = boxes.chunk(vocab, size, axis_index(axis, mesh))
     own = (tokens >= start) & (tokens < stop)
     if start < stop:
-        found = _look_up((tokens - start).where(own, 0), table_VD) * own.unsqueeze(-1)
+        result = _look_up((tokens - start).where(own, 0), table_VD) * own.unsqueeze(-1)
     else:
-        found = table_VD.new_zeros(*tokens.shape, table_VD.shape[1]) + table_VD.sum()
-    return leave(found, axis, sequence_dim=sequence_dim, mesh=mesh)
+        result = table_VD.new_zeros(*tokens.shape, table_VD.shape[1]) + table_VD.sum()
+    return leave(result, axis, sequence_dim=sequence_dim, mesh=mesh)
 
 
 def _look_up(tokens: Tensor, table_VD: Tensor) -> Tensor:

@@ -64,6 +64,6 @@ def cross_entropy(
     shifted = logits - peaks.amax(0).unsqueeze(-1)
     total = psum(shifted.exp().sum(-1), axis, mesh=mesh)
     own = (targets >= start) & (targets < stop)
-    found = shifted.gather(-1, (targets - start).where(own, 0).unsqueeze(-1)).squeeze(-1)
-    hit = psum(found.where(own, 0.0), axis, mesh=mesh)
+    result = shifted.gather(-1, (targets - start).where(own, 0).unsqueeze(-1)).squeeze(-1)
+    hit = psum(result.where(own, 0.0), axis, mesh=mesh)
     return (total.log() - hit).where(targets != ignore_index, 0.0)

@@ -82,11 +82,11 @@ class Action(NamedTuple):
         Raises:
             ScheduleError: no action prints so.
         """
-        found = _PATTERN.fullmatch(text)
-        if found is None:
+        result = _PATTERN.fullmatch(text)
+        if result is None:
             mend = f"Write stage, kind, microbatch, such as '3F0'; kinds are {', '.join(KINDS)}."
             raise ScheduleError(message("fs.pipeline.Action.parse", f"cannot read {text!r}.", mend=mend))
-        stage, kind, microbatch = found.groups()
+        stage, kind, microbatch = result.groups()
         return Action(KINDS[KINDS.index(kind)], int(stage), int(microbatch) if microbatch else None)
 
 

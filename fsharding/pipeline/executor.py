@@ -268,11 +268,11 @@ class _Run:
             cotangents = [g for y, g in zip(flight.outputs, flight.given, strict=True) if y is not None]
         outputs = [y for y in flight.outputs if y is not None]
         wanted = [x for x in flight.inputs if x.requires_grad] if kind != "W" else []
-        found: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        result: tuple[Tensor | None, ...] = (None,) * len(wanted)
         if outputs and (kind != "I" or wanted):
-            found = flight.tape.backward(outputs, cotangents, wanted, params=kind != "I", retain_graph=kind == "I")
+            result = flight.tape.backward(outputs, cotangents, wanted, params=kind != "I", retain_graph=kind == "I")
         if wanted:
-            zero = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+            zero = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, result, strict=True)]
             self.handed["B", stage, m] = None, zero
         if kind == "I":
             if wanted:

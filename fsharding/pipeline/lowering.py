@@ -156,27 +156,27 @@ def _slots(rank: int, messages: list[_Message], place: dict[Action, int], ahead:
 def _of(place: dict[Action, int], message: Action, kind: Literal["F", "B"]) -> int:
     """Where the compute action is that makes or uses a message; a backward is a B or an I."""
     _, stage, microbatch = message
-    found = place.get(Action(kind, stage, microbatch))
-    return place[Action("I", stage, microbatch)] if found is None else found
+    result = place.get(Action(kind, stage, microbatch))
+    return place[Action("I", stage, microbatch)] if result is None else result
 
 
 def _gathers(row: tuple[Action, ...], frequency: Frequency, ahead: int) -> list[_Entry]:
     """Gathers of a rank: before the first use of each stage, or before each."""
-    found: list[_Entry] = []
+    result: list[_Entry] = []
     used: dict[Action, int] = {}  # by gather, the first slot after what it was last for
     for i, action in enumerate(row):
         gather = Action("GATHER", action.stage, action.microbatch if frequency == "microbatch" else None)
         if uses_parameters(action) and (frequency == "microbatch" or gather not in used):
-            found.append(_Entry(max(used.get(gather, 0), i - ahead), 2, float(i), 0, gather))
+            result.append(_Entry(max(used.get(gather, 0), i - ahead), 2, float(i), 0, gather))
             used[gather] = i + 1
-    return found
+    return result
 
 
 def _scatters(row: tuple[Action, ...], frequency: Frequency) -> list[_Entry]:
     """Scatters of a rank: after the last gradient of each stage, or after each."""
-    found: dict[Action, _Entry] = {}
+    result: dict[Action, _Entry] = {}
     for i, action in enumerate(row):
         if action.kind in ("B", "W"):
             scatter = Action("SCATTER", action.stage, action.microbatch if frequency == "microbatch" else None)
-            found[scatter] = _Entry(i + 1, 1, float(i), 0, scatter)
-    return list(found.values())
+            result[scatter] = _Entry(i + 1, 1, float(i), 0, scatter)
+    return list(result.values())

@@ -88,9 +88,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int or abs(row["step"]) > 1 << 62:
         return None
-    found = cast("dict[str, Any]", row)
-    plain = all(isinstance(x, float | None) or (isinstance(x, int) and abs(x) < 1 << 62) for x in found.values())
-    return found if plain else None
+    result = cast("dict[str, Any]", row)
+    plain = all(isinstance(x, float | None) or (isinstance(x, int) and abs(x) < 1 << 62) for x in result.values())
+    return result if plain else None
 
 
 def plot_loss(metrics: Path, out: Path) -> None:

@@ -133,8 +133,8 @@ class StageState:
 
     def _reduce(self, stage: int, parts: dict[int, Any]) -> None:
         homes, mains = [self._homes[i] for i in parts], [self.layout.leaves[i].main for i in parts]
-        found = reduce_grads([*parts.values()], homes, mains)
-        for i, grad in zip(parts, found, strict=True):
+        result = reduce_grads([*parts.values()], homes, mains)
+        for i, grad in zip(parts, result, strict=True):
             self._reduced.setdefault(i, {})[stage] = local_of(grad)
 
     def grads(self) -> Tree:
@@ -142,16 +142,16 @@ class StageState:
         group = axis_group(self.layout.mesh, ("pp",))
         # Leaves that this rank has no part of.
         self._reduce(-1, {i: x for i, x in enumerate(self._sums) if x is not None and i not in self._reduced})
-        found: list[DTensor | None] = []
+        result: list[DTensor | None] = []
         for i, (leaf, total) in enumerate(zip(self.layout.leaves, self._sums, strict=True)):
             if total is None:
-                found.append(None)
+                result.append(None)
                 continue
             parts = [x for _, x in sorted(self._reduced[i].items())]
             local = parts[0] if len(parts) == 1 else torch.cat(parts)
             grad = leaf.main.simplified().at_rest(local, tuple(total.shape))
-            found.append(over_owners(grad, leaf.main, group, self.rank))
-        return tree.unflatten(self.layout.structure, found)
+            result.append(over_owners(grad, leaf.main, group, self.rank))
+        return tree.unflatten(self.layout.structure, result)
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:

@@ -56,12 +56,12 @@ def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = 
 
 def _by_stack(sizes: Mapping[str, int], by_stage: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
     """The layers of each stage by stack, as numbers within the stack, from the layers of each stage in one count."""
-    found: dict[str, list[list[int]]] = {}
+    result: dict[str, list[list[int]]] = {}
     start = 0
     for path, size in sizes.items():
-        found[path] = [[i - start for i in layers if start <= i < start + size] for layers in by_stage]
+        result[path] = [[i - start for i in layers if start <= i < start + size] for layers in by_stage]
         start += size
-    return found
+    return result
 
 
 def _owned(schedule: Schedule, sizes: Mapping[str, int], by_stage: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def layers_by_coordinate(model: Any, layout: Layout, size: int) -> list[list[int
     counts: list[list[int]] = [[] for _ in range(size)]
     for path, _ in stacks_of(model):
         leaf = next(leaf for leaf in layout.leaves if begins(leaf.path, path))
-        for pp, found in enumerate(counts):
-            found.append(leaf.main.local_shape(leaf.shape, {"pp": pp})[0])
+        for pp, result in enumerate(counts):
+            result.append(leaf.main.local_shape(leaf.shape, {"pp": pp})[0])
     return counts
 
 

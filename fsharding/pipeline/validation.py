@@ -133,9 +133,9 @@ def _disordered(owner: Owner, table: Table) -> Iterator[str]:
         place = {action: i for i, action in reversed(list(enumerate(row)))}
         for i, action in enumerate(row):
             for choices in needs(action, owner):
-                found = [choice for choice in choices if choice in place]
-                if found and min(place[choice] for choice in found) > i:
-                    yield f"rank {rank}: {action} stands before {found[0]}, which it needs"
+                result = [choice for choice in choices if choice in place]
+                if result and min(place[choice] for choice in result) > i:
+                    yield f"rank {rank}: {action} stands before {result[0]}, which it needs"
 
 
 def _ungathered(stage: int, own: list[Action]) -> Iterator[str]:

@@ -172,17 +172,17 @@ def grid_boxes(grid: Grid) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
 
 def meet(a: Runs, b: Runs) -> tuple[tuple[int, int, int], ...]:
     """The intersection of two runs: (place in `a` laid end to end, place in `b`, length), in the order of `b`."""
-    found: list[tuple[int, int, int]] = []
+    result: list[tuple[int, int, int]] = []
     at_b = 0
     for low_b, high_b in b:
         at_a = 0
         for low_a, high_a in a:
             start, stop = max(low_a, low_b), min(high_a, high_b)
             if start < stop:
-                found.append((at_a + start - low_a, at_b + start - low_b, stop - start))
+                result.append((at_a + start - low_a, at_b + start - low_b, stop - start))
             at_a += high_a - low_a
         at_b += high_b - low_b
-    return tuple(sorted(found, key=lambda shared: shared[1]))
+    return tuple(sorted(result, key=lambda shared: shared[1]))
 
 
 def overlap(a: Grid, b: Grid) -> Overlap | None:

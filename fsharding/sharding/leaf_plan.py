@@ -356,7 +356,7 @@ def owner_of(
     field, _, rest = path.partition(".")
     if field in ("params", "main"):
         return next((leaf for leaf in leaves if leaf.path == rest), None)
-    held, found = tuple(shape), list[LeafLayout]()
+    held, result = tuple(shape), list[LeafLayout]()
     for leaf in leaves:
         ending = f".{leaf.path}" if leaf.path else ""
         if not f".{path}".endswith(ending):
@@ -365,9 +365,9 @@ def owner_of(
         if dim is not None and len(leaf.shape) >= -dim:
             at = len(leaf.shape) + dim
             mean = (*leaf.shape[:at], min(leaf.shape[at], 1), *leaf.shape[at + 1 :])
-            found.append(replace(leaf, shape=mean, main=mean_over(leaf.main, len(mean), dim)))
-        found.append(leaf)
-    fits = (leaf for leaf in found if _can_hold(leaf, held, local))
+            result.append(replace(leaf, shape=mean, main=mean_over(leaf.main, len(mean), dim)))
+        result.append(leaf)
+    fits = (leaf for leaf in result if _can_hold(leaf, held, local))
     return max(fits, key=lambda leaf: len(leaf.path), default=None)
 
 

@@ -23,14 +23,14 @@ Stages: TypeAlias = tuple[tuple[str, Owners], ...]
 
 def normal(stages: Mapping[str, int | Sequence[int] | Sequence[Sequence[int]]]) -> Stages:
     """The hashable form; an integer is the one coordinate that holds a leaf."""
-    found: dict[str, Owners] = {}
+    result: dict[str, Owners] = {}
     for path, owners in stages.items():
         entries = (owners,) if isinstance(owners, int) else tuple(owners)
         if all(isinstance(entry, int) for entry in entries):
-            found[path] = tuple(entry for entry in entries if isinstance(entry, int))
+            result[path] = tuple(entry for entry in entries if isinstance(entry, int))
         else:
-            found[path] = tuple(tuple(entry) for entry in entries if not isinstance(entry, int))
-    return tuple(sorted(found.items(), key=lambda item: (-len(item[0]), item[0])))
+            result[path] = tuple(tuple(entry) for entry in entries if not isinstance(entry, int))
+    return tuple(sorted(result.items(), key=lambda item: (-len(item[0]), item[0])))
 
 
 def begins(path: str, entry: str) -> bool:

@@ -332,9 +332,9 @@ def _once(node: Local, w: Tensor) -> tuple[Tensor, float, tuple[str, ...]]:
     Returns:
         The part; 1 where it counts, else 0; the axes along which ranks own parts of the leaf and see different rows.
     """
-    found = _model_axes([node])
-    assert found is not None
-    mesh, axes = found
+    result = _model_axes([node])
+    assert result is not None
+    mesh, axes = result
     copies = tuple(axis for axis in axes if axis not in node.sharding.spec.all_axes)
     first = not any(coordinate(mesh)[axis] for axis in copies)
     return vary(w, copies, mesh=mesh) if copies else w, float(first), node.sharding.owned

@@ -176,13 +176,13 @@ class DecoderCase:
             model, opt, microbatches=self.microbatches, schedule=self.planned() or self.schedule,
             policy=policies.POLICIES[self.policy], donate=self.donate,
         )  # fmt: skip
-        found, expected = list[Tensor](), self.traffic(state.layout)
+        result, expected = list[Tensor](), self.traffic(state.layout)
         for number in range(self.steps):
             with counting_bytes() as traffic:
                 state, metrics = step(state, self.batch(number, mesh))
             assert self._seen(traffic) == self._seen(expected), (traffic, expected)
-            found.append(torch.stack((metrics.loss, metrics.grad_norm)))
-        return torch.stack(found)
+            result.append(torch.stack((metrics.loss, metrics.grad_norm)))
+        return torch.stack(result)
 
     def _seen(self, traffic: Traffic) -> dict[tuple[str, ...], tuple[int, int | None]]:
         """Calls and bytes by axes, without the bytes over `ep` where these depend on the choices of routers."""
@@ -194,11 +194,11 @@ class DecoderCase:
 @functools.cache
 def fitting_schedules(name: str, ranks: int) -> tuple[Schedule, ...]:
     """Schedules of a kind for a size of `pp`, each with a number of microbatches that it can have; the least first."""
-    found: list[Schedule] = []
+    result: list[Schedule] = []
     for count in sorted({1, 2, ranks, 2 * ranks, 2 * ranks + 1}):
         with contextlib.suppress(ScheduleError):
-            found.append(plan_schedule(name, ranks, count))
-    return tuple(found)
+            result.append(plan_schedule(name, ranks, count))
+    return tuple(result)
 
 
 @functools.cache

@@ -146,9 +146,9 @@ def assert_matches_reference(
         ...     return fs.tree.map(lambda x: 2 * x, params)
         >>> assert_matches_reference(doubled, doubled, {"w": torch.ones(4, 2)}, shardings=[layout.params])
     """
-    found = fn(*(_placed(arg, where) for arg, where in zip(args, shardings, strict=True)))
+    result = fn(*(_placed(arg, where) for arg, where in zip(args, shardings, strict=True)))
     want = reference(*args)
-    own, spec = tree.flatten(found)
+    own, spec = tree.flatten(result)
     theirs = tree.flatten_up_to(spec, want, "assert_matches_reference")
     here = tree.unflatten(spec, [node.value if isinstance(node, Local) else local_of(node) for node in own])
     parts = tree.unflatten(spec, [_cut(whole, node) for whole, node in zip(theirs, own, strict=True)])

@@ -83,17 +83,17 @@ def meshes(
     most = max_ranks if subset_of is None else min(max_ranks, subset_of)
     # A draw for each axis, whatever the others are: so each shrinks by itself, and no mesh is simpler than one rank.
     order, chosen, left = draw(_shuffled(tuple(axes))), {axis: draw(_upto(len(_AXIS_SIZES) - 1)) for axis in axes}, most
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for axis in order:
         size = _AXIS_SIZES[chosen[axis]]
         if 1 < size <= left:
-            found[axis], left = size, left // size
-    if not found:
-        found = {"dp" if "dp" in axes else axes[0]: 1}
-    names, sizes = tuple(found), tuple(found.values())
+            result[axis], left = size, left // size
+    if not result:
+        result = {"dp" if "dp" in axes else axes[0]: 1}
+    names, sizes = tuple(result), tuple(result.values())
     if not orders:
         names = tuple(sorted(names, key=AXES.index))
-        sizes = tuple(found[axis] for axis in names)
+        sizes = tuple(result[axis] for axis in names)
     mesh = AbstractMesh(tuple(names), sizes)
     ranks = sorted(draw(_shuffled(tuple(range(subset_of))))[: mesh.size]) if subset_of else []
     return mesh if ranks == [*range(len(ranks))] else AbstractMesh(mesh.names, mesh.sizes, tuple(ranks))
@@ -280,16 +280,16 @@ def _home(draw: Draw, tree: Tree, mesh: AbstractMesh, precisions: tuple[Precisio
 
 def _stages(draw: Draw, tree: Tree, size: int) -> dict[str, Any]:
     """Some subtrees on one stage or on several, layers of stacks on any stage and in any order."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in tree if size > 1 else ():
         if not draw(_flag):
             continue
         if name != "blocks":
-            found[name] = draw(_upto(size - 1))
+            result[name] = draw(_upto(size - 1))
             continue
         layers = next(iter(tree[name].values())).shape[0]
-        found[name] = _owned(draw, layers, size)
-    return found
+        result[name] = _owned(draw, layers, size)
+    return result
 
 
 @st.composite

@@ -159,16 +159,16 @@ class _Calls(NamedTuple):
 
 def _activations(step: _Step, stage: Stage) -> None:
     """All that is not parameters, gradients or messages."""
-    found = [(_embed(step), int(stage.first)), (_head(step), int(stage.last))]
+    result = [(_embed(step), int(stage.first)), (_head(step), int(stage.last))]
     for path, kind, layers in zip(step.sender.stacks, step.config.kinds(), stage.layers, strict=True):
         attention, feed = kind
         first = _attention(step, path, attention)
         then = _mixture(step, path, feed.experts) if isinstance(feed, Mixture) else _dense(step, path)
-        found += [(first, layers), (then, layers)]
+        result += [(first, layers), (then, layers)]
         if step.policy.activations != "all":
             for axes, sent in [*first.forward, *first.last, *then.forward]:
                 step.sender.send(axes, sent, stage.walks * layers)
-    for calls, count in found:
+    for calls, count in result:
         for axes, sent in [*calls.forward, *calls.last, *calls.weights]:
             step.sender.send(axes, sent, step.sender.microbatches * count)
         for axes, sent in calls.backward:

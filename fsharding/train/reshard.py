@@ -134,8 +134,8 @@ def _group(meshes: Sequence[Mesh], ranks: tuple[int, ...]) -> Group | None:
         if tuple(sorted(abstract(mesh).members)) == ranks and len(ranks) < world_size():
             if not is_member(mesh):
                 return None
-            found = axis_group(mesh, abstract(mesh).names)
-            return Group(ranks, ranks.index(own_rank()), found.process_group)
+            result = axis_group(mesh, abstract(mesh).names)
+            return Group(ranks, ranks.index(own_rank()), result.process_group)
     return Group(tuple(range(world_size())), own_rank(), dist.group.WORLD)
 
 

@@ -317,11 +317,11 @@ def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[
     if isinstance(layout, NamedSharding):
         return [layout] * count, [None] * count
     if not isinstance(layout, Layout):
-        found = tree.flatten_up_to(spec, layout, _FUNCTION)
-        if odd := [x for x in found if x is not None and not isinstance(x, NamedSharding)]:
+        result = tree.flatten_up_to(spec, layout, _FUNCTION)
+        if odd := [x for x in result if x is not None and not isinstance(x, NamedSharding)]:
             mend = "Give a Layout, a NamedSharding for all leaves, or a tree of them."
             raise refuse(_FUNCTION, "a Layout or shardings", odd[0], mend)
-        return found, [None] * count
+        return result, [None] * count
     by_leaf = tree.unflatten(layout.structure, list(layout.leaves))
     leaves = tree.flatten_up_to(spec, by_leaf, _FUNCTION)
     if not all(isinstance(leaf, LeafLayout) for leaf in leaves):
@@ -335,11 +335,11 @@ def devices(moved: Sequence[Moving]) -> list[Mesh]:
     Raises:
         LayoutError: one of them has no devices.
     """
-    found = dict.fromkeys(s.mesh for m in moved if not m.plain for s in (m.source, m.target))
-    if lost := [mesh for mesh in found if isinstance(mesh, AbstractMesh)]:
+    result = dict.fromkeys(s.mesh for m in moved if not m.plain for s in (m.source, m.target))
+    if lost := [mesh for mesh in result if isinstance(mesh, AbstractMesh)]:
         text = f"cannot move anything from or to the abstract mesh {lost[0]}."
         raise LayoutError(message(_FUNCTION, text, mend="Plan the layout on a mesh of fs.make_mesh."))
-    return list(found)
+    return list(result)
 
 
 def let_go(moved: Sequence[Moving]) -> None:

@@ -63,11 +63,11 @@ class StateCheck:
             known = self._seen.get(field)
             if known is not None and known[0] == structure and _compat.same_glances(glances, known[1]):
                 continue
-            found = find(function, values, self.layout)
-            if not found:
+            result = find(function, values, self.layout)
+            if not result:
                 self._seen[field] = structure, glances
-            rows += found
-            mends += [_MENDS[field]] if found else []
+            rows += result
+            mends += [_MENDS[field]] if result else []
         if rows:
             text = f"got a state of which {len(rows)} leaves are not what its layout says."
             raise LayoutError(message(function, text, rows, "\n".join(mends)))
@@ -183,28 +183,28 @@ def _main(function: str, values: Tree, layout: Layout) -> list[str]:
 
 def _rows(function: str, values: Tree, layout: Layout, kind: str) -> list[str]:
     leaves = tree.flatten_up_to(layout.structure, values, function, ("the layout", f"state.{kind}"))
-    found: list[str] = []
+    result: list[str] = []
     for leaf, x in zip(layout.leaves, leaves, strict=True):
         path = leaf.path_in(kind)
         if kind == "main" and not leaf.trainable:
-            found += [f"{path} is {_kind(x)}; the layout has it frozen, without a main copy"] if x is not None else []
+            result += [f"{path} is {_kind(x)}; the layout has it frozen, without a main copy"] if x is not None else []
             continue
         dtype = layout.param_dtype(leaf) if kind == "params" else layout.precision.main_dtype(leaf.init)
-        found += _objection(path, x, (leaf.shape, dtype, getattr(leaf, kind)))
-    return found
+        result += _objection(path, x, (leaf.shape, dtype, getattr(leaf, kind)))
+    return result
 
 
 def _moments(function: str, values: Tree, layout: Layout) -> list[str]:
-    found: list[str] = []
+    result: list[str] = []
     for path, x in tree.named_leaves(values).items():
         if not isinstance(x, Tensor):
             continue
         owner = owner_of(f"opt_state.{path}", x.shape, layout.leaves, local=not isinstance(x, DTensor))
         if owner is not None and (isinstance(x, DTensor) or x.ndim):
-            found += _objection(f"opt_state.{path}", x, (owner.shape, None, owner.main))
+            result += _objection(f"opt_state.{path}", x, (owner.shape, None, owner.main))
         elif isinstance(x, DTensor):
-            found += _objection(f"opt_state.{path}", x, (tuple(x.shape), None, sharding_of(x)))
-    return found
+            result += _objection(f"opt_state.{path}", x, (tuple(x.shape), None, sharding_of(x)))
+    return result
 
 
 def _objection(path: str, x: Any, want: Want) -> Sequence[str]:

@@ -41,8 +41,8 @@ def read_files(paths: StrPath | Iterable[StrPath]) -> tuple[bytearray, list[int]
     given = sorted({Path(name) for name in names}, key=Path.as_posix)
     files: dict[Path, Path] = {}
     for path in given:
-        found = _walk("from_files", path, _visible) if path.is_dir() else iter([path])
-        files.update((file.resolve(), file) for file in found)
+        result = _walk("from_files", path, _visible) if path.is_dir() else iter([path])
+        files.update((file.resolve(), file) for file in result)
     more = f" and {len(given) - 3} more" if len(given) > 3 else ""
     source = ", ".join(map(str, given[:3])) + more if given else "an empty list of paths"
     buffer, begins, rows = bytearray(), list[int](), list[str]()

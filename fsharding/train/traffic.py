@@ -112,13 +112,13 @@ class Sender:
         if self.schedule is None:
             return [Stage(self.layers[0], True, True, self.microbatches)]
         row = self.schedule.table[self.where["pp"]]
-        found: list[Stage] = []
+        result: list[Stage] = []
         for stage in self.schedule.stages_on(self.where["pp"]):
             # The first stage has no inputs to differentiate.
             kinds = ("B", "I", "W") if stage else ("B", "W")
             walks = sum(a.stage == stage and a.kind in kinds for a in row)
-            found.append(Stage(self.layers[stage], stage == 0, stage == self.schedule.stages - 1, walks))
-        return found
+            result.append(Stage(self.layers[stage], stage == 0, stage == self.schedule.stages - 1, walks))
+        return result
 
     def send(self, axes: Iterable[str], sent: Sent, times: int = 1) -> None:
         """Counts what is sent so many times."""

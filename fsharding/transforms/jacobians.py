@@ -68,9 +68,9 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
         def flat(*values: Tensor) -> tuple[Tensor, ...]:
             nonlocal out_spec
             filled = [replace(x, value=v) if isinstance(x, Local) else v for x, v in zip(leaves, values, strict=True)]
-            found, structure = tree.flatten(fn(tree.unflatten(spec, filled), *args))
-            out_spec = structure, [x if isinstance(x, Local) else None for x in found]
-            return tuple(x.value if isinstance(x, Local) else x for x in found)
+            result, structure = tree.flatten(fn(tree.unflatten(spec, filled), *args))
+            out_spec = structure, [x if isinstance(x, Local) else None for x in result]
+            return tuple(x.value if isinstance(x, Local) else x for x in result)
 
         def push(*tangents: Tensor) -> tuple[Tensor, ...]:
             return cast("tuple[Tensor, ...]", torch.func.jvp(flat, values, tangents)[1])

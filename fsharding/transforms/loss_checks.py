@@ -162,10 +162,10 @@ def _of_missing(error: Exception, names: Sequence[str], params: Tree, args: Sequ
         return None
     key, given = error.args[0], dict(zip(names, (params, *args), strict=False))
     paths = {name: tree.paths(x, is_leaf=_is_local) for name, x in given.items()}
-    parts = {part for found in paths.values() for path in found for part in path.split(".")}
+    parts = {part for named in paths.values() for path in named for part in path.split(".")}
     if str(key) in parts:
         return None  # It is there, so this is about a dict of the function's own.
-    rows = [f"{name} has {listed(found)}" if found else f"{name} is {given[name]!r}" for name, found in paths.items()]
+    rows = [f"{name} has {listed(named)}" if named else f"{name} is {given[name]!r}" for name, named in paths.items()]
     hint = did_you_mean(str(key), parts)
     mend = f"Give the batch an entry {key!r}, or ask for one that is there.{hint}"
     rule = f"has a loss function that asks for {key!r}, which is in none of its arguments."
@@ -224,8 +224,8 @@ def _names(fn: Callable[..., Any], count: int) -> list[str]:
         given = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         given = ()
-    found = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [found[i] if i < len(found) else f"argument {i}" for i in range(count)]
+    result = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [result[i] if i < len(result) else f"argument {i}" for i in range(count)]
 
 
 def _code(accessor: optree.PyTreeAccessor, root: str) -> str:

@@ -64,7 +64,7 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     if wrong:
         mend = "Bring both to one sharding, as fs.reshard or fs.redistribute does."
         raise LayoutError(message(_VDOT, "needs equal shardings.", wrong, mend))
-    sums = [torch.stack(found).sum() for found in terms.values()]
+    sums = [torch.stack(result).sum() for result in terms.values()]
     sums = [collectives.psum(x, axes, mesh=mesh) if axes else x for axes, x in zip(terms, sums, strict=True)]
     wide = any(_opened(x)[0].dtype == torch.float64 for x in left.values())
     total = torch.stack(sums).sum().to(torch.float64 if wide else torch.float32) if sums else torch.zeros(())

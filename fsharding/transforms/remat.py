@@ -166,9 +166,9 @@ class _Flat:
 class _Lifting(TorchFunctionMode):
     """Puts values in the place of tensors that a function closes over, and notes those for which there is none."""
 
-    def __init__(self, given: dict[int, Tensor], found: dict[int, Tensor] | None) -> None:
+    def __init__(self, given: dict[int, Tensor], recomputed: dict[int, Tensor] | None) -> None:
         super().__init__()
-        self._given, self._found = given, found
+        self._given, self._found = given, recomputed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*map(self._look, args), **{name: self._look(x) for name, x in (kwargs or {}).items()})
@@ -217,8 +217,8 @@ class _Again(Function):
         pull = _pull(ctx.call, len(inputs), chosen, used)
         if not used:
             return (None,) * (1 + len(inputs))
-        found = dict(zip(chosen, _again(pull, _functorch.without_own_graph([*inputs, *given])), strict=True))
-        return None, *(found.get(i) for i in range(len(inputs)))
+        result = dict(zip(chosen, _again(pull, _functorch.without_own_graph([*inputs, *given])), strict=True))
+        return None, *(result.get(i) for i in range(len(inputs)))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -226,10 +226,10 @@ class _Again(Function):
         chosen = tuple(i for i, t in enumerate(tangents[1:]) if t is not None and inputs[i].is_floating_point())
         given = [tangents[1 + i] for i in chosen]
         results = tuple(i for i, is_float in enumerate(ctx.floats) if is_float)
-        found = dict(
+        result = dict(
             zip(results, _again(_push(ctx.call, len(inputs), chosen, results), [*inputs, *given]), strict=True)
         )
-        return tuple(found.get(i) for i in range(len(ctx.floats)))
+        return tuple(result.get(i) for i in range(len(ctx.floats)))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: _Call, *inputs: Tensor) -> Any:

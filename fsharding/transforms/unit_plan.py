@@ -209,16 +209,16 @@ def unreduced(sharding: NamedSharding) -> NamedSharding:
 
 
 def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...], tuple[tuple[int, torch.dtype], ...]]:
-    found: dict[tuple[torch.dtype, tuple[str, ...], tuple[str, ...]], list[tuple[int, tuple[int, ...], int]]] = {}
+    result: dict[tuple[torch.dtype, tuple[str, ...], tuple[str, ...]], list[tuple[int, tuple[int, ...], int]]] = {}
     aliases: list[tuple[int, torch.dtype]] = []
     for i, leaf in enumerate(leaves):
         cuts = [(dim, cut) for dim in range(len(leaf.shape)) if (cut := _data_cut(leaf.sharding, dim))]
         assert len(cuts) <= 1, "data axes cut one dim of a leaf"
         shape, everywhere = whole(leaf.sharding).local_shape(leaf.shape), leaf.sharding.data_axes
         if cuts:
-            found.setdefault((leaf.compute, cuts[0][1], everywhere), []).append((i, shape, cuts[0][0]))
+            result.setdefault((leaf.compute, cuts[0][1], everywhere), []).append((i, shape, cuts[0][0]))
         elif (leaf.compute != leaf.stored or leaf.misaligned) and shape:
-            found.setdefault((leaf.compute, (), everywhere), []).append((i, shape, 0))
+            result.setdefault((leaf.compute, (), everywhere), []).append((i, shape, 0))
         else:
             aliases.append((i, leaf.compute))
     sizes = abstract(leaves[0].sharding.mesh)
@@ -227,13 +227,13 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...
             tuple(i for i, _, _ in members), axes, dtype,
             plan_bucket(tuple((shape, dim) for _, shape, dim in members), tuple(map(sizes.axis_size, axes))),
         )
-        for (dtype, axes, _), members in found.items()
+        for (dtype, axes, _), members in result.items()
     ]  # fmt: skip
     return tuple(gathers), tuple(aliases)
 
 
 def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBucket, ...]:
-    found: dict[Any, list[int]] = {}
+    result: dict[Any, list[int]] = {}
     routes: dict[int, tuple[NamedSharding, tuple[Step, ...], tuple[Step, ...]]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.target is None:
@@ -244,7 +244,7 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         late_steps = plan_steps(middle, target.sharding)
         routes[i] = (middle, steps, late_steps)
         dtypes = (target.dtype, target.wire_dtype or leaf.compute, target.wire_dtype or target.dtype)
-        found.setdefault((kinds_of(steps), kinds_of(late_steps), *dtypes), []).append(i)
+        result.setdefault((kinds_of(steps), kinds_of(late_steps), *dtypes), []).append(i)
 
     def sizes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
         return whole_sizes(source, steps, leaves[i].shape)
@@ -264,7 +264,7 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
             large=begins_with_sum([routes[i][1] for i in members])
             and any(math.prod(shapes[i]) >= large for i in members),
         )
-        for (_, _, dtype, wire_dtype, late_wire_dtype), members in found.items()
+        for (_, _, dtype, wire_dtype, late_wire_dtype), members in result.items()
     )
 
 

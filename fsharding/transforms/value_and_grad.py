@@ -267,10 +267,10 @@ class Tape:
             return ()
         # A recomputed forward asks for the mesh, too.
         with _on(self.mesh), torch.autograd.set_multithreading_enabled(False):
-            found = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=retain_graph, allow_unused=True)
-        for i, grad in zip(used, found[len(inputs) + 1 :], strict=True):
+            result = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=retain_graph, allow_unused=True)
+        for i, grad in zip(used, result[len(inputs) + 1 :], strict=True):
             self._direct[i] = grad
-        return found[: len(inputs)]
+        return result[: len(inputs)]
 
     def finish(self) -> list[Tensor | None]:
         """Waits for the reductions under way, and closes: the local gradient of each leaf."""

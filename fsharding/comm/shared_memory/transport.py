@@ -76,8 +76,8 @@ class _Members:
         self.pipes.connect(self.pids, [write_ends[index] for _, _, _, _, *write_ends in records])
         for member, (_, fd, inode, size, *_) in enumerate(records):
             if member != index:
-                found = self.open(member, fd, inode, size)
-                if int(found.data[:8].view(torch.int64)) != self.pids[member]:
+                result = self.open(member, fd, inode, size)
+                if int(result.data[:8].view(torch.int64)) != self.pids[member]:
                     raise RuntimeError(f"Process {self.pids[member]} is another one than it says.")
 
 
@@ -137,8 +137,10 @@ def can_share(group: Group, *, asked: bool = False) -> Sharing:
     key = group.ranks, asked
     if key not in channels:
         channels[key] = _handshake(group, asked=asked)
-    found = channels[key]
-    return Sharing(False, found) if isinstance(found, str) else Sharing(True, "its ranks are processes of one machine")
+    result = channels[key]
+    return (
+        Sharing(False, result) if isinstance(result, str) else Sharing(True, "its ranks are processes of one machine")
+    )
 
 
 def _channel(group: Group) -> _Channel:
@@ -485,8 +487,8 @@ class _PostedRows:
 
     def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> Rows:
         assert self._posted is not None
-        found = [buffer.view(self.own.dtype).view(self.own.shape) for buffer in self._posted.wait(timeout)]
-        return found if self._row is None else [rows[self._row] for rows in found]
+        result = [buffer.view(self.own.dtype).view(self.own.shape) for buffer in self._posted.wait(timeout)]
+        return result if self._row is None else [rows[self._row] for rows in result]
 
     def release(self, timeout: timedelta | None = None) -> None:
         if self._posted is not None:

@@ -129,11 +129,11 @@ def _sizes(entries: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The sizes that have to be there, as they are, and those that may be there, where they are."""
     keys = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
     keys += ["num_experts_per_tok"] if family.experts is not None else []
-    found = {key: entries.get(key) for key in keys}
+    result = {key: entries.get(key) for key in keys}
     if family.experts is not None:
-        found[family.experts] = entries.get(family.experts, entries.get("num_local_experts"))
-        found |= {"moe_intermediate_size": entries.get("moe_intermediate_size")} if family.qk_norm else {}
-    return found | {key: entries[key] for key in ("num_key_value_heads", "head_dim") if entries.get(key) is not None}
+        result[family.experts] = entries.get(family.experts, entries.get("num_local_experts"))
+        result |= {"moe_intermediate_size": entries.get("moe_intermediate_size")} if family.qk_norm else {}
+    return result | {key: entries[key] for key in ("num_key_value_heads", "head_dim") if entries.get(key) is not None}
 
 
 def _wrong_numbers(entries: Mapping[str, Any], family: Family) -> list[str]:
@@ -282,11 +282,11 @@ def decoder_config(config: Any, function: str) -> DecoderConfig:
     Raises:
         ConfigError: it is something else.
     """
-    found = config if isinstance(config, DecoderConfig) else getattr(config, "config", None)
-    if not isinstance(found, DecoderConfig):
+    result = config if isinstance(config, DecoderConfig) else getattr(config, "config", None)
+    if not isinstance(result, DecoderConfig):
         mend = "Pass a DecoderConfig, or a recipe such as fs.models.presets.llama3_8b()."
         raise ConfigError(message(function, f"needs the config of a decoder; got {type(config).__name__}.", mend=mend))
-    return found
+    return result
 
 
 def config_json(config: Any, **entries: Any) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
     config = decoder_config(config, "fs.hf.config_json")
     kind, experts = _kind(config), config.experts
     family = FAMILIES[kind]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": kind,
         "vocab_size": config.vocab,
@@ -323,15 +323,15 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
         **_rope_json(config),
     }
     if experts is not None:
-        found |= {
+        result |= {
             str(family.experts): experts.count,
             "num_experts_per_tok": experts.active,
             "output_router_logits": experts.balance > 0,
             "router_aux_loss_coef": experts.balance,
         }
         both = {"moe_intermediate_size": experts.hidden, "norm_topk_prob": experts.normalize}
-        found |= both if kind == "qwen3_moe" else {"intermediate_size": experts.hidden}
-    return found | entries
+        result |= both if kind == "qwen3_moe" else {"intermediate_size": experts.hidden}
+    return result | entries
 
 
 def _rope_json(config: DecoderConfig) -> dict[str, Any]:
@@ -342,10 +342,10 @@ def _rope_json(config: DecoderConfig) -> dict[str, Any]:
         if isinstance(scaling, LlamaScaling):
             rope = {"rope_type": "llama3", "low_freq_factor": scaling.slow, "high_freq_factor": scaling.fast}
         rope |= {"factor": scaling.factor, "original_max_position_embeddings": scaling.length}
-    found = {"rope_parameters": {**rope, "rope_theta": config.rope_base}, "rope_theta": config.rope_base}
+    result = {"rope_parameters": {**rope, "rope_theta": config.rope_base}, "rope_theta": config.rope_base}
     if scaling is not None:
-        found |= {"rope_scaling": rope, "max_position_embeddings": round(scaling.factor * scaling.length)}
-    return found
+        result |= {"rope_scaling": rope, "max_position_embeddings": round(scaling.factor * scaling.length)}
+    return result
 
 
 def _kind(config: DecoderConfig) -> str:

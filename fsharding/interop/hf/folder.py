@@ -81,10 +81,10 @@ def open_folder(path: StrPath) -> Folder:
         try:
             if not is_plain_name(name):
                 raise ValueError("is no plain file name")
-            found = open_file(beside(folder, name))
-            if found.format != "safetensors":
+            result = open_file(beside(folder, name))
+            if result.format != "safetensors":
                 raise ValueError("it is no safetensors file")
-            opened[name] = replace(found, function=_FUNCTION)
+            opened[name] = replace(result, function=_FUNCTION)
         except FileNotFoundError:
             rows.append(f"{name} is missing")
         except (OSError, ValueError) as error:
@@ -118,8 +118,8 @@ def _table(folder: Path, rows: list[str]) -> dict[str, str] | None:
 
 def _files(folder: Path, rows: list[str]) -> list[str]:
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    found = [name for name in names if name.endswith(".safetensors")]
-    if len(found) != 1:
-        what = "there is no such directory" if not folder.is_dir() else f"it has {len(found)} .safetensors files"
+    result = [name for name in names if name.endswith(".safetensors")]
+    if len(result) != 1:
+        what = "there is no such directory" if not folder.is_dir() else f"it has {len(result)} .safetensors files"
         rows.append(what if not folder.is_dir() else f"{what} and no {INDEX}")
-    return found[:1]
+    return result[:1]

@@ -72,8 +72,8 @@ def load(
 
     def look() -> str:
         folder, config = _opened(path, with_config=names is None)
-        found = (names or {}, ()) if config is None else _default_names(config, folder)
-        looked.append((folder, _compare(folder, layout, wants, *found, strict=extra == "refuse")))
+        result = (names or {}, ()) if config is None else _default_names(config, folder)
+        looked.append((folder, _compare(folder, layout, wants, *result, strict=extra == "refuse")))
         return folder.digest()
 
     seen = together(_FUNCTION, look)
@@ -95,16 +95,16 @@ def load(
 
 def _opened(path: StrPath, *, with_config: bool) -> tuple[Folder, DecoderConfig | None]:
     """The headers, and the config where it is asked for; what is wrong with both is told at once."""
-    found: list[Any] = []
+    result: list[Any] = []
     wrong: list[str] = []
     for read in (open_folder, config_of) if with_config and os.path.isdir(path) else (open_folder,):
         try:
-            found.append(read(path))
+            result.append(read(path))
         except FshardingError as error:
             wrong.append(str(error))
     if wrong:
         raise CheckpointError("\n".join(wrong))
-    return found[0], found[1] if with_config else None
+    return result[0], result[1] if with_config else None
 
 
 def _default_names(config: DecoderConfig, folder: Folder) -> tuple[Names, tuple[str, ...]]:
@@ -117,7 +117,7 @@ def _compare(
 ) -> dict[str, list[Piece]]:
     """The pieces of each leaf; refuses a directory that does not have them, with every tensor that differs."""
     rows = [f"{path} is no leaf of ours; its name is {name!r}" for path, name in names.items() if path not in wants]
-    found: dict[str, list[Piece]] = {}
+    result: dict[str, list[Piece]] = {}
     for leaf in layout.leaves:
         if leaf.path not in names:
             rows.append(f"{leaf.path} has no name there")
@@ -125,16 +125,16 @@ def _compare(
         try:
             pieces = pieces_of(names[leaf.path], leaf.shape, declared(leaf))
             # Not all of them first: a config may claim a million layers.
-            found[leaf.path] = list(islice(pieces, len(folder.leaves) + 1))
+            result[leaf.path] = list(islice(pieces, len(folder.leaves) + 1))
             if next(iter(pieces), None) is not None:
                 rows.append(f"{leaf.path} is more tensors than the {len(folder.leaves):,} that are there")
         except ValueError as error:
             rows.append(f"{leaf.path}: {error}")
-    for path, pieces in found.items():
+    for path, pieces in result.items():
         for piece in pieces:
             if why := _objection(piece, wants[path], folder.leaves.get(piece.name)):
                 rows.append(f"{path}: {piece.name} {why}")
-    used = {piece.name for pieces in found.values() for piece in pieces}
+    used = {piece.name for pieces in result.values() for piece in pieces}
     if strict:
         allowed = (*allowed, *constants_of(names))
         others = {name: leaf for name, leaf in folder.leaves.items() if name not in used and name not in allowed}
@@ -146,15 +146,15 @@ def _compare(
         mend += "; extra='ignore' leaves the rest." if any(" is extra: " in row for row in rows) else "."
         rule = f"cannot use {folder.path}: {len(rows)} tensors are not as they should be."
         raise CheckpointError(message(_FUNCTION, rule, rows, mend))
-    return found
+    return result
 
 
-def _objection(piece: Piece, want: Want, found: LeafInfo | None) -> str | None:
-    if found is None:
+def _objection(piece: Piece, want: Want, stored: LeafInfo | None) -> str | None:
+    if stored is None:
         return f"is missing; wanted is {LeafInfo(piece.shape, want.dtype)}"
-    plain = found.dtype == want.dtype or (found.dtype in DTYPES and want.dtype in DTYPES)
-    if found.shape != piece.shape or not plain:
-        return f"is {found}, wanted is {LeafInfo(piece.shape, want.dtype)}"
+    plain = stored.dtype == want.dtype or (stored.dtype in DTYPES and want.dtype in DTYPES)
+    if stored.shape != piece.shape or not plain:
+        return f"is {stored}, wanted is {LeafInfo(piece.shape, want.dtype)}"
     return None
 
 

@@ -149,8 +149,8 @@ def in_tensors(box: Box, x: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[s
 
 def declared(leaf: LeafLayout) -> Declared:
     """The dim of a leaf that has a `Fused` name, and the sizes of its parts; None where no dim has."""
-    found = [(dim, name.sizes) for dim, name in enumerate(leaf.names or ()) if isinstance(name, Fused)]
-    return found[0] if len(found) == 1 else None
+    result = [(dim, name.sizes) for dim, name in enumerate(leaf.names or ()) if isinstance(name, Fused)]
+    return result[0] if len(result) == 1 else None
 
 
 def pieces_of(name: Name, shape: Sequence[int], fused: Declared = None) -> Iterator[Piece]:
@@ -215,10 +215,10 @@ def untiled(pieces: Mapping[str, Sequence[Piece]]) -> list[str]:
         pieces: all of them, of all leaves, by the name of the tensor.
     """
     rows: list[str] = []
-    for name, found in pieces.items():
-        shape, held = found[0].shape, [piece.there(piece.box) for piece in found]
-        if any(piece.shape != shape for piece in found):
-            rows.append(f"{name} has several shapes: {', '.join(sorted({str([*p.shape]) for p in found}))}")
+    for name, result in pieces.items():
+        shape, held = result[0].shape, [piece.there(piece.box) for piece in result]
+        if any(piece.shape != shape for piece in result):
+            rows.append(f"{name} has several shapes: {', '.join(sorted({str([*p.shape]) for p in result}))}")
         elif not boxes.is_tiling(held, shape):
             count = sum(map(boxes.volume, held))
             rows.append(f"{name} of {math.prod(shape)} elements gets {count}, or some twice")
@@ -260,11 +260,11 @@ _QWEN_MOE: dict[str, Name] = {
 def _fused(names: dict[str, Name]) -> dict[str, Name]:
     """The same with queries, keys and values as one leaf, their biases, and gate and up."""
     joined = {"wqkv": ("wq", "wk", "wv"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
-    found, left = dict[str, Name](), dict(names)
+    result, left = dict[str, Name](), dict(names)
     for leaf, apart in joined.items():
         if apart[0] in left:
-            found[leaf] = Joined(tuple(cast("SimpleName", left.pop(name)) for name in apart))
-    return {**left, **found}
+            result[leaf] = Joined(tuple(cast("SimpleName", left.pop(name)) for name in apart))
+    return {**left, **result}
 
 
 def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:

@@ -255,7 +255,7 @@ def _plan(
     other = [(leaf, sizes[leaf]) for leaf, x in leaves.items() if sizes.get(leaf, x.shape) != x.shape]
     rows += [f"{leaf} is {list(leaves[leaf].shape)}; the config says {list(shape)}" for leaf, shape in other]
     rows += [f"{leaf} is no leaf of ours; its name is {name!r}" for leaf, name in names.items() if leaf not in leaves]
-    found, by_name = dict[str, list[Piece]](), dict[str, list[Piece]]()
+    result, by_name = dict[str, list[Piece]](), dict[str, list[Piece]]()
     tensors: dict[str, LeafInfo] = {}
     for leaf, held in leaves.items():
         kind = dtype if dtype is not None and held.local.dtype.is_floating_point else held.local.dtype
@@ -265,11 +265,11 @@ def _plan(
             if leaf not in names:
                 raise ValueError("has no name there")
             fused = declared(homes[leaf]) if leaf in homes else None
-            found[leaf] = list(pieces_of(names[leaf], held.shape, fused))
+            result[leaf] = list(pieces_of(names[leaf], held.shape, fused))
         except ValueError as error:
             rows.append(f"{leaf}: {error}")
             continue
-        for piece in found[leaf]:
+        for piece in result[leaf]:
             by_name.setdefault(piece.name, []).append(piece)
             if (other := tensors.setdefault(piece.name, LeafInfo(piece.shape, kind)).dtype) != kind:
                 rows.append(f"{leaf}: {piece.name} would be both {kind} and {other}: give dtype=")
@@ -278,7 +278,7 @@ def _plan(
         rows += [f"{name}: a leaf and a buffer of the module"] if name in tensors else []
         rows += [f"{name}: safetensors has no {buffer.dtype}"] if buffer.dtype not in SAFETENSORS.values() else []
         leaves[name] = staged(tuple(buffer.shape), None, buffer)
-        found[name] = list(pieces_of(name, buffer.shape))
+        result[name] = list(pieces_of(name, buffer.shape))
         tensors[name] = LeafInfo(tuple(buffer.shape), buffer.dtype)
     rows += untiled(by_name)
     if rows:
@@ -288,7 +288,7 @@ def _plan(
     entries.pop("torch_dtype", None)
     entries |= {"dtype": kinds.pop()} if len(kinds) == 1 else {}
     files = tensor_files(tensors, max_file_bytes)
-    return _Job(target, entries, tensors, files, leaves, found, dtype)
+    return _Job(target, entries, tensors, files, leaves, result, dtype)
 
 
 def _sizes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -327,8 +327,8 @@ def _shards(path: str, x: Any, home: LeafLayout | None, rows: list[str]) -> Shar
 
 def _is_in(x: DTensor, sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Whether an assigned DTensor is in a sharding: on the slice of the mesh that owns it, it is cut as any other."""
-    found = sharding_of(x)
-    alike = all(found.axes(dim) == sharding.axes(dim) for dim in range(x.ndim))
+    result = sharding_of(x)
+    alike = all(result.axes(dim) == sharding.axes(dim) for dim in range(x.ndim))
     return alike and sharding.shape_at_rest(shape) == tuple(x.shape)
 
 

@@ -147,10 +147,10 @@ class PureModule:
 
     def _leaves(self, params: Tree) -> list[Any]:
         """The values at the leaves, in the order of the anatomy."""
-        found: list[Any] = [None] * len(self._order)
+        result: list[Any] = [None] * len(self._order)
         for number, leaf in zip(self._order, tree.flatten_up_to(self._structure, params, "PureModule"), strict=True):
-            found[number] = leaf
-        return found
+            result[number] = leaf
+        return result
 
     def __str__(self) -> str:
         return f"PureModule of {type(self._module).__name__}, {self.anatomy}"

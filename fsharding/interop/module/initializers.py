@@ -181,7 +181,7 @@ def real_buffers(module: nn.Module, reset: Reset | None) -> dict[str, Tensor]:
     Raises:
         ConfigError: buffers that their submodules do not fill; all are listed.
     """
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     wrong: list[str] = []
     for path, owner in module.named_modules():
         named = {name: b for name, b in owner.named_buffers(recurse=False) if b.is_meta}
@@ -193,8 +193,8 @@ def real_buffers(module: nn.Module, reset: Reset | None) -> dict[str, Tensor]:
             if value is None or (value.is_floating_point() and bool(value.isnan().any())):
                 wrong.append(f"{full} is {type_text(tuple(buffer.shape), buffer.dtype)} of {type(owner).__name__}")
             else:
-                found[full] = value
+                result[full] = value
     if wrong:
         mend = "Make these submodules with real tensors, or pass reset=, a function that fills the buffers of one."
         raise ConfigError(message(FUNCTION, "finds buffers on the meta device that nothing fills.", wrong, mend))
-    return found
+    return result

@@ -43,9 +43,9 @@ def unlike_blocks(blocks: Mapping[str, nn.Module]) -> list[str]:
     wanted = dict(_state(template))
     rows: list[str] = []
     for path, block in others:
-        found = dict(_state(block))
-        for name in sorted({*wanted, *found}):
-            a, b = wanted.get(name, _NOT_THERE), found.get(name, _NOT_THERE)
+        result = dict(_state(block))
+        for name in sorted({*wanted, *result}):
+            a, b = wanted.get(name, _NOT_THERE), result.get(name, _NOT_THERE)
             if not _alike(a, b):
                 rows.append(f"{name}: {_shown(a)} in {first}, {_shown(b)} in {path}" + _where(a, b))
     return rows

@@ -152,14 +152,14 @@ class _Following(TorchDispatchMode):
         for x, cut in followed:
             if reason := _objection(name, x, cut, args, kwargs or {}):
                 self._tell(cut, reason)
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if followed:
             x, cut = followed[0]
-            for out in _tensors([found]):
+            for out in _tensors([result]):
                 dim = _followed(name, func, x, cut.dim, out, args)
                 if dim is not None:
                     self._cuts[out] = cut._replace(dim=dim)
-        return found
+        return result
 
     def _tell(self, cut: _Cut, reason: str) -> None:
         inner, kind = self._inside[-1] if self._inside else ("", "the module")

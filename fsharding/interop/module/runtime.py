@@ -250,9 +250,9 @@ class Run:
             rest[:] = [spec, [None if isinstance(x, Tensor) else x for x in leaves]]
             return tuple(x for x in leaves if isinstance(x, Tensor))
 
-        found = iter(remat(tensors, policy=self._policy)(weights, args, kwargs, self._seed(), self._mesh))
+        result = iter(remat(tensors, policy=self._policy)(weights, args, kwargs, self._seed(), self._mesh))
         spec, others = rest
-        return tree.unflatten(spec, [next(found) if x is None else x for x in others])
+        return tree.unflatten(spec, [next(result) if x is None else x for x in others])
 
     def _gather(self, number: int) -> dict[str, Tensor]:
         """The weights of a unit by name; the gather of the next unit starts."""

@@ -203,24 +203,24 @@ def plan_module(
     """
     modules, problems, before = dict(module.named_modules()), [*problems], len(problems)
     patterns = _find_units(modules, [units] if isinstance(units, str) else list(units), problems)
-    found, is_sure = [_Found((), None), *patterns], len(problems) == before
-    uses = _uses(modules, found)
+    result, is_sure = [_Found((), None), *patterns], len(problems) == before
+    uses = _uses(modules, result)
     homes: _Homes = {}
     for number, named in enumerate(uses):
         for name, parameter in named.items():
             homes.setdefault(id(parameter), []).append((number, name))
-    own = [_own(unit, named, homes) for unit, named in zip(found, uses, strict=True)]
-    problems += _unlike(found, uses, own, ragged=ragged)
+    own = [_own(unit, named, homes) for unit, named in zip(result, uses, strict=True)]
+    problems += _unlike(result, uses, own, ragged=ragged)
     sources: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
     places: dict[int, tuple[str, int | None]] = {}
-    for unit, named, stacked in zip(found, uses, own, strict=True):
+    for unit, named, stacked in zip(result, uses, own, strict=True):
         for name, parameter in named.items():
             if id(parameter) in places:
                 continue
             if name in stacked:
                 path = ".".join(filter(None, (unit.stack, name[len(unit.members[0]) + 1 :])))
             else:
-                path = next((n for i, n in homes[id(parameter)] if found[i].stack is None), name)
+                path = next((n for i, n in homes[id(parameter)] if result[i].stack is None), name)
             rows = sources.setdefault((path, name in stacked), [])
             places[id(parameter)] = path, len(rows) if name in stacked else None
             rows.append((name, parameter))
@@ -229,7 +229,7 @@ def plan_module(
     leaves = tuple(_leaf(path, rows, stacked) for (path, stacked), rows in sources.items())
     numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
     planned: list[ModuleUnit] = []
-    for unit, named in zip(found, uses, strict=True):
+    for unit, named in zip(result, uses, strict=True):
         weights = ((name, *places[id(parameter)]) for name, parameter in named.items())
         here = tuple(Weight(name, numbers[path], row) for name, path, row in weights)
         planned.append(ModuleUnit(unit.members, here, unit.stack))
@@ -247,7 +247,7 @@ def _find_units(
     odd = [repr(p) for p in patterns if not all(isinstance(x, str) for x in (p if isinstance(p, tuple) else (p,)))]
     problems += problem(ConfigError, "needs patterns that are paths, or tuples of them.", odd, _STAR)
     patterns = [pattern for pattern in patterns if repr(pattern) not in odd]
-    found: list[_Found] = []
+    result: list[_Found] = []
     wrong: list[str] = []
     taken: set[str] = set()
     for pattern in patterns:
@@ -260,18 +260,18 @@ def _find_units(
         wrong += reasons or [f"{one!r} fits no module" for one in missing]
         if isinstance(pattern, str) and "*" in pattern:
             stack = ".".join(part for part in pattern.split(".") if part != "*")
-            found += [_Found((name,), stack) for name in good]
+            result += [_Found((name,), stack) for name in good]
         else:
-            found.append(_Found(tuple(good), None))
+            result.append(_Found(tuple(good), None))
     if wrong:
         children = [f"  {name} is {_kind(m)}" for name, m in modules.items() if name and name.count(".") < 2]
         problems += problem(ConfigError, "finds no units for a pattern.", [*wrong, "modules are", *children], _STAR)
-    members = [name for unit in found for name in unit.members]
+    members = [name for unit in result for name in unit.members]
     inside = [f"{b} is inside {a}" for a in members for b in members if b.startswith(f"{a}.")]
     problems += problem(ConfigError, "got units inside units.", inside, "Keep the outer or the inner ones.")
     refuse_all(problems if inside else [])  # what else there is would be about units that are in two places
     order = {name: i for i, name in enumerate(modules)}
-    return sorted((unit for unit in found if unit.members), key=lambda unit: order[unit.members[0]])
+    return sorted((unit for unit in result if unit.members), key=lambda unit: order[unit.members[0]])
 
 
 _STAR = "Name blocks by the path of their list and a star, such as units='layers.*'."
@@ -296,7 +296,7 @@ def _kind(module: nn.Module) -> str:
     return type(module).__name__ + (f" of {len(inside)} {', '.join(kinds)}" if inside else "")
 
 
-def _uses(modules: Mapping[str, nn.Module], found: Sequence[_Found]) -> list[dict[str, nn.Parameter]]:
+def _uses(modules: Mapping[str, nn.Module], groups: Sequence[_Found]) -> list[dict[str, nn.Parameter]]:
     """For each unit its parameters by name, with every name of one that has several."""
     uses = [
         {
@@ -305,9 +305,9 @@ def _uses(modules: Mapping[str, nn.Module], found: Sequence[_Found]) -> list[dic
             for inner, child in modules[member].named_modules()
             for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
         }
-        for unit in found
+        for unit in groups
     ]
-    inside = {id(child) for unit in found for member in unit.members for child in modules[member].modules()}
+    inside = {id(child) for unit in groups for member in unit.members for child in modules[member].modules()}
     uses[0] = {
         ".".join(filter(None, (path, name))): parameter
         for path, child in modules.items()
@@ -326,7 +326,7 @@ def _own(unit: _Found, named: Mapping[str, nn.Parameter], homes: _Homes) -> set[
 
 
 def _unlike(
-    found: Sequence[_Found],
+    result: Sequence[_Found],
     uses: Sequence[Mapping[str, nn.Parameter]],
     own: Sequence[set[str]],
     *,
@@ -335,7 +335,7 @@ def _unlike(
     """Blocks of one stack that cannot be its rows."""
     firsts: dict[str, dict[str, tuple[str, str]]] = {}
     wrong: list[str] = []
-    for unit, named, stacked in zip(found, uses, own, strict=True):
+    for unit, named, stacked in zip(result, uses, own, strict=True):
         if unit.stack is None:
             continue
         (member,) = unit.members

@@ -209,10 +209,10 @@ def _vocab(layer: nn.Embedding, whole: _Forward) -> _Forward:
     def forward(tokens: Tensor) -> Tensor:
         if layer.weight.shape[0] == layer.num_embeddings:
             return whole(tokens)
-        found = ops.embedding(tokens, layer.weight, vocab=layer.num_embeddings)
+        result = ops.embedding(tokens, layer.weight, vocab=layer.num_embeddings)
         if layer.padding_idx is None:
-            return found
-        return torch.where((tokens == layer.padding_idx).unsqueeze(-1), found.detach(), found)
+            return result
+        return torch.where((tokens == layer.padding_idx).unsqueeze(-1), result.detach(), result)
 
     return forward
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fsharding.mesh import failures
-from fsharding.mesh.failures import Found, follow
+from fsharding.mesh.failures import Cause, follow
 from tests.helpers import until
 
 
 def followed(peers, notes, me=0, function="step"):
     found = follow(peers, me, notes.get, function)
-    return found.found, found.silent
+    return found.causes, found.silent
 
 
 def test_blame_goes_on_to_those_who_are_silent():
@@ -24,27 +24,27 @@ def test_blame_goes_on_to_those_who_are_silent():
 
 
 def test_a_rank_that_knows_or_has_raised_ends_the_search():
-    assert followed([1, 5], {1: {"peers": [2], "found": {"3": ["gone", "is gone"]}}}) == (
-        {3: Found("gone", "is gone")},
+    assert followed([1, 5], {1: {"peers": [2], "causes": {"3": ["gone", "is gone"]}}}) == (
+        {3: Cause("gone", "is gone")},
         [5],
     )
     raised = {1: {"peers": [2]}, 2: {"raised": "raised ValueError"}}
-    assert followed([1], raised) == ({2: Found("raised", "raised ValueError")}, [])
-    assert followed([1], {1: {"peers": [0], "found": {}}}) == ({}, []), "each has lost the other, both live"
+    assert followed([1], raised) == ({2: Cause("raised", "raised ValueError")}, [])
+    assert followed([1], {1: {"peers": [0], "causes": {}}}) == ({}, []), "each has lost the other, both live"
 
 
 def test_a_rank_that_lives_is_followed_where_it_waits_in_the_same_function():
     here = {"function": "step", "call": "step 3 at a.py:1", "now": "a.py:9 (f)"}
     notes = {1: {**here, "waits": [0, 2]}, 2: here}
     found = follow([1], 0, notes.get, "step")
-    assert found.found == {2: Found("busy", "is busy in step 3 at a.py:1: a.py:9 (f)")}
+    assert found.causes == {2: Cause("busy", "is busy in step 3 at a.py:1: a.py:9 (f)")}
     assert found.met == {1: "step 3 at a.py:1"}
 
 
 def test_a_rank_in_another_function_is_where_blame_ends_though_it_waits_or_has_failed():
     there = {"function": "save", "call": "save at b.py:2", "now": ""}
-    for note in ({**there, "waits": [0]}, {**there, "peers": [0], "found": {"0": ["elsewhere", "step", "step"]}}):
-        assert followed([1], {1: note}) == ({1: Found("elsewhere", "save at b.py:2", "save")}, [])
+    for note in ({**there, "waits": [0]}, {**there, "peers": [0], "causes": {"0": ["elsewhere", "step", "step"]}}):
+        assert followed([1], {1: note}) == ({1: Cause("elsewhere", "save at b.py:2", "save")}, [])
 
 
 def test_a_rank_says_whom_it_waits_for_and_where_it_was_called():
