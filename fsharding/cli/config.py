@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import tyro
+
 import fsharding as fs
 from fsharding import checkpoint
 from fsharding.cli.resume import choose
+from fsharding.cli.trackers import require_trackers
 from fsharding.errors import BatchError, CheckpointError, ConfigError, did_you_mean, message
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape, parse_axes
@@ -41,6 +44,7 @@ __all__ = [
     "check_names",
     "model_of",
     "open_tokens",
+    "open_validation",
     "parse_swaps",
     "schedule_of",
     "stages",
@@ -80,6 +84,9 @@ class TrainConfig:
         seed: of parameters and data.
         data: `default` (the Python standard library's own source), a file, a directory, or a `.bin` of tokens.
         documents: tokens see those of their own document only: a file, or what the separator of a `.bin` ends.
+        val_data: data of the same kinds, of which the loss is taken forward only; left out, there is no validation.
+        val_every: steps between validations; 0 for one after the last step only.
+        val_batches: how many batches a validation sees, each time the same ones.
         save_every: steps between checkpoints; 0 for one at the end only.
         keep: how many checkpoints stay, the newest; left out, all.
         check_replicas_every: steps between comparisons of what several ranks hold; 0 for those of checkpoints alone.
@@ -100,7 +107,13 @@ class TrainConfig:
         preempt_status: exit status of a run that SIGTERM, SIGUSR1 or the deadline has stopped, and that has saved.
         grace: seconds that the ranks of `ranks` have to save after a signal, before they are killed.
         plot: draw `loss.png`.
+        log: where metrics go besides `metrics.jsonl`: tensorboard, wandb, json; several with commas, or several times.
+            wandb is offline unless WANDB_MODE says otherwise.
+        peak_tflops: peak TFLOP/s of a rank's device in `dtype`, for the utilisation; left out, that of a known GPU.
+        trace: number of a step whose chrome trace each rank writes below `out/trace`.
         json: print one JSON object at the end, and progress on standard error.
+        config: a file of YAML or TOML with any of these options; those on the command line win.
+        print_config: print all options as a file that `config` takes, and exit.
     """
 
     out: Path
@@ -122,6 +135,9 @@ class TrainConfig:
     seed: int = 0
     data: str = "default"
     documents: bool = False
+    val_data: str = ""
+    val_every: int = 0
+    val_batches: int = 8
     save_every: int = 0
     keep: int | None = None
     check_replicas_every: int = 0
@@ -138,7 +154,12 @@ class TrainConfig:
     preempt_status: int = 0
     grace: float = 600.0
     plot: bool = True
+    log: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    peak_tflops: float | None = None
+    trace: int | None = None
     json: bool = False
+    config: Path | None = None
+    print_config: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -171,18 +192,22 @@ def check(config: TrainConfig, world: int) -> None:
     check_names(config, "fsharding train", options)
     least = {"steps": 1, "microbatches": 1, "batch": 1, "seq": 1, "save_every": 0, "decay_steps": 0}
     least |= {"stages_per_rank": 1, "keep": 1, "check_replicas_every": 0}
+    least |= {"val_every": 0, "val_batches": 1, "trace": 1}
     wrong = [
         f"--{k.replace('_', '-')} {value}: at least {n}"
         for k, n in least.items()
         if (value := getattr(config, k)) is not None and value < n
     ]
     wrong += [
-        f"--{k} {v}: above 0"
-        for k in ("lr", "clip", "timeout", "grace")
+        f"--{k.replace('_', '-')} {v}: above 0"
+        for k in ("lr", "clip", "timeout", "grace", "peak_tflops")
         if (v := getattr(config, k)) is not None and not v > 0
     ]
     wrong += [f"--preempt-status {config.preempt_status}: 0 to 255"] if not 0 <= config.preempt_status <= 255 else []
     wrong += [f"--lr {config.lr}: finite"] if config.lr == math.inf else []
+    wrong += [f"--peak-tflops {config.peak_tflops}: finite"] if config.peak_tflops == math.inf else []
+    if config.trace is not None and config.trace > config.steps:
+        wrong.append(f"--trace {config.trace}: at most the {config.steps} of --steps")
     wrong += [f"--timeout {config.timeout}: at most {_LONGEST_S:,}"] if config.timeout > _LONGEST_S else []
     if 0 < config.decay_steps < warmup:
         wrong.append(f"--decay-steps {config.decay_steps}: 0, or at least the {warmup} of the warm-up")
@@ -196,13 +221,19 @@ def check(config: TrainConfig, world: int) -> None:
         if when.timestamp() <= time.time():
             text = f"got a deadline that is over: {when:%Y-%m-%d %H:%M:%S}."
             raise ConfigError(message("fsharding train --deadline", text, mend="Give a later one, or leave it out."))
+    if config.val_every and not config.val_data:
+        mend = "Give the data of the validation as well, or leave --val-every out."
+        raise ConfigError(message("fsharding train", "got --val-every without --val-data.", mend=mend))
+    require_trackers(config.log)
     if config.plot:
         require_matplotlib("fsharding train")
     _layers_of_stages(config)
     for text in (config.mesh, *(swap.mesh for swap in parse_swaps(config.swap_at) if swap.mesh)):
         _check_batch(config, _mesh_shape(config, text, world))
     data = open_tokens(config)
-    _check_model(config, data)
+    _check_model(config, data, config.data)
+    if (validation := open_validation(config)) is not None:
+        _check_model(config, validation, config.val_data)
     if config.resume:
         _check_resume(config, data)
         next(metrics_rows(config.metrics), None)  # what cannot be read is found before a rank starts
@@ -323,10 +354,19 @@ def open_tokens(config: TrainConfig) -> Tokens:
     )
 
 
-def _check_model(config: TrainConfig, data: Tokens) -> None:
+def open_validation(config: TrainConfig) -> Tokens | None:
+    """The data of the validation; None where there is none. The batches of a step are the same in every run."""
+    if not config.val_data:
+        return None
+    return open_data(
+        config.val_data, batch_size=config.batch, seq_len=config.seq, seed=config.seed, documents=config.documents
+    )
+
+
+def _check_model(config: TrainConfig, data: Tokens, source: str) -> None:
     vocab = recipe(config.preset).config.vocab
     if data.vocab_size > vocab:
-        text = f"cannot embed {data.vocab_size} tokens of {config.data} in the {vocab} of --preset {config.preset}."
+        text = f"cannot embed {data.vocab_size} tokens of {source} in the {vocab} of --preset {config.preset}."
         raise ConfigError(
             message("fsharding train", text, mend="Choose a preset with a larger vocabulary, or other data.")
         )

@@ -34,6 +34,7 @@ from fsharding.bench import (
 )
 from fsharding.cli.checkpoints import ExportConfig, InspectConfig, ReshardConfig, ToolConfig, run_tool
 from fsharding.cli.config import TrainConfig, check
+from fsharding.cli.config_file import config_text, with_config_file
 from fsharding.cli.doctor import DoctorConfig, doctor
 from fsharding.cli.plan import PlanConfig, preview
 from fsharding.cli.train import train
@@ -101,7 +102,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     Args:
         args: by default those of the process.
     """
-    given = list(args) if args is not None else None
+    try:
+        given = with_config_file(sys.argv[1:] if args is None else args, "train", TrainConfig)
+    except ConfigError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
     config = tyro.cli(
         _Train | _Plan | _Bench | _Doctor | ToolConfig,
         args=given,
@@ -141,6 +146,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _train(config: TrainConfig) -> int:
+    if config.print_config:
+        print(config_text(config), end="", flush=True)
+        return 0
     ranks = _ranks(config.ranks, default=1)
     check(config, ranks)
     if under_launcher() or ranks == 1:
