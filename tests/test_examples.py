@@ -100,16 +100,46 @@ def test_the_page_runs(name: str):
     exec(compile(script, str(page), "exec"), {"__name__": "__main__"})
 
 
+CONCEPTS = 8
+
+
+def test_the_first_tutorial_has_eight_concepts_before_the_first_step():
+    page = (DOCS / "tutorials" / "first-steps.md").read_text(encoding="utf-8")
+    numbered = re.findall(r"^(\d+)\. \*\*(.+?)\*\*", page, re.MULTILINE)
+    assert [int(number) for number, _ in numbered] == [*range(1, CONCEPTS + 1)]
+    before, _, _ = script_of(page).partition("step(state, batch)")
+    names = {ast.unparse(x) for x in ast.walk(ast.parse(before + "None")) if isinstance(x, ast.Attribute)}
+    library = {x for x in names if re.fullmatch(r"fs\.[\w.]+", x)} - {"fs.random"}
+    # Random draws are one concept with three names, and the optimizer is no new one.
+    draws = {"fs.random.split", "fs.random.key", "fs.random.normal", "fs.random.zeros", "fs.random.uniform"}
+    assert library - draws == {"fs.gather_unit", "fs.Loss", "fs.adamw", "fs.setup", "fs.local_batch"}
+    assert page.count("\n") < 150
+
+
+def test_the_first_tutorial_runs_on_two_ranks(tmp_path: Path):
+    script = script_of((DOCS / "tutorials" / "first-steps.md").read_text(encoding="utf-8"))
+    # Both ranks have to write into one directory, which no rank can make by itself.
+    script = script.replace("tempfile.TemporaryDirectory()", f"__import__('contextlib').nullcontext({str(tmp_path)!r})")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    on_two = run_example(tmp_path / "train.py", tmp_path, before=launcher)
+    on_one = run_example(tmp_path / "train.py", tmp_path)
+    pattern = r"^after 200 steps: (0\.\d{4}) on 256 rows that are new$"
+    losses = [float(re.findall(pattern, output, re.MULTILINE)[0]) for output in (on_one, on_two)]
+    assert abs(losses[0] - losses[1]) < 1e-3, losses
+    assert on_two.count("after 200 steps") == 1, "rank 0 alone prints"
+
+
 def test_blocks_keep_their_lines():
     script = script_of("text\n```python\na = 1\n```\n```bash\nls\n```\n\n```python\nb = 2\n```\n")
     found = {number: line for number, line in enumerate(script.splitlines(), start=1) if line}
     assert found == {3: "a = 1", 10: "b = 2"}
 
 
-def run_example(path: Path, folder: Path, *arguments: str) -> str:
+def run_example(path: Path, folder: Path, *arguments: str, before: list[str] | None = None) -> str:
     """What an example prints, and that it ends well."""
     run = subprocess.run(
-        [sys.executable, "-W", "error", str(path), *arguments],
+        [sys.executable, *(before or ["-W", "error"]), str(path), *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
         timeout=SECONDS,
