@@ -32,6 +32,11 @@ EXPECTED: dict[str, list[str]] = {
         r"^ after: loss \d\.\d{6} on 2 ranks, \d\.\d{6} in transformers$",
         r"^fine-tuned on the mesh, and the same in transformers$",
     ],
+    "finetune_lora.py": [
+        r"^before: loss 4\.\d{5} on two ranks, 4\.\d{5} in transformers$",
+        r"^ after: loss 3\.\d{5} on two ranks, 3\.\d{5} in transformers$",
+        r"^the tuned directory loads in transformers, with the adapters in its weights$",
+    ],
     "ema_eval.py": [
         r"^step 120  error of the parameters 0\.\d{4}  of their average 0\.\d{4}$",
         r"^the average of w1 is float32\[33@dp, 2\], here \[17, 2\]$",
