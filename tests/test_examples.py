@@ -20,8 +20,9 @@ PAGES = sorted(
     path.relative_to(DOCS).as_posix()
     for folder in ("how-to", "reference", "tutorials")
     for path in (DOCS / folder).glob("*.md")
-    if "```python\n" in path.read_text(encoding="utf-8")
+    if "```python\n" in path.read_text(encoding="utf-8") and not path.name.startswith("come-from-")
 )
+BESIDE_OTHERS = sorted(path.name for path in (DOCS / "how-to").glob("come-from-*.md"))
 SECONDS = 100
 
 # What each example prints at its end, and what has to be in its output besides.
@@ -143,6 +144,17 @@ def test_the_first_tutorial_runs_on_two_ranks(tmp_path: Path):
     losses = [float(re.findall(pattern, output, re.MULTILINE)[0]) for output in (on_one, on_two)]
     assert abs(losses[0] - losses[1]) < 1e-3, losses
     assert on_two.count("after 200 steps") == 1, "rank 0 alone prints"
+
+
+@pytest.mark.parametrize("name", BESIDE_OTHERS)
+def test_both_sides_of_the_page_have_equal_losses_on_two_ranks(name: str, tmp_path: Path):
+    script = script_of((DOCS / "how-to" / name).read_text(encoding="utf-8"))
+    assert "assert_close(ours, " in script
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert re.search(
+        r"^equal losses: \d\.\d{4} ", run_example(tmp_path / "train.py", tmp_path, before=launcher), re.MULTILINE
+    )
 
 
 def test_blocks_keep_their_lines():
