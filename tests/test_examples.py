@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -158,6 +159,45 @@ def test_both_sides_of_the_page_have_equal_losses_on_two_ranks(name: str, tmp_pa
         run_example(tmp_path / "train.py", tmp_path, before=launcher, seconds=200),
         re.MULTILINE,
     )
+
+
+WHOLE_SCRIPTS = dict(
+    re.findall(
+        r'^```py title="(.+?)"\n(.*?)^```$',
+        (DOCS / "how-to" / "a-whole-training-script.md").read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+)
+
+
+def test_a_whole_script_has_at_most_half_the_lines_of_fsdp2s():
+    counts = {title: sum(bool(line.strip()) for line in code.splitlines()) for title, code in WHOLE_SCRIPTS.items()}
+    assert 2 * counts["train.py"] <= counts["train_fsdp2.py"], counts
+
+
+ENDED = {
+    "train.py": ("state.step < STEPS", "state.step < 10"),
+    "train_fsdp2.py": ("scheduler), STEPS)", "scheduler), 10)"),
+}
+
+
+@pytest.mark.parametrize("title", WHOLE_SCRIPTS)
+def test_a_whole_script_goes_on_where_it_was_ended(title: str, tmp_path: Path):
+    code, launcher = WHOLE_SCRIPTS[title], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = code.replace(*ENDED[title])
+    assert ended != code
+    for folder, runs in {"whole": [code], "in two": [ended, code]}.items():
+        (tmp_path / folder).mkdir()
+        for run in runs:
+            (tmp_path / title).write_text(run, encoding="utf-8")
+            run_example(tmp_path / title, tmp_path, str(tmp_path / folder), "20", before=launcher)
+    whole, in_two = (
+        [json.loads(line) for line in (tmp_path / folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        for folder in ("whole", "in two")
+    )
+    assert [row["step"] for row in whole] == [*range(1, 21)]
+    assert whole == in_two
+    assert whole[-1]["val"] < whole[0]["loss"] - 1
 
 
 def test_blocks_keep_their_lines():
