@@ -65,6 +65,9 @@ def explained(
     if isinstance(error, NotGatheredError):
         _name(error, params, context)
         return None
+    if all(hasattr(params, name) for name in ("params", "opt_state", "layout")):
+        mend = "Give it the parameters alone: (state.params, batch)."
+        return ArgumentError(message(_NAME, f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
     if isinstance(error, FshardingError | torch.OutOfMemoryError):
         return None
     names = _names(fn, len(args) + 1)
@@ -107,9 +110,6 @@ def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None
 
 def _of_arguments(error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any]) -> FshardingError | None:
     """Arguments in one another's place, or too few of them."""
-    if all(hasattr(params, name) for name in ("params", "opt_state", "layout")):
-        mend = "Give it the parameters alone: (state.params, batch)."
-        return ArgumentError(message(_NAME, f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
     leaves = tree.leaves(params, is_leaf=_is_local)
     if not any(isinstance(x, Local) for x in leaves) and any(isinstance(x, DTensor) for x in tree.leaves(list(args))):
         rule = "got no sharded leaf in its first argument, and sharded ones after it."
