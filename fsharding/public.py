@@ -22,8 +22,16 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fsharding import tree
-from fsharding.errors import ArgumentError, FshardingError, MissingNameError, did_you_mean, listed, message
+from fsharding import _compat, tree
+from fsharding.errors import (
+    ArgumentError,
+    FshardingError,
+    MissingNameError,
+    TransformError,
+    did_you_mean,
+    listed,
+    message,
+)
 from fsharding.precision import Precision
 
 __all__ = [
@@ -35,6 +43,7 @@ __all__ = [
     "missing_name",
     "public",
     "refuse",
+    "refuse_compiled",
     "refuse_module",
     "refuse_state",
     "without_parameters",
@@ -66,7 +75,7 @@ def public(name: str) -> Callable[[Callable[_Params, _Result]], Callable[_Params
                     raise
                 raise ArgumentError(result) from error
 
-        return call
+        return _compat.left_to_python(call)
 
     return mark
 
@@ -290,6 +299,21 @@ def refuse(function: str, what: str, x: Any, mend: str) -> ArgumentError:
         mend: the edit that makes it work.
     """
     return ArgumentError(message(function, f"takes {what}, got {kind_of(x)}.", mend=mend))
+
+
+@_compat.left_to_python
+def refuse_compiled(function: str, mend: str) -> None:
+    """Refuses to run inside of what `torch.compile` has compiled.
+
+    Args:
+        function: the public function, which is `never_inlined`.
+        mend: the edit that compiles what can be.
+
+    Raises:
+        TransformError: a compiled function calls it.
+    """
+    if _compat.is_compiled_caller():
+        raise TransformError(message(function, "cannot run inside of torch.compile.", mend=mend))
 
 
 def missing_name(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> AttributeError:

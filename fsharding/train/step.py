@@ -44,6 +44,7 @@ from fsharding.public import (
     missing_name,
     public,
     refuse,
+    refuse_compiled,
 )
 from fsharding.random import fold_in
 from fsharding.sharding.layout import Layout, check_fit
@@ -245,6 +246,12 @@ class StepPlan:
         self.check = None
 
 
+_COMPILE = (
+    "Compile the blocks, fs.make_train_step(model._replace(block=torch.compile(model.block)), opt), or a loss function,"
+    " fs.make_train_step(torch.compile(loss_fn), opt)."
+)
+
+
 class _Sums(NamedTuple):
     """Sums over all microbatches and data ranks.
 
@@ -305,6 +312,7 @@ class TrainStep:
         self._plans: list[StepPlan] = []
 
     @public("train step")
+    @_compat.never_inlined
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         """One step; `make_train_step` says what it raises.
 
@@ -312,6 +320,7 @@ class TrainStep:
             state: in any layout; not to be used again if the step was made with `donate=True`.
             batch: this rank's part, a tree of tensors `[B, ...]`.
         """
+        refuse_compiled("train step", _COMPILE)
         if not isinstance(state, TrainState):
             raise _other_state(state, batch)
         with naming_lost("train step", state.layout.mesh, step=state.step):
