@@ -5,6 +5,7 @@ import math
 import re
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -174,6 +175,7 @@ def write_without_grad(params, batch):
     return loss_fn(params, batch)
 
 
+NOWHERE = Path(__file__).with_name("nowhere")
 NO_PAIR = "takes an optimizer that is a pair of functions, got"
 MODULE = "Make a function of it first, net = fs.functionalize(module); it takes the place of the module."
 BACKWARD = (
@@ -816,9 +818,9 @@ MISTAKES = {
     ),
     "load of a directory that is not there": (
         CheckpointError,
-        "fs.checkpoint.load finds no checkpoint at nowhere: there is no such directory.\n"
+        f"fs.checkpoint.load finds no checkpoint at {NOWHERE}: there is no such directory.\n"
         "fs.checkpoint.latest(directory) finds the newest complete checkpoint of a directory.",
-        lambda at: fs.checkpoint.load("nowhere", at.layout),
+        lambda at: fs.checkpoint.load(NOWHERE, at.layout),
     ),
     "torch.func.grad of parameters at rest": (
         TransformError,
