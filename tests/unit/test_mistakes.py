@@ -190,6 +190,10 @@ SUM = (
     "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True."
 )
 STRATEGIES = "Strategies are zero0, zero1, zero2, zero3, hfsdp, no_shard, optim, optim_grads, optim_grads_params, hsdp."
+VALUES = (
+    "Parameters with values are those of a state, fs.init_state(init, opt, key, layout).params; draw.tensor() gives all"
+    " values of one draw."
+)
 ORDER = "Call opt.update(gradients, state, params), in this order."
 WHOLE = "takes a tree of parameters, got a TrainState.\nGive it the parameters alone: state.params."
 RATE = (
@@ -677,6 +681,22 @@ MISTAKES = {
         "random.normal needs a key int64[2], got tuple (3,).\n"
         "Make keys with random.key, random.split or random.fold_in.",
         lambda at: fs.random.normal((3,), at.key),
+    ),
+    "a draw that is scaled": (
+        ArgumentError,
+        "fs.random gives draws, which are lazy, and one of them is multiplied or divided.\n"
+        "Say so to the function that draws, such as fs.random.normal(key, shape, std=0.02, mean=1.0).",
+        lambda at: 0.02 * fs.random.normal(at.key, (3,)),
+    ),
+    "a draw that goes into torch": (
+        ArgumentError,
+        f"fs.random gives draws, which are lazy, and one of them goes into torch's linear.\n{VALUES}",
+        lambda at: F.linear(torch.ones(2, 4), at.tree["body"]["w"]),
+    ),
+    "a draw that is asked for .sum": (
+        MissingNameError,
+        f"Draw has no 'sum'.\n{VALUES}",
+        lambda at: at.tree["body"]["w"].sum(),
     ),
     "update without parameters": (
         TreeError,
