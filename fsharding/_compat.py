@@ -677,13 +677,13 @@ def outside_of_graphs(fn: _Function) -> _Function:
     A function that is compiled by itself, such as a block, still is where this one calls it.
     """
     _frames.set_code_exec_strategy(fn.__code__, _frames._FrameExecStrategy(_SKIP, _SKIP))
-    fn._torchdynamo_disable = True
+    vars(fn)["_torchdynamo_disable"] = True
     return fn
 
 
 def never_inlined(fn: _Function) -> _Function:
     """As `left_to_python`, and no other function's graph has it inside either."""
-    fn._torchdynamo_disable = True
+    vars(fn)["_torchdynamo_disable"] = True
     return left_to_python(fn)
 
 

@@ -181,7 +181,7 @@ def without_parameters(function: str) -> ArgumentError:
 def _holds_parameters(signature: inspect.Signature, args: tuple[Any, ...]) -> bool:
     """Whether an optimizer was given parameters in the place of its learning rate, as one of torch is."""
     first = next(iter(signature.parameters), "")
-    return first == "learning_rate" and bool(args) and isinstance(args[0], Iterable)
+    return first == "learning_rate" and bool(args) and isinstance(args[0], Iterable) and not isinstance(args[0], str)
 
 
 @functools.lru_cache(maxsize=512)

@@ -363,7 +363,7 @@ def require_params(params: Tree, function: str, why: str = "to update them") -> 
         TreeError: there are none.
     """
     if params is None:
-        mend = "Call opt.update(gradients, state, params)."
+        mend = "Call update(updates, state, params)."
         raise TreeError(message(function, f"needs the parameters {why}.", mend=mend))
     return params
 

@@ -62,7 +62,8 @@ def check_settings(function: str, *groups: tuple[Needs, Mapping[str, Any]]) -> N
     ]
     if rows:
         given = {name: value for _, values in groups for name, value in values.items()}
-        if isinstance(given.get("learning_rate"), Iterable):
+        rate = given.get("learning_rate")
+        if isinstance(rate, Iterable) and not isinstance(rate, str | torch.Tensor):
             raise without_parameters(function)
         raise ConfigError(message(function, "cannot use these settings.", rows))
 

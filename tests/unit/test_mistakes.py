@@ -700,7 +700,7 @@ MISTAKES = {
     ),
     "update without parameters": (
         TreeError,
-        "fs.adamw needs the parameters for weight_decay=0.1.\nCall opt.update(gradients, state, params).",
+        "fs.adamw needs the parameters for weight_decay=0.1.\nCall update(updates, state, params).",
         lambda at: decaying().update(at.grads, at.state.opt_state),
     ),
     "update of state, gradients, parameters": (
