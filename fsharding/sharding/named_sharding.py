@@ -446,6 +446,7 @@ _OPERATORS = {
 }
 
 
+@_compat.outside_of_graphs
 def _elementwise(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:

@@ -23,7 +23,7 @@ from fsharding.mesh.device_mesh import everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
-from fsharding.public import check_function, check_optimizer, is_optimizer, public, refuse
+from fsharding.public import check_function, check_optimizer, is_optimizer, missing_name, public, refuse
 from fsharding.random import Draw
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
@@ -82,7 +82,11 @@ class TrainState:
             text = f"got a state that was donated: its {name} is gone."
             mend = "Use the state that the step returned, or make the step with donate=False."
             raise DonatedError(message("TrainState", text, mend=mend))
-        raise AttributeError(name)
+        raise missing_name("TrainState", name, (*_FIELDS, "replace", "donate"), _ELSEWHERE)
+
+    def __getitem__(self, name: Any) -> Any:
+        mend = f"Write state.{name}." if name in _FIELDS else f"Its fields are {', '.join(_FIELDS)}."
+        raise ArgumentError(message("TrainState", f"is neither a dict nor a tuple, got [{name!r}].", mend=mend))
 
     def replace(self, **changes: Any) -> TrainState:
         """A state with some fields changed.
@@ -104,6 +108,24 @@ class TrainState:
         vars(self).pop(_SEAL, None)
         return taken
 
+
+_LEAVES = "They are a tree, state.params; fs.tree.leaves(state.params) lists its leaves."
+_ELSEWHERE = {
+    "parameters": _LEAVES,
+    "named_parameters": "They are a tree, state.params; fs.tree.named_leaves(state.params) has them by path.",
+    "state_dict": "Save the state as it is: fs.checkpoint.save(path, state).",
+    "load_state_dict": "Load a new one: state = fs.checkpoint.load(path, layout).",
+    "grads": "Take them of a loss: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
+    "grad": "Take them of a loss: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
+    "apply_gradients": "Call fs.optim.apply_gradients(opt, grads, state.opt_state, state.params).",
+    "optimizer": "Its state is state.opt_state; the optimizer itself is a pair of functions, such as fs.adamw(1e-3).",
+    "tx": "Its state is state.opt_state; the optimizer itself is a pair of functions, such as fs.adamw(1e-3).",
+    "mesh": "Write state.layout.mesh.",
+    "strategy": "Write state.layout.strategy.",
+    "to": "Make one elsewhere: fs.reshard(state, layout).",
+    "cuda": 'Its layout says where it is: fs.plan_layout(model, fs.make_mesh(device="cuda")).',
+}
+"""What a state does not have, by the names that other libraries give it."""
 
 _FIELDS = tuple(f.name for f in fields(TrainState))
 STATE_FIELDS = _FIELDS[:-1]
