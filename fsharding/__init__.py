@@ -12,7 +12,7 @@ from fsharding.interop.module.functionalize import functionalize
 from fsharding.interop.module.model_from import model_from
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.mesh.device_mesh import data_position, is_member, make_mesh, set_mesh
+from fsharding.mesh.device_mesh import data_position, is_main, is_member, make_mesh, print0, set_mesh
 from fsharding.optim import adamw, global_norm, sgd
 from fsharding.precision import BF16, FP16, FP32, LossScale, Precision
 from fsharding.sharding.layout import Layout, plan_layout
@@ -22,16 +22,20 @@ from fsharding.sharding.strategy import HFSDP, HSDP, Strategy, hybrid, parse_str
 from fsharding.testing import run_ranks
 from fsharding.train import data
 from fsharding.train.decoder_traffic import expected_traffic
+from fsharding.train.evaluate import evaluate
+from fsharding.train.microbatches import local_batch
 from fsharding.train.reshard import explain_reshard, reshard, shard, unshard
+from fsharding.train.setup import setup
 from fsharding.train.state import TrainState, init_state, main_params, spread_main, state_bytes, state_from
 from fsharding.train.step import Metrics, make_train_step, model_loss
+from fsharding.train.update import update
 from fsharding.transforms import policies
 from fsharding.transforms.gather_unit import gather_unit, scatter_grads, select_unit
 from fsharding.transforms.jacobians import hessian, jacfwd
 from fsharding.transforms.remat import remat
 from fsharding.transforms.scan import scan, scan_units, stack_units, unstack_units
 from fsharding.transforms.shard_map import shard_map
-from fsharding.transforms.value_and_grad import value_and_grad
+from fsharding.transforms.value_and_grad import Loss, value_and_grad
 
 __all__ = [
     "AbstractMesh",
@@ -45,6 +49,7 @@ __all__ = [
     "HSDP",
     "Layout",
     "Local",
+    "Loss",
     "LossScale",
     "Metrics",
     "NamedSharding",
@@ -58,6 +63,7 @@ __all__ = [
     "counting_bytes",
     "data",
     "data_position",
+    "evaluate",
     "expected_traffic",
     "explain_reshard",
     "functionalize",
@@ -67,8 +73,10 @@ __all__ = [
     "hf",
     "hybrid",
     "init_state",
+    "is_main",
     "is_member",
     "jacfwd",
+    "local_batch",
     "main_params",
     "make_mesh",
     "make_train_step",
@@ -82,6 +90,7 @@ __all__ = [
     "plan_layout",
     "policies",
     "preemption",
+    "print0",
     "random",
     "recording",
     "redistribute",
@@ -93,6 +102,7 @@ __all__ = [
     "scatter_grads",
     "select_unit",
     "set_mesh",
+    "setup",
     "sgd",
     "shard",
     "shard_map",
@@ -104,6 +114,7 @@ __all__ = [
     "typeof",
     "unshard",
     "unstack_units",
+    "update",
     "value_and_grad",
     "zero",
 ]

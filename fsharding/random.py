@@ -10,17 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fsharding.errors import LayoutError, RandomKeyError, message
+from fsharding.errors import ArgumentError, LayoutError, RandomKeyError, message
+from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
 from fsharding.public import public
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
-__all__ = ["BLOCK", "Draw", "bernoulli", "fold_in", "full", "key", "normal", "ones", "split", "uniform", "zeros"]
+__all__ = [
+    "BLOCK", "Draw", "bernoulli", "dropout", "fold_in", "for_rank", "full", "key", "normal", "ones", "split", "uniform",
+    "zeros",
+]  # fmt: skip
 
 BLOCK = 1 << 18
 """Largest number of elements that are drawn at once."""
@@ -64,7 +69,7 @@ def fold_in(key: Tensor, data: int) -> Tensor:
 
     Example:
         >>> key = fs.random.key(0)
-        >>> masks = [fs.random.bernoulli(fs.random.fold_in(key, step), 0.9, (64,)) for step in (5, 5, 6)]
+        >>> masks = [fs.random.bernoulli(fs.random.fold_in(key, step), (64,), 0.9).tensor() for step in (5, 5, 6)]
         >>> torch.equal(masks[0], masks[1]), torch.equal(masks[0], masks[2])
         (True, False)
     """
@@ -105,8 +110,8 @@ class Draw:
     Attributes:
         shape: global shape.
         dtype: element type.
-        kind: "normal", "uniform" or "full".
-        low: lower end of "uniform", value of "full", mean of "normal".
+        kind: "normal", "uniform", "bernoulli" or "full".
+        low: lower end of "uniform", probability of "bernoulli", value of "full", mean of "normal".
         scale: width of "uniform", standard deviation of "normal".
         words: the key.
 
@@ -162,7 +167,8 @@ class Draw:
         generator = np.random.Generator(bits)
         if self.kind == "normal":
             return torch.from_numpy(generator.standard_normal(count, dtype=np.float32)).mul_(self.scale).add_(self.low)
-        return torch.from_numpy(generator.random(count, dtype=np.float32)).mul_(self.scale).add_(self.low)
+        values = torch.from_numpy(generator.random(count, dtype=np.float32))
+        return values < self.low if self.kind == "bernoulli" else values.mul_(self.scale).add_(self.low)
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
@@ -224,15 +230,77 @@ def uniform(
 
 
 @public("fs.random.bernoulli")
-def bernoulli(key: Tensor, p: float, shape: Sequence[int]) -> Tensor:
-    """A bool array that is true with probability `p`, such as a dropout mask; computed at once.
+def bernoulli(key: Tensor, shape: Sequence[int], p: float) -> Draw:
+    """A lazy bool array that is true with probability `p`, such as a mask.
+
+    Raises:
+        ArgumentError: `p` is no probability, or `shape` and `p` are swapped.
 
     Example:
-        >>> mask = fs.random.bernoulli(fs.random.key(0), 0.9, (1000,))
+        >>> mask = fs.random.bernoulli(fs.random.key(0), (1000,), 0.9).tensor()
         >>> mask.dtype, 850 < int(mask.sum()) < 950
         (torch.bool, True)
     """
-    return uniform(key, shape).tensor() < p
+    swapped = isinstance(shape, float) and isinstance(p, Sequence)
+    _check_probability("fs.random.bernoulli", p, " Swap the two: (key, shape, p)." if swapped else "")
+    return _draw(key, shape, torch.bool, "bernoulli", float(p), 0.0)
+
+
+@public("fs.random.dropout")
+def dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
+    """Zeroes each element with probability `p`, and divides the others by `1 - p`, so that the mean stays.
+
+    The mask follows from the key and the shape of `x` alone: equal on every rank that has this key. Give each data rank
+    a key of its own with `for_rank`, and each call one of its own with `split` or `fold_in`.
+
+    Args:
+        x: any shape, floating point.
+        p: probability of a zero, in [0, 1).
+        key: int64[2]; None leaves `x` as it is. A train step gives a loss function with a parameter `key` one of its
+            own, and `fs.evaluate` gives None.
+
+    Raises:
+        ArgumentError: `p` is no probability below 1.
+        RandomKeyError: no key.
+
+    Example:
+        >>> x = fs.random.dropout(torch.ones(1000), 0.25, fs.random.key(0))
+        >>> sorted(set(x.tolist())) == [0.0, float(torch.tensor(1.0) / 0.75)], round(float(x.mean()), 1)
+        (True, 1.0)
+        >>> fs.random.dropout(torch.ones(3), 0.25, None)
+        tensor([1., 1., 1.])
+    """
+    _check_probability("fs.random.dropout", p, below_one=True)
+    if key is None or p == 0:
+        return x
+    kept = bernoulli(key, x.shape, 1 - p).tensor(device=x.device)
+    return torch.where(kept, x / (1 - p), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+@public("fs.random.for_rank")
+def for_rank(key: Tensor, mesh: Mesh | None = None) -> Tensor:
+    """A key of this rank's own, int64[2]: equal on two ranks exactly if they see the same tokens.
+
+    Ranks along `tp` and `pp` see the same tokens, so they draw alike.
+
+    Args:
+        key: the same on all ranks.
+        mesh: by default the current one, which inside a loss function is that of the parameters.
+
+    Example:
+        >>> fs.random.for_rank(fs.random.key(0), fs.make_mesh(device="cpu")).shape
+        torch.Size([2])
+    """
+    index, _ = data_position(current_mesh("fs.random.for_rank") if mesh is None else mesh, cp=True)
+    return fold_in(key, index)
+
+
+def _check_probability(function: str, p: Any, hint: str = "", *, below_one: bool = False) -> None:
+    most = "below 1" if below_one else "to 1"
+    is_number = isinstance(p, int | float) and not isinstance(p, bool)
+    if not is_number or not 0 <= p <= 1 or (below_one and p == 1):
+        mend = f"Give a probability from 0 {most}.{hint}"
+        raise ArgumentError(message(function, f"got p={p!r}.", mend=mend))
 
 
 @public("fs.random.full")

@@ -46,8 +46,10 @@ __all__ = [
     "data_axes",
     "data_position",
     "everyone",
+    "is_main",
     "is_member",
     "mesh_here",
+    "print0",
     "of_same_groups",
     "own_rank",
     "make_mesh",
@@ -243,6 +245,38 @@ def is_member(mesh: Mesh) -> bool:
     return isinstance(mesh, AbstractMesh) or mesh.get_coordinate() is not None
 
 
+@public("fs.is_main")
+def is_main() -> bool:
+    """Whether this process is rank 0 of all: the one that prints and writes what is the same on every rank.
+
+    Before a process group exists, it is told from what a launcher such as torchrun has set.
+
+    Example:
+        >>> fs.is_main()
+        True
+    """
+    return own_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", "0")) == 0
+
+
+@public("fs.print0")
+def print0(*values: Any, **options: Any) -> None:
+    """`print` on rank 0; nothing on the others.
+
+    Values are computed on every rank all the same, so those that need all ranks, such as `x.full_tensor()`, may be
+    printed.
+
+    Args:
+        values: as for `print`.
+        options: as for `print`.
+
+    Example:
+        >>> fs.print0("loss", 0.5, sep="=")
+        loss=0.5
+    """
+    if is_main():
+        print(*values, **options)
+
+
 def coordinate(mesh: Mesh) -> dict[str, int]:
     """This process's coordinate along each axis; all zeros on an `AbstractMesh`.
 
@@ -264,8 +298,12 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 @public("fs.data_position")
-def data_position(mesh: Mesh) -> tuple[int, int]:
+def data_position(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
     """Which part of the global batch this process reads: (index, count) over replica, dp and ep, in rank order.
+
+    Args:
+        mesh: with devices.
+        cp: count the ranks along `cp` as well, each of which has a part of the same rows.
 
     Example:
         >>> index, count = fs.data_position(fs.make_mesh(device="cpu"))
@@ -275,7 +313,7 @@ def data_position(mesh: Mesh) -> tuple[int, int]:
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
     shape, coord, index, count = abstract(mesh), coordinate(mesh), 0, 1
-    for axis in ("replica", "dp", "ep"):
+    for axis in ("replica", "dp", "ep", *(("cp",) if cp else ())):
         size = shape.axis_size(axis)
         index, count = index * size + coord.get(axis, 0), count * size
     return index, count

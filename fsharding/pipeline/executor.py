@@ -30,7 +30,7 @@ from fsharding.mesh.failures import among, naming_lost
 from fsharding.models.stacks import first_unit, scan_stacks
 from fsharding.pipeline.actions import Action, uses_parameters
 from fsharding.pipeline.lowering import late
-from fsharding.pipeline.schedule import Schedule
+from fsharding.pipeline.schedule import Schedule, forward_only
 from fsharding.pipeline.stage_state import StageState
 from fsharding.pipeline.stages import check_ends
 from fsharding.precision import Precision
@@ -42,7 +42,7 @@ from fsharding.transforms.policies import Policy
 from fsharding.transforms.value_and_grad import Tape
 from fsharding.tree import Tree
 
-__all__ = ["Messages", "pipeline_grads"]
+__all__ = ["Messages", "pipeline_grads", "pipeline_loss"]
 
 _T = TypeVar("_T")
 
@@ -108,11 +108,51 @@ def pipeline_grads(
     try:
         with naming_lost("train step", layout.mesh):
             run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, known)
-            for action in run.row():
-                run.do(action)
-            run.settle()
-            run.pool.close()
+            run.walk()
             return run.stage_state.grads(), *run.sums(stop)
+    except BaseException:
+        if run is not None:
+            run.close()
+        raise
+
+
+def pipeline_loss(
+    model: Any,
+    schedule: Schedule,
+    layout: Layout,
+    params: Tree,
+    pieces: Sequence[Tree],
+    *,
+    precision: Precision,
+    known: Messages | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss alone: the forwards of a schedule, without gradients. Collective over the whole mesh.
+
+    Args:
+        model: a `Model`.
+        schedule: for the size of `pp`; only its forwards are run.
+        layout: planned with `stages=stages_of(model, schedule)`.
+        params: at rest in this layout.
+        pieces: as in `pipeline_grads`.
+        precision: dtypes of compute and wire.
+        known: as in `pipeline_grads`, and its own: messages of a step are others.
+
+    Returns:
+        (sum of losses, sum of weights), float32, 0-d, the same on all ranks.
+
+    Raises:
+        LayoutError: as in `pipeline_grads`, and so are the others.
+        TransformError: of activations.
+        RankError: of lost ranks.
+    """
+    run, known = None, {} if known is None else known
+    try:
+        with naming_lost("fs.evaluate", layout.mesh):
+            forward = forward_only(schedule)
+            policy = policies.save_except_gathered
+            run = _Run(model, forward, layout, params, list(pieces), precision, policy, 1.0, known, trains=False)
+            run.walk()
+            return run.sums(None)
     except BaseException:
         if run is not None:
             run.close()
@@ -146,6 +186,7 @@ class _Run:
     policy: Policy
     scale: float
     known: Messages
+    trains: bool = True
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
     arrived: dict[Action, tuple[Any, list[Tensor], Handle[None]]] = field(default_factory=dict[Action, Any])
     handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = field(
@@ -161,7 +202,9 @@ class _Run:
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
         check_ends(self.model, self.schedule, self.layout)
-        self.stage_state = StageState(self.model, self.schedule, self.layout, self.params, self.precision)
+        self.stage_state = StageState(
+            self.model, self.schedule, self.layout, self.params, self.precision, trains=self.trains
+        )
         # Each GATHER of a microbatch is for the next of its computes that uses parameters.
         self.uses = defaultdict[tuple[int, int | None], list[str]](list)
         for kind, stage, m in filter(uses_parameters, self.schedule.table[self.rank]):
@@ -181,6 +224,13 @@ class _Run:
         return x if head is None else self.model.head(gather_unit(head), x, batch)
 
     # ------------------------------------------------------------------------------------------------------- actions
+    def walk(self) -> None:
+        """Does this rank's actions, and waits for all that was sent."""
+        for action in self.row():
+            self.do(action)
+        self.settle()
+        self.pool.close()
+
     def row(self) -> tuple[Action, ...]:
         """This rank's actions, in order.
 
@@ -236,7 +286,7 @@ class _Run:
     def _f(self, stage: int, m: int) -> None:
         last = stage == self.schedule.stages - 1
         spec, leaves = (None, []) if stage == 0 else self._inputs("F", stage, m)
-        x_leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in leaves]
+        x_leaves = [x.detach().requires_grad_(self.trains and x.is_floating_point()) for x in leaves]
         tape = self.begun.pop((stage, m), None) or self._tape(stage)
         flight = self.flights[stage, m] = _Flight(tape, x_leaves)
         x = None if spec is None else tree.unflatten(spec, x_leaves)
@@ -247,12 +297,19 @@ class _Run:
             total = total * self.scale if self.scale != 1.0 else total
             flight.outputs = [total if total.requires_grad else None]
             self.losses.append((total.detach(), weight))
+            self._end_evaluation(stage, m)
             return
         flat, out_spec = tree.flatten(out)
         floating = [y for y in flat if y.is_floating_point()]
         flight.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in floating]
         flight.types = _shapes(floating)
         self.handed["F", stage, m] = out_spec, [y.detach() for y in flat]
+        self._end_evaluation(stage, m)
+
+    def _end_evaluation(self, stage: int, m: int) -> None:
+        """Releases a microbatch after its forward, where no backward follows."""
+        if not self.trains:
+            self.flights.pop((stage, m)).tape.finish()
 
     def _b(self, stage: int, m: int, kind: str) -> None:
         if self.policy.activations == "dots" and kind != "B":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, cast, get_args
 
 from fsharding import _compat
@@ -20,7 +20,10 @@ from fsharding.pipeline.actions import Action, Kind, Owner, Table, peer
 from fsharding.pipeline.lowering import Frequency, lower
 from fsharding.pipeline.simulation import Durations, Timeline
 
-__all__ = ["SCHEDULES", "Schedule", "check_schedule", "layers_of", "make_schedule", "plan_schedule", "stages_for"]
+__all__ = [
+    "SCHEDULES", "Schedule", "check_schedule", "forward_only", "layers_of", "make_schedule", "plan_schedule",
+    "stages_for",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -298,6 +301,16 @@ def _plan(
     pairs = tuple((group[0], group[1]) for row in groups for group in row if len(group) == 2)
     table = lower(owner, computes, gather=gather, scatter=scatter, ahead=ahead, function="fs.pipeline.plan_schedule")
     return check_schedule(Schedule(name, ranks, ranks * local, microbatches, owner, table, pairs))
+
+
+@functools.lru_cache(maxsize=64)
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forward computes of a schedule in their order, with each stage gathered once, and no gradients."""
+    computes = tuple(tuple(a for a in row if a.kind == "F") for row in schedule.table)
+    table = lower(
+        schedule.owner, computes, gather="step", scatter="step", ahead=1, function="fs.pipeline.plan_schedule"
+    )
+    return replace(schedule, name=f"{schedule.name}, forward only", table=table, pairs=())
 
 
 # ------------------------------------------------------------------------------------------------------ tables of users

@@ -43,6 +43,7 @@ class StageState:
         layout: whose stages are those of the schedule.
         params: at rest in this layout.
         precision: dtypes of compute and gradients.
+        trains: whether there are gradients; else no sums are kept.
 
     Attributes:
         once: whether stages are gathered once a step, as a whole.
@@ -50,7 +51,16 @@ class StageState:
         work: for each stage that can compute: its parameters, where its gradients go, and their sums so far.
     """
 
-    def __init__(self, model: Any, schedule: Schedule, layout: Layout, params: Tree, precision: Precision) -> None:
+    def __init__(
+        self,
+        model: Any,
+        schedule: Schedule,
+        layout: Layout,
+        params: Tree,
+        precision: Precision,
+        *,
+        trains: bool = True,
+    ) -> None:
         """Makes sums that are zero; nothing is sent."""
         self.model, self.schedule, self.layout, self.params, self.precision = model, schedule, layout, params, precision
         self.rank = axis_index("pp", layout.mesh)
@@ -62,7 +72,7 @@ class StageState:
         for stage in own:
             self._rows[stage] = [(start, start + n) for start, n in zip(starts, counts[stage], strict=True)]
             starts = [stop for _, stop in self._rows[stage]]
-        self._homes = [_home_of_sums(leaf, self.each) if leaf.trainable else None for leaf in layout.leaves]
+        self._homes = [_home_of_sums(leaf, self.each) if trains and leaf.trainable else None for leaf in layout.leaves]
         self._sources = tree.unflatten(layout.structure, self._homes)
         self._sums = [
             None if home is None else _zeros(home, leaf.shape, self._grad_dtype(leaf), x)
@@ -75,7 +85,7 @@ class StageState:
         self._leaves = {stage: tree.leaves(self._part(numbers, stage)) for stage in own}
         # Stages share the embedding where it is tied; each has its own rows of a stack.
         whole_ones = {i for i, leaf in enumerate(layout.leaves) if not begins(leaf.path, "blocks")}
-        in_order = sorted(own, key=last.__getitem__)
+        in_order = sorted(last, key=last.__getitem__)
         self._reduced_with = {i: stage for stage in in_order for i in self._leaves[stage] if i in whole_ones}
         self._reduced: dict[int, dict[int, Tensor]] = {}
         self.work = {} if self.once else {stage: self._work(stage, self._part(params, stage)) for stage in own}

@@ -8,8 +8,6 @@ layout, `TrainStep.__call__` runs. Law: the layout never changes a loss.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -22,7 +20,7 @@ from fsharding import _compat, tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.stop_bit import StopBit
 from fsharding.comm.transport import start_sum
-from fsharding.errors import ArgumentError, BatchError, ConfigError, NonFiniteError, ScheduleError, message
+from fsharding.errors import ArgumentError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.consistency import compare, digest, facts_of, refuse_differences
 from fsharding.mesh.device_mesh import abstract, axis_group, everyone, world_size
@@ -40,6 +38,8 @@ from fsharding.random import fold_in
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import hides_owners, local_of
+from fsharding.train.loss_function import LossFunction
+from fsharding.train.microbatches import split_batch, uncut, uneven
 from fsharding.train.state import TrainState, main_of, refuse_changed, sealed, spread
 from fsharding.train.state_check import StateCheck, check_numbers
 from fsharding.transforms import policies
@@ -48,7 +48,7 @@ from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.value_and_grad import loss_and_grads, refuse_backward
 from fsharding.tree import Tree
 
-__all__ = ["Metrics", "StepPlan", "TrainStep", "make_train_step", "model_loss"]
+__all__ = ["Metrics", "StepPlan", "TrainStep", "make_train_step", "model_loss", "planned_schedule", "refuse_model"]
 
 
 class Metrics(NamedTuple):
@@ -287,7 +287,7 @@ class TrainStep:
         self._policy = policy
         self._is_model = hasattr(model, "block")
         loss_fn = model_loss(model, policy=policy) if self._is_model else model
-        self._loss_fn = _LossFunction(loss_fn, takes_key=_takes_key(loss_fn), has_aux=has_aux)
+        self._loss_fn = LossFunction.of(loss_fn, has_aux=has_aux)
         self._bias_rates: dict[str, float] = dict(model.balanced) if self._is_model else {}
         self._settings = _settings(model, opt, microbatches, schedule if self._is_model else "", precision, policy)
         self._plans: list[StepPlan] = []
@@ -312,7 +312,7 @@ class TrainStep:
         loss_scale = _loss_scale(state, plan.precision)
         stop = StopBit(layout.mesh)
 
-        sums = self._loss_and_grads(plan, state, _split(batch, self._microbatches), loss_scale, stop)
+        sums = self._loss_and_grads(plan, state, split_batch("train step", batch, self._microbatches), loss_scale, stop)
         grads, loads = split_loads(sums.grads, self._bias_rates)
         with _compat.region("norm"):
             to_mean = float(1.0 / (sums.weight.double() * loss_scale))
@@ -355,9 +355,9 @@ class TrainStep:
         """
         schedule = None
         if self._is_model:
-            _refuse_model(self._model, layout)
+            refuse_model("train step", self._model, layout)
             if abstract(layout.mesh).axis_size("pp") > 1:
-                schedule = _planned_schedule(self._schedule, layout, self._microbatches)
+                schedule = planned_schedule("train step", self._schedule, layout, self._microbatches)
         return StepPlan(_without_devices(layout), self._precision or layout.precision, schedule)
 
     def _plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
@@ -503,50 +503,6 @@ def _settings(
     return {**facts, **of_loss, **facts_of("optimizer", opt.update)}
 
 
-def _takes_key(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function asks for a random key: it has a parameter of that name without a value."""
-    try:
-        asked = inspect.signature(loss_fn).parameters.get("key")
-    except (TypeError, ValueError):  # a callable without a signature
-        return False
-    return asked is not None and asked.default in (inspect.Parameter.empty, None)
-
-
-class _LossFunction(NamedTuple):
-    """A loss function, and how a step calls it."""
-
-    loss_fn: Callable[..., Any]
-    takes_key: bool
-    has_aux: bool
-
-    def key(self, state: TrainState) -> Tensor | None:
-        """The random key of a step; None for a function that takes none."""
-        return fold_in(state.key, int(state.step)) if self.takes_key else None
-
-    def scaled(self, scale: float, key: Tensor | None) -> Callable[[Tree, Tree], Any]:
-        """The function of parameters and batch whose loss is `scale` times the loss."""
-        keywords = {} if key is None else {"key": key}
-
-        @functools.wraps(self.loss_fn, updated=())  # for errors that say what its arguments are called
-        def run(values: Tree, microbatch: Tree) -> Any:
-            result = self.loss_fn(values, microbatch, **keywords)
-            if self.has_aux:
-                # value_and_grad refuses another shape.
-                pair = isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2
-                return (_times(result[0], scale), result[1]) if pair else result
-            return _times(result, scale)
-
-        return run
-
-
-def _times(loss: Any, scale: float) -> Any:
-    if not isinstance(loss, tuple):
-        loss = loss, 1.0
-    if scale == 1.0 or len(cast("tuple[Any, ...]", loss)) != 2 or not isinstance(loss[0], Tensor):
-        return loss
-    return loss[0] * scale, loss[1]
-
-
 def _check_arguments(model: Any, opt: Any, microbatches: Any, policy: Any, *, has_aux: bool) -> None:
     """Refuses arguments that no layout and no batch can make right."""
     if is_optimizer(model) and not hasattr(model, "block") and not is_optimizer(opt):
@@ -589,16 +545,16 @@ def _agree(state: TrainState, settings: dict[str, str], batch: Tree, microbatche
     if abstract(layout.mesh).axis_size("pp") == 1:
         settings = {name: text for name, text in settings.items() if name != "schedule"}
     ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
-    facts |= {**settings, **leaves, "batch": "\n".join(_uneven(batch, microbatches))}
+    facts |= {**settings, **leaves, "batch": "\n".join(uneven(batch, microbatches))}
     facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
     facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
     ask = meet if ranks.size == world_size() else None
     by_rank = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
-    uneven = {rank: of_rank.pop("batch") for rank, of_rank in by_rank.items()}
+    uncuttable = {rank: of_rank.pop("batch") for rank, of_rank in by_rank.items()}
     refuse_differences("train step", by_rank)
-    if any(uneven.values()):
-        rows = [f"rank {rank}: {row}" for rank, text in uneven.items() for row in filter(None, text.split("\n"))]
-        raise _uncut(rows, "the batches of all ranks", microbatches)
+    if any(uncuttable.values()):
+        rows = [f"rank {rank}: {row}" for rank, text in uncuttable.items() for row in filter(None, text.split("\n"))]
+        raise uncut("train step", rows, "the batches of all ranks", f"{microbatches} microbatches")
 
 
 def _kind_of(x: Any) -> str:
@@ -647,62 +603,46 @@ def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
         tree.flatten_up_to(spec, state.opt_state, "train step", ("its optimizer", "state.opt_state"))
 
 
-def _refuse_model(model: Any, layout: Layout) -> None:
-    """Refuses a model with other parameters than those of the layout, or on axes that it does not compute over."""
+def refuse_model(function: str, model: Any, layout: Layout) -> None:
+    """Refuses a model with other parameters than those of the layout, or on axes that it does not compute over.
+
+    Args:
+        function: the public function, for the error.
+        model: a `Model`.
+        layout: of the state.
+
+    Raises:
+        TreeError: other parameters.
+        ConfigError: axes that the model does not compute over.
+    """
     draws = tree.flatten_up_to(
-        layout.structure, model.init(torch.zeros(2, dtype=torch.int64)), "train step", ("the state", "its model")
+        layout.structure, model.init(torch.zeros(2, dtype=torch.int64)), function, ("the state", "its model")
     )
-    check_fit("train step", layout, draws, ((leaf.shape, leaf.init) for leaf in layout.leaves))
+    check_fit(function, layout, draws, ((leaf.shape, leaf.init) for leaf in layout.leaves))
     shape = abstract(layout.mesh)
     others = [axis for axis in ("cp", "tp") if axis not in model.axes]
     used = [f"{axis}={shape.axis_size(axis)}" for axis in others if shape.axis_size(axis) > 1]
     if used:
         known = ", ".join(("pp", "replica", "dp", "ep", *model.axes))
         mend = f"Use {known}, or pass a loss function that computes on the other axes itself."
-        raise ConfigError(
-            message("train step", f"cannot cut the compute of a Model over {', '.join(used)}.", mend=mend)
-        )
+        raise ConfigError(message(function, f"cannot cut the compute of a Model over {', '.join(used)}.", mend=mend))
 
 
-def _planned_schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Schedule:
-    """The schedule of a step on a mesh with `pp`."""
+def planned_schedule(function: str, schedule: str | Schedule, layout: Layout, microbatches: int) -> Schedule:
+    """The schedule of a step on a mesh with `pp`.
+
+    Args:
+        function: the public function, for the error.
+        schedule: or the name of one.
+        layout: on a mesh with `pp`.
+        microbatches: how many.
+
+    Raises:
+        ScheduleError: it cannot have so many ranks or microbatches.
+    """
     ranks = abstract(layout.mesh).axis_size("pp")
     planned = plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
     if (planned.ranks, planned.microbatches) != (ranks, microbatches):
         text = f"got {planned!r} for pp={ranks} and microbatches={microbatches}."
-        raise ScheduleError(
-            message("train step", text, mend="Plan it with fs.pipeline.plan_schedule for these numbers.")
-        )
+        raise ScheduleError(message(function, text, mend="Plan it with fs.pipeline.plan_schedule for these numbers."))
     return planned
-
-
-_NO_TENSOR = ", which is no tensor"
-
-
-def _uneven(batch: Tree, microbatches: int) -> list[str]:
-    """The leaves of a batch that cannot be cut, in words."""
-    return [
-        f"{path} is {kind_text(x)}" + ("" if isinstance(x, Tensor) else _NO_TENSOR)
-        for path, x in tree.named_leaves(batch).items()
-        if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[0] % microbatches
-    ]
-
-
-def _uncut(rows: list[str], whose: str, microbatches: int) -> BatchError:
-    """The error for leaves that cannot be cut; those that are no tensors alone, where there are some."""
-    odd = [row for row in rows if row.endswith(_NO_TENSOR)]
-    shown = odd or rows
-    if odd:
-        mend = "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each."
-        return BatchError(message("train step", f"takes {whose} as trees of tensors.", shown, mend))
-    mend = "Choose microbatches that divide dim 0 of every leaf, or another global batch."
-    return BatchError(message("train step", f"cannot cut {whose} into {microbatches} microbatches.", shown, mend))
-
-
-def _split(batch: Tree, microbatches: int) -> list[Tree]:
-    """The microbatches of this rank's batch, along dim 0."""
-    if rows := _uneven(batch, microbatches):
-        raise _uncut(rows, "this rank's batch", microbatches)
-    if microbatches == 1:
-        return [batch]
-    return [tree.map(lambda x: x.chunk(microbatches)[i], batch) for i in range(microbatches)]  # noqa: B023

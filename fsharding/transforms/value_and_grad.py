@@ -42,7 +42,7 @@ from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.unit_plan import GradTarget
 from fsharding.tree import Tree
 
-__all__ = ["GradFn", "Tape", "loss_and_grads", "refuse_backward", "value_and_grad"]
+__all__ = ["GradFn", "Loss", "Tape", "global_loss", "loss_and_grads", "refuse_backward", "value_and_grad"]
 
 
 class GradFn(Protocol):
@@ -51,6 +51,31 @@ class GradFn(Protocol):
     def __call__(self, params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
         """Loss and gradients; `accumulate` holds summed gradients to add to, in their own memory if donated."""
         ...
+
+
+class Loss(NamedTuple):
+    """A sum of losses and the number of terms in it: what a loss function returns for the tokens of its rank.
+
+    A plain tuple `(sum, count)` means the same. Sums can be added, over ranks, microbatches and batches; means cannot.
+
+    Attributes:
+        sum: of the losses, 0-d floating point.
+        count: how many there are: a number, or a 0-d tensor.
+
+    Example:
+        >>> error = torch.tensor([1.0, 2.0, 3.0]).square()
+        >>> loss = fs.Loss(error.sum(), error.numel())
+        >>> float(loss.sum), loss.count, round(float(loss.mean), 4)
+        (14.0, 3, 4.6667)
+    """
+
+    sum: Tensor
+    count: Tensor | float
+
+    @property
+    def mean(self) -> Tensor:
+        """The sum over the count."""
+        return self.sum / self.count
 
 
 class _Loss(NamedTuple):
@@ -169,6 +194,35 @@ def loss_and_grads(
     return _result(loss, totals, mean, has_aux), tape.as_tree(local)
 
 
+def global_loss(
+    fn: Callable[..., Any], params: Tree, args: Sequence[Any], *, has_aux: bool, precision: Precision
+) -> tuple[Loss, Any]:
+    """The loss alone, without gradients: each unit is gathered, used and released, and nothing is kept for backward.
+
+    Args:
+        fn: as in `value_and_grad`.
+        params: tree of parameters.
+        args: the other arguments of `fn`.
+        has_aux: as in `value_and_grad`.
+        precision: dtypes of compute and wire.
+
+    Returns:
+        (sum and count over all data ranks, float32 and 0-d; aux of this rank). A bare tensor counts as the mean of its
+        rank, with count 1.
+    """
+    spec = tree.flatten(params)[1]
+    tape = Tape(params, tree.unflatten(spec, [None] * spec.num_leaves), None, precision, function="fs.evaluate")
+    try:
+        with naming_lost("fs.evaluate", tape.mesh):
+            loss = _take_apart(tape.forward(fn, *args), has_aux, "fs.evaluate")
+            totals = _global_sums(loss, tape.mesh, None)
+            tape.finish()
+    except BaseException:
+        tape.close()
+        raise
+    return Loss(totals[0].float(), totals[1].float()), loss.aux
+
+
 class Tape:
     """One forward and its backward over sharded parameters, and where their gradients go.
 
@@ -181,6 +235,7 @@ class Tape:
         precision: dtypes of compute, wire and gradients.
         pool: of buffers, where several tapes share one.
         grad_pool: as in `loss_and_grads`.
+        function: the public function, for errors.
 
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
@@ -204,8 +259,9 @@ class Tape:
         precision: Precision,
         pool: Pool | None = None,
         grad_pool: Pool | None = None,
+        function: str = "fs.value_and_grad",
     ) -> None:
-        _refuse_transforms(params)
+        _refuse_transforms(params, function)
         self._leaves, self._spec = tree.flatten(params)
         leaves, count = self._leaves, len(self._leaves)
         self._shardings = [_as_parameter] * count
@@ -300,14 +356,14 @@ class Tape:
         )
 
 
-def _refuse_transforms(params: Tree) -> None:
+def _refuse_transforms(params: Tree, function: str) -> None:
     if _functorch.in_functorch():
         mend = "Use torch.func.grad_and_value of a function of local nodes, inside fs.shard_map."
-        raise TransformError(message("fs.value_and_grad", "cannot run under a torch.func transform.", mend=mend))
+        raise TransformError(message(function, "cannot run under a torch.func transform.", mend=mend))
     leaves = tree.named_leaves(params)
     if nodes := [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local)]:
         mend = "Call it outside of fs.shard_map, or use torch.func.grad_and_value inside."
-        raise TransformError(message("fs.value_and_grad", "needs parameters at rest.", nodes, mend))
+        raise TransformError(message(function, "needs parameters at rest.", nodes, mend))
 
 
 _as_parameter: Any = object()
@@ -361,16 +417,17 @@ def _on(mesh: Mesh | None) -> Any:
     return set_mesh(mesh) if mesh is not None else torch.enable_grad()
 
 
-def _take_apart(result: Any, has_aux: bool) -> _Loss:
-    if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
+def _take_apart(result: Any, has_aux: bool, function: str = "fs.value_and_grad") -> _Loss:
+    is_pair = isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2
+    if has_aux and (not is_pair or isinstance(result, Loss)):
         mend = "Return (loss, aux), or leave has_aux out."
-        raise TransformError(message("fs.value_and_grad", f"needs (loss, aux); got {_kind(result)}.", mend=mend))
+        raise TransformError(message(function, f"needs (loss, aux); got {_kind(result)}.", mend=mend))
     loss, aux = result if has_aux else (result, None)
     total, weight = loss if isinstance(loss, tuple) and len(cast(tuple[Any, ...], loss)) == 2 else (loss, None)
     is_number = weight is None or isinstance(weight, int | float) or (isinstance(weight, Tensor) and not weight.ndim)
     if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point() or not is_number:
         rule = f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {_kind(loss)}."
-        raise TransformError(message("fs.value_and_grad", rule, mend=_mend(total)))
+        raise TransformError(message(function, rule, mend=_mend(total)))
     if weight is not None:
         if _is_mean(total) and float(weight) > 1:
             _warn_of_mean(float(weight))

@@ -142,7 +142,7 @@ CALLS: dict[str, Call] = {
     "fold_in": Call(("key", "one"), fs.random.fold_in),
     "split": Call(("key", "one"), fs.random.split),
     "normal": Call(("key", "shape"), lambda *a: fs.random.normal(*a).tensor()),
-    "bernoulli": Call(("key", "rate", "shape"), fs.random.bernoulli),
+    "bernoulli": Call(("key", "shape", "rate"), fs.random.bernoulli),
     "tree.map": Call(("identity", "whole", "whole"), lambda f, *a: fs.tree.map(lambda x, y: f(x), *a)),
     "tree.at": Call(("whole", "dotted"), fs.tree.at),
     "save": Call(("path", "state"), saved),

@@ -51,7 +51,7 @@ def test_moments_and_ranges():
     assert abs(x.mean() - 5) < 0.02 and abs(x.std() - 2) < 0.02
     u = random.uniform(random.key(0), (300, 1001), low=-2.0, high=6.0).tensor()
     assert u.min() >= -2 and u.max() < 6 and abs(u.mean() - 2) < 0.03
-    mask = random.bernoulli(random.key(0), 0.25, (300, 1001))
+    mask = random.bernoulli(random.key(0), (300, 1001), 0.25).tensor()
     assert mask.dtype == torch.bool and abs(mask.float().mean() - 0.25) < 0.01
     # Blocks of one array have streams of their own.
     halves = random.normal(random.key(0), (2, random.BLOCK)).tensor()
@@ -81,7 +81,7 @@ MEND = "Make keys with random.key, random.split or random.fold_in."
             "random.normal needs a key int64[2], got int64[2, 2].",
         ),
         (lambda: random.uniform(torch.zeros(()), (2,)), "random.uniform needs a key int64[2], got float32[]."),
-        (lambda: random.bernoulli(torch.zeros(1), 0.5, (2,)), "random.uniform needs a key int64[2], got float32[1]."),
+        (lambda: random.bernoulli(torch.zeros(1), (2,), 0.5), "random.bernoulli needs a key int64[2], got float32[1]."),
     ],
 )
 def test_keys_of_the_wrong_kind(call, text):

@@ -26,7 +26,7 @@ def batches(mesh, steps):
 def with_dropout(params, batch, *, key):
     """Drops hidden units by rows of the global batch, so that each layout drops the same ones."""
     index, count = data_position(params["first"].sharding.mesh)
-    kept = fs.random.bernoulli(key, 0.5, (len(batch) * count, WIDTH)).chunk(count)[index]
+    kept = fs.random.bernoulli(key, (len(batch) * count, WIDTH), 0.5).tensor().chunk(count)[index]
     hidden = torch.tanh(batch @ fs.gather_unit(params["first"]).T) * kept
     out = hidden @ fs.gather_unit(params["last"]).T
     return (out.square().sum(), len(batch)), {"key": key, "kept": kept.float().mean(), "out": out}

@@ -1,0 +1,159 @@
+"""`evaluate`: the loss of parameters on a batch, forward only, under any strategy and on any mesh.
+
+In: a loss function or a `Model`; parameters in their layout, and this rank's part of a batch. Out: the sum of the
+losses of all data ranks, and how many there are. Units are gathered, used and released one after the other, nothing is
+kept for backward, and no gradient is reduced. Law: the loss is that of a train step on the same parameters and batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.errors import ArgumentError, ConfigError, ScheduleError, message
+from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.pipeline.executor import Messages, pipeline_loss
+from fsharding.pipeline.schedule import Schedule
+from fsharding.precision import FP32, Precision
+from fsharding.public import check_function, public
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.named_sharding import to_local
+from fsharding.train.loss_function import LossFunction
+from fsharding.train.microbatches import split_batch
+from fsharding.train.state import TrainState
+from fsharding.train.step import model_loss, planned_schedule, refuse_model
+from fsharding.transforms.value_and_grad import Loss, global_loss
+from fsharding.tree import Tree
+
+__all__ = ["Evaluate", "evaluate"]
+
+_NAME = "fs.evaluate"
+
+
+class Evaluate(Protocol):
+    """The type of the function that `evaluate` returns."""
+
+    def __call__(self, params: Tree | TrainState, batch: Tree) -> Any:
+        """The global `Loss`; with `has_aux`, `(loss, aux of each microbatch)`."""
+        ...
+
+
+@public("fs.evaluate")
+def evaluate(
+    model: Any,
+    *,
+    microbatches: int = 1,
+    schedule: str | Schedule = "1f1b",
+    precision: Precision | None = None,
+    has_aux: bool = False,
+) -> Evaluate:
+    """Makes a function that computes a loss without gradients.
+
+    Args:
+        model: a loss function `(params, batch) -> (sum, count)`, or a `Model`. A loss function with a parameter `key`
+            gets None, so that `fs.random.dropout` changes nothing.
+        microbatches: equal pieces of this rank's batch, computed one after the other.
+        schedule: as in `make_train_step`; only its forwards run.
+        precision: dtypes of compute and wire; by default those of the state, float32 for parameters alone.
+        has_aux: the loss function returns `(loss, aux)`.
+
+    Returns:
+        A function `(params, batch) -> Loss`, with the sum of the losses of all data ranks and their count, float32 and
+        0-d; with `has_aux` `(Loss, (aux of each microbatch,))`. It takes parameters, or a whole `TrainState`.
+
+    Raises:
+        ArgumentError: no `Model` and no function of two arguments. From the function: on a mesh with `pp`, parameters
+            without their state.
+        ConfigError: a number of microbatches below 1, or `has_aux` with a `Model`. From the function: a `Model` on an
+            axis that it does not compute over.
+        ScheduleError: from the function: a loss function that is no `Model` on a mesh with `pp`.
+        BatchError: from the function: a leaf of the batch is no tensor, or cannot be cut into microbatches.
+        TransformError: from the function: the loss is not a 0-d floating point tensor.
+        RankError: from the function: another rank is gone.
+
+    Example:
+        >>> def loss(params, batch, key=None):
+        ...     x = fs.random.dropout(batch["x"], 0.5, key)  # a train step draws a key, evaluation does not
+        ...     error = x @ fs.gather_unit(params)["w"] - batch["y"]
+        ...     return fs.Loss(error.square().sum(), error.numel())
+        >>> init = lambda key: {"w": fs.random.ones((4,))}
+        >>> state, step = fs.setup(init, loss, fs.sgd(0.1), fs.random.key(0))
+        >>> validation = fs.evaluate(loss)(state, {"x": torch.ones(3, 4), "y": torch.zeros(3)})
+        >>> float(validation.mean), int(validation.count)
+        (16.0, 3)
+    """
+    is_model = hasattr(model, "block")
+    if not is_model:
+        check_function(_NAME, "a Model, or a loss function (params, batch)", model, 2)
+    elif has_aux:
+        mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, count)."
+        raise ConfigError(message(_NAME, "got has_aux with a Model, which returns no aux.", mend=mend))
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ConfigError(message(_NAME, f"got microbatches={microbatches!r}.", mend="Give a number from 1."))
+    loss_fn = LossFunction.of(model_loss(model) if is_model else model, has_aux=has_aux).without_key
+    pipeline = _Pipeline(model, schedule, microbatches) if is_model else None
+
+    @public(_NAME)
+    def run(params: Tree | TrainState, batch: Tree) -> Any:
+        state = params if isinstance(params, TrainState) else None
+        values = params if state is None else state.params
+        dtypes = precision or (FP32 if state is None else state.layout.precision)
+        pieces = split_batch(_NAME, batch, microbatches)
+        mesh = _mesh_of(values)
+        if mesh is not None and abstract(mesh).axis_size("pp") > 1:
+            _refuse_pipeline(state, is_model)
+            assert state is not None and pipeline is not None
+            return pipeline.loss(state.layout, values, pieces, dtypes)
+        if is_model and state is not None:
+            refuse_model(_NAME, model, state.layout)
+        losses: list[Loss] = []
+        auxes: list[Any] = []
+        for piece in pieces:
+            loss, aux = global_loss(loss_fn, values, (piece,), has_aux=has_aux, precision=dtypes)
+            losses.append(loss)
+            auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
+        counts = [torch.as_tensor(x.count) for x in losses]
+        total = Loss(torch.stack([x.sum for x in losses]).sum(), torch.stack(counts).sum())
+        return (total, tuple(auxes)) if has_aux else total
+
+    return run
+
+
+class _Pipeline:
+    """The evaluation of a `Model` on meshes with `pp`.
+
+    It keeps what receivers have learnt of activations, for the layout of the latest call.
+    """
+
+    def __init__(self, model: Any, schedule: str | Schedule, microbatches: int) -> None:
+        self._model, self._schedule, self._microbatches = model, schedule, microbatches
+        self._layout: Layout | None = None
+        self._messages: Messages = {}
+
+    def loss(self, layout: Layout, params: Tree, pieces: list[Tree], precision: Precision) -> Loss:
+        """The global loss of parameters in a layout with stages."""
+        if layout is not self._layout:
+            refuse_model(_NAME, self._model, layout)
+            self._layout, self._messages = layout, {}
+        planned = planned_schedule(_NAME, self._schedule, layout, self._microbatches)
+        return Loss(
+            *pipeline_loss(self._model, planned, layout, params, pieces, precision=precision, known=self._messages)
+        )
+
+
+def _mesh_of(params: Tree) -> Mesh | None:
+    return next((to_local(x).sharding.mesh for x in tree.leaves(params) if isinstance(x, DTensor)), None)
+
+
+def _refuse_pipeline(state: TrainState | None, is_model: bool) -> None:
+    """Refuses calls that have no stages to run on a mesh with `pp`."""
+    if not is_model:
+        mend = "Give fs.evaluate the Model; its stages are one loss function for each rank."
+        raise ScheduleError(message(_NAME, "cannot cut a loss function into the stages of a pipeline.", mend=mend))
+    if state is None:
+        mend = "Give the whole state, which has the layout: fs.evaluate(model)(state, batch)."
+        raise ArgumentError(message(_NAME, "got parameters alone on a mesh with pp.", mend=mend))

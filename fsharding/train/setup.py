@@ -1,0 +1,127 @@
+"""`setup`: from a model, a loss function and an optimizer to a first state and a train step, in one call.
+
+In: what differs from program to program. Out: the state, whose layout has mesh, rules and shardings, and the step.
+It makes the same calls as a reader would: `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsharding.errors import ArgumentError, message
+from fsharding.mesh.device_mesh import Mesh, abstract, make_mesh
+from fsharding.optim.base import GradientTransformation
+from fsharding.pipeline.schedule import Schedule, plan_schedule
+from fsharding.pipeline.stages import stages_of
+from fsharding.precision import FP32, Precision
+from fsharding.public import check_function, check_optimizer, is_optimizer, public, refuse, refuse_module
+from fsharding.sharding.layout import plan_layout
+from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules
+from fsharding.sharding.strategy import Strategy
+from fsharding.train.state import TrainState, init_state
+from fsharding.train.step import TrainStep, make_train_step
+from fsharding.transforms import policies
+from fsharding.transforms.policies import Policy
+from fsharding.tree import Tree
+
+__all__ = ["setup"]
+
+_NAME = "fs.setup"
+
+
+@public(_NAME)
+def setup(
+    init_or_model: Any,
+    loss_fn: Callable[..., Any] | None,
+    opt: GradientTransformation,
+    key: Tensor,
+    strategy: Strategy | str = "zero3",
+    *,
+    mesh: Mesh | None = None,
+    rules: AxisRules = DEFAULT_RULES,
+    names: Tree = None,
+    precision: Precision = FP32,
+    frozen: str | Sequence[str] = (),
+    stages: Mapping[str, Any] | None = None,
+    microbatches: int = 1,
+    schedule: str | Schedule = "1f1b",
+    donate: bool = False,
+    policy: Policy = policies.save_except_gathered,
+    has_aux: bool = False,
+) -> tuple[TrainState, TrainStep]:
+    """Makes the first state of a run and its train step.
+
+    Args:
+        init_or_model: a function `key -> tree` of draws or tensors; a `Model`, or what `functionalize` returns; or a
+            tree of tensors to start from, the same on every rank.
+        loss_fn: `(params, batch) -> (sum, count)`; None for the loss of a `Model`.
+        opt: the optimizer.
+        key: random key, the same on every rank.
+        strategy: what is cut over the data axes, or its name.
+        mesh: by default all ranks there are, along `dp`.
+        rules: as in `plan_layout`, and so are the next ones.
+        names: of dims.
+        precision: dtypes at rest, of compute and on the wire.
+        frozen: leaves without gradients.
+        stages: who owns what along `pp`; by default, for a `Model`, as the schedule says.
+        microbatches: as in `make_train_step`, and so are the next ones.
+        schedule: of a pipeline.
+        donate: the step may overwrite the state that it is given.
+        policy: what the blocks of a `Model` keep for backward.
+        has_aux: the loss function returns aux.
+
+    Returns:
+        (state, step): `state, metrics = step(state, batch)`; mesh and shardings are `state.layout`.
+
+    Raises:
+        ArgumentError: an argument of another kind, such as an `nn.Module`, or two are swapped; no loss function for
+            anything but a `Model`.
+        ConfigError: as from `plan_layout`, `init_state` and `make_train_step`, and so are all other errors.
+
+    Example:
+        >>> def init(key):
+        ...     return {"w": fs.random.normal(key, (4, 1))}
+        >>> def loss_fn(params, batch):
+        ...     error = batch["x"] @ fs.gather_unit(params)["w"] - batch["y"]
+        ...     return error.square().sum(), error.numel()
+        >>> state, step = fs.setup(init, loss_fn, fs.adamw(1e-2), fs.random.key(0))
+        >>> state, metrics = step(state, {"x": torch.ones(3, 4), "y": torch.zeros(3, 1)})
+        >>> int(state.step), str(state.layout.strategy), int(metrics.weight)
+        (1, 'zero3', 3)
+    """
+    refuse_module(_NAME, init_or_model)
+    check_optimizer(_NAME, opt)
+    if is_optimizer(loss_fn) and not hasattr(loss_fn, "block"):
+        raise refuse(_NAME, "a loss function, then an optimizer", loss_fn, "Swap the two.")
+    is_model = hasattr(init_or_model, "block")
+    if loss_fn is None and not is_model:
+        mend = "Give a function (params, batch) -> (sum, count)."
+        raise ArgumentError(message(_NAME, "needs a loss function for what is no Model.", mend=mend))
+    if loss_fn is not None:
+        check_function(_NAME, "a loss function (params, batch)", loss_fn, 2)
+    mesh = make_mesh(dp=-1) if mesh is None else mesh
+    model, shapes = _model(init_or_model)
+    if is_model and stages is None and (ranks := abstract(mesh).axis_size("pp")) > 1:
+        stages = stages_of(
+            init_or_model, plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
+        )
+    layout = plan_layout(shapes, mesh, rules, strategy, precision=precision, names=names, frozen=frozen, stages=stages)
+    step = make_train_step(
+        init_or_model if loss_fn is None else loss_fn, opt, microbatches=microbatches, schedule=schedule, donate=donate,
+        policy=policy, has_aux=has_aux,
+    )  # fmt: skip
+    return init_state(model, opt, key, layout), step
+
+
+def _model(given: Any) -> tuple[Any, Any]:
+    """What `init_state` takes, and what `plan_layout` takes."""
+    if hasattr(given, "init") and hasattr(given, "names"):
+        return given, given
+    if callable(given):
+        check_function(_NAME, "a Model, or a function of a key", given, 1, exactly=True)
+        return given, given(torch.zeros(2, dtype=torch.int64))
+    return (lambda _: given), given

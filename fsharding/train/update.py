@@ -1,0 +1,61 @@
+"""`update`: one optimizer update of a whole state, for train steps that are written out by hand.
+
+In: a state and mean gradients. Out: the next state, in the same layout.
+Law: with the gradients of `value_and_grad(loss_fn, grads=state.layout.main)`, the state of `make_train_step`.
+"""
+
+from __future__ import annotations
+
+from fsharding.comm.redistribute import redistribute
+from fsharding.errors import ArgumentError, message
+from fsharding.optim.base import GradientTransformation
+from fsharding.optim.updates import apply_gradients
+from fsharding.public import check_optimizer, is_optimizer, kind_of, public, refuse
+from fsharding.train.state import TrainState, main_of, sealed, spread
+from fsharding.tree import Tree
+
+__all__ = ["update"]
+
+_NAME = "fs.update"
+
+
+@public(_NAME)
+def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> TrainState:
+    """Updates optimizer state, main parameters and parameters, and counts the step.
+
+    Args:
+        state: it is unchanged.
+        grads: mean gradients, as `fs.value_and_grad` gives them; None at frozen leaves. Made with
+            `grads=state.layout.main` they are where the optimizer wants them; others are resharded.
+        opt: the optimizer that the state was made with.
+
+    Returns:
+        The next state. Nothing looks whether gradients are finite, and a loss scale stays as it is: scaled training is
+        `fs.make_train_step`.
+
+    Raises:
+        ArgumentError: an argument of another kind, or gradients and state are swapped.
+        TreeError: gradients or optimizer do not fit the state.
+
+    Example:
+        >>> loss = lambda params, x: (x @ fs.gather_unit(params)["w"]).square().mean()
+        >>> opt = fs.sgd(0.1)
+        >>> state, _ = fs.setup(lambda key: {"w": fs.random.ones((4,))}, loss, opt, fs.random.key(0))
+        >>> value, grads = fs.value_and_grad(loss, grads=state.layout.main)(state.params, torch.ones(2, 4))
+        >>> state = fs.update(state, grads, opt)
+        >>> int(state.step), [round(x, 4) for x in state.params["w"].full_tensor().tolist()]
+        (1, [0.2, 0.2, 0.2, 0.2])
+    """
+    if not isinstance(state, TrainState):
+        swapped = isinstance(grads, TrainState)
+        mend = "Swap the two: fs.update(state, grads, opt)." if swapped else "Make one with fs.setup or fs.init_state."
+        raise ArgumentError(message(_NAME, f"takes a TrainState first, got {kind_of(state)}.", mend=mend))
+    if is_optimizer(grads) and not is_optimizer(opt):
+        raise refuse(_NAME, "gradients, then an optimizer", grads, "Swap the two: fs.update(state, grads, opt).")
+    check_optimizer(_NAME, opt)
+    layout = state.layout
+    placed = redistribute(grads, layout.main)
+    main, opt_state = apply_gradients(opt, placed, state.opt_state, main_of(state), shardings=layout.main)
+    params = spread(main, state.params, layout)
+    kept = main if state.main is not None else None
+    return sealed(state.replace(step=state.step + 1, params=params, main=kept, opt_state=opt_state))
