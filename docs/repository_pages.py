@@ -1,7 +1,7 @@
 """Gives files of the repository a page: each example with its code, and CONTRIBUTING.
 
-A page links to an example as a reader of the repository would, `../../examples/mlp.py`; on the site the same link leads to
-the page of the example. So a link is right in both places, and `--strict` refuses one that leads to nothing.
+A page links to an example as a reader of the repository would, `../../examples/mlp.py`; on the site the same link leads
+to the page of the example. So a link is right in both places, and `--strict` refuses one that leads to nothing.
 """
 
 from __future__ import annotations
@@ -49,4 +49,4 @@ def page_of(path: Path) -> str:
     """The docstring of an example as text, and all of the file as code."""
     source = path.read_text(encoding="utf-8")
     text = ast.get_docstring(ast.parse(source)) or ""
-    return f"# {path.stem}\n\n{text}\n\n```python title=\"examples/{path.name}\"\n{source}```\n"
+    return f'# {path.stem}\n\n{text}\n\n```python title="examples/{path.name}"\n{source}```\n'

@@ -1,7 +1,7 @@
 """Writes docs/reference/what-works-with-what.md from the tests that show it: `python docs/what_works.py`.
 
-Each cell of a table is the id of a test. tests/unit/test_what_works_page.py checks that the page is what this file writes,
-and that each of these tests is collected by `make test` and never skipped. A combination without a test has no mark.
+Each cell of a table is the id of a test. tests/unit/test_what_works_page.py checks that the page is what this file
+writes, and that each of these tests is collected by `make test` and never skipped. A combination without a test has no mark.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def strategies() -> Table:
     hybrid = {axis: pair("replica", axis if axis != "replica" else "dp") for axis in AXES}
     rows = {f"`zero({level})`": plain for level in range(4)} | {"`HSDP`": hybrid, "`HFSDP`": hybrid}
     text = (
-        "Four ranks; losses and gradient norms are those of one process, at 1e-5, and the bytes of each step are those of"
-        " the formula. A mark of `zero(0)` to `zero(3)` is beside `dp`, one of a hybrid beside `replica`."
+        "Four ranks; losses and gradient norms are those of one process, at 1e-5, and the bytes of each step are those"
+        " of the formula. A mark of `zero(0)` to `zero(3)` is beside `dp`, one of a hybrid beside `replica`."
     )
     return Table("Strategies and axes", text, AXES, rows)
 
@@ -106,8 +106,9 @@ def features() -> Table:
     }
     text = (
         "Two ranks. `zero0` to `zero3` cut over `dp`, `hsdp` and `hfsdp` are on `replica`, the others are under `zero(3)`"
-        " on the one axis of their name. Losses and norms are those of one process; frozen leaves stay in every bit, and"
-        " what is saved, resharded or exported is the same in every bit."
+        " on the one axis of their name. Losses and norms are those of one process, up to the rounding of the dtype, also"
+        " after a save and a load or a reshard in the middle; frozen leaves and exported weights are the same in every"
+        " bit. From `fs.optim.from_torch` on rows are shown by tests of other files, whose ids say the mesh."
     )
     return Table("Features", text, PLACES, rows)
 
@@ -126,18 +127,18 @@ def render() -> str:
     lines = [
         "# What works with what",
         "",
-        "A mark is a test that runs the two together, and its number leads to it. No mark says that no test does: it may",
+        "A mark is a test that runs the two together, and leads to its name. No mark says that no test does: it may",
         "work, or be refused with an error that says so. `make test` runs all of them, on the CPU.",
         "",
-        "Larger combinations are drawn at random, and compared with one process: meshes of up to eight ranks with every",
-        "choice above at once, in `tests/dist/models/test_mesh_laws.py`, and models, strategies, optimizers and policies in",
-        "`tests/property/train/test_training_cases.py`. This page is written by `python docs/what_works.py`.",
+        "Larger combinations are drawn at random, and compared with one process: meshes of up to eight ranks, with",
+        "schedules, policies and strategies, in `tests/dist/models/test_mesh_laws.py`; models, strategies, optimizers",
+        "and policies in `tests/property/train/test_training_cases.py`. `python docs/what_works.py` writes this page.",
     ]
     for table in TABLES:
-        lines += ["", f"## {table.title}", "", table.text, "", f"| | {' | '.join(f'`{name}`' for name in table.columns)} |"]
+        lines += ["", f"## {table.title}", "", table.text, "", f"| | {' | '.join(table.columns)} |"]
         lines.append("|---" * (1 + len(table.columns)) + "|")
         for name, row in table.rows.items():
-            cells = (f"[✓ {numbers[row[column]]}](#test-{numbers[row[column]]})" if column in row else "" for column in table.columns)
+            cells = (f"[✓](#test-{numbers[row[column]]})" if column in row else "" for column in table.columns)
             lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", "## Tests", "", "Each runs by itself: `pytest` and the id in quotes.", ""]
     lines += [f'{number}. <a id="test-{number}"></a>`{test}`' for test, number in numbers.items()]

@@ -1,6 +1,7 @@
-"""Draws the pictures of the pages, each from a layout or a schedule that the library planned: `python docs/figures/draw.py`.
+"""Draws the pictures of the pages, each from a layout or a schedule that the library planned.
 
-They are kept as SVG files beside this one, and tests/unit/test_figures.py compares them with what this file draws.
+`python docs/figures/draw.py` writes them as SVG files beside this one, which are kept under version control;
+tests/unit/test_figures.py compares them with what this file draws.
 """
 
 from __future__ import annotations
