@@ -1,7 +1,7 @@
 """Writes docs/reference/what-works-with-what.md from the tests that show it: `python docs/what_works.py`.
 
 Each cell of a table is the id of a test. tests/unit/test_what_works_page.py checks that the page is what this file
-writes, and that each of these tests is collected by `make test` and never skipped. A combination without a test has no mark.
+writes, and that each of these tests is collected by `make test` and never skipped. Without a test there is no mark.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def features() -> Table:
         "`torch.compile` of blocks, on one rank": {"zero3": COMPILED},
     }
     text = (
-        "Two ranks. `zero0` to `zero3` cut over `dp`, `hsdp` and `hfsdp` are on `replica`, the others are under `zero(3)`"
-        " on the one axis of their name. Losses and norms are those of one process, up to the rounding of the dtype, also"
-        " after a save and a load or a reshard in the middle; frozen leaves and exported weights are the same in every"
-        " bit. From `fs.optim.from_torch` on rows are shown by tests of other files, whose ids say the mesh."
+        "Two ranks. `zero0` to `zero3` cut over `dp`, `hsdp` and `hfsdp` are on `replica`, the others are under"
+        " `zero(3)` on the one axis of their name. Losses and norms are those of one process, up to the rounding of the"
+        " dtype, also after a save and a load or a reshard in the middle; frozen leaves and exported weights are the same"
+        " in every bit. From `fs.optim.from_torch` on rows are shown by tests of other files, whose ids say the mesh."
     )
     return Table("Features", text, PLACES, rows)
 
