@@ -108,7 +108,7 @@ def features() -> Table:
         "Two ranks. `zero0` to `zero3` cut over `dp`, `hsdp` and `hfsdp` are on `replica`, the others are under"
         " `zero(3)` on the one axis of their name. Losses and norms are those of one process, up to the rounding of the"
         " dtype, also after a save and a load or a reshard in the middle; frozen leaves and exported weights are the"
-        " same in every bit. From `fs.optim.from_torch` on rows are shown by tests of other files, whose ids say the mesh."
+        " same in every bit. From `fs.optim.from_torch` on rows are shown by tests of other files."
     )
     return Table("Features", text, PLACES, rows)
 

@@ -5,6 +5,7 @@ Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`; `docs/tu
 
 from fsharding import checkpoint, models, ops, optim, pipeline, random, tree
 from fsharding.checkpoint.replicas import check_replicas
+from fsharding.checkpoint.saving import own_version
 from fsharding.comm.counters import counting_bytes, recording
 from fsharding.comm.redistribute import redistribute
 from fsharding.interop import hf
@@ -36,6 +37,8 @@ from fsharding.transforms.remat import remat
 from fsharding.transforms.scan import scan, scan_units, stack_units, unstack_units
 from fsharding.transforms.shard_map import shard_map
 from fsharding.transforms.value_and_grad import Loss, value_and_grad
+
+__version__ = own_version()
 
 __all__ = [
     "AbstractMesh",
