@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()
-    for folder in ("how-to", "reference", "tutorials")
-    for path in (DOCS / folder).glob("*.md")
+    for pattern in ("index.md", "how-to/*.md", "reference/*.md", "tutorials/*.md")
+    for path in DOCS.glob(pattern)
     if "```python\n" in path.read_text(encoding="utf-8") and not path.name.startswith("come-from-")
 )
 BESIDE_OTHERS = sorted(path.name for path in (DOCS / "how-to").glob("come-from-*.md"))
