@@ -98,8 +98,8 @@ def save_async(path: StrPath, state: TrainState, *, extra: Any = None) -> Pendin
         extra: as in `save`.
 
     Returns:
-        `.wait()` returns when the checkpoint is in its place, and raises what `save` would; `.done` only looks. A caller
-        that does not ask is told by the next save, or by a message and exit status 1 at the end of the process.
+        `.wait()` returns when the checkpoint is in its place, and raises what `save` would; `.done` only looks. The
+        next save tells a caller that does not ask, or a message and exit status 1 at the end of the process.
 
     Raises:
         CheckpointError: what can be known at once: leaves that cannot be saved; a save before this one that failed.
