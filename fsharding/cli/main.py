@@ -32,6 +32,7 @@ from fsharding.bench import (
     bench_step,
     overhead,
 )
+from fsharding.checkpoint.saving import own_version
 from fsharding.cli.checkpoints import ExportConfig, InspectConfig, ReshardConfig, ToolConfig, run_tool
 from fsharding.cli.config import TrainConfig, check
 from fsharding.cli.doctor import DoctorConfig, doctor
@@ -101,12 +102,15 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     Args:
         args: by default those of the process.
     """
-    given = list(args) if args is not None else None
+    given = list(sys.argv[1:] if args is None else args)
+    if given == ["--version"]:
+        print(f"fsharding {own_version()}")
+        sys.exit(0)
     config = tyro.cli(
         _Train | _Plan | _Bench | _Doctor | ToolConfig,
         args=given,
         prog="fsharding",
-        description="Functional sharding for PyTorch.",
+        description="Functional sharding for PyTorch. fsharding --version prints the version.",
     )
     status = 0
     try:
