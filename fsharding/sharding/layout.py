@@ -76,7 +76,7 @@ class Memory(NamedTuple):
         return f"{self.total:,} bytes a rank ({parts})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layout:
     """See the module. Everything about where a state lives; travels with the state.
 
@@ -210,6 +210,10 @@ class Layout:
             for i, leaf in enumerate(named)
         )
         return replace(new, leaves=tuple(leaves))
+
+    def __repr__(self) -> str:
+        """One line; `print(layout)` has one more for each leaf."""
+        return f"Layout({len(self.leaves)} leaves, {self.strategy}, mesh {abstract(self.mesh)})"
 
     def __str__(self) -> str:
         head = f"Layout of {len(self.leaves)} leaves on mesh {abstract(self.mesh)}, strategy {self.strategy}"

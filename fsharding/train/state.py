@@ -7,6 +7,7 @@ Law: the first state is bitwise the same in every layout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,7 +20,7 @@ from fsharding import _compat, random, tree
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import ArgumentError, DonatedError, LayoutError, message
 from fsharding.mesh.consistency import checksum, compare, refuse_differences
-from fsharding.mesh.device_mesh import everyone, is_member, world_size
+from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 
-@dataclass
+@dataclass(repr=False)
 class TrainState:
     """Everything that a run carries from step to step: a pytree whose layout is static data.
 
@@ -87,6 +88,21 @@ class TrainState:
     def __getitem__(self, name: Any) -> Any:
         mend = f"Write state.{name}." if name in _FIELDS else f"Its fields are {', '.join(_FIELDS)}."
         raise ArgumentError(message("TrainState", f"is neither a dict nor a tuple, got [{name!r}].", mend=mend))
+
+    def __repr__(self) -> str:
+        """What the state is and how much of it is here, without its numbers."""
+        if "layout" not in vars(self):
+            return "TrainState(donated)"
+        layout, parts = self.layout, {"params": self.params, "main": self.main, "opt_state": self.opt_state}
+        parameters = sum(math.prod(leaf.shape) for leaf in layout.leaves)
+        sizes = [f"{name} {state_bytes(part):,}" for name, part in parts.items() if part is not None]
+        rows = [
+            f"step {_shown(self.step)}, {parameters:,} parameters in {len(layout.leaves)} leaves",
+            f"{layout.strategy} on mesh {abstract(layout.mesh)}",
+            f"bytes of this rank: {', '.join(sizes)}",
+        ]
+        rows += [f"loss scale {_shown(self.loss_scale.scale)}"] if self.loss_scale is not None else []
+        return "\n  ".join(["TrainState", *rows])
 
     def replace(self, **changes: Any) -> TrainState:
         """A state with some fields changed.
@@ -137,6 +153,12 @@ tree.register_node(
     lambda layout, children: TrainState(*children, layout=layout),
     fields=True,
 )
+
+
+def _shown(x: Any) -> str:
+    """A 0-d tensor as a number. A state may have been given anything, and a debugger shows it all the same."""
+    is_number = isinstance(x, Tensor) and x.numel() == 1 and x.device.type != "meta"
+    return f"{x.item():,}" if is_number else type(x).__name__
 
 
 class _Seal:

@@ -313,6 +313,11 @@ class TrainStep:
 
     @public("train step")
     @_compat.never_inlined
+    def __repr__(self) -> str:
+        """The settings on which ranks agree, without those of the optimizer."""
+        name = "Model" if self._is_model else getattr(self._model, "__qualname__", type(self._model).__name__)
+        return f"TrainStep({name}, microbatches={self._microbatches}, donate={self._donate})"
+
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         """One step; `make_train_step` says what it raises.
 
