@@ -136,9 +136,10 @@ def run_tool(config: InspectConfig | ReshardConfig | ExportConfig) -> int:
 
 def _checkpoints_of(path: Path) -> list[Seen]:
     """Those of a run, the newest first; none for a path that is a checkpoint itself, or nothing of the kind."""
-    if os.path.lexists(path / MANIFEST):
-        return []
-    return survey(path) or survey(path / "ckpt")
+    try:
+        return [] if os.path.lexists(path / MANIFEST) else survey(path) or survey(path / "ckpt")
+    except OSError:
+        return []  # inspect says what is wrong with such a path
 
 
 def _row(seen: Seen) -> dict[str, Any]:
