@@ -46,9 +46,10 @@ test-wire: $(STAMP) ## run the tests of ranks again with every byte sent, as bet
 test-full: $(STAMP) ## run the tests with many more examples, and those marked full
 	HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(WORKERS) -m '' --timeout 1200 $(ARGS)
 
-lint: $(STAMP) ## ruff, formatting, types
+lint: $(STAMP) ## ruff, formatting, spelling, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 docs: $(STAMP) ## build the pages into site/

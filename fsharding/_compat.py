@@ -35,15 +35,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fsharding.errors import LayoutError, message
 
 __all__ = [
-    "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh", "close_group",
-    "default_store", "describe_mesh", "device_mesh_of", "drop_local", "file_offset", "flight_record", "foreach_add",
-    "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_",
-    "glance", "group_timeout", "grouped_mm", "holders_of", "is_elementwise", "is_served_by_rank", "is_wanted",
-    "kept_by", "launchers_store", "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh",
-    "new_group", "packed", "persistent_buffers", "reduce_scatter_flat", "refuse_backward", "region", "same_glances",
-    "same_kind", "save_record", "save_without_data", "set_group_timeout", "shapes_only", "storage_id",
-    "storage_users", "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of", "versions_of",
-    "visit_first", "weak_storage", "WeakStorage",
+    "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
+    "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local", "file_offset",
+    "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
+    "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
+    "is_compiled_caller", "is_elementwise", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
+    "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "never_inlined",
+    "new_group", "outside_of_graphs", "packed", "persistent_buffers", "reduce_scatter_flat", "refuse_backward",
+    "region", "same_glances", "same_kind", "save_record", "save_without_data", "set_group_timeout",
+    "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order", "unpack",
+    "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage",
 ]  # fmt: skip
 
 
@@ -654,3 +655,39 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     size = k.shape[2]
     padded = torch.nn.functional.pad(mask, (0, -size % 16))[..., :size]
     return padded.expand(q.shape[0], q.shape[1], q.shape[2], size)
+
+
+# -------------------------------------------------------------------------------------------------------- torch.compile
+# The compiler is a callback that Python calls for each new frame while a compiled function runs. Each code object says
+# for its own frame, and for all that are below it, whether the callback sees them. That is read by torch itself, so
+# nothing is paid where nothing is compiled, and `torch._dynamo`, which takes seconds to import, is not needed.
+_frames = torch._C._dynamo.eval_frame
+_DEFAULT, _SKIP = _frames._FrameAction.DEFAULT, _frames._FrameAction.SKIP
+
+
+def left_to_python(fn: _Function) -> _Function:
+    """Has `torch.compile` leave the frame of a function alone, and look at those that it calls; others inline it."""
+    _frames.set_code_exec_strategy(fn.__code__, _frames._FrameExecStrategy(_SKIP, _DEFAULT))
+    return fn
+
+
+def outside_of_graphs(fn: _Function) -> _Function:
+    """Has `torch.compile` call a function, and all that it calls, as plain Python between two graphs.
+
+    A function that is compiled by itself, such as a block, still is where this one calls it.
+    """
+    _frames.set_code_exec_strategy(fn.__code__, _frames._FrameExecStrategy(_SKIP, _SKIP))
+    vars(fn)["_torchdynamo_disable"] = True
+    return fn
+
+
+def never_inlined(fn: _Function) -> _Function:
+    """As `left_to_python`, and no other function's graph has it inside either."""
+    vars(fn)["_torchdynamo_disable"] = True
+    return left_to_python(fn)
+
+
+@left_to_python
+def is_compiled_caller() -> bool:
+    """Whether a function that is compiled has called this one, which is `never_inlined`."""
+    return _frames.get_eval_frame_callback() is not None

@@ -23,6 +23,7 @@ __all__ = [
     "LayoutError",
     "MeshError",
     "MissingKeyError",
+    "MissingNameError",
     "NonFiniteError",
     "NotGatheredError",
     "RandomKeyError",
@@ -119,6 +120,10 @@ class MissingKeyError(FshardingError, KeyError):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))  # KeyError's own is the repr, with the lines in one
+
+
+class MissingNameError(FshardingError, AttributeError):
+    """A name of torch, JAX or optax that this library does not have; the text says what does the same here."""
 
 
 class ShapeError(FshardingError, RuntimeError):

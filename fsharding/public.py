@@ -15,17 +15,39 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fsharding import tree
-from fsharding.errors import ArgumentError, FshardingError, message
+from fsharding import _compat, tree
+from fsharding.errors import (
+    ArgumentError,
+    FshardingError,
+    MissingNameError,
+    TransformError,
+    did_you_mean,
+    listed,
+    message,
+)
+from fsharding.precision import Precision
 
-__all__ = ["check_function", "check_optimizer", "is_optimizer", "kind_of", "public", "refuse", "refuse_module"]
+__all__ = [
+    "check_function",
+    "check_optimizer",
+    "check_precision",
+    "is_optimizer",
+    "kind_of",
+    "missing_name",
+    "public",
+    "refuse",
+    "refuse_compiled",
+    "refuse_module",
+    "refuse_state",
+    "without_parameters",
+]
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -53,7 +75,7 @@ def public(name: str) -> Callable[[Callable[_Params, _Result]], Callable[_Params
                     raise
                 raise ArgumentError(result) from error
 
-        return call
+        return _compat.left_to_python(call)
 
     return mark
 
@@ -73,11 +95,13 @@ def _explanation(
 ) -> str | None:
     """Finds what is wrong with the arguments of a call; None where nothing can be told."""
     signature = inspect.signature(function)
-    mend = f"Call it as {name}{_short(signature)}."
+    mend = f"Call it as {name.rpartition(' ')[2]}{_short(signature)}."
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as unfit:
-        return message(name, f"cannot be called so: {unfit}.", mend=mend)
+        if _holds_parameters(signature, args):
+            return str(without_parameters(name))
+        return message(name, f"cannot be called so: {unfit}.", mend=mend + _other_names(signature, kwargs))
     if not _is_ours(error) or not _is_about_arguments(error):
         return None
     given.pop("self", None)  # of a method
@@ -108,6 +132,56 @@ def _short(signature: inspect.Signature) -> str:
     parameters = (p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self")
     needed = [p.name for p in parameters if p.default is p.empty]
     return f"({', '.join(needed)})"
+
+
+_ALIASES = {
+    "lr": ("learning_rate",),
+    "betas": ("b1", "b2"),
+    "beta1": ("b1",),
+    "beta2": ("b2",),
+    "epsilon": ("eps",),
+    "wd": ("weight_decay",),
+    "decay": ("weight_decay",),
+    "accumulate": ("microbatches",),
+    "accumulation_steps": ("microbatches",),
+    "grad_accum": ("microbatches",),
+    "gradient_accumulation_steps": ("microbatches",),
+    "loss_fn": ("model", "fn"),
+    "optimizer": ("opt",),
+    "seed": ("key",),
+    "donate_argnums": ("donate",),
+    "dtype": ("precision",),
+}
+"""Our arguments by the names that other libraries give them; those that a function does not have are passed over."""
+
+
+def _other_names(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
+    """Sentences about keywords that a function does not have: the argument that is meant, or all that there are."""
+    named = [p.name for p in signature.parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    unknown = [name for name in kwargs if name not in named]
+    if not unknown or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return ""
+    hints: list[str] = []
+    for name in unknown:
+        ours = [other for other in _ALIASES.get(name, ()) if other in named]
+        hints.append(f" In the place of {name}= it takes {' and '.join(ours)}." if ours else did_you_mean(name, named))
+    return "".join(hint for hint in hints if hint) or f" Its arguments are {', '.join(named)}."
+
+
+def without_parameters(function: str) -> ArgumentError:
+    """The error for parameters that an optimizer is given, as one of torch wants them.
+
+    Args:
+        function: that makes the optimizer, such as "fs.adamw".
+    """
+    mend = f"Write {function}(1e-3): opt.init(params), or fs.init_state, makes its state for them."
+    return ArgumentError(message(function, "takes a learning rate, and no parameters.", mend=mend))
+
+
+def _holds_parameters(signature: inspect.Signature, args: tuple[Any, ...]) -> bool:
+    """Whether an optimizer was given parameters in the place of its learning rate, as one of torch is."""
+    first = next(iter(signature.parameters), "")
+    return first == "learning_rate" and bool(args) and isinstance(args[0], Iterable) and not isinstance(args[0], str)
 
 
 @functools.lru_cache(maxsize=512)
@@ -227,6 +301,38 @@ def refuse(function: str, what: str, x: Any, mend: str) -> ArgumentError:
     return ArgumentError(message(function, f"takes {what}, got {kind_of(x)}.", mend=mend))
 
 
+@_compat.left_to_python
+def refuse_compiled(function: str, mend: str) -> None:
+    """Refuses to run inside of what `torch.compile` has compiled.
+
+    Args:
+        function: the public function, which is `never_inlined`.
+        mend: the edit that compiles what can be.
+
+    Raises:
+        TransformError: a compiled function calls it.
+    """
+    if _compat.is_compiled_caller():
+        raise TransformError(message(function, "cannot run inside of torch.compile.", mend=mend))
+
+
+def missing_name(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> AttributeError:
+    """The error for an attribute that is not there; for a private one Python's own, since much asks for those.
+
+    Args:
+        owner: that was asked, such as "fs" or "TrainState".
+        name: that it does not have.
+        known: the names that it has.
+        elsewhere: by names that other libraries have, the sentence that says what does the same here.
+    """
+    if name.startswith("_"):
+        return AttributeError(f"{owner} has no attribute {name!r}")
+    known = [*known]
+    hint = elsewhere.get(name) or did_you_mean(name, known).strip()
+    mend = hint or f"Its names are {listed(known)}."
+    return MissingNameError(message(owner, f"has no {name!r}.", mend=mend))
+
+
 def refuse_module(function: str, x: Any) -> None:
     """Refuses a module, whose parameters are no tree.
 
@@ -236,6 +342,26 @@ def refuse_module(function: str, x: Any) -> None:
     if isinstance(x, nn.Module) or (isinstance(x, type) and issubclass(x, nn.Module)):
         mend = "Make a function of it first, net = fs.functionalize(module); it takes the place of the module."
         raise refuse(function, "a pure function or a tree", x, mend)
+
+
+def refuse_state(function: str, x: Any) -> None:
+    """Refuses a whole state where a tree of its parameters, or of their gradients, belongs.
+
+    Raises:
+        ArgumentError: it is a `TrainState`.
+    """
+    if hasattr(x, "opt_state"):
+        raise refuse(function, "a tree of parameters", x, "Give it the parameters alone: state.params.")
+
+
+def check_precision(function: str, precision: Any) -> None:
+    """Refuses what is no `Precision`, such as the name of a dtype.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(precision, Precision):
+        raise refuse(function, "a Precision", precision, "Give fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).")
 
 
 def is_optimizer(x: Any) -> bool:

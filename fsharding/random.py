@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsharding.errors import ArgumentError, LayoutError, RandomKeyError, message
 from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
-from fsharding.public import public
+from fsharding.public import missing_name, public
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
@@ -103,6 +103,27 @@ def _threefry(key: Tensor, count: Tensor) -> Tensor:
     return torch.stack((x0, x1), -1)
 
 
+_VALUES = (
+    "Parameters with values are those of a state, fs.init_state(init, opt, key, layout).params; draw.tensor() gives all"
+    " values of one draw."
+)
+_OF_TENSORS = ("T", "mT", "mean", "norm", "numpy", "reshape", "std", "sum", "to", "view", "requires_grad_", "normal_")
+_DRAWN = "Say so to the function that draws, such as fs.random.normal(key, shape, std=0.02, mean=1.0)."
+
+
+def _refusal(use: str, mend: str) -> ArgumentError:
+    return ArgumentError(message("fs.random", f"gives draws, which are lazy, and one of them {use}.", mend=mend))
+
+
+def _refuses(use: str) -> Any:
+    """A method that refuses: a draw is no tensor."""
+
+    def refuse(draw: Draw, *args: Any, **kwargs: Any) -> Any:
+        raise _refusal(use, _VALUES if "tensor" in use or "NumPy" in use else _DRAWN)
+
+    return refuse
+
+
 @dataclass(frozen=True)
 class Draw:
     """A lazy random array: shape and dtype are known, values are computed for whatever box is asked.
@@ -128,6 +149,20 @@ class Draw:
     low: float
     scale: float
     words: tuple[int, int] = (0, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_name("Draw", name, self.__dataclass_fields__, dict.fromkeys(_OF_TENSORS, _VALUES))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """No function of torch takes a draw, which has no values yet."""
+        raise _refusal(f"goes into torch's {func.__name__}", _VALUES)
+
+    # A draw says all that its slices are computed from; what came after it would be computed on every rank apart.
+    __mul__ = __rmul__ = __truediv__ = _refuses("is multiplied or divided")
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuses("is added or subtracted")
+    __matmul__ = __rmatmul__ = __pow__ = __getitem__ = __iter__ = _refuses("is used as a tensor")
+    __array__ = _refuses("goes into NumPy")
 
     def tensor(self, *, device: torch.device | str = "cpu") -> Tensor:
         """The whole array."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -18,10 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()
-    for folder in ("how-to", "reference", "tutorials")
-    for path in (DOCS / folder).glob("*.md")
-    if "```python\n" in path.read_text(encoding="utf-8")
+    for pattern in ("index.md", "how-to/*.md", "reference/*.md", "tutorials/*.md")
+    for path in DOCS.glob(pattern)
+    if "```python\n" in path.read_text(encoding="utf-8") and not path.name.startswith("come-from-")
 )
+BESIDE_OTHERS = sorted(path.name for path in (DOCS / "how-to").glob("come-from-*.md"))
 SECONDS = 100
 
 # What each example prints at its end, and what has to be in its output besides.
@@ -31,6 +33,16 @@ EXPECTED: dict[str, list[str]] = {
         r"^before: loss 4\.\d{6} on 2 ranks, 4\.\d{6} in transformers$",
         r"^ after: loss \d\.\d{6} on 2 ranks, \d\.\d{6} in transformers$",
         r"^fine-tuned on the mesh, and the same in transformers$",
+    ],
+    "finetune_lora.py": [
+        r"^before: loss 4\.\d{5} on two ranks, 4\.\d{5} in transformers$",
+        r"^ after: loss 3\.\d{5} on two ranks, 3\.\d{5} in transformers$",
+        r"^the tuned directory loads in transformers, with the adapters in its weights$",
+    ],
+    "diffusion.py": [r"^samples of the average are (2\.0\d|1\.9\d) from the origin, give or take 0\.[01]\d$"],
+    "sam.py": [
+        r"^zero3    adamw: errors 0\.\d{3}  loss 0\.\d{4}, uphill 0\.\d{4}$",
+        r"^flatter and better with SAM, and equal in every bit under both strategies$",
     ],
     "ema_eval.py": [
         r"^step 120  error of the parameters 0\.\d{4}  of their average 0\.\d{4}$",
@@ -78,6 +90,11 @@ EXPECTED: dict[str, list[str]] = {
         r"^  params\.blocks\.wq is float32\[4, 64, 64@dp\], here \[4, 64, 32\]$",
         "equal in every bit$",
     ],
+    "pretrain.py": [
+        r"^step  0  loss 5\.\d{5} on 2 ranks, 5\.\d{5} in a plain loop$",
+        r"^step 23  loss 3\.\d{5} on 2 ranks, 3\.\d{5} in a plain loop$",
+        r"^the curves are equal to rounding$",
+    ],
     "test_my_reshard.py": [r"^25 random cases went there and back, equal in every bit$"],
 }
 
@@ -100,19 +117,104 @@ def test_the_page_runs(name: str):
     exec(compile(script, str(page), "exec"), {"__name__": "__main__"})
 
 
+CONCEPTS = 8
+
+
+def test_the_first_tutorial_has_eight_concepts_before_the_first_step():
+    page = (DOCS / "tutorials" / "first-steps.md").read_text(encoding="utf-8")
+    numbered = re.findall(r"^(\d+)\. \*\*(.+?)\*\*", page, re.MULTILINE)
+    assert [int(number) for number, _ in numbered] == [*range(1, CONCEPTS + 1)]
+    before, _, _ = script_of(page).partition("step(state, batch)")
+    names = {ast.unparse(x) for x in ast.walk(ast.parse(before + "None")) if isinstance(x, ast.Attribute)}
+    library = {x for x in names if re.fullmatch(r"fs\.[\w.]+", x)} - {"fs.random"}
+    # Random draws are one concept with three names, and the optimizer is no new one.
+    draws = {"fs.random.split", "fs.random.key", "fs.random.normal", "fs.random.zeros", "fs.random.uniform"}
+    assert library - draws == {"fs.gather_unit", "fs.Loss", "fs.adamw", "fs.setup", "fs.local_batch"}
+    assert page.count("\n") < 150
+
+
+def test_the_first_tutorial_runs_on_two_ranks(tmp_path: Path):
+    script = script_of((DOCS / "tutorials" / "first-steps.md").read_text(encoding="utf-8"))
+    # Both ranks have to write into one directory, which no rank can make by itself.
+    script = script.replace("tempfile.TemporaryDirectory()", f"__import__('contextlib').nullcontext({str(tmp_path)!r})")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    on_two = run_example(tmp_path / "train.py", tmp_path, before=launcher)
+    on_one = run_example(tmp_path / "train.py", tmp_path)
+    pattern = r"^after 200 steps: (0\.\d{4}) on 256 rows that are new$"
+    losses = [float(re.findall(pattern, output, re.MULTILINE)[0]) for output in (on_one, on_two)]
+    assert abs(losses[0] - losses[1]) < 1e-3, losses
+    assert on_two.count("after 200 steps") == 1, "rank 0 alone prints"
+
+
+@pytest.mark.timeout(240)  # DeepSpeed compiles an extension when it is first used
+@pytest.mark.parametrize("name", BESIDE_OTHERS)
+def test_both_sides_of_the_page_have_equal_losses_on_two_ranks(name: str, tmp_path: Path):
+    script = script_of((DOCS / "how-to" / name).read_text(encoding="utf-8"))
+    assert "assert_close(ours, " in script
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert re.search(
+        r"^equal losses: \d\.\d{4} ",
+        run_example(tmp_path / "train.py", tmp_path, before=launcher, seconds=200),
+        re.MULTILINE,
+    )
+
+
+WHOLE_SCRIPTS = dict(
+    re.findall(
+        r'^```py title="(.+?)"\n(.*?)^```$',
+        (DOCS / "how-to" / "a-whole-training-script.md").read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+)
+
+
+def test_a_whole_script_has_at_most_half_the_lines_of_fsdp2s():
+    counts = {title: sum(bool(line.strip()) for line in code.splitlines()) for title, code in WHOLE_SCRIPTS.items()}
+    assert 2 * counts["train.py"] <= counts["train_fsdp2.py"], counts
+
+
+ENDED = {
+    "train.py": ("state.step < STEPS", "state.step < 10"),
+    "train_fsdp2.py": ("scheduler), STEPS)", "scheduler), 10)"),
+}
+
+
+@pytest.mark.parametrize("title", WHOLE_SCRIPTS)
+def test_a_whole_script_goes_on_where_it_was_ended(title: str, tmp_path: Path):
+    code, launcher = WHOLE_SCRIPTS[title], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = code.replace(*ENDED[title])
+    assert ended != code
+    for folder, runs in {"whole": [code], "in two": [ended, code]}.items():
+        (tmp_path / folder).mkdir()
+        for run in runs:
+            (tmp_path / title).write_text(run, encoding="utf-8")
+            run_example(tmp_path / title, tmp_path, str(tmp_path / folder), "20", before=launcher)
+    whole, in_two = (
+        [json.loads(line) for line in (tmp_path / folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        for folder in ("whole", "in two")
+    )
+    assert [row["step"] for row in whole] == [*range(1, 21)]
+    assert whole == in_two
+    assert whole[-1]["val"] < whole[0]["loss"] - 1
+
+
 def test_blocks_keep_their_lines():
     script = script_of("text\n```python\na = 1\n```\n```bash\nls\n```\n\n```python\nb = 2\n```\n")
     found = {number: line for number, line in enumerate(script.splitlines(), start=1) if line}
     assert found == {3: "a = 1", 10: "b = 2"}
 
 
-def run_example(path: Path, folder: Path, *arguments: str) -> str:
+def run_example(
+    path: Path, folder: Path, *arguments: str, before: list[str] | None = None, seconds: int = SECONDS
+) -> str:
     """What an example prints, and that it ends well."""
     run = subprocess.run(
-        [sys.executable, "-W", "error", str(path), *arguments],
+        [sys.executable, *(before or ["-W", "error"]), str(path), *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
-        timeout=SECONDS,
+        timeout=seconds,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -35,13 +35,15 @@ from fsharding.models.presets import recipe
 from fsharding.models.stacks import stacks_of
 from fsharding.pipeline.plots import Bar, draw_bars, require_matplotlib
 from fsharding.sharding.layout import plan_layout
-from fsharding.sharding.strategy import HSDP, Strategy, zero
+from fsharding.sharding.strategy import HSDP, Strategy, parse_strategy
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
 
 __all__ = ["OURS", "Built", "StepConfig", "bench_step", "build", "check", "make_task", "measure"]
 
-OURS: dict[str, tuple[Strategy, int]] = {f"fsharding-zero{level}": (zero(level), 1) for level in range(4)}
+OURS: dict[str, tuple[Strategy, int]] = {
+    f"fsharding-zero{level}": (parse_strategy(f"zero{level}"), 1) for level in range(4)
+}
 """Our contenders by name: strategy, and how many replicas the mesh has."""
 OURS["fsharding-hybrid"] = HSDP, 2
 _USUAL = ("compute-only", "ddp", "fsdp2", *(name for name in OURS if name != "fsharding-hybrid"))

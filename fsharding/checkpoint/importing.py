@@ -33,6 +33,7 @@ from fsharding.checkpoint.reader import LeafInfo
 from fsharding.checkpoint.state_leaves import Want, main_wants, staged
 from fsharding.errors import CheckpointError, message
 from fsharding.mesh.failures import called_by_all
+from fsharding.public import public
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import local_of, sharding_of
@@ -43,6 +44,7 @@ __all__ = ["load_weights"]
 _FUNCTION = "fs.checkpoint.load_weights"
 
 
+@public(_FUNCTION)
 @called_by_all(_FUNCTION)
 def load_weights(
     path: StrPath,

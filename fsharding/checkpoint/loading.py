@@ -31,7 +31,7 @@ from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
-from fsharding.public import refuse
+from fsharding.public import public, refuse
 from fsharding.sharding.layout import Layout
 from fsharding.train.state import TrainState, sealed, spread
 from fsharding.tree import Tree
@@ -43,6 +43,7 @@ _LEAVES = "fs.checkpoint.load_leaves"
 _CPU = torch.device("cpu")
 
 
+@public(_FUNCTION)
 @called_by_all(_FUNCTION)
 def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = None, cast: bool = False) -> TrainState:
     """Reads a checkpoint into a layout: the one that it was saved in, or any other of the same model. Collective.

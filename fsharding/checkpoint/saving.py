@@ -34,7 +34,7 @@ from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadat
 from fsharding.errors import CheckpointError, message
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
 from fsharding.mesh.failures import called_by_all, naming_lost
-from fsharding.public import refuse
+from fsharding.public import public, refuse
 from fsharding.sharding.boxes import Box
 from fsharding.train.state import TrainState
 from fsharding.train.state_check import check_state
@@ -46,6 +46,7 @@ _ASYNC = "fs.checkpoint.save_async"
 _LARGEST_EXTRA = 16 << 20
 
 
+@public(_FUNCTION)
 @called_by_all(_FUNCTION)
 def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
     """Writes a checkpoint. Collective over all ranks, which have to see one file system, or of one process.
@@ -83,6 +84,7 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
     plan_save(path, state, extra).run()
 
 
+@public(_ASYNC)
 @called_by_all(_ASYNC)
 def save_async(path: StrPath, state: TrainState, *, extra: Any = None) -> PendingSave:
     """Begins to write a checkpoint, and returns when it needs the state no more. Collective, as `save`.
@@ -96,8 +98,8 @@ def save_async(path: StrPath, state: TrainState, *, extra: Any = None) -> Pendin
         extra: as in `save`.
 
     Returns:
-        `.wait()` returns when the checkpoint is in its place, and raises what `save` would; `.done` only looks. Whoever
-        does not ask is told by the next save, or by a message and exit status 1 at the end of the process.
+        `.wait()` returns when the checkpoint is in its place, and raises what `save` would; `.done` only looks. The
+        next save tells a caller that does not ask, or a message and exit status 1 at the end of the process.
 
     Raises:
         CheckpointError: what can be known at once: leaves that cannot be saved; a save before this one that failed.

@@ -9,17 +9,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import tyro
 
+from fsharding.checkpoint.directory import Seen, survey
 from fsharding.checkpoint.exporting import export
 from fsharding.checkpoint.inspecting import inspect
+from fsharding.checkpoint.manifest import MANIFEST
 from fsharding.checkpoint.name_map import Name, Rows, Transposed
 from fsharding.checkpoint.offline_reshard import reshard_checkpoint
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, message, printable
 from fsharding.mesh.abstract_mesh import parse_axes
 from fsharding.sharding.strategy import parse_strategy
 from fsharding.untrusted import read_json
@@ -29,10 +33,10 @@ __all__ = ["ExportConfig", "InspectConfig", "ReshardConfig", "ToolConfig", "run_
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Show what a checkpoint holds, and verify its checksums.
+    """Show what a checkpoint holds, and verify its checksums; or list the checkpoints of a run.
 
     Attributes:
-        path: the checkpoint.
+        path: the checkpoint, or the --out directory of a run.
         json: print one JSON object.
     """
 
@@ -102,6 +106,10 @@ def run_tool(config: InspectConfig | ReshardConfig | ExportConfig) -> int:
     """
     match config:
         case InspectConfig():
+            if seen := _checkpoints_of(config.path):
+                rows = [_row(one) for one in seen]
+                _show(_listed(config.path, rows), {"path": str(config.path), "checkpoints": rows}, as_json=config.json)
+                return 0
             result = inspect(config.path)
             _show(result, result.to_json(), as_json=config.json)
             return 1 if result.damaged else 0
@@ -124,6 +132,40 @@ def run_tool(config: InspectConfig | ReshardConfig | ExportConfig) -> int:
             )
             _show(done, {**dataclasses.asdict(done), "path": str(done.path)}, as_json=config.json)
     return 0
+
+
+def _checkpoints_of(path: Path) -> list[Seen]:
+    """Those of a run, the newest first; none for a path that is a checkpoint itself, or nothing of the kind."""
+    try:
+        return [] if os.path.lexists(path / MANIFEST) else survey(path) or survey(path / "ckpt")
+    except OSError:
+        return []  # inspect says what is wrong with such a path
+
+
+def _row(seen: Seen) -> dict[str, Any]:
+    files = [
+        entry.stat(follow_symlinks=False) for entry in os.scandir(seen.path) if entry.is_file(follow_symlinks=False)
+    ]
+    saved = max((status.st_mtime for status in files), default=seen.path.stat().st_mtime)
+    return {
+        "path": str(seen.path),
+        "step": seen.number,
+        "saved": datetime.fromtimestamp(saved).isoformat(" ", "seconds"),
+        "bytes": sum(status.st_size for status in files),
+        "problem": seen.problem,
+    }
+
+
+def _listed(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    """A table of a run's checkpoints; files are looked at, their checksums are not."""
+    table = [("step", "saved", "bytes", "state", "path")]
+    table += [
+        (str(r["step"]), r["saved"], f"{r['bytes']:,}", printable(r["problem"]) or "complete", printable(r["path"]))
+        for r in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([f"{printable(str(path))}: {len(rows)} checkpoint{'' if len(rows) == 1 else 's'}", *lines])
 
 
 def _show(text: object, data: dict[str, Any], *, as_json: bool) -> None:

@@ -32,6 +32,7 @@ from fsharding.bench import (
     bench_step,
     overhead,
 )
+from fsharding.checkpoint.saving import own_version
 from fsharding.cli.checkpoints import ExportConfig, InspectConfig, ReshardConfig, ToolConfig, run_tool
 from fsharding.cli.config import TrainConfig, check
 from fsharding.cli.config_file import config_text, with_config_file
@@ -102,8 +103,12 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     Args:
         args: by default those of the process.
     """
+    given = list(sys.argv[1:] if args is None else args)
+    if given == ["--version"]:
+        print(f"fsharding {own_version()}")
+        sys.exit(0)
     try:
-        given = with_config_file(sys.argv[1:] if args is None else args, "train", TrainConfig)
+        given = with_config_file(given, "train", TrainConfig)
     except ConfigError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -111,7 +116,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         _Train | _Plan | _Bench | _Doctor | ToolConfig,
         args=given,
         prog="fsharding",
-        description="Functional sharding for PyTorch.",
+        description="Functional sharding for PyTorch. fsharding --version prints the version.",
     )
     status = 0
     try:

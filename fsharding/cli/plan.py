@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from fsharding.cli.config import PRECISIONS, check_names
-from fsharding.errors import ConfigError, MeshError, message
+from fsharding.errors import ConfigError, FshardingError, MeshError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh, make_shape, parse_axes
 from fsharding.models.presets import recipe
 from fsharding.pipeline.schedule import SCHEDULES, plan_schedule
@@ -57,6 +57,18 @@ def preview(config: PlanConfig) -> None:
         MeshError: an unknown axis, or one of size below 1.
         ScheduleError: the schedule cannot have so many ranks, or microbatches, or more stages than layers.
     """
+    try:
+        result = _planned(config)
+    except FshardingError as error:
+        # The functions behind it name themselves, which a user of the command line has not called.
+        text = str(error)
+        raise type(error)(
+            text if text.startswith("fsharding plan") else f"fsharding plan {config.preset}: {text}"
+        ) from error
+    print(json.dumps(result) if config.json else _text(result), flush=True)
+
+
+def _planned(config: PlanConfig) -> dict[str, Any]:
     check_names(config, "fsharding plan", {"dtype": PRECISIONS, "schedule": SCHEDULES})
     if config.microbatches is not None and config.microbatches < 1:
         raise ConfigError(message("fsharding plan", f"got --microbatches {config.microbatches}: at least 1."))
@@ -66,7 +78,7 @@ def preview(config: PlanConfig) -> None:
         stages = stages_of(model, plan_schedule(config.schedule, ranks, config.microbatches or 2 * ranks))
     strategy, precision = parse_strategy(config.strategy), PRECISIONS[config.dtype]
     layout = plan_layout(model, mesh, strategy=strategy, precision=precision, stages=stages)
-    result = {
+    return {
         "preset": config.preset,
         "parameters": sum(math.prod(leaf.shape) for leaf in layout.leaves),
         "leaves": len(layout.leaves),
@@ -76,7 +88,6 @@ def preview(config: PlanConfig) -> None:
         "dtype": config.dtype,
         "stages": _stages(model, layout, ranks),
     }
-    print(json.dumps(result) if config.json else _text(result), flush=True)
 
 
 def _mesh(text: str) -> AbstractMesh:

@@ -169,7 +169,7 @@ _route = cache_on_its_mesh()(_find_route)
 
 
 def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:
-    """Takes the sums that are still open, and moves what comes out to where it belongs. Collective over data axes.
+    """Takes the sums that are left, and moves the results to where they belong. Collective over data axes.
 
     Args:
         values: tree of DTensors; their local tensors may be overwritten.

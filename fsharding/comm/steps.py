@@ -49,8 +49,8 @@ def plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]
     """The steps from one sharding to another on the same mesh.
 
     Args:
-        source: what the local tensors are, with the axes whose sum is still open.
-        target: what they become; axes that stay partial stay open.
+        source: what the local tensors are, with the axes over which they are unreduced.
+        target: what they become; axes over which it is unreduced are left alone.
     """
     return _plan_steps(source, target if target.mesh is source.mesh else replace(target, mesh=source.mesh))
 
@@ -58,33 +58,33 @@ def plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]
 @cache_on_its_mesh()
 def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
     source, target = source.simplified(), target.simplified()
-    open_axes = [axis for axis in source.partial if axis not in target.partial]
+    unreduced = [axis for axis in source.partial if axis not in target.partial]
     dims = range(max(len(source.spec), len(target.spec)))
     gained, lost = _changes(source.spec, target.spec, dims)
     steps: list[Step] = []
 
-    def close(axes: Sequence[str]) -> None:
-        inner = tuple(axis for axis in axes if axis in open_axes)
+    def sum_over(axes: Sequence[str]) -> None:
+        inner = tuple(axis for axis in axes if axis in unreduced)
         if inner:
             steps.append(Step("sum", inner))
-            open_axes[:] = [axis for axis in open_axes if axis not in inner]
+            unreduced[:] = [axis for axis in unreduced if axis not in inner]
 
     if lost:
-        close([axis for axis in open_axes if axis != "replica"])
-        close(["replica"])
+        sum_over([axis for axis in unreduced if axis != "replica"])
+        sum_over(["replica"])
     steps += [Step("gather", axes, dim) for dim, axes in lost]
     for dim, axes in gained:
-        for axis_run in _runs(axes, open_axes):
-            if axis_run[0] not in open_axes:
+        for axis_run in _runs(axes, unreduced):
+            if axis_run[0] not in unreduced:
                 steps.append(Step("slice", axis_run, dim))
                 continue
             if axis_run == ("replica",):
                 later = {axis for other, cut in gained if other != dim for axis in cut}
-                close([axis for axis in open_axes if axis != "replica" and axis not in later])
+                sum_over([axis for axis in unreduced if axis != "replica" and axis not in later])
             steps.append(Step("scatter", axis_run, dim))
-            open_axes[:] = [axis for axis in open_axes if axis not in axis_run]
-    close([axis for axis in open_axes if axis != "replica"])
-    close(["replica"])
+            unreduced[:] = [axis for axis in unreduced if axis not in axis_run]
+    sum_over([axis for axis in unreduced if axis != "replica"])
+    sum_over(["replica"])
     return tuple(steps)
 
 
@@ -104,12 +104,12 @@ def _changes(
     return gained, lost
 
 
-def _runs(axes: tuple[str, ...], open_axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Neighbours that one collective can serve: both open or both closed; a minor `replica` stands alone."""
+def _runs(axes: tuple[str, ...], unreduced: Sequence[str]) -> list[tuple[str, ...]]:
+    """Neighbours that one collective can serve: both unreduced or neither; a minor `replica` stands alone."""
     result: list[tuple[str, ...]] = []
     for axis in axes:
         alone = axis == "replica" and axis == axes[-1]
-        if result and not alone and (result[-1][0] in open_axes) == (axis in open_axes):
+        if result and not alone and (result[-1][0] in unreduced) == (axis in unreduced):
             result[-1] = (*result[-1], axis)
         else:
             result.append((axis,))

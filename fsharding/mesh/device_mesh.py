@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations, product
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Never, TypeAlias, TypedDict, Unpack, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from fsharding.mesh.shutdown import rest_at_exit
 from fsharding.public import public, refuse
 
 __all__ = [
+    "AxisSizes",
     "Group",
     "Mesh",
     "TransportName",
@@ -62,6 +63,17 @@ Mesh: TypeAlias = DeviceMesh | AbstractMesh
 TransportName: TypeAlias = Literal["auto", "native", "pairwise", "shared_memory"]
 
 
+class AxisSizes(TypedDict, total=False):
+    """The sizes that `make_mesh` takes, by axis, for type checkers; one that is left out is 1."""
+
+    pp: int
+    replica: int
+    dp: int
+    ep: int
+    cp: int
+    tp: int
+
+
 def abstract(mesh: Mesh) -> AbstractMesh:
     """The shape of a mesh as a pure value; an `AbstractMesh` is its own.
 
@@ -87,13 +99,13 @@ def _abstract(mesh: DeviceMesh) -> AbstractMesh:
 
 @public("fs.make_mesh")
 def make_mesh(
-    *unnamed: object,
+    *unnamed: Never,
     order: Sequence[str] = AXES,
-    device: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
     timeout: timedelta = timedelta(minutes=10),
     ranks: Sequence[int] | None = None,
     transport: TransportName = "auto",
-    **axes: int,
+    **axes: Unpack[AxisSizes],
 ) -> DeviceMesh:
     """Makes a torch `DeviceMesh`; axes that are not named have size 1, `dp=-1` takes what is left. Collective.
 
@@ -143,7 +155,7 @@ def make_mesh(
     if sorted({*members} & {*range(world)}) != sorted(members):
         text = f"got ranks={tuple(members)}, but the ranks are 0 to {world - 1}, each at most once."
         raise MeshError(message("fs.make_mesh", text))
-    shape = make_shape(axes, world=len(members), order=order)
+    shape = make_shape(cast("dict[str, int]", axes), world=len(members), order=order)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():

@@ -206,10 +206,10 @@ class naming_lost:
 
     def call(self) -> _Call:
         """Where this rank is."""
-        # An error may be about the step itself, which is then no number.
-        text = self.function
-        if self.step is not None and self.step.numel() == 1:
-            text += f" {int(self.step)}"
+        text, step = self.function, self.step
+        # An error may be about the step itself, which is then anything that a user has put there.
+        if isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1 and step.device.type != "meta":
+            text += f" {int(step)}"
         return _Call(self.function, text, call_stacks.site(self._frame))
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fsharding.public import missing_name
 from fsharding.tree import Tree
 
 __all__ = ["Model"]
@@ -49,3 +50,19 @@ class Model(NamedTuple):
     axes: tuple[str, ...] = ()
     check: Callable[[Any, Any], None] | None = None
     balanced: tuple[tuple[str, float], ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_name("Model", name, self._fields, _ELSEWHERE)
+
+
+_APART = "A model holds none: they are state.params, of state = fs.init_state(model, opt, fs.random.key(0), layout)."
+_DEVICE = 'The mesh says where: fs.plan_layout(model, fs.make_mesh(device="cuda")).'
+_MODE = "A model has no modes: pass what differs, such as a key for dropout, in the batch."
+_LOSS = "Its loss function is fs.model_loss(model), which takes (params, batch)."
+_ELSEWHERE = {
+    **dict.fromkeys(("parameters", "named_parameters", "state_dict", "load_state_dict", "params"), _APART),
+    **dict.fromkeys(("to", "cuda", "cpu"), _DEVICE),
+    **dict.fromkeys(("train", "eval"), _MODE),
+    **dict.fromkeys(("forward", "apply", "loss"), _LOSS),
+}
+"""What a model does not have, by the names that modules of torch and flax give it."""

@@ -80,6 +80,7 @@ class _Apply(Function):
         return apply_linear(x.movedim(in_dims[0], 0), op.batched()), 0
 
 
+@_compat.outside_of_graphs
 def apply_linear(x: Tensor, op: Linear) -> Tensor:
     """Applies a linear map so that autograd and torch.func know its derivatives.
 
@@ -258,6 +259,7 @@ def _dim(function: str, x: Tensor, dim: int) -> int:
 
 
 @public("ops.gather")
+@_compat.outside_of_graphs
 def gather(
     x: Tensor, axis: str | Sequence[str], *, dim: int, size: int | None = None, mesh: Mesh | None = None
 ) -> Tensor:
@@ -285,6 +287,7 @@ def gather(
 
 
 @public("ops.scatter")
+@_compat.outside_of_graphs
 def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None = None) -> Tensor:
     """Sums over an axis and keeps this rank's ceil-chunk (a reduce-scatter). Transpose of `gather`.
 
@@ -307,6 +310,7 @@ def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None
 
 
 @public("ops.psum")
+@_compat.outside_of_graphs
 def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
     """The sum over an axis, on every rank. Transpose of `vary`.
 
@@ -319,6 +323,7 @@ def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> T
 
 
 @public("ops.vary")
+@_compat.outside_of_graphs
 def vary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
     """Marks that ranks along an axis will use a shared value in different ways. The identity; transpose of `psum`.
 
@@ -333,6 +338,7 @@ def vary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> T
 
 
 @public("ops.all_to_all")
+@_compat.outside_of_graphs
 def all_to_all(
     x: Tensor, axis: str | Sequence[str], *, split_dim: int, concat_dim: int, mesh: Mesh | None = None
 ) -> Tensor:
@@ -358,6 +364,7 @@ def all_to_all(
 
 
 @public("ops.all_to_all_rows")
+@_compat.outside_of_graphs
 def all_to_all_rows(
     x_M: Tensor,
     axis: str | Sequence[str],
@@ -400,6 +407,7 @@ def all_to_all_rows(
 
 
 @public("ops.ppermute")
+@_compat.outside_of_graphs
 def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Tensor:
     """Sends `x` along (source, target) pairs of coordinates; ranks that are no target get zeros.
 

@@ -1,5 +1,7 @@
 """Optimizers as pairs of pure functions over trees of sharded leaves; see `fsharding.optim.base`."""
 
+from typing import TYPE_CHECKING
+
 from fsharding.optim import schedules
 from fsharding.optim.adafactor import AdafactorState, adafactor
 from fsharding.optim.adam import AdamState, adamw
@@ -23,6 +25,7 @@ from fsharding.optim.schedules import Schedule
 from fsharding.optim.sgd import SgdState, sgd
 from fsharding.optim.stacked import label_matrices, sum_dims
 from fsharding.optim.updates import apply_gradients, apply_updates
+from fsharding.public import missing_name as _missing_name
 
 __all__ = [
     "AdafactorState",
@@ -65,3 +68,23 @@ __all__ = [
     "sgd",
     "sum_dims",
 ]
+
+_ELSEWHERE = {
+    **dict.fromkeys(("adam", "Adam", "AdamW"), "Write fs.adamw(1e-3)."),
+    "SGD": "Write fs.sgd(0.1).",
+    "RMSprop": "Write fs.optim.from_torch(torch.optim.RMSprop).",
+    **dict.fromkeys(("Muon", "Lion", "Adafactor"), "Its name is in small letters, such as fs.optim.muon."),
+    **dict.fromkeys(
+        ("clip", "clip_grad_norm_", "clip_grad_norm"), "Write fs.optim.chain(fs.optim.clip_by_global_norm(1.0), opt)."
+    ),
+    "masked": "Write fs.optim.multi_transform.",
+    **dict.fromkeys(
+        ("lr_scheduler", "warmup_cosine_decay_schedule", "cosine_decay_schedule", "inject_hyperparams"),
+        "A learning rate may be a function of the number of updates: fs.optim.schedules.warmup_cosine(3e-4, 9, 99).",
+    ),
+}
+
+if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+
+    def __getattr__(name: str) -> object:
+        raise _missing_name("fs.optim", name, __all__, _ELSEWHERE)

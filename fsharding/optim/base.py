@@ -20,7 +20,7 @@ from fsharding import _compat, tree
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import LayoutError, TreeError, message
 from fsharding.precision import wide
-from fsharding.public import kind_of
+from fsharding.public import kind_of, refuse_state
 from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.tree import Tree
@@ -269,7 +269,12 @@ def like_leaf(x: Tensor, local: Tensor) -> Tensor:
 
 
 def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:
-    """Zeros for every parameter, cut as it is; float32 at least by default."""
+    """Zeros for every parameter, cut as it is; float32 at least by default.
+
+    Raises:
+        ArgumentError: a whole state is given in their place.
+    """
+    refuse_state("opt.init", params)
     return like(params, [new_zeros(x, dtype or wide(x.dtype)) for x in local_leaves(params)])
 
 
@@ -374,7 +379,9 @@ def check_state(function: str, kind: type, updates: Tree, state: Any) -> None:
 
     Raises:
         TreeError: the state is of another type.
+        ArgumentError: a whole `TrainState` is in the place of gradients.
     """
+    refuse_state(function, updates)
     if not isinstance(state, kind):
         swapped = f", and {kind.__name__} in the place of gradients" if isinstance(updates, kind) else ""
         text = f"got {type(state).__name__} in the place of its state, {kind.__name__}{swapped}."

@@ -23,7 +23,7 @@ from fsharding.optim.base import (
     refuse_other_shapes,
     shardings_of,
 )
-from fsharding.public import check_optimizer, public
+from fsharding.public import check_optimizer, public, refuse, refuse_state
 from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.tree import Tree
@@ -91,12 +91,17 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
 
     Raises:
         TreeError: parameters and updates differ in paths or shapes; all such leaves are listed.
+        ArgumentError: a whole state is given for its parameters, or the pair that `opt.update` returns for its updates.
 
     Example:
         >>> params = {"w": torch.ones(2), "frozen": torch.ones(1)}
         >>> fs.optim.apply_updates(params, {"w": torch.full((2,), -0.5), "frozen": None})
         {'w': tensor([0.5000, 0.5000]), 'frozen': tensor([1.])}
     """
+    refuse_state(_NAME, params)
+    if type(updates) is tuple and type(params) is not tuple:
+        mend = "opt.update returns two things: updates, opt_state = opt.update(gradients, opt_state, params)."
+        raise refuse(_NAME, "a tree of updates", updates, mend)
     deltas = local_leaves(updates)
 
     def add(slices: list[Tensor]) -> list[Tensor]:

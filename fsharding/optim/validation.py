@@ -7,7 +7,7 @@ Law: a setting that is a function of the number of updates is not called.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 
 from fsharding.errors import ConfigError, message
 from fsharding.precision import DTYPES
+from fsharding.public import without_parameters
 
 __all__ = ["ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dtype", "check_settings"]
 
@@ -51,6 +52,7 @@ def check_settings(function: str, *groups: tuple[Needs, Mapping[str, Any]]) -> N
 
     Raises:
         ConfigError: one or more do not meet their condition; all of them are listed.
+        ArgumentError: parameters are in the place of the learning rate.
     """
     rows = [
         f"{name}: {value!r}, needs {needs.text}"
@@ -59,6 +61,10 @@ def check_settings(function: str, *groups: tuple[Needs, Mapping[str, Any]]) -> N
         if not callable(value) and not (isinstance(value, Real) and needs.holds(value))
     ]
     if rows:
+        given = {name: value for _, values in groups for name, value in values.items()}
+        rate = given.get("learning_rate")
+        if isinstance(rate, Iterable) and not isinstance(rate, str | torch.Tensor):
+            raise without_parameters(function)
         raise ConfigError(message(function, "cannot use these settings.", rows))
 
 

@@ -1,6 +1,7 @@
 """Pictures of a run, of a pipeline schedule and of a benchmark.
 
-In: the `metrics.jsonl` that training writes, a `Schedule`, or bars. Out: a PNG, written whole or not at all.
+In: the `metrics.jsonl` that training writes, a `Schedule`, or bars. Out: a PNG, written whole or not at all; a schedule
+may also be an SVG, which has the same bytes each time, so that it can be kept under version control.
 matplotlib is in the extra `plot`; without it there is a clear error, before training starts.
 """
 
@@ -142,7 +143,7 @@ def draw_schedule(
 
     Args:
         schedule: what to draw.
-        path: the PNG to write.
+        path: the PNG to write, or the SVG if it ends with `.svg`.
         forward: as in `Schedule.simulate`, and so for the others.
         backward_input: of I.
         backward_weight: of W.
@@ -220,10 +221,17 @@ def draw_bars(rows: Sequence[Bar], path: str | Path, *, title: str, unit: str, l
 
 
 def _save(figure: Figure, out: Path) -> None:
-    """Writes a PNG beside its place and moves it there."""
+    """Writes a picture beside its place and moves it there."""
+    import matplotlib  # lazy: an extra, and slow to import
+
     part = out.with_name(f".{out.name}.partial")
     try:
-        figure.savefig(part, dpi=120, format="png")
+        if out.suffix == ".svg":
+            # Without a date, and with names of parts that do not change from one call to the next.
+            with matplotlib.rc_context({"svg.hashsalt": "fsharding"}):
+                figure.savefig(part, format="svg", metadata={"Date": None})
+        else:
+            figure.savefig(part, dpi=120, format="png")
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)

@@ -17,11 +17,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import tree
-from fsharding.errors import LayoutError, TreeError, message
+from fsharding.errors import ArgumentError, LayoutError, TreeError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.precision import FP32, Precision
-from fsharding.public import check_optimizer, kind_of, public, refuse, refuse_module
+from fsharding.public import check_optimizer, check_precision, kind_of, public, refuse, refuse_module
 from fsharding.sharding.leaf_plan import (
     LAYERS,
     LeafLayout,
@@ -32,9 +32,9 @@ from fsharding.sharding.leaf_plan import (
     type_text,
 )
 from fsharding.sharding.named_sharding import NamedSharding
-from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused
+from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.stage_owners import Stages, normal
-from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, parse_strategy
+from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, StrategyName, parse_strategy
 from fsharding.tree import Tree
 
 __all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "plan_layout"]
@@ -76,7 +76,7 @@ class Memory(NamedTuple):
         return f"{self.total:,} bytes a rank ({parts})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layout:
     """See the module. Everything about where a state lives; travels with the state.
 
@@ -180,7 +180,7 @@ class Layout:
         ]
         return tree.unflatten(self.structure, leaves)
 
-    def with_strategy(self, strategy: Strategy | str) -> Layout:
+    def with_strategy(self, strategy: Strategy | StrategyName) -> Layout:
         """The layout of the same model on the same mesh under another strategy, or one of that name.
 
         Raises:
@@ -211,6 +211,10 @@ class Layout:
         )
         return replace(new, leaves=tuple(leaves))
 
+    def __repr__(self) -> str:
+        """One line; `print(layout)` has one more for each leaf."""
+        return f"Layout({len(self.leaves)} leaves, {self.strategy}, mesh {abstract(self.mesh)})"
+
     def __str__(self) -> str:
         head = f"Layout of {len(self.leaves)} leaves on mesh {abstract(self.mesh)}, strategy {self.strategy}"
         rows = [
@@ -226,7 +230,7 @@ def plan_layout(
     model: Any,
     mesh: Mesh,
     rules: AxisRules = DEFAULT_RULES,
-    strategy: Strategy | str = OPTIM_GRADS_PARAMS,
+    strategy: Strategy | StrategyName = OPTIM_GRADS_PARAMS,
     *,
     precision: Precision = FP32,
     names: Tree = None,
@@ -301,8 +305,7 @@ def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:
     if not isinstance(rules, AxisRules):
         mend = "Give fs.DEFAULT_RULES or fs.AxisRules(...) third, and the strategy fourth or as strategy=."
         raise refuse(name, "axis rules", rules, mend)
-    if not isinstance(precision, Precision):
-        raise refuse(name, "a Precision", precision, "Give fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).")
+    check_precision(name, precision)
 
 
 def _is_leaf(x: Any) -> bool:
@@ -315,6 +318,9 @@ def _tuple(names: Any) -> Any:
     Raises:
         ArgumentError: it is neither names nor text.
     """
+    if isinstance(names, P):
+        mend = f'Name the dims, such as ("mlp", None), and say which axes cut them: AxisRules(mlp={names.axes(0)!r}).'
+        raise ArgumentError(message("fs.plan_layout", f"takes names of dims, got axes, {names}.", mend=mend))
     if names is not None and not isinstance(names, str | tuple | list):
         raise refuse("fs.plan_layout", "names by dim", names, 'Give a tuple for each leaf, such as ("mlp", None).')
     return names if isinstance(names, str) else tuple(names) if names else None
@@ -345,7 +351,7 @@ def _is_names(x: Any) -> bool:
     return x is None or (isinstance(x, tuple | list) and all(n is None or isinstance(n, str | Fused) for n in x))
 
 
-def _strategy(strategy: Strategy | str) -> Strategy:
+def _strategy(strategy: Strategy | StrategyName) -> Strategy:
     return strategy if isinstance(strategy, Strategy) else parse_strategy(strategy)
 
 

@@ -1,6 +1,6 @@
 """Where one leaf lives: `NamedSharding` = mesh + `P`, to and from DTensor; `Local` = its local tensor in flight.
 
-In: a mesh, a spec, maybe axes whose sum is still open, maybe an explicit assignment. Out: boxes, placements, DTensors.
+In: a mesh, a spec, maybe unreduced axes, maybe an explicit assignment. Out: boxes, placements, DTensors.
 At rest a leaf is a DTensor that claims exactly what it has; inside a loss function it is a `Local` node.
 Law: `sharding_of(s.to_dtensor(x, shape)) == s`, and the boxes of all ranks tile the leaf.
 """
@@ -446,6 +446,7 @@ _OPERATORS = {
 }
 
 
+@_compat.outside_of_graphs
 def _elementwise(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:

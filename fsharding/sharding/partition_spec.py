@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Never, TypeAlias, cast
 
 from fsharding.errors import SpecError, did_you_mean, message
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
+from fsharding.public import refuse
 
 __all__ = ["DEFAULT_RULES", "AxisRules", "DimName", "Entry", "Fused", "P", "PartitionSpec", "rule_name"]
 
@@ -129,6 +130,7 @@ class AxisRules(Mapping[str, tuple[str, ...]]):
 
     Raises:
         SpecError: an axis that does not exist.
+        ArgumentError: rules without the names of their dims, such as a dict.
 
     Example:
         >>> rules = fs.AxisRules(mlp=("tp",), embed=None)
@@ -136,8 +138,11 @@ class AxisRules(Mapping[str, tuple[str, ...]]):
         ('tp',)
     """
 
-    def __init__(self, **dims: Entry) -> None:
-        """Makes the rules from axis or axes by dim name."""
+    def __init__(self, *unnamed: Never, **dims: Entry) -> None:
+        """Makes the rules from axis or axes by dim name; `unnamed` is refused."""
+        if unnamed:
+            mend = 'Write fs.AxisRules(**rules) of a dict, or fs.AxisRules(mlp="tp", embed=None).'
+            raise refuse("fs.AxisRules", "axes by the names of dims", unnamed[0], mend)
         for name, entry in dims.items():
             if not _is_entry(entry):
                 raise SpecError(message("AxisRules", f"got {name}={entry!r}.", mend=_ENTRY))
@@ -171,6 +176,8 @@ class AxisRules(Mapping[str, tuple[str, ...]]):
 
     def hint(self, name: str) -> str:
         """The edit that mends an unknown dim name."""
+        if name in AXES:
+            return f"{name!r} is an axis of the mesh. Name the dim, such as 'mlp', with the rule mlp={name!r}."
         return f"Add {name}=None to the AxisRules, or the axes that cut it.{did_you_mean(name, self._dims)}"
 
 

@@ -7,10 +7,10 @@ Law: the strategy never changes a loss, only where bytes live and when they move
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from fsharding.errors import ConfigError, did_you_mean, message
-from fsharding.public import public
+from fsharding.public import kind_of, public
 
 __all__ = [
     "HFSDP",
@@ -21,6 +21,7 @@ __all__ = [
     "OPTIM_GRADS_PARAMS",
     "STRATEGIES",
     "Strategy",
+    "StrategyName",
     "hybrid",
     "parse_strategy",
     "zero",
@@ -80,7 +81,7 @@ _LEVELS = "Levels are 0, which cuts nothing, 1, the optimizer state, 2, gradient
 
 
 @public("fs.zero")
-def zero(level: int) -> Strategy:
+def zero(level: Literal[0, 1, 2, 3]) -> Strategy:
     """ZeRO stage 0 to 3: nothing cut, optimizer state, and gradients, and parameters (Rajbhandari et al. 2020).
 
     Raises:
@@ -121,7 +122,12 @@ def hybrid(
 HSDP = hybrid()
 HFSDP = hybrid(opt_state=True)
 
-STRATEGIES = {
+StrategyName: TypeAlias = Literal[
+    "zero0", "zero1", "zero2", "zero3", "hfsdp", "no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp"
+]
+"""The names in `STRATEGIES`, for type checkers; `parse_strategy` takes any text."""
+
+STRATEGIES: dict[str, Strategy] = {
     "zero0": NO_SHARD,
     "zero1": OPTIM,
     "zero2": OPTIM_GRADS,
@@ -157,13 +163,16 @@ def parse_strategy(name: str) -> Strategy:
         True
     """
     if not isinstance(name, str) or name not in STRATEGIES:
+        given = kind_of(name) if callable(name) else repr(name)
         known = f"Strategies are {', '.join(STRATEGIES)}.{_hint(name)}"
-        raise ConfigError(message("fs.parse_strategy", f"knows no strategy {name!r}.", mend=known))
+        raise ConfigError(message("fs.parse_strategy", f"knows no strategy {given}.", mend=known))
     return STRATEGIES[name]
 
 
 def _hint(name: Any) -> str:
     """A sentence about the strategy that is meant."""
+    if callable(name):
+        return " Call it: fs.zero(3)."
     if not isinstance(name, str):
         level = name if type(name) is int and name in range(4) else 3
         return f" Give a name or a value, such as fs.zero({level})."

@@ -149,7 +149,7 @@ def _owned(draw: Draw, count: int, owners: int) -> list[list[int]]:
 
 def strategies() -> SearchStrategy[Strategy]:
     """All levels, each with every choice of what is cut over `replica` as well; shrinks to zero(0)."""
-    levels = st.sampled_from([zero(level) for level in range(4)])
+    levels = st.sampled_from([zero(0), zero(1), zero(2), zero(3)])
     return st.builds(hybrid, levels, params=st.booleans(), grads=st.booleans(), opt_state=st.booleans())
 
 

@@ -21,7 +21,7 @@ from fsharding.precision import FP32, Precision
 from fsharding.public import check_function, check_optimizer, is_optimizer, public, refuse, refuse_module
 from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules
-from fsharding.sharding.strategy import Strategy
+from fsharding.sharding.strategy import Strategy, StrategyName
 from fsharding.train.state import TrainState, init_state
 from fsharding.train.step import TrainStep, make_train_step
 from fsharding.transforms import policies
@@ -39,7 +39,7 @@ def setup(
     loss_fn: Callable[..., Any] | None,
     opt: GradientTransformation,
     key: Tensor,
-    strategy: Strategy | str = "zero3",
+    strategy: Strategy | StrategyName = "zero3",
     *,
     mesh: Mesh | None = None,
     rules: AxisRules = DEFAULT_RULES,

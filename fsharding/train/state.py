@@ -7,6 +7,7 @@ Law: the first state is bitwise the same in every layout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, random, tree
 from fsharding.comm.redistribute import redistribute
-from fsharding.errors import ArgumentError, DonatedError, LayoutError, message
+from fsharding.errors import ArgumentError, DonatedError, LayoutError, SpecError, message
+from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import checksum, compare, refuse_differences
-from fsharding.mesh.device_mesh import everyone, is_member, world_size
+from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
-from fsharding.public import check_function, check_optimizer, is_optimizer, public, refuse
+from fsharding.public import check_function, check_optimizer, is_optimizer, missing_name, public, refuse
 from fsharding.random import Draw
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
@@ -48,7 +50,7 @@ __all__ = [
 ]
 
 
-@dataclass
+@dataclass(repr=False)
 class TrainState:
     """Everything that a run carries from step to step: a pytree whose layout is static data.
 
@@ -82,7 +84,26 @@ class TrainState:
             text = f"got a state that was donated: its {name} is gone."
             mend = "Use the state that the step returned, or make the step with donate=False."
             raise DonatedError(message("TrainState", text, mend=mend))
-        raise AttributeError(name)
+        raise missing_name("TrainState", name, (*_FIELDS, "replace", "donate"), _ELSEWHERE)
+
+    def __getitem__(self, name: Any) -> Any:
+        mend = f"Write state.{name}." if name in _FIELDS else f"Its fields are {', '.join(_FIELDS)}."
+        raise ArgumentError(message("TrainState", f"is neither a dict nor a tuple, got [{name!r}].", mend=mend))
+
+    def __repr__(self) -> str:
+        """What the state is and how much of it is here, without its numbers."""
+        if "layout" not in vars(self):
+            return "TrainState(donated)"
+        layout, parts = self.layout, {"params": self.params, "main": self.main, "opt_state": self.opt_state}
+        parameters = sum(math.prod(leaf.shape) for leaf in layout.leaves)
+        sizes = [f"{name} {state_bytes(part):,}" for name, part in parts.items() if part is not None]
+        rows = [
+            f"step {_shown(self.step)}, {parameters:,} parameters in {len(layout.leaves)} leaves",
+            f"{layout.strategy} on mesh {abstract(layout.mesh)}",
+            f"bytes of this rank: {', '.join(sizes)}",
+        ]
+        rows += [f"loss scale {_shown(self.loss_scale.scale)}"] if self.loss_scale is not None else []
+        return "\n  ".join(["TrainState", *rows])
 
     def replace(self, **changes: Any) -> TrainState:
         """A state with some fields changed.
@@ -105,6 +126,24 @@ class TrainState:
         return taken
 
 
+_LEAVES = "They are a tree, state.params; fs.tree.leaves(state.params) lists its leaves."
+_ELSEWHERE = {
+    "parameters": _LEAVES,
+    "named_parameters": "They are a tree, state.params; fs.tree.named_leaves(state.params) has them by path.",
+    "state_dict": "Save the state as it is: fs.checkpoint.save(path, state).",
+    "load_state_dict": "Load a new one: state = fs.checkpoint.load(path, layout).",
+    "grads": "Take them of a loss: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
+    "grad": "Take them of a loss: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
+    "apply_gradients": "Call fs.optim.apply_gradients(opt, grads, state.opt_state, state.params).",
+    "optimizer": "Its state is state.opt_state; the optimizer itself is a pair of functions, such as fs.adamw(1e-3).",
+    "tx": "Its state is state.opt_state; the optimizer itself is a pair of functions, such as fs.adamw(1e-3).",
+    "mesh": "Write state.layout.mesh.",
+    "strategy": "Write state.layout.strategy.",
+    "to": "Make one elsewhere: fs.reshard(state, layout).",
+    "cuda": 'Its layout says where it is: fs.plan_layout(model, fs.make_mesh(device="cuda")).',
+}
+"""What a state does not have, by the names that other libraries give it."""
+
 _FIELDS = tuple(f.name for f in fields(TrainState))
 STATE_FIELDS = _FIELDS[:-1]
 """The fields of a state that have leaves, in the order of its leaves."""
@@ -115,6 +154,12 @@ tree.register_node(
     lambda layout, children: TrainState(*children, layout=layout),
     fields=True,
 )
+
+
+def _shown(x: Any) -> str:
+    """A 0-d tensor as a number. A state may have been given anything, and a debugger shows it all the same."""
+    is_number = isinstance(x, Tensor) and x.numel() == 1 and x.device.type != "meta"
+    return f"{x.item():,}" if is_number else type(x).__name__
 
 
 class _Seal:
@@ -178,6 +223,10 @@ def _check_start(function: str, opt: Any, key: Any, layout: Any) -> None:
         swapped = isinstance(key, Layout)
         mend = "Swap the two: (..., key, layout)." if swapped else "Plan one: layout = fs.plan_layout(model, mesh)."
         raise refuse(function, "a key, then a Layout", layout, mend)
+    if isinstance(layout.mesh, AbstractMesh):
+        rule = f"cannot place a tensor on the abstract mesh {layout.mesh}."
+        mend = "Use fs.make_mesh: layout = layout.with_mesh(fs.make_mesh(dp=-1))."
+        raise SpecError(message(function, rule, mend=mend))
 
 
 def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:

@@ -33,7 +33,17 @@ from fsharding.optim.updates import apply_gradients, apply_updates
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import Schedule, plan_schedule
 from fsharding.precision import Precision
-from fsharding.public import check_function, check_optimizer, is_optimizer, kind_of, public, refuse
+from fsharding.public import (
+    check_function,
+    check_optimizer,
+    check_precision,
+    is_optimizer,
+    kind_of,
+    missing_name,
+    public,
+    refuse,
+    refuse_compiled,
+)
 from fsharding.random import fold_in
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.leaf_plan import kind_text
@@ -90,6 +100,9 @@ class Metrics(NamedTuple):
             mend = f"Write metrics.{index}." if index in self._fields else f"Its names are {', '.join(self._fields)}."
             raise ArgumentError(message("Metrics", rule, mend=mend))
         return tuple.__getitem__(self, index)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_name("Metrics", name, self._fields, {})
 
 
 @public("fs.model_loss")
@@ -191,7 +204,7 @@ def make_train_step(
         >>> int(state.step), bool(metrics.loss > 0)
         (1, True)
     """
-    _check_arguments(model, opt, microbatches, policy, has_aux=has_aux)
+    _check_arguments(model, opt, microbatches, policy, precision, has_aux=has_aux)
     return TrainStep(
         model,
         opt,
@@ -231,6 +244,12 @@ class StepPlan:
         """Frees the gradient buffers and the mesh."""
         self.buffers.close()
         self.check = None
+
+
+_COMPILE = (
+    "Compile the blocks, fs.make_train_step(model._replace(block=torch.compile(model.block)), opt), or a loss function,"
+    " fs.make_train_step(torch.compile(loss_fn), opt)."
+)
 
 
 class _Sums(NamedTuple):
@@ -292,6 +311,13 @@ class TrainStep:
         self._settings = _settings(model, opt, microbatches, schedule if self._is_model else "", precision, policy)
         self._plans: list[StepPlan] = []
 
+    def __repr__(self) -> str:
+        """The settings on which ranks agree, without those of the optimizer."""
+        name = "Model" if self._is_model else getattr(self._model, "__qualname__", type(self._model).__name__)
+        return f"TrainStep({name}, microbatches={self._microbatches}, donate={self._donate})"
+
+    @public("train step")
+    @_compat.never_inlined
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         """One step; `make_train_step` says what it raises.
 
@@ -299,6 +325,7 @@ class TrainStep:
             state: in any layout; not to be used again if the step was made with `donate=True`.
             batch: this rank's part, a tree of tensors `[B, ...]`.
         """
+        refuse_compiled("train step", _COMPILE)
         if not isinstance(state, TrainState):
             raise _other_state(state, batch)
         with naming_lost("train step", state.layout.mesh, step=state.step):
@@ -503,7 +530,7 @@ def _settings(
     return {**facts, **of_loss, **facts_of("optimizer", opt.update)}
 
 
-def _check_arguments(model: Any, opt: Any, microbatches: Any, policy: Any, *, has_aux: bool) -> None:
+def _check_arguments(model: Any, opt: Any, microbatches: Any, policy: Any, precision: Any, *, has_aux: bool) -> None:
     """Refuses arguments that no layout and no batch can make right."""
     if is_optimizer(model) and not hasattr(model, "block") and not is_optimizer(opt):
         raise refuse("fs.make_train_step", "a model, then an optimizer", model, "Swap the two.")
@@ -517,6 +544,8 @@ def _check_arguments(model: Any, opt: Any, microbatches: Any, policy: Any, *, ha
         text = f"got microbatches={microbatches!r}."
         raise ConfigError(message("fs.make_train_step", text, mend="Give a number from 1."))
     check_policy("fs.make_train_step", policy)
+    if precision is not None:
+        check_precision("fs.make_train_step", precision)
 
 
 def _other_state(state: Any, batch: Any) -> ArgumentError:

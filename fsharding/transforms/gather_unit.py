@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
-from fsharding import _functorch, tree
+from fsharding import _compat, _functorch, tree
 from fsharding.comm.steps import SteppedReduction
 from fsharding.errors import LayoutError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
@@ -46,6 +46,7 @@ __all__ = [
 
 
 @public("fs.gather_unit")
+@_compat.outside_of_graphs
 def gather_unit(
     unit: Tree,
     *,
@@ -247,6 +248,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 @public("fs.select_unit")
+@_compat.outside_of_graphs
 def select_unit(stack: Tree, index: int) -> Tree:
     """One unit of a stack: row `index` of every leaf, as in `gather_unit(embed, prefetch=select_unit(blocks, 0))`.
 
@@ -291,6 +293,7 @@ def rows_of(node: Local, values: Sequence[Tensor], context: GatherContext | None
 
 
 @public("fs.scatter_grads")
+@_compat.outside_of_graphs
 def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     """Sums whole gradients over the data axes and cuts them as the leaves of `like`: the transpose of `gather_unit`.
 

@@ -44,6 +44,8 @@ __all__ = ["explained"]
 
 _NAME = "fs.value_and_grad"
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
+_TRACED = re.compile(r"got (?:Runtime|Value|Index)Error\([\"'](.+?)[\"']\)")
+"""The error of an operation that a compiler has tried on tensors without values."""
 _NOT_THE_USERS = (
     *(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, tree)),
     sysconfig.get_paths()["stdlib"],
@@ -65,9 +67,14 @@ def explained(
     if isinstance(error, NotGatheredError):
         _name(error, params, context)
         return None
+    if all(hasattr(params, name) for name in ("params", "opt_state", "layout")):
+        mend = "Give it the parameters alone: (state.params, batch)."
+        return ArgumentError(message(_NAME, f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
     if isinstance(error, FshardingError | torch.OutOfMemoryError):
         return None
     names = _names(fn, len(args) + 1)
+    if type(error).__module__ == "torch._dynamo.exc":
+        return _of_compiling(error) or _of_shapes(error, names[1:], args, context)
     return (
         _of_arguments(error, fn, params, args)
         or _of_writing(error)
@@ -107,9 +114,6 @@ def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None
 
 def _of_arguments(error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any]) -> FshardingError | None:
     """Arguments in one another's place, or too few of them."""
-    if all(hasattr(params, name) for name in ("params", "opt_state", "layout")):
-        mend = "Give it the parameters alone: (state.params, batch)."
-        return ArgumentError(message(_NAME, f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
     leaves = tree.leaves(params, is_leaf=_is_local)
     if not any(isinstance(x, Local) for x in leaves) and any(isinstance(x, DTensor) for x in tree.leaves(list(args))):
         rule = "got no sharded leaf in its first argument, and sharded ones after it."
@@ -122,6 +126,15 @@ def _of_arguments(error: Exception, fn: Callable[..., Any], params: Tree, args: 
             rule = f"cannot call {name} with params and {len(args)} more: {why}."
             return ArgumentError(message(_NAME, rule, mend="Give what the loss function takes after params."))
     return None
+
+
+def _of_compiling(error: Exception) -> FshardingError | None:
+    """A graph that should hold all of a loss function, whose gathers are between two graphs."""
+    if type(error).__name__ != "Unsupported" or "torch.compiler.disable" not in str(error):
+        return None
+    rule = "has a loss function that is compiled as one graph, which gathers cannot be part of."
+    mend = "Leave fullgraph=True out; a block may have it: fs.scan_units(torch.compile(block, fullgraph=True), ...)."
+    return TransformError(message(_NAME, rule, mend=mend))
 
 
 def _of_writing(error: Exception) -> FshardingError | None:
@@ -204,14 +217,15 @@ def _of_shapes(
     error: Exception, names: Sequence[str], args: Sequence[Any], context: GatherContext
 ) -> FshardingError | None:
     """Shapes that do not go together: those of the batch, and of the weights that were gathered last."""
-    if type(error) not in (RuntimeError, ValueError, IndexError) or not _SHAPES.search(str(error)):
+    traced = _TRACED.search(str(error)) if type(error).__name__ == "TorchRuntimeError" else None
+    if not traced and (type(error) not in (RuntimeError, ValueError, IndexError) or not _SHAPES.search(str(error))):
         return None
     if "gloo/" in str(error) or hasattr(error, "_fsharding_peers"):
         return None
     rows = list[str]()
     for name, x in zip(names, args, strict=False):
         rows += [f"{_joined(name, path)} is {kind_text(leaf)}" for path, leaf in tree.named_leaves(x).items()]
-    text = str(error).strip().partition("\n")[0]
+    text = traced[1].rstrip(".") if traced else str(error).strip().partition("\n")[0]
     mend = "Give the batch the shapes that the weights take, or the weights those of the batch."
     rows = [*_line_of(error), *rows, *context.gathered_leaves()]
     return ShapeError(message(_NAME, f"has a loss function that failed: {text}.", rows, mend))

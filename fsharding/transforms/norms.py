@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.errors import LayoutError, TransformError, TreeError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, coordinate, data_axes
@@ -30,6 +30,7 @@ _VDOT = "fs.tree.vdot"
 
 @tree.define_vdot
 @public("fs.tree.vdot")
+@_compat.outside_of_graphs
 def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     """See `fs.tree.vdot`, which is this function."""
     left, right = tree.named_leaves(a), tree.named_leaves(b)

@@ -20,7 +20,7 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsharding import _functorch
+from fsharding import _compat, _functorch
 from fsharding.mesh.device_mesh import Mesh, mesh_here, set_mesh
 from fsharding.public import check_function, public
 from fsharding.sharding.named_sharding import opened
@@ -50,6 +50,7 @@ def _keep_dots(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 
 
 @public("fs.remat")
+@_compat.outside_of_graphs
 def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable) -> Callable[..., Any]:
     """Makes a function that keeps less for backward and computes it again there.
 
@@ -81,6 +82,7 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
         return fn
     captured: list[weakref.ref[Tensor]] = []
 
+    @_compat.outside_of_graphs
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
         leaves, closed = opened(args)

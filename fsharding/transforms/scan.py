@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fsharding import _functorch, tree
+from fsharding import _compat, _functorch, tree
 from fsharding.errors import ArgumentError, TreeError, message
 from fsharding.public import check_function, kind_of, public
 from fsharding.sharding.named_sharding import Local
@@ -28,6 +28,7 @@ __all__ = ["scan", "scan_units", "stack_units", "unstack_units"]
 
 
 @public("fs.scan")
+@_compat.outside_of_graphs
 def scan(
     fn: Callable[[Any, Any], tuple[Any, Any]], carry: Tree, xs: Tree, *, length: int | None = None
 ) -> tuple[Tree, Tree]:
@@ -61,6 +62,7 @@ def scan(
 
 
 @public("fs.scan_units")
+@_compat.outside_of_graphs
 def scan_units(
     block: Callable[..., Any],
     units: Tree,
@@ -130,6 +132,7 @@ def _as_local(unit: Tree) -> Tree:
 
 
 @public("fs.stack_units")
+@_compat.outside_of_graphs
 def stack_units(units: Sequence[Tree]) -> Tree:
     """Stacks equal units: leaves `[...]` become leaves `[layers, ...]`; lazy draws are not stacked, draw them stacked.
 
@@ -158,6 +161,7 @@ def stack_units(units: Sequence[Tree]) -> Tree:
 
 
 @public("fs.unstack_units")
+@_compat.outside_of_graphs
 def unstack_units(stack: Tree) -> list[Tree]:
     """The units of a stack, in order; leaves are views.
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from fsharding import _functorch, tree
+from fsharding import _compat, _functorch, tree
 from fsharding.errors import TransformError, message
 from fsharding.mesh.device_mesh import Mesh, abstract, set_mesh
-from fsharding.public import check_function, public
+from fsharding.public import check_function, public, refuse_compiled
 from fsharding.sharding.named_sharding import Local, hides_owners, to_local, typeof
 from fsharding.sharding.partition_spec import P
 from fsharding.tree import Tree
@@ -27,6 +27,7 @@ __all__ = ["shard_map"]
 
 
 @public("fs.shard_map")
+@_compat.outside_of_graphs
 def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[..., Any]:
     """Makes a function of `Local` nodes one of DTensors, as JAX's `shard_map` with all specs taken from the arguments.
 
@@ -59,8 +60,10 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
     """
     check_function("fs.shard_map", "a function of trees", fn, 0)
 
+    @_compat.never_inlined
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
+        refuse_compiled("fs.shard_map", "Compile the function inside: fs.shard_map(torch.compile(fn)).")
         if _functorch.in_functorch():
             mend = "Transform the function inside: fs.shard_map(torch.func.grad(f))."
             raise TransformError(message("fs.shard_map", "cannot run under a torch.func transform.", mend=mend))

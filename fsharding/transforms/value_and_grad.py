@@ -26,7 +26,8 @@ from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.mesh.failures import naming_lost
 from fsharding.precision import FP32, Precision
-from fsharding.public import check_function, public, refuse
+from fsharding.public import check_function, check_precision, public, refuse, refuse_compiled
+from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import (
     Local,
     NamedSharding,
@@ -87,6 +88,7 @@ class _Loss(NamedTuple):
 
 
 @public("fs.value_and_grad")
+@_compat.outside_of_graphs
 def value_and_grad(
     fn: Callable[..., Any],
     *,
@@ -139,15 +141,24 @@ def value_and_grad(
         (24.0, [3.0, 3.0])
     """
     check_function("fs.value_and_grad", "a loss function (params, *args)", fn, 1)
+    check_precision("fs.value_and_grad", precision)
+    if isinstance(grads, Layout | bool | str):
+        mend = "Give layout.main, where the optimizer wants gradients, or layout.grads."
+        raise refuse("fs.value_and_grad", "grads= as a tree of NamedSharding", grads, mend)
 
     @public("fs.value_and_grad")
+    @_compat.never_inlined
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
+        refuse_compiled("fs.value_and_grad", _COMPILE)
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
         return loss_and_grads(
             fn, params, args, accumulate, has_aux=has_aux, grads=grads, precision=precision, mean=mean
         )
 
     return run
+
+
+_COMPILE = "Compile the loss function, fs.value_and_grad(torch.compile(loss_fn)), or its blocks."
 
 
 def loss_and_grads(

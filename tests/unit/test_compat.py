@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -422,3 +423,30 @@ def test_torch_keeps_a_record_of_collectives_or_says_that_it_has_none(monkeypatc
             torch._C._distributed_c10d, name, lambda **asked: f'{{"entries": ["{sorted(asked)}"]}}'.encode()
         )
     assert not names or _compat.flight_record() == "{\"entries\": [\"['includeCollectives', 'onlyActive']\"]}"
+
+
+def test_the_compiler_leaves_frames_alone():
+    seen = []
+
+    @_compat.outside_of_graphs
+    def outside(x):
+        seen.append(("outside", _compat.is_compiled_caller()))
+        return inside(x)
+
+    @_compat.never_inlined
+    def apart(x):
+        seen.append(("apart", _compat.is_compiled_caller()))
+        return inside(x)
+
+    def inside(x):
+        return x.sin()
+
+    torch.compiler.reset()
+    for fn, compiled in ((outside, False), (apart, True)):
+        graphs = CompileCounter()
+        seen.clear()
+        assert float(torch.compile(lambda x, fn=fn: fn(x + 1) * 2, backend=graphs)(torch.zeros(()))) > 1.6
+        assert seen == [(fn.__name__, compiled)]
+        # One before the call and one after; `inside` is a third where the compiler sees what is called.
+        assert graphs.frame_count == (3 if compiled else 2)
+    assert not _compat.is_compiled_caller()

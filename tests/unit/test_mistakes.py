@@ -1,8 +1,11 @@
 """What people who come from torch or JAX get wrong at first: each is told the line to type, on one process."""
 
+import functools
 import math
+import re
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,12 +17,14 @@ import fsharding as fs
 from fsharding.errors import (
     ArgumentError,
     BatchError,
+    CheckpointError,
     ConfigError,
     DonatedError,
     FshardingError,
     LayoutError,
     MeshError,
     MissingKeyError,
+    MissingNameError,
     NotGatheredError,
     RandomKeyError,
     ShapeError,
@@ -27,6 +32,8 @@ from fsharding.errors import (
     TransformError,
     TreeError,
 )
+from fsharding.models import model
+from fsharding.train import state as train_state
 from tests.modules import Module
 
 
@@ -44,20 +51,28 @@ def loss_fn(params, batch):
     return (x - batch["y"]).square().sum(), len(x)
 
 
+def decaying():
+    return fs.adamw(1e-3, weight_decay=0.1)
+
+
 @pytest.fixture(scope="module")
 def at():
     """All that a call may need, once."""
     mesh, key, opt = fs.make_mesh(dp=1), fs.random.key(0), fs.adamw(1e-3)
     layout = fs.plan_layout(init(key), mesh)
     x = torch.arange(24.0).view(6, 4) / 24
+    state, batch = fs.init_state(init, opt, key, layout), {"x": x, "y": x[:, :3]}
+    value, grads = fs.value_and_grad(loss_fn)(state.params, batch)
     return SimpleNamespace(
+        value=value,
+        grads=grads,
         mesh=mesh,
         key=key,
         opt=opt,
         layout=layout,
         tree=init(key),
-        state=fs.init_state(init, opt, key, layout),
-        batch={"x": x, "y": x[:, :3]},
+        state=state,
+        batch=batch,
         step=fs.make_train_step(loss_fn, opt),
         module=Module(),
         sgd=torch.optim.SGD(Module().parameters(), 0.1),
@@ -160,6 +175,7 @@ def write_without_grad(params, batch):
     return loss_fn(params, batch)
 
 
+NOWHERE = Path(__file__).with_name("nowhere")
 NO_PAIR = "takes an optimizer that is a pair of functions, got"
 MODULE = "Make a function of it first, net = fs.functionalize(module); it takes the place of the module."
 BACKWARD = (
@@ -174,6 +190,16 @@ SUM = (
     "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True."
 )
 STRATEGIES = "Strategies are zero0, zero1, zero2, zero3, hfsdp, no_shard, optim, optim_grads, optim_grads_params, hsdp."
+VALUES = (
+    "Parameters with values are those of a state, fs.init_state(init, opt, key, layout).params; draw.tensor() gives all"
+    " values of one draw."
+)
+ORDER = "Call opt.update(gradients, state, params), in this order."
+WHOLE = "takes a tree of parameters, got a TrainState.\nGive it the parameters alone: state.params."
+RATE = (
+    "takes a learning rate, and no parameters.\n"
+    "Write fs.adamw(1e-3): opt.init(params), or fs.init_state, makes its state for them."
+)
 AXES = "Axes are pp, replica, dp, ep, cp, tp."
 
 # what it is: (kind of error, all of its text, the call); "..." stands for the line of this file
@@ -610,6 +636,232 @@ MISTAKES = {
         None,
         lambda at: fs.make_train_step(loss_fn, at.opt, policy="everything"),
     ),
+    "axes for names": (
+        ArgumentError,
+        "fs.plan_layout takes names of dims, got axes, P('tp').\n"
+        "Name the dims, such as (\"mlp\", None), and say which axes cut them: AxisRules(mlp=('tp',)).",
+        lambda at: fs.plan_layout(at.tree, at.mesh, names={**at.names, "body": {"w": fs.P("tp"), "b": None}}),
+    ),
+    "the name of an axis for that of a dim": (
+        SpecError,
+        "fs.plan_layout has no rule for 1 dims on mesh {dp: 1}.\n"
+        "  w is float32[8, 4], dim 0 ('tp', size 8): no rule 'tp'.\n"
+        "'tp' is an axis of the mesh. Name the dim, such as 'mlp', with the rule mlp='tp'.",
+        lambda at: fs.plan_layout({"w": torch.zeros(8, 4)}, at.mesh, names={"w": ("tp", None)}),
+    ),
+    "a dict of rules": (
+        ArgumentError,
+        "fs.AxisRules takes axes by the names of dims, got a dict.\n"
+        'Write fs.AxisRules(**rules) of a dict, or fs.AxisRules(mlp="tp", embed=None).',
+        lambda at: fs.AxisRules({"mlp": "tp"}),
+    ),
+    "rules of an axis that is none": (
+        SpecError,
+        f"AxisRules(mlp='data') knows no axis 'data'. {AXES}",
+        lambda at: fs.AxisRules(mlp="data"),
+    ),
+    "a frozen path that no leaf has": (
+        LayoutError,
+        "fs.plan_layout cannot plan 1 leaves.\n"
+        "  frozen path 'bodyy' is no leaf; leaves are body.b, body.w, head.weight\n"
+        'Write frozen=["body"].',
+        lambda at: fs.plan_layout(at.tree, at.mesh, frozen="bodyy"),
+    ),
+    "strategy=fs.zero": (
+        ConfigError,
+        f"fs.parse_strategy knows no strategy the function zero.\n{STRATEGIES} Call it: fs.zero(3).",
+        lambda at: fs.plan_layout(at.tree, at.mesh, strategy=fs.zero),
+    ),
+    "a generator for a key": (
+        RandomKeyError,
+        None,
+        lambda at: fs.init_state(init, at.opt, torch.Generator(), at.layout),
+    ),
+    "a shape for a key": (
+        RandomKeyError,
+        "random.normal needs a key int64[2], got tuple (3,).\n"
+        "Make keys with random.key, random.split or random.fold_in.",
+        lambda at: fs.random.normal((3,), at.key),
+    ),
+    "a draw that is scaled": (
+        ArgumentError,
+        "fs.random gives draws, which are lazy, and one of them is multiplied or divided.\n"
+        "Say so to the function that draws, such as fs.random.normal(key, shape, std=0.02, mean=1.0).",
+        lambda at: 0.02 * fs.random.normal(at.key, (3,)),
+    ),
+    "a draw that goes into torch": (
+        ArgumentError,
+        f"fs.random gives draws, which are lazy, and one of them goes into torch's linear.\n{VALUES}",
+        lambda at: F.linear(torch.ones(2, 4), at.tree["body"]["w"]),
+    ),
+    "a draw that is asked for .sum": (
+        MissingNameError,
+        f"Draw has no 'sum'.\n{VALUES}",
+        lambda at: at.tree["body"]["w"].sum(),
+    ),
+    "update without parameters": (
+        TreeError,
+        "fs.adamw needs the parameters for weight_decay=0.1.\nCall update(updates, state, params).",
+        lambda at: decaying().update(at.grads, at.state.opt_state),
+    ),
+    "update of state, gradients, parameters": (
+        TreeError,
+        "fs.adamw got dict in the place of its state, AdamState, and AdamState in the place of gradients.\n"
+        f"{ORDER}",
+        lambda at: at.opt.update(at.state.opt_state, at.grads, at.state.params),
+    ),
+    "update of gradients, parameters, state": (
+        TreeError,
+        "fs.adamw got dict in the place of its state, AdamState.\n"
+        f"The state is what opt.init(params), or the last update, returned. {ORDER}",
+        lambda at: at.opt.update(at.grads, at.state.params, at.state.opt_state),
+    ),
+    "update of a loss and a weight": (
+        TreeError,
+        "fs.adamw got a tuple of 2 in the place of gradients, and dict for the rest.\n"
+        f"Values come first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {ORDER}",
+        lambda at: at.opt.update(at.value, at.state.opt_state, at.state.params),
+    ),
+    "update of a whole state": (
+        ArgumentError,
+        f"fs.adamw {WHOLE}",
+        lambda at: at.opt.update(at.state, at.state.opt_state, at.state.params),
+    ),
+    "init of a whole state": (
+        ArgumentError,
+        f"opt.init {WHOLE}",
+        lambda at: at.opt.init(at.state),
+    ),
+    "updates and state for updates": (
+        ArgumentError,
+        "fs.optim.apply_updates takes a tree of updates, got a tuple.\n"
+        "opt.update returns two things: updates, opt_state = opt.update(gradients, opt_state, params).",
+        lambda at: fs.optim.apply_updates(
+            at.state.params, at.opt.update(at.grads, at.state.opt_state, at.state.params)
+        ),
+    ),
+    "updates of a whole state": (
+        ArgumentError,
+        f"fs.optim.apply_updates {WHOLE}",
+        lambda at: fs.optim.apply_updates(at.state, at.grads),
+    ),
+    "parameters to an optimizer": (
+        ArgumentError,
+        f"fs.adamw {RATE}",
+        lambda at: fs.adamw(fs.tree.leaves(at.state.params), lr=1e-3),
+    ),
+    "parameters and a rate to an optimizer": (
+        ArgumentError,
+        f"fs.adamw {RATE}",
+        lambda at: fs.adamw(at.state.params, 1e-3),
+    ),
+    "parameters alone to an optimizer": (
+        ArgumentError,
+        f"fs.adamw {RATE}",
+        lambda at: fs.adamw(at.state.params),
+    ),
+    "lr=": (
+        ArgumentError,
+        "fs.adamw cannot be called so: missing a required argument: 'learning_rate'.\n"
+        "Call it as fs.adamw(learning_rate). In the place of lr= it takes learning_rate.",
+        lambda at: fs.adamw(lr=1e-3),
+    ),
+    "betas=": (
+        ArgumentError,
+        "fs.adamw cannot be called so: got an unexpected keyword argument 'betas'.\n"
+        "Call it as fs.adamw(learning_rate). In the place of betas= it takes b1 and b2.",
+        lambda at: fs.adamw(1e-3, betas=(0.9, 0.95)),
+    ),
+    "gradient_accumulation_steps=": (
+        ArgumentError,
+        "fs.make_train_step cannot be called so: got an unexpected keyword argument 'gradient_accumulation_steps'.\n"
+        "Call it as fs.make_train_step(model, opt). In the place of gradient_accumulation_steps= it takes microbatches.",
+        lambda at: fs.make_train_step(loss_fn, at.opt, gradient_accumulation_steps=4),
+    ),
+    "argnums=": (
+        ArgumentError,
+        "fs.value_and_grad cannot be called so: got an unexpected keyword argument 'argnums'.\n"
+        "Call it as fs.value_and_grad(fn). Its arguments are fn, has_aux, grads, precision, mean.",
+        lambda at: fs.value_and_grad(loss_fn, argnums=0),
+    ),
+    "a layout for the shardings of gradients": (
+        ArgumentError,
+        "fs.value_and_grad takes grads= as a tree of NamedSharding, got a Layout.\n"
+        "Give layout.main, where the optimizer wants gradients, or layout.grads.",
+        lambda at: fs.value_and_grad(loss_fn, grads=at.layout),
+    ),
+    "text for a precision of a gradient": (
+        ArgumentError,
+        "fs.value_and_grad takes a Precision, got 'bf16'.\nGive fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).",
+        lambda at: fs.value_and_grad(loss_fn, precision="bf16"),
+    ),
+    "text for a precision of a step": (
+        ArgumentError,
+        "fs.make_train_step takes a Precision, got 'bf16'.\nGive fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).",
+        lambda at: fs.make_train_step(loss_fn, at.opt, precision="bf16"),
+    ),
+    "a step without a batch": (
+        ArgumentError,
+        "train step cannot be called so: missing a required argument: 'batch'.\nCall it as step(state, batch).",
+        lambda at: at.step(at.state),
+    ),
+    "a step of params, opt_state, batch": (
+        ArgumentError,
+        "train step cannot be called so: too many positional arguments.\nCall it as step(state, batch).",
+        lambda at: at.step(at.state.params, at.state.opt_state, at.batch),
+    ),
+    "a plain tensor in a state": (
+        LayoutError,
+        "train step got a state of which 1 leaves are not what its layout says.\n"
+        "  params.head.weight is a plain tensor float32[3, 8]; the layout says float32[3, 8]\n"
+        "Bring them there: state.replace(params=fs.shard(params, state.layout)) for whole tensors, fs.reshard for"
+        " DTensors.",
+        lambda at: at.step(
+            at.state.replace(params={**at.state.params, "head": {"weight": torch.ones(3, 8)}}), at.batch
+        ),
+    ),
+    "state['params']": (
+        ArgumentError,
+        "TrainState is neither a dict nor a tuple, got ['params'].\nWrite state.params.",
+        lambda at: at.state["params"],
+    ),
+    "a state that is unpacked": (
+        ArgumentError,
+        "TrainState is neither a dict nor a tuple, got [0].\n"
+        "Its fields are step, params, main, opt_state, loss_scale, key, layout.",
+        lambda at: (lambda params, opt_state: None)(*at.state),
+    ),
+    "load without a layout": (
+        ArgumentError,
+        "fs.checkpoint.load cannot be called so: missing a required argument: 'layout'.\n"
+        "Call it as fs.checkpoint.load(path, layout).",
+        lambda at: fs.checkpoint.load("ckpt"),
+    ),
+    "load of a directory that is not there": (
+        CheckpointError,
+        f"fs.checkpoint.load finds no checkpoint at {NOWHERE}: there is no such directory.\n"
+        "fs.checkpoint.latest(directory) finds the newest complete checkpoint of a directory.",
+        lambda at: fs.checkpoint.load(NOWHERE, at.layout),
+    ),
+    "torch.func.grad of parameters at rest": (
+        TransformError,
+        "fs.gather_unit got DTensors out of a torch.func transform.\n  b is float32[8]\n  w is float32[8, 4]\n"
+        "Transform what takes local nodes: fs.shard_map(torch.func.grad(f))(params).",
+        lambda at: torch.func.grad(lambda p: loss_fn(p, at.batch)[0])(at.state.params),
+    ),
+    "torch.func.grad in a loss": (
+        TransformError,
+        "fs.value_and_grad has a loss function that calls torch.func.grad, vjp, jacrev or hessian, which refuse its"
+        " hooks.\nTake the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner one"
+        " with torch.autograd.grad(..., create_graph=True).",
+        in_loss(lambda p, b: torch.func.grad(lambda u: u["w"].square().sum())(fs.gather_unit(p["body"]))["w"].sum()),
+    ),
+    "a strategy for a layout": (
+        ArgumentError,
+        "fs.reshard takes a state or layout, then a Layout, got a Strategy.\n"
+        "Plan one: fs.plan_layout(model, mesh), or state.layout.with_strategy(fs.zero(1)).",
+        lambda at: fs.reshard(at.state, fs.zero(1)),
+    ),
 }  # fmt: skip
 
 
@@ -622,6 +874,72 @@ def test_a_mistake_is_told_what_to_type(at, mistake):
     if want is not None:
         lines = str(caught.value).split("\n")
         assert [("  ..." if line.startswith("  test_mistakes.py:") else line) for line in lines] == want.split("\n")
+
+
+# owner, name: the sentence that says what to type
+NAMES_ELSEWHERE = {
+    ("fs", "grad"): "Call fs.value_and_grad(loss_fn)(params, batch), which returns (value, grads).",
+    ("fs", "jit"): "Nothing has to be traced: call the function. torch.compile(block) compiles a block.",
+    ("fs", "fully_shard"): (
+        "Plan it: layout = fs.plan_layout(model, mesh, strategy=fs.zero(3)), then fs.init_state(model, opt, key, layout)."
+    ),
+    ("fs", "DDP"): (
+        "Plan it: layout = fs.plan_layout(model, mesh, strategy=fs.zero(0)), then fs.init_state(model, opt, key, layout)."
+    ),
+    ("fs", "init_device_mesh"): "Call fs.make_mesh(dp=-1).",
+    ("fs", "PRNGKey"): "Make a key: fs.random.key(0).",
+    ("fs", "psum"): "Inside a loss function call fs.ops.psum(x, axis), by the name of an axis.",
+    ("fs", "zero3"): "Write fs.zero(3).",
+    ("fs", "make_msh"): "Did you mean 'make_mesh'?",
+    ("fs.optim", "AdamW"): "Write fs.adamw(1e-3).",
+    ("fs.optim", "clip_grad_norm_"): "Write fs.optim.chain(fs.optim.clip_by_global_norm(1.0), opt).",
+    ("fs.optim", "muno"): "Did you mean 'muon'?",
+    ("TrainState", "parameters"): ("They are a tree, state.params; fs.tree.leaves(state.params) lists its leaves."),
+    ("TrainState", "state_dict"): "Save the state as it is: fs.checkpoint.save(path, state).",
+    ("TrainState", "grads"): "Take them of a loss: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
+    ("TrainState", "mesh"): "Write state.layout.mesh.",
+    ("Metrics", "los"): "Did you mean 'loss'?",
+    ("Metrics", "accuracy"): "Its names are loss, grad_norm, weight, skipped, aux.",
+    ("Model", "parameters"): (
+        "A model holds none: they are state.params, of state = fs.init_state(model, opt, fs.random.key(0), layout)."
+    ),
+    ("Model", "eval"): "A model has no modes: pass what differs, such as a key for dropout, in the batch.",
+}
+
+
+@pytest.mark.parametrize(("owner", "name"), NAMES_ELSEWHERE)
+def test_names_of_other_libraries(at, owner, name):
+    config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+    owners = {
+        "fs": lambda: fs,
+        "fs.optim": lambda: fs.optim,
+        "TrainState": lambda: at.state,
+        "Metrics": lambda: at.step(at.state, at.batch)[1],
+        "Model": lambda: fs.models.decoder(config),
+    }
+    one = owners[owner]()
+    with pytest.raises(MissingNameError) as caught:
+        getattr(one, name)
+    assert str(caught.value) == f"{owner} has no {name!r}.\n{NAMES_ELSEWHERE[owner, name]}"
+    assert not hasattr(one, name) and getattr(one, name, 7) == 7
+
+
+@pytest.mark.parametrize("name", ["__wrapped__", "_private"])
+def test_private_names_are_refused_in_pythons_words(at, name):
+    for one in (fs, fs.optim, at.state):
+        with pytest.raises(AttributeError) as caught:
+            getattr(one, name)
+        assert type(caught.value) is AttributeError
+
+
+def test_what_the_names_of_other_libraries_point_to_is_there():
+    sentences = [*NAMES_ELSEWHERE.values()]
+    for table in (fs._ELSEWHERE, fs.optim._ELSEWHERE, train_state._ELSEWHERE, model._ELSEWHERE):
+        sentences += table.values()
+    paths = {path for text in sentences for path in re.findall(r"\bfs((?:\.[A-Za-z_]\w*)+)", text)}
+    assert len(paths) > 15
+    for path in sorted(paths):
+        functools.reduce(getattr, path.strip(".").split("."), fs)
 
 
 def test_errors_that_replace_others_are_of_their_family(at):

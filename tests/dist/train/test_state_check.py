@@ -69,6 +69,28 @@ def operate(name, strategy, precision, folder):
     return found, metrics.loss.item()
 
 
+NO_NUMBERS = [
+    0.5, "x", None, torch.tensor(float("inf")), torch.tensor(1j), torch.tensor([1, 2]),
+    torch.zeros((), dtype=torch.int64, device="meta"),
+]  # fmt: skip
+
+
+def with_steps_that_are_no_numbers():
+    opt = fs.sgd(0.1)
+    layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(dp=-1))
+    state, step = fs.init_state(init, opt, fs.random.key(0), layout), fs.make_train_step(loss_fn, opt)
+    wrong = [state.replace(step=number) for number in NO_NUMBERS]
+    return [typed_refusal(lambda odd=odd: step(odd, torch.ones(2, 8))) for odd in wrong]
+
+
+def test_a_step_that_is_no_number_is_refused_on_ranks_that_name_their_step():
+    for texts in run_ranks(with_steps_that_are_no_numbers, 2):
+        for text in texts:
+            assert text.startswith("LayoutError: train step got a state without a step number or a key.\n  step is "), (
+                text
+            )
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_that_is_not_in_its_layout_is_refused(name, tmp_path):
     for strategy, precision in ((fs.zero(3), fs.FP32), (fs.zero(1), fs.BF16)):

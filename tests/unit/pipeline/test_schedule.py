@@ -144,6 +144,10 @@ def test_a_picture(tmp_path, monkeypatch):
     schedule = fs.pipeline.plan_schedule("dualpipev", 2, 4)
     fs.pipeline.draw_schedule(schedule, tmp_path / "a.png", send=0.5)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and len(list(tmp_path.iterdir())) == 1
+    for name in ("b.svg", "c.svg"):
+        fs.pipeline.draw_schedule(schedule, tmp_path / name)
+    assert (tmp_path / "b.svg").read_bytes() == (tmp_path / "c.svg").read_bytes()
+    assert b"<svg" in (tmp_path / "b.svg").read_bytes()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert refusal(fs.pipeline.draw_schedule, schedule, tmp_path / "b.png", kind=ConfigError) == (
         "fs.pipeline.draw_schedule needs matplotlib to draw a schedule.\n"
@@ -186,7 +190,7 @@ def test_a_layout_takes_them():
             "  ranks is 0, not a number from 1\n"
             "  microbatches is 2.0, not a number from 1\n"
             "  gather is 'layer', not 'step' or 'microbatch'\n"
-            "  ahead is -1, not a number from 0",
+            "  ahead is -1, not a number from 0\nGive whole numbers from 1, and ahead from 0.",
         ),
         (
             ("1f1b", 2, 2), {"stages_per_rank": 2},

@@ -1,0 +1,97 @@
+"""The rows of docs/how-to/troubleshooting.md that take several ranks: what each rank says is on the page."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import fsharding as fs
+from fsharding.testing import RankPool
+from tests.pages import code_spans, rows_of, said
+
+ROWS = rows_of("how-to/troubleshooting.md", section="Several ranks")
+
+
+def init(key):
+    return {"w": fs.random.normal(key, (4, 4))}
+
+
+def loss_fn(params, batch):
+    x = F.linear(batch, fs.gather_unit(params)["w"])
+    return x.square().sum(), len(x)
+
+
+def started(mesh, draw=init):
+    opt = fs.sgd(0.1)
+    return fs.init_state(draw, opt, fs.random.key(0), fs.plan_layout(init(fs.random.key(0)), mesh)), opt
+
+
+def other_meshes(mesh):
+    fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **{("dp", "tp")[dist.get_rank()]: 2})
+
+
+def other_microbatches(mesh):
+    state, opt = started(mesh)
+    fs.make_train_step(loss_fn, opt, microbatches=1 + dist.get_rank())(state, torch.ones(4, 4))
+
+
+def other_draws(mesh):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    state, opt = started(mesh, lambda key: {"w": torch.randn(4, 4, generator=generator)})
+    fs.make_train_step(loss_fn, opt)(state, torch.ones(4, 4))
+
+
+def other_shapes(mesh):
+    state, opt = started(mesh)
+    fs.make_train_step(loss_fn, opt)(state, torch.ones(4, 4 + dist.get_rank()))
+
+
+def saved_by_one(mesh):
+    state, opt = started(mesh)
+    step = fs.make_train_step(loss_fn, opt)
+    state, _ = step(state, torch.ones(4, 4))
+    if dist.get_rank() == 0:
+        fs.checkpoint.save("never written", state)
+    else:
+        step(state, torch.ones(4, 4))
+
+
+MISTAKES = {
+    "ranks that make other meshes": other_meshes,
+    "ranks with other settings": other_microbatches,
+    "parameters drawn by `torch.randn`": other_draws,
+    "a batch that fails on one rank": other_shapes,
+    "`if rank == 0: fs.checkpoint.save(...)`": saved_by_one,
+}
+BREAKING = list(MISTAKES)[-2:]
+"""After these no group can be used any more."""
+
+
+def told(mistake, seconds):
+    return said(MISTAKES[mistake], fs.make_mesh(dp=2, device="cpu", timeout=timedelta(seconds=seconds)))
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """The messages of two ranks, by mistake."""
+    result = {}
+    for last in BREAKING:
+        with RankPool(2) as pool:
+            for mistake in MISTAKES:
+                if mistake == last or (mistake not in BREAKING and mistake not in result):
+                    result[mistake] = pool.run(told, mistake, 2 if mistake == last else 20)
+    return result
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_page_says_what_ranks_say(mistake, texts):
+    words, edit = ROWS[mistake]
+    messages = texts[mistake] if mistake != BREAKING[0] else texts[mistake][:1]  # rank 1 has its own error
+    for message in messages:
+        assert not [part for part in code_spans(words) + code_spans(edit) if part not in message], message
+
+
+def test_every_row_is_tested():
+    assert {*ROWS} == {*MISTAKES}

@@ -1,0 +1,207 @@
+"""Each row of docs/how-to/troubleshooting.md that one process can show: the mistake is made, and the words are compared.
+
+A row is (mistake, words of the message, edit). The words are in the message, and so is the edit, unless the row is in
+OWN_EDIT, where the message does not say what to type yet and the page does. tests/dist/test_troubleshooting.py has the
+rows that take several ranks.
+"""
+
+import contextlib
+import io
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsharding as fs
+from fsharding.cli.main import main
+from tests.pages import code_spans, rows_of, said
+
+CONFIG = fs.models.DecoderConfig(vocab=8, dim=8, layers=2, heads=2, kv_heads=1, hidden=8)
+DECODER = fs.models.decoder(CONFIG)
+ONE_PROCESS = rows_of("how-to/troubleshooting.md", without="Several ranks")
+
+
+def init(key):
+    first, last = fs.random.split(key)
+    return {
+        "body": {"w": fs.random.normal(first, (8, 4)), "b": fs.random.zeros((8,))},
+        "head": {"weight": fs.random.normal(last, (3, 8))},
+    }
+
+
+def loss_fn(params, batch):
+    body, head = fs.gather_unit(params["body"]), fs.gather_unit(params["head"])
+    x = F.linear(torch.tanh(F.linear(batch["x"], body["w"], body["b"])), head["weight"])
+    return (x - batch["y"]).square().sum(), len(x)
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory):
+    """All that a mistake may need, once."""
+    mesh, key, opt = fs.make_mesh(dp=1), fs.random.key(0), fs.adamw(1e-3, weight_decay=0.1)
+    layout = fs.plan_layout(init(key), mesh)
+    state, x = fs.init_state(init, opt, key, layout), torch.arange(24.0).view(6, 4) / 24
+    batch, folder = {"x": x, "y": x[:, :3]}, tmp_path_factory.mktemp("ckpt")
+    fs.checkpoint.save(folder / "7", state)
+    return SimpleNamespace(
+        mesh=mesh, key=key, opt=opt, layout=layout, state=state, batch=batch, folder=folder,
+        step=fs.make_train_step(loss_fn, opt), module=torch.nn.Linear(4, 3),
+        grads=fs.value_and_grad(loss_fn, grads=layout.main)(state.params, batch),
+    )  # fmt: skip
+
+
+def in_loss(fn):
+    return lambda at: fs.value_and_grad(fn)(at.state.params, at.batch)
+
+
+def in_place(params, batch):
+    head = fs.gather_unit(params["head"])
+    head["weight"].mul_(2)
+    return head["weight"].sum()
+
+
+def at_rest(at):
+    state = fs.init_state(init, at.opt, at.key, at.layout)
+    with torch.no_grad():
+        state.params["head"]["weight"].mul_(2)
+    at.step(state, at.batch)
+
+
+def donated(at):
+    state = fs.init_state(init, at.opt, at.key, at.layout)
+    fs.make_train_step(loss_fn, at.opt, donate=True)(state, at.batch)
+    at.step(state, at.batch)
+
+
+def decode(at, tokens, **axes):
+    state = fs.init_state(DECODER, at.opt, at.key, fs.plan_layout(DECODER, at.mesh))
+    fs.make_train_step(DECODER, at.opt)(state, tokens)
+
+
+def command(line):
+    """The error that a command prints, raised as an exception of its text."""
+
+    def run(at):
+        output = io.StringIO()
+        with contextlib.redirect_stderr(output), pytest.raises(SystemExit) as end:
+            main([word.replace("DIR", str(at.folder)) for word in line.split()])
+        assert end.value.code == 2
+        raise ValueError(output.getvalue())
+
+    return run
+
+
+def whole_params(at):
+    return {"body": at.state.params["body"], "head": {"weight": torch.ones(3, 8)}}
+
+
+MISTAKES = {
+    # -------------------------------------------------------------------------------------------- meshes and layouts
+    "`fs.make_mesh(data=2)`": lambda at: fs.make_mesh(data=2),
+    "`fs.make_mesh(2)`": lambda at: fs.make_mesh(2),
+    "`fs.make_mesh(dp=3)`, and no launcher": lambda at: fs.make_mesh(dp=3),
+    '`strategy="fsdp"`': lambda at: fs.plan_layout(init(at.key), at.mesh, strategy="fsdp"),
+    "`fs.plan_layout(model, mesh, fs.zero(3))`": lambda at: fs.plan_layout(init(at.key), at.mesh, fs.zero(3)),
+    '`precision="bf16"`': lambda at: fs.plan_layout(init(at.key), at.mesh, precision="bf16"),
+    "a dim name that no rule has": lambda at: fs.plan_layout(
+        {"w": torch.zeros(8, 4)}, at.mesh, names={"w": (None, "hidden")}
+    ),
+    "`names` without an entry for a leaf": lambda at: fs.plan_layout(
+        init(at.key), at.mesh, names={"head": {"weight": (None, None)}}
+    ),
+    "`names` of the wrong length": lambda at: fs.plan_layout({"w": torch.zeros(8, 4)}, at.mesh, names={"w": ("mlp",)}),
+    '`frozen=["heads"]`, and the leaf is `head`': lambda at: fs.plan_layout(init(at.key), at.mesh, frozen=["heads"]),
+    "heads that `tp` does not divide": lambda at: fs.plan_layout(DECODER, fs.AbstractMesh(("tp",), (3,))),
+    "a state on an `AbstractMesh`": lambda at: fs.init_state(
+        init, at.opt, at.key, fs.plan_layout(init(at.key), fs.AbstractMesh(("dp",), (2,)))
+    ),
+    # ---------------------------------------------------------------------------------------- models and their states
+    "`fs.plan_layout(nn_module, mesh)`": lambda at: fs.plan_layout(at.module, at.mesh),
+    "`fs.plan_layout(init, mesh)`": lambda at: fs.plan_layout(init, at.mesh),
+    "`fs.init_state(init, opt, 0, layout)`": lambda at: fs.init_state(init, at.opt, 0, at.layout),
+    "`torch.Generator` for a key": lambda at: fs.random.normal(torch.Generator(), (2, 2)),
+    "`fs.functionalize(module)` of one whose blocks it does not know": lambda at: fs.functionalize(
+        torch.nn.Sequential(torch.nn.Linear(4, 3))
+    ),
+    "a plain tensor put into `state.params`": lambda at: at.step(at.state.replace(params=whole_params(at)), at.batch),
+    "`state.params` changed in place": at_rest,
+    # ------------------------------------------------------------------------------------------------ loss functions
+    "a leaf used without `gather_unit`": in_loss(lambda p, b: F.linear(b["x"], p["body"]["w"]).sum()),
+    "an L2 penalty over `fs.tree.leaves(params)`": in_loss(lambda p, b: p["body"]["w"].square().sum()),
+    "`leaf.to_local()` in a loss": in_loss(lambda p, b: p["body"]["w"].to_local().sum()),
+    "`state.params` used inside a loss": lambda at: fs.value_and_grad(
+        lambda p, b: (b["x"] @ at.state.params["body"]["w"].T).sum()
+    )(at.state.params, at.batch),
+    "gathered weights changed in place": in_loss(in_place),
+    "`return loss, logits`": in_loss(lambda p, b: (torch.zeros(()), torch.zeros(2))),
+    "`return loss.item()`": in_loss(lambda p, b: loss_fn(p, b)[0].item()),
+    "`return losses.mean(), n`": in_loss(lambda p, b: ((b["y"] @ fs.gather_unit(p["head"])["weight"]).mean(), 6)),
+    "`loss.backward()`": lambda at: at.grads[0][0].backward(),
+    "`torch.func.grad(f)(state.params)`": lambda at: torch.func.grad(lambda p: loss_fn(p, at.batch)[0])(
+        at.state.params
+    ),
+    "`torch.func.grad` inside `fs.value_and_grad`": in_loss(
+        lambda p, b: torch.func.grad(lambda x: x.sum())(fs.gather_unit(p["head"])["weight"]).sum()
+    ),
+    "`policy=\"everything\"`": lambda at: fs.make_train_step(loss_fn, at.opt, policy="everything"),
+    # ------------------------------------------------------------------------------------------ optimizers and steps
+    "`fs.make_train_step(loss_fn, torch.optim.RMSprop)`": lambda at: fs.make_train_step(loss_fn, torch.optim.RMSprop),
+    "`opt.update(grads, opt_state)` with weight decay": lambda at: at.opt.update(at.grads[1], at.state.opt_state),
+    "`opt.update(opt_state, grads, params)`": lambda at: at.opt.update(
+        at.state.opt_state, at.grads[1], at.state.params
+    ),
+    "`grads, loss = fs.value_and_grad(...)`": lambda at: at.opt.update(
+        at.grads[0], at.state.opt_state, at.state.params
+    ),
+    "`step(state.params, batch)`": lambda at: at.step(at.state.params, at.batch),
+    "`step(batch, state)`": lambda at: at.step(at.batch, at.state),
+    "`state = step(state, batch)`, and again": lambda at: at.step(at.step(at.state, at.batch), at.batch),
+    "a donated state used again": donated,
+    '`metrics["loss"]`': lambda at: at.step(at.state, at.batch)[1]["loss"],
+    "loss or gradients are NaN": lambda at: at.step(at.state, {**at.batch, "x": at.batch["x"] * float("nan")}),
+    # ------------------------------------------------------------------------------------------------------- batches
+    "arrays of NumPy in a batch": lambda at: at.step(at.state, fs.tree.map(lambda x: x.numpy(), at.batch)),
+    "microbatches that do not divide the batch": lambda at: fs.make_train_step(loss_fn, at.opt, microbatches=4)(
+        at.state, at.batch
+    ),
+    "a batch without an entry that the loss asks for": lambda at: at.step(at.state, {"x": at.batch["x"]}),
+    "shapes that do not fit": lambda at: at.step(at.state, {**at.batch, "x": torch.zeros(6, 5)}),
+    "tokens outside the vocabulary": lambda at: decode(
+        at, {"tokens": torch.full((2, 4), 9), "targets": torch.zeros(2, 4, dtype=torch.int64)}
+    ),
+    # ----------------------------------------------------------------------------------- checkpoints and other layouts
+    "`fs.checkpoint.save(state, path)`": lambda at: fs.checkpoint.save(at.state, "ckpt"),
+    "`fs.checkpoint.load(path, state)`": lambda at: fs.checkpoint.load("ckpt", at.state),
+    "a directory without a checkpoint": lambda at: fs.checkpoint.load(at.folder / "none", at.layout),
+    "a checkpoint of another model": lambda at: fs.checkpoint.load(
+        at.folder / "7", fs.plan_layout(DECODER, at.mesh), opt=at.opt
+    ),
+    "a checkpoint of another optimizer": lambda at: fs.checkpoint.load(
+        at.folder / "7", at.layout, opt=fs.sgd(0.1, momentum=0.9)
+    ),
+    "`fs.reshard(state, mesh)`": lambda at: fs.reshard(at.state, at.mesh),
+    # ------------------------------------------------------------------------------------------------------ pipelines
+    '`schedule="1F1B"`': lambda at: fs.pipeline.plan_schedule("1F1B", 2, 4),
+    # --------------------------------------------------------------------------------------------------- command line
+    "`--strategy fsdp`": command("train --strategy fsdp --out DIR/run"),
+    "`--mesh dp=3 --ranks 2`": command("train --mesh dp=3 --ranks 2 --out DIR/run"),
+    "`--preset llama3`": command("train --preset llama3 --out DIR/run"),
+    "`--resume newest`, and nothing is there": command("train --resume newest --out DIR/empty"),
+    "a global batch that ranks do not divide": command("train --ranks 2 --batch 3 --out DIR/run"),
+}  # fmt: skip
+
+OWN_EDIT: set[str] = set()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_page_says_what_the_library_says(at, mistake):
+    words, edit = ONE_PROCESS[mistake]
+    message = said(MISTAKES[mistake], at)
+    assert not [part for part in code_spans(words) if part not in message], message
+    missing = [part for part in code_spans(edit) if part not in message]
+    assert bool(missing) == (mistake in OWN_EDIT), f"{missing} of the edit\n{message}"
+
+
+def test_every_row_is_tested():
+    assert {*ONE_PROCESS} == {*MISTAKES} and {*MISTAKES} >= OWN_EDIT
