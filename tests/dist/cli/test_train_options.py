@@ -11,7 +11,7 @@ import tyro
 
 from fsharding.cli.config import TrainConfig, check
 from fsharding.cli.train import _train
-from fsharding.pipeline.plots import read_metrics
+from fsharding.pipeline.plots import plot_loss, read_metrics
 from fsharding.testing import run_ranks
 from tests.helpers import full
 
@@ -62,6 +62,10 @@ def test_every_mesh_has_the_same_validation_and_it_changes_no_bit(
     for name in names:
         assert json.loads((tmp_path / "validated" / "trace" / name).read_text())["traceEvents"]
     assert len((tmp_path / "validated" / "log.jsonl").read_text().splitlines()) == 3, "rank 0 alone writes"
+    pictures = [tmp_path / f"{name}.png" for name in ("plain", "validated")]
+    for picture in pictures:
+        plot_loss(tmp_path / picture.stem / "metrics.jsonl", picture)
+    assert pictures[0].read_bytes() != pictures[1].read_bytes(), "the curve of the validation"
 
 
 def test_validation_moves_no_gradient(tmp_path: Path):
