@@ -75,8 +75,7 @@ def flops_per_token(config: DecoderConfig, leaves: Iterable[_Leaf], seq: int) ->
     layers = [stack.layers for stack in config.stacks] or [config.layers]
     widths = 0
     for count, (attention, _) in zip(layers, config.kinds(), strict=True):
-        values = getattr(attention, "value_dim", attention.head_dim)
-        widths += count * attention.heads * (attention.head_dim + values)
+        widths += count * attention.heads * (attention.head_dim + attention.value_dim)
     return 6.0 * weights + 6.0 * widths * seq
 
 
