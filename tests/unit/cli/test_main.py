@@ -43,7 +43,7 @@ except SystemExit as end:
 @pytest.mark.parametrize(
     ("args", "rule", "near"),
     [
-        (["trains"], "fsharding has no 'trian'.", "train"),
+        (["trains"], "fsharding has no 'trains'.", "train"),
         (["bench", "stpe", "--rounds", "3"], "fsharding bench has no 'stpe'.", "step"),
     ],
 )
