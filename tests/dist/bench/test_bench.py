@@ -47,7 +47,7 @@ def test_schedules_train_the_same_and_are_compared_with_the_first():
     assert tuple(row["schedule"] for row in rows) == config.schedules
     assert len({row["loss"] for row in rows}) == 1, "the same in every bit, whatever the schedule"
     assert rows[0]["ratio"] == 1.0 and rows[0]["idle"] > rows[-1]["idle"] > 0
-    with pytest.raises(ConfigError, match="zbw: not known. Did you mean 'zbv'"):
+    with pytest.raises(ConfigError, match=r"zbw: not known\. Did you mean 'zbv'"):
         pipeline.bench_pipeline(PipelineConfig(schedules=("zbw",)))
 
 
