@@ -178,9 +178,7 @@ def select(function: str, where: str, manifest: Manifest, layout: Layout) -> Any
         rule = f"cannot read the position of data in {where}: {error}."
         raise CheckpointError(message(function, rule, mend="Use another checkpoint, or load without data=.")) from error
     rule = f"got positions of {before} data ranks in {where}, and the mesh has {count}."
-    mend = (
-        f"Go on with {before} data ranks (replica, dp and ep), or with fs.data.packed, whose position any mesh takes."
-    )
+    mend = f"Go on with {before} data ranks (replica, dp and ep). The position of fs.data.packed goes to any mesh."
     raise CheckpointError(message(function, rule, mend=mend))
 
 

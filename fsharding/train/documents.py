@@ -25,7 +25,7 @@ from fsharding.public import kind_of
 from fsharding.train.text_files import StrPath, files_below, python_stdlib_files
 from fsharding.train.tokenizer import require_text_extra
 
-__all__ = ["Source", "check_column", "is_saved_dataset", "open_documents", "sample", "source_of"]
+__all__ = ["Source", "check_column", "is_table", "open_documents", "sample", "source_of"]
 
 _CHUNK = 16
 _SAMPLES = 16
@@ -85,7 +85,7 @@ def open_documents(path: StrPath, *, split: str = "train", streaming: bool = Fal
     if not path.exists():
         mend = "Give a file or a directory that is on this machine; fsharding downloads nothing."
         raise DataError(message(name, f"cannot read {path}: it is not there.", mend=mend))
-    if is_saved_dataset(path):
+    if _is_saved(path):
         return _saved(name, path, split)
     files = files_below(name, path) if path.is_dir() else [path]
     kinds = sorted({file.suffix for file in files})
@@ -109,7 +109,12 @@ def open_documents(path: StrPath, *, split: str = "train", streaming: bool = Fal
         ) from error
 
 
-def is_saved_dataset(path: Path) -> bool:
+def is_table(path: Path) -> bool:
+    """Whether a path is a data set whose bytes are no text."""
+    return path.suffix in (".parquet", ".arrow") or _is_saved(path)
+
+
+def _is_saved(path: Path) -> bool:
     """Whether a directory is one that `datasets` has saved."""
     return any((path / name).is_file() for name in ("dataset_dict.json", "state.json", "dataset_info.json"))
 

@@ -148,13 +148,17 @@ def test_going_on_reads_no_more_than_a_chunk_again(kind):
     again.load_state_dict(position)
     after = next(again)
     assert len(read) <= 3 and getattr(source, "given", 0) <= 32
-    assert torch.equal(after["tokens"], data.batch(600)["tokens"]) and not torch.equal(after["tokens"], before["tokens"])
+    assert torch.equal(after["tokens"], data.batch(600)["tokens"]) and not torch.equal(
+        after["tokens"], before["tokens"]
+    )
 
 
 def test_each_epoch_has_every_document_in_another_order():
     documents = [[i] * 3 for i in range(1, 41)]
     data = fs.data.packed(documents, batch_size=4, seq_len=10, eos=EOS, seed=5)
-    epochs = [torch.cat([next(data)["tokens"].flatten() for _ in range(4)]).view(40, 4)[:, 0].tolist() for _ in range(3)]
+    epochs = [
+        torch.cat([next(data)["tokens"].flatten() for _ in range(4)]).view(40, 4)[:, 0].tolist() for _ in range(3)
+    ]
     assert all(sorted(epoch) == [*range(1, 41)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert epochs[0][:6] == [32, 22, 13, 10, 28, 11]  # it never changes
@@ -182,13 +186,15 @@ def test_documents_have_the_losses_that_each_has_alone():
     def losses(batch):
         x = model.embed(params["embed"], batch)
         for i in range(2):
-            x = model.block(fs.tree.map(lambda stack: stack[i], params["blocks"]), x)
+            x = model.block(fs.tree.map(lambda stack: stack[i], params["blocks"]), x)  # noqa: B023
         return model.head(params["head"], x, batch)
 
     documents = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
     batch = fs.data.packed(documents, batch_size=1, seq_len=11, eos=EOS, seed=None, boundaries=True).batch(0)
     total, count = losses(batch)
-    alone = [losses({"tokens": x[None, :-1], "targets": x[None, 1:]}) for d in documents for x in [torch.tensor([*d, EOS])]]
+    alone = [
+        losses({"tokens": x[None, :-1], "targets": x[None, 1:]}) for d in documents for x in [torch.tensor([*d, EOS])]
+    ]
     torch.testing.assert_close(total, sum(loss for loss, _ in alone))
     assert int(count) == sum(int(n) for _, n in alone) == 9
 
@@ -214,7 +220,7 @@ def words(text):
 
 
 def test_tokenizers_of_all_kinds_give_the_same(tokenizer):
-    from tokenizers import Tokenizer  # noqa: PLC0415
+    from tokenizers import Tokenizer
 
     file = tokenizer / "tokenizer.json"
     kinds = [tokenizer, str(file), Tokenizer.from_file(str(file))]
