@@ -9,6 +9,7 @@ in a file makes Python run anything.
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -25,6 +26,8 @@ __all__ = ["Stateful", "check_stateful", "joined", "own_position", "restore", "s
 
 _TAG = "$"
 """The only key of an object that stands for something that JSON has not."""
+
+_DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 
 
 class Stateful(Protocol):
@@ -140,10 +143,9 @@ def _read(value: Any) -> Any:
         return dict(_read(parts[0]))
     if kind not in ("tensor", "array"):
         raise ValueError(f"{kind!r} is no kind of value")
-    dtype = np.dtype(parts[0])
-    if dtype.kind not in "biufc":
+    if not _DTYPE.fullmatch(parts[0]):
         raise ValueError(f"{parts[0]!r} is no dtype of numbers")
-    array = np.frombuffer(base64.b64decode(parts[2], validate=True), dtype).reshape(parts[1]).copy()
+    array = np.frombuffer(base64.b64decode(parts[2], validate=True), np.dtype(parts[0])).reshape(parts[1]).copy()
     return torch.from_numpy(array) if kind == "tensor" else array
 
 

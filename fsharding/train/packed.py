@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -248,18 +249,27 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         Raises:
             DataError: it is no position, or one of other data; what differs is listed.
         """
-        before = state.get("data") if isinstance(state, Mapping) else None
-        numbers = [state.get(name) for name in ("step", "epoch", "document", "offset")] if before is not None else []
-        if not isinstance(before, Mapping) or not all(type(number) is int and number >= 0 for number in numbers):
+        table = dict(state) if isinstance(state, Mapping) else {}
+        before, place = table.pop("data", None), None
+        with suppress(TypeError):  # names that are missing, or others
+            place = _Place(**table)
+        if not isinstance(before, Mapping) or place is None or not self._is_place(place):
             mend = "Give what state_dict() of such data gave."
             raise DataError(message("Packed.load_state_dict", "got no position of packed documents.", mend=mend))
         now = self._facts()
         if rows := [f"{k}: {before.get(k)} in the position, {v} now" for k, v in now.items() if before.get(k) != v]:
             mend = "Give the documents, tokenizer and sizes that the position is of; or begin the data anew."
             raise DataError(message("Packed.load_state_dict", "got a position in other data.", rows, mend))
-        self._next = _Place(*numbers[:2], state.get("mark"), *numbers[2:])
+        self._next = place
         self._places = [self._start, self._next]
         self._forget()
+
+    def _is_place(self, place: _Place) -> bool:
+        """Whether its numbers are such; the mark of a stream with a state of its own is that stream's to look at."""
+        numbers = [place.step, place.epoch, place.document, place.offset]
+        first = self._documents.source.first
+        numbers += [place.mark] if isinstance(first, int) else []
+        return all(type(number) is int and number >= 0 for number in numbers)
 
     def _facts(self) -> dict[str, Any]:
         """Everything that the rows of a position depend on."""

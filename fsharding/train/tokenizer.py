@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fsharding.errors import ConfigError, DataError, message
 from fsharding.public import kind_of
@@ -97,7 +97,9 @@ def open_encoder(function: str, tokenizer: Any, eos: int | str | None, vocab_siz
             rule = f"cannot look up eos {eos!r} in a function."
             raise DataError(message(function, rule, mend="Give its id, such as eos=0."))
         name = f"{getattr(tokenizer, '__module__', '')}.{getattr(tokenizer, '__qualname__', kind_of(tokenizer))}"
-        return Encoder(tokenizer, vocab_size, _fits(function, eos, vocab_size), name)
+        return Encoder(
+            cast("Callable[[str], Sequence[int]]", tokenizer), vocab_size, _fits(function, eos, vocab_size), name
+        )
     mend = "Give the path of a tokenizer.json, a tokenizer of tokenizers or transformers, or a function text -> ids."
     raise DataError(message(function, f"takes a tokenizer, got {kind_of(tokenizer)}.", mend=mend))
 

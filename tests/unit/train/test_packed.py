@@ -296,7 +296,15 @@ def test_positions_of_other_data_are_refused():
     text = refusal(other.load_state_dict, data.state_dict())
     assert text.startswith("Packed.load_state_dict got a position in other data.\n") and "seq_len: 3 in" in text
     assert "documents: 2 documents, " in text
-    for wrong in ({}, None, {"step": -1, "data": {}}):
+    place = data.state_dict()
+    for wrong in (
+        {},
+        None,
+        {"step": -1, "data": {}},
+        {**place, "mark": "0"},
+        {**place, "offset": -1},
+        {**place, "x": 1},
+    ):
         assert "got no position of packed documents." in refusal(data.load_state_dict, wrong)
 
 
