@@ -310,11 +310,15 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         except BaseException:
             self._forget()
             raise
-        sizes = [len(part.ids) for part in self._ahead]
-        window = np.concatenate([part.ids for part in self._ahead])[place.offset : place.offset + size + 1]
-        owners = np.repeat(np.arange(len(sizes)), sizes)[place.offset : place.offset + size + 1]
+        # Of a long document only what the batch takes is copied.
+        pieces, at, left = list[npt.NDArray[np.int64]](), place.offset, size + 1
+        for part in self._ahead:
+            pieces.append(part.ids[at : at + left])
+            at, left = 0, left - len(pieces[-1])
+        window = np.concatenate(pieces)
+        owners = np.repeat(np.arange(len(pieces)), [*map(len, pieces)])
         first = int(owners[size])  # the document of the token that the next batch begins with
-        part, offset = self._ahead[first], place.offset + size - sum(sizes[:first])
+        part, offset = self._ahead[first], place.offset + size - sum(len(part.ids) for part in self._ahead[:first])
         after = _Place(place.step + 1, part.epoch, part.mark, part.document, offset)
         self._from, self._ahead = after, self._ahead[first:]
         self._places = [self._start, place, after]
