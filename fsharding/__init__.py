@@ -5,7 +5,7 @@ Start with `make_mesh`, `plan_layout`, `init_state`, `make_train_step`; `docs/tu
 
 from typing import TYPE_CHECKING
 
-from fsharding import checkpoint, models, ops, optim, pipeline, random, tree
+from fsharding import checkpoint, models, notebook, ops, optim, pipeline, random, tree
 from fsharding.checkpoint.replicas import check_replicas
 from fsharding.checkpoint.saving import own_version
 from fsharding.comm.counters import counting_bytes, recording
@@ -89,6 +89,7 @@ __all__ = [
     "model_from",
     "model_loss",
     "models",
+    "notebook",
     "ops",
     "optim",
     "parse_strategy",
