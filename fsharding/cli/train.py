@@ -13,12 +13,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -35,11 +36,15 @@ from fsharding.cli.config import (
     batches_seen,
     model_of,
     open_tokens,
+    open_validation,
     parse_swaps,
     schedule_of,
     stages,
 )
 from fsharding.cli.resume import Choice, alone_in, choose, is_damaged
+from fsharding.cli.throughput import Meter, flops_per_token, peak_flops
+from fsharding.cli.trace import traced, traces
+from fsharding.cli.trackers import Tracker, cut_rows, open_trackers, tracker_files
 from fsharding.comm.counters import Counts, recording
 from fsharding.errors import CheckpointError, RankError, message, printable
 from fsharding.mesh import preemption
@@ -53,6 +58,7 @@ from fsharding.pipeline.plots import metrics_rows, plot_loss
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.strategy import parse_strategy
 from fsharding.train.data import Shard, Tokens
+from fsharding.train.evaluate import Evaluate, evaluate
 from fsharding.train.reshard import reshard
 from fsharding.train.state import TrainState, init_state, state_bytes
 from fsharding.train.step import Metrics, make_train_step
@@ -115,28 +121,35 @@ def _run(
 ) -> bool:
     """All steps after `first`, of a state that `checkpoint` was loaded into, or a new one; whether it was stopped."""
     step, mesh = _step(config, model, opt, state), state.layout.mesh
+    validation, validate = open_validation(config), _evaluate(config, model, state)
     leader = own_rank() == 0
     saved = first if checkpoint is not None and _is_own(config, checkpoint) else -1
     if first < config.steps:
         data.batch(first, Shard(*data_position(mesh)))  # what cannot be read is found before a file changes
+        if validation is not None:
+            validation.batch(0, Shard(*data_position(mesh)))
     pace = _Pace(state_bytes(state))
     if watch is not None:
         watch.margin = pace.margin()
     done, stopped = first, preemption.requested(mesh)
-    with _log(config, checkpoint, first, active=leader) as log:
+    with _log(config, checkpoint, first, _meter(config, state) if leader else None) as log:
         for number in range(first, config.steps):
             if stopped:
                 break
             pace.begin()
             if number in swaps and number > first:
                 state = _swap(config, state, swaps[number])
-                step = _step(config, model, opt, state)
+                step, validate = _step(config, model, opt, state), _evaluate(config, model, state)
             began, mesh, rate = time.perf_counter(), state.layout.mesh, schedule(int(state.step))
-            with recording() as counts:
-                batch = ops.cut_sequence(data.batch(number, Shard(*data_position(mesh))), mesh=mesh)
-                state, metrics = step(state, {k: v.to(_device(mesh)) for k, v in batch.items()})
-            log.write(number + 1, metrics, counts, rate, state_bytes(state), time.perf_counter() - began)
+            tracing = traced(config.out, number + 1, own_rank()) if number + 1 == config.trace else nullcontext()
+            with tracing, recording() as counts:
+                state, metrics = step(state, _batch(data, number, mesh))
+                seconds = time.perf_counter() - began
             done, stopped = number + 1, preemption.requested()
+            loss = None
+            if validation is not None and not stopped and _is_due(config, done):
+                loss = _validation_loss(config, validate, state, validation)
+            log.write(done, metrics, counts, rate, state_bytes(state), seconds, loss)
             if config.check_replicas_every and done % config.check_replicas_every == 0:
                 check_replicas(state)
             if config.save_every and done % config.save_every == 0:
@@ -264,7 +277,33 @@ def _step(config: TrainConfig, model: Model, opt: fs.optim.GradientTransformatio
     )
 
 
-_OWN = {"out", "data", "ranks", "plot", "timeout", "deadline", "grace"}
+def _evaluate(config: TrainConfig, model: Model, state: TrainState) -> Evaluate:
+    """The validation of a run on the mesh where its state is."""
+    schedule = schedule_of(config, state.layout.mesh) or config.schedule
+    return evaluate(model, microbatches=config.microbatches, schedule=schedule)
+
+
+def _is_due(config: TrainConfig, done: int) -> bool:
+    """Whether a validation follows a step."""
+    return done == config.steps or (config.val_every > 0 and done % config.val_every == 0)
+
+
+def _validation_loss(config: TrainConfig, validate: Evaluate, state: TrainState, data: Tokens) -> float:
+    """The mean loss of the first `val_batches` batches. Collective; forward only."""
+    total, count = 0.0, 0.0
+    for number in range(config.val_batches):
+        loss = validate(state, _batch(data, number, state.layout.mesh))
+        total, count = total + float(loss.sum), count + float(loss.count)
+    return total / count if count else math.nan
+
+
+def _batch(data: Tokens, number: int, mesh: Any) -> dict[str, torch.Tensor]:
+    """This rank's part of a global batch, on its device."""
+    batch = ops.cut_sequence(data.batch(number, Shard(*data_position(mesh))), mesh=mesh)
+    return {k: v.to(_device(mesh)) for k, v in batch.items()}
+
+
+_OWN = {"out", "data", "val_data", "config", "ranks", "plot", "timeout", "deadline", "grace"}
 """Options that ranks on several machines may have each of their own."""
 
 
@@ -272,6 +311,8 @@ def _agree(config: TrainConfig, data: Tokens, mesh: Any, choice: Choice) -> None
     """Refuses ranks that were started with different options, or that see different data or other checkpoints."""
     facts = {f"--{k.replace('_', '-')}": str(v) for k, v in asdict(config).items() if k not in _OWN}
     facts["fingerprint of --data"], ranks = data.fingerprint(), everyone(mesh)
+    validation = open_validation(config)
+    facts["fingerprint of --val-data"] = "none" if validation is None else validation.fingerprint()
     facts["checkpoint to go on from"] = "none" if choice.path is None else choice.path.name
     with naming_lost("fsharding train", mesh):
         agree("fsharding train", facts, ranks=ranks.ranks, group=ranks.process_group, device=_device(mesh))
@@ -317,6 +358,16 @@ def _save(config: TrainConfig, state: TrainState, data: Tokens, batches: int) ->
     keeper.save(state, extra, number=batches)
 
 
+def _meter(config: TrainConfig, state: TrainState) -> Meter:
+    """Measures the steps of a run; its utilisation has no peak on a CPU unless the user gives one."""
+    kind = _device(state.layout.mesh)
+    peak = 1e12 * config.peak_tflops if config.peak_tflops is not None else None
+    if peak is None and kind == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(), PRECISIONS[config.dtype].compute or torch.float32)
+    flops = flops_per_token(recipe(config.preset).config, state.layout.leaves, config.seq)
+    return Meter(flops, dist.get_world_size() if dist.is_initialized() else 1, kind, peak)
+
+
 def _schedule(config: TrainConfig, chosen: Recipe) -> fs.optim.Schedule:
     """Warm-up, then constant: independent of the number of steps, so that a longer run begins as a shorter one."""
     peak = config.lr or chosen.learning_rate * OPTIMIZERS[config.optimizer]
@@ -350,45 +401,54 @@ def _optimizer(config: TrainConfig, chosen: Recipe, schedule: fs.optim.Schedule)
 class _Log:
     """Metrics and progress of rank 0; the other ranks have one that does nothing."""
 
-    def __init__(self, config: TrainConfig, first: int) -> None:
-        self.config, self.first = config, first
+    def __init__(self, config: TrainConfig, first: int, meter: Meter) -> None:
+        self.config, self.first, self.meter = config, first, meter
         self.file = config.metrics.open("a")
         self.opened = os.fstat(self.file.fileno())
+        self.trackers: list[Tracker] = []
+        self.val = ""
         console = Console(stderr=config.json)
         self.out = console.file
         self.every = 0 if console.is_terminal else max(1, config.steps // 10)
-        columns = (
-            "loss {task.fields[loss]}",
-            "{task.fields[rate]} tokens/s",
-            "{task.fields[state]} MB of state a rank",
-        )
         self.progress = Progress(
-            BarColumn(), MofNCompleteColumn(), *map(TextColumn, columns), TimeRemainingColumn(),
+            BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn(),
             console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self.task = self.progress.add_task("train", total=config.steps, completed=first, loss="-", rate="-", state="-")
+        self.task = self.progress.add_task("train", total=config.steps, completed=first, text="")
         self.progress.start()
 
-    def write(self, step: int, m: Metrics, counts: list[Counts], lr: float, size: int, seconds: float) -> None:
+    def write(
+        self, step: int, m: Metrics, counts: list[Counts], lr: float, size: int, seconds: float, val: float | None
+    ) -> None:
         tokens = int(m.weight)
         row = {
             "step": step, "loss": float(m.loss), "grad_norm": float(m.grad_norm), "lr": lr, "tokens": tokens,
             "tokens_per_s": tokens / seconds, "step_s": seconds, "state_bytes": size,
             "gathered_peak_bytes": max((c.peak_bytes for c in counts), default=0),
         }  # fmt: skip
+        rates = self.meter.rates(tokens, seconds)
+        row |= {"val_loss": val} if val is not None else {}
+        row |= {"mfu": rates["mfu"]} if "mfu" in rates else {}
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         self._check_there()
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
-        fields: dict[str, Any] = {
-            "loss": f"{float(m.loss):.4f}",
-            "rate": f"{tokens / seconds:,.0f}",
-            "state": f"{size / 1e6:.1f}",
-        }
-        self.progress.update(self.task, completed=step, **fields)
+        for tracker in self.trackers:
+            tracker.write(step, {k: v for k, v in {**row, **rates}.items() if k != "step"})
+        if val is not None:
+            self.val = f"  val {val:.4f}"
+        text = f"loss {float(m.loss):.4f}{self.val}  {tokens / seconds:,.0f} tokens/s"
+        text += f" ({rates['tokens_per_s_rank']:,.0f} a rank)" if self.meter.ranks > 1 else ""
+        text += f"  MFU {rates['mfu']:.1%}" if "mfu" in rates else ""
+        text += f"  lr {lr:.2e}  {size / 1e6:.1f} MB of state a rank"
+        text += f", {rates['peak_memory_bytes'] / 1e6:,.0f} MB {'allocated' if self._cuda else 'resident'} at most"
+        self.progress.update(self.task, completed=step, text=text)
         if self.every and (step % self.every == 0 or step == self.config.steps):
-            text = f"step {step}/{self.config.steps}  loss {fields['loss']}  {fields['rate']} tokens/s"
-            print(f"{text}  {fields['state']} MB of state a rank", file=self.out, flush=True)
+            print(f"step {step}/{self.config.steps}  {text}", file=self.out, flush=True)
+
+    @property
+    def _cuda(self) -> bool:
+        return self.meter.device_type == "cuda"
 
     def _check_there(self) -> None:
         """Refuses to go on when the file that it writes is no longer the one under its name."""
@@ -426,13 +486,18 @@ class _Log:
     def close(self) -> None:
         self.progress.stop()
         self.file.close()
+        with ExitStack() as stack:  # each is closed, whatever becomes of the others
+            for tracker in self.trackers:
+                stack.callback(tracker.close)
 
 
 class _Silent(_Log):
     def __init__(self) -> None:
         """Opens nothing."""
 
-    def write(self, step: int, m: Metrics, counts: list[Counts], lr: float, size: int, seconds: float) -> None:
+    def write(
+        self, step: int, m: Metrics, counts: list[Counts], lr: float, size: int, seconds: float, val: float | None
+    ) -> None:
         """Says nothing."""
 
     def finish(self, stopped: str = "") -> None:
@@ -443,20 +508,29 @@ class _Silent(_Log):
 
 
 @contextmanager
-def _log(config: TrainConfig, checkpoint: Path | None, first: int, *, active: bool) -> Generator[_Log]:
-    """Opens the log of a run: cut back to the step that it resumes from, or new beside what an earlier run left."""
-    if active and checkpoint is not None and _is_own(config, checkpoint):
+def _log(config: TrainConfig, checkpoint: Path | None, first: int, meter: Meter | None) -> Generator[_Log]:
+    """Opens the log of a run: cut back to the step that it resumes from, or new beside what an earlier run left.
+
+    Args:
+        config: of the run.
+        checkpoint: that it resumes from, if any.
+        first: steps that it has behind it.
+        meter: of rank 0; None on the others, whose log writes nothing.
+    """
+    if meter is not None and checkpoint is not None and _is_own(config, checkpoint):
         _set_aside(config, [one.path for one in survey(config.checkpoints) if one.number > first])
-        part = config.metrics.with_name(".metrics.jsonl.partial")
-        with part.open("w") as file:
-            file.writelines(f"{json.dumps(row)}\n" for row in metrics_rows(config.metrics) if row["step"] <= first)
-        part.replace(config.metrics)
-    elif active:
-        _set_aside(config, [p for p in (config.metrics, config.checkpoints, config.out / "loss.png") if p.exists()])
+        cut_rows(config.metrics, first)
+    elif meter is not None:
+        plot = config.out / "loss.png"
+        files = (config.metrics, config.checkpoints, plot, traces(config.out), *tracker_files(config.out))
+        _set_aside(config, [p for p in files if p.exists()])
     if dist.is_initialized():
         dist.barrier()
-    log = _Log(config, first) if active else _Silent()
+    log = _Log(config, first, meter) if meter is not None else _Silent()
     try:
+        if meter is not None:
+            options = {k: str(v) for k, v in asdict(config).items()}
+            log.trackers = open_trackers(config.log, config.out, first, options)
         yield log
     finally:
         log.close()

@@ -66,6 +66,11 @@ class Grouped:
             raise ConfigError(message("models.Grouped", "has sizes that do not fit.", wrong))
 
     @property
+    def value_dim(self) -> int:
+        """Head dim of values: that of queries."""
+        return self.head_dim
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         """Columns of queries, keys and values."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim

@@ -128,5 +128,6 @@ def checked_ids(function: str, name: str, ids: Tensor, vocab: int, *, ignore_ind
     if wrong.numel():
         row = f"{wrong.numel()} of {ids.numel()}, the first is {int(wrong.reshape(-1)[0])}"
         mend = f"Ids are 0 to {vocab - 1}" + ("" if ignore_index is None else f", or {ignore_index} to ignore") + "."
+        mend += f" Take a vocab of at least {high + 1}, or the tokenizer of this model." if high >= vocab else ""
         raise DataError(message(function, f"got {name} outside the vocabulary.", [row], mend))
     return ids

@@ -95,7 +95,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def plot_loss(metrics: Path, out: Path) -> None:
-    """Draws loss and gradient norm over steps.
+    """Draws loss, of training and of validation where there is one, and gradient norm over steps.
 
     Args:
         metrics: a `metrics.jsonl`.
@@ -105,14 +105,21 @@ def plot_loss(metrics: Path, out: Path) -> None:
     from matplotlib.figure import Figure  # lazy: as above
 
     steps, losses, norms = array("q"), array("d"), array("d")
+    validated, validations = array("q"), array("d")
     for row in metrics_rows(metrics):
         steps.append(row["step"])
+        if "val_loss" in row:
+            validated.append(row["step"])
+            validations.append(_number(row, "val_loss"))
         losses.append(_number(row, "loss"))
         norms.append(_number(row, "grad_norm"))
     figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)
     loss, norm = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    loss.plot(steps, losses, linewidth=1.2)
+    loss.plot(steps, losses, linewidth=1.2, label="training")
+    if validated:
+        loss.plot(validated, validations, marker=".", linewidth=1.2, label="validation")
+        loss.legend()
     loss.set_ylabel("loss (nats a token)")
     last = f"{losses[-1]:.3f} after {len(steps)} steps" if steps else "no steps"
     loss.set_title(f"{metrics.parent.name}: {last}")

@@ -240,9 +240,10 @@ def plan_schedule(
     local = plan.least if stages_per_rank is None else stages_per_rank
     rows = _wrong_numbers(ranks=ranks, microbatches=microbatches, stages_per_rank=local)
     rows += _wrong_options(gather, scatter, ahead)
+    mend = "Give whole numbers from 1, and ahead from 0." if rows else ""
     rows = rows or _misfits(name, plan, ranks, local, microbatches)
     if rows:
-        raise ScheduleError(message("fs.pipeline.plan_schedule", f"cannot plan {name} with these numbers.", rows))
+        raise ScheduleError(message("fs.pipeline.plan_schedule", f"cannot plan {name} with these numbers.", rows, mend))
     return _plan(name, ranks, microbatches, local, gather, scatter or gather, ahead)
 
 

@@ -8,6 +8,8 @@ Law: planning needs no memory and no devices, and the boxes of every sharding ti
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -131,8 +133,19 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
     unused = [entry for entry in frozen if not any(begins(leaf[0], entry) for leaf in leaves)]
     wrong += [f"frozen path {entry!r} is no leaf; leaves are {listed(leaf[0] for leaf in leaves)}" for entry in unused]
     if wrong:
-        raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
+        mend = _mended_frozen(frozen, unused, [leaf[0] for leaf in leaves]) if unused else ""
+        raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong, mend))
     _check_rules(leaves, mesh, rules)
+
+
+def _mended_frozen(frozen: Sequence[str], unused: Sequence[str], paths: Sequence[str]) -> str:
+    """Advises on paths that no leaf begins with: those that look most like them, where there are such."""
+    parts = [path.split(".") for path in paths]
+    known = dict.fromkeys(".".join(p[:n]) for p in parts for n in range(1, len(p) + 1))
+    meant = {entry: difflib.get_close_matches(entry, known, 1) for entry in unused}
+    if all(meant.values()):
+        return f"Write frozen={json.dumps([meant[x][0] if x in meant else x for x in frozen])}."
+    return "Give dotted paths of leaves, or beginnings of them."
 
 
 def _as_many(names: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, random, tree
 from fsharding.comm.redistribute import redistribute
-from fsharding.errors import ArgumentError, DonatedError, LayoutError, message
+from fsharding.errors import ArgumentError, DonatedError, LayoutError, SpecError, message
+from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import checksum, compare, refuse_differences
 from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
@@ -222,6 +223,10 @@ def _check_start(function: str, opt: Any, key: Any, layout: Any) -> None:
         swapped = isinstance(key, Layout)
         mend = "Swap the two: (..., key, layout)." if swapped else "Plan one: layout = fs.plan_layout(model, mesh)."
         raise refuse(function, "a key, then a Layout", layout, mend)
+    if isinstance(layout.mesh, AbstractMesh):
+        rule = f"cannot place a tensor on the abstract mesh {layout.mesh}."
+        mend = "Use fs.make_mesh: layout = layout.with_mesh(fs.make_mesh(dp=-1))."
+        raise SpecError(message(function, rule, mend=mend))
 
 
 def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:

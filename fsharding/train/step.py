@@ -311,13 +311,13 @@ class TrainStep:
         self._settings = _settings(model, opt, microbatches, schedule if self._is_model else "", precision, policy)
         self._plans: list[StepPlan] = []
 
-    @public("train step")
-    @_compat.never_inlined
     def __repr__(self) -> str:
         """The settings on which ranks agree, without those of the optimizer."""
         name = "Model" if self._is_model else getattr(self._model, "__qualname__", type(self._model).__name__)
         return f"TrainStep({name}, microbatches={self._microbatches}, donate={self._donate})"
 
+    @public("train step")
+    @_compat.never_inlined
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         """One step; `make_train_step` says what it raises.
 

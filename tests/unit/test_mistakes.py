@@ -663,7 +663,8 @@ MISTAKES = {
     "a frozen path that no leaf has": (
         LayoutError,
         "fs.plan_layout cannot plan 1 leaves.\n"
-        "  frozen path 'bodyy' is no leaf; leaves are body.b, body.w, head.weight",
+        "  frozen path 'bodyy' is no leaf; leaves are body.b, body.w, head.weight\n"
+        'Write frozen=["body"].',
         lambda at: fs.plan_layout(at.tree, at.mesh, frozen="bodyy"),
     ),
     "strategy=fs.zero": (

@@ -6,9 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from fsharding.bench.optimizer import OptimizerConfig, bench_optimizer
+from fsharding.bench.optimizer import bench_optimizer
+from fsharding.bench.options import OptimizerConfig, StepConfig
 from fsharding.bench.rounds import agree
-from fsharding.bench.step import StepConfig, bench_step, measure
+from fsharding.bench.step import bench_step, measure
 from fsharding.errors import ConfigError
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.testing import run_ranks

@@ -190,7 +190,7 @@ def test_a_layout_takes_them():
             "  ranks is 0, not a number from 1\n"
             "  microbatches is 2.0, not a number from 1\n"
             "  gather is 'layer', not 'step' or 'microbatch'\n"
-            "  ahead is -1, not a number from 0",
+            "  ahead is -1, not a number from 0\nGive whole numbers from 1, and ahead from 0.",
         ),
         (
             ("1f1b", 2, 2), {"stages_per_rank": 2},

@@ -267,7 +267,8 @@ def test_names_for_another_tree():
 
 def test_frozen_paths_that_no_leaf_has():
     assert refusal(lambda: plan({"a": leaf(8, 6), "b": leaf(3)}, frozen=("b", "c")), kind=LayoutError) == (
-        "fs.plan_layout cannot plan 1 leaves.\n  frozen path 'c' is no leaf; leaves are a, b"
+        "fs.plan_layout cannot plan 1 leaves.\n  frozen path 'c' is no leaf; leaves are a, b\n"
+        "Give dotted paths of leaves, or beginnings of them."
     )
 
 

@@ -139,7 +139,9 @@ def test_what_a_prompt_shows_is_short_and_has_no_numbers_of_leaves():
     state, step = fs.setup(MODEL, None, fs.adamw(1e-2), KEY, precision=fs.FP16, microbatches=2, donate=True)
     lines = repr(state).splitlines()
     assert lines[1:3] == ["  step 0, 5,520 parameters in 12 leaves", "  zero3 on mesh {dp: 1}"]
-    assert lines[3].startswith("  bytes of this rank: params 22,080, opt_state ") and lines[4] == "  loss scale 65,536.0"
+    assert (
+        lines[3].startswith("  bytes of this rank: params 22,080, opt_state ") and lines[4] == "  loss scale 65,536.0"
+    )
     assert repr(state.layout) == "Layout(12 leaves, zero3, mesh {dp: 1})"
     assert repr(step) == "TrainStep(Model, microbatches=2, donate=True)"
     assert "step NoneType, " in repr(state.replace(step=None)), "also of a state that no step takes"

@@ -1,0 +1,77 @@
+"""Validation, trackers and traces on ranks: the same validation on every mesh, and not one bit of the run changes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tyro
+
+from fsharding.cli.config import check
+from fsharding.cli.options import TrainConfig
+from fsharding.cli.train import _train
+from fsharding.pipeline.plots import plot_loss, read_metrics
+from fsharding.testing import run_ranks
+from tests.helpers import full
+
+pytestmark = pytest.mark.timeout(120)
+
+SMALL = ["--seq", "32", "--batch", "8", "--steps", "3", "--no-plot", "--microbatches", "2", "--timeout", "20"]
+VALIDATION = ["--val-data", "default", "--val-every", "2", "--val-batches", "2"]
+
+
+def run(args: list[str], ranks: int) -> None:
+    config = tyro.cli(TrainConfig, args=args)
+    check(config, ranks)
+    _train(config)
+
+
+def rows(out: Path, *args: str, ranks: int = 2) -> list[dict[str, float]]:
+    run_ranks(run, ranks, ["--out", str(out), *SMALL, *args], ranks)
+    return read_metrics(out / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    return rows(tmp_path_factory.mktemp("alone") / "run", *VALIDATION, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        (["--strategy", "zero3"], 2),
+        (["--mesh", "pp=2"], 2),
+        (["--mesh", "tp=2", "--sequence", "--swap-at", "1=zero1:pp=2,2=zero3:cp=2"], 2),
+        pytest.param(["--mesh", "pp=2,dp=2", "--schedule", "zbv", "--strategy", "zero2"], 4, marks=full),
+    ],
+)
+def test_every_mesh_has_the_same_validation_and_it_changes_no_bit(
+    options: list[str], ranks: int, alone: list[dict[str, float]], tmp_path: Path
+):
+    plain = rows(tmp_path / "plain", *options, ranks=ranks)
+    extras = [*VALIDATION, "--log", "tensorboard,json", "--trace", "2"]
+    validated = rows(tmp_path / "validated", *options, *extras, ranks=ranks)
+    for name in ("step", "loss", "grad_norm", "lr"):
+        assert [row[name] for row in validated] == [row[name] for row in plain]
+    assert ["val_loss" in row for row in validated] == [False, True, True]
+    expected = [row["val_loss"] for row in alone[1:]]
+    assert [row["val_loss"] for row in validated[1:]] == pytest.approx(expected, rel=1e-5)
+    names = sorted(os.listdir(tmp_path / "validated" / "trace"))
+    assert names == [f"step-2-rank-{rank}.json" for rank in range(ranks)]
+    for name in names:
+        assert json.loads((tmp_path / "validated" / "trace" / name).read_text())["traceEvents"]
+    assert len((tmp_path / "validated" / "log.jsonl").read_text().splitlines()) == 3, "rank 0 alone writes"
+    pictures = [tmp_path / f"{name}.png" for name in ("plain", "validated")]
+    for picture in pictures:
+        plot_loss(tmp_path / picture.stem / "metrics.jsonl", picture)
+    assert pictures[0].read_bytes() != pictures[1].read_bytes(), "the curve of the validation"
+
+
+def test_validation_moves_no_gradient(tmp_path: Path):
+    """Of a step that validates, the collectives are those of one that does not: its counts are the step's alone."""
+    options = ["--strategy", "zero1"]
+    plain = rows(tmp_path / "plain", *options)
+    validated = rows(tmp_path / "validated", *options, *VALIDATION)
+    assert [row["gathered_peak_bytes"] for row in validated] == [row["gathered_peak_bytes"] for row in plain]
