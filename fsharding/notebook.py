@@ -1,10 +1,10 @@
 """Ranks behind a notebook: functions that are defined in cells run on several local processes, which wait for the next.
 
 In: a number of ranks, then functions and arguments, pickled by value with cloudpickle. Out: the result of rank 0, or of
-all ranks; or a `Kept`, which stands for an object that stays on the ranks and is an argument of later calls.
-Text that rank 0 prints is written to the cell while the call runs. Laws: no call hangs past its timeout, and none spoils
-the next one: ranks that raised in the same lines go on with their objects, all others are ended and the next call starts
-new ones. No rank outlives the kernel.
+all ranks; or an `ObjectRef`, which stands for an object that stays on the ranks and is an argument of later calls.
+Text that rank 0 prints is written to the cell while the call runs.
+Laws: no call hangs past its timeout, and none spoils the next one: ranks that raised in the same lines go on with their
+objects, all others are ended and the next call starts new ones. No rank outlives the kernel.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import itertools
 import linecache
 import os
 import pickle
+import re
 import reprlib
 import select
 import sys
 import sysconfig
 import threading
 import traceback
+import types
 import uuid
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -42,22 +44,33 @@ from fsharding.mesh.failures import is_network_error, own_rank
 from fsharding.testing.failures import Failure, RankFailure, worded
 from fsharding.testing.ranks import RankPool
 
-__all__ = ["CallFailure", "Kept", "OnRanks", "Ranks", "load_ipython_extension", "ranks"]
+__all__ = ["CallFailure", "ObjectRef", "RankFunction", "Ranks", "load_ipython_extension", "ranks"]
 
 Result = TypeVar("Result")
+Frame = tuple[str, int, str]
+"""File, line, function."""
 
 _NAME = "fs.notebook.ranks"
 _GRACE = 5.0
 """Seconds: ranks that raise in the same line do so one after the other where they share cores."""
 _STREAMS = ("stdout", "stderr")
-_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
+_PIPE = 65536
+"""Bytes: no more are in a pipe at any time."""
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), Path(__file__).parent)
+)
 _MOST_FRAMES = 8
 
 
 # ------------------------------------------------------------------------------------------------ in the rank's process
 
-_NAMES: dict[str, Any] = {"__name__": "__main__"}
-"""What `%%ranks` cells have assigned on this rank, and under keys that are no names what `keep` has left here."""
+_main = types.ModuleType("__main__")
+"""Names that `%%ranks` cells have assigned on this rank."""
+_objects: dict[str, Any] = {}
+"""Objects that `keep` has left on this rank, by the keys of their references."""
+_identity = ""
+"""Of the ranks that this process is one of; empty in the kernel."""
 
 
 @dataclasses.dataclass
@@ -66,13 +79,13 @@ class _Raised(Exception):
 
     Attributes:
         text: type and text of the error, with its notes.
-        frames: file, line and function, the outermost first.
+        frames: the outermost first.
         pickled: the error itself, if that can be pickled.
         network: whether it says that ranks could not talk to each other.
     """
 
     text: str
-    frames: list[tuple[str, int, str]]
+    frames: list[Frame]
     pickled: bytes | None
     network: bool
 
@@ -80,8 +93,13 @@ class _Raised(Exception):
         return _Raised, (self.text, self.frames, self.pickled, self.network)
 
 
-def _begin(folder: str) -> None:
+def _begin(folder: str, working: str, identity: str) -> None:
     """Directs the text of rank 0 to the kernel and that of other ranks to nowhere, for as long as the rank lives."""
+    global _identity
+    _identity = identity
+    # Where a cell of `%%ranks` defines a class, pickle and dataclasses look for it in the module that it names.
+    sys.modules["__main__"] = _main
+    os.chdir(working)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // torch.distributed.get_world_size()))
     for name in _STREAMS:
         path = os.devnull if own_rank() else Path(folder, name)
@@ -94,7 +112,7 @@ def _perform(call: bytes, released: list[str], key: str | None, everyone: bool) 
 
     Args:
         call: function, arguments and keyword arguments.
-        released: keys of objects that no `Kept` stands for any more.
+        released: keys of objects that no `ObjectRef` stands for any more.
         key: under which the result stays here; None to send it.
         everyone: whether all ranks send their result, or rank 0 alone.
 
@@ -105,12 +123,12 @@ def _perform(call: bytes, released: list[str], key: str | None, everyone: bool) 
         _Raised: whatever the function raises.
     """
     for name in released:
-        _NAMES.pop(name, None)
+        _objects.pop(name, None)
     try:
         fn, args, kwargs = pickle.loads(call)
         result = fn(*args, **kwargs)
         if key is not None:
-            _NAMES[key] = result
+            _objects[key] = result
             return pickle.dumps(_described(result))
         return _sendable(result) if everyone or own_rank() == 0 else b""
     except BaseException as error:
@@ -122,21 +140,42 @@ def _perform(call: bytes, released: list[str], key: str | None, everyone: bool) 
 
 def _execute(source: str, filename: str) -> None:
     """Runs a cell in the names of this rank, and prints its last line if that is an expression that has a value."""
+    _remember_lines(source, filename)
     cell = ast.parse(source, filename)
     last = cell.body.pop() if cell.body and isinstance(cell.body[-1], ast.Expr) else None
-    exec(compile(cell, filename, "exec"), _NAMES)
+    # dont_inherit: otherwise the cell has the __future__ imports of this module.
+    exec(compile(cell, filename, "exec", dont_inherit=True), _main.__dict__)
     if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), filename, "eval"), _NAMES)
+        value = eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), _main.__dict__)
         if value is not None:
             print(repr(value))
 
 
-def _object_of(key: str) -> Any:
-    """The object of this rank that a `Kept` stands for."""
-    if key not in _NAMES:
-        rule = f"has no {key!r} on these ranks." if key.isidentifier() else "is of ranks that have ended, or of others."
-        raise ArgumentError(message("fs.notebook.Kept", rule, mend="Make it again: kept = pool.keep(f, ...)."))
-    return _NAMES[key]
+def _remember_lines(source: str, filename: str) -> None:
+    """Lets tracebacks and `inspect.getsource` find the lines of a cell that is no file."""
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+
+
+def _object_of(identity: str, key: str) -> Any:
+    """The object of this rank that a reference by `keep` stands for."""
+    if identity != _identity:
+        raise _foreign()
+    return _objects[key]
+
+
+def _name_of(identity: str, name: str) -> Any:
+    """The object of this rank that `%%ranks` cells have assigned to a name."""
+    if identity != _identity:
+        raise _foreign()
+    if name not in _main.__dict__:
+        mend = f"Assign it in a cell that begins with %%ranks: {name} = ..."
+        raise ArgumentError(message("fs.notebook.Ranks", f"has no {name!r} on these ranks.", mend=mend))
+    return _main.__dict__[name]
+
+
+def _foreign() -> ArgumentError:
+    rule = "stands for an object of ranks that have ended, or of another pool."
+    return ArgumentError(message("fs.notebook.ObjectRef", rule, mend="Make it again: ref = pool.keep(f, ...)."))
 
 
 def _same(x: Result) -> Result:
@@ -144,9 +183,11 @@ def _same(x: Result) -> Result:
 
 
 def _described(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{type(x).__name__} {tuple(x.shape)}"
     tensors = [leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor)]
-    if not tensors or isinstance(x, Tensor):
-        return f"{type(x).__name__} {tuple(x.shape)}" if isinstance(x, Tensor) else reprlib.repr(x)
+    if not tensors:
+        return reprlib.repr(x)
     return f"{type(x).__name__} of {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements"
 
 
@@ -156,11 +197,11 @@ def _sendable(result: Any) -> bytes:
     try:
         return cloudpickle.dumps(result)
     except Exception as error:
-        rule = f"cannot send a {type(result).__name__} to the notebook: {error}"
-        raise ArgumentError(message(_NAME, rule, mend=_KEEP)) from None
+        rule = f"cannot send a {type(result).__name__} to the notebook."
+        raise ArgumentError(message(_NAME, rule, [f"{type(error).__name__}: {error}"], _KEEP)) from None
 
 
-_KEEP = "Leave it on the ranks: kept = pool.keep(f, ...). Or return plain tensors, numbers and containers of them."
+_KEEP = "Leave it on the ranks: ref = pool.keep(f, ...). Or return plain tensors, numbers and containers of them."
 
 
 def _as_data(error: BaseException) -> _Raised:
@@ -172,8 +213,7 @@ def _as_data(error: BaseException) -> _Raised:
     network = isinstance(error, RankError) or is_network_error(error)
     try:
         pickled = _sendable(error)
-        pickle.loads(pickled)
-    except Exception:
+    except ArgumentError:
         pickled = None  # the text says it all the same
     return _Raised(text, frames, pickled, network)
 
@@ -199,50 +239,47 @@ class CallFailure(RankFailure):
 
     def _render_traceback_(self) -> list[str]:
         """The lines that IPython shows; the stack of the kernel is the same for every call, and left out."""
-        return f"RankError: {self}".splitlines()
+        return f"{type(self).__name__}: {self}".splitlines()
 
 
-class Kept:
+class ObjectRef:
     """An object on each rank. As an argument of a call, or a global name of its function, it is the rank's own object.
 
-    The ranks let the object go when nothing in the notebook refers to the `Kept` any more.
+    The ranks release the object when nothing in the notebook refers to the `ObjectRef` any more.
 
     Example:
         >>> with fs.notebook.ranks(2) as pool:
         ...     rank = pool.keep(torch.distributed.get_rank)
         ...     print(rank, pool.all(lambda x: x + 10, rank))
-        Kept(0) [10, 11]
+        ObjectRef(0) [10, 11]
     """
 
-    def __init__(self, owner: Ranks, key: str, text: str, released: list[str] | None) -> None:
-        self._owner, self._generation, self._key, self._text = owner, owner.generation, key, text
-        if released is not None:
-            weakref.finalize(self, released.append, key)
+    def __init__(self, processes: _Processes, lookup: Callable[[str, str], Any], key: str, text: str) -> None:
+        self._processes, self._lookup, self._key, self._text = processes, lookup, key, text
 
     def __repr__(self) -> str:
-        return f"Kept({self._text})" if self._owner.generation == self._generation else "Kept(of ranks that have ended)"
+        return f"ObjectRef({'of ranks that have ended' if self._processes.ended else self._text})"
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
-        mend = f"Read it there: pool(lambda x: x.{name}, kept)."
-        raise AttributeError(message("Kept", f"has no {name!r} in the notebook: its object is on the ranks.", mend=mend))
+        rule, mend = f"has no {name!r}: its object is on the ranks.", f"Read it there: pool(lambda x: x.{name}, ref)."
+        raise AttributeError(message("fs.notebook.ObjectRef", rule, mend=mend))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._owner.generation != self._generation:
-            rule = "is of ranks that have ended."
-            raise ArgumentError(message("fs.notebook.Kept", rule, mend="Make it again: kept = pool.keep(f, ...)."))
-        return _object_of, (self._key,)
+        if self._processes.ended:
+            raise _foreign()
+        return self._lookup, (self._processes.identity, self._key)
 
 
-class OnRanks(Generic[Result]):
-    """A function that runs on the ranks when it is called; `Ranks.run` makes it.
+class RankFunction(Generic[Result]):
+    """A function that runs on the ranks when it is called; `Ranks.on_ranks` makes it.
 
     On a rank it is the plain function, so that functions of cells may call each other.
 
     Example:
         >>> with fs.notebook.ranks(2) as pool:
-        ...     @pool.run
+        ...     @pool.on_ranks
         ...     def total(x):
         ...         x = x * (torch.distributed.get_rank() + 1)
         ...         torch.distributed.all_reduce(x)
@@ -263,34 +300,82 @@ class OnRanks(Generic[Result]):
         """The results of all ranks; see `Ranks.all`."""
         return self._owner.all(self._fn, *args, **kwargs)
 
-    def keep(self, *args: Any, **kwargs: Any) -> Kept:
+    def keep(self, *args: Any, **kwargs: Any) -> ObjectRef:
         """Leaves the results on the ranks; see `Ranks.keep`."""
         return self._owner.keep(self._fn, *args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"OnRanks({getattr(self._fn, '__qualname__', self._fn)}, {self._owner.size} ranks)"
+        return f"RankFunction({getattr(self._fn, '__qualname__', self._fn)}, {self._owner.size} ranks)"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self._fn,)
 
 
+class _Processes:
+    """Ranks from their start to their end: processes, the pipes of their text, and keys of objects to release.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.pool, self.identity, self.ended = RankPool(size), uuid.uuid4().hex, False
+        self.released: list[str] = []
+        self._keys = itertools.count()
+        try:
+            self.texts = _Texts(self.pool.folder)
+            self.pool.run(_begin, str(self.pool.folder), os.getcwd(), self.identity, timeout=60.0)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self, *, gently: bool = False) -> None:
+        """Ends them, at once or when they have done what they do; ending twice is harmless."""
+        self.ended = True
+        if gently:
+            self.pool.close()
+        self.pool.kill()
+        if hasattr(self, "texts"):
+            self.texts.close()
+
+    def new_key(self) -> str:
+        return f"object {next(self._keys)}"
+
+    def reference(self, key: str, text: str) -> ObjectRef:
+        """Stands for what `keep` has left under a key; the call after the reference has ended releases it."""
+        ref = ObjectRef(self, _object_of, key, text)
+        weakref.finalize(ref, self.released.append, key).atexit = False
+        return ref
+
+    def take_released(self) -> list[str]:
+        """Keys that are to be released now; the garbage collector may add others at any time, between any two lines."""
+        return [self.released.pop() for _ in range(len(self.released))]
+
+
 class Ranks:
     """Local gloo ranks that run functions of cells and keep their objects and process groups between calls.
 
+    `fs.notebook.ranks` makes one and ends the one before it. This class makes pools that stand beside each other.
+
     Functions and arguments are pickled by value: a rank sees the values that a function's global names have when it is
-    called. Rank 0 prints into the cell, the text of other ranks is dropped. Random numbers are not seeded.
+    called. Rank 0 prints into the cell, the text of other ranks is dropped. Generators of random numbers are seeded
+    with 0 when the ranks start, and go on from call to call.
     A call that fails on all ranks in the same lines leaves the ranks as they are. After any other failure they may have
     begun different collectives, so they are ended, and the next call starts new ones.
 
     Attributes:
         size: number of ranks.
         timeout: seconds that a call may take; None for no limit, in a test of pytest for 60. It may be assigned.
-        generation: a text that is another one each time ranks have started; empty while there are none.
+
+    Raises:
+        ArgumentError: `size` or `timeout` is not positive.
+        ConfigError: cloudpickle is not installed.
+        RankError: the ranks do not start.
 
     Example:
-        >>> with fs.notebook.ranks(2) as pool:
-        ...     pool.all(lambda x: x + torch.distributed.get_rank(), 10)
-        [10, 11]
+        >>> with fs.notebook.Ranks(1) as one, fs.notebook.Ranks(2) as two:
+        ...     print(one.all(torch.distributed.get_world_size), two.all(torch.distributed.get_world_size))
+        [1] [2, 2]
     """
 
     def __init__(self, size: int, timeout: float | None = None) -> None:
@@ -299,88 +384,78 @@ class Ranks:
         if importlib.util.find_spec("cloudpickle") is None:
             mend = "pip install 'fsharding[notebook]'"
             raise ConfigError(message(_NAME, "needs cloudpickle to send functions of cells.", mend=mend))
-        self.size, self.timeout, self.generation = size, timeout, ""
-        self._closed, self._keys = False, itertools.count()
-        self._pool: RankPool | None = None
-        self._start()
+        self.size, self.timeout, self._closed = size, timeout, False
+        self._processes: _Processes | None = None
+        self._ready()
         _OPEN.add(self)
 
-    # Invariant: `_pool`, `_texts` and `generation` change together, in `_start` and `_end`.
-    def _start(self) -> RankPool:
-        self._pool = pool = RankPool(self.size)
-        self._texts, self._released, self.generation = _Texts(pool.folder), [], uuid.uuid4().hex
-        try:
-            pool.run(_begin, str(pool.folder), timeout=60.0)
-        except BaseException:
-            self._end()
-            raise
-        return pool
-
-    def _end(self) -> None:
-        if self._pool is not None:
-            self._pool.kill()
-            self._texts.close()
-            self._pool, self.generation = None, ""
-
-    def _ready(self) -> RankPool:
+    def _ready(self) -> _Processes:
+        """The processes that the next call runs on, new ones where the earlier ones were ended."""
         if self._closed:
-            raise CallFailure(message(_NAME, "got a pool that is closed.", mend=f"pool = {_NAME}({self.size})"))
-        if self._pool is not None and (dead := self._pool.dead()):
-            self._end()
+            rule = "got a pool that is closed, by close() or by a later call of fs.notebook.ranks."
+            mend = f"pool = {_NAME}({self.size}), and run the cells with @pool.on_ranks again."
+            raise CallFailure(message(_NAME, rule, mend=mend))
+        if self.timeout is not None and not (isinstance(self.timeout, int | float) and self.timeout > 0):
+            rule = f"cannot wait for timeout={self.timeout!r}."
+            raise ArgumentError(message(_NAME, rule, mend="Give seconds above 0, or None for no limit."))
+        processes = self._processes
+        if processes is not None and not processes.ended and (dead := processes.pool.dead()):
+            processes.end()
             failure = worded(_NAME, "lost ranks between two calls.", dead, _NEW)
             raise CallFailure(str(failure), failure.errors, failure.exceptions)
-        return self._pool or self._start()
+        if processes is None or processes.ended:
+            self._processes = processes = _Processes(self.size)
+        return processes
 
     def _call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, key: str | None, everyone: bool
     ) -> list[Any]:
         """What each rank has sent, unpickled; None for those that were not asked."""
-        name = getattr(fn, "__qualname__", repr(fn))
         if not callable(fn):
             rule = f"runs functions, got {type(fn).__name__}."
-            raise ArgumentError(message(_NAME, rule, mend="Write pool(f, *args), or @pool.run above a function."))
-        pool = self._ready()
-        call = _packed(name, fn.__wrapped__ if isinstance(fn, OnRanks) else fn, args, kwargs)
-        released, self._released[:] = [*self._released], []
+            raise ArgumentError(message(_NAME, rule, mend="Write pool(f, *args), or @pool.on_ranks above a function."))
+        name = getattr(fn, "__qualname__", repr(fn))
+        processes = self._ready()
+        call = _packed(name, fn, args, kwargs)
+        released = processes.take_released()
         try:
-            with self._texts.shown():
-                replies = pool.attempt(
+            with processes.texts.shown():
+                replies = processes.pool.attempt(
                     _perform, call, released, key, everyone, timeout=self.timeout, seed=None, grace=_GRACE
                 )
-        except KeyboardInterrupt:
-            self._end()
-            raise KeyboardInterrupt(f"the {self.size} ranks were ended in the middle of {name}. {_NEW}") from None
+        except KeyboardInterrupt as interrupt:
+            processes.end()
+            text = f"The {self.size} ranks were ended in the middle of {name}. {_NEW}"
+            stacks = [_worded_stack(note) for note in getattr(interrupt, "__notes__", [])]
+            raise KeyboardInterrupt("\n\n".join([text, *stacks])) from None
         except BaseException:
-            self._end()
+            processes.end()
             raise
         if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
-            raise self._failure(name, failed) from None
+            raise self._failure(name, processes, failed) from None
         try:
             return [pickle.loads(replies[rank]) if replies[rank] else None for rank in range(self.size)]
         except Exception as error:
-            rule = f"cannot read the result of {name} in the notebook: {type(error).__name__}: {error}"
-            raise CallFailure(message(_NAME, rule, mend=_KEEP)) from None
+            rule = f"cannot read the result of {name} in the notebook."
+            raise CallFailure(message(_NAME, rule, [f"{type(error).__name__}: {error}"], _KEEP)) from None
 
-    def _failure(self, name: str, failed: dict[int, Failure]) -> CallFailure:
+    def _failure(self, name: str, processes: _Processes, failed: dict[int, Failure]) -> CallFailure:
+        """Words it, and ends the ranks unless all of them raised in the same lines."""
         raised = {rank: reply.exception for rank, reply in failed.items() if isinstance(reply.exception, _Raised)}
         lines = {tuple(frame for frame in error.frames if _is_users(frame[0])) for error in raised.values()}
         in_step = len(raised) == self.size and len(lines) == 1 and not any(e.network for e in raised.values())
         if not in_step:
-            self._end()
-        shown: dict[int, Failure] = {}
-        for rank, reply in failed.items():
-            exception = raised.get(rank)
-            if exception is None:
-                shown[rank] = reply
-            else:
-                kept = None if exception.pickled is None else pickle.loads(exception.pickled)
-                shown[rank] = Failure(f"raised {exception.text}", _traceback(exception), kept)
+            processes.end()
+        shown = {rank: _shown(reply) for rank, reply in failed.items()}
         mend = _NEW
         if in_step:
             mend = "The ranks go on, with the objects that they keep."
         elif any(reply.late for reply in failed.values()):
             mend = f"Give it more seconds with pool.timeout = ..., or see below where the ranks stand. {_NEW}"
-        failure = worded(_NAME, f"could not finish {name} on {self.size} ranks.", shown, mend)
+        rule = f"could not finish {name} on {self.size} ranks."
+        if done := [str(rank) for rank in range(self.size) if rank not in failed]:
+            rule = f"{rule[:-1]}; rank{'s' * (len(done) > 1)} {', '.join(done)} finished it."
+        failure = worded(_NAME, rule, shown, mend)
         return CallFailure(str(failure), failure.errors, failure.exceptions)
 
     def __call__(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
@@ -388,7 +463,7 @@ class Ranks:
 
         Args:
             fn: any function, also one of a cell or a lambda.
-            *args: arguments, the same for every rank; a `Kept` is each rank's own object.
+            *args: arguments, the same for every rank; an `ObjectRef` is each rank's own object.
             **kwargs: more of them.
 
         Returns:
@@ -396,8 +471,8 @@ class Ranks:
 
         Raises:
             CallFailure: a rank raised, died or did not answer in time; or rank 0's result cannot be sent.
-            ArgumentError: `fn` or an argument cannot be pickled, or is a `Kept` of ranks that have ended.
-            KeyboardInterrupt: the cell was interrupted; the ranks are ended.
+            ArgumentError: `fn` or an argument cannot be pickled, or is an `ObjectRef` of ranks that have ended.
+            KeyboardInterrupt: the cell was interrupted; the ranks are ended, and its text says where they stood.
         """
         return self._call(fn, args, kwargs, key=None, everyone=False)[0]
 
@@ -405,19 +480,19 @@ class Ranks:
         """Runs `fn` as a call does, and returns the results of all ranks, in rank order."""
         return self._call(fn, args, kwargs, key=None, everyone=True)
 
-    def keep(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Kept:
+    def keep(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ObjectRef:
         """Runs `fn` as a call does, and leaves each rank's result there: a state, a layout, a model.
 
         Returns:
-            What stands for the results in later calls.
+            A reference to the results, for later calls.
         """
-        key = f"kept {next(self._keys)}"
+        key = self._ready().new_key()
         text = self._call(fn, args, kwargs, key=key, everyone=False)[0]
-        return Kept(self, key, text, self._released)
+        return self._ready().reference(key, text)
 
-    def run(self, fn: Callable[..., Result]) -> OnRanks[Result]:
-        """Makes a function of a cell one that runs on the ranks, as a decorator: `@pool.run`."""
-        return OnRanks(self, fn)
+    def on_ranks(self, fn: Callable[..., Result]) -> RankFunction[Result]:
+        """Makes a function of a cell one that runs on the ranks, as a decorator: `@pool.on_ranks`."""
+        return RankFunction(self, fn)
 
     def execute(self, source: str) -> None:
         """Runs the text of a cell on every rank; `%%ranks` calls it.
@@ -425,36 +500,43 @@ class Ranks:
         The cell has names of its own on each rank, which later cells see; `pool["name"]` is one of them as an argument
         of a call. The value of its last line is printed.
 
+        Args:
+            source: Python, without magics.
+
         Raises:
             SyntaxError: the text is not Python; nothing has run.
             CallFailure: as from a call.
         """
         filename = f"<%%ranks cell {next(_CELLS)}>"
         ast.parse(source, filename)
-        # Tracebacks are worded in the kernel, which finds the lines here.
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        _remember_lines(source, filename)  # in the kernel too, which words the tracebacks
         self._call(_execute, (source, filename), {}, key=None, everyone=False)
 
-    def __getitem__(self, name: str) -> Kept:
-        """The object that `%%ranks` cells have assigned to a name."""
-        return Kept(self, name, name, None)
+    def __getitem__(self, name: str) -> ObjectRef:
+        """The object that `%%ranks` cells have assigned to a name, on each rank."""
+        return ObjectRef(self._ready(), _name_of, name, name)
 
     def restart(self) -> None:
-        """Ends the ranks and starts new ones: objects are gone, modules are imported anew."""
-        self._end()
+        """Ends the ranks and starts new ones: objects are lost, modules are imported anew."""
+        if self._processes is not None:
+            self._processes.end()
         self._ready()
 
     @property
     def pids(self) -> list[int]:
         """The process ids in rank order; empty while there are no ranks."""
-        return [] if self._pool is None else self._pool.pids
+        return [] if self._processes is None else self._processes.pool.pids
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called, or `fs.notebook.ranks` again."""
+        return self._closed
 
     def close(self) -> None:
         """Ends the ranks for good. Closing twice is harmless."""
-        if self._pool is not None:
-            self._pool.close()
-        self._end()
         self._closed = True
+        if self._processes is not None:
+            self._processes.end(gently=True)
 
     def __enter__(self) -> Self:
         return self
@@ -463,7 +545,7 @@ class Ranks:
         self.close()
 
     def __repr__(self) -> str:
-        status = "closed" if self._closed else "waiting for calls" if self._pool else "started by the next call"
+        status = "closed" if self._closed else "waiting for calls" if self.pids else "started by the next call"
         return f"Ranks({self.size}, {status})"
 
 
@@ -493,7 +575,7 @@ def ranks(size: int, timeout: float | None = None) -> Ranks:
         The pool: `pool(f, *args)` runs `f` on every rank.
 
     Raises:
-        ArgumentError: `size` is no positive integer.
+        ArgumentError: `size` or `timeout` is not positive.
         ConfigError: cloudpickle is not installed.
         RankError: the ranks do not start.
 
@@ -543,7 +625,7 @@ def _run_cell(line: str, cell: str) -> None:
     size, pool = line.strip(), _latest
     if size and not size.isdigit():
         raise ArgumentError(message("%%ranks", f"takes a number of ranks, got {size!r}.", mend="Write %%ranks 2."))
-    if size and (pool is None or pool.size != int(size) or repr(pool).endswith("closed)")):
+    if size and (pool is None or pool.size != int(size) or pool.closed):
         pool = ranks(int(size))
     if pool is None:
         raise ArgumentError(message("%%ranks", "has no ranks.", mend=f"Write %%ranks 2, or pool = {_NAME}(2) before."))
@@ -597,16 +679,15 @@ class _Texts:
 
     def _copy(self, end: int) -> None:
         decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in _STREAMS}
-        streams, ending = {name: getattr(sys, name) for name in _STREAMS}, False
-        while True:
-            waiting = [*self._files.values(), *([] if ending else [end])]
-            ready = select.select(waiting, [], [], 0.0 if ending else None)[0]
-            if ending and not ready:
-                return
-            ending = ending or end in ready
+        streams = {name: getattr(sys, name) for name in _STREAMS}
+        ending = False
+        while not ending:
+            # All that the call wrote is in the pipes when it ends, so one more pass is enough: a thread of the rank
+            # that never stops writing does not keep the cell.
+            ending = end in select.select([*self._files.values(), end], [], [])[0]
             for name, file in self._files.items():
-                if file in ready:
-                    streams[name].write(decoders[name].decode(os.read(file, 65536)))
+                with contextlib.suppress(BlockingIOError):
+                    streams[name].write(decoders[name].decode(os.read(file, _PIPE)))
                     streams[name].flush()
 
     def close(self) -> None:
@@ -619,17 +700,45 @@ def _is_users(filename: str) -> bool:
     return not filename.startswith(("<frozen ", *_LIBRARIES))
 
 
-def _traceback(raised: _Raised) -> str:
-    """The user's lines, then the error, then the innermost lines of libraries if it was raised there."""
-    users = [frame for frame in raised.frames if _is_users(frame[0])]
-    inner = [*itertools.takewhile(lambda frame: not _is_users(frame[0]), reversed(raised.frames))][:_MOST_FRAMES]
-    lines = [line for frame in users for line in _frame_lines(*frame)] + raised.text.splitlines()
-    if users and inner:
-        lines += ["Raised in a library:", *(line for frame in reversed(inner) for line in _frame_lines(*frame))]
-    return "\n".join(lines)
+def _shown(reply: Failure) -> Failure:
+    """The failure in words of the notebook: its cells, and the lines that the user wrote."""
+    raised = reply.exception
+    if not isinstance(raised, _Raised):
+        return dataclasses.replace(reply, detail=_worded_stack(reply.detail))
+    try:
+        exception = None if raised.pickled is None else pickle.loads(raised.pickled)
+    except Exception:
+        exception = None  # its class is in a module that the kernel lacks; the text says it all the same
+    lines = [*_frame_lines(raised.frames, "Raised"), *raised.text.splitlines()]
+    return Failure(f"raised {raised.text}", "\n".join(lines), exception)
 
 
-def _frame_lines(filename: str, line: int, function: str) -> list[str]:
+_STACK_LINE = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+
+
+def _worded_stack(stack: str) -> str:
+    """A stack as faulthandler writes it, in the form of a traceback; what stands above it stays."""
+    frames = [(file, int(line), function) for file, line, function in _STACK_LINE.findall(stack)][::-1]
+    if not frames:
+        return stack
+    above = stack[: cast("re.Match[str]", _STACK_LINE.search(stack)).start()]
+    kept = [line for line in above.splitlines() if not line.startswith(("Stack (", "Current thread"))]
+    if not any(file == __file__ for file, _, _ in frames):
+        return "\n".join([*kept, "  waited for the next call"])
+    return "\n".join([*kept, *_frame_lines([f for f in frames if f[0] != "<string>"], "Stands")])
+
+
+def _frame_lines(frames: list[Frame], verb: str) -> list[str]:
+    """The user's lines, then the innermost lines of libraries if it is there that the rank stood."""
+    users = [frame for frame in frames if _is_users(frame[0])]
+    inner = [*itertools.takewhile(lambda frame: not _is_users(frame[0]), reversed(frames))][:_MOST_FRAMES][::-1]
+    lines = [line for frame in users for line in _lines_of(*frame)]
+    if inner:
+        lines += [f"{verb} in a library:", *(line for frame in inner for line in _lines_of(*frame))]
+    return lines
+
+
+def _lines_of(filename: str, line: int, function: str) -> list[str]:
     source = linecache.getline(filename, line).strip()
     return [f"  {_place(filename)}, line {line}, in {function}", *([f"    {source}"] if source else [])]
 
@@ -637,5 +746,5 @@ def _frame_lines(filename: str, line: int, function: str) -> list[str]:
 def _place(filename: str) -> str:
     """The number of a cell instead of the file that the kernel has invented for it."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    named = None if shell is None else cast("Any", shell).compile.format_code_name(filename)
+    named = None if shell is None else shell.compile.format_code_name(filename)
     return " ".join(named) if named else f"File {filename}"

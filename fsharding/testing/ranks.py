@@ -254,7 +254,7 @@ class RankPool:
             if any(reply.late for reply in failed.values()):
                 mend = f"Give it more seconds with timeout=, or see below where the ranks stand.\n{mend}"
             raise worded("run_ranks", rule, failed, mend)
-        return [cast("Any", replies[rank]) for rank in range(self.size)]
+        return [replies[rank] for rank in range(self.size)]
 
     def attempt(
         self,
@@ -282,6 +282,7 @@ class RankPool:
 
         Raises:
             RankError: `fn` or an argument cannot be pickled, or the pool had ended before.
+            KeyboardInterrupt: its notes say where each rank stood; the pool has ended.
         """
         call = _pack(fn, seed, args, kwargs)
         with self._lock:
@@ -299,6 +300,13 @@ class RankPool:
                     rank: reply if isinstance(reply, Failure) else pickle.loads(reply)
                     for rank, reply in replies.items()
                 }
+            except KeyboardInterrupt as interrupt:
+                try:
+                    for rank, stack in self._stacks([*range(self.size)]).items():
+                        interrupt.add_note(f"Rank {rank}:\n{stack}")
+                finally:
+                    self.kill()
+                raise
             except BaseException:
                 self.kill()
                 raise
