@@ -37,6 +37,7 @@ from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsharding import tree
 from fsharding.errors import ArgumentError, ConfigError, RankError, message
@@ -51,7 +52,7 @@ Frame = tuple[str, int, str]
 """File, line, function."""
 
 _NAME = "fs.notebook.ranks"
-_GRACE = 5.0
+_GRACE = 3.0
 """Seconds: ranks that raise in the same line do so one after the other where they share cores."""
 _STREAMS = ("stdout", "stderr")
 _PIPE = 65536
@@ -93,6 +94,14 @@ class _Raised(Exception):
         return _Raised, (self.text, self.frames, self.pickled, self.network)
 
 
+class _UnsendableError(Exception):
+    """Says which type cannot be sent, and why in rows; the function has finished all the same."""
+
+    def __init__(self, kind: str, rows: list[str]) -> None:
+        super().__init__(kind, rows)
+        self.kind, self.rows = kind, rows
+
+
 def _begin(folder: str, working: str, identity: str) -> None:
     """Directs the text of rank 0 to the kernel and that of other ranks to nowhere, for as long as the rank lives."""
     global _identity
@@ -121,6 +130,7 @@ def _perform(call: bytes, released: list[str], key: str | None, everyone: bool) 
 
     Raises:
         _Raised: whatever the function raises.
+        _UnsendableError: the function has returned an object that cannot be pickled.
     """
     for name in released:
         _objects.pop(name, None)
@@ -130,12 +140,12 @@ def _perform(call: bytes, released: list[str], key: str | None, everyone: bool) 
         if key is not None:
             _objects[key] = result
             return pickle.dumps(_described(result))
-        return _sendable(result) if everyone or own_rank() == 0 else b""
     except BaseException as error:
         raise _as_data(error) from None
     finally:
         for name in _STREAMS:
             getattr(sys, name).flush()
+    return _sendable(result) if everyone or own_rank() == 0 else b""
 
 
 def _execute(source: str, filename: str) -> None:
@@ -194,14 +204,16 @@ def _described(x: Any) -> str:
 def _sendable(result: Any) -> bytes:
     import cloudpickle  # lazy: an extra
 
+    cut = [f"{path} is a DTensor" for path, x in tree.named_leaves(result).items() if isinstance(x, DTensor)]
+    if cut:  # pickle would send rank 0's part, in the form of a whole that nobody can ask for
+        raise _UnsendableError(type(result).__name__, cut)
     try:
         return cloudpickle.dumps(result)
     except Exception as error:
-        rule = f"cannot send a {type(result).__name__} to the notebook."
-        raise ArgumentError(message(_NAME, rule, [f"{type(error).__name__}: {error}"], _KEEP)) from None
+        raise _UnsendableError(type(result).__name__, [f"{type(error).__name__}: {error}"]) from None
 
 
-_KEEP = "Leave it on the ranks: ref = pool.keep(f, ...). Or return plain tensors, numbers and containers of them."
+_KEEP = "Leave it on the ranks: ref = pool.keep(f, ...). Or return local tensors, numbers and containers of them."
 
 
 def _as_data(error: BaseException) -> _Raised:
@@ -213,7 +225,7 @@ def _as_data(error: BaseException) -> _Raised:
     network = isinstance(error, RankError) or is_network_error(error)
     try:
         pickled = _sendable(error)
-    except ArgumentError:
+    except _UnsendableError:
         pickled = None  # the text says it all the same
     return _Raised(text, frames, pickled, network)
 
@@ -441,6 +453,10 @@ class Ranks:
 
     def _failure(self, name: str, processes: _Processes, failed: dict[int, Failure]) -> CallFailure:
         """Words it, and ends the ranks unless all of them raised in the same lines."""
+        unsendable = [reply.exception for reply in failed.values() if isinstance(reply.exception, _UnsendableError)]
+        if len(unsendable) == len(failed):  # all ranks have finished the function
+            rule = f"cannot send a {unsendable[0].kind} to the notebook, the result of {name}."
+            return CallFailure(message(_NAME, rule, unsendable[0].rows, _KEEP))
         raised = {rank: reply.exception for rank, reply in failed.items() if isinstance(reply.exception, _Raised)}
         lines = {tuple(frame for frame in error.frames if _is_users(frame[0])) for error in raised.values()}
         in_step = len(raised) == self.size and len(lines) == 1 and not any(e.network for e in raised.values())

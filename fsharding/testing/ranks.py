@@ -228,8 +228,9 @@ class RankPool:
         return ours and all(worker.process.is_alive() for worker in self._workers)
 
     def dead(self) -> dict[int, Failure]:
-        """How each rank has ended that runs no more, by rank; empty once the pool has ended."""
-        ended = {rank: worker for rank, worker in enumerate(self._workers) if not worker.process.is_alive()}
+        """How each rank has ended that runs no more, by rank, between calls; empty once the pool has ended."""
+        # The pipe of a dead rank ends at once, while the fork server may report the process a moment later.
+        ended = {rank: worker for rank, worker in enumerate(self._workers) if worker.pipe.poll()}
         return {rank: failure for rank, worker in ended.items() if isinstance(failure := worker.receive(), Failure)}
 
     @property
@@ -314,6 +315,7 @@ class RankPool:
     def _collect(self, timeout: float, grace: float = _GRACE) -> dict[int, bytes | Failure]:
         """One answer from each rank; the dead first, as the others fail of that; the silent last."""
         deadline = time.monotonic() + timeout  # which may be infinite
+        waited = grace
         replies: dict[int, bytes | Failure] = {}
         failed: dict[int, Failure] = {}
         while len(replies) < self.size:
@@ -326,12 +328,14 @@ class RankPool:
             for rank in sorted({handles[cast("Pipe", handle)] for handle in ready}):
                 replies[rank] = reply = self._workers[rank].receive()
                 if isinstance(reply, Failure):
-                    deadline = deadline if failed else min(deadline, time.monotonic() + grace)
+                    if not failed:
+                        waited = min(grace, _GRACE) if reply.died else grace  # then the pool ends, whatever they say
+                        deadline = min(deadline, time.monotonic() + waited)
                     failed[rank] = reply
         failed = dict(sorted(failed.items(), key=lambda item: not item[1].died))
         silent = [rank for rank in range(self.size) if rank not in replies]
         if failed:
-            what = f"had not answered {grace:g} s after rank {next(iter(failed))} failed"
+            what = f"had not answered {waited:g} s after rank {next(iter(failed))} failed"
             return failed | replies | dict.fromkeys(silent, Failure(what))
         stacks = self._stacks(silent)
         what = f"had not answered after {timeout:g} s"
