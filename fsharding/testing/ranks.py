@@ -193,6 +193,8 @@ class RankPool:
         if getattr(multiprocessing.process.current_process(), "_inheriting", False):
             # This is a rank, and its script wants ranks before the rank itself has begun: the caller says so, once.
             os._exit(_UNGUARDED)
+        # IPython's %reset takes away what multiprocessing reads of every main module.
+        vars(sys.modules["__main__"]).setdefault("__spec__", None)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([name for name in _PRELOAD if name in sys.modules])
         environ = {**os.environ, **local_variables()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
@@ -12,14 +13,17 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch
 import torch.distributed as dist
+from jupyter_client import KernelManager
+from nbclient import NotebookClient
 
 import fsharding as fs
 from fsharding.errors import ArgumentError, ConfigError
 from fsharding.notebook import CallFailure, Ranks
-from tests.helpers import refusal, until
+from tests.helpers import full, refusal, until
 
 
 @pytest.fixture(scope="module")
@@ -423,3 +427,152 @@ def test_pools_leave_no_process_and_no_open_file():
         assert not any(running(pid) for pid in pids)
     gc.collect()
     assert open_files() <= before
+
+
+# ------------------------------------------------------------------------------------------------------------ in a kernel
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+
+
+class Kernel:
+    """One kernel for all tests, since it takes seconds to start; each test begins without names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "kernel"))
+
+    def start(self) -> None:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self.manager.start_kernel(cwd=str(self.folder), env={**os.environ, "PYTHONPATH": path})
+
+    def run(self, notebook: nbformat.NotebookNode, **options: Any) -> list[list[nbformat.NotebookNode]]:
+        """The outputs of each cell."""
+        client = NotebookClient(notebook, km=self.manager, timeout=60, **options)
+        try:
+            client.execute()
+        finally:
+            assert client.kc is not None
+            client.kc.stop_channels()
+        return [cell.get("outputs", []) for cell in notebook.cells]
+
+    def cells(self, *sources: str) -> list[str]:
+        """The text that each cell shows."""
+        new = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+        return [
+            "".join(
+                shown.get("text") or "\n".join(shown.get("traceback", [])) or shown.data["text/plain"] for shown in out
+            )
+            for out in self.run(new, allow_errors=True)
+        ]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Generator[Kernel]:
+    kernel = Kernel(tmp_path_factory.mktemp("kernel"))
+    yield kernel
+    kernel.manager.shutdown_kernel(now=True)
+    kernel.manager.cleanup_resources()
+
+
+@pytest.fixture
+def kernel(started: Kernel) -> Kernel:
+    if started.manager.is_alive():
+        started.cells("%reset -f")
+    else:
+        started.start()
+    return started
+
+
+START = "import json, os, signal, threading, time, torch\nimport fsharding as fs\npool = fs.notebook.ranks(2)"
+
+
+def test_cells_and_their_errors(kernel: Kernel):
+    shown = kernel.cells(
+        START,
+        "factor = 2\ndef f(x):\n    print('rank', torch.distributed.get_rank())\n    return factor * x",
+        "pool.all(f, 3)",
+        "def g(x):\n    y = f(x)\n    if torch.distributed.get_rank() == 1:\n        y = torch.ones(2) @ torch.ones(3)\n"
+        "    torch.distributed.barrier()",
+        "pool(g, 1)",
+        "pool(f, 5)",
+    )
+    assert shown[2] == "rank 0\n[6, 6]"
+    number = shown[4].partition("Cell In[")[2].partition("]")[0]
+    assert shown[4].startswith(
+        "rank 0\nCallFailure: fs.notebook.ranks could not finish g on 2 ranks.\n  rank 1 raised Ru"
+    )
+    assert f"  Cell In[{number}], line 4, in g\n    y = torch.ones(2) @ torch.ones(3)\nRuntimeError: " in shown[4]
+    assert shown[5] == "rank 0\n10"
+
+
+def test_the_cell_magic(kernel: Kernel):
+    shown = kernel.cells(
+        START.replace("ranks(2)", "ranks(1)"),
+        "pool.close()\n%load_ext fsharding.notebook",
+        "%%ranks two\n1",
+        "%%ranks 2\nimport torch\nx = torch.distributed.get_world_size()\nx",
+        "%%ranks\nx + 1",
+        "%%ranks\ny = 0\n\n1 / y",
+        "%%ranks 2\nx",
+    )
+    assert shown[2].endswith("%%ranks takes a number of ranks, got 'two'.\nWrite %%ranks 2.")
+    assert shown[3:5] == ["2\n", "3\n"]
+    assert "line 3, in <module>\n    1 / y\nZeroDivisionError" in shown[5] and "The ranks go on" in shown[5]
+    assert shown[6] == "2\n"
+
+
+INTERRUPT = """\
+def wait():
+    if torch.distributed.get_rank() == 0:
+        open("begun", "w").close()
+        torch.distributed.barrier()
+pids = pool.pids
+def interrupt():
+    while not os.path.exists("begun"):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.killpg(os.getpgrp(), signal.SIGINT)  # as a front end does: the ranks get it too
+threading.Thread(target=interrupt).start()
+pool(wait)
+"""
+
+
+def test_an_interrupt_ends_the_call_and_says_where_the_ranks_stood(kernel: Kernel):
+    shown = kernel.cells(
+        START, INTERRUPT, "[os.path.exists(f'/proc/{p}') for p in pids], pool.all(torch.distributed.get_rank)"
+    )
+    assert "The 2 ranks were ended in the middle of wait. The next call starts new ranks" in shown[1]
+    assert "line 4, in wait\n    torch.distributed.barrier()\nStands in a library:" in shown[1]
+    assert "Rank 1:\n  waited for the next call" in shown[1]
+    assert shown[2] == "([False, False], [0, 1])"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_runs(kernel: Kernel, path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    outputs = kernel.run(notebook)
+    assert any("image/png" in shown.get("data", {}) for out in outputs for shown in out)
+    tagged = {
+        number for number, cell in enumerate(notebook.cells) if "raises-exception" in cell.metadata.get("tags", [])
+    }
+    assert {number for number, out in enumerate(outputs) if any(s.output_type == "error" for s in out)} == tagged
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_is_short_and_stored_without_outputs(path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+    assert sum(len(cell.source.splitlines()) for cell in code) < 150
+    assert notebook.cells[0].source.startswith("# ")
+    assert path.read_text(encoding="utf-8") == nbformat.writes(notebook) + "\n"
+
+
+@pytest.mark.parametrize("how", ["shut down", pytest.param("killed", marks=full)])
+def test_no_rank_outlives_the_kernel(kernel: Kernel, how: str):
+    busy = "threading.Thread(target=pool, args=(time.sleep, 100), daemon=True).start()" if how == "killed" else "0"
+    pids = json.loads(kernel.cells(START, busy, "json.dumps(pool.pids)")[2].strip("'"))
+    assert len(pids) == 2 and all(running(pid) for pid in pids)
+    kernel.manager.shutdown_kernel(now=how == "killed")
+    assert until(lambda: not any(running(pid) for pid in pids), 10)
