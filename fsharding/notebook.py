@@ -579,7 +579,7 @@ def _close_all() -> None:
 
 
 def ranks(size: int, timeout: float | None = None) -> Ranks:
-    """Starts local ranks behind a notebook or any other interactive session.
+    """Starts local ranks behind a notebook, or behind an interpreter that you type into.
 
     The ranks of an earlier `ranks` are ended first, so that a cell may be run again.
 

@@ -448,7 +448,8 @@ def _pack(fn: Callable[..., Any], seed: int | None, args: tuple[Any, ...], kwarg
     if getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         reason = "It was typed into an interpreter, so the ranks cannot import it."
         name = getattr(fn, "__name__", "f")
-        mend = f"Write it to a file such as ranks.py, in a notebook with %%writefile, then: from ranks import {name}."
+        mend = f"Write it to a file such as ranks.py, then: from ranks import {name}."
+        mend += f" In a notebook: fs.notebook.ranks(2)({name})."
     else:
         try:
             # Not multiprocessing's pickler: it sends tensors as handles to shared memory, which may die with a rank.
