@@ -417,6 +417,8 @@ class Ranks:
             raise CallFailure(str(failure), failure.errors, failure.exceptions)
         if processes is None or processes.ended:
             self._processes = processes = _Processes(self.size)
+            # A pool that nobody has closed and nobody can reach; at exit `_close_all` is in time, and this is not.
+            weakref.finalize(self, processes.end).atexit = False
         return processes
 
     def _call(
@@ -559,6 +561,10 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        mend = "Pass what its functions need as arguments; they can call each other, also those with @pool.on_ranks."
+        raise ArgumentError(message(_NAME, "cannot send a pool to its own ranks.", mend=mend))
 
     def __repr__(self) -> str:
         status = "closed" if self._closed else "waiting for calls" if self.pids else "started by the next call"

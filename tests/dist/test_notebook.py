@@ -333,6 +333,10 @@ def test_a_call_that_cannot_be_sent_changes_nothing(pool: Ranks):
     text = refusal(pool, lambda: lock, kind=ArgumentError)
     assert "cannot send test_a_call_that_cannot_be_sent_changes_nothing.<locals>.<lambda> and its arguments" in text
     assert "_thread.lock" in text
+    assert refusal(pool, lambda: pool(rank), kind=ArgumentError) == (
+        "fs.notebook.ranks cannot send a pool to its own ranks.\n"
+        "Pass what its functions need as arguments; they can call each other, also those with @pool.on_ranks."
+    )
     assert refusal(pool, 3, kind=ArgumentError) == (
         "fs.notebook.ranks runs functions, got int.\nWrite pool(f, *args), or @pool.on_ranks above a function."
     )
@@ -425,7 +429,11 @@ def test_pools_leave_no_process_and_no_open_file():
             pids = pool.pids
             assert failure_of(pool, os._exit, 3).errors[0] == "exited with status 3"
         assert not any(running(pid) for pid in pids)
+    forgotten = Ranks(1)
+    pids = forgotten.pids
+    del forgotten
     gc.collect()
+    assert not any(running(pid) for pid in pids)
     assert open_files() <= before
 
 
@@ -439,9 +447,10 @@ class Kernel:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "kernel"))
+        self.start()
 
     def start(self) -> None:
+        self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=str(self.folder / "kernel"))
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.manager.start_kernel(cwd=str(self.folder), env={**os.environ, "PYTHONPATH": path})
 
@@ -470,8 +479,8 @@ class Kernel:
 def started(tmp_path_factory: pytest.TempPathFactory) -> Generator[Kernel]:
     kernel = Kernel(tmp_path_factory.mktemp("kernel"))
     yield kernel
-    kernel.manager.shutdown_kernel(now=True)
-    kernel.manager.cleanup_resources()
+    if kernel.manager.is_alive():
+        kernel.manager.shutdown_kernel(now=True)
 
 
 @pytest.fixture
