@@ -120,7 +120,8 @@ def checked_ids(function: str, name: str, ids: Tensor, vocab: int, *, ignore_ind
         return ids
     if _functorch.innermost(ids) is not ids:
         return ids
-    low, high = (int(x) for x in torch.aminmax(ids))
+    values = ids.detach().numpy()  # the ids of a batch on the CPU are the host's own, so nothing is read of a device
+    low, high = int(values.min()), int(values.max())
     if low >= 0 and high < vocab:
         return ids
     outside = (ids < 0) | (ids >= vocab)
