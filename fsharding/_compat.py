@@ -7,6 +7,7 @@ Nothing here knows about shardings.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import mmap
@@ -42,9 +43,9 @@ __all__ = [
     "is_compiled_caller", "is_elementwise", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
     "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "never_inlined",
     "new_group", "outside_of_graphs", "packed", "persistent_buffers", "reduce_scatter_flat", "refuse_backward",
-    "region", "same_glances", "same_kind", "save_record", "save_without_data", "set_group_timeout",
-    "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order", "unpack",
-    "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage",
+    "region", "run_exit_functions", "same_glances", "same_kind", "save_record", "save_without_data",
+    "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
+    "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage",
 ]  # fmt: skip
 
 
@@ -177,15 +178,31 @@ def _unlike(function: str, columns: Sequence[Sequence[Tensor]]) -> str:
     return message(function, "got tensors that do not belong together.", rows)
 
 
-def foreach_mul(xs: Sequence[Tensor], scalar: float) -> list[Tensor]:
-    """Multiplies the tensors of a list by a number."""
-    return list(torch._foreach_mul(list(xs), scalar)) if xs else []
+def foreach_mul(xs: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """Multiplies the tensors of a list by a number; one that is a 0-d tensor is not read, and gives the same bits."""
+    if not xs or not isinstance(factor, Tensor):
+        return list(torch._foreach_mul(list(xs), factor)) if xs else []
+    products = torch._foreach_mul(_with_dims(xs), _factor(xs, factor))
+    return [y.view(x.shape) for x, y in zip(xs, products, strict=True)]
 
 
-def foreach_mul_(xs: Sequence[Tensor], scalar: float) -> None:
-    """Multiplies the tensors of a list by a number in place."""
-    if xs:
-        torch._foreach_mul_(list(xs), scalar)
+def foreach_mul_(xs: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiplies the tensors of a list by a number in place, as `foreach_mul`."""
+    if xs and isinstance(factor, Tensor):
+        torch._foreach_mul_(_with_dims(xs), _factor(xs, factor))
+    elif xs:
+        torch._foreach_mul_(list(xs), factor)
+
+
+def _with_dims(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Views with at least one dim: the dtype of a 0-d tensor would give way to that of a wider 0-d factor."""
+    return [x if x.ndim else x.view(1) for x in xs]
+
+
+def _factor(xs: Sequence[Tensor], factor: Tensor) -> Tensor:
+    """The factor in float32 where all tensors are, which kernels for whole lists take."""
+    factor = factor.to(xs[0].device, non_blocking=True)
+    return factor.float() if all(x.dtype == torch.float32 for x in xs) else factor
 
 
 def foreach_zero_(xs: Sequence[Tensor]) -> None:
@@ -569,12 +586,15 @@ def fused_adamw_(
     nu: list[Tensor],
     steps: list[Tensor],
     *,
-    scale: float = 1.0,
+    lr: float | Tensor,
+    scale: float | Tensor = 1.0,
+    finite: Tensor | None = None,
     **settings: Any,
 ) -> None:
     """torch's fused AdamW kernel, with its own settings: updates params, mu, nu and, unless scale is 1, grads.
 
-    On the CPU the kernel takes as many elements of each column as the parameter has, wherever these end.
+    On the CPU the kernel takes as many elements of each column as the parameter has, wherever these end. Rate and scale
+    as 0-d tensors are not read by the host. Where `finite`, bool and 0-d, is false, nothing is updated.
 
     Raises:
         LayoutError: tensors of one place differ in size, dtype or device, or have gaps.
@@ -583,11 +603,18 @@ def fused_adamw_(
     sizes = [*map(Tensor.numel, params)]
     if not all([*map(Tensor.numel, column)] == sizes and all(map(Tensor.is_contiguous, column)) for column in columns):
         raise LayoutError(_unlike("fused_adamw_", columns))
-    divisor = torch.tensor(1.0 / scale, device=params[0].device) if scale != 1.0 else None
+    device = params[0].device
+    if isinstance(scale, Tensor):
+        divisor = (1.0 / scale.double()).float()
+    else:
+        divisor = torch.tensor(1.0 / scale, device=device) if scale != 1.0 else None
+    if isinstance(lr, Tensor) and device.type != "cpu":
+        lr = lr.float()  # the CPU's kernel takes a rate in float64, as a number; that of a device reads a float32
+    found_inf = None if finite is None else finite.logical_not().float()
     try:
         torch._fused_adamw_(
             params, grads, mu, nu, [], steps,
-            **settings, amsgrad=False, maximize=False, grad_scale=divisor,
+            lr=lr, **settings, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found_inf,
         )  # fmt: skip
     except RuntimeError as error:
         # Dtypes and devices are what the kernel looks at itself.
@@ -679,6 +706,11 @@ def outside_of_graphs(fn: _Function) -> _Function:
     _frames.set_code_exec_strategy(fn.__code__, _frames._FrameExecStrategy(_SKIP, _SKIP))
     vars(fn)["_torchdynamo_disable"] = True
     return fn
+
+
+def run_exit_functions() -> None:
+    """Runs what `atexit` has, for a function at the exit that ends the process itself."""
+    atexit._run_exitfuncs()
 
 
 def never_inlined(fn: _Function) -> _Function:
