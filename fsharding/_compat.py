@@ -12,8 +12,10 @@ import ctypes
 import functools
 import mmap
 import operator
+import os
 import pickle
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,13 +39,13 @@ from fsharding.errors import LayoutError, message
 
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
-    "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local", "file_offset",
-    "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
+    "call_first_at_exit", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
+    "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
     "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
     "is_compiled_caller", "is_elementwise", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
     "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "never_inlined",
     "new_group", "outside_of_graphs", "packed", "persistent_buffers", "reduce_scatter_flat", "refuse_backward",
-    "region", "run_exit_functions", "same_glances", "same_kind", "save_record", "save_without_data",
+    "region", "same_glances", "same_kind", "save_record", "save_without_data",
     "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
     "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage",
 ]  # fmt: skip
@@ -708,9 +710,23 @@ def outside_of_graphs(fn: _Function) -> _Function:
     return fn
 
 
-def run_exit_functions() -> None:
-    """Runs what `atexit` has, for a function at the exit that ends the process itself."""
-    atexit._run_exitfuncs()
+def call_first_at_exit(function: Callable[[], bool]) -> None:
+    """Calls a function at the end of the process, before all that `atexit` has; the status is 1 if it returns True.
+
+    An exception of a function at the exit does not change the status. So this one runs the others, and ends the process
+    itself.
+    """
+
+    def end() -> None:
+        if function():
+            atexit.unregister(end)
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    # Called before the functions of `atexit`, of which the last one registered is the first to be called.
+    threading._register_atexit(lambda: atexit.register(end))
 
 
 def never_inlined(fn: _Function) -> _Function:

@@ -8,7 +8,6 @@ Law: all ranks have the same number, since loss and norm are the same on all.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import sys
@@ -95,28 +94,17 @@ _pending: dict[int, PendingVerdict] = {}
 @functools.cache
 def _watch_exit() -> None:
     """Has the end of this process look at what is pending; once is enough."""
-    atexit.register(_end)
+    _compat.call_first_at_exit(_last_step_was_refused)
 
 
-def _end() -> None:
-    """Ends the program with the status of an error if its last step was refused.
-
-    Nothing that a function raises at the exit changes the status, so this one runs the functions that are still due,
-    and ends the process itself.
-    """
-    texts: list[str] = []
+def _last_step_was_refused() -> bool:
+    """Looks at what is pending, and prints the errors that nobody was there to get."""
+    refused = False
     for verdict in [*_pending.values()]:
         try:
             if verdict.process == os.getpid():
                 verdict.raise_refused()
         except NonFiniteError as error:
-            texts.append(str(error))
-    if not texts:
-        return
-    for text in texts:
-        print(f"{NonFiniteError.__module__}.{NonFiniteError.__qualname__}: {text}", file=sys.stderr)
-    atexit.unregister(_end)
-    _compat.run_exit_functions()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+            refused = True
+            print(f"{NonFiniteError.__module__}.{NonFiniteError.__qualname__}: {error}", file=sys.stderr)
+    return refused
