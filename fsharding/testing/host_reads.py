@@ -89,7 +89,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name in _VALUES or name in _SHAPES or _waiting_copy(name, args, kwargs):
+        if name in _VALUES or name in _SHAPES or _by_mask(name, args) or _waiting_copy(name, args, kwargs):
             self._seen.reads.append(f"{name} at {_line()}")
         return func(*args, **kwargs)
 
@@ -104,6 +104,12 @@ class _Methods(TorchFunctionMode):
             if func is method:
                 self._seen.reads.append(f"{name} at {_line()}")
         return func(*args, **(kwargs or {}))
+
+
+def _by_mask(name: str, args: Any) -> bool:
+    """Whether an operation takes or sets the elements of a mask, of which it counts how many there are."""
+    masks = (torch.bool, torch.uint8)
+    return name in ("index", "index_put", "index_put_") and any(x is not None and x.dtype in masks for x in args[1])
 
 
 def _waiting_copy(name: str, args: Any, kwargs: Any) -> bool:
