@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -42,12 +42,12 @@ __all__ = [
     "call_first_at_exit", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
     "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
     "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
-    "is_compiled_caller", "is_elementwise", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
+    "is_compiled_caller", "is_elementwise", "is_fake", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
     "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "never_inlined",
     "new_group", "outside_of_graphs", "packed", "persistent_buffers", "reduce_scatter_flat", "refuse_backward",
     "region", "same_glances", "same_kind", "save_record", "save_without_data",
     "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
-    "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage",
+    "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage", "with_values",
 ]  # fmt: skip
 
 
@@ -727,6 +727,16 @@ def call_first_at_exit(function: Callable[[], bool]) -> None:
 
     # Called before the functions of `atexit`, of which the last one registered is the first to be called.
     threading._register_atexit(lambda: atexit.register(end))
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor has no values, as under `FakeTensorMode`: it stands for one of a device that need not be here."""
+    return isinstance(x, FakeTensor)
+
+
+def with_values() -> AbstractContextManager[Any]:
+    """Makes tensors with values under `FakeTensorMode` as well, for what the host computes of keys and ranks."""
+    return _disable_current_modes() if torch.utils._python_dispatch._len_torch_dispatch_stack() else _NOWHERE
 
 
 def never_inlined(fn: _Function) -> _Function:

@@ -412,7 +412,8 @@ class TrainStep:
                 return self._skipped(plan, state), metrics
         else:
             metrics = _UncheckedMetrics(loss, norm, sums.weight, skipped=finite.logical_not(), aux=sums.aux)
-            metrics.verdict = self._unchecked = PendingVerdict(verdict, refusal)
+            if not _compat.is_fake(verdict):
+                metrics.verdict = self._unchecked = PendingVerdict(verdict, refusal)
 
         counts = None if known else finite
         if self._donate:
@@ -650,7 +651,8 @@ def _agree(state: TrainState, settings: dict[str, str], batch: Tree, microbatche
     ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
     facts |= {**settings, **leaves, "batch": "\n".join(uneven(batch, microbatches))}
     facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
-    facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
+    if not _compat.is_fake(state.key):
+        facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
     ask = meet if ranks.size == world_size() else None
     by_rank = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
     uncuttable = {rank: of_rank.pop("batch") for rank, of_rank in by_rank.items()}
@@ -717,9 +719,9 @@ def refuse_model(function: str, model: Any, layout: Layout) -> None:
         TreeError: other parameters.
         ConfigError: axes that the model does not compute over.
     """
-    draws = tree.flatten_up_to(
-        layout.structure, model.init(torch.zeros(2, dtype=torch.int64)), function, ("the state", "its model")
-    )
+    with _compat.with_values():
+        draws = model.init(torch.zeros(2, dtype=torch.int64))
+    draws = tree.flatten_up_to(layout.structure, draws, function, ("the state", "its model"))
     check_fit(function, layout, draws, ((leaf.shape, leaf.init) for leaf in layout.leaves))
     shape = abstract(layout.mesh)
     others = [axis for axis in ("cp", "tp") if axis not in model.axes]
