@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -43,9 +43,9 @@ __all__ = [
     "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
     "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
     "is_compiled_caller", "is_elementwise", "is_fake", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
-    "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "never_inlined",
-    "new_group", "outside_of_graphs", "packed", "persistent_buffers", "reduce_scatter_flat", "refuse_backward",
-    "region", "same_glances", "same_kind", "save_record", "save_without_data",
+    "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh",
+    "never_inlined", "new_group", "outside_of_graphs", "packed", "persistent_buffers", "reduce_scatter_flat",
+    "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
     "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
     "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage", "with_values",
 ]  # fmt: skip
@@ -75,6 +75,27 @@ def kept_by(mesh: DeviceMesh) -> dict[Hashable, Any]:
     return kept
 
 
+def makes_fakes() -> bool:
+    """Whether tensors that are made here have no values, because `FakeTensorMode` is on."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def with_values() -> AbstractContextManager[Any]:
+    """Makes tensors with values under `FakeTensorMode` as well, for what the host computes of keys and ranks."""
+    return unset_fake_temporarily()
+
+
+def _valued(fn: _Function) -> _Function:
+    """A function of ranks, whose tensors have values also where those of the program have none."""
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        with with_values():
+            return fn(*args)
+
+    return run  # pyright: ignore[reportReturnType]
+
+
 def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
     """As `functools.lru_cache`, of a function whose first argument is a mesh: each `DeviceMesh` has a cache.
 
@@ -85,7 +106,8 @@ def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
     """
 
     def decorate(fn: _Function) -> _Function:
-        without = functools.lru_cache(maxsize)(fn)
+        valued = _valued(fn)
+        without = functools.lru_cache(maxsize)(valued)
 
         @functools.wraps(fn)
         def run(mesh: Any, *args: Any) -> Any:
@@ -94,7 +116,7 @@ def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
             except (AttributeError, KeyError):
                 if not isinstance(mesh, DeviceMesh):
                     return without(mesh, *args)
-                cached = kept_by(mesh)[fn] = functools.lru_cache(maxsize)(functools.partial(fn, mesh))
+                cached = kept_by(mesh)[fn] = functools.lru_cache(maxsize)(functools.partial(valued, mesh))
             return cached(*args)
 
         return run  # pyright: ignore[reportReturnType]
@@ -110,7 +132,8 @@ def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
     """
 
     def decorate(fn: _Function) -> _Function:
-        without = functools.lru_cache(maxsize)(fn)
+        valued = _valued(fn)
+        without = functools.lru_cache(maxsize)(valued)
 
         @functools.wraps(fn)
         def run(value: Any, *args: Any) -> Any:
@@ -119,7 +142,7 @@ def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
             except (AttributeError, KeyError):
                 if not isinstance(value.mesh, DeviceMesh):
                     return without(value, *args)
-                cached = kept_by(value.mesh)[fn] = functools.lru_cache(maxsize)(fn)
+                cached = kept_by(value.mesh)[fn] = functools.lru_cache(maxsize)(valued)
             return cached(value, *args)
 
         return run  # pyright: ignore[reportReturnType]
@@ -730,13 +753,8 @@ def call_first_at_exit(function: Callable[[], bool]) -> None:
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a tensor has no values, as under `FakeTensorMode`: it stands for one of a device that need not be here."""
+    """Whether a tensor has no values, as under `FakeTensorMode`: it stands for one of a device that may not be here."""
     return isinstance(x, FakeTensor)
-
-
-def with_values() -> AbstractContextManager[Any]:
-    """Makes tensors with values under `FakeTensorMode` as well, for what the host computes of keys and ranks."""
-    return _disable_current_modes() if torch.utils._python_dispatch._len_torch_dispatch_stack() else _NOWHERE
 
 
 def never_inlined(fn: _Function) -> _Function:

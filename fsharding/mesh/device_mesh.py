@@ -156,7 +156,7 @@ def make_mesh(
         text = f"got ranks={tuple(members)}, but the ranks are 0 to {world - 1}, each at most once."
         raise MeshError(message("fs.make_mesh", text))
     shape = make_shape(cast("dict[str, int]", axes), world=len(members), order=order)
-    if device == "cuda":
+    if device == "cuda" and not (dist.is_initialized() and dist.get_backend() == "fake"):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         if "RANK" not in os.environ:
@@ -168,7 +168,8 @@ def make_mesh(
     with naming_lost("fs.make_mesh", range(world)):
         facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
         facts["transport"] = transport
-        mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout)
+        with _compat.with_values():
+            mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout)
         kept_by(mesh)["transport"] = transport
     # A weak reference, since the mesh keeps the function.
     _compat.describe_mesh(mesh, functools.partial(_transports_of, weakref.ref(mesh)))

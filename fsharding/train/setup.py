@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsharding import _compat
 from fsharding.errors import ArgumentError, message
 from fsharding.mesh.device_mesh import Mesh, abstract, make_mesh
 from fsharding.optim.base import GradientTransformation
@@ -125,5 +126,6 @@ def _model(given: Any) -> tuple[Any, Any]:
         return given, given
     if callable(given):
         check_function(_NAME, "a Model, or a function of a key", given, 1, exactly=True)
-        return given, given(torch.zeros(2, dtype=torch.int64))
+        with _compat.with_values():
+            return given, given(torch.zeros(2, dtype=torch.int64))
     return (lambda _: given), given

@@ -651,7 +651,7 @@ def _agree(state: TrainState, settings: dict[str, str], batch: Tree, microbatche
     ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
     facts |= {**settings, **leaves, "batch": "\n".join(uneven(batch, microbatches))}
     facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
-    if not _compat.is_fake(state.key):
+    if not _compat.is_fake(state.step):
         facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
     ask = meet if ranks.size == world_size() else None
     by_rank = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
