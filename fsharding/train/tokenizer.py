@@ -7,6 +7,7 @@ Law: the digest differs where the ids may differ.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -91,7 +92,7 @@ def open_encoder(function: str, tokenizer: Any, eos: int | str | None, vocab_siz
         size = _size(function, vocab, vocab_size)
         digest = hashlib.sha256(repr(sorted(vocab.items())).encode()).hexdigest()[:16]
         end = _eos(function, vocab, [], eos, own_eos, size)
-        return Encoder(lambda text: tokenizer.encode(text, add_special_tokens=False), size, end, digest)
+        return Encoder(functools.partial(_without_special, tokenizer), size, end, digest)
     if callable(tokenizer):
         if isinstance(eos, str):
             rule = f"cannot look up eos {eos!r} in a function."
@@ -110,7 +111,16 @@ def _of_tokenizers(function: str, inner: Any, eos: int | str | None, own: str | 
     size = _size(function, vocab, size)
     digest = hashlib.sha256(inner.to_str().encode()).hexdigest()[:16]
     end = _eos(function, vocab, special, eos, own, size)
-    return Encoder(lambda text: inner.encode(text, add_special_tokens=False).ids, size, end, digest)
+    return Encoder(functools.partial(_ids, inner), size, end, digest)
+
+
+# No lambdas, so that data can be sent to a worker of a loader.
+def _ids(tokenizer: Any, text: str) -> Sequence[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _without_special(tokenizer: Any, text: str) -> Sequence[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _read(function: str, path: Path) -> tuple[Any, str | None]:
