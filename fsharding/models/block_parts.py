@@ -179,6 +179,10 @@ class AttentionPart(Part, Protocol):
         """Its term of the residual stream, from the normalized stream [B, T, D]."""
         ...
 
+    def prepared(self, params: Tree) -> Tree:
+        """The leaves of a block after what `apply` would gather of them over `tp` each time."""
+        ...
+
     def cache(self, params: Tree, rows: int, length: int) -> dict[str, Tensor]:
         """Room for what later tokens need of `length` tokens of each row: leaves [B, length, ...]; see `models.cache`.
 

@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["attend", "has_earlier", "store"]
+__all__ = ["at_each", "attend", "has_earlier", "store"]
+
+
+def at_each(x_BTX: Tensor, index_B: Tensor) -> Tensor:
+    """One token of each row, as a sequence of one: [B, 1, X]."""
+    return x_BTX.gather(1, index_B[:, None, None].expand(-1, 1, x_BTX.shape[-1]))
 
 
 def has_earlier(cache: dict[str, Tensor], length: int) -> bool:

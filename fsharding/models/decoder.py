@@ -20,6 +20,7 @@ from fsharding import ops, random
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.block_parts import AttentionPart, BlockSettings, Cuts, Draws, FeedPart, Stream, columns, norm
+from fsharding.models.cache import at_each
 from fsharding.models.grouped_query import Grouped
 from fsharding.models.latent_attention import Latent
 from fsharding.models.mlp import Dense
@@ -230,9 +231,9 @@ def _decode(c: DecoderConfig, kind: Kind) -> Decode:
         x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=c.vocab)
         return Stream(x_BTD, batch["positions"])
 
-    def logits(params: Tree, x: Stream) -> Tensor:
-        logits_BTV = _logits(c, params, x.x, settings)
-        return logits_BTV if logits_BTV.shape[-1] == c.vocab else ops.gather(logits_BTV, "tp", dim=-1, size=c.vocab)
+    def logits(params: Tree, x: Stream, last_B: Tensor) -> Tensor:
+        logits_BV = _logits(c, params, at_each(x.x, last_B), settings)[:, 0]
+        return logits_BV if logits_BV.shape[1] == c.vocab else ops.gather(logits_BV, "tp", dim=1, size=c.vocab)
 
     def block(parts: tuple[AttentionPart, FeedPart]) -> Callable[[Tree, Stream, Tree], Stream]:
         attention, feed = parts
@@ -242,12 +243,12 @@ def _decode(c: DecoderConfig, kind: Kind) -> Decode:
         return lambda params, x, cache: run(params, x._replace(cache=cache))
 
     kinds = c.kinds()
-    names = [stack.name for stack in c.stacks]
-    blocks, caches = [block(parts) for parts in kinds], [attention.cache for attention, _ in kinds]
+    columns = [(block(parts), parts[0].prepared, parts[0].cache) for parts in kinds]
     if not c.stacks:
-        return Decode(embed, blocks[0], caches[0], logits, c.vocab)
-    by_name = dict(zip(names, blocks, strict=True)), dict(zip(names, caches, strict=True))
-    return Decode(embed, *by_name, logits, c.vocab)
+        return Decode(embed, *columns[0], logits, c.vocab)
+    names = [stack.name for stack in c.stacks]
+    run, prepare, cache = (dict(zip(names, column, strict=True)) for column in zip(*columns, strict=True))
+    return Decode(embed, run, prepare, cache, logits, c.vocab)
 
 
 def _block(

@@ -27,15 +27,14 @@ from fsharding.errors import ArgumentError, ConfigError, DataError, NonFiniteErr
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.device_mesh import abstract, axis_group, axis_size, set_mesh
 from fsharding.mesh.failures import naming_lost
-from fsharding.models.cache import store
+from fsharding.models.cache import at_each, store
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.models.model import Decode, Model
-from fsharding.models.stacks import stacks_of
 from fsharding.ops.embedding import checked_ids
 from fsharding.precision import FP32, Precision
 from fsharding.public import check_function, check_precision, kind_of, public, refuse
 from fsharding.sharding.mesh_view import slice_of
-from fsharding.sharding.named_sharding import Local, to_local
+from fsharding.sharding.named_sharding import to_local
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.scan import unstack_units
 from fsharding.tree import Tree
@@ -77,8 +76,8 @@ def generate(
         key: random key (int64[2]). None takes the likeliest token each time.
         temperature: of the distribution that is drawn from, `softmax(logits / temperature)`; 0 takes the likeliest.
         top_k: draw from so many likeliest tokens only.
-        top_p: draw from the likeliest tokens only that have this probability together, once `top_k` has chosen (Holtzman
-            et al. 2020, arXiv:1904.09751).
+        top_p: draw from the likeliest tokens only that have this probability together, once `top_k` has chosen
+            (Holtzman et al. 2020, arXiv:1904.09751).
         eos: a token, or several, after which a row ends.
         context: most tokens that a function can take; it gets the last ones. A decoder has no such limit.
         precision: dtype of compute; by default that of the state, for parameters alone their own.
@@ -125,12 +124,12 @@ def generate(
     with torch.no_grad(), naming_lost(_NAME, mesh):
         if mesh is not None:
             _agree(mesh, rows, max_new_tokens, sampling, ends)
-        predictor: _Predictor
-        if decode is not None:
-            predictor = _Cached(decode, _gathered_units(model, decode, values, dtypes))
-        else:
-            predictor = _Uncached(model, _gathered(values, dtypes), context)
         with nullcontext() if mesh is None else set_mesh(_without_cp(mesh)):
+            predictor: _Predictor
+            if decode is not None:
+                predictor = _Cached(decode, _gathered_units(model, decode, values, dtypes))
+            else:
+                predictor = _Uncached(model, _gathered(values, dtypes), context)
             return _loop(predictor, tokens_BT, lengths_B, max_new_tokens, sampling, ends, stream)
 
 
@@ -185,9 +184,7 @@ def _loop(
         if n + 1 == count or (ends and _all_done(done_B)):
             break
         positions_B1 = (lengths_B + n)[:, None]
-        logits_BV = predictor.logits(
-            cache, next_B[:, None], positions_B1, torch.zeros_like(lengths_B), longest + n + 1
-        )
+        logits_BV = predictor.logits(cache, next_B[:, None], positions_B1, torch.zeros_like(lengths_B), longest + n + 1)
     return new_BN
 
 
@@ -227,7 +224,7 @@ class _Sampling(NamedTuple):
         p_BV = (logits_BV.double() / self.temperature).softmax(-1)
         if self.top_k is None and self.top_p is None:
             return p_BV
-        sorted_BV, order_BV = p_BV.sort(-1, descending=True, stable=True)
+        sorted_BV, order_BV = p_BV.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             sorted_BV[:, self.top_k :] = 0
         if self.top_p is not None:
@@ -267,7 +264,7 @@ class _Cached:
         x = self.decode.embed(self.units.embed, {"tokens": tokens_BT, "positions": positions_BT})
         for unit, kept in zip(self.units.blocks, cache, strict=True):
             x = unit.run(unit.params, x, tree.map(lambda slots: slots[:, :used], kept))
-        return self.decode.logits(self.units.head, x._replace(x=_at(x.x, last_B)))[:, 0]
+        return self.decode.logits(self.units.head, x, last_B)
 
 
 @dataclass(frozen=True)
@@ -296,12 +293,7 @@ class _Uncached:
             row = f"{name} returned {kind_of(logits)} for tokens {list(window_BT.shape)}"
             mend = "Return the logits of every token, [B, T, V], or something that has them as .logits."
             raise TransformError(message(_NAME, "needs a function that returns logits.", [row], mend))
-        return _at(logits, end_B - 1 - first_B)[:, 0]
-
-
-def _at(x_BTX: Tensor, index_B: Tensor) -> Tensor:
-    """One token of each row: [B, 1, ...]."""
-    return x_BTX.gather(1, index_B[:, None, None].expand(-1, 1, x_BTX.shape[-1]))
+        return at_each(logits, end_B - 1 - first_B)[:, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------- parameters
@@ -312,12 +304,11 @@ def _gathered_units(model: Model, decode: Decode, params: Tree, precision: Preci
         return gather_unit(unit, dtype=precision.compute)
 
     wholes = {"embed": whole(params["embed"])}
-    runs = [run for _, run in stacks_of(decode)]
-    caches = [decode.cache] if callable(decode.cache) else [*decode.cache.values()]
-    stacks = [params["blocks"]] if callable(decode.block) else [params["blocks"][name] for name in decode.block]
+    of_each: list[Any] = [decode.block, decode.prepare, decode.cache, params["blocks"]]
+    stacks = [of_each] if callable(decode.block) else [[x[name] for x in of_each] for name in decode.block]
     blocks = [
-        _Unit(cast(Any, run), cache, whole(unit))
-        for run, cache, stack in zip(runs, caches, stacks, strict=True)
+        _Unit(run, cache, prepare(whole(unit)))
+        for run, prepare, cache, stack in stacks
         for unit in unstack_units(stack)
     ]
     tied = {name: tree.at(wholes, path) for name, path in model.tied}
@@ -363,9 +354,8 @@ def _check_numbers(count: int, context: int | None, sampling: _Sampling, ends: S
     wrong = [
         f"{name}={value!r}: a whole number, at least 1"
         for name, value in least.items()
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+        if (value is not None or name == "max_new_tokens") and (type(value) is not int or value < 1)
     ]
-    wrong += ["max_new_tokens=None: a whole number, at least 1"] if count is None else []
     temperature, top_p = sampling.temperature, sampling.top_p
     wrong += [] if 0 <= temperature < math.inf else [f"temperature={temperature}: at least 0, and finite"]
     wrong += [] if top_p is None or 0 < top_p <= 1 else [f"top_p={top_p}: above 0, at most 1"]
@@ -411,12 +401,13 @@ def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True), lengths_B
 
 
-def _agree(
-    mesh: DeviceMesh, rows: Sequence[Tensor], count: int, sampling: _Sampling, ends: Sequence[int]
-) -> None:
+def _agree(mesh: DeviceMesh, rows: Sequence[Tensor], count: int, sampling: _Sampling, ends: Sequence[int]) -> None:
     """Refuses calls on ranks that compute together which are not the same call. Collective over `tp` and `ep`."""
     settings = {"max_new_tokens": str(count), "eos": "none" if not ends else str(list(ends))}
-    own = {"prompts": str([x.tolist() for x in rows]), "key": str(None if sampling.key is None else sampling.key.tolist())}
+    own = {
+        "prompts": str([x.tolist() for x in rows]),
+        "key": str(None if sampling.key is None else sampling.key.tolist()),
+    }
     own |= {name: str(getattr(sampling, name)) for name in ("temperature", "top_k", "top_p")}
     for axis, facts in (("tp", settings | own), ("ep", settings)):
         group = axis_group(mesh, (axis,) if abstract(mesh).axis_size(axis) > 1 else ())

@@ -124,12 +124,24 @@ class Grouped:
             )
         return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, settings=settings)
 
+    def prepared(self, params: Tree) -> Tree:
+        """The leaves with the rows of the key heads that this rank needs; see `AttentionPart`."""
+        if self.fused:
+            return params
+        names = [name for x in "kv" for name in (f"w{x}", f"{x}_bias") if name in params]
+        heads = params["wo"].shape[0] // self.head_dim
+        return {**params, **{name: self._kv_rows(params[name], heads) for name in names}}
+
     def cache(self, params: Tree, rows: int, length: int) -> dict[str, Tensor]:
-        """Keys and values, of the key heads that this rank's query heads need; see `AttentionPart`."""
-        heads, group = params["wo"].shape[0] // self.head_dim, self.heads // self.kv_heads
+        """Keys and values, of the key heads that this rank needs; see `AttentionPart`."""
+        first, last = self._key_heads(params["wo"].shape[0] // self.head_dim)
+        return {name: params["wo"].new_zeros(rows, length, last - first, self.head_dim) for name in "kv"}
+
+    def _key_heads(self, heads: int) -> tuple[int, int]:
+        """The key heads of this rank's query heads, from the first to the one after the last."""
+        group = self.heads // self.kv_heads
         first = axis_index("tp") * heads if heads < self.heads else 0
-        count = (first + heads - 1) // group + 1 - first // group
-        return {name: params["wo"].new_zeros(rows, length, count, self.head_dim) for name in "kv"}
+        return first // group, (first + heads - 1) // group + 1
 
     def _rows(self, params: Tree, name: str, heads: int) -> list[Tensor]:
         """The rows that this rank needs, of queries, keys and values, or of all in one."""
@@ -142,10 +154,11 @@ class Grouped:
         size, count = self.heads // heads, self.kv_heads * self.head_dim
         if size == 1 or (self.kv_heads % size == 0 and weight.shape[0] < count):
             return weight
+        first, last = self._key_heads(heads)
+        if weight.shape[0] == (last - first) * self.head_dim < count:
+            return weight  # prepared: where ranks share a key head, each has less than one
         weight = ops.vary(weight, "tp") if weight.shape[0] == count else ops.gather(weight, "tp", dim=0, size=count)
-        group = self.heads // self.kv_heads
-        first = axis_index("tp") * heads
-        return weight[first // group * self.head_dim : ((first + heads - 1) // group + 1) * self.head_dim]
+        return weight[first * self.head_dim : last * self.head_dim]
 
     def objections(self, cuts: Cuts) -> list[str]:
         """Why the mesh cannot cut the heads; see `Part`."""

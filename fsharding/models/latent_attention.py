@@ -121,6 +121,10 @@ class Latent:
             )
         return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, settings=settings)
 
+    def prepared(self, params: Tree) -> Tree:
+        """The same leaves: each rank has the heads that it computes; see `AttentionPart`."""
+        return params
+
     def cache(self, params: Tree, rows: int, length: int) -> dict[str, Tensor]:
         """The narrow vectors and turned key parts, which all heads share; see `AttentionPart`."""
         return {"latents": params["wo"].new_zeros(rows, length, self.kv_rank + self.rotary_dim)}

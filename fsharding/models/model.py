@@ -26,15 +26,17 @@ class Decode(NamedTuple):
     Attributes:
         embed: `embed(params, batch) -> x` of `tokens` and `positions` (both int64[B, T]).
         block: `block(params, x, cache) -> x`, which also writes to its cache; of several stacks one for each, by name.
+        prepare: `prepare(params of a block) -> params`, which gathers once what each call else would; named as blocks.
         cache: `cache(params of a block, rows, length) -> cache`, a tree of tensors [B, length, ...]; by name as blocks.
-        logits: `logits(params, x) -> [B, T, V]`.
+        logits: `logits(params, x, last) -> [B, V]`, of the token of each row that `last` counts (int64[B]).
         vocab: V.
     """
 
     embed: Callable[[Tree, Tree], Any]
     block: Callable[[Tree, Any, Tree], Any] | Mapping[str, Callable[[Tree, Any, Tree], Any]]
+    prepare: Callable[[Tree], Tree] | Mapping[str, Callable[[Tree], Tree]]
     cache: Callable[[Tree, int, int], Tree] | Mapping[str, Callable[[Tree, int, int], Tree]]
-    logits: Callable[[Tree, Any], Tensor]
+    logits: Callable[[Tree, Any, Tensor], Tensor]
     vocab: int
 
 
