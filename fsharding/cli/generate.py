@@ -98,29 +98,33 @@ def generate(config: GenerateConfig) -> int:
         NonFiniteError: its parameters are not finite.
         RankError: a rank is lost.
     """
-    source = _open(config)
     try:
-        mesh = make_mesh(timeout=timedelta(seconds=config.timeout), **cast(Any, _axes(config)))
-        model = decoder(source.config)
-        # What is cut over data axes would be gathered at once.
-        params = source.load(plan_layout(model, mesh, strategy=fs.zero(0)))
-        shown = _Shown(source.text, config.eos, quiet=config.json or own_rank() != 0)
-        shown.begin(config.prompt)
-        began = time.perf_counter()
-        fs.models.generate(
-            model, params, [source.text.encode(config.prompt)], config.tokens, key=fs.random.key(config.seed),
-            temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, eos=config.eos,
-            precision=PRECISIONS[config.dtype], stream=shown.add,
-        )  # fmt: skip
-        seconds = time.perf_counter() - began
-        shown.end()
-        if config.json and own_rank() == 0:
-            row = {"prompt": config.prompt, "text": shown.text, "tokens": shown.tokens, "seconds": round(seconds, 3)}
-            print(json.dumps(row), flush=True)
+        _generate(config)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+def _generate(config: GenerateConfig) -> None:
+    """Generates, and leaves the process group to the caller."""
+    source = _open(config)
+    mesh = make_mesh(timeout=timedelta(seconds=config.timeout), **cast(Any, _axes(config)))
+    model, prompt = decoder(source.config), source.text.encode(config.prompt)
+    # What is cut over data axes would be gathered at once.
+    params = source.load(plan_layout(model, mesh, strategy=fs.zero(0)))
+    shown = _Shown(source.text, config.eos, quiet=config.json or own_rank() != 0)
+    shown.begin(config.prompt)
+    began = time.perf_counter()
+    fs.models.generate(
+        model, params, [prompt], config.tokens, key=fs.random.key(config.seed), temperature=config.temperature,
+        top_k=config.top_k, top_p=config.top_p, eos=config.eos, precision=PRECISIONS[config.dtype], stream=shown.add,
+    )  # fmt: skip
+    seconds = time.perf_counter() - began
+    shown.end()
+    if config.json and own_rank() == 0:
+        row = {"prompt": config.prompt, "text": shown.text, "tokens": shown.tokens, "seconds": round(seconds, 3)}
+        print(json.dumps(row), flush=True)
 
 
 def _axes(config: GenerateConfig) -> dict[str, int]:
