@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -111,6 +112,14 @@ def test_a_directory_of_hugging_face_generates(runs, tmp_path, capsys):
     )
     tokens = fs.models.generate(SMALL, state, [[0, 1]], 100)[0].tolist()
     assert row["text"].split() == [ids[token] for token in tokens]
+
+
+def test_a_checkpoint_of_the_example_generates(tmp_path, capsys):
+    pretrain = importlib.import_module("examples.pretrain")
+    pretrain.train(pretrain.Config(out=tmp_path, every=24))
+    capsys.readouterr()
+    status, out, err = run(capsys, "generate", tmp_path, "--prompt", "def ", "--tokens", "5", "--json")
+    assert (status, err, json.loads(out)["tokens"]) == (0, "", 5)
 
 
 def test_half_a_character_waits_for_its_other_half(capsys):
