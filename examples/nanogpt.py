@@ -82,7 +82,8 @@ def train():
     options = {"key": fs.random.key(1), "temperature": 0.8, "top_k": 40, "context": CONTEXT}
     with fs.counting_bytes() as sent:
         tokens = fs.models.generate(apply, state, prompts, 60, **options)
-    texts = [bytes([*prompt, *row]).decode(errors="replace") for prompt, row in zip(prompts, tokens.tolist())]
+    rows = zip(prompts, tokens.tolist(), strict=True)
+    texts = [bytes([*prompt, *row]).decode(errors="replace") for prompt, row in rows]
     whole = fs.unshard(state)
     assert torch.equal(tokens, fs.models.generate(apply, whole, prompts, 60, **options))
     return float(loss), texts, sent.calls

@@ -137,6 +137,8 @@ LAYOUTS = {
     "ep_tp": ({"ep": 2, "tp": 2}, fs.zero(3)),
     "pp_ep": ({"pp": 2, "ep": 2}, fs.zero(3)),
 }
+
+
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in ("tied", "mixtral") else full) for x in FAMILIES])
 def test_a_loaded_model_generates_what_transformers_generates(theirs, name):
     folder, model, _ = theirs(name)
