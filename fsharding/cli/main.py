@@ -31,6 +31,7 @@ from fsharding.cli.config_file import with_config_file
 from fsharding.cli.options import (
     DoctorConfig,
     ExportConfig,
+    GenerateConfig,
     InspectConfig,
     ListConfig,
     PlanConfig,
@@ -66,6 +67,7 @@ def _subcommands(table: Mapping[str, tuple[Any, str]]) -> Any:
 
 _VERBS = {
     "train": (TrainConfig, "Train a decoder on bytes or tokens."),
+    "generate": (GenerateConfig, "Continue a prompt with the model of a checkpoint."),
     "plan": (PlanConfig, "Show what a preset takes on a mesh of any size."),
     "bench": (_subcommands(_BENCHES), "Measure side by side with what people use."),
     "doctor": (DoctorConfig, "Look at this machine as ranks will see it."),

@@ -15,6 +15,7 @@ import tyro
 __all__ = [
     "DoctorConfig",
     "ExportConfig",
+    "GenerateConfig",
     "InspectConfig",
     "ListConfig",
     "PlanConfig",
@@ -187,6 +188,47 @@ class InspectConfig:
     """
 
     path: tyro.conf.Positional[Path]
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Continue a prompt with the model of a checkpoint.
+
+    Attributes:
+        path: the checkpoint, the --out directory of a run, whose newest one is taken, or a directory of Hugging Face.
+        prompt: text to continue.
+        tokens: how many new tokens at most.
+        temperature: of the distribution that is drawn from; 0 takes the likeliest token each time.
+        top_k: draw from so many likeliest tokens only.
+        top_p: draw from the likeliest tokens only that have this probability together.
+        eos: id of a token that ends the text.
+        seed: of the draws; the text follows from it, on any number of ranks.
+        ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
+        mesh: sizes of axes, such as `dp=2`; tp takes what is left.
+        dtype: of compute: float32, bfloat16 or float16.
+        preset: the model, where the checkpoint does not say it: a name of `fsharding.models.presets`.
+        model: the model, where the checkpoint does not say it: a `config.json`.
+        tokenizer: a tokenizer.json, or a directory that has one; left out, that of the run, which may be bytes.
+        timeout: seconds that a collective waits for its peers.
+        json: print one JSON object at the end.
+    """
+
+    path: tyro.conf.Positional[Path]
+    prompt: str = "\n"
+    tokens: int = 100
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    eos: int | None = None
+    seed: int = 0
+    ranks: int | None = None
+    mesh: str = ""
+    dtype: str = "float32"
+    preset: str = ""
+    model: Path | None = None
+    tokenizer: Path | None = None
+    timeout: float = 120.0
     json: bool = False
 
 

@@ -34,9 +34,11 @@ from fsharding.cli.checkpoints import run_tool
 from fsharding.cli.config import check
 from fsharding.cli.config_file import config_text
 from fsharding.cli.doctor import doctor
+from fsharding.cli.generate import check_generate, generate
 from fsharding.cli.options import (
     DoctorConfig,
     ExportConfig,
+    GenerateConfig,
     InspectConfig,
     ListConfig,
     PlanConfig,
@@ -78,6 +80,14 @@ def _train(config: TrainConfig) -> int:
     return max(launch_ranks(train, ranks, config, grace=config.grace))
 
 
+def _generate(config: GenerateConfig) -> int:
+    ranks = _ranks(config.ranks, default=1)
+    check_generate(config, ranks)
+    if under_launcher() or ranks == 1:
+        return generate(config)
+    return max(launch_ranks(generate, ranks, config))
+
+
 def _on_ranks(measure: Callable[[Any], None]) -> Callable[[Any], None]:
     """A measurement on the ranks of a launcher, or on new ones; one is started, too: DDP and FSDP2 want a group."""
 
@@ -114,6 +124,7 @@ def _ranks(asked: int | None, *, default: int) -> int:
 
 _VERBS: dict[type[Any], Callable[[Any], int | None]] = {
     TrainConfig: _train,
+    GenerateConfig: _generate,
     PlanConfig: preview,
     DoctorConfig: doctor,
     InspectConfig: run_tool,
