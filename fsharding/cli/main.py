@@ -22,6 +22,7 @@ from fsharding.bench.options import (
     MemoryConfig,
     OptimizerConfig,
     OverheadConfig,
+    PipelineConfig,
     ReshardBenchConfig,
     ScalingConfig,
     StepConfig,
@@ -48,6 +49,7 @@ _BENCHES = {
     "overhead": (OverheadConfig, "Host overhead of a step, beside FSDP2's."),
     "optimizer": (OptimizerConfig, "An update of AdamW, beside torch's fused one."),
     "checkpoint": (CheckpointConfig, "Saving and loading, beside torch's own."),
+    "pipeline": (PipelineConfig, "Schedules of a pipeline, one beside the other."),
     "reshard": (ReshardBenchConfig, "Resharding, beside a raw all-to-all."),
     "list": (ListConfig, "List what can be measured."),
 }

@@ -20,11 +20,13 @@ from fsharding.bench.options import (
     MemoryConfig,
     OptimizerConfig,
     OverheadConfig,
+    PipelineConfig,
     ReshardBenchConfig,
     ScalingConfig,
     StepConfig,
 )
 from fsharding.bench.overhead import overhead
+from fsharding.bench.pipeline import bench_pipeline
 from fsharding.bench.reshard import bench_reshard
 from fsharding.bench.scaling import bench_scaling
 from fsharding.bench.step import bench_step
@@ -90,7 +92,7 @@ def _on_ranks(measure: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _list(config: ListConfig) -> None:
-    names = ("step", "memory", "scaling", "overhead", "optimizer", "checkpoint", "reshard")
+    names = ("step", "memory", "scaling", "overhead", "optimizer", "checkpoint", "pipeline", "reshard")
     print(json.dumps({"benches": names}) if config.json else ", ".join(names))
 
 
@@ -121,6 +123,7 @@ _VERBS: dict[type[Any], Callable[[Any], int | None]] = {
     OverheadConfig: _on_ranks(overhead),
     MemoryConfig: _on_ranks(bench_memory),
     CheckpointConfig: _on_ranks(bench_checkpoint),
+    PipelineConfig: _on_ranks(bench_pipeline),
     ReshardBenchConfig: _on_ranks(bench_reshard),
     ScalingConfig: bench_scaling,
     OptimizerConfig: bench_optimizer,

@@ -49,4 +49,4 @@ def swap_rows(rows: Tensor, group: Group, *, tag: int = 0) -> Works:
         works.append(receive(Message(group.ranks[source], tag, rows[source]), group))
         works.append(send(Message(group.ranks[target], tag, rows[group.index]), group))
         peers += [(group.ranks[source],), (group.ranks[target],)]
-    return Works(tuple(works), (), tuple(peers), message_limit(group))
+    return Works(tuple(works), (), tuple(peers), message_limit(group, rows.device))
