@@ -650,8 +650,10 @@ def fused_adamw_(
         divisor = (1.0 / scale.double()).float()
     else:
         divisor = torch.tensor(1.0 / scale, device=device) if scale != 1.0 else None
-    if isinstance(lr, Tensor) and device.type != "cpu":
-        lr = lr.float()  # the CPU's kernel takes a rate in float64, as a number; that of a device reads a float32
+    if isinstance(lr, Tensor):
+        # The CPU's kernel takes a rate in float64, as a number; that of a device reads a float32. Torch has no kernel
+        # for fake tensors with a rate in a tensor, and would run the real one.
+        lr = 0.0 if is_fake(params[0]) else lr if device.type == "cpu" else lr.float()
     found_inf = None if finite is None else finite.logical_not().float()
     try:
         torch._fused_adamw_(
