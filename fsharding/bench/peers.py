@@ -24,7 +24,7 @@ from fsharding.bench.rounds import allocated
 from fsharding.models.model import Model
 from fsharding.models.stacks import stacks_of
 
-__all__ = ["B1", "B2", "PEERS", "RATE", "Task", "forward_bytes", "missing"]
+__all__ = ["B1", "B2", "PEERS", "RATE", "Task", "forward_bytes", "missing", "sharded"]
 
 RATE, B1, B2 = 1e-3, 0.9, 0.95
 """Of everyone's AdamW, without weight decay."""
@@ -120,7 +120,8 @@ def _ddp(task: Task) -> Callable[[], Tensor]:
     return _trained(DistributedDataParallel(_Decoder(task), gradient_as_bucket_view=True), task)
 
 
-def _fsdp2(task: Task) -> Callable[[], Tensor]:
+def sharded(task: Task) -> nn.Module:
+    """The decoder under FSDP2, which takes a batch and gives this rank's loss."""
     module = _Decoder(task)
     policy = MixedPrecisionPolicy(param_dtype=task.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for unit in (module.embed, *module.blocks):
@@ -128,7 +129,11 @@ def _fsdp2(task: Task) -> Callable[[], Tensor]:
     # Backward begins with the head, so it stays as it is between the two.
     fully_shard(module.head, mesh=task.mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(module, mesh=task.mesh, mp_policy=policy)
-    return _trained(module, task)
+    return module
+
+
+def _fsdp2(task: Task) -> Callable[[], Tensor]:
+    return _trained(sharded(task), task)
 
 
 def _simple_fsdp(task: Task) -> Callable[[], Tensor]:

@@ -21,12 +21,14 @@ from fsharding.bench import (
     MemoryConfig,
     OptimizerConfig,
     OverheadConfig,
+    RanksConfig,
     ReshardBenchConfig,
     ScalingConfig,
     StepConfig,
     bench_checkpoint,
     bench_memory,
     bench_optimizer,
+    bench_ranks,
     bench_reshard,
     bench_scaling,
     bench_step,
@@ -83,11 +85,15 @@ _Memory = Annotated[
 _Scaling = Annotated[
     ScalingConfig, tyro.conf.subcommand("scaling", description="How a step grows with ranks, units and parameters.")
 ]
+_Ranks = Annotated[
+    RanksConfig, tyro.conf.subcommand("ranks", description="What a rank of thousands does by itself, beside FSDP2's.")
+]
 _Step = Annotated[StepConfig, tyro.conf.subcommand("step", description="A training step, beside DDP and FSDP2.")]
 _Bench = Annotated[
     _Step
     | _Memory
     | _Scaling
+    | _Ranks
     | _Overhead
     | _Optimizer
     | _Checkpoint
@@ -129,10 +135,12 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
             status = run_tool(config)
         elif isinstance(config, ListConfig):
-            names = ("step", "memory", "scaling", "overhead", "optimizer", "checkpoint", "reshard")
+            names = ("step", "memory", "scaling", "ranks", "overhead", "optimizer", "checkpoint", "reshard")
             print(json.dumps({"benches": names}) if config.json else ", ".join(names))
         elif isinstance(config, ScalingConfig):
             bench_scaling(config)
+        elif isinstance(config, RanksConfig):
+            bench_ranks(config)
         elif isinstance(config, OptimizerConfig):
             bench_optimizer(config)
         else:
