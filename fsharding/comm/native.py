@@ -22,7 +22,7 @@ from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import Exchange, FreshMemory, Handle, Memory, Reduction, Rows
 from fsharding.comm.reduce import AllReduce, ReduceScatter
-from fsharding.mesh.device_mesh import Group
+from fsharding.mesh.device_mesh import Group, in_order, index_of
 from fsharding.mesh.failures import among
 
 __all__ = ["Message", "Native", "Works", "as_bytes", "receive", "receive_object", "send", "send_object"]
@@ -175,12 +175,12 @@ class Native:
             return Works((self._all_gather_flat(rows, own),), (own,), (group.ranks,))
         by_rank = torch.empty_like(rows)
         Works((self._all_gather_flat(by_rank, own),), (), (group.ranks,)).wait()
-        rows.copy_(by_rank[list(group.order)])
+        torch.index_select(by_rank, 0, index_of(group.order, rows.device), out=rows)
         return Works()
 
     def _in_order(self) -> bool:
         """Whether members stand in the process group in the order in which rows have them."""
-        return self.group.order == tuple(range(self.group.size))
+        return in_order(self.group.order)
 
     def _all_gather_flat(self, out: Tensor, own: Tensor) -> dist.Work:
         assert self.group.process_group is not None
@@ -197,13 +197,10 @@ class Native:
         if self._in_order():
             return Works((self._all_to_all_single(received, sent),), (sent,), (group.ranks,))
         by_rank = torch.empty_like(received)
-        work = self._all_to_all_single(by_rank, sent[self._members_by_rank()])
+        work = self._all_to_all_single(by_rank, sent.index_select(0, index_of(group.by_rank, sent.device)))
         Works((work,), (), (group.ranks,)).wait()
-        received.copy_(by_rank[list(group.order)])
+        torch.index_select(by_rank, 0, index_of(group.order, sent.device), out=received)
         return Works()
-
-    def _members_by_rank(self) -> list[int]:
-        return [self.group.order.index(i) for i in range(self.group.size)]
 
     def _all_to_all_single(
         self, out: Tensor, x: Tensor, sizes: Sequence[list[int]] | tuple[None, None] = (None, None)
@@ -222,7 +219,7 @@ class Native:
         if self._in_order():
             works = Works((self._all_to_all_single(received, x, ([*receive], [*send])),), (x,), (group.ranks,))
             return _Joined(works, lambda _: received)
-        members = self._members_by_rank()
+        members = group.by_rank
         pieces, by_rank = x.split([*send]), torch.empty_like(received)
         sizes = [[rows[m] for m in members] for rows in (receive, send)]
         work = self._all_to_all_single(by_rank, torch.cat([pieces[m] for m in members]), sizes)

@@ -8,6 +8,7 @@ Law: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -190,18 +191,17 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
         everywhere = _data_axes(nodes[i])
         result[i] = collectives.vary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
     for g in plan.gathers:
-        widths = [slot.before * slot.after * slot.pieces[0][1] for slot in g.bucket.slots]
+        widths = [math.prod(slot.piece_shape(0)) for slot in g.bucket.slots]
         row = torch.cat([_padded(values[i].reshape(-1), width) for i, width in zip(g.leaves, widths, strict=True)])
         others = tuple(axis for axis in _data_axes(nodes[g.leaves[0]]) if axis not in g.axes)
         row = collectives.vary(row, others, mesh=plan.mesh) if others else row
         row = cast(Tensor, _Own.apply(row, sum(values[i].numel() for i in g.leaves))) if g.axes else row
         rows = collectives.gather(row, g.axes, dim=0, mesh=plan.mesh).view(g.bucket.members, g.bucket.width)
         for i, slot in zip(g.leaves, g.bucket.slots, strict=True):
+            shapes = [slot.piece_shape(member) for member in range(g.bucket.members)]
             pieces = [
-                rows[member, slot.offset : slot.offset + slot.before * slot.after * (stop - start)].reshape(
-                    slot.piece_shape(member)
-                )
-                for member, (start, stop) in enumerate(slot.pieces)
+                rows[member, slot.offset : slot.offset + math.prod(shape)].reshape(shape)
+                for member, shape in enumerate(shapes)
             ]
             result[i] = torch.cat(pieces, slot.dim)
     return result
