@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fsharding import _compat
@@ -203,18 +204,48 @@ def pieces_of(leaves: Sequence[Tensor], bucket: Bucket, member: int) -> list[Ten
 
 
 def _row_view(rows: Tensor, slot: Slot, grid: PieceGrid, width: int) -> Tensor:
-    """The pieces of a grid in rows: [*counts, before, length, after]."""
-    size = (*grid.counts, slot.before, grid.length, slot.after)
-    strides = (*(stride * width for stride in grid.strides), grid.length * slot.after, slot.after, 1)
+    """The pieces of a grid in rows: [*counts, before, length * after]."""
+    run = grid.length * slot.after
+    size = (*grid.counts, slot.before, run)
+    strides = (*(stride * width for stride in grid.strides), run, 1)
     return rows.as_strided(size, strides, rows.storage_offset() + slot.offset + grid.first * width)
 
 
 def _leaf_view(flat: Tensor, slot: Slot, grid: PieceGrid) -> Tensor:
-    """The pieces of a grid in a whole leaf, given as [before, dim, after]: as `_row_view` has them."""
+    """The pieces of a grid in a whole leaf, given as [before, dim, after]: [*counts, before, length, after]."""
     before, along, after = flat.stride()
     size = (*grid.counts, slot.before, grid.length, slot.after)
     strides = (*(step * along for step in grid.steps), before, along, after)
     return flat.as_strided(size, strides, flat.storage_offset() + grid.start * along)
+
+
+def _pair(rows: Tensor, leaf: Tensor, slot: Slot, grid: PieceGrid, width: int) -> tuple[Tensor, Tensor]:
+    """The pieces of a grid in rows and in a whole leaf [before, dim, after], as views of one shape."""
+    row, whole = _row_view(rows, slot, grid, width), _leaf_view(leaf, slot, grid)
+    _, along, after = leaf.stride()
+    if after == 1 and along == slot.after:
+        return _widened(row, whole.flatten(-2))
+    return row.unflatten(-1, whole.shape[-2:]), whole
+
+
+_WIDE = (torch.complex128, torch.int64, torch.int32)
+"""Types of 16, 8 and 4 bytes, as which shorter elements are copied together."""
+
+_SHORT = 64
+"""Bytes up to which a run of neighbours is so short that a copy takes its time for each element, not for each byte."""
+
+
+def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two views to copy between, with as many elements taken for one as both have side by side in short runs."""
+    run, size = a.shape[-1], a.element_size()
+    if a.dtype != b.dtype or not 1 < run <= _SHORT // size or a.numel() == 0:
+        return a, b
+    places = (run, *a.stride()[:-1], *b.stride()[:-1], a.storage_offset(), b.storage_offset())
+    for wide in _WIDE:
+        together = wide.itemsize // size
+        if together > 1 and not any(place % together for place in places):
+            return a.view(wide), b.view(wide)
+    return a, b
 
 
 def _as_cut(leaf: Tensor, slot: Slot) -> Tensor:
@@ -254,8 +285,9 @@ def fill(
             flat = _as_cut(leaf, slot)
             for grid in slot.grids:
                 for part in (grid,) if there is None else _without(grid, there):
-                    sources.append(_row_view(rows, slot, part, bucket.width))
-                    targets.append(_leaf_view(flat, slot, part))
+                    source, target = _pair(rows, flat, slot, part, bucket.width)
+                    sources.append(source)
+                    targets.append(target)
     else:
         # Rows of other processes of this machine, each in memory of its own.
         for member in (member for member in range(bucket.members) if member != there):
@@ -277,12 +309,13 @@ def copy_in(leaves: Sequence[Tensor | None], rows: Tensor, slots: Sequence[Slot]
     targets: list[Tensor] = []
     width = rows.shape[1]
     for leaf, slot in zip(leaves, slots, strict=True):
-        views = [_row_view(rows, slot, grid, width) for grid in slot.grids]
         if leaf is None:
-            _compat.foreach_zero_(views)
-        else:
-            flat = _as_cut(leaf, slot)
-            sources += [_leaf_view(flat, slot, grid) for grid in slot.grids]
-            targets += views
+            _compat.foreach_zero_([_row_view(rows, slot, grid, width) for grid in slot.grids])
+            continue
+        flat = _as_cut(leaf, slot)
+        for grid in slot.grids:
+            target, source = _pair(rows, flat, slot, grid, width)
+            sources.append(source)
+            targets.append(target)
     if sources:
         _compat.foreach_copy_(targets, sources)
