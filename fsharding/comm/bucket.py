@@ -48,6 +48,16 @@ class PieceGrid(NamedTuple):
     steps: tuple[int, ...]
     length: int
 
+    @property
+    def follows(self) -> bool:
+        """Whether members and their pieces follow each other without gaps."""
+        members, indices = 1, self.length
+        for count, stride, step in zip(reversed(self.counts), reversed(self.strides), reversed(self.steps), strict=True):
+            if count > 1 and (stride, step) != (members, indices):
+                return False
+            members, indices = members * count, indices * count
+        return True
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -234,11 +244,14 @@ _WIDE = (torch.complex128, torch.int64, torch.int32)
 _SHORT = 64
 """Bytes up to which a run of neighbours is so short that a copy takes its time for each element, not for each byte."""
 
+_FEW = 4096
+"""Elements below which a copy is not worth a second look."""
+
 
 def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Two views to copy between, with as many elements taken for one as both have side by side in short runs."""
     run, size = a.shape[-1], a.element_size()
-    if a.dtype != b.dtype or not 1 < run <= _SHORT // size or a.numel() == 0:
+    if a.dtype != b.dtype or not 1 < run <= _SHORT // size or a.numel() < _FEW:
         return a, b
     places = (run, *a.stride()[:-1], *b.stride()[:-1], a.storage_offset(), b.storage_offset())
     for wide in _WIDE:

@@ -22,7 +22,7 @@ from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import Exchange, FreshMemory, Handle, Memory, Reduction, Rows
 from fsharding.comm.reduce import AllReduce, ReduceScatter
-from fsharding.mesh.device_mesh import Group, in_order, index_of
+from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
 
 __all__ = ["Message", "Native", "Works", "as_bytes", "receive", "receive_object", "send", "send_object"]
@@ -171,16 +171,12 @@ class Native:
             return Works()
         record_sent((group.size - 1) * rows[0].nbytes, group.axes)
         own = rows[group.index].clone()
-        if self._in_order():
+        if self.group.in_order:
             return Works((self._all_gather_flat(rows, own),), (own,), (group.ranks,))
         by_rank = torch.empty_like(rows)
         Works((self._all_gather_flat(by_rank, own),), (), (group.ranks,)).wait()
         torch.index_select(by_rank, 0, index_of(group.order, rows.device), out=rows)
         return Works()
-
-    def _in_order(self) -> bool:
-        """Whether members stand in the process group in the order in which rows have them."""
-        return in_order(self.group.order)
 
     def _all_gather_flat(self, out: Tensor, own: Tensor) -> dist.Work:
         assert self.group.process_group is not None
@@ -194,7 +190,7 @@ class Native:
             received.copy_(sent)
             return Works()
         record_sent((group.size - 1) * sent[0].nbytes, group.axes)
-        if self._in_order():
+        if self.group.in_order:
             return Works((self._all_to_all_single(received, sent),), (sent,), (group.ranks,))
         by_rank = torch.empty_like(received)
         work = self._all_to_all_single(by_rank, sent.index_select(0, index_of(group.by_rank, sent.device)))
@@ -216,7 +212,7 @@ class Native:
             return _Joined(Works(), lambda _: received)
         width = x[:1].nbytes if x.shape[0] else 0
         record_sent((sum(send) - send[group.index]) * width, group.axes)
-        if self._in_order():
+        if self.group.in_order:
             works = Works((self._all_to_all_single(received, x, ([*receive], [*send])),), (x,), (group.ranks,))
             return _Joined(works, lambda _: received)
         members = group.by_rank

@@ -19,7 +19,7 @@ from fsharding import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.handles import Exchange, Handle, Memory, Rows
-from fsharding.mesh.device_mesh import Group, in_order, index_of
+from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.precision import wide
 
 __all__ = ["AllReduce", "ReduceScatter", "RowTransport", "copy_terms", "sum_pieces", "sum_rows", "sums_at_once"]
@@ -41,7 +41,7 @@ def sum_rows(
 
     Args:
         rows: [members, width], or as many tensors [width].
-        terms: the order of the rows.
+        terms: the order of the rows; as a range where they stand in it.
         dtype: of the sum; partial sums are in float32 at least, and rounded once.
         out: where the sum goes.
         donate: a buffer of rows may be overwritten.
@@ -68,7 +68,7 @@ def sum_rows(
 
 def _sum_levels(rows: Tensor, terms: Sequence[int], dtype: torch.dtype, out: Tensor, *, donate: bool) -> Tensor:
     """`sum_rows` of a buffer, level by level, a range of columns at a time where partial sums need memory."""
-    if not in_order(terms):
+    if terms != range(len(rows)):
         rows, donate = rows.index_select(0, index_of(terms, rows.device)), True
     width = rows.shape[1]
     columns = max(1, width if donate and rows.dtype == dtype else _BLOCK // len(rows))

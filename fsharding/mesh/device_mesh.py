@@ -47,7 +47,6 @@ __all__ = [
     "data_axes",
     "data_position",
     "everyone",
-    "in_order",
     "index_of",
     "is_main",
     "is_member",
@@ -342,7 +341,8 @@ class Group:
         index: this process's place among them.
         process_group: None when the group has one rank.
         terms: the members in the order in which sums are taken: by coordinate, with the axes as in `AXES`. A sum over
-            `(dp, replica)` and one over `dp` and then `replica` then add the same terms in the same pairs.
+            `(dp, replica)` and one over `dp` and then `replica` then add the same terms in the same pairs. A range
+            where that is the order of `ranks`.
         axes: along which they lie, as in `AXES`; empty where they are not of one mesh.
         transport: of their tensors, as `make_mesh` was asked for it.
     """
@@ -365,25 +365,20 @@ class Group:
         return len(self.ranks)
 
     @functools.cached_property
-    def order(self) -> Sequence[int]:
-        """The rank inside `process_group` of each member: a range where they stand in the same order."""
+    def order(self) -> tuple[int, ...]:
+        """The rank inside `process_group` of each member."""
         in_group = {rank: i for i, rank in enumerate(sorted(self.ranks))}
-        return _as_range([in_group[rank] for rank in self.ranks])
+        return tuple(in_group[rank] for rank in self.ranks)
 
     @functools.cached_property
-    def by_rank(self) -> Sequence[int]:
+    def by_rank(self) -> tuple[int, ...]:
         """The member at each rank inside `process_group`: the inverse of `order`."""
-        return _as_range(sorted(range(self.size), key=self.order.__getitem__))
+        return tuple(sorted(range(self.size), key=self.order.__getitem__))
 
-
-def _as_range(places: Sequence[int]) -> Sequence[int]:
-    """A permutation, as a range where it changes nothing: that is compared at once, however long it is."""
-    return range(len(places)) if [*places] == [*range(len(places))] else tuple(places)
-
-
-def in_order(places: Sequence[int]) -> bool:
-    """Whether a permutation changes nothing."""
-    return isinstance(_as_range(places), range) if not isinstance(places, range) else places == range(len(places))
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether members stand in `process_group` in the order of the axes."""
+        return self.order == tuple(range(self.size))
 
 
 def index_of(places: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -461,10 +456,11 @@ def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup 
 
 def _families(shape: AbstractMesh, axes: Collection[str]) -> list[list[int]]:
     """The ranks that share their coordinates along all other axes."""
-    result: dict[tuple[int, ...], list[int]] = {}
-    for coord in shape.coordinates():
-        result.setdefault(tuple(c for n, c in coord.items() if n not in axes), []).append(shape.rank_at(coord))
-    return list(result.values())
+    strides = _strides(shape.names, shape)
+    inside = _places([name for name in shape.names if name in axes], shape, strides)
+    firsts = _places([name for name in shape.names if name not in axes], shape, strides)
+    members = shape.members
+    return [[members[first + place] for place in inside] for first in firsts]
 
 
 _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)
