@@ -27,6 +27,9 @@ __all__ = ["AllReduce", "ReduceScatter", "RowTransport", "copy_terms", "sum_piec
 _SMALL = 1 << 14
 """Up to so many elements a sum over ranks is one gather: every rank adds all terms itself."""
 
+_SMALL_TERMS = 1 << 20
+"""Up to so many elements of all terms together. 64 members reach it with `_SMALL`."""
+
 _BLOCK = 1 << 20
 """Elements of rows that are added at a time where partial sums need memory of their own."""
 
@@ -149,13 +152,13 @@ def copy_terms(slots: Sequence[Tensor], terms: Sequence[Tensor | None]) -> None:
 def sums_at_once(n: int, members: int) -> bool:
     """Whether every member gets all terms of a sum and adds them, instead of adding a part and gathering the parts.
 
-    It spares a round. Two members get no more bytes by it, and touch less memory.
+    It spares a round. Two members get no more bytes by it, and touch less memory; many would get all terms of all.
 
     Args:
         n: elements.
         members: of the group.
     """
-    return n <= _SMALL or members <= 2
+    return members <= 2 or (n <= _SMALL and n * members <= _SMALL_TERMS)
 
 
 class RowTransport(Protocol):

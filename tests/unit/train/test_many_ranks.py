@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsharding as fs
 from fsharding.bench.ranks import RanksConfig, measure_ranks
 from fsharding.comm.bucket import plan_bucket
+from fsharding.comm.reduce import sums_at_once
+from fsharding.comm.transport import start_sum
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import axis_group
 from tests.helpers import fake_ranks
@@ -114,6 +116,15 @@ def test_a_plan_of_many_ranks_has_as_many_parts_as_one_of_few():
     assert [len(slot.grids) for slot in few.slots] == [len(slot.grids) for slot in many.slots] == [1, 1, 1]
     assert many.slots[0].piece(4095) == (4095, 4096)
     assert many.slots[0].piece(4096) == (4096, 4096)
+
+
+def test_a_sum_over_many_ranks_is_not_that_of_all_terms_on_each():
+    assert sums_at_once(16_384, 64) and not sums_at_once(16_384, 65)
+    assert sums_at_once(3, 16_384), "loss, weight and stop bit"
+    with fake_ranks(1, dp=1024) as mesh, fs.counting_bytes() as traffic:
+        total = start_sum(torch.ones(8000), axis_group(mesh, ("dp",)), torch.float32).wait()
+    assert total.shape == (8000,)
+    assert (traffic.calls, traffic.bytes) == (2, 2 * 1023 * 8 * 4)
 
 
 def test_groups_of_many_ranks_are_in_the_order_of_their_axes():
