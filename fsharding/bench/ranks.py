@@ -1,8 +1,9 @@
-"""The work of one rank of many: how the time of forward and backward grows with the number of ranks, beside FSDP2's.
+"""The work of one rank of many: how the time of forward and backward grows with ranks, ours and FSDP2's.
 
-In: a `RanksConfig`. Out: one object of rows, printed as a table or as JSON. One process is rank 1 of W in a fake process
-group: tensors and their computation are real, nothing is sent, and what a collective gives has no meaning. So what is
-measured is what each rank does by itself, and not one collective.
+In: a `RanksConfig`. Out: one object of rows, printed as a table or as JSON. One process is rank 1 of W in a fake
+process group: tensors and their computation are real, nothing is sent, and the results of collectives have no meaning.
+So a time is that of a rank by itself, with the copies that the fake group makes in the place of sending; these are also
+told apart.
 Law: contenders take turns in the same process, on the same weights, with one thread.
 """
 
@@ -14,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ import fsharding as fs
 from fsharding import _compat
 from fsharding.bench.peers import Task, sharded
 from fsharding.bench.rounds import in_turn, print_rows
+from fsharding.comm.bucket import plan_bucket
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.launch import under_launcher
 from fsharding.models.decoder import DecoderConfig, decoder
@@ -37,6 +39,11 @@ from fsharding.transforms.unit_plan import GradTarget, UnitLeaf, plan_unit
 from fsharding.transforms.value_and_grad import value_and_grad
 
 __all__ = ["RanksConfig", "bench_ranks", "measure_ranks"]
+
+_Level: TypeAlias = Literal[0, 1, 2, 3]
+
+_LEVELS: tuple[_Level, ...] = (3, 1)
+"""Of ZeRO, those that are measured."""
 
 _RANK = 1
 """Of the process that is measured: it has a part of every leaf that is cut in more than one."""
@@ -101,7 +108,7 @@ def measure_ranks(config: RanksConfig, ranks: int) -> list[dict[str, Any]]:
         tokens = torch.randint(sizes.vocab, (1, config.seq_len + 1), generator=torch.Generator().manual_seed(0))
         batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
         task = Task(decoder(sizes), mesh, batch, torch.float32)
-        contenders = {"fsdp2": _fsdp2(task), **{f"fsharding-zero{n}": _ours(n, task) for n in (3, 1)}}
+        contenders = {"fsdp2": _fsdp2(task), **{f"fsharding-zero{n}": _ours(n, task) for n in _LEVELS}}
         first = {name: _timed(run) for name, run in contenders.items()}
         times: dict[str, list[float]] = {name: [] for name in contenders}
         gc.collect()
@@ -134,10 +141,10 @@ def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
     model, mesh = decoder(sizes), fs.AbstractMesh(("dp",), (ranks,))
     draws = model.init(fs.random.key(0))
 
-    def plan(level: int) -> None:
+    def plan(level: _Level) -> None:
         layout = plan_layout(draws, mesh, strategy=zero(level), names=model.names)
         of_block = [leaf for leaf in layout.leaves if leaf.path.startswith("blocks.")]
-        plan_unit(
+        unit = plan_unit(
             tuple(
                 UnitLeaf(
                     leaf.params.drop(), leaf.shape[1:], leaf.init, leaf.init, GradTarget(leaf.main.drop(), leaf.init)
@@ -145,11 +152,13 @@ def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
                 for leaf in of_block
             )
         )
+        for b in unit.reductions:
+            plan_bucket(tuple((x, steps[0].dim) for x, steps in zip(b.shapes, b.steps, strict=True)), (ranks,))
 
-    return {f"fsharding-zero{level}": _timed(functools.partial(plan, level)) for level in (3, 1)}
+    return {f"fsharding-zero{level}": _timed(functools.partial(plan, level)) for level in _LEVELS}
 
 
-def _ours(level: int, task: Task) -> Callable[[], object]:
+def _ours(level: _Level, task: Task) -> Callable[[], object]:
     draws = task.draws()
     layout = plan_layout(draws, task.mesh, strategy=zero(level), names=task.model.names)
     params = init_params(draws, layout)

@@ -2,8 +2,8 @@
 
 In: shapes, the dim that is cut, the sizes of the axes. Out: a cached, printable plan of offsets and strides, and thin
 functions that copy between leaves, rows `[members, width]` and one flat buffer of whole leaves. A plan has no entry for
-each member, and a leaf takes one strided copy where members cut it evenly, two where the last piece is shorter (for each
-axis that cuts it), however many members there are.
+each member. However many there are, a leaf takes one strided copy where they cut it evenly; else two for one axis, at
+most twice as many for each further axis.
 Law: copy-in then copy-out is the identity, for even, uneven and empty pieces; padding is at most one row a leaf a rank.
 """
 
@@ -22,7 +22,8 @@ from fsharding import _compat
 from fsharding.sharding import boxes
 
 __all__ = [
-    "Bucket", "PieceGrid", "Slot", "copy_in", "copy_out", "fill", "piece_views", "pieces_of", "plan_bucket", "whole_views"
+    "Bucket", "PieceGrid", "Slot", "copy_in", "copy_out", "fill", "piece_views", "pieces_of", "plan_bucket",
+    "whole_views",
 ]  # fmt: skip
 
 _ALIGN = 64
@@ -52,7 +53,7 @@ class PieceGrid(NamedTuple):
     def follows(self) -> bool:
         """Whether members and their pieces follow each other without gaps."""
         members, indices = 1, self.length
-        for count, stride, step in zip(reversed(self.counts), reversed(self.strides), reversed(self.steps), strict=True):
+        for count, stride, step in reversed([*zip(self.counts, self.strides, self.steps, strict=True)]):
             if count > 1 and (stride, step) != (members, indices):
                 return False
             members, indices = members * count, indices * count
