@@ -153,7 +153,14 @@ class Native:
     def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
         """See `Transport`."""
         rows = self._rows(width, dtype, memory)
-        return _SentRows(rows[self.group.index], rows, lambda: self._gather(rows))
+        own = self._own_row(rows, memory)
+        return _SentRows(own, rows, lambda: self._gather(own, rows))
+
+    def _own_row(self, rows: Tensor, memory: Memory | None) -> Tensor:
+        """Where a gather begins: apart from the rows that it fills, this member's among them."""
+        if self.group.process_group is None:
+            return rows[0]
+        return (memory or FreshMemory(self.device)).empty(rows.shape[1], rows.dtype)
 
     def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
         """See `Transport`."""
@@ -164,14 +171,13 @@ class Native:
         memory, size = memory or FreshMemory(self.device), self.group.size
         return memory.empty(size * width, dtype).view(size, width)
 
-    def _gather(self, rows: Tensor) -> Works:
-        """Starts to fill every row with that member's data; this member's row is there already."""
+    def _gather(self, own: Tensor, rows: Tensor) -> Works:
+        """Starts to fill every row with that member's data."""
         group = self.group
         if group.process_group is None or rows.numel() == 0:
             return Works()
-        record_sent((group.size - 1) * rows[0].nbytes, group.axes)
-        own = rows[group.index].clone()
-        if self.group.in_order:
+        record_sent((group.size - 1) * own.nbytes, group.axes)
+        if group.in_order:
             return Works((self._all_gather_flat(rows, own),), (own,), (group.ranks,))
         by_rank = torch.empty_like(rows)
         Works((self._all_gather_flat(by_rank, own),), (), (group.ranks,)).wait()

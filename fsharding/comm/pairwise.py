@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsharding.comm.counters import record_sent
+from fsharding.comm.handles import Memory
 from fsharding.comm.native import Message, Native, Works, message_limit, receive, send
 from fsharding.mesh.device_mesh import Group
 
@@ -24,13 +25,16 @@ class Pairwise(Native):
 
     name = "pairwise"
 
-    def _gather(self, rows: Tensor) -> Works:
+    def _own_row(self, rows: Tensor, memory: Memory | None) -> Tensor:
+        return rows[self.group.index]
+
+    def _gather(self, own: Tensor, rows: Tensor) -> Works:
         group = self.group
         if group.process_group is None or rows.numel() == 0:
             return Works()
-        if rows[0].nbytes <= SHORT:
-            return self._all_to_all(rows[group.index].expand_as(rows).contiguous(), rows)
-        record_sent((group.size - 1) * rows[0].nbytes, group.axes)
+        if own.nbytes <= SHORT:
+            return self._all_to_all(own.expand_as(rows).contiguous(), rows)
+        record_sent((group.size - 1) * own.nbytes, group.axes)
         return swap_rows(rows, group)
 
 
