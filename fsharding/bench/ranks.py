@@ -4,7 +4,7 @@ In: a `RanksConfig`. Out: one object of rows, printed as a table or as JSON. One
 process group: tensors and their computation are real, nothing is sent, and the results of collectives have no meaning.
 So a time is that of a rank by itself, with the copies that the fake group makes in the place of sending; these are also
 told apart.
-Law: contenders take turns in the same process, on the same weights, with one thread.
+Law: contenders take turns in the same process, on the same weights cut along the same dims, with one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from fsharding.comm.bucket import plan_bucket
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.launch import under_launcher
 from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.models.model import Model
 from fsharding.sharding.layout import plan_layout
+from fsharding.sharding.leaf_plan import LAYERS
 from fsharding.sharding.strategy import zero
 from fsharding.train.state import init_params
 from fsharding.train.step import model_loss
@@ -142,7 +144,7 @@ def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
     draws = model.init(fs.random.key(0))
 
     def plan(level: _Level) -> None:
-        layout = plan_layout(draws, mesh, strategy=zero(level), names=model.names)
+        layout = plan_layout(draws, mesh, strategy=zero(level), names=_names(model))
         of_block = [leaf for leaf in layout.leaves if leaf.path.startswith("blocks.")]
         unit = plan_unit(
             tuple(
@@ -158,9 +160,18 @@ def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
     return {f"fsharding-zero{level}": _timed(functools.partial(plan, level)) for level in _LEVELS}
 
 
+def _names(model: Model) -> fs.tree.Tree:
+    """Names of dims without rules for data axes, so that these cut the first dim of each leaf, as FSDP2 does."""
+    return fs.tree.map(
+        lambda names: tuple(name if name == LAYERS else None for name in names),
+        model.names,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
 def _ours(level: _Level, task: Task) -> Callable[[], object]:
     draws = task.draws()
-    layout = plan_layout(draws, task.mesh, strategy=zero(level), names=task.model.names)
+    layout = plan_layout(draws, task.mesh, strategy=zero(level), names=_names(task.model))
     params = init_params(draws, layout)
     call = value_and_grad(model_loss(task.model), grads=layout.main)
     return lambda: call(params, task.batch)

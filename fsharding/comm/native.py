@@ -154,7 +154,7 @@ class Native:
         """See `Transport`."""
         rows = self._rows(width, dtype, memory)
         own = self._own_row(rows, memory)
-        return _SentRows(own, rows, lambda: self._gather(own, rows))
+        return _SentRows(own, lambda: (rows, self._gather(own, rows)))
 
     def _own_row(self, rows: Tensor, memory: Memory | None) -> Tensor:
         """Where a gather begins: apart from the rows that it fills, this member's among them."""
@@ -164,8 +164,14 @@ class Native:
 
     def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
         """See `Transport`."""
-        sent, received = (self._rows(width, dtype, memory) for _ in range(2))
-        return _SentRows(sent, received, lambda: self._all_to_all(sent, received))
+        sent = self._rows(width, dtype, memory)
+
+        def send() -> tuple[Tensor, Works]:
+            # Not before: while rows are filled, those that an earlier exchange has received may still be in use.
+            received = self._rows(width, dtype, memory)
+            return received, self._all_to_all(sent, received)
+
+        return _SentRows(sent, send)
 
     def _rows(self, width: int, dtype: torch.dtype, memory: Memory | None) -> Tensor:
         memory, size = memory or FreshMemory(self.device), self.group.size
@@ -254,14 +260,17 @@ class Native:
 
 
 class _SentRows:
-    """Rows that are sent, into a buffer of this rank. An `Exchange`, and its own handle."""
+    """Rows that are sent, into a buffer of this rank. An `Exchange`, and its own handle.
 
-    def __init__(self, own: Tensor, rows: Tensor, send: Callable[[], Works]) -> None:
-        self.own, self._rows, self._send = own, rows, send
-        self._works = Works()
+    `send` starts, and gives the buffer.
+    """
+
+    def __init__(self, own: Tensor, send: Callable[[], tuple[Tensor, Works]]) -> None:
+        self.own, self._send = own, send
+        self._rows, self._works = own, Works()
 
     def start(self) -> Handle[Rows]:
-        self._works = self._send()
+        self._rows, self._works = self._send()
         return self
 
     def is_ready(self) -> bool:
