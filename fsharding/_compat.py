@@ -458,9 +458,26 @@ def close_group(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
+    """The backend that serves a group's tensors on a device, such as gloo or nccl; "" where none does.
+
+    A group may have one for each type of device, and `dist.get_backend` gives all of them in one text.
+    """
+    try:
+        return group._get_backend(torch.device(device_type)).name()
+    except RuntimeError:
+        return ""
+
+
+def has_fake_backend(group: dist.ProcessGroup) -> bool:
+    """Whether some of a group's ranks are torch's fake ones, of which only this one is there."""
+    return any(group._get_backend(device).name() == "fake" for device in group._device_types)
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of a group's collectives."""
-    return group._get_backend(group._device_types[0]).options._timeout
+    """The timeout of a group's collectives, which all of its backends have."""
+    host = torch.device("cpu")
+    return group._get_backend(host if host in group._device_types else group._device_types[0]).options._timeout
 
 
 def default_store() -> dist.Store | None:

@@ -15,7 +15,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
 from fsharding import checkpoint
-from fsharding.bench.rounds import give_back, in_turn
+from fsharding.bench.options import CheckpointConfig
+from fsharding.bench.rounds import counted_rounds, give_back, in_turn
 from fsharding.checkpoint.state_leaves import content
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
@@ -41,28 +41,9 @@ from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.sharding.strategy import zero
 from fsharding.train.state import TrainState, init_state
 
-__all__ = ["CheckpointConfig", "bench_checkpoint"]
+__all__ = ["bench_checkpoint"]
 
 _LEAVES = 12
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """Saving and loading a state, beside torch.distributed.checkpoint.
-
-    Attributes:
-        ranks: local ranks to start; left out, 2, or those that torchrun started.
-        mb: size of the state over all ranks, in millions of bytes.
-        rounds: counted rounds of each contender.
-        dir: where to write; by default a temporary directory.
-        json: print one JSON object instead of a table.
-    """
-
-    ranks: int | None = None
-    mb: int = 368
-    rounds: int = 5
-    dir: Path | None = None
-    json: bool = False
 
 
 def bench_checkpoint(config: CheckpointConfig) -> None:
@@ -143,7 +124,7 @@ def _measured(state: TrainState, folder: Path, rounds: int) -> dict[str, list[_T
         "dcp.load": their_load,
     }
     times: dict[str, list[_Time]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):
+    for number in counted_rounds(rounds, 1, ", ".join(contenders)):
         for name in in_turn([*contenders], number):
             times[name].append(_timed(contenders[name]))
         for path, x in leaves.items():

@@ -9,46 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
 import fsharding as fs
+from fsharding.bench.options import MemoryConfig, StepConfig
 from fsharding.bench.peers import Task, forward_bytes
-from fsharding.bench.rounds import print_rows
-from fsharding.bench.step import OURS, StepConfig, build, check, make_task
+from fsharding.bench.rounds import counted_rounds, print_rows
+from fsharding.bench.step import OURS, build, check, make_task
 from fsharding.mesh.device_mesh import make_mesh, own_rank
 from fsharding.models.presets import recipe
 from fsharding.models.stacks import stacks_of
 from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.strategy import Strategy
 
-__all__ = ["MemoryConfig", "bench_memory"]
-
-
-@dataclass(frozen=True)
-class MemoryConfig:
-    """Memory of a training step beside DDP's and FSDP2's, and beside what its strategy has to hold.
-
-    Attributes:
-        ranks: local ranks to start; left out, 2, or those that torchrun started.
-        preset: the decoder; see `fsharding train`.
-        contenders: who takes part.
-        dtype: of compute.
-        batch: sequences of a rank.
-        seq_len: tokens of a sequence.
-        json: print one JSON object instead of a table.
-    """
-
-    ranks: int | None = None
-    preset: str = "bench-34m"
-    contenders: tuple[str, ...] = ("ddp", "fsdp2", "fsharding-zero0", "fsharding-zero1", "fsharding-zero3")
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    batch: int = 2
-    seq_len: int = 128
-    json: bool = False
+__all__ = ["bench_memory"]
 
 
 def bench_memory(config: MemoryConfig) -> None:
@@ -77,7 +54,8 @@ def measure(step: StepConfig, mesh: Any) -> list[dict[str, Any]]:
     task = make_task(step, mesh, recipe(step.preset).config)
     forward = forward_bytes(task)
     rows: list[dict[str, Any]] = []
-    for name in step.contenders:
+    for number in counted_rounds(len(step.contenders) - 1, 1, "one contender a round"):
+        name = step.contenders[number]
         built = build(task, name)
         needed = least_bytes(task, OURS[name][0], forward) if name in OURS else None
         rows.append(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import fsharding as fs
+from fsharding.bench.options import OptimizerConfig
 from fsharding.bench.rounds import agree, print_rows, take_turns
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
@@ -25,28 +25,9 @@ from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.reshard import shard
 
-__all__ = ["OptimizerConfig", "bench_optimizer"]
+__all__ = ["bench_optimizer"]
 
 _RATE, _DECAY = 1e-3, 0.1
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW beside torch's fused AdamW, on one process.
-
-    Attributes:
-        preset: the decoder whose leaves are updated; see `fsharding train`.
-        leaves: how many small leaves are updated in the other case.
-        size: elements of each of them.
-        rounds: counted updates of each contender.
-        json: print one JSON object instead of a table.
-    """
-
-    preset: str = "bench-34m"
-    leaves: int = 2000
-    size: int = 64
-    rounds: int = 15
-    json: bool = False
 
 
 def bench_optimizer(config: OptimizerConfig) -> None:

@@ -8,7 +8,6 @@ Law: losses agree before a time counts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import fsharding as fs
+from fsharding.bench.options import OverheadConfig
 from fsharding.bench.rounds import agree, print_rows, take_turns
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh, own_rank
@@ -27,30 +27,11 @@ from fsharding.sharding.strategy import zero
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
 
-__all__ = ["OverheadConfig", "measure", "overhead"]
+__all__ = ["measure", "overhead"]
 
 
 _RATE = 1e-5
 """Low enough that no loss comes near zero, where it would have no digits left to compare."""
-
-
-@dataclass(frozen=True)
-class OverheadConfig:
-    """Host overhead of a step of many tiny units, beside FSDP2's.
-
-    Attributes:
-        ranks: local ranks to start; left out, 2, or those that torchrun started.
-        units: number of FSDP units.
-        leaves: parameters of a unit, each of 8 x 8.
-        rounds: counted steps of each contender.
-        json: print one JSON object instead of a table.
-    """
-
-    ranks: int | None = None
-    units: int = 50
-    leaves: int = 12
-    rounds: int = 15
-    json: bool = False
 
 
 def overhead(config: OverheadConfig) -> None:

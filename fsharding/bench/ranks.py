@@ -14,7 +14,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -25,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
 from fsharding import _compat
-from fsharding.bench.peers import Task, sharded
+from fsharding.bench.options import RanksConfig
+from fsharding.bench.peers import Task, fsdp2_module
 from fsharding.bench.rounds import in_turn, print_rows
 from fsharding.comm.bucket import plan_bucket
 from fsharding.errors import ConfigError, message
@@ -40,7 +40,7 @@ from fsharding.train.step import model_loss
 from fsharding.transforms.unit_plan import GradTarget, UnitLeaf, plan_unit
 from fsharding.transforms.value_and_grad import value_and_grad
 
-__all__ = ["RanksConfig", "bench_ranks", "measure_ranks"]
+__all__ = ["bench_ranks", "measure_ranks"]
 
 _Level: TypeAlias = Literal[0, 1, 2, 3]
 
@@ -49,27 +49,6 @@ _LEVELS: tuple[_Level, ...] = (3, 1)
 
 _RANK = 1
 """Of the process that is measured: it has a part of every leaf that is cut in more than one."""
-
-
-@dataclass(frozen=True)
-class RanksConfig:
-    """What one rank of many does by itself in forward and backward, in a fake process group.
-
-    Attributes:
-        ranks: numbers of data-parallel ranks.
-        blocks: of the decoder, each a unit; its embedding and its head are two more.
-        dim: width of the decoder.
-        seq_len: tokens of the one sequence of this rank.
-        rounds: counted calls of each contender.
-        json: print one JSON object instead of a table.
-    """
-
-    ranks: tuple[int, ...] = (2, 128, 1024, 4096, 16384)
-    blocks: int = 4
-    dim: int = 256
-    seq_len: int = 64
-    rounds: int = 5
-    json: bool = False
 
 
 def bench_ranks(config: RanksConfig) -> None:
@@ -178,7 +157,7 @@ def _ours(level: _Level, task: Task) -> Callable[[], object]:
 
 
 def _fsdp2(task: Task) -> Callable[[], object]:
-    module = sharded(task)
+    module, _ = fsdp2_module(task, torch.float32)
 
     def run() -> None:
         loss: Tensor = module(task.batch)

@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ from rich.table import Table
 
 import fsharding as fs
 from fsharding import checkpoint
-from fsharding.bench.rounds import give_back, in_turn
+from fsharding.bench.options import ReshardBenchConfig
+from fsharding.bench.rounds import counted_rounds, give_back, in_turn
 from fsharding.comm.counters import counting_bytes
-from fsharding.comm.reshard_plan import BUDGET
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.sharding.layout import Layout, plan_layout
@@ -38,35 +37,11 @@ from fsharding.testing import assert_bitwise_equal
 from fsharding.train.reshard import explain_reshard, reshard
 from fsharding.train.state import TrainState, init_state, state_bytes
 
-__all__ = ["ReshardBenchConfig", "bench_reshard"]
+__all__ = ["bench_reshard"]
 
 _NAMES = ("layers", "embed", "heads")
 _LEAVES, _LAYERS, _WIDTH = 4, 8, 1024
 _CASES = {"dp4 -> tp4": ({"dp": 4}, {"tp": 4}), "dp2·tp2 -> pp2·dp2": ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2})}
-
-
-@dataclass(frozen=True)
-class ReshardBenchConfig:
-    """Resharding in memory on 4 ranks, beside a raw all-to-all of the same bytes, and a save and a load.
-
-    Attributes:
-        mb: size of the parameters over all ranks, in MiB.
-        rounds: counted rounds of each contender.
-        budget_mb: what `reshard` may use for buffers, in MiB a rank.
-        dir: where to save; by default a temporary directory.
-        json: print one JSON object instead of a table.
-    """
-
-    mb: int = 256
-    rounds: int = 5
-    budget_mb: int = BUDGET >> 20
-    dir: Path | None = None
-    json: bool = False
-
-    @property
-    def ranks(self) -> int:
-        """The cases are for 4."""
-        return 4
 
 
 def bench_reshard(config: ReshardBenchConfig) -> None:
@@ -161,7 +136,7 @@ def _raw(rounds: Any) -> Callable[[], object]:
 def _interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median seconds of each, one of each in turn, after one round of warm-up; the slowest rank counts."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):
+    for number in counted_rounds(rounds, 1, ", ".join(contenders)):
         for name in in_turn([*contenders], number):
             give_back()
             dist.barrier()

@@ -12,19 +12,33 @@ import itertools
 import json
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
 from fsharding.comm.shared_memory import segments
+from fsharding.mesh.device_mesh import own_rank
 
-__all__ = ["Steps", "agree", "allocated", "give_back", "in_turn", "machine", "print_rows", "take_turns"]
+__all__ = [
+    "Steps",
+    "agree",
+    "allocated",
+    "counted_rounds",
+    "give_back",
+    "in_turn",
+    "machine",
+    "print_rows",
+    "say",
+    "take_turns",
+]
 
 
 class Steps(NamedTuple):
@@ -65,7 +79,7 @@ def take_turns(contenders: Mapping[str, Callable[[], Tensor]], rounds: int, *, w
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, list[Tensor]] = {name: [] for name in contenders}
-    for number in range(warm_up + rounds):
+    for number in counted_rounds(rounds, warm_up, ", ".join(contenders)):
         for name in in_turn([*contenders], number):
             _meet()
             began = time.perf_counter()
@@ -90,6 +104,44 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
     zigzag = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(n)]
     order = [names[(place + number) % n] for place in zigzag]
     return order[::-1] if n % 2 and number % 2 else order
+
+
+def counted_rounds(rounds: int, warm_up: int, title: str) -> Generator[int]:
+    """The numbers of all rounds, from 0; between them rank 0 says on standard error how many there are still to come.
+
+    On a terminal that is a bar; elsewhere lines: one before the warm-up, one after it with the seconds that the rounds
+    will take if each takes as long as the last of the warm-up, and then one for each fifth of the rounds.
+
+    Args:
+        rounds: that count.
+        warm_up: rounds before them, at least 1.
+        title: of what is measured.
+    """
+    total = warm_up + rounds
+    if own_rank():
+        yield from range(total)
+        return
+    console = Console(stderr=True)
+    line = (lambda _: None) if console.is_terminal else say
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(f"{title}: warming up", total=total)
+        line(f"{title}: {warm_up} round{'s' * (warm_up > 1)} to warm up, then {rounds}")
+        for number in range(total):
+            began = time.perf_counter()
+            yield number
+            seconds, done = time.perf_counter() - began, number + 1 - warm_up
+            bar.update(task, advance=1, description=title if done >= 0 else f"{title}: warming up")
+            if done == 0:
+                line(f"{title}: about {max(1.0, seconds * rounds):,.0f} s")
+            elif done > 0 and done < rounds and done * 5 // rounds > (done - 1) * 5 // rounds:
+                line(f"{title}: round {done} of {rounds}")
+
+
+def say(text: str) -> None:
+    """Prints a line on standard error, on rank 0."""
+    if own_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def agree(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:

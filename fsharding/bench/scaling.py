@@ -10,45 +10,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from fsharding.bench.rounds import print_rows
-from fsharding.bench.step import StepConfig, check, measure
+from fsharding.bench.options import ScalingConfig, StepConfig
+from fsharding.bench.rounds import print_rows, say
+from fsharding.bench.step import check, measure
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.mesh.launch import launch_ranks, under_launcher
 from fsharding.models.decoder import DecoderConfig
 
-__all__ = ["ScalingConfig", "bench_scaling", "fit"]
-
-
-@dataclass(frozen=True)
-class ScalingConfig:
-    """How a step grows with ranks, units and parameters.
-
-    Attributes:
-        ranks: numbers of local ranks, each started in turn; one rank has no peers that need a group.
-        units: numbers of blocks.
-        dims: widths of the decoder; a block has about 10 x dim^2 parameters.
-        contenders: who takes part.
-        batch: sequences of a rank.
-        seq_len: tokens of a sequence.
-        rounds: counted steps of each contender at each point.
-        json: print one JSON object instead of a table.
-    """
-
-    ranks: tuple[int, ...] = (1, 2, 4, 8)
-    units: tuple[int, ...] = (4, 16, 64)
-    dims: tuple[int, ...] = (64, 256)
-    contenders: tuple[str, ...] = ("fsdp2", "fsharding-zero3")
-    batch: int = 1
-    seq_len: int = 16
-    rounds: int = 5
-    json: bool = False
+__all__ = ["bench_scaling", "fit"]
 
 
 def bench_scaling(config: ScalingConfig) -> None:
@@ -86,6 +61,7 @@ def points(config: ScalingConfig) -> list[dict[str, Any]]:
         for dim in config.dims if contenders else ():
             for units in config.units:
                 sizes = DecoderConfig(vocab=256, dim=dim, layers=units, heads=2, kv_heads=2, hidden=2 * dim)
+                say(f"{mesh.size()} ranks, width {dim}, {units} units")
                 rows += [{**row, "units": units, "dim": dim} for row in measure(step, mesh, sizes)]
     finally:
         if dist.is_initialized():

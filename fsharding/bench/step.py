@@ -12,16 +12,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import fsharding as fs
+from fsharding.bench.options import StepConfig
 from fsharding.bench.peers import B1, B2, PEERS, RATE, Task, missing
 from fsharding.bench.rounds import Steps, agree, allocated, print_rows, take_turns
 from fsharding.comm.counters import counting_bytes
@@ -39,48 +39,15 @@ from fsharding.sharding.strategy import HSDP, Strategy, parse_strategy
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
 
-__all__ = ["OURS", "Built", "StepConfig", "bench_step", "build", "check", "make_task", "measure"]
+__all__ = ["OURS", "Built", "bench_step", "build", "check", "make_task", "measure"]
 
 OURS: dict[str, tuple[Strategy, int]] = {
     f"fsharding-zero{level}": (parse_strategy(f"zero{level}"), 1) for level in range(4)
 }
 """Our contenders by name: strategy, and how many replicas the mesh has."""
 OURS["fsharding-hybrid"] = HSDP, 2
-_USUAL = ("compute-only", "ddp", "fsdp2", *(name for name in OURS if name != "fsharding-hybrid"))
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-
-
-@dataclass(frozen=True)
-class StepConfig:
-    """A training step beside DDP, FSDP2 and others.
-
-    Attributes:
-        ranks: local ranks to start; left out, 2, or those that torchrun started.
-        preset: the decoder; see `fsharding train`.
-        contenders: who takes part; by default all but fsharding-hybrid, simple-fsdp and deepspeed-zero1 to 3.
-        dtype: of compute.
-        compiled: whether blocks go through torch.compile.
-        batch: sequences of a rank.
-        seq_len: tokens of a sequence.
-        rounds: counted steps of each contender.
-        json: print one JSON object instead of a table.
-        plot: where to draw the bars, a PNG.
-        trace: where to write a trace of one more step of the last contender, for Perfetto or chrome://tracing; what
-            `fsharding` does in it has names: gather, scatter, norm, optimizer, spread.
-    """
-
-    ranks: int | None = None
-    preset: str = "bench-34m"
-    contenders: tuple[str, ...] = _USUAL
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    compiled: bool = False
-    batch: int = 2
-    seq_len: int = 128
-    rounds: int = 9
-    json: bool = False
-    plot: Path | None = None
-    trace: Path | None = None
 
 
 def bench_step(config: StepConfig) -> None:

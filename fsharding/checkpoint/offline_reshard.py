@@ -20,7 +20,7 @@ from fsharding.checkpoint.directory import Partial, StrPath, wording_failures
 from fsharding.checkpoint.manifest import Manifest
 from fsharding.checkpoint.reader import Source, open_source
 from fsharding.checkpoint.save_plan import shares
-from fsharding.checkpoint.saving import finish, own_version
+from fsharding.checkpoint.saving import finish
 from fsharding.checkpoint.serialized_layout import describe_layout, layout_in
 from fsharding.checkpoint.state_leaves import Shards, saved_sharding
 from fsharding.checkpoint.writer import Writer, Written
@@ -30,6 +30,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.strategy import Strategy
+from fsharding.version import own_version
 
 __all__ = ["reshard_checkpoint"]
 

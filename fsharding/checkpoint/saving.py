@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -38,8 +37,9 @@ from fsharding.public import public, refuse
 from fsharding.sharding.boxes import Box
 from fsharding.train.state import TrainState
 from fsharding.train.state_check import check_state
+from fsharding.version import own_version
 
-__all__ = ["Job", "finish", "in_background", "own_version", "plan_save", "save", "save_async"]
+__all__ = ["Job", "finish", "in_background", "plan_save", "save", "save_async"]
 
 _FUNCTION = "fs.checkpoint.save"
 _ASYNC = "fs.checkpoint.save_async"
@@ -316,11 +316,3 @@ def _manifest(state: TrainState, leaves: dict[str, Shards], extra: Any) -> Manif
         torch=str(torch.__version__),
         fsharding=own_version(),
     )
-
-
-def own_version() -> str:
-    """The version of fsharding that writes."""
-    try:
-        return importlib.metadata.version("fsharding")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -10,12 +10,9 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
-
-import tyro
+from typing import Any
 
 from fsharding.checkpoint.directory import Seen, survey
 from fsharding.checkpoint.exporting import export
@@ -23,75 +20,13 @@ from fsharding.checkpoint.inspecting import inspect
 from fsharding.checkpoint.manifest import MANIFEST
 from fsharding.checkpoint.name_map import Name, Rows, Transposed
 from fsharding.checkpoint.offline_reshard import reshard_checkpoint
+from fsharding.cli.options import ExportConfig, InspectConfig, ReshardConfig
 from fsharding.errors import ConfigError, message, printable
 from fsharding.mesh.abstract_mesh import parse_axes
 from fsharding.sharding.strategy import parse_strategy
 from fsharding.untrusted import read_json
 
-__all__ = ["ExportConfig", "InspectConfig", "ReshardConfig", "ToolConfig", "run_tool"]
-
-
-@dataclass(frozen=True)
-class InspectConfig:
-    """Show what a checkpoint holds, and verify its checksums; or list the checkpoints of a run.
-
-    Attributes:
-        path: the checkpoint, or the --out directory of a run.
-        json: print one JSON object.
-    """
-
-    path: tyro.conf.Positional[Path]
-    json: bool = False
-
-
-@dataclass(frozen=True)
-class ReshardConfig:
-    """Write a checkpoint in another layout, in bounded memory.
-
-    Attributes:
-        source: the checkpoint.
-        target: the directory to be.
-        mesh: sizes of axes, such as `dp=2,tp=2`; their product is the number of ranks.
-        strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp; by default the saved.
-        json: print one JSON object.
-    """
-
-    source: tyro.conf.Positional[Path]
-    target: tyro.conf.Positional[Path]
-    mesh: str
-    strategy: str | None = None
-    json: bool = False
-
-
-@dataclass(frozen=True)
-class ExportConfig:
-    """Write a checkpoint for another program.
-
-    Attributes:
-        source: the checkpoint.
-        target: the file (torch) or directory (safetensors, dcp) to be.
-        format: of what is written.
-        names: a JSON file with a table from our paths to foreign names; `{i}` in a name is the index of a block, and
-            `{"transposed": NAME}` swaps the last two dims.
-        what: the parameters, or every leaf.
-        max_file_bytes: files of more than one tensor are at most this large.
-        json: print one JSON object.
-    """
-
-    source: tyro.conf.Positional[Path]
-    target: tyro.conf.Positional[Path]
-    format: Literal["torch", "safetensors", "dcp"]
-    names: Path | None = None
-    what: Literal["params", "all"] = "params"
-    max_file_bytes: int = 5 << 30
-    json: bool = False
-
-
-ToolConfig: TypeAlias = (
-    Annotated[InspectConfig, tyro.conf.subcommand("inspect", description="Show a checkpoint and verify it.")]
-    | Annotated[ReshardConfig, tyro.conf.subcommand("reshard", description="Write a checkpoint in another layout.")]
-    | Annotated[ExportConfig, tyro.conf.subcommand("export", description="Write a checkpoint for another program.")]
-)
+__all__ = ["run_tool"]
 
 
 def run_tool(config: InspectConfig | ReshardConfig | ExportConfig) -> int:

@@ -29,13 +29,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fsharding.cli.options import DoctorConfig
 from fsharding.comm.pairwise import Pairwise
 from fsharding.comm.transport import choice_for
 from fsharding.errors import RankError
 from fsharding.mesh.device_mesh import everyone, make_mesh
 from fsharding.mesh.launch import launch_ranks
 
-__all__ = ["DoctorConfig", "Finding", "Socket", "doctor", "listening", "transport"]
+__all__ = ["Finding", "Socket", "doctor", "listening", "transport"]
 
 _SHARED_MEMORY = "FSHARDING_SHARED_MEMORY"
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE")
@@ -45,17 +46,6 @@ _NAMES = (*_OF_A_LAUNCHER, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", 
 _FEW_FILES, _LITTLE_MEMORY, _LITTLE_SHM = 4096, 1 << 30, 256 << 20
 _WIDE = 1000
 _TIMEOUT = timedelta(seconds=60)
-
-
-@dataclass(frozen=True)
-class DoctorConfig:
-    """Look at this machine as ranks will see it: versions, devices, transport, limits, and what listens where.
-
-    Attributes:
-        json: print one JSON object.
-    """
-
-    json: bool = False
 
 
 @dataclass(frozen=True)

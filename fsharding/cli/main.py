@@ -2,105 +2,80 @@
 
 In: arguments. Out: an exit status: 0 done, 1 failed at run time, 2 bad arguments or configuration, 130 interrupted,
 or the one that was asked for if a run was told to stop.
-Configurations are checked before ranks start. Law: no traceback for what a user can mend.
+Arguments are read before torch is imported, and configurations are checked before ranks start.
+Law: no traceback for what a user can mend.
 """
 
 from __future__ import annotations
 
-import json
+import functools
+import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NoReturn
 
 import tyro
 
-from fsharding.bench import (
+from fsharding.bench.options import (
     CheckpointConfig,
     MemoryConfig,
     OptimizerConfig,
     OverheadConfig,
+    PipelineConfig,
     RanksConfig,
     ReshardBenchConfig,
     ScalingConfig,
     StepConfig,
-    bench_checkpoint,
-    bench_memory,
-    bench_optimizer,
-    bench_ranks,
-    bench_reshard,
-    bench_scaling,
-    bench_step,
-    overhead,
 )
-from fsharding.checkpoint.saving import own_version
-from fsharding.cli.checkpoints import ExportConfig, InspectConfig, ReshardConfig, ToolConfig, run_tool
-from fsharding.cli.config import TrainConfig, check
-from fsharding.cli.config_file import config_text, with_config_file
-from fsharding.cli.doctor import DoctorConfig, doctor
-from fsharding.cli.plan import PlanConfig, preview
-from fsharding.cli.train import train
-from fsharding.errors import ConfigError, FshardingError, message
-from fsharding.mesh import preemption
-from fsharding.mesh.launch import launch_ranks, under_launcher
+from fsharding.cli.config_file import with_config_file
+from fsharding.cli.options import (
+    DoctorConfig,
+    ExportConfig,
+    InspectConfig,
+    ListConfig,
+    PlanConfig,
+    ReshardConfig,
+    TrainConfig,
+)
+from fsharding.errors import ConfigError, FshardingError, did_you_mean, message
+from fsharding.version import own_version
 
 __all__ = ["main"]
 
+_BENCHES = {
+    "step": (StepConfig, "A training step, beside DDP and FSDP2."),
+    "memory": (MemoryConfig, "Memory of a step, beside DDP and FSDP2."),
+    "scaling": (ScalingConfig, "How a step grows with ranks, units and parameters."),
+    "ranks": (RanksConfig, "What a rank of thousands does by itself, beside FSDP2's."),
+    "overhead": (OverheadConfig, "Host overhead of a step, beside FSDP2's."),
+    "optimizer": (OptimizerConfig, "An update of AdamW, beside torch's fused one."),
+    "checkpoint": (CheckpointConfig, "Saving and loading, beside torch's own."),
+    "pipeline": (PipelineConfig, "Schedules of a pipeline, one beside the other."),
+    "reshard": (ReshardBenchConfig, "Resharding, beside a raw all-to-all."),
+    "list": (ListConfig, "List what can be measured."),
+}
+"""Measurements by name, each with its options and a line of help."""
 
-@dataclass(frozen=True)
-class ListConfig:
-    """The measurements of `fsharding bench`.
 
-    Attributes:
-        json: print one JSON object.
-    """
-
-    json: bool = False
+def _subcommands(table: Mapping[str, tuple[Any, str]]) -> Any:
+    """One of the options in a table, each under its name."""
+    named = [
+        Annotated[options, tyro.conf.subcommand(name, description=line)] for name, (options, line) in table.items()
+    ]
+    return functools.reduce(operator.or_, named)
 
 
-_Train = Annotated[TrainConfig, tyro.conf.subcommand("train", description="Train a decoder on bytes or tokens.")]
-_Plan = Annotated[
-    PlanConfig, tyro.conf.subcommand("plan", description="Show what a preset takes on a mesh of any size.")
-]
-_Doctor = Annotated[
-    DoctorConfig, tyro.conf.subcommand("doctor", description="Look at this machine as ranks will see it.")
-]
-_Overhead = Annotated[
-    OverheadConfig, tyro.conf.subcommand("overhead", description="Host overhead of a step, beside FSDP2's.")
-]
-_Optimizer = Annotated[
-    OptimizerConfig, tyro.conf.subcommand("optimizer", description="An update of AdamW, beside torch's fused one.")
-]
-_Checkpoint = Annotated[
-    CheckpointConfig, tyro.conf.subcommand("checkpoint", description="Saving and loading, beside torch's own.")
-]
-_Moving = Annotated[
-    ReshardBenchConfig, tyro.conf.subcommand("reshard", description="Resharding, beside a raw all-to-all.")
-]
-_Memory = Annotated[
-    MemoryConfig,
-    tyro.conf.subcommand("memory", description="Memory of a step, beside DDP and FSDP2."),
-]
-_Scaling = Annotated[
-    ScalingConfig, tyro.conf.subcommand("scaling", description="How a step grows with ranks, units and parameters.")
-]
-_Ranks = Annotated[
-    RanksConfig, tyro.conf.subcommand("ranks", description="What a rank of thousands does by itself, beside FSDP2's.")
-]
-_Step = Annotated[StepConfig, tyro.conf.subcommand("step", description="A training step, beside DDP and FSDP2.")]
-_Bench = Annotated[
-    _Step
-    | _Memory
-    | _Scaling
-    | _Ranks
-    | _Overhead
-    | _Optimizer
-    | _Checkpoint
-    | _Moving
-    | Annotated[ListConfig, tyro.conf.subcommand("list", description="List what can be measured.")],
-    tyro.conf.subcommand("bench", description="Measure side by side with what people use."),
-]
+_VERBS = {
+    "train": (TrainConfig, "Train a decoder on bytes or tokens."),
+    "plan": (PlanConfig, "Show what a preset takes on a mesh of any size."),
+    "bench": (_subcommands(_BENCHES), "Measure side by side with what people use."),
+    "doctor": (DoctorConfig, "Look at this machine as ranks will see it."),
+    "inspect": (InspectConfig, "Show a checkpoint and verify it."),
+    "reshard": (ReshardConfig, "Write a checkpoint in another layout."),
+    "export": (ExportConfig, "Write a checkpoint for another program."),
+}
+"""Verbs by name, each with its options and a line of help."""
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -113,38 +88,19 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     if given == ["--version"]:
         print(f"fsharding {own_version()}")
         sys.exit(0)
-    try:
-        given = with_config_file(given, "train", TrainConfig)
-    except ConfigError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    config = tyro.cli(
-        _Train | _Plan | _Bench | _Doctor | ToolConfig,
-        args=given,
-        prog="fsharding",
-        description="Functional sharding for PyTorch. fsharding --version prints the version.",
-    )
     status = 0
     try:
-        if isinstance(config, TrainConfig):
-            status = _train(config)
-        elif isinstance(config, PlanConfig):
-            preview(config)
-        elif isinstance(config, DoctorConfig):
-            status = doctor(config)
-        elif isinstance(config, InspectConfig | ReshardConfig | ExportConfig):
-            status = run_tool(config)
-        elif isinstance(config, ListConfig):
-            names = ("step", "memory", "scaling", "ranks", "overhead", "optimizer", "checkpoint", "reshard")
-            print(json.dumps({"benches": names}) if config.json else ", ".join(names))
-        elif isinstance(config, ScalingConfig):
-            bench_scaling(config)
-        elif isinstance(config, RanksConfig):
-            bench_ranks(config)
-        elif isinstance(config, OptimizerConfig):
-            bench_optimizer(config)
-        else:
-            _bench(config)
+        _check_verbs(given)
+        given = with_config_file(given, "train", TrainConfig)
+        config: Any = tyro.cli(
+            _subcommands(_VERBS),
+            args=given,
+            prog="fsharding",
+            description="Functional sharding for PyTorch. fsharding --version prints the version.",
+        )
+        from fsharding.cli.verbs import run  # lazy: it imports torch, for which no help and no mistyped option waits
+
+        status = run(config)
     except FshardingError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
@@ -158,49 +114,13 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def _train(config: TrainConfig) -> int:
-    if config.print_config:
-        print(config_text(config), end="", flush=True)
-        return 0
-    ranks = _ranks(config.ranks, default=1)
-    check(config, ranks)
-    if under_launcher() or ranks == 1:
-        return train(config)
-    if config.deadline:
-        # Counted from here, and the same on all ranks.
-        config = replace(config, deadline=preemption.parse_deadline(config.deadline).isoformat())
-    return max(launch_ranks(train, ranks, config, grace=config.grace))
-
-
-_BENCHES: dict[type[Any], Callable[[Any], None]] = {
-    StepConfig: bench_step,
-    OverheadConfig: overhead,
-    MemoryConfig: bench_memory,
-    CheckpointConfig: bench_checkpoint,
-    ReshardBenchConfig: bench_reshard,
-}
-
-
-def _bench(config: StepConfig | MemoryConfig | OverheadConfig | CheckpointConfig | ReshardBenchConfig) -> None:
-    ranks, run = _ranks(config.ranks, default=2), _BENCHES[type(config)]
-    if under_launcher():
-        run(config)
-    else:
-        # One rank, too: torch's DDP and FSDP2 want a process group.
-        launch_ranks(run, ranks, config)
-
-
-def _ranks(asked: int | None, *, default: int) -> int:
-    """How many ranks will run: those that a launcher started, or those that were asked for."""
-    world = os.environ["WORLD_SIZE"] if under_launcher() else ""
-    if world and not world.isdigit():
-        text = f"got WORLD_SIZE={world!r} from a launcher."
-        raise ConfigError(message("fsharding", text, mend="Unset RANK and WORLD_SIZE, or start it by torchrun."))
-    started = int(world) if world else None
-    if started is not None and asked not in (None, started):
-        text = f"got --ranks {asked}, but a launcher started {started} ranks."
-        raise ConfigError(message("fsharding", text, mend="Leave --ranks out under torchrun."))
-    ranks = started or (default if asked is None else asked)
-    if ranks < 1:
-        raise ConfigError(message("fsharding", f"got --ranks {ranks}.", mend="Start at least one rank."))
-    return ranks
+def _check_verbs(args: Sequence[str]) -> None:
+    """Refuses a verb, or a measurement of `bench`, that there is not; the parser would not say which one is near."""
+    for place, (name, names) in enumerate((("fsharding", _VERBS), ("fsharding bench", _BENCHES))):
+        if len(args) <= place or args[place].startswith("-"):
+            return
+        if args[place] not in names:
+            mend = f"Write one of {', '.join(names)}.{did_you_mean(args[place], names)}"
+            raise ConfigError(message(name, f"has no {args[place]!r}.", mend=mend))
+        if args[0] != "bench":
+            return

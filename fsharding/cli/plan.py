@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import tyro
-
 from fsharding.cli.config import PRECISIONS, check_names
+from fsharding.cli.options import PlanConfig
 from fsharding.errors import ConfigError, FshardingError, MeshError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh, make_shape, parse_axes
 from fsharding.models.presets import recipe
@@ -23,30 +21,7 @@ from fsharding.pipeline.stages import layers_by_coordinate, stages_of
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.strategy import parse_strategy
 
-__all__ = ["PlanConfig", "preview"]
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """Show what a preset takes on a mesh of any size, without devices and memory.
-
-    Attributes:
-        preset: a name of `fsharding.models.presets`.
-        mesh: sizes of axes, such as `pp=16,dp=4,ep=64,tp=2`; their product is the number of ranks.
-        strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
-        dtype: of compute: float32, bfloat16 or float16.
-        schedule: of the pipeline over pp.
-        microbatches: of the schedule; left out, twice as many as ranks along pp.
-        json: print one JSON object.
-    """
-
-    preset: tyro.conf.Positional[str]
-    mesh: str = "dp=1"
-    strategy: str = "zero3"
-    dtype: str = "bfloat16"
-    schedule: str = "1f1b"
-    microbatches: int | None = None
-    json: bool = False
+__all__ = ["preview"]
 
 
 def preview(config: PlanConfig) -> None:

@@ -153,14 +153,14 @@ class Native:
     def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
         """See `Transport`."""
         rows = self._rows(width, dtype, memory)
-        own = self._own_row(rows, memory)
+        own = self._own_row(rows)
         return _SentRows(own, lambda: (rows, self._gather(own, rows)))
 
-    def _own_row(self, rows: Tensor, memory: Memory | None) -> Tensor:
+    def _own_row(self, rows: Tensor) -> Tensor:
         """Where a gather begins: apart from the rows that it fills, this member's among them."""
         if self.group.process_group is None:
             return rows[0]
-        return (memory or FreshMemory(self.device)).empty(rows.shape[1], rows.dtype)
+        return _compat.fresh((rows.shape[1],), rows.dtype, self.device)
 
     def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
         """See `Transport`."""
@@ -247,7 +247,7 @@ class Native:
         peers = [(m.rank,) for m in (*receives, *sends)]
         if group.process_group is None:
             assert not peers, "one rank has nobody to send to"
-        elif dist.get_backend(group.process_group) == "gloo":
+        elif _compat.backend_of(group.process_group, self.device.type) == "gloo":
             works = [*(receive(m, group) for m in receives), *(send(m, group) for m in sends)]
         elif peers:
             ops = [dist.P2POp(dist.irecv, m.data, m.rank, group.process_group, m.tag) for m in receives]
@@ -256,7 +256,7 @@ class Native:
             with among(peers[0]):
                 works = dist.batch_isend_irecv(ops)
         buffers = tuple(m.data for m in (*sends, *receives))
-        return Works(tuple(works), buffers, tuple(peers) or ((),), message_limit(group))
+        return Works(tuple(works), buffers, tuple(peers) or ((),), message_limit(group, self.device))
 
 
 class _SentRows:
@@ -303,9 +303,9 @@ class _Joined(Generic[S, T]):
 
 
 # -------------------------------------------------------------------------------------------------- between two ranks
-def message_limit(group: Group) -> timedelta | None:
+def message_limit(group: Group, device: torch.device) -> timedelta | None:
     """The timeout that gloo's messages have to be given: they go by one that the group had when it was made."""
-    if group.process_group is None or dist.get_backend(group.process_group) != "gloo":
+    if group.process_group is None or _compat.backend_of(group.process_group, device.type) != "gloo":
         return None  # any other backend would have the host wait for the device
     return _compat.group_timeout(group.process_group)
 
@@ -338,7 +338,7 @@ def send_object(value: Any, rank: int, group: Group, device: torch.device) -> No
     """
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     for x in (torch.tensor([data.numel()], device=device), data):
-        Works((send(Message(rank, 0, x), group),), (x,), ((rank,),), message_limit(group)).wait()
+        Works((send(Message(rank, 0, x), group),), (x,), ((rank,),), message_limit(group, device)).wait()
 
 
 def receive_object(rank: int, group: Group, device: torch.device) -> Any:
@@ -350,7 +350,7 @@ def receive_object(rank: int, group: Group, device: torch.device) -> Any:
         device: on which the group sends.
     """
     size = torch.zeros(1, dtype=torch.int64, device=device)
-    Works((receive(Message(rank, 0, size), group),), (), ((rank,),), message_limit(group)).wait()
+    Works((receive(Message(rank, 0, size), group),), (), ((rank,),), message_limit(group, device)).wait()
     data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    Works((receive(Message(rank, 0, data), group),), (), ((rank,),), message_limit(group)).wait()
+    Works((receive(Message(rank, 0, data), group),), (), ((rank,),), message_limit(group, device)).wait()
     return pickle.loads(data.cpu().numpy().tobytes())

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsharding.comm.counters import record_sent
-from fsharding.comm.handles import Memory
 from fsharding.comm.native import Message, Native, Works, message_limit, receive, send
 from fsharding.mesh.device_mesh import Group
 
@@ -25,7 +24,7 @@ class Pairwise(Native):
 
     name = "pairwise"
 
-    def _own_row(self, rows: Tensor, memory: Memory | None) -> Tensor:
+    def _own_row(self, rows: Tensor) -> Tensor:
         return rows[self.group.index]
 
     def _gather(self, own: Tensor, rows: Tensor) -> Works:
@@ -53,4 +52,4 @@ def swap_rows(rows: Tensor, group: Group, *, tag: int = 0) -> Works:
         works.append(receive(Message(group.ranks[source], tag, rows[source]), group))
         works.append(send(Message(group.ranks[target], tag, rows[group.index]), group))
         peers += [(group.ranks[source],), (group.ranks[target],)]
-    return Works(tuple(works), (), tuple(peers), message_limit(group))
+    return Works(tuple(works), (), tuple(peers), message_limit(group, rows.device))

@@ -12,9 +12,9 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from fsharding import _compat
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.handles import Exchange, Handle, Memory, Reduction
 from fsharding.comm.native import Message, Native
@@ -157,7 +157,7 @@ def choice_for(group: Group, device: torch.device) -> Choice:
     """
     if group.process_group is None:
         return Choice(Native, "a rank alone sends nothing")
-    backend, asked = dist.get_backend(group.process_group), group.transport
+    backend, asked = _compat.backend_of(group.process_group, device.type), group.transport
     why = f'transport="{asked}"'
     if asked == "native":
         return Choice(Native, why)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fsharding import _compat
 from fsharding.errors import ConfigError, message
 
-__all__ = ["agree", "checksum", "compare", "digest", "facts_of", "refuse_differences"]
+__all__ = ["agree", "checksum", "compare", "digest", "facts_of", "gather_numbers", "refuse_differences"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _LONG = 1000
@@ -75,14 +75,30 @@ def compare(
     if ask is not None:
         everyones = ask(own)
     else:
-        gathered = torch.full((len(ranks),), own, dtype=torch.int64, device=device)
-        _compat.all_gather_flat(gathered, torch.full((1,), own, dtype=torch.int64, device=device), group).wait()
-        everyones = gathered.tolist()
+        everyones = gather_numbers(own, len(ranks), group, device)
     if all(other == own for other in everyones):
         return {}
     answers: list[Any] = [None] * len(ranks)
     dist.all_gather_object(answers, dict(facts), group=group)
     return dict(zip(ranks, answers, strict=True))
+
+
+def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -> list[int]:
+    """The numbers of all ranks of a group, in its order. Collective.
+
+    They go by the host where the group has a backend for it: numbers on a device would wait for what it computes.
+
+    Args:
+        own: of this rank, within 64 bits.
+        size: of the group.
+        group: with or without a backend for the CPU.
+        device: the type of device on which it sends tensors.
+    """
+    where = "cpu" if _compat.backend_of(group, "cpu") else device
+    term = torch.full((1,), own, dtype=torch.int64, device=where)
+    result = term.expand(size).contiguous()  # of its own, where the other ranks are not there
+    _compat.all_gather_flat(result, term, group).wait()
+    return result.tolist()
 
 
 def refuse_differences(

@@ -116,7 +116,8 @@ def make_mesh(
     Args:
         *unnamed: refused; every size has the name of its axis.
         order: all six axes, major first: which ranks are neighbours.
-        device: "cpu" or "cuda"; by default "cuda" if there is one.
+        device: "cpu" or "cuda"; by default "cuda" if there is one. Of several GPUs that a process sees it takes that of
+            its `LOCAL_RANK`, or `SLURM_LOCALID`; one alone it takes whatever its number.
         timeout: how long a collective of any group of this mesh waits for its peers.
         ranks: the ranks of the mesh, row-major; by default all of them. Every rank makes the mesh, also those that
             are not in it: they hold nothing of what lives on it, and meet it in `reshard` only.
@@ -126,8 +127,8 @@ def make_mesh(
         **axes: sizes of `pp`, `replica`, `dp`, `ep`, `cp`, `tp`.
 
     Raises:
-        MeshError: unknown axis, a rank that does not exist or stands twice, or the product of the sizes differs from
-            the number of ranks.
+        MeshError: unknown axis, a rank that does not exist or stands twice, the product of the sizes differs from
+            the number of ranks, or there is no GPU for this process.
         ArgumentError: a size without the name of its axis, a device or transport that is none, or a timeout that is no
             timedelta.
         ConfigError: not all ranks make the same mesh; the text says who makes which.
@@ -151,14 +152,15 @@ def make_mesh(
         mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
         raise refuse("fs.make_mesh", "timeout= as a timedelta", timeout, mend)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = _own_gpu() if device == "cuda" else None
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     members = list(range(world)) if ranks is None else list(ranks)
     if sorted({*members} & {*range(world)}) != sorted(members):
         text = f"got ranks={tuple(members)}, but the ranks are 0 to {world - 1}, each at most once."
         raise MeshError(message("fs.make_mesh", text))
     shape = make_shape(cast("dict[str, int]", axes), world=len(members), order=order)
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             grid = torch.zeros(shape.sizes, dtype=torch.int64)
@@ -177,11 +179,42 @@ def make_mesh(
     return mesh
 
 
+def _own_gpu() -> int | None:
+    """The index of this process's GPU among those that it sees; None where torch's fake ranks need none.
+
+    Slurm and Kubernetes may show each process one GPU alone, whose index is 0 whatever number the process has; torchrun
+    shows all of them to all. Without a number of a launcher the device that the program has chosen stays.
+
+    Raises:
+        MeshError: no GPU, or fewer than processes of this machine.
+    """
+    visible = torch.cuda.device_count()
+    if not visible and dist.group.WORLD is not None and _compat.has_fake_backend(dist.group.WORLD):
+        return None
+    if not visible:
+        mend = 'Make the mesh on the CPU: fs.make_mesh(device="cpu"), or look at nvidia-smi and CUDA_VISIBLE_DEVICES.'
+        raise MeshError(message("fs.make_mesh", 'finds no GPU for device="cuda".', mend=mend))
+    name = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in os.environ), None)
+    if visible == 1:
+        return 0
+    if name is None:
+        return torch.cuda.current_device()
+    if int(os.environ[name]) >= visible:
+        rule = f"finds {visible} GPUs, none of which is left for {name}={os.environ[name]}."
+        mend = f"Start {visible} processes on this machine, or show each process one GPU by CUDA_VISIBLE_DEVICES."
+        raise MeshError(message("fs.make_mesh", rule, mend=mend))
+    return int(os.environ[name])
+
+
 def _start(device: str, timeout: timedelta) -> None:
-    """The default process group, from a launcher's environment."""
+    """The default process group, from a launcher's environment.
+
+    Beside NCCL there is gloo for tensors of the host, such as digests and flags: they wait for no kernel.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout, **init_arguments())
+        dist.init_process_group(backend, timeout=timeout, **init_arguments())
     except dist.DistError as error:
         rule = f"on rank {os.environ['RANK']} has not met all of {os.environ.get('WORLD_SIZE')} ranks."
         mend = "Every rank has to call it; look at what the others said last."

@@ -375,7 +375,8 @@ def _listen() -> None:
 
 def _is_fake() -> bool:
     """Whether the ranks are torch's fake ones, of which only this one is there."""
-    return dist.get_backend() == "fake"
+    world = dist.group.WORLD
+    return world is not None and _compat.has_fake_backend(world)
 
 
 def _end_listener() -> None:

@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import FrameType
 
-import torch
 from torch import Tensor
 
-from fsharding import _compat
 from fsharding.errors import ArgumentError, ConfigError, message
+from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Mesh, everyone, world_size
 from fsharding.mesh.failures import naming_lost
 from fsharding.public import public, refuse
@@ -179,10 +178,7 @@ def _asked(mesh: Mesh) -> bool:
     if ranks.process_group is None:
         return pending()
     device = getattr(mesh, "device_type", "cpu")
-    own = torch.full((1,), int(pending()), dtype=torch.int64, device=device)
-    flags = own.new_empty(ranks.size)
-    _compat.all_gather_flat(flags, own, ranks.process_group).wait()
-    return bool(flags.any())
+    return any(gather_numbers(int(pending()), ranks.size, ranks.process_group, device))
 
 
 def pending() -> bool:

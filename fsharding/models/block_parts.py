@@ -159,11 +159,19 @@ class AttentionPart(Part, Protocol):
     """The part of a block in which tokens see each other, in `heads`: sizes of queries and keys, and of values."""
 
     @property
-    def heads(self) -> int: ...
+    def heads(self) -> int:
+        """How many heads queries have."""
+        ...
+
     @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """Size of a head of queries and keys."""
+        ...
+
     @property
-    def value_dim(self) -> int: ...
+    def value_dim(self) -> int:
+        """Size of a head of values."""
+        ...
 
     def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, settings: BlockSettings) -> Tensor:
         """Its term of the residual stream, from the normalized stream [B, T, D]."""

@@ -20,6 +20,7 @@ from fsharding import _compat, tree
 from fsharding.comm.reshard_plan import BUDGET, Plan, plan_routes
 from fsharding.comm.reshard_run import exchange
 from fsharding.errors import LayoutError, message
+from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.public import public
@@ -146,9 +147,7 @@ def _agree(function: str, plan: Plan, group: Group, device: torch.device) -> Non
     if group.size == world_size():
         digests = meet(plan.digest)
     else:
-        gathered = torch.empty(group.size, dtype=torch.int64, device=device)
-        _compat.all_gather_flat(gathered, torch.full((1,), plan.digest, device=device), group.process_group).wait()
-        digests = gathered.tolist()
+        digests = gather_numbers(plan.digest, group.size, group.process_group, device.type)
     others = [rank for rank, digest in zip(group.ranks, digests, strict=True) if digest != plan.digest]
     if others:
         text = f"is asked for different things on different ranks: rank {own_rank()} and ranks {others} differ."

@@ -1,6 +1,7 @@
 """What is used of private torch API between ranks is there and does what it should."""
 
 import gc
+import importlib
 import os
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from fsharding import _compat
 from fsharding.mesh import failures
+from fsharding.mesh.consistency import gather_numbers
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 
@@ -35,6 +37,26 @@ def test_collectives_by_either_name(ranks):
         assert_bitwise_equal(gathered, torch.tensor([0.0, 0.0, 1.0, 1.0]))
         assert_bitwise_equal(piece, torch.arange(4.0).chunk(2)[rank] * 2 + 1)
         assert own == timedelta(seconds=17) != default
+
+
+def several_backends():
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    group = dist.new_group(backend="cpu:gloo,cuda:fake", timeout=timedelta(seconds=15))
+    assert isinstance(group, dist.ProcessGroup)
+    names = [_compat.backend_of(group, device) for device in ("cpu", "cuda", "xpu")]
+    world = dist.group.WORLD
+    assert world is not None and not _compat.has_fake_backend(world) and _compat.has_fake_backend(group)
+    return (
+        names,
+        _compat.group_timeout(group),
+        gather_numbers(dist.get_rank() + 1, dist.get_world_size(), group, "cuda"),
+    )
+
+
+def test_a_group_may_have_a_backend_for_each_device():
+    """Numbers of the host go by the host, also where tensors live on another device."""
+    for found in run_ranks(several_backends, 2):
+        assert found == (["gloo", "fake", ""], timedelta(seconds=15), [1, 2])
 
 
 def stores():

@@ -87,9 +87,13 @@ COMMANDS = [(name_of(path), " ".join(words)) for path in PAGES for words in comm
 
 
 @pytest.mark.parametrize(("page", "line"), dict.fromkeys(COMMANDS), ids=lambda value: value)
-def test_the_command_line_takes_what_pages_show(page, line, monkeypatch):
+def test_the_command_line_takes_what_pages_show(page, line, monkeypatch, tmp_path):
     """Arguments are read and nothing is done: `tyro.cli` is asked for the configuration alone."""
     read = tyro.cli
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line.partition(" > ")[0])
+    if "--config" in words:  # a file that another line of the page has printed
+        (tmp_path / words[words.index("--config") + 1]).write_text("out: runs/printed\n")
 
     def stop(*args, **kwargs):
         raise EOFError(read(*args, **kwargs))
@@ -101,7 +105,7 @@ def test_the_command_line_takes_what_pages_show(page, line, monkeypatch):
     with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         try:
             with pytest.raises(EOFError):
-                command_line.main(shlex.split(line))
+                command_line.main(words)
         except SystemExit as end:
             raise AssertionError(output.getvalue()) from end
 

@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 import tyro
 
-from fsharding.bench.overhead import OverheadConfig, measure
-from fsharding.cli.config import TrainConfig, check, schedule_of, stages
+from fsharding.bench.options import OverheadConfig
+from fsharding.bench.overhead import measure
+from fsharding.cli.config import check, schedule_of, stages
 from fsharding.cli.main import main
+from fsharding.cli.options import TrainConfig
 from fsharding.cli.train import _train
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import make_mesh

@@ -17,8 +17,9 @@ import tyro
 
 from fsharding import checkpoint
 from fsharding.checkpoint.directory import survey
-from fsharding.cli.config import TrainConfig, check
+from fsharding.cli.config import check
 from fsharding.cli.main import main
+from fsharding.cli.options import TrainConfig
 from fsharding.cli.resume import choose
 from fsharding.cli.train import _train
 from fsharding.errors import CheckpointError, FshardingError

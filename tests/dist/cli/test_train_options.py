@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import tyro
 
-from fsharding.cli.config import TrainConfig, check
+from fsharding.cli.config import check
+from fsharding.cli.options import TrainConfig
 from fsharding.cli.train import _train
 from fsharding.pipeline.plots import plot_loss, read_metrics
 from fsharding.testing import run_ranks

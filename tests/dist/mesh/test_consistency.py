@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding.cli.config import TrainConfig
+from fsharding.cli.options import TrainConfig
 from fsharding.cli.train import _train
 from fsharding.errors import BatchError, ConfigError
 from fsharding.mesh import consistency

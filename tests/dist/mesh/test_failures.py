@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,15 +16,17 @@ import fsharding as fs
 from fsharding import _compat
 from fsharding.checkpoint import loading, saving
 from fsharding.errors import CheckpointError, RankError
+from fsharding.mesh import device_mesh as mesh_module
 from fsharding.pipeline import executor
 from fsharding.testing import ranks, run_ranks
+from fsharding.train import reshard as reshard_module
+from fsharding.train import step as step_module
 from tests.helpers import full
 
-mesh_module, reshard_module = (sys.modules[f"fsharding.{name}"] for name in ("mesh.device_mesh", "train.reshard"))
 PLACES = {
     "do": (executor._Run, "do"),
     "sums": (executor._Run, "sums"),
-    "norm": (sys.modules["fsharding.train.step"], "norm_with_stop_bit"),
+    "norm": (step_module, "norm_with_stop_bit"),
 }
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
 
@@ -123,7 +124,7 @@ RARE = {
     "load": ("fs.checkpoint.load", (loading, "_fetch")),
     "make_mesh": ("fs.make_mesh", (mesh_module, "agree")),
     "reshard": ("fs.reshard", (reshard_module, "exchange")),
-    "agreement": ("train step", (sys.modules["fsharding.train.step"], "_agree")),
+    "agreement": ("train step", (step_module, "_agree")),
     "end of a Checkpointer": ("fs.checkpoint.save_async", (saving.Job, "_write")),
 }
 BACKGROUND = ("save_async", "end of a Checkpointer")

@@ -27,8 +27,9 @@ import fsharding as fs
 from fsharding import checkpoint
 from fsharding.checkpoint.writer import Writer
 from fsharding.cli import train as main_job
-from fsharding.cli.config import TrainConfig, check
+from fsharding.cli.config import check
 from fsharding.cli.main import main
+from fsharding.cli.options import TrainConfig
 from fsharding.cli.train import _train
 from fsharding.comm.stop_bit import StopBit
 from fsharding.errors import RankError

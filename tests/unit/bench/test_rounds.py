@@ -5,7 +5,11 @@ from collections import Counter
 
 import pytest
 
-from fsharding.bench.rounds import in_turn
+from fsharding.bench.options import MemoryConfig, ReshardBenchConfig, ScalingConfig, StepConfig
+from fsharding.bench.peers import PEERS
+from fsharding.bench.rounds import counted_rounds, in_turn
+from fsharding.bench.step import OURS
+from fsharding.comm.reshard_plan import BUDGET
 
 
 @pytest.mark.parametrize("n", range(1, 10))
@@ -17,3 +21,19 @@ def test_everyone_comes_after_everyone_else_equally_often(n):
     pairs = Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert pairs == dict.fromkeys(itertools.permutations(names, 2), rounds // n)
     assert Counter(order[0] for order in orders) == dict.fromkeys(names, rounds // n)
+
+
+def test_a_measurement_says_how_long_it_will_take(capsys):
+    assert [*counted_rounds(10, 2, "a, b")] == [*range(12)]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["a, b: 2 rounds to warm up, then 10", "a, b: about 1 s"]
+    assert lines[2:] == [f"a, b: round {n} of 10" for n in (2, 4, 6, 8)]
+    assert [*counted_rounds(0, 1, "a")] == [0]
+
+
+def test_options_have_the_defaults_of_what_they_are_for():
+    """They stand apart from what measures, which imports torch."""
+    assert ReshardBenchConfig().budget_mb == BUDGET >> 20
+    for config in (StepConfig(), MemoryConfig(), ScalingConfig()):
+        assert {*config.contenders} <= {*PEERS, *OURS}
+    assert StepConfig().contenders[-4:] == tuple(name for name in OURS if name != "fsharding-hybrid")

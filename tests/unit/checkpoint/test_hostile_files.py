@@ -27,7 +27,8 @@ from fsharding import checkpoint as ck
 from fsharding.checkpoint import manifest
 from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, named, unpickled
 from fsharding.cli import main as cli
-from fsharding.cli.config import TrainConfig, batches_seen, check
+from fsharding.cli.config import batches_seen, check
+from fsharding.cli.options import TrainConfig
 from fsharding.errors import CheckpointError, ConfigError, DataError
 from fsharding.interop import hf
 from fsharding.pipeline.plots import plot_loss, read_metrics

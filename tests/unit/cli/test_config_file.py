@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import tyro
 
-from fsharding.cli.config import TrainConfig
 from fsharding.cli.config_file import OWN_OPTIONS, config_text, with_config_file
 from fsharding.cli.main import main
+from fsharding.cli.options import TrainConfig
 from fsharding.errors import ConfigError
 
 

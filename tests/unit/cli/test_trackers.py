@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from fsharding.cli import trace, trackers
-from fsharding.cli.config import TrainConfig, check
+from fsharding.cli.config import check
 from fsharding.cli.main import main
+from fsharding.cli.options import TrainConfig
 from fsharding.cli.train import train
 from fsharding.errors import ConfigError
 from fsharding.pipeline.plots import read_metrics

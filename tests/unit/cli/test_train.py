@@ -9,8 +9,9 @@ import pytest
 
 from fsharding import checkpoint
 from fsharding.cli import train as runs
-from fsharding.cli.config import TrainConfig, check
+from fsharding.cli.config import check
 from fsharding.cli.main import main
+from fsharding.cli.options import TrainConfig
 from fsharding.cli.train import train
 from fsharding.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from fsharding.pipeline.plots import plot_loss, read_metrics

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from fsharding import checkpoint
-from fsharding.cli.config import OPTIMIZERS, TrainConfig, check
+from fsharding.cli.config import OPTIMIZERS, check
+from fsharding.cli.options import TrainConfig
 from fsharding.cli.train import train
 from fsharding.errors import CheckpointError, ConfigError
 from fsharding.models.presets import recipe

@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
-from fsharding.bench.ranks import RanksConfig, measure_ranks
+from fsharding.bench.options import RanksConfig
+from fsharding.bench.ranks import measure_ranks
 from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.reduce import sums_at_once
 from fsharding.comm.transport import start_sum

@@ -1,0 +1,134 @@
+"""The verbs of the command line: each configuration with the function that acts on it.
+
+In: a configuration, as the parser made it. Out: an exit status. Where a verb needs ranks they are started here, unless
+a launcher has started them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fsharding.bench.checkpoint import bench_checkpoint
+from fsharding.bench.memory import bench_memory
+from fsharding.bench.optimizer import bench_optimizer
+from fsharding.bench.options import (
+    CheckpointConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    OverheadConfig,
+    PipelineConfig,
+    RanksConfig,
+    ReshardBenchConfig,
+    ScalingConfig,
+    StepConfig,
+)
+from fsharding.bench.overhead import overhead
+from fsharding.bench.pipeline import bench_pipeline
+from fsharding.bench.ranks import bench_ranks
+from fsharding.bench.reshard import bench_reshard
+from fsharding.bench.scaling import bench_scaling
+from fsharding.bench.step import bench_step
+from fsharding.cli.checkpoints import run_tool
+from fsharding.cli.config import check
+from fsharding.cli.config_file import config_text
+from fsharding.cli.doctor import doctor
+from fsharding.cli.options import (
+    DoctorConfig,
+    ExportConfig,
+    InspectConfig,
+    ListConfig,
+    PlanConfig,
+    ReshardConfig,
+    TrainConfig,
+)
+from fsharding.cli.plan import preview
+from fsharding.cli.train import train
+from fsharding.errors import ConfigError, message
+from fsharding.mesh import preemption
+from fsharding.mesh.launch import launch_ranks, under_launcher
+
+__all__ = ["run"]
+
+
+def run(config: Any) -> int:
+    """Acts on a configuration.
+
+    Args:
+        config: of any verb.
+
+    Returns:
+        The exit status.
+    """
+    return _VERBS[type(config)](config) or 0
+
+
+def _train(config: TrainConfig) -> int:
+    if config.print_config:
+        print(config_text(config), end="", flush=True)
+        return 0
+    ranks = _ranks(config.ranks, default=1)
+    check(config, ranks)
+    if under_launcher() or ranks == 1:
+        return train(config)
+    if config.deadline:
+        # Counted from here, and the same on all ranks.
+        config = replace(config, deadline=preemption.parse_deadline(config.deadline).isoformat())
+    return max(launch_ranks(train, ranks, config, grace=config.grace))
+
+
+def _on_ranks(measure: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A measurement on the ranks of a launcher, or on new ones; one is started, too: DDP and FSDP2 want a group."""
+
+    def bench(config: Any) -> None:
+        ranks = _ranks(config.ranks, default=2)
+        if under_launcher():
+            measure(config)
+        else:
+            launch_ranks(measure, ranks, config)
+
+    return bench
+
+
+def _list(config: ListConfig) -> None:
+    names = ("step", "memory", "scaling", "ranks", "overhead", "optimizer", "checkpoint", "pipeline", "reshard")
+    print(json.dumps({"benches": names}) if config.json else ", ".join(names))
+
+
+def _ranks(asked: int | None, *, default: int) -> int:
+    """How many ranks will run: those that a launcher started, or those that were asked for."""
+    world = os.environ["WORLD_SIZE"] if under_launcher() else ""
+    if world and not world.isdigit():
+        text = f"got WORLD_SIZE={world!r} from a launcher."
+        raise ConfigError(message("fsharding", text, mend="Unset RANK and WORLD_SIZE, or start it by torchrun."))
+    started = int(world) if world else None
+    if started is not None and asked not in (None, started):
+        text = f"got --ranks {asked}, but a launcher started {started} ranks."
+        raise ConfigError(message("fsharding", text, mend="Leave --ranks out under torchrun."))
+    ranks = started or (default if asked is None else asked)
+    if ranks < 1:
+        raise ConfigError(message("fsharding", f"got --ranks {ranks}.", mend="Start at least one rank."))
+    return ranks
+
+
+_VERBS: dict[type[Any], Callable[[Any], int | None]] = {
+    TrainConfig: _train,
+    PlanConfig: preview,
+    DoctorConfig: doctor,
+    InspectConfig: run_tool,
+    ReshardConfig: run_tool,
+    ExportConfig: run_tool,
+    StepConfig: _on_ranks(bench_step),
+    OverheadConfig: _on_ranks(overhead),
+    MemoryConfig: _on_ranks(bench_memory),
+    CheckpointConfig: _on_ranks(bench_checkpoint),
+    PipelineConfig: _on_ranks(bench_pipeline),
+    ReshardBenchConfig: _on_ranks(bench_reshard),
+    ScalingConfig: bench_scaling,
+    RanksConfig: bench_ranks,
+    OptimizerConfig: bench_optimizer,
+    ListConfig: _list,
+}
