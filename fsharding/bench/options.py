@@ -16,6 +16,7 @@ __all__ = [
     "OptimizerConfig",
     "OverheadConfig",
     "PipelineConfig",
+    "RanksConfig",
     "ReshardBenchConfig",
     "ScalingConfig",
     "StepConfig",
@@ -207,5 +208,26 @@ class PipelineConfig:
     microbatches: int = 8
     batch: int = 2
     seq_len: int = 128
+    rounds: int = 5
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class RanksConfig:
+    """What one rank of many does by itself in forward and backward, in a fake process group.
+
+    Attributes:
+        ranks: numbers of data-parallel ranks.
+        blocks: of the decoder, each a unit; its embedding and its head are two more.
+        dim: width of the decoder.
+        seq_len: tokens of the one sequence of this rank.
+        rounds: counted calls of each contender.
+        json: print one JSON object instead of a table.
+    """
+
+    ranks: tuple[int, ...] = (2, 128, 1024, 4096, 16384)
+    blocks: int = 4
+    dim: int = 256
+    seq_len: int = 64
     rounds: int = 5
     json: bool = False

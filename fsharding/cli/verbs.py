@@ -21,12 +21,14 @@ from fsharding.bench.options import (
     OptimizerConfig,
     OverheadConfig,
     PipelineConfig,
+    RanksConfig,
     ReshardBenchConfig,
     ScalingConfig,
     StepConfig,
 )
 from fsharding.bench.overhead import overhead
 from fsharding.bench.pipeline import bench_pipeline
+from fsharding.bench.ranks import bench_ranks
 from fsharding.bench.reshard import bench_reshard
 from fsharding.bench.scaling import bench_scaling
 from fsharding.bench.step import bench_step
@@ -102,7 +104,7 @@ def _on_ranks(measure: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _list(config: ListConfig) -> None:
-    names = ("step", "memory", "scaling", "overhead", "optimizer", "checkpoint", "pipeline", "reshard")
+    names = ("step", "memory", "scaling", "ranks", "overhead", "optimizer", "checkpoint", "pipeline", "reshard")
     print(json.dumps({"benches": names}) if config.json else ", ".join(names))
 
 
@@ -137,6 +139,7 @@ _VERBS: dict[type[Any], Callable[[Any], int | None]] = {
     PipelineConfig: _on_ranks(bench_pipeline),
     ReshardBenchConfig: _on_ranks(bench_reshard),
     ScalingConfig: bench_scaling,
+    RanksConfig: bench_ranks,
     OptimizerConfig: bench_optimizer,
     ListConfig: _list,
 }
