@@ -31,7 +31,8 @@ class StepConfig:
     Attributes:
         ranks: local ranks to start; left out, 2, or those that torchrun started.
         preset: the decoder; see `fsharding train`.
-        contenders: who takes part; by default all but fsharding-hybrid, simple-fsdp and deepspeed-zero1 to 3.
+        contenders: who takes part; left out, all but fsharding-hybrid, fsdp2-default (without prefetches that its user
+            asks for), fsdp2-bf16-sums, simple-fsdp, simple-fsdp-compiled and deepspeed-zero1 to 3.
         dtype: of compute.
         compiled: whether blocks go through torch.compile.
         batch: sequences of a rank.

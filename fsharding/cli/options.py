@@ -46,8 +46,13 @@ class TrainConfig:
         batch: sequences of the global batch.
         seq: tokens of a sequence.
         seed: of parameters and data.
-        data: `default` (the Python standard library's own source), a file, a directory, or a `.bin` of tokens.
-        documents: tokens see those of their own document only: a file, or what the separator of a `.bin` ends.
+        data: `default` (the Python standard library's own source), a file, a directory, or a `.bin` of tokens. With
+            `tokenizer` also a .json, .jsonl, .parquet or .csv file, a directory of those, or one that `datasets` saved.
+        tokenizer: a tokenizer.json, or a directory that has one; left out, text is taken byte by byte.
+        text_column: of data with several columns.
+        eos: the token that ends a document, by its text or its id; left out, the tokenizer's own.
+        documents: tokens see those of their own document only: a file, a row of a data set, or what the separator of a
+            `.bin` ends.
         val_data: data of the same kinds, of which the loss is taken forward only; left out, there is no validation.
         val_every: steps between validations; 0 for one after the last step only.
         val_batches: how many batches a validation sees, each time the same ones.
@@ -98,6 +103,9 @@ class TrainConfig:
     seq: int = 128
     seed: int = 0
     data: str = "default"
+    tokenizer: Path | None = None
+    text_column: str = "text"
+    eos: str = ""
     documents: bool = False
     val_data: str = ""
     val_every: int = 0

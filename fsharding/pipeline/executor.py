@@ -33,7 +33,7 @@ from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule, forward_only
 from fsharding.pipeline.stage_state import StageState
 from fsharding.pipeline.stages import check_ends
-from fsharding.precision import Precision
+from fsharding.precision import Precision, scaled_loss
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import local_of
 from fsharding.transforms import policies
@@ -61,7 +61,7 @@ def pipeline_grads(
     *,
     precision: Precision,
     policy: Policy = policies.save_except_gathered,
-    scale: float = 1.0,
+    scale: float | Tensor | None = None,
     known: Messages | None = None,
     stop: StopBit | None = None,
 ) -> tuple[Tree, Tensor, Tensor]:
@@ -75,7 +75,7 @@ def pipeline_grads(
         pieces: the microbatches of this rank's data position; the same on all ranks along `pp`.
         precision: dtypes of compute, wire and gradients.
         policy: what the blocks keep for backward.
-        scale: of the loss, for fp16.
+        scale: of the loss, for fp16: a number, or a 0-d tensor, which the host does not read.
         known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
             A receiver is told once what activations look like, for each shape of microbatches.
         stop: as in `value_and_grad`.
@@ -150,7 +150,7 @@ def pipeline_loss(
         with naming_lost("fs.evaluate", layout.mesh):
             forward = forward_only(schedule)
             policy = policies.save_except_gathered
-            run = _Run(model, forward, layout, params, list(pieces), precision, policy, 1.0, known, trains=False)
+            run = _Run(model, forward, layout, params, list(pieces), precision, policy, None, known, trains=False)
             run.walk()
             return run.sums(None)
     except BaseException:
@@ -183,7 +183,7 @@ class _Run:
     pieces: list[Tree]
     precision: Precision
     policy: Policy
-    scale: float
+    scale: float | Tensor | None
     known: Messages
     trains: bool = True
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
@@ -296,7 +296,7 @@ class _Run:
         tape.context.end_forward()
         if last:
             total, weight = out if isinstance(out, tuple) else (out, 1.0)
-            total = total * self.scale if self.scale != 1.0 else total
+            total = scaled_loss(total, self.scale)
             flight.outputs = [total if total.requires_grad else None]
             self.losses.append((total.detach(), weight))
             self._end_evaluation(stage, m)

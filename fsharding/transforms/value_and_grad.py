@@ -202,7 +202,7 @@ def loss_and_grads(
         tape.close()
         raise
     if mean:
-        _compat.foreach_mul_([g for g in local if g is not None], float(1.0 / totals[1]))
+        _compat.foreach_mul_([g for g in local if g is not None], 1.0 / totals[1])
     return _result(loss, totals, mean, has_aux), tape.as_tree(local)
 
 

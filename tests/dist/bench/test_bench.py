@@ -37,6 +37,12 @@ def test_everyone_trains_the_same_and_is_measured():
     assert peak["fsharding-zero3"] < peak["fsharding-zero0"] < 1.5 * peak["ddp"]
 
 
+def test_a_peer_as_an_expert_sets_it_up_trains_what_it_trains_by_default():
+    config = StepConfig(**SMALL, contenders=("fsdp2", "fsdp2-default"))
+    rows = run_ranks(measured, 2, config)[0]
+    assert rows[0]["loss"] == rows[1]["loss"]
+
+
 def schedules(config):
     return pipeline.measure(config, make_mesh(pp=2, device="cpu", timeout=timedelta(seconds=20)))
 
@@ -87,7 +93,8 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
         "  rounds: 0\n"
         "  ours: not known\n"
         "  deepspeed-zero3: its package is not installed\n"
-        "Numbers are at least 1; contenders are compute-only, ddp, fsdp2, simple-fsdp, deepspeed-zero1, "
+        "Numbers are at least 1; contenders are compute-only, ddp, fsdp2, fsdp2-default, fsdp2-bf16-sums, simple-fsdp, "
+        "simple-fsdp-compiled, deepspeed-zero1, "
         "deepspeed-zero2, deepspeed-zero3, fsharding-zero0, fsharding-zero1, fsharding-zero2, fsharding-zero3, "
         "fsharding-hybrid."
     )
