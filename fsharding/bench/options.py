@@ -29,6 +29,8 @@ class StepConfig:
 
     Attributes:
         ranks: local ranks to start; left out, 2, or those that torchrun started.
+        hosts: 2 has the ranks start on two hosts, half of them on each: namespaces of this machine, joined by a cable,
+            in which no memory is shared between hosts. Needs root.
         preset: the decoder; see `fsharding train`.
         contenders: who takes part; by default all but fsharding-hybrid, simple-fsdp and deepspeed-zero1 to 3.
         dtype: of compute.
@@ -43,6 +45,7 @@ class StepConfig:
     """
 
     ranks: int | None = None
+    hosts: Literal[1, 2] = 1
     preset: str = "bench-34m"
     contenders: tuple[str, ...] = _USUAL
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -8,12 +8,14 @@ from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase, de
 from fsharding.testing.compare import assert_bitwise_equal, assert_trees_close
 from fsharding.testing.decoders import DecoderCase
 from fsharding.testing.failures import RankFailure
+from fsharding.testing.hosts import HostPair
 from fsharding.testing.laws import assert_adjoint, assert_matches_reference, rank_values
 from fsharding.testing.ranks import RankPool, run_ranks
 
 __all__ = [
     "DecoderCase",
     "Home",
+    "HostPair",
     "Leaf",
     "Pair",
     "RankFailure",

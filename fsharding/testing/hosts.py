@@ -73,7 +73,9 @@ def _checked(command: Sequence[str]) -> None:
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=_START_S, check=False)
     if done.returncode:
-        raise _failure(f"could not run {command[-1] if len(command) < 4 else ' '.join(command)}.", [done.stderr.strip()])
+        raise _failure(
+            f"could not run {command[-1] if len(command) < 4 else ' '.join(command)}.", [done.stderr.strip()]
+        )
 
 
 @dataclass
@@ -213,7 +215,7 @@ class Host:
 
 
 class HostPair:
-    """Two hosts on this machine, `host0` and `host1`, each with a network card at the ends of one cable.
+    r"""Two hosts on this machine, `host0` and `host1`, each with a network card at the ends of one cable.
 
     As between machines, ranks of one host do not see the processes, the shared memory and the /tmp of the other one,
     and all that they send each other goes through sockets. Directories outside of /tmp are the machine's own on both,
@@ -235,7 +237,7 @@ class HostPair:
         >>> if not HostPair.unavailable():
         ...     with HostPair() as pair:
         ...         names = [run.stdout for run in pair.run(["cat", "/proc/sys/kernel/hostname"])]
-        ...     assert names == ["host0\\n", "host1\\n"]
+        ...     assert names == ["host0\n", "host1\n"]
     """
 
     def __init__(self, *, shared: Sequence[Path | str] = (), mtu: int = 1500) -> None:
@@ -283,6 +285,9 @@ class HostPair:
     def torchrun(self, arguments: Sequence[str], *, ranks: int, options: Sequence[str] = ()) -> list[str]:
         """The line that starts a program on the ranks of both hosts, each of which gets this same line.
 
+        With `--max-restarts` give `run` the variable `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, or ranks of a later start
+        look for those of the first.
+
         Args:
             arguments: the program with its own: `["train.py", "--steps", "3"]`, `["-m", "fsharding", "train"]`.
             ranks: of each host.
@@ -308,7 +313,7 @@ class HostPair:
         timeout: float | None = None,
         capture: bool = True,
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Runs one command on both hosts at the same time, and waits for both.
+        r"""Runs one command on both hosts at the same time, and waits for both.
 
         Args:
             command: program and arguments.
@@ -327,17 +332,18 @@ class HostPair:
             >>> if not HostPair.unavailable():
             ...     with HostPair() as pair:
             ...         runs = pair.run(["sh", "-c", "echo here; exit 3"], timeout=20)
-            ...     assert [(run.returncode, run.stdout) for run in runs] == [(3, "here\\n")] * 2
+            ...     assert [(run.returncode, run.stdout) for run in runs] == [(3, "here\n")] * 2
         """
         with ExitStack() as files:
             # Files, since two pipes that nobody empties would stop their writers.
+            names = ("stdout", "stderr") if capture else ()
             outs = [
-                [files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2)] if capture else []
+                {name: files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for name in names}
                 for _ in self.hosts
             ]
             try:
                 started = [
-                    host.popen(command, env=env, stdin=subprocess.DEVNULL, **dict(zip(("stdout", "stderr"), out)))
+                    host.popen(command, env=env, stdin=subprocess.DEVNULL, **out)
                     for host, out in zip(self.hosts, outs, strict=True)
                 ]
                 late = _wait(started, timeout)
@@ -346,7 +352,7 @@ class HostPair:
                 raise
             if late:
                 self._stop()
-            texts = [[_text(file) for file in out] or ["", ""] for out in outs]
+            texts = [[_text(file) for file in out.values()] or ["", ""] for out in outs]
             if late:
                 rows = [
                     f"{host.name}: {line}"
