@@ -31,6 +31,19 @@ MACHINES, MACHINE = (
 )
 
 
+CLIENT = """
+import socket, time
+until = time.monotonic() + 15
+while True:
+    try:
+        socket.create_connection(("host0", 5000), 15).sendall(socket.gethostname().encode())
+        break
+    except ConnectionRefusedError:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+"""
+
+
 def running(mark):
     """Whether any process of this machine has a word in its command line."""
     return any(mark in read(path / "cmdline") for path in Path("/proc").iterdir() if path.name.isdigit())
@@ -57,10 +70,8 @@ def test_a_host_sees_its_own_processes_memory_and_files_and_the_other_by_address
         first, second = pair.run(["sh", "-c", text], timeout=20)
         assert (pair[0].root / "tmp" / "own").exists() and not Path("/tmp/own").exists()
         server = "import socket; s = socket.create_server(('', 5000)); print(s.accept()[0].recv(99))"
-        client = "import socket; socket.create_connection(('host0', 5000), 20).sendall(socket.gethostname().encode())"
         listens = pair[0].popen([sys.executable, "-S", "-c", server], stdout=subprocess.PIPE, text=True)
-        connects = [sys.executable, "-S", "-c", client]
-        assert until(lambda: pair[1].popen(connects, stderr=subprocess.DEVNULL).wait(20) == 0, 20)
+        assert pair[1].popen([sys.executable, "-S", "-c", CLIENT]).wait(20) == 0
         assert listens.communicate(timeout=20)[0] == "b'host1'\n"
     a, b = first.stdout.split("\n"), second.stdout.split("\n")
     assert (a[0], b[0], first.stderr, second.stderr) == ("host0", "host1", "", "")
@@ -99,10 +110,10 @@ def test_nothing_is_left_behind(how):
             assert [run.stdout for run in pair.run(["sh", "-c", orphan], timeout=20)] == ["there\n"] * 2
             assert running(mark) and folder.exists()
             if how == "timeout":
-                text = refusal(pair.run, ["sh", "-c", f"echo begun; sleep {mark}"], timeout=0.5, kind=RankError)
+                text = refusal(pair.run, ["sh", "-c", f"echo begun; sleep {mark}"], timeout=2, kind=RankError)
                 assert not running(mark), "and the hosts are as new"
                 assert text == (
-                    "HostPair.run has killed sh, which had not ended after 0.5 s.\n"
+                    "HostPair.run has killed sh, which had not ended after 2 s.\n"
                     "  host0: begun\n  host1: begun\nGive it more seconds with timeout=."
                 )
                 assert [run.returncode for run in pair.run(["true"], timeout=20)] == [0, 0]
@@ -192,7 +203,7 @@ def test_a_save_into_separate_directories_is_one_error_that_leaves_nothing(answe
         assert text == (
             "CheckpointError: fs.checkpoint.save failed on 2 of 4 ranks.\n"
             "  ranks 2, 3: fs.checkpoint.save needs a directory that all ranks share, and /tmp/run is none.\n"
-            "    /tmp/run/.step-3.partial: not there on host1\n"
+            "      /tmp/run/.step-3.partial: not there on host1\n"
             "    Give a path on a file system that every host has mounted, at the same place."
         )
         assert seconds < 5 and rank["left"] == []
