@@ -93,7 +93,7 @@ def train(config: Config) -> tuple[list[float], Any]:
         state, metrics = step(state, batch_of(number))
         losses.append(float(metrics.loss))
         if saver is not None:
-            saver.after_step(state)
+            saver.after_step(state, {"model": fs.hf.config_json(recipe.model)})  # `fsharding generate` reads it
         if (number + 1) % config.every == 0:
             validation = evaluate(state, batch_of(recipe.steps + number))
             fs.print0(f"step {number + 1}: loss {losses[-1]:.4f}, on new rows {validation.mean:.4f}", flush=True)

@@ -7,12 +7,15 @@ Nothing here knows about shardings.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import mmap
 import operator
+import os
 import pickle
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -36,15 +39,15 @@ from fsharding.errors import LayoutError, message
 
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
-    "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local", "file_offset",
-    "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
+    "call_first_at_exit", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
+    "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
     "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
-    "is_compiled_caller", "is_elementwise", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
-    "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "meshless_device_mesh", "never_inlined",
-    "new_group", "outside_of_graphs", "packed", "persistent_buffers", "reduce_scatter_flat", "refuse_backward",
-    "region", "same_glances", "same_kind", "save_record", "save_without_data", "set_group_timeout",
-    "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order", "unpack",
-    "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage",
+    "is_compiled_caller", "is_elementwise", "is_fake", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
+    "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh",
+    "never_inlined", "new_group", "outside_of_graphs", "packed", "persistent_buffers", "reduce_scatter_flat",
+    "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
+    "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
+    "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage", "with_values",
 ]  # fmt: skip
 
 
@@ -72,6 +75,27 @@ def kept_by(mesh: DeviceMesh) -> dict[Hashable, Any]:
     return kept
 
 
+def makes_fakes() -> bool:
+    """Whether tensors that are made here have no values, because `FakeTensorMode` is on."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def with_values() -> AbstractContextManager[Any]:
+    """Makes tensors with values under `FakeTensorMode` as well, for what the host computes of keys and ranks."""
+    return unset_fake_temporarily()
+
+
+def _valued(fn: _Function) -> _Function:
+    """A function of ranks, whose tensors have values also where those of the program have none."""
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        with with_values():
+            return fn(*args)
+
+    return run  # pyright: ignore[reportReturnType]
+
+
 def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
     """As `functools.lru_cache`, of a function whose first argument is a mesh: each `DeviceMesh` has a cache.
 
@@ -82,7 +106,8 @@ def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
     """
 
     def decorate(fn: _Function) -> _Function:
-        without = functools.lru_cache(maxsize)(fn)
+        valued = _valued(fn)
+        without = functools.lru_cache(maxsize)(valued)
 
         @functools.wraps(fn)
         def run(mesh: Any, *args: Any) -> Any:
@@ -91,7 +116,7 @@ def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
             except (AttributeError, KeyError):
                 if not isinstance(mesh, DeviceMesh):
                     return without(mesh, *args)
-                cached = kept_by(mesh)[fn] = functools.lru_cache(maxsize)(functools.partial(fn, mesh))
+                cached = kept_by(mesh)[fn] = functools.lru_cache(maxsize)(functools.partial(valued, mesh))
             return cached(*args)
 
         return run  # pyright: ignore[reportReturnType]
@@ -107,7 +132,8 @@ def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
     """
 
     def decorate(fn: _Function) -> _Function:
-        without = functools.lru_cache(maxsize)(fn)
+        valued = _valued(fn)
+        without = functools.lru_cache(maxsize)(valued)
 
         @functools.wraps(fn)
         def run(value: Any, *args: Any) -> Any:
@@ -116,7 +142,7 @@ def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
             except (AttributeError, KeyError):
                 if not isinstance(value.mesh, DeviceMesh):
                     return without(value, *args)
-                cached = kept_by(value.mesh)[fn] = functools.lru_cache(maxsize)(fn)
+                cached = kept_by(value.mesh)[fn] = functools.lru_cache(maxsize)(valued)
             return cached(value, *args)
 
         return run  # pyright: ignore[reportReturnType]
@@ -177,15 +203,31 @@ def _unlike(function: str, columns: Sequence[Sequence[Tensor]]) -> str:
     return message(function, "got tensors that do not belong together.", rows)
 
 
-def foreach_mul(xs: Sequence[Tensor], scalar: float) -> list[Tensor]:
-    """Multiplies the tensors of a list by a number."""
-    return list(torch._foreach_mul(list(xs), scalar)) if xs else []
+def foreach_mul(xs: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """Multiplies the tensors of a list by a number; one that is a 0-d tensor is not read, and gives the same bits."""
+    if not xs or not isinstance(factor, Tensor):
+        return list(torch._foreach_mul(list(xs), factor)) if xs else []
+    products = torch._foreach_mul(_with_dims(xs), _factor(xs, factor))
+    return [y.view(x.shape) for x, y in zip(xs, products, strict=True)]
 
 
-def foreach_mul_(xs: Sequence[Tensor], scalar: float) -> None:
-    """Multiplies the tensors of a list by a number in place."""
-    if xs:
-        torch._foreach_mul_(list(xs), scalar)
+def foreach_mul_(xs: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiplies the tensors of a list by a number in place, as `foreach_mul`."""
+    if xs and isinstance(factor, Tensor):
+        torch._foreach_mul_(_with_dims(xs), _factor(xs, factor))
+    elif xs:
+        torch._foreach_mul_(list(xs), factor)
+
+
+def _with_dims(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Views with at least one dim: the dtype of a 0-d tensor would give way to that of a wider 0-d factor."""
+    return [x if x.ndim else x.view(1) for x in xs]
+
+
+def _factor(xs: Sequence[Tensor], factor: Tensor) -> Tensor:
+    """The factor in float32 where all tensors are, which kernels for whole lists take."""
+    factor = factor.to(xs[0].device, non_blocking=True)
+    return factor.float() if all(x.dtype == torch.float32 for x in xs) else factor
 
 
 def foreach_zero_(xs: Sequence[Tensor]) -> None:
@@ -586,12 +628,15 @@ def fused_adamw_(
     nu: list[Tensor],
     steps: list[Tensor],
     *,
-    scale: float = 1.0,
+    lr: float | Tensor,
+    scale: float | Tensor = 1.0,
+    finite: Tensor | None = None,
     **settings: Any,
 ) -> None:
     """torch's fused AdamW kernel, with its own settings: updates params, mu, nu and, unless scale is 1, grads.
 
-    On the CPU the kernel takes as many elements of each column as the parameter has, wherever these end.
+    On the CPU the kernel takes as many elements of each column as the parameter has, wherever these end. Rate and scale
+    as 0-d tensors are not read by the host. Where `finite`, bool and 0-d, is false, nothing is updated.
 
     Raises:
         LayoutError: tensors of one place differ in size, dtype or device, or have gaps.
@@ -600,11 +645,20 @@ def fused_adamw_(
     sizes = [*map(Tensor.numel, params)]
     if not all([*map(Tensor.numel, column)] == sizes and all(map(Tensor.is_contiguous, column)) for column in columns):
         raise LayoutError(_unlike("fused_adamw_", columns))
-    divisor = torch.tensor(1.0 / scale, device=params[0].device) if scale != 1.0 else None
+    device = params[0].device
+    if isinstance(scale, Tensor):
+        divisor = (1.0 / scale.double()).float()
+    else:
+        divisor = torch.tensor(1.0 / scale, device=device) if scale != 1.0 else None
+    if isinstance(lr, Tensor):
+        # The CPU's kernel takes a rate in float64, as a number; that of a device reads a float32. Torch has no kernel
+        # for fake tensors with a rate in a tensor, and would run the real one.
+        lr = 0.0 if is_fake(params[0]) else lr if device.type == "cpu" else lr.float()
+    found_inf = None if finite is None else finite.logical_not().float()
     try:
         torch._fused_adamw_(
             params, grads, mu, nu, [], steps,
-            **settings, amsgrad=False, maximize=False, grad_scale=divisor,
+            lr=lr, **settings, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found_inf,
         )  # fmt: skip
     except RuntimeError as error:
         # Dtypes and devices are what the kernel looks at itself.
@@ -696,6 +750,30 @@ def outside_of_graphs(fn: _Function) -> _Function:
     _frames.set_code_exec_strategy(fn.__code__, _frames._FrameExecStrategy(_SKIP, _SKIP))
     vars(fn)["_torchdynamo_disable"] = True
     return fn
+
+
+def call_first_at_exit(function: Callable[[], bool]) -> None:
+    """Calls a function at the end of the process, before all that `atexit` has; the status is 1 if it returns True.
+
+    An exception of a function at the exit does not change the status. So this one runs the others, and ends the process
+    itself.
+    """
+
+    def end() -> None:
+        if function():
+            atexit.unregister(end)
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    # Called before the functions of `atexit`, of which the last one registered is the first to be called.
+    threading._register_atexit(lambda: atexit.register(end))
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor has no values, as under `FakeTensorMode`: it stands for one of a device that may not be here."""
+    return isinstance(x, FakeTensor)
 
 
 def never_inlined(fn: _Function) -> _Function:

@@ -4,7 +4,7 @@ In: modules of every room. Out: their public names, in one place.
 Law: names in `__all__` are public, as `docs/reference/stability.md` says; all others may change.
 """
 
-from fsharding import checkpoint, models, ops, optim, pipeline, random, tree
+from fsharding import checkpoint, models, notebook, ops, optim, pipeline, random, tree
 from fsharding.checkpoint.replicas import check_replicas
 from fsharding.comm.counters import counting_bytes, recording
 from fsharding.comm.redistribute import redistribute
@@ -84,6 +84,7 @@ __all__ = [
     "model_from",
     "model_loss",
     "models",
+    "notebook",
     "ops",
     "optim",
     "parse_strategy",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsharding.errors import ConfigError, message
 
-__all__ = ["DTYPES", "BF16", "FP16", "FP32", "LossScale", "Precision", "ScaleState", "wide"]
+__all__ = ["DTYPES", "BF16", "FP16", "FP32", "LossScale", "Precision", "ScaleState", "scaled_loss", "wide"]
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -116,15 +116,33 @@ class Precision:
             return None
         return ScaleState(torch.tensor(self.loss_scale.initial), torch.zeros((), dtype=torch.int64))
 
-    def next_scale(self, state: ScaleState, *, finite: bool) -> ScaleState:
-        """The scale after a step: halved when the step overflowed, doubled after `interval` good ones."""
+    def next_scale(self, state: ScaleState, *, finite: bool | Tensor) -> ScaleState:
+        """The scale after a step: halved when the step overflowed, doubled after `interval` good ones.
+
+        Args:
+            state: before the step.
+            finite: whether it did not overflow; a bool of no dims is not read by the host.
+        """
         assert self.loss_scale is not None
-        good = state.good_steps + 1 if finite else torch.zeros_like(state.good_steps)
-        if not finite:
-            return ScaleState((state.scale * 0.5).clamp(min=self.loss_scale.least), good)
-        if int(good) >= self.loss_scale.interval:
-            return ScaleState(state.scale * 2.0, torch.zeros_like(good))
-        return ScaleState(state.scale.clone(), good)
+        was_finite = finite if isinstance(finite, Tensor) else torch.tensor(finite, device=state.scale.device)
+        scale, good_steps = (x.to(was_finite.device, non_blocking=True) for x in state)
+        good = (good_steps + 1) * was_finite
+        doubled = good >= self.loss_scale.interval
+        larger = torch.where(doubled, scale * 2.0, scale)
+        smaller = (scale * 0.5).clamp(min=self.loss_scale.least)
+        return ScaleState(torch.where(was_finite, larger, smaller), good * doubled.logical_not())
+
+
+def scaled_loss(loss: Tensor, scale: Tensor | float | None) -> Tensor:
+    """A loss times its scale, in the dtype of the loss; the product is rounded once.
+
+    Args:
+        loss: 0-d.
+        scale: float32, 0-d, which is not read by the host; or a number. None leaves the loss as it is.
+    """
+    if scale is None or not loss.is_floating_point():
+        return loss
+    return (loss.to(wide(loss.dtype)) * scale).to(loss.dtype)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

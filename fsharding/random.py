@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsharding import _compat
 from fsharding.errors import ArgumentError, LayoutError, RandomKeyError, message
 from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
 from fsharding.public import missing_name, public
@@ -42,7 +43,8 @@ def key(seed: int) -> Tensor:
         >>> fs.random.key(42)
         tensor([ 0, 42])
     """
-    return torch.tensor([(seed >> 32) & _WORD, seed & _WORD], dtype=torch.int64)
+    with _compat.with_values():  # a key is a value of the host, also where tensors are fake
+        return torch.tensor([(seed >> 32) & _WORD, seed & _WORD], dtype=torch.int64)
 
 
 @public("fs.random.split")
@@ -59,8 +61,9 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     """
     if isinstance(n, int) and n < 0:
         raise RandomKeyError(message("random.split", f"cannot make {n} keys.", mend="Give a number from 0."))
-    counts = torch.arange(n, dtype=torch.int64)
-    return _threefry(_checked(key, "random.split"), torch.stack((torch.zeros_like(counts), counts), -1))
+    with _compat.with_values():
+        counts = torch.arange(n, dtype=torch.int64)
+        return _threefry(_checked(key, "random.split"), torch.stack((torch.zeros_like(counts), counts), -1))
 
 
 @public("fs.random.fold_in")
@@ -73,8 +76,9 @@ def fold_in(key: Tensor, data: int) -> Tensor:
         >>> torch.equal(masks[0], masks[1]), torch.equal(masks[0], masks[2])
         (True, False)
     """
-    count = torch.tensor([1 + ((data >> 32) & 0x7FFFFFFF), data & _WORD], dtype=torch.int64)
-    return _threefry(_checked(key, "random.fold_in"), count)
+    with _compat.with_values():
+        count = torch.tensor([1 + ((data >> 32) & 0x7FFFFFFF), data & _WORD], dtype=torch.int64)
+        return _threefry(_checked(key, "random.fold_in"), count)
 
 
 def _checked(key: Tensor, function: str) -> Tensor:
@@ -232,7 +236,8 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _draw(key: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str, low: float, scale: float) -> Draw:
-    high_word, low_word = _checked(key, f"random.{kind}").tolist()
+    with _compat.with_values():
+        high_word, low_word = _checked(key, f"random.{kind}").tolist()
     return Draw(_sizes(shape), dtype, kind, low, scale, (high_word, low_word))
 
 

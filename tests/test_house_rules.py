@@ -29,7 +29,7 @@ README_SECONDS = 110
 ROOMS = [
     "version", "errors", "_compat", "_functorch", "tree", "untrusted", "precision", "public", "mesh", "sharding",
     "random", "comm", "ops", "transforms", "optim", "models", "pipeline", "train", "checkpoint", "interop", "testing",
-    "api", "bench", "cli", "__main__",
+    "notebook", "api", "bench", "cli", "__main__",
 ]  # fmt: skip
 ABOVE_THE_LIBRARY = {"bench", "cli", "__main__"}  # `import fsharding as fs` is for these
 FORBIDDEN_NAMES = {"utils", "core", "common"}

@@ -15,6 +15,7 @@ __all__ = [
     "MemoryConfig",
     "OptimizerConfig",
     "OverheadConfig",
+    "PipelineConfig",
     "ReshardBenchConfig",
     "ScalingConfig",
     "StepConfig",
@@ -32,7 +33,8 @@ class StepConfig:
         hosts: 2 has the ranks start on two hosts, half of them on each: namespaces of this machine, joined by a cable,
             in which no memory is shared between hosts. Needs root.
         preset: the decoder; see `fsharding train`.
-        contenders: who takes part; by default all but fsharding-hybrid, simple-fsdp and deepspeed-zero1 to 3.
+        contenders: who takes part; left out, all but fsharding-hybrid, fsdp2-default (without prefetches that its user
+            asks for), fsdp2-bf16-sums, simple-fsdp, simple-fsdp-compiled and deepspeed-zero1 to 3.
         dtype: of compute.
         compiled: whether blocks go through torch.compile.
         batch: sequences of a rank.
@@ -185,3 +187,28 @@ class ReshardBenchConfig:
     def ranks(self) -> int:
         """The cases are for 4."""
         return 4
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Schedules of a pipeline, one beside the other.
+
+    Attributes:
+        ranks: along pp; left out, 2, or those that torchrun started.
+        schedules: who takes part; times are compared with the first.
+        preset: the decoder; see `fsharding train`.
+        microbatches: of a step.
+        batch: sequences of a microbatch.
+        seq_len: tokens of a sequence.
+        rounds: counted steps of each schedule.
+        json: print one JSON object instead of a table.
+    """
+
+    ranks: int | None = None
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
+    preset: str = "bench-34m"
+    microbatches: int = 8
+    batch: int = 2
+    seq_len: int = 128
+    rounds: int = 5
+    json: bool = False

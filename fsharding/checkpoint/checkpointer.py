@@ -1,6 +1,7 @@
 """`Checkpointer`: the checkpoints of a run in one directory, each under its step, and no more of them than are wanted.
 
-In: states, step by step. Out: `directory/<step>`, written in the background, and the newest one again.
+In: states, step by step, and data with a position. Out: `directory/<step>`, written in the background, and the newest
+one again.
 Law: an old checkpoint goes only when a newer one is complete, and nothing but complete checkpoints of ours goes.
 """
 
@@ -13,6 +14,7 @@ from typing import Any, Self
 from fsharding.checkpoint.background import settle
 from fsharding.checkpoint.directory import StrPath, latest, real_path, retire
 from fsharding.checkpoint.loading import load
+from fsharding.checkpoint.positions import Stateful, check_stateful
 from fsharding.checkpoint.saving import in_background, plan_save
 from fsharding.errors import CheckpointError, ConfigError, message
 from fsharding.mesh.failures import called_by_all
@@ -31,9 +33,12 @@ class Checkpointer:
         keep: how many stay; None for all.
         every: `after_step` saves when this divides the step.
         background: return from a save when the state is copied, and write it beside the training.
+        data: whose position goes into each checkpoint, and which `load` brings back to it: anything with `state_dict`
+            and `load_state_dict`, such as `fs.data.packed` or a `StatefulDataLoader`.
 
     Raises:
         ConfigError: a number below 1.
+        ArgumentError: `data` has no position.
 
     Example:
         >>> import tempfile
@@ -48,7 +53,15 @@ class Checkpointer:
         4
     """
 
-    def __init__(self, directory: StrPath, *, keep: int | None = 3, every: int = 1, background: bool = True) -> None:
+    def __init__(
+        self,
+        directory: StrPath,
+        *,
+        keep: int | None = 3,
+        every: int = 1,
+        background: bool = True,
+        data: Stateful | None = None,
+    ) -> None:
         rows = [
             f"{name}={value}" for name, value in (("keep", keep), ("every", every)) if value is not None and value < 1
         ]
@@ -56,7 +69,9 @@ class Checkpointer:
             mend = "Give numbers of at least 1; keep=None keeps all."
             raise ConfigError(message("fs.checkpoint.Checkpointer", "cannot keep fewer than one.", rows, mend))
         self.directory = real_path(directory, "fs.checkpoint.Checkpointer")
-        self.keep, self.every, self.background = keep, every, background
+        if data is not None:
+            check_stateful("fs.checkpoint.Checkpointer", data)
+        self.keep, self.every, self.background, self.data = keep, every, background, data
 
     def __enter__(self) -> Self:
         return self
@@ -85,7 +100,7 @@ class Checkpointer:
         settle()
         target, keep = self.directory / str(int(state.step) if number is None else number), self.keep
         after = None if keep is None else lambda: retire(self.directory, keep, target)
-        job = plan_save(target, state, extra, after)
+        job = plan_save(target, state, extra, after, self.data)
         if self.background:
             in_background(job)
         else:
@@ -113,7 +128,7 @@ class Checkpointer:
         return latest(self.directory)
 
     def load(self, layout: Layout, *, opt: GradientTransformation | None = None) -> TrainState:
-        """The newest complete checkpoint in a layout; see `load`.
+        """The newest complete checkpoint in a layout, and `data` at its position; see `load`.
 
         Raises:
             CheckpointError: there is none, or it cannot be loaded.
@@ -122,7 +137,7 @@ class Checkpointer:
         if newest is None:
             rule = f"finds no complete checkpoint in {self.directory}."
             raise CheckpointError(message("fs.checkpoint.Checkpointer.load", rule))
-        return load(newest, layout, opt=opt)
+        return load(newest, layout, opt=opt, data=self.data)
 
     def wait(self) -> None:
         """Returns when nothing is being written any more.

@@ -77,6 +77,7 @@ class Inspection:
             "leaf_bytes": self.leaf_bytes,
             "file_bytes": self.file_bytes,
             "extra": manifest.extra,
+            "data": manifest.data,
             "torch": manifest.torch,
             "fsharding": manifest.fsharding,
             "version": manifest.version,

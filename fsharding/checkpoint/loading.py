@@ -23,6 +23,7 @@ from fsharding.checkpoint import directory
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf, text_of
+from fsharding.checkpoint.positions import Stateful, check_stateful, restore, select
 from fsharding.checkpoint.reader import DamagedError, Source, damage, open_source
 from fsharding.checkpoint.serialized_layout import rebuild
 from fsharding.checkpoint.state_leaves import Want, device_of, leaves_in, main_wants, saved_sharding, staged
@@ -45,7 +46,14 @@ _CPU = torch.device("cpu")
 
 @public(_FUNCTION)
 @called_by_all(_FUNCTION)
-def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = None, cast: bool = False) -> TrainState:
+def load(
+    path: StrPath,
+    layout: Layout,
+    *,
+    opt: GradientTransformation | None = None,
+    cast: bool = False,
+    data: Stateful | None = None,
+) -> TrainState:
     """Reads a checkpoint into a layout: the one that it was saved in, or any other of the same model. Collective.
 
     Parameters in the compute dtype, and copies, are made from the main parameters, as a step makes them. A loss scale
@@ -57,13 +65,16 @@ def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = 
         opt: the optimizer, whose `init` says what the optimizer state should be; it runs on the meta device, so it must
             not look at values. Without it the state is what the checkpoint has, if it is of fsharding's own optimizers.
         cast: allow dtypes that differ, and cast to those that are wanted.
+        data: goes on from the position that was saved with `data=`. Where all data ranks had the same one, as those of
+            `fs.data.packed` have, any mesh takes it; else as many data ranks have to be there.
 
     Returns:
         The state, bitwise what was saved, but for what was cast.
 
     Raises:
         CheckpointError: on every rank: no checkpoint, or one that is incomplete, damaged, of a newer version, of
-            another model, optimizer or main dtype. Every leaf that differs and every damaged file is listed.
+            another model, optimizer or main dtype. Every leaf that differs and every damaged file is listed. With
+            `data`: no position, or those of another number of data ranks; or the data refuses its own.
         LayoutError: the layout is on an abstract mesh.
         ArgumentError: no path, or no layout; a state, say, has one: `state.layout`.
         RankError: a rank is gone, or does not call it.
@@ -85,12 +96,18 @@ def load(path: StrPath, layout: Layout, *, opt: GradientTransformation | None = 
         mend = "Say where it goes: fs.checkpoint.load(path, layout), with layout = fs.plan_layout(model, mesh)."
         raise refuse(_FUNCTION, "a path, then a Layout", layout, mend)
     device_of(layout, _FUNCTION)
+    if data is not None:
+        check_stateful(_FUNCTION, data)
     folder, manifest, damaged = _look(_FUNCTION, path)
+    position = select(_FUNCTION, str(folder), manifest, layout) if data is not None else None
     wanted, opt_state = _wanted(layout, manifest, opt)
     _compare(_FUNCTION, folder, manifest, wanted, layout, with_opt=opt is not None, cast=cast)
     if damaged:
         raise _refusal(_FUNCTION, folder, manifest, damaged)
-    return _assemble(_read(_FUNCTION, folder, manifest, wanted), opt_state, layout)
+    result = _assemble(_read(_FUNCTION, folder, manifest, wanted), opt_state, layout)
+    if data is not None:
+        together(_FUNCTION, lambda: restore(data, position))
+    return result
 
 
 def load_leaves(

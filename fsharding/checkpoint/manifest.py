@@ -111,6 +111,7 @@ class Manifest:
         torch: version that wrote it.
         fsharding: version that wrote it.
         version: of the format.
+        data: positions of data, as `positions.joined` gives them; None where none were saved.
 
     Example:
         >>> import tempfile
@@ -132,6 +133,7 @@ class Manifest:
     torch: str
     fsharding: str
     version: int = VERSION
+    data: dict[str, Any] | None = None
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:
@@ -157,6 +159,8 @@ def text_of(manifest: Manifest) -> str:
         "files": {name: file._asdict() for name, file in manifest.files.items()},
         "extra": manifest.extra,
     }
+    if manifest.data is not None:
+        data["data"] = manifest.data
     try:
         # As `parse` will read it.
         data = parse_json(json.dumps(data, allow_nan=False).encode(), values=_VALUES)
@@ -241,6 +245,8 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         if file.bytes < 0 or not 0 < file.block <= _LARGEST_BLOCK or digests != -(-file.bytes // file.block):
             raise ValueError(f"{name}: {digests} checksums of {file.block} bytes for {file.bytes} bytes")
     _check_layout(data["layout"])
+    if not isinstance(data.get("data"), dict | None):
+        raise ValueError("its positions of data are none")
     if type(data["step"]) is not int:
         raise ValueError(f"its step is no whole number but of type {type(data['step']).__name__}")
     return Manifest(
@@ -253,6 +259,7 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         torch=str(data["torch"]),
         fsharding=str(data["fsharding"]),
         version=data["version"],
+        data=data.get("data"),
     )
 
 

@@ -26,6 +26,7 @@ from fsharding.checkpoint.background import PendingSave, own_group, settle, star
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import Partial, StrPath, not_shared, partial_of, real_path
 from fsharding.checkpoint.manifest import Manifest, text_of
+from fsharding.checkpoint.positions import Stateful, check_stateful, joined, own_position
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import describe, describe_layout
@@ -49,7 +50,7 @@ _LARGEST_EXTRA = 16 << 20
 
 @public(_FUNCTION)
 @called_by_all(_FUNCTION)
-def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
+def save(path: StrPath, state: TrainState, *, extra: Any = None, data: Stateful | None = None) -> None:
     """Writes a checkpoint. Collective over all ranks, which have to see one file system, or of one process.
 
     Main parameters, optimizer state, step, key and loss scale are written as torch DCP does, each element once, so that
@@ -61,6 +62,8 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
         state: the state.
         extra: anything that JSON has, such as the configuration or the position in the data, of at most 16 MiB; that of
             rank 0 is kept, and comes back as JSON gives it (tuples as lists).
+        data: whose position is saved as well: anything with `state_dict` and `load_state_dict`, such as
+            `fs.data.packed` or a `StatefulDataLoader`; `load` takes it too.
 
     Raises:
         CheckpointError: on every rank: a leaf that cannot be saved; parts that differ between ranks that hold the same;
@@ -82,12 +85,12 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None) -> None:
         tensor([1., 1., 1., 1.])
     """
     settle()
-    plan_save(path, state, extra).run()
+    plan_save(path, state, extra, data=data).run()
 
 
 @public(_ASYNC)
 @called_by_all(_ASYNC)
-def save_async(path: StrPath, state: TrainState, *, extra: Any = None) -> PendingSave:
+def save_async(path: StrPath, state: TrainState, *, extra: Any = None, data: Stateful | None = None) -> PendingSave:
     """Begins to write a checkpoint, and returns when it needs the state no more. Collective, as `save`.
 
     What this rank writes is copied to the CPU, so the state may be donated or changed at once; the rest happens on a
@@ -97,6 +100,7 @@ def save_async(path: StrPath, state: TrainState, *, extra: Any = None) -> Pendin
         path: as in `save`.
         state: as in `save`.
         extra: as in `save`.
+        data: as in `save`; its position is that of the call.
 
     Returns:
         `.wait()` returns when the checkpoint is in its place, and raises what `save` would; `.done` only looks. The
@@ -117,7 +121,7 @@ def save_async(path: StrPath, state: TrainState, *, extra: Any = None) -> Pendin
         '0'
     """
     settle()
-    return in_background(plan_save(path, state, extra))
+    return in_background(plan_save(path, state, extra, data=data))
 
 
 def in_background(job: Job) -> PendingSave:
@@ -215,7 +219,13 @@ def finish(partial: Partial, manifest: Manifest, written: Sequence[Written]) -> 
     return whole
 
 
-def plan_save(path: StrPath, state: TrainState, extra: Any = None, after: Callable[[], None] | None = None) -> Job:
+def plan_save(
+    path: StrPath,
+    state: TrainState,
+    extra: Any = None,
+    after: Callable[[], None] | None = None,
+    data: Stateful | None = None,
+) -> Job:
     """Checks on all ranks that a state can be saved, and says what this one writes. Collective.
 
     Args:
@@ -223,6 +233,7 @@ def plan_save(path: StrPath, state: TrainState, extra: Any = None, after: Callab
         state: as in `save`.
         extra: as in `save`.
         after: what rank 0 does when the checkpoint is in its place.
+        data: as in `save`.
 
     Raises:
         CheckpointError: it cannot; nothing has been touched.
@@ -238,20 +249,28 @@ def plan_save(path: StrPath, state: TrainState, extra: Any = None, after: Callab
     target = real_path(path, _FUNCTION)
     planned: list[tuple[Job, dict[Holders, list[SharedBox]]]] = []
 
-    def check() -> tuple[dict[str, str], dict[Holders, int]]:
+    def check() -> tuple[dict[str, str], dict[Holders, int], tuple[int, int, Any] | None]:
+        if data is not None:
+            check_stateful(_FUNCTION, data)
         job, facts, shared = _check(target, named, state, extra)
         planned.append((dataclasses.replace(job, after=after), shared))
-        return facts, checksums(shared)
+        facts["data"] = "none" if data is None else "a position"
+        return facts, checksums(shared), own_position(_FUNCTION, data, state.layout) if data is not None else None
 
     answers = together(_FUNCTION, check)
-    facts_of_ranks = [facts for facts, _ in answers]
+    facts_of_ranks = [facts for facts, _, _ in answers]
     _same_everywhere(facts_of_ranks)
     job, shared = planned[0]
-    if rows := differences(_FUNCTION, [sums for _, sums in answers], shared):
+    if rows := differences(_FUNCTION, [sums for _, sums, _ in answers], shared):
         rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
         raise CheckpointError(message(_FUNCTION, rule, rows, MEND))
     step = next(facts["step"] for facts in facts_of_ranks if "step" in facts)
-    return dataclasses.replace(job, manifest=dataclasses.replace(job.manifest, step=int(step)))
+    positions = joined([position for _, _, position in answers]) if data is not None else None
+    if (size := len(json.dumps(positions))) > _LARGEST_EXTRA:
+        rule = f"cannot write positions of data of {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
+        mend = "Give data whose state_dict says where it is, not what it has read."
+        raise CheckpointError(message(_FUNCTION, rule, mend=mend))
+    return dataclasses.replace(job, manifest=dataclasses.replace(job.manifest, step=int(step), data=positions))
 
 
 def _check(

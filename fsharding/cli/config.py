@@ -29,7 +29,8 @@ from fsharding.pipeline.schedule import SCHEDULES, Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
 from fsharding.sharding.partition_spec import DEFAULT_RULES
 from fsharding.sharding.strategy import STRATEGIES, parse_strategy
-from fsharding.train.data import Tokens, open_data
+from fsharding.train.data import Packed, Tokens, open_data, open_documents, packed
+from fsharding.train.documents import is_table
 
 __all__ = [
     "OPTIMIZERS",
@@ -118,6 +119,9 @@ def check(config: TrainConfig, world: int) -> None:
     _check_model(config, data, config.data)
     if (validation := open_validation(config)) is not None:
         _check_model(config, validation, config.val_data)
+    for opened in (data, validation):
+        if isinstance(opened, Packed):
+            opened.batch(0)  # its documents are read as late as they are needed
     if config.resume:
         _check_resume(config, data)
         next(metrics_rows(config.metrics), None)  # what cannot be read is found before a rank starts
@@ -231,25 +235,40 @@ def _check_batch(config: TrainConfig, shape: AbstractMesh) -> None:
         )
 
 
-def open_tokens(config: TrainConfig) -> Tokens:
+def open_tokens(config: TrainConfig) -> Tokens | Packed:
     """The data of a run."""
-    return open_data(
-        config.data, batch_size=config.batch, seq_len=config.seq, seed=config.seed, documents=config.documents
-    )
+    return _open(config, "--data", config.data)
 
 
-def open_validation(config: TrainConfig) -> Tokens | None:
+def open_validation(config: TrainConfig) -> Tokens | Packed | None:
     """The data of the validation; None where there is none. The batches of a step are the same in every run."""
-    if not config.val_data:
-        return None
-    return open_data(
-        config.val_data, batch_size=config.batch, seq_len=config.seq, seed=config.seed, documents=config.documents
+    return _open(config, "--val-data", config.val_data) if config.val_data else None
+
+
+def _open(config: TrainConfig, option: str, source: str) -> Tokens | Packed:
+    """Bytes, or tokens of a file, at random places; or, with a tokenizer, documents one after the other."""
+    sizes: dict[str, Any] = {"batch_size": config.batch, "seq_len": config.seq, "seed": config.seed}
+    if config.tokenizer is None:
+        if source != "default" and is_table(Path(source)):
+            text = f"cannot read the data set {option} {source} byte by byte."
+            raise ConfigError(message("fsharding train", text, mend="Give its tokenizer: --tokenizer tokenizer.json."))
+        return open_data(source, documents=config.documents, **sizes)
+    if source.endswith(".bin"):
+        text = f"got --tokenizer {config.tokenizer}, and {option} {source} has tokens already."
+        raise ConfigError(message("fsharding train", text, mend="Leave --tokenizer out."))
+    return packed(
+        open_documents(source),
+        tokenizer=config.tokenizer,
+        eos=int(config.eos) if config.eos.isdecimal() else config.eos or None,
+        column=config.text_column,
+        boundaries=config.documents,
+        **sizes,
     )
 
 
-def _check_model(config: TrainConfig, data: Tokens, source: str) -> None:
+def _check_model(config: TrainConfig, data: Tokens | Packed, source: str) -> None:
     vocab = recipe(config.preset).config.vocab
-    if data.vocab_size > vocab:
+    if data.vocab_size is not None and data.vocab_size > vocab:
         text = f"cannot embed {data.vocab_size} tokens of {source} in the {vocab} of --preset {config.preset}."
         raise ConfigError(
             message("fsharding train", text, mend="Choose a preset with a larger vocabulary, or other data.")
@@ -265,7 +284,7 @@ def _check_out(config: TrainConfig) -> None:
         raise ConfigError(message("fsharding train", text, mend="Choose a directory that can be written.")) from error
 
 
-def _check_resume(config: TrainConfig, data: Tokens) -> None:
+def _check_resume(config: TrainConfig, data: Tokens | Packed) -> None:
     newest = choose(config.resume, config.checkpoints).path
     if newest is None:
         return

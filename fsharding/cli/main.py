@@ -22,6 +22,7 @@ from fsharding.bench.options import (
     MemoryConfig,
     OptimizerConfig,
     OverheadConfig,
+    PipelineConfig,
     ReshardBenchConfig,
     ScalingConfig,
     StepConfig,
@@ -30,6 +31,7 @@ from fsharding.cli.config_file import with_config_file
 from fsharding.cli.options import (
     DoctorConfig,
     ExportConfig,
+    GenerateConfig,
     InspectConfig,
     ListConfig,
     PlanConfig,
@@ -48,6 +50,7 @@ _BENCHES = {
     "overhead": (OverheadConfig, "Host overhead of a step, beside FSDP2's."),
     "optimizer": (OptimizerConfig, "An update of AdamW, beside torch's fused one."),
     "checkpoint": (CheckpointConfig, "Saving and loading, beside torch's own."),
+    "pipeline": (PipelineConfig, "Schedules of a pipeline, one beside the other."),
     "reshard": (ReshardBenchConfig, "Resharding, beside a raw all-to-all."),
     "list": (ListConfig, "List what can be measured."),
 }
@@ -64,6 +67,7 @@ def _subcommands(table: Mapping[str, tuple[Any, str]]) -> Any:
 
 _VERBS = {
     "train": (TrainConfig, "Train a decoder on bytes or tokens."),
+    "generate": (GenerateConfig, "Continue a prompt with the model of a checkpoint."),
     "plan": (PlanConfig, "Show what a preset takes on a mesh of any size."),
     "bench": (_subcommands(_BENCHES), "Measure side by side with what people use."),
     "doctor": (DoctorConfig, "Look at this machine as ranks will see it."),

@@ -15,6 +15,7 @@ import tyro
 __all__ = [
     "DoctorConfig",
     "ExportConfig",
+    "GenerateConfig",
     "InspectConfig",
     "ListConfig",
     "PlanConfig",
@@ -45,8 +46,13 @@ class TrainConfig:
         batch: sequences of the global batch.
         seq: tokens of a sequence.
         seed: of parameters and data.
-        data: `default` (the Python standard library's own source), a file, a directory, or a `.bin` of tokens.
-        documents: tokens see those of their own document only: a file, or what the separator of a `.bin` ends.
+        data: `default` (the Python standard library's own source), a file, a directory, or a `.bin` of tokens. With
+            `tokenizer` also a .json, .jsonl, .parquet or .csv file, a directory of those, or one that `datasets` saved.
+        tokenizer: a tokenizer.json, or a directory that has one; left out, text is taken byte by byte.
+        text_column: of data with several columns.
+        eos: the token that ends a document, by its text or its id; left out, the tokenizer's own.
+        documents: tokens see those of their own document only: a file, a row of a data set, or what the separator of a
+            `.bin` ends.
         val_data: data of the same kinds, of which the loss is taken forward only; left out, there is no validation.
         val_every: steps between validations; 0 for one after the last step only.
         val_batches: how many batches a validation sees, each time the same ones.
@@ -97,6 +103,9 @@ class TrainConfig:
     seq: int = 128
     seed: int = 0
     data: str = "default"
+    tokenizer: Path | None = None
+    text_column: str = "text"
+    eos: str = ""
     documents: bool = False
     val_data: str = ""
     val_every: int = 0
@@ -179,6 +188,47 @@ class InspectConfig:
     """
 
     path: tyro.conf.Positional[Path]
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Continue a prompt with the model of a checkpoint.
+
+    Attributes:
+        path: the checkpoint, the --out directory of a run, whose newest one is taken, or a directory of Hugging Face.
+        prompt: text to continue.
+        tokens: how many new tokens at most.
+        temperature: of the distribution that is drawn from; 0 takes the likeliest token each time.
+        top_k: draw from so many likeliest tokens only.
+        top_p: draw from the likeliest tokens only that have this probability together.
+        eos: id of a token that ends the text.
+        seed: of the draws; the text follows from it, on any number of ranks.
+        ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
+        mesh: sizes of axes, such as `dp=2`; tp takes what is left.
+        dtype: of compute: float32, bfloat16 or float16.
+        preset: the model, where the checkpoint does not say it: a name of `fsharding.models.presets`.
+        model: the model, where the checkpoint does not say it: a `config.json`.
+        tokenizer: a tokenizer.json, or a directory that has one; left out, that of the run, which may be bytes.
+        timeout: seconds that a collective waits for its peers.
+        json: print one JSON object at the end.
+    """
+
+    path: tyro.conf.Positional[Path]
+    prompt: str = "\n"
+    tokens: int = 100
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    eos: int | None = None
+    seed: int = 0
+    ranks: int | None = None
+    mesh: str = ""
+    dtype: str = "float32"
+    preset: str = ""
+    model: Path | None = None
+    tokenizer: Path | None = None
+    timeout: float = 120.0
     json: bool = False
 
 

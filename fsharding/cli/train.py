@@ -57,7 +57,7 @@ from fsharding.models.presets import Recipe, recipe
 from fsharding.pipeline.plots import metrics_rows, plot_loss
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.strategy import parse_strategy
-from fsharding.train.data import Shard, Tokens
+from fsharding.train.data import Packed, Shard, Tokens
 from fsharding.train.evaluate import Evaluate, evaluate
 from fsharding.train.reshard import reshard
 from fsharding.train.state import TrainState, init_state, state_bytes
@@ -115,7 +115,7 @@ def _run(
     schedule: fs.optim.Schedule,
     swaps: dict[int, Swap],
     state: TrainState,
-    data: Tokens,
+    data: Tokens | Packed,
     checkpoint: Path | None,
     first: int,
 ) -> bool:
@@ -169,7 +169,7 @@ def _run(
 
 def _begin(
     config: TrainConfig, model: Model, opt: fs.optim.GradientTransformation, swaps: list[Swap], held: ExitStack
-) -> tuple[TrainState, Tokens, Path | None, int]:
+) -> tuple[TrainState, Tokens | Packed, Path | None, int]:
     """The first state of a run, its data, the checkpoint that it goes on from, and how many batches that had seen.
 
     Args:
@@ -199,11 +199,17 @@ def _begin(
         if choice.path is None:
             return init_state(model, opt, fs.random.key(config.seed), layout), data, None, 0
         try:
-            return checkpoint.load(choice.path, layout, opt=opt), data, choice.path, first
+            position = _position(data) if checkpoint.metadata(choice.path).data is not None else None
+            return checkpoint.load(choice.path, layout, opt=opt, data=position), data, choice.path, first
         except CheckpointError:
             if not config.resume_older or not is_damaged(choice.path):
                 raise
             skip.add(choice.path)
+
+
+def _position(data: Tokens | Packed) -> Packed | None:
+    """The data, where the number of a step does not say where its rows are without the documents before them."""
+    return data if isinstance(data, Packed) else None
 
 
 def _tell(config: TrainConfig, choice: Choice, first: int) -> None:
@@ -288,7 +294,7 @@ def _is_due(config: TrainConfig, done: int) -> bool:
     return done == config.steps or (config.val_every > 0 and done % config.val_every == 0)
 
 
-def _validation_loss(config: TrainConfig, validate: Evaluate, state: TrainState, data: Tokens) -> float:
+def _validation_loss(config: TrainConfig, validate: Evaluate, state: TrainState, data: Tokens | Packed) -> float:
     """The mean loss of the first `val_batches` batches. Collective; forward only."""
     total, count = 0.0, 0.0
     for number in range(config.val_batches):
@@ -297,17 +303,17 @@ def _validation_loss(config: TrainConfig, validate: Evaluate, state: TrainState,
     return total / count if count else math.nan
 
 
-def _batch(data: Tokens, number: int, mesh: Any) -> dict[str, torch.Tensor]:
+def _batch(data: Tokens | Packed, number: int, mesh: Any) -> dict[str, torch.Tensor]:
     """This rank's part of a global batch, on its device."""
     batch = ops.cut_sequence(data.batch(number, Shard(*data_position(mesh))), mesh=mesh)
     return {k: v.to(_device(mesh)) for k, v in batch.items()}
 
 
-_OWN = {"out", "data", "val_data", "config", "ranks", "plot", "timeout", "deadline", "grace"}
+_OWN = {"out", "data", "val_data", "tokenizer", "config", "ranks", "plot", "timeout", "deadline", "grace"}
 """Options that ranks on several machines may have each of their own."""
 
 
-def _agree(config: TrainConfig, data: Tokens, mesh: Any, choice: Choice) -> None:
+def _agree(config: TrainConfig, data: Tokens | Packed, mesh: Any, choice: Choice) -> None:
     """Refuses ranks that were started with different options, or that see different data or other checkpoints."""
     facts = {f"--{k.replace('_', '-')}": str(v) for k, v in asdict(config).items() if k not in _OWN}
     facts["fingerprint of --data"], ranks = data.fingerprint(), everyone(mesh)
@@ -350,11 +356,11 @@ def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
     return reshard(state, layout.with_strategy(parse_strategy(swap.strategy)), donate=True)
 
 
-def _save(config: TrainConfig, state: TrainState, data: Tokens, batches: int) -> None:
+def _save(config: TrainConfig, state: TrainState, data: Tokens | Packed, batches: int) -> None:
     """Saves under the number of batches seen, which is that of updates but for those that a loss scale skipped."""
     options = {k: str(v) for k, v in asdict(config).items()}
     extra = {"preset": config.preset, "data": data.fingerprint(), "batches": batches, "config": options}
-    keeper = checkpoint.Checkpointer(config.checkpoints, keep=config.keep, background=False)
+    keeper = checkpoint.Checkpointer(config.checkpoints, keep=config.keep, background=False, data=_position(data))
     keeper.save(state, extra, number=batches)
 
 

@@ -21,11 +21,13 @@ from fsharding.bench.options import (
     MemoryConfig,
     OptimizerConfig,
     OverheadConfig,
+    PipelineConfig,
     ReshardBenchConfig,
     ScalingConfig,
     StepConfig,
 )
 from fsharding.bench.overhead import overhead
+from fsharding.bench.pipeline import bench_pipeline
 from fsharding.bench.reshard import bench_reshard
 from fsharding.bench.scaling import bench_scaling
 from fsharding.bench.step import bench_step
@@ -33,9 +35,11 @@ from fsharding.cli.checkpoints import run_tool
 from fsharding.cli.config import check
 from fsharding.cli.config_file import config_text
 from fsharding.cli.doctor import doctor
+from fsharding.cli.generate import check_generate, generate
 from fsharding.cli.options import (
     DoctorConfig,
     ExportConfig,
+    GenerateConfig,
     InspectConfig,
     ListConfig,
     PlanConfig,
@@ -77,6 +81,14 @@ def _train(config: TrainConfig) -> int:
     return max(launch_ranks(train, ranks, config, grace=config.grace))
 
 
+def _generate(config: GenerateConfig) -> int:
+    ranks = _ranks(config.ranks, default=1)
+    check_generate(config, ranks)
+    if under_launcher() or ranks == 1:
+        return generate(config)
+    return max(launch_ranks(generate, ranks, config))
+
+
 def _on_ranks(measure: Callable[[Any], None]) -> Callable[[Any], None]:
     """A measurement on the ranks of a launcher, or on new ones; one is started, too: DDP and FSDP2 want a group."""
 
@@ -99,7 +111,7 @@ def _step(config: StepConfig) -> int:
 
 
 def _list(config: ListConfig) -> None:
-    names = ("step", "memory", "scaling", "overhead", "optimizer", "checkpoint", "reshard")
+    names = ("step", "memory", "scaling", "overhead", "optimizer", "checkpoint", "pipeline", "reshard")
     print(json.dumps({"benches": names}) if config.json else ", ".join(names))
 
 
@@ -121,6 +133,7 @@ def _ranks(asked: int | None, *, default: int) -> int:
 
 _VERBS: dict[type[Any], Callable[[Any], int | None]] = {
     TrainConfig: _train,
+    GenerateConfig: _generate,
     PlanConfig: preview,
     DoctorConfig: doctor,
     InspectConfig: run_tool,
@@ -130,6 +143,7 @@ _VERBS: dict[type[Any], Callable[[Any], int | None]] = {
     OverheadConfig: _on_ranks(overhead),
     MemoryConfig: _on_ranks(bench_memory),
     CheckpointConfig: _on_ranks(bench_checkpoint),
+    PipelineConfig: _on_ranks(bench_pipeline),
     ReshardBenchConfig: _on_ranks(bench_reshard),
     ScalingConfig: bench_scaling,
     OptimizerConfig: bench_optimizer,

@@ -173,7 +173,8 @@ def make_mesh(
     with naming_lost("fs.make_mesh", range(world)):
         facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
         facts["transport"] = transport
-        mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout)
+        with _compat.with_values():
+            mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout)
         kept_by(mesh)["transport"] = transport
     # A weak reference, since the mesh keeps the function.
     _compat.describe_mesh(mesh, functools.partial(_transports_of, weakref.ref(mesh)))

@@ -210,8 +210,8 @@ def agree(count: Tensor) -> None:
         False
     """
     global _agreed
-    # Without a watch nobody may ask, so that a device is not waited for.
-    _agreed = count > 0 if _active is None else bool(count > 0)
+    # Read when somebody asks, so that a step does not wait for a device.
+    _agreed = count > 0
 
 
 # ------------------------------------------------------------------------------------------------------------ deadlines

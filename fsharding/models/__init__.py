@@ -3,6 +3,7 @@
 from fsharding.models import presets
 from fsharding.models.block_parts import Stream
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
+from fsharding.models.generate import generate
 from fsharding.models.grouped_query import Grouped
 from fsharding.models.latent_attention import Latent
 from fsharding.models.mlp import Dense
@@ -20,6 +21,7 @@ __all__ = [
     "Stack",
     "Stream",
     "decoder",
+    "generate",
     "presets",
     "scan_stacks",
 ]

@@ -47,6 +47,7 @@ class Stream(NamedTuple):
         positions: of the tokens (int64[B, T]) where they are not those of one whole sequence.
         documents: of the tokens (int[B, T]) where several are packed.
         extra: what routers have added to the loss of these tokens (0-d), if any do.
+        cache: of the block that comes next, where tokens are generated; see `models.cache`.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
@@ -61,6 +62,7 @@ class Stream(NamedTuple):
     positions: Tensor | None = None
     documents: Tensor | None = None
     extra: Tensor | None = None
+    cache: Tree = None
 
 
 class BlockSettings(NamedTuple):
@@ -175,6 +177,20 @@ class AttentionPart(Part, Protocol):
 
     def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, settings: BlockSettings) -> Tensor:
         """Its term of the residual stream, from the normalized stream [B, T, D]."""
+        ...
+
+    def prepared(self, params: Tree) -> Tree:
+        """The leaves of a block after what `apply` would gather of them over `tp` each time."""
+        ...
+
+    def cache(self, params: Tree, rows: int, length: int) -> dict[str, Tensor]:
+        """Room for what later tokens need of `length` tokens of each row: leaves [B, length, ...]; see `models.cache`.
+
+        Args:
+            params: of one block, as `apply` takes them.
+            rows: B.
+            length: most tokens of a row.
+        """
         ...
 
 

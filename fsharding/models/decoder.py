@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,10 +20,11 @@ from fsharding import ops, random
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.block_parts import AttentionPart, BlockSettings, Cuts, Draws, FeedPart, Stream, columns, norm
+from fsharding.models.cache import at_each
 from fsharding.models.grouped_query import Grouped
 from fsharding.models.latent_attention import Latent
 from fsharding.models.mlp import Dense
-from fsharding.models.model import Model
+from fsharding.models.model import Decode, Model
 from fsharding.models.moe import Experts, Mixture
 from fsharding.ops.attention import Kind
 from fsharding.ops.rotary import Scaling
@@ -197,11 +198,8 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         return Stream(x_BTD, positions, documents)
 
     def head(params: Tree, x: Stream | Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
-        stream = x if isinstance(x, Stream) else Stream(x)
-        x_BTD = norm(params["norm"], stream.x, settings)
-        targets, whole = batch["targets"], params["unembed"].shape[0] == config.vocab
-        (logits_BTV,) = columns(x_BTD, [params["unembed"]], whole=whole, settings=settings)
-        total = ops.cross_entropy(logits_BTV, targets, vocab=config.vocab).sum()
+        stream, targets = x if isinstance(x, Stream) else Stream(x), batch["targets"]
+        total = ops.cross_entropy(_logits(config, params, stream.x, settings), targets, vocab=config.vocab).sum()
         return total if stream.extra is None else total + stream.extra, (targets != -100).sum()
 
     return Model(
@@ -214,7 +212,43 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         axes=("cp", "tp"),
         check=functools.partial(_check, config, sequence, attention),
         balanced=_balanced(config),
+        decode=_decode(config, attention),
     )
+
+
+def _logits(c: DecoderConfig, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> Tensor:
+    """Logits of the vocabulary, or of this rank's part of it where `tp` cuts that: [B, T, V of this rank]."""
+    whole = params["unembed"].shape[0] == c.vocab
+    x_BTD = norm(params["norm"], x_BTD, settings)
+    return columns(x_BTD, [params["unembed"]], whole=whole, settings=settings)[0]
+
+
+def _decode(c: DecoderConfig, kind: Kind) -> Decode:
+    """The decoder token by token: one token cannot be cut along the sequence, and no router adds to a loss."""
+    settings = BlockSettings(c.eps, None, kind)
+
+    def embed(params: Tree, batch: Tree) -> Stream:
+        x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=c.vocab)
+        return Stream(x_BTD, batch["positions"])
+
+    def logits(params: Tree, x: Stream, last_B: Tensor) -> Tensor:
+        logits_BV = _logits(c, params, at_each(x.x, last_B), settings)[:, 0]
+        return logits_BV if logits_BV.shape[1] == c.vocab else ops.gather(logits_BV, "tp", dim=1, size=c.vocab)
+
+    def block(parts: tuple[AttentionPart, FeedPart]) -> Callable[[Tree, Stream, Tree], Stream]:
+        attention, feed = parts
+        if isinstance(feed, Mixture):
+            feed = Mixture(replace(feed.experts, balance=0.0, z=0.0))
+        run = _block(attention, feed, settings)
+        return lambda params, x, cache: run(params, x._replace(cache=cache))
+
+    kinds = c.kinds()
+    columns = [(block(parts), parts[0].prepared, parts[0].cache) for parts in kinds]
+    if not c.stacks:
+        return Decode(embed, *columns[0], logits, c.vocab)
+    names = [stack.name for stack in c.stacks]
+    run, prepare, cache = (dict(zip(names, column, strict=True)) for column in zip(*columns, strict=True))
+    return Decode(embed, run, prepare, cache, logits, c.vocab)
 
 
 def _block(

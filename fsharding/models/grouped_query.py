@@ -18,6 +18,7 @@ from fsharding import ops
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import axis_index
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, columns, positions_of, rows, scale_of
+from fsharding.models.cache import attend, has_earlier, store
 from fsharding.ops.rotary import Scaling
 from fsharding.random import Draw
 from fsharding.sharding.partition_spec import DimName, Fused
@@ -111,8 +112,36 @@ class Grouped:
         at = positions_of(stream, q_BHTE.shape[2])
         q_BHTE, k_BKTE = (ops.rotary(y, at, base=self.rope_base, scaling=self.rope_scaling) for y in (q_BHTE, k_BKTE))
         scale = scale_of(self.head_dim, self.rope_scaling)
-        out_BHTE = ops.attention(q_BHTE, k_BKTE, v_BKTE, documents=stream.documents, kind=settings.kind, scale=scale)
+        if stream.cache is not None:
+            for name, y_BKTE in (("k", k_BKTE), ("v", v_BKTE)):
+                store(stream.cache[name], y_BKTE.transpose(1, 2), at)
+        if stream.cache is not None and has_earlier(stream.cache, q_BHTE.shape[2]):
+            k_BKSE, v_BKSE = (stream.cache[name].transpose(1, 2) for name in "kv")
+            out_BHTE = attend(q_BHTE, k_BKSE, v_BKSE, at, scale)
+        else:
+            out_BHTE = ops.attention(
+                q_BHTE, k_BKTE, v_BKTE, documents=stream.documents, kind=settings.kind, scale=scale
+            )
         return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, settings=settings)
+
+    def prepared(self, params: Tree) -> Tree:
+        """The leaves with the rows of the key heads that this rank needs; see `AttentionPart`."""
+        if self.fused:
+            return params
+        names = [name for x in "kv" for name in (f"w{x}", f"{x}_bias") if name in params]
+        heads = params["wo"].shape[0] // self.head_dim
+        return {**params, **{name: self._kv_rows(params[name], heads) for name in names}}
+
+    def cache(self, params: Tree, rows: int, length: int) -> dict[str, Tensor]:
+        """Keys and values, of the key heads that this rank needs; see `AttentionPart`."""
+        first, last = self._key_heads(params["wo"].shape[0] // self.head_dim)
+        return {name: params["wo"].new_zeros(rows, length, last - first, self.head_dim) for name in "kv"}
+
+    def _key_heads(self, heads: int) -> tuple[int, int]:
+        """The key heads of this rank's query heads, from the first to the one after the last."""
+        group = self.heads // self.kv_heads
+        first = axis_index("tp") * heads if heads < self.heads else 0
+        return first // group, (first + heads - 1) // group + 1
 
     def _rows(self, params: Tree, name: str, heads: int) -> list[Tensor]:
         """The rows that this rank needs, of queries, keys and values, or of all in one."""
@@ -125,10 +154,11 @@ class Grouped:
         size, count = self.heads // heads, self.kv_heads * self.head_dim
         if size == 1 or (self.kv_heads % size == 0 and weight.shape[0] < count):
             return weight
+        first, last = self._key_heads(heads)
+        if weight.shape[0] == (last - first) * self.head_dim < count:
+            return weight  # prepared: where ranks share a key head, each has less than one
         weight = ops.vary(weight, "tp") if weight.shape[0] == count else ops.gather(weight, "tp", dim=0, size=count)
-        group = self.heads // self.kv_heads
-        first = axis_index("tp") * heads
-        return weight[first // group * self.head_dim : ((first + heads - 1) // group + 1) * self.head_dim]
+        return weight[first * self.head_dim : last * self.head_dim]
 
     def objections(self, cuts: Cuts) -> list[str]:
         """Why the mesh cannot cut the heads; see `Part`."""

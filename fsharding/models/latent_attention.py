@@ -18,6 +18,7 @@ from torch import Tensor
 from fsharding import ops
 from fsharding.errors import ConfigError, message
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, norm, positions_of, rows, scale_of
+from fsharding.models.cache import attend, has_earlier, store
 from fsharding.ops.rotary import Scaling
 from fsharding.random import Draw
 from fsharding.sharding.partition_spec import DimName
@@ -98,19 +99,51 @@ class Latent:
         whole = heads == self.heads
         q_BTR, kv_BTR, turning_BTE = self._narrow(params, x_BTD, whole, settings)
         q_BHTE = rearrange(ops.product(q_BTR, params["q_up"], 1), "b t (h e) -> b h t e", h=heads)
-        kv_BHTE = rearrange(ops.product(kv_BTR, params["kv_up"], 1), "b t (h e) -> b h t e", h=heads)
         at = positions_of(stream, q_BHTE.shape[2])
 
         def turned(y_BHTE: Tensor) -> Tensor:
             return ops.rotary(y_BHTE, at, base=self.rope_base, scaling=self.rope_scaling)
 
         q_plain, q_turning = q_BHTE.split((self.plain_dim, self.rotary_dim), -1)
-        k_plain, v_BHTE = kv_BHTE.split((self.plain_dim, self.value_dim), -1)
-        q_BHTE = torch.cat((q_plain, turned(q_turning)), -1)
-        k_BHTE = torch.cat((k_plain, turned(turning_BTE[:, None]).expand(-1, heads, -1, -1)), -1)
+        q_turned, k_turned = turned(q_turning), turned(turning_BTE[:, None])
         scale = scale_of(self.head_dim, self.rope_scaling)
-        out_BHTE = ops.attention(q_BHTE, k_BHTE, v_BHTE, documents=stream.documents, kind=settings.kind, scale=scale)
+        if stream.cache is not None:
+            store(stream.cache["latents"], torch.cat((kv_BTR, k_turned[:, 0]), -1), at)
+        if stream.cache is not None and has_earlier(stream.cache, q_BHTE.shape[2]):
+            out_BHTE = self._cached(params["kv_up"], q_plain, q_turned, stream.cache["latents"], at, scale)
+        else:
+            kv_BHTE = rearrange(ops.product(kv_BTR, params["kv_up"], 1), "b t (h e) -> b h t e", h=heads)
+            k_plain, v_BHTE = kv_BHTE.split((self.plain_dim, self.value_dim), -1)
+            q_BHTE = torch.cat((q_plain, q_turned), -1)
+            k_BHTE = torch.cat((k_plain, k_turned.expand(-1, heads, -1, -1)), -1)
+            out_BHTE = ops.attention(
+                q_BHTE, k_BHTE, v_BHTE, documents=stream.documents, kind=settings.kind, scale=scale
+            )
         return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, settings=settings)
+
+    def prepared(self, params: Tree) -> Tree:
+        """The same leaves: each rank has the heads that it computes; see `AttentionPart`."""
+        return params
+
+    def cache(self, params: Tree, rows: int, length: int) -> dict[str, Tensor]:
+        """The narrow vectors and turned key parts, which all heads share; see `AttentionPart`."""
+        return {"latents": params["wo"].new_zeros(rows, length, self.kv_rank + self.rotary_dim)}
+
+    def _cached(
+        self, kv_up: Tensor, q_plain: Tensor, q_turned: Tensor, latents_BSR: Tensor, at: Tensor, scale: float
+    ) -> Tensor:
+        """Attention in the space of the narrow vectors, so that no key and no value of an earlier token is made anew.
+
+        The product of a plain query and a key, `q (W c)`, is `(q W) c`, and a sum of values `W c` is W times that of c
+        (DeepSeek-V2, sec. 2.1.2): the queries go through the weights instead of all keys and values.
+        """
+        up_k, up_v = kv_up.unflatten(0, (-1, self.plain_dim + self.value_dim)).split(
+            (self.plain_dim, self.value_dim), 1
+        )
+        q_BHTR = torch.cat((torch.einsum("bhte,her->bhtr", q_plain, up_k), q_turned), -1)
+        keys_B1SR = latents_BSR[:, None]
+        out_BHTR = attend(q_BHTR, keys_B1SR, keys_B1SR[..., : self.kv_rank], at, scale)
+        return torch.einsum("bhtr,her->bhte", out_BHTR, up_v)
 
     def _narrow(self, params: Tree, x_BTD: Tensor, whole: bool, settings: BlockSettings) -> tuple[Tensor, ...]:
         """The narrow vectors, normalized, and the part of keys that turns, in the region of heads."""

@@ -15,7 +15,29 @@ from torch import Tensor
 from fsharding.public import missing_name
 from fsharding.tree import Tree
 
-__all__ = ["Model"]
+__all__ = ["Decode", "Model"]
+
+
+class Decode(NamedTuple):
+    """The parts of a model that computes logits of new tokens and keeps, in a cache, what those after them need.
+
+    Parameters are whole over the data axes, and no part communicates along them.
+
+    Attributes:
+        embed: `embed(params, batch) -> x` of `tokens` and `positions` (both int64[B, T]).
+        block: `block(params, x, cache) -> x`, which also writes to its cache; of several stacks one for each, by name.
+        prepare: `prepare(params of a block) -> params`, which gathers once what each call else would; named as blocks.
+        cache: `cache(params of a block, rows, length) -> cache`, a tree of tensors [B, length, ...]; by name as blocks.
+        logits: `logits(params, x, last) -> [B, V]`, of the token of each row that `last` counts (int64[B]).
+        vocab: V.
+    """
+
+    embed: Callable[[Tree, Tree], Any]
+    block: Callable[[Tree, Any, Tree], Any] | Mapping[str, Callable[[Tree, Any, Tree], Any]]
+    prepare: Callable[[Tree], Tree] | Mapping[str, Callable[[Tree], Tree]]
+    cache: Callable[[Tree, int, int], Tree] | Mapping[str, Callable[[Tree, int, int], Tree]]
+    logits: Callable[[Tree, Any, Tensor], Tensor]
+    vocab: int
 
 
 class Model(NamedTuple):
@@ -33,6 +55,7 @@ class Model(NamedTuple):
         check: `check(mesh, rules)` raises where the axes cannot cut the model in the way that the rules ask.
         balanced: (path, rate) of biases whose gradient is a load (`ops.tell_load`): a step moves them by the rate
             against its sign, apart from optimizer, norm and clipping.
+        decode: how `generate` computes one token after the other; None for a model that cannot.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
@@ -50,6 +73,7 @@ class Model(NamedTuple):
     axes: tuple[str, ...] = ()
     check: Callable[[Any, Any], None] | None = None
     balanced: tuple[tuple[str, float], ...] = ()
+    decode: Decode | None = None
 
     def __getattr__(self, name: str) -> Any:
         raise missing_name("Model", name, self._fields, _ELSEWHERE)

@@ -120,13 +120,14 @@ def checked_ids(function: str, name: str, ids: Tensor, vocab: int, *, ignore_ind
         return ids
     if _functorch.innermost(ids) is not ids:
         return ids
-    low, high = (int(x) for x in torch.aminmax(ids))
+    values = ids.detach().numpy()  # the ids of a batch on the CPU are the host's own, so nothing is read of a device
+    low, high = int(values.min()), int(values.max())
     if low >= 0 and high < vocab:
         return ids
-    outside = (ids < 0) | (ids >= vocab)
-    wrong = ids[outside if ignore_index is None else outside & (ids != ignore_index)]
-    if wrong.numel():
-        row = f"{wrong.numel()} of {ids.numel()}, the first is {int(wrong.reshape(-1)[0])}"
+    outside = (values < 0) | (values >= vocab)
+    wrong = values[outside if ignore_index is None else outside & (values != ignore_index)]
+    if wrong.size:
+        row = f"{wrong.size} of {ids.numel()}, the first is {int(wrong[0])}"
         mend = f"Ids are 0 to {vocab - 1}" + ("" if ignore_index is None else f", or {ignore_index} to ignore") + "."
         mend += f" Take a vocab of at least {high + 1}, or the tokenizer of this model." if high >= vocab else ""
         raise DataError(message(function, f"got {name} outside the vocabulary.", [row], mend))

@@ -12,7 +12,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,11 +32,12 @@ from fsharding.optim.base import (
     local_grads,
     local_leaves,
     new_zeros,
+    next_count,
     refuse_other_shards,
     writable_leaves,
     zeros,
 )
-from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.updates import change_slices
 from fsharding.optim.validation import BELOW_1, FROM_0, check_dtype, check_settings
 from fsharding.precision import wide
@@ -131,30 +132,36 @@ def adamw(
         deltas = [new_zeros(x, wide(x.dtype)) for x in mu]
         kernel(deltas, grads, mu, nu, state, decay=0.0)
         if weight_decay:
-            add_decay_(_NAME, deltas, params, state.mu, -rate(int(state.count)) * weight_decay)
-        return like(state.mu, deltas), _successor(state, mu, nu)
+            add_decay_(_NAME, deltas, params, state.mu, -rate_at(rate, state.count) * weight_decay)
+        return like(state.mu, deltas), _successor(state, mu, nu, None)
 
     @public("fs.adamw(...).apply")
     def apply(
-        updates: Tree, state: AdamState, params: Tree, context: UpdateContext = UpdateContext(), *, scale: float = 1.0
+        updates: Tree,
+        state: AdamState,
+        params: Tree,
+        context: UpdateContext = UpdateContext(),
+        *,
+        scale: float | Tensor = 1.0,
     ) -> tuple[Tree, AdamState]:
-        donate = context.donate
+        donate, finite = context.donate, context.finite
         check_update(_NAME, AdamState, updates, state, params, decay=weight_decay)
         columns = writable_leaves(params, updates, state.mu, state.nu) if donate else None
         if columns is not None:
             main, grads, mu, nu = columns
-            kernel(main, grads, mu, nu, state, decay=weight_decay, scale=scale)
-            return params, AdamState(state.count + 1, state.mu, state.nu)
+            kernel(main, grads, mu, nu, state, decay=weight_decay, scale=scale, finite=finite)
+            return params, AdamState(next_count(state.count, finite), state.mu, state.nu)
         grads, mu, nu = _inputs(updates, state, donate)
-        if scale != 1.0 and not donate:
+        if not donate and (isinstance(scale, Tensor) or scale != 1.0):
             grads = [clone(g) for g in grads]  # the kernel scales them in place
 
         def change(slices: list[Tensor]) -> list[Tensor]:
             main = [p if donate else clone(p) for p in slices]
-            kernel(main, grads, mu, nu, state, decay=weight_decay, scale=scale)
+            kernel(main, grads, mu, nu, state, decay=weight_decay, scale=scale, finite=finite)
             return main
 
-        return change_slices(params, state.mu, change, donate=donate, function=_NAME), _successor(state, mu, nu)
+        changed = change_slices(params, state.mu, change, donate=donate, function=_NAME)
+        return changed, _successor(state, mu, nu, finite)
 
     def kernel(
         values: list[Tensor],
@@ -164,13 +171,16 @@ def adamw(
         state: AdamState,
         *,
         decay: float,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
+        finite: Tensor | None = None,
     ) -> None:
-        count = int(state.count)
-        settings = {"lr": rate(count), "beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay, "scale": scale}
-        _fused((values, grads, mu, nu), state.mu, float(count + 1), settings)
+        device = values[0].device if values else state.count.device
+        count = state.count.to(device, non_blocking=True)
+        settings: dict[str, Any] = {"lr": rate_at(rate, count), "scale": scale, "finite": finite}
+        settings |= {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay}
+        _fused((values, grads, mu, nu), state.mu, (count + 1).float(), settings)
 
-    return ContextTransformation(init, update, apply)
+    return ContextTransformation(init, update, apply, masks=True)
 
 
 def _inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -180,8 +190,8 @@ def _inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor]
     return grads, mu, nu
 
 
-def _successor(state: AdamState, mu: list[Tensor], nu: list[Tensor]) -> AdamState:
-    return AdamState(state.count + 1, like(state.mu, mu), like(state.nu, nu))
+def _successor(state: AdamState, mu: list[Tensor], nu: list[Tensor], finite: Tensor | None) -> AdamState:
+    return AdamState(next_count(state.count, finite), like(state.mu, mu), like(state.nu, nu))
 
 
 @functools.lru_cache(maxsize=256)
@@ -190,20 +200,20 @@ def _computed_in(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
     return functools.reduce(torch.promote_types, map(wide, (dtypes[0], *dtypes[2:])))
 
 
-def _fused(columns: _Columns, moments: Tree, count: float, settings: dict[str, float]) -> None:
+def _fused(columns: _Columns, moments: Tree, count: Tensor, settings: dict[str, Any]) -> None:
     """Runs the kernel: on all leaves at once where it takes them without a copy, else by dtypes and device.
 
     Args:
         columns: parameters, first and second moments, which it overwrites, and gradients, which it reads.
         moments: the tree of the first moments, for its paths.
-        count: of updates, this one included.
+        count: of updates, this one included: float32, 0-d.
         settings: of the kernel.
     """
     dtypes, devices = {x.dtype for column in columns for x in column}, {x.device for x in columns[0]}
     alike = len(dtypes) == len(devices) == 1 and dtypes <= _WIDE
     try:
         if alike and all(all(map(Tensor.is_contiguous, column)) for column in columns):
-            _fused_dense(columns, torch.tensor(count, device=devices.pop()), settings)
+            _fused_dense(columns, count, settings)
             return
     except LayoutError:
         # Nothing has changed yet; with the names of the leaves it says more.
@@ -213,7 +223,7 @@ def _fused(columns: _Columns, moments: Tree, count: float, settings: dict[str, f
     kinds = [*zip(*([x.dtype for x in column] for column in columns), [x.device for x in columns[0]], strict=True)]
     for kind in dict.fromkeys(kinds):
         *dtypes_of_leaf, device = kind
-        step, dtype = torch.tensor(count, device=device), _computed_in(tuple(dtypes_of_leaf))
+        step, dtype = count.to(device, non_blocking=True), _computed_in(tuple(dtypes_of_leaf))
         leaves = [leaf for leaf, other in zip(zip(*columns, strict=True), kinds, strict=True) if other == kind]
         ready = [{*dtypes_of_leaf} == {dtype} and all(x.is_contiguous() for x in leaf) for leaf in leaves]
         direct = [*itertools.compress(leaves, ready)]
@@ -223,7 +233,7 @@ def _fused(columns: _Columns, moments: Tree, count: float, settings: dict[str, f
 
 
 def _fused_copies(
-    leaves: Sequence[tuple[Tensor, ...]], dtype: torch.dtype, step: Tensor, settings: dict[str, float]
+    leaves: Sequence[tuple[Tensor, ...]], dtype: torch.dtype, step: Tensor, settings: dict[str, Any]
 ) -> None:
     """Runs the kernel on copies of strided or narrower leaves, a chunk at a time; results are rounded once.
 
@@ -248,7 +258,7 @@ def _chunks(x: Tensor) -> list[Tensor]:
     return list(x.split(rows)) if rows else [chunk for row in x.unbind(0) for chunk in _chunks(row)]
 
 
-def _fused_dense(columns: _Columns, step: Tensor, settings: dict[str, float]) -> None:
+def _fused_dense(columns: _Columns, step: Tensor, settings: dict[str, Any]) -> None:
     """Runs the kernel on contiguous leaves: in place on whole vectors, and on all small leaves and ends in one copy."""
     sizes = [x.numel() for x in columns[0]]
     even = [i for i, n in enumerate(sizes) if n and n % _VECTOR == 0]

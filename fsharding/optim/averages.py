@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.errors import TreeError, message
 from fsharding.optim.base import (
     ContextTransformation,
@@ -29,7 +29,7 @@ from fsharding.optim.base import (
     local_params,
     require_params,
 )
-from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.validation import FROM_1, TO_1, check_settings
 from fsharding.public import check_optimizer, public
 from fsharding.tree import Tree
@@ -96,11 +96,12 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
     ) -> tuple[Tree, EmaState]:
         check_update("fs.optim.ema", EmaState, updates, state, params)
         check_moments("fs.optim.ema", average=state.average)
-        share = rate(int(state.count))
+        share = rate_at(rate, state.count)
         average = [x if context.donate else clone(x) for x in local_leaves(state.average)]
         updated = _updated("fs.optim.ema", updates, require_params(params, "fs.optim.ema"), state.average)
-        for old, new in zip(average, updated, strict=True):
-            old.mul_(share).add_(new.mul_(1 - share))
+        _compat.foreach_mul_(average, share)
+        _compat.foreach_mul_(updated, 1 - share)
+        _compat.foreach_add_(average, updated)
         return updates, EmaState(state.count + 1, like(state.average, average))
 
     return ContextTransformation(init, update)

@@ -44,10 +44,12 @@ __all__ = [
     "multiply",
     "narrow",
     "new_zeros",
+    "next_count",
     "refuse_other_shapes",
     "refuse_other_shards",
     "require_params",
     "shardings_of",
+    "where_finite",
     "widen",
     "writable_leaves",
     "zeros",
@@ -81,6 +83,9 @@ class UpdateContext:
         donate: updates and state may be overwritten.
         norm: the global norm of the updates that come in, where it is known.
         shardings: of updates and parameters, as in `InitContext`.
+        finite: whether the step counts, bool and 0-d, where the host does not know it. An `apply` that `masks` leaves
+            parameters and state as they are where it is false; of other transformations `apply_gradients` takes the old
+            values.
 
     Example:
         >>> grads, opt = {"w": torch.full((4,), 2.0)}, fs.optim.clip_by_global_norm(1.0)
@@ -92,6 +97,7 @@ class UpdateContext:
     donate: bool = False
     norm: Tensor | None = None
     shardings: Tree = None
+    finite: Tensor | None = None
 
 
 class _Init(Protocol):
@@ -106,7 +112,7 @@ class _Update(Protocol):
 
 class _Apply(Protocol):
     def __call__(
-        self, updates: Tree, state: Any, params: Tree, context: UpdateContext = ..., /, *, scale: float = ...
+        self, updates: Tree, state: Any, params: Tree, context: UpdateContext = ..., /, *, scale: float | Tensor = ...
     ) -> tuple[Tree, Any]: ...
 
 
@@ -167,8 +173,10 @@ class ContextTransformation(GradientTransformation):
         update: `update(updates, state, params=None, context=UpdateContext()) -> (updates, state)`.
         apply: `apply(updates, state, params, context=UpdateContext(), *, scale=1.0) -> (params, state)`: `update` and
             `apply_updates` in fewer passes over memory, for those that can; the results may differ in the last bit. The
-            updates are still to be multiplied by `scale`, and `context.norm` is that of the product.
-        factor: for one that has no state and only multiplies by a number: that number for a global norm.
+            updates are still to be multiplied by `scale`, a number or a 0-d tensor, and `context.norm` is that of the
+            product.
+        factor: for one that has no state and only multiplies by a number: that number for a global norm, 0-d.
+        masks: whether `apply` looks at `context.finite`.
 
     Example:
         >>> def init(params, context=fs.optim.InitContext()):
@@ -184,7 +192,8 @@ class ContextTransformation(GradientTransformation):
     init: _Init
     update: _Update
     apply: _Apply | None = None
-    factor: Callable[[Tensor], float] | None = None
+    factor: Callable[[Tensor], Tensor] | None = None
+    masks: bool = False
 
     def with_context(self) -> ContextTransformation:
         """Itself."""
@@ -200,15 +209,15 @@ class EmptyState(NamedTuple):
     """
 
 
-def multiply(values: Tree, factor: float, *, donate: bool = False) -> Tree:
+def multiply(values: Tree, factor: float | Tensor, *, donate: bool = False) -> Tree:
     """All leaves times a number, in float32 at least: a mean of float16 sums may be too small for a float16.
 
     Args:
         values: tree of gradients.
-        factor: the number.
+        factor: the number, or a 0-d tensor, which the host does not read.
         donate: those that are wide already are changed in place.
     """
-    if factor == 1.0:
+    if not isinstance(factor, Tensor) and factor == 1.0:
         return values
     given = local_leaves(values)
     local = [x if x.dtype in _WIDE else x.to(wide(x.dtype)) for x in given]
@@ -219,6 +228,40 @@ def multiply(values: Tree, factor: float, *, donate: bool = False) -> Tree:
 
 
 _WIDE = {torch.float32, torch.float64}
+
+
+def next_count(count: Tensor, finite: Tensor | None) -> Tensor:
+    """A count after an update: one more, or as it was where the update did not count.
+
+    Args:
+        count: int64, 0-d.
+        finite: bool, 0-d, on whose device the result is; None counts.
+    """
+    return count + 1 if finite is None else count.to(finite.device, non_blocking=True) + finite
+
+
+def where_finite(finite: Tensor | None, new: Tree, old: Tree) -> Tree:
+    """The new values of a tree, or the old ones where a step did not count; the host does not know which.
+
+    Args:
+        finite: bool, 0-d; None takes the new ones.
+        new: tree of tensors, in memory of its own; it may have other leaves, which stay as they are.
+        old: the same tree, from before the step.
+    """
+    if finite is None:
+        return new
+
+    def choose(x: Any, before: Any) -> Any:
+        if x is before or not isinstance(x, Tensor):
+            return x
+        local, local_before = local_of(x), local_of(before)
+        # A number that the host has counted so far is counted on the device from here on, which nobody waits for. State
+        # that is kept on the host does wait for it.
+        device = finite.device if local.ndim == 0 else local.device
+        local, local_before = (y.to(device, non_blocking=y.device.type == "cpu") for y in (local, local_before))
+        return like_leaf(x, torch.where(finite.to(device), local, local_before))
+
+    return tree.map(choose, new, old)
 
 
 def local_leaves(values: Tree) -> list[Tensor]:
@@ -511,7 +554,7 @@ def _shape(x: Any, other: Any) -> str:
     return f"{shape} on a mesh" if isinstance(x, DTensor) else f"{shape} in a plain tensor"
 
 
-def add_decay_(function: str, updates: Sequence[Tensor], params: Tree, moments: Tree, factor: float) -> None:
+def add_decay_(function: str, updates: Sequence[Tensor], params: Tree, moments: Tree, factor: float | Tensor) -> None:
     """Adds a multiple of the parameters to updates, which are local tensors in the shardings of the moments."""
     main = [p.to(u.dtype) for p, u in zip(local_params(function, params, moments), updates, strict=True)]
     _compat.foreach_add_(updates, _compat.foreach_mul(main, factor))

@@ -8,6 +8,7 @@ result. Law: the norm is the same on every rank, for every strategy and mesh.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners
 from fsharding.transforms.norms import counts_here, norm_in_flight
 from fsharding.tree import Tree
 
-__all__ = ["carrier_sum", "clip_by_global_norm", "global_norm", "norm_axes", "norm_with_stop_bit"]
+__all__ = ["LeafSquares", "carrier_sum", "clip_by_global_norm", "global_norm", "norm_axes", "square_sums"]
 
 _CHUNK = 1 << 18
 """Elements that are widened at once: 2 MiB that stay in the last cache. Shorter ones are read more slowly."""
@@ -54,20 +55,36 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
         >>> fs.global_norm(fs.shard({"w": torch.tensor([3.0, 4.0])}, layout))
         tensor(5.)
     """
-    return norm_with_stop_bit(None, values, shardings)
+    if any(isinstance(x, Local) for x in tree.leaves(values)):
+        return norm_in_flight(values)
+    return square_sums(None, values, shardings).norm()
 
 
-def norm_with_stop_bit(stop: StopBit | None, values: Tree, shardings: Tree) -> Tensor:
-    """`global_norm`; one of its sums also adds up the stop bit over the axes that no earlier sum of the step covered.
+class LeafSquares(NamedTuple):
+    """The sums of squares of whole leaves: what a norm is made of, and which leaves are not finite.
+
+    Attributes:
+        paths: of the leaves.
+        sums: float64[leaves], the same on every rank.
+    """
+
+    paths: tuple[str, ...]
+    sums: Tensor
+
+    def norm(self) -> Tensor:
+        """The global norm, float32, 0-d."""
+        return self.sums.sum().sqrt().float()
+
+
+def square_sums(stop: StopBit | None, values: Tree, shardings: Tree) -> LeafSquares:
+    """The squares of `global_norm`; one of the sums also adds up the stop bit over axes that no earlier one covered.
 
     Args:
         stop: the bit of `fs.preemption`, from a train step.
-        values: as in `global_norm`.
+        values: tree of DTensors and plain tensors.
         shardings: as in `global_norm`.
     """
     named = tree.named_leaves(values)
-    if any(isinstance(x, Local) for x in named.values()):
-        return norm_in_flight(values)
     given: dict[str, NamedSharding | None] = dict.fromkeys(named)
     if shardings is not None:
         flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, "fs.global_norm", ("values", "shardings"))
@@ -101,9 +118,8 @@ def norm_with_stop_bit(stop: StopBit | None, values: Tree, shardings: Tree) -> T
                 stop.summed(total[-1], axes)
                 total = total[:-1]
             squares.update(zip(paths, total.unbind(), strict=True))
-    if not squares:
-        return torch.zeros(())
-    return torch.stack(list(squares.values())).sum().sqrt().float()
+    sums = torch.stack(list(squares.values())) if squares else torch.zeros(0, dtype=torch.float64)
+    return LeafSquares(tuple(squares), sums)
 
 
 def carrier_sum(sums: Iterable[tuple[str, ...]], axes: Sequence[str]) -> tuple[str, ...] | None:
@@ -193,7 +209,7 @@ def clip_by_global_norm(max_norm: float) -> ContextTransformation:
         scale = factor(global_norm(updates) if context.norm is None else context.norm)
         return multiply(updates, scale, donate=context.donate), state
 
-    def factor(norm: Tensor) -> float:
-        return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    def factor(norm: Tensor) -> Tensor:
+        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     return ContextTransformation(init, update, factor=factor)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from fsharding import tree
 from fsharding.errors import TreeError, listed, message
 from fsharding.optim.base import (
@@ -20,6 +22,7 @@ from fsharding.optim.base import (
     UpdateContext,
     check_state,
     multiply,
+    where_finite,
 )
 from fsharding.public import check_optimizer, public
 from fsharding.tree import Tree
@@ -96,23 +99,32 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
 
     @public("fs.optim.chain(...).apply")
     def apply(
-        updates: Tree, state: ChainState, params: Tree, context: UpdateContext = UpdateContext(), *, scale: float = 1.0
+        updates: Tree,
+        state: ChainState,
+        params: Tree,
+        context: UpdateContext = UpdateContext(),
+        *,
+        scale: float | Tensor = 1.0,
     ) -> tuple[Tree, ChainState]:
         _check_chain(updates, state, len(members))
         *first_states, last_state = state.states
         states: list[Tree] = []
+        # A member without a mask of its own may not overwrite the state that it may have to go back to.
+        first_donate = context.donate and context.finite is None
         for t, inner in zip(first_members, first_states, strict=True):
             if t.factor is not None and context.norm is not None:
-                scale *= t.factor(context.norm)  # multiplied in the pass that the last member makes anyway
+                # Multiplied in the pass that the last member makes anyway. In float64, as numbers of Python are.
+                scale = t.factor(context.norm).double() * scale
             else:
-                updates, inner = t.update(multiply(updates, scale, donate=context.donate), inner, params, context)
-                scale = 1.0
+                updates = multiply(updates, scale, donate=context.donate)
+                updates, new = t.update(updates, inner, params, replace(context, donate=first_donate))
+                inner, scale = where_finite(context.finite, new, inner), 1.0
             states.append(inner)
             context = replace(context, norm=None)
         params, last_state = apply_last(updates, last_state, params, context, scale=scale)
         return params, ChainState((*states, last_state))
 
-    return ContextTransformation(init, update, apply)
+    return ContextTransformation(init, update, apply, masks=members[-1].masks)
 
 
 def _check_chain(updates: Tree, state: Any, count: int) -> None:
@@ -190,7 +202,7 @@ def multi_transform(
         params: Tree,
         context: UpdateContext = UpdateContext(),
         *,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
     ) -> tuple[Tree, MultiTransformState]:
         _check_groups(updates, state, groups)
         pruned = tree.prune(params, updates, _MULTI, _LABELS)
@@ -203,7 +215,7 @@ def multi_transform(
         }
         return _merge(params, labelled, results)
 
-    return ContextTransformation(init, update, apply)
+    return ContextTransformation(init, update, apply, masks=all(t.masks for t in members.values()))
 
 
 _Groups = Mapping[str, Any]

@@ -26,7 +26,7 @@ from fsharding.optim.base import (
     widen,
     zeros,
 )
-from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.validation import FROM_0, TO_1, check_dtype, check_settings
 from fsharding.public import public
 from fsharding.tree import Tree
@@ -93,7 +93,7 @@ def lion(
     ) -> tuple[Tree, LionState]:
         check_update(_NAME, LionState, updates, state, params, decay=weight_decay)
         check_moments(_NAME, mu=state.mu)
-        lr, local = rate(int(state.count)), local_grads(_NAME, updates, state.mu)
+        lr, local = rate_at(rate, state.count), local_grads(_NAME, updates, state.mu)
         mu = widen(state.mu, donate=context.donate)
         grads = [g.to(m.dtype) for g, m in zip(local, mu, strict=True)]
         deltas = _compat.foreach_mul(mu, b1)

@@ -35,7 +35,7 @@ from fsharding.optim.base import (
     widen,
     zeros,
 )
-from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.optim.validation import FROM_0, FROM_1, check_dtype, check_settings
 from fsharding.public import public
@@ -141,7 +141,7 @@ def muon(
     ) -> tuple[Tree, MuonState]:
         check_update(_NAME, MuonState, updates, state, params, decay=weight_decay)
         check_moments(_NAME, mu=state.mu)
-        lr, local = rate(int(state.count)), local_grads(_NAME, updates, state.mu)
+        lr, local = rate_at(rate, state.count), local_grads(_NAME, updates, state.mu)
         shardings = assigned_shardings(_NAME, state.mu, context.shardings, known=_STAGES)
         wholes = [_whole(x, sharding) for x, sharding in zip(tree.leaves(state.mu), shardings, strict=True)]
         mu = widen(state.mu, donate=context.donate)

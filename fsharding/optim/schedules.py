@@ -1,20 +1,71 @@
 """Learning rates as pure functions of the step: `schedule(count) -> float`.
 
 In: an int, the number of updates so far. Out: a rate. A plain float stands for a constant one.
-Law: a schedule has no state, so a resumed run has the rates of one that never stopped.
+The schedules here also take the count as a 0-d tensor, so that no update reads it: see `tensor_schedule`.
+Laws: a schedule has no state, so a resumed run has the rates of one that never stopped; a rate that is computed on a
+device rounds to the float32 of the one that the host computes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
 
 from fsharding.errors import ConfigError, message
 
-__all__ = ["Schedule", "as_schedule", "constant", "linear", "warmup_cosine"]
+__all__ = ["Schedule", "as_schedule", "constant", "linear", "rate_at", "tensor_schedule", "warmup_cosine"]
 
 Schedule: TypeAlias = Callable[[int], float]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_TAKES_TENSORS = "takes_tensors"
+
+
+def tensor_schedule(rate: _Function) -> _Function:
+    """Marks a schedule of one's own as one that also takes the count as a tensor, so that no update reads it.
+
+    An optimizer calls it with a float64 of no dims, and takes what it returns: a number, or a 0-d tensor. A schedule
+    without this mark gets an int, for which the host waits until the device has counted the last update.
+
+    Args:
+        rate: a function of arithmetic and functions of torch, without an `if` on the count.
+
+    Returns:
+        The function itself.
+
+    Example:
+        >>> @fs.optim.schedules.tensor_schedule
+        ... def inverse_root(count):
+        ...     return 0.01 * (1 + count) ** -0.5
+        >>> inverse_root(3), inverse_root(torch.tensor(3.0, dtype=torch.float64)).item()
+        (0.005, 0.005)
+    """
+    setattr(rate, _TAKES_TENSORS, True)
+    return rate
+
+
+def rate_at(schedule: Schedule, count: Tensor) -> float | Tensor:
+    """The rate at a count that is a tensor: a number, or float64 of no dims on the device of the count.
+
+    Args:
+        schedule: of any kind; one that is not marked as a `tensor_schedule` reads the count.
+        count: of updates so far, int64, 0-d.
+
+    Example:
+        >>> from fsharding.optim import schedules
+        >>> schedules.rate_at(schedules.linear(0.0, 1.0, 4), torch.tensor(1))
+        tensor(0.2500, dtype=torch.float64)
+        >>> schedules.rate_at(lambda count: 0.1 if count < 10 else 0.01, torch.tensor(1))
+        0.1
+    """
+    if getattr(schedule, _TAKES_TENSORS, False):
+        of_tensor: Callable[[Tensor], Any] = schedule  # pyright: ignore[reportAssignmentType]
+        return of_tensor(count.double())
+    return schedule(int(count))
 
 
 def constant(value: float) -> Schedule:
@@ -25,7 +76,7 @@ def constant(value: float) -> Schedule:
         >>> rate(0), rate(1000)
         (0.1, 0.1)
     """
-    return lambda count: value
+    return tensor_schedule(lambda count: value)
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
@@ -42,7 +93,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     if steps < 1:
         mend = "Give 1 or more, or use fs.optim.schedules.constant."
         raise ConfigError(message("fs.optim.schedules.linear", f"got steps={steps}.", mend=mend))
-    return lambda count: start + (end - start) * min(count / steps, 1.0)
+    return tensor_schedule(lambda count: start + (end - start) * _at_most_1(count / steps))
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, *, end: float = 0.0) -> Schedule:
@@ -61,13 +112,20 @@ def warmup_cosine(peak: float, warmup: int, total: int, *, end: float = 0.0) -> 
         text = f"got warmup={warmup} and total={total}."
         raise ConfigError(message("fs.optim.schedules.warmup_cosine", text, mend=mend))
 
-    def rate(count: int) -> float:
-        if count < warmup:
-            return peak * (count + 1) / warmup
-        share = min((count - warmup) / max(total - warmup, 1), 1.0)
-        return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * share))
+    @tensor_schedule
+    def rate(count: Any) -> Any:
+        rising = peak * (count + 1) / max(warmup, 1)
+        angle = math.pi * _at_most_1((count - warmup) / max(total - warmup, 1))
+        if isinstance(count, Tensor):
+            falling = end + (peak - end) * 0.5 * (1.0 + torch.cos(angle))
+            return torch.where(count < warmup, rising, falling)
+        return rising if count < warmup else end + (peak - end) * 0.5 * (1.0 + math.cos(angle))
 
     return rate
+
+
+def _at_most_1(share: Any) -> Any:
+    return share.clamp(max=1.0) if isinstance(share, Tensor) else min(share, 1.0)
 
 
 def as_schedule(rate: float | Schedule) -> Schedule:

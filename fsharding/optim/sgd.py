@@ -29,7 +29,7 @@ from fsharding.optim.base import (
     widen,
     zeros,
 )
-from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.validation import FROM_0, check_dtype, check_settings
 from fsharding.public import public
 from fsharding.tree import Tree
@@ -122,11 +122,17 @@ def sgd(
         if momentum:
             momenta = widen(state.trace, donate=context.donate)
             _compat.foreach_mul_(momenta, momentum)
-            damped = dampening and int(state.count)
-            _compat.foreach_add_(momenta, _compat.foreach_mul(list(grads), 1 - dampening) if damped else list(grads))
+            if dampening:
+                # The first gradient is added whole.
+                share = torch.where(
+                    state.count > 0, 1 - dampening, torch.ones((), dtype=torch.float64, device=state.count.device)
+                )
+                _compat.foreach_add_(momenta, _compat.foreach_mul(list(grads), share))
+            else:
+                _compat.foreach_add_(momenta, list(grads))
             trace = narrow(state.trace, momenta, donate=context.donate)
             grads = _compat.foreach_add(grads, _compat.foreach_mul(momenta, momentum)) if nesterov else momenta
-        deltas = _compat.foreach_mul(list(grads), -rate(int(state.count)))
+        deltas = _compat.foreach_mul(list(grads), -rate_at(rate, state.count))
         return like(resharded, deltas), SgdState(state.count + 1, trace)
 
     return ContextTransformation(init, update)

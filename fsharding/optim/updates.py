@@ -22,6 +22,7 @@ from fsharding.optim.base import (
     multiply,
     refuse_other_shapes,
     shardings_of,
+    where_finite,
 )
 from fsharding.public import check_optimizer, public, refuse, refuse_state
 from fsharding.sharding import named_sharding
@@ -41,8 +42,9 @@ def apply_gradients(
     *,
     donate: bool = False,
     norm: Tensor | None = None,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     shardings: Tree = None,
+    finite: Tensor | None = None,
 ) -> tuple[Tree, Tree]:
     """One optimizer step: `update` and `apply_updates`, or the optimizer's own way to do both at once.
 
@@ -53,9 +55,11 @@ def apply_gradients(
         params: tree of DTensors or plain tensors.
         donate: gradients, state and parameters may be overwritten.
         norm: the global norm of the gradients, where it is known.
-        scale: the gradients are still to be multiplied by it; `norm` is that of the product.
+        scale: the gradients are still to be multiplied by it, a number or a 0-d tensor; `norm` is that of the product.
         shardings: where gradients and main parameters are, such as `layout.main`; needed for leaves with explicit
             assignments by optimizers that look at more than an element at once.
+        finite: bool, 0-d: where it is false, parameters and state come out as they went in, bit for bit. The host does
+            not read it.
 
     Returns:
         (parameters, state), in the shardings and dtypes that they had.
@@ -70,11 +74,19 @@ def apply_gradients(
         ({'w': tensor([0.5000, 0.5000])}, 1)
     """
     check_optimizer("fs.optim.apply_gradients", opt)
-    transformation, context = opt.with_context(), UpdateContext(donate=donate, norm=norm, shardings=shardings)
+    transformation = opt.with_context()
+    masks = finite is None or (transformation.apply is not None and transformation.masks)
+    # Without a mask of its own a transformation may not overwrite the values that it may have to go back to.
+    context = UpdateContext(donate=donate and masks, norm=norm, shardings=shardings, finite=finite if masks else None)
     if transformation.apply is not None:
-        return transformation.apply(grads, state, params, context, scale=scale)
-    updates, state = transformation.update(multiply(grads, scale, donate=donate), state, params, context)
-    return apply_updates(params, updates, donate=donate), state
+        new_params, new_state = transformation.apply(grads, state, params, context, scale=scale)
+    else:
+        updates = multiply(grads, scale, donate=donate)
+        updates, new_state = transformation.update(updates, state, params, context)
+        new_params = apply_updates(params, updates, donate=context.donate)
+    if masks:
+        return new_params, new_state
+    return where_finite(finite, new_params, params), where_finite(finite, new_state, state)
 
 
 @public("fs.optim.apply_updates")

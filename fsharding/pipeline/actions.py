@@ -91,8 +91,8 @@ class Action(NamedTuple):
 
 
 def uses_parameters(action: Action) -> bool:
-    """Whether an action computes with the parameters of its stage; the inputs of the first stage have no gradients."""
-    return action.kind in ("F", "B", "W") or (action.kind == "I" and action.stage > 0)
+    """Whether an action computes with the parameters of its stage; W has what it needs from I."""
+    return action.kind in ("F", "B", "I")
 
 
 Owner: TypeAlias = tuple[int, ...]

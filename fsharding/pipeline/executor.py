@@ -33,7 +33,7 @@ from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule, forward_only
 from fsharding.pipeline.stage_state import StageState
 from fsharding.pipeline.stages import check_ends
-from fsharding.precision import Precision
+from fsharding.precision import Precision, scaled_loss
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import local_of
 from fsharding.transforms import policies
@@ -61,7 +61,7 @@ def pipeline_grads(
     *,
     precision: Precision,
     policy: Policy = policies.save_except_gathered,
-    scale: float = 1.0,
+    scale: float | Tensor | None = None,
     known: Messages | None = None,
     stop: StopBit | None = None,
 ) -> tuple[Tree, Tensor, Tensor]:
@@ -75,7 +75,7 @@ def pipeline_grads(
         pieces: the microbatches of this rank's data position; the same on all ranks along `pp`.
         precision: dtypes of compute, wire and gradients.
         policy: what the blocks keep for backward.
-        scale: of the loss, for fp16.
+        scale: of the loss, for fp16: a number, or a 0-d tensor, which the host does not read.
         known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
             A receiver is told once what activations look like, for each shape of microbatches.
         stop: as in `value_and_grad`.
@@ -150,7 +150,7 @@ def pipeline_loss(
         with naming_lost("fs.evaluate", layout.mesh):
             forward = forward_only(schedule)
             policy = policies.save_except_gathered
-            run = _Run(model, forward, layout, params, list(pieces), precision, policy, 1.0, known, trains=False)
+            run = _Run(model, forward, layout, params, list(pieces), precision, policy, None, known, trains=False)
             run.walk()
             return run.sums(None)
     except BaseException:
@@ -170,7 +170,6 @@ class _Flight:
     inputs: list[Tensor]
     outputs: Sequence[Any] = ()
     types: _Shapes = ()
-    given: list[Tensor] | None = None
 
 
 @dataclass
@@ -184,7 +183,7 @@ class _Run:
     pieces: list[Tree]
     precision: Precision
     policy: Policy
-    scale: float
+    scale: float | Tensor | None
     known: Messages
     trains: bool = True
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
@@ -200,6 +199,7 @@ class _Run:
     def __post_init__(self) -> None:
         mesh = self.layout.mesh
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
+        self.splits = any(action.kind == "I" for action in self.schedule.table[self.rank])
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
         check_ends(self.model, self.schedule, self.layout)
         self.stage_state = StageState(
@@ -212,7 +212,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ a stage
     def _tape(self, stage: int) -> Tape:
-        tape = Tape(*self.stage_state.work[stage], self.precision, self.pool)
+        tape = Tape(*self.stage_state.work[stage], self.precision, self.pool, defers=self.splits)
         assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
         return tape
 
@@ -253,11 +253,13 @@ class _Run:
                 if m is not None:
                     self.closing.pop((stage, m)).finish()
                 self.stage_state.scatter(stage)
-            case "F" | "B" | "I" | "W":
+            case "F" | "B" | "I":
                 assert m is not None
                 self._f(stage, m) if kind == "F" else self._b(stage, m, kind)
-                if uses_parameters(action):
-                    self.stage_state.used(stage)
+                self.stage_state.used(stage)
+            case "W":
+                assert m is not None
+                self._w(stage, m)
             case "SEND_F" | "SEND_B":
                 self.settle(wait=False)
                 assert m is not None
@@ -276,8 +278,8 @@ class _Run:
             self.begun[stage, m] = tape = self._tape(stage)
             tape.forward(lambda params: prefetch_unit(self._first(stage, params)))
             return
-        flight = self.flights.get((stage, m))  # none where the walk back to the inputs was the one to the weights
-        if flight is not None and any(y is not None for y in flight.outputs):
+        flight = self.flights[stage, m]
+        if any(y is not None for y in flight.outputs):
             flight.tape.context.prefetch_backward()
 
     def _first(self, stage: int, params: Tree) -> Tree:
@@ -294,7 +296,7 @@ class _Run:
         tape.context.end_forward()
         if last:
             total, weight = out if isinstance(out, tuple) else (out, 1.0)
-            total = total * self.scale if self.scale != 1.0 else total
+            total = scaled_loss(total, self.scale)
             flight.outputs = [total if total.requires_grad else None]
             self.losses.append((total.detach(), weight))
             self._end_evaluation(stage, m)
@@ -312,30 +314,33 @@ class _Run:
             self.flights.pop((stage, m)).tape.finish()
 
     def _b(self, stage: int, m: int, kind: str) -> None:
-        if self.policy.activations == "dots" and kind != "B":
-            # torch keeps the products for one walk back only: it comes with I, for the weights as well.
-            if kind == "W":
-                return
-            kind = "B"
+        """Differentiates a microbatch; as I it leaves the products that give gradients of weights to `_w`."""
         flight = self.flights[stage, m]
         cotangents: list[Tensor] | None = None
         if stage < self.schedule.stages - 1:
-            if flight.given is None:
-                flight.given = self._inputs("B", stage, m)[1]
-            cotangents = [g for y, g in zip(flight.outputs, flight.given, strict=True) if y is not None]
+            given = self._inputs("B", stage, m)[1]
+            cotangents = [g for y, g in zip(flight.outputs, given, strict=True) if y is not None]
         outputs = [y for y in flight.outputs if y is not None]
-        wanted = [x for x in flight.inputs if x.requires_grad] if kind != "W" else []
+        wanted = [x for x in flight.inputs if x.requires_grad]
         result: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        if outputs and (kind != "I" or wanted):
-            result = flight.tape.backward(outputs, cotangents, wanted, params=kind != "I", retain_graph=kind == "I")
+        if outputs:
+            result = flight.tape.backward(outputs, cotangents, wanted, defers=kind == "I")
         if wanted:
             zero = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, result, strict=True)]
             self.handed["B", stage, m] = None, zero
-        if kind == "I":
-            if wanted:
-                flight.tape.context.restart_backward()
-        elif self.stage_state.each:
-            # The last reductions are under way; they are waited for at the SCATTER.
+        if kind == "B":
+            self._end_backward(stage, m)
+
+    def _w(self, stage: int, m: int) -> None:
+        """Computes the gradients of weights that I has left."""
+        flight = self.flights[stage, m]
+        if any(y is not None for y in flight.outputs):
+            flight.tape.weights()
+        self._end_backward(stage, m)
+
+    def _end_backward(self, stage: int, m: int) -> None:
+        """Lets a microbatch go, and its last reductions go on: they are waited for at its SCATTER, if it has one."""
+        if self.stage_state.each:
             self.closing[stage, m] = self.flights.pop((stage, m)).tape
         else:
             self.flights.pop((stage, m)).tape.finish()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.comm.native import Message, as_bytes
 from fsharding.comm.reduce import sum_rows
 from fsharding.comm.transport import send_recv
@@ -47,7 +47,8 @@ def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = 
         >>> fs.pipeline.stages_of(model, fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=2))
         {'blocks': [[0], [1]], 'embed': 0, 'head': 1}
     """
-    shapes = model.init(torch.zeros(2, dtype=torch.int64))
+    with _compat.with_values():
+        shapes = model.init(torch.zeros(2, dtype=torch.int64))
     sizes = {path: tree.leaves(tree.at(shapes, path))[0].shape[0] for path, _ in stacks_of(model)}
     first, last = schedule.owner[0], schedule.owner[-1]
     owners = _owned(schedule, sizes, layers_of(schedule, sum(sizes.values()), counts=counts))

@@ -16,7 +16,7 @@ import optree
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.errors import ArgumentError, LayoutError, TreeError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
@@ -268,7 +268,8 @@ def plan_layout(
     _check_kinds(model, mesh, rules, precision)
     strategy = _strategy(strategy)
     if hasattr(model, "init") and hasattr(model, "names"):
-        shapes = model.init(torch.zeros(2, dtype=torch.int64))
+        with _compat.with_values():
+            shapes = model.init(torch.zeros(2, dtype=torch.int64))
         names = model.names if names is None else names
     else:
         shapes = model

@@ -8,6 +8,7 @@ from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase, de
 from fsharding.testing.compare import assert_bitwise_equal, assert_trees_close
 from fsharding.testing.decoders import DecoderCase
 from fsharding.testing.failures import RankFailure
+from fsharding.testing.host_reads import HostReads, counting_host_reads
 from fsharding.testing.hosts import HostPair
 from fsharding.testing.laws import assert_adjoint, assert_matches_reference, rank_values
 from fsharding.testing.ranks import RankPool, run_ranks
@@ -16,6 +17,7 @@ __all__ = [
     "DecoderCase",
     "Home",
     "HostPair",
+    "HostReads",
     "Leaf",
     "Pair",
     "RankFailure",
@@ -26,6 +28,7 @@ __all__ = [
     "assert_bitwise_equal",
     "assert_matches_reference",
     "assert_trees_close",
+    "counting_host_reads",
     "device_mesh",
     "local_part",
     "rank_values",

@@ -55,6 +55,7 @@ class Failure:
         died: whether its process has ended.
         status: its exit status then.
         late: whether it was given up.
+        answered: whether it raised, reported that, and waits for the next call.
     """
 
     what: str
@@ -63,6 +64,7 @@ class Failure:
     died: bool = False
     status: int = 0
     late: bool = False
+    answered: bool = False
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -113,8 +113,9 @@ def _perform(call: bytes) -> Any:
     path, filters, seed, body = pickle.loads(call)
     sys.path[:] = path
     fn, args, kwargs = pickle.loads(body)
-    random.seed(seed)
-    torch.manual_seed(seed)
+    if seed is not None:
+        random.seed(seed)
+        torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.resetwarnings()
         for action, text, category, module, line in reversed(filters):
@@ -145,7 +146,7 @@ class _Worker:
             return reply[1]
         _, name, text, trace, kept = reply
         exception = None if kept is None else pickle.loads(kept)
-        return Failure(f"raised {name}: {text}" if text else f"raised {name}", trace, exception)
+        return Failure(f"raised {name}: {text}" if text else f"raised {name}", trace, exception, answered=True)
 
 
 class RankPool:
@@ -192,6 +193,8 @@ class RankPool:
         if getattr(multiprocessing.process.current_process(), "_inheriting", False):
             # This is a rank, and its script wants ranks before the rank itself has begun: the caller says so, once.
             os._exit(_UNGUARDED)
+        # IPython's %reset takes away what multiprocessing reads of every main module.
+        vars(sys.modules["__main__"]).setdefault("__spec__", None)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([name for name in _PRELOAD if name in sys.modules])
         environ = {**os.environ, **local_variables()}
@@ -216,10 +219,21 @@ class RankPool:
         return [worker.process.pid or 0 for worker in self._workers]
 
     @property
+    def folder(self) -> Path:
+        """A directory of this machine that only this user can enter; it is removed when the pool ends."""
+        return Path(self._folder)
+
+    @property
     def alive(self) -> bool:
         """Whether the pool can take a call: all ranks run, and this process is the one that started them."""
         ours = self._owner == os.getpid() and bool(self._workers)
         return ours and all(worker.process.is_alive() for worker in self._workers)
+
+    def dead(self) -> dict[int, Failure]:
+        """How each rank has ended that runs no more, by rank, between calls; empty once the pool has ended."""
+        # The pipe of a dead rank ends at once, while the fork server may report the process a moment later.
+        ended = {rank: worker for rank, worker in enumerate(self._workers) if worker.pipe.poll()}
+        return {rank: failure for rank, worker in ended.items() if isinstance(failure := worker.receive(), Failure)}
 
     @property
     def crowded(self) -> bool:
@@ -235,6 +249,44 @@ class RankPool:
         Raises:
             RankError: a rank raised, died or did not answer, and the pool has ended; or it had ended before.
         """
+        replies = self.attempt(fn, *args, timeout=timeout, seed=seed, **kwargs)
+        if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
+            self.kill()
+            rule = f"could not finish {name_of(fn)} on {self.size} ranks."
+            mend = repeat(fn, self.size, seed, args, kwargs)
+            if any(reply.late for reply in failed.values()):
+                mend = f"Give it more seconds with timeout=, or see below where the ranks stand.\n{mend}"
+            raise worded("run_ranks", rule, failed, mend)
+        return [replies[rank] for rank in range(self.size)]
+
+    def attempt(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        seed: int | None = 0,
+        grace: float = _GRACE,
+        **kwargs: Any,
+    ) -> dict[int, Any]:
+        """Runs `fn(*args, **kwargs)` on every rank, and keeps the ranks when all of them have answered.
+
+        Args:
+            fn: a function at the top level of a module, as for `run_ranks`.
+            *args: arguments, the same for every rank.
+            timeout: seconds that the call may take; by default the pool's.
+            seed: of Python's and torch's generators; None leaves them as the call before left them.
+            grace: seconds that the others have to answer after a rank has failed.
+            **kwargs: more arguments.
+
+        Returns:
+            What each rank returned, or a `Failure`, by rank; the first to fail first. Where a rank died or did not
+            answer, the pool has ended.
+
+        Raises:
+            RankError: `fn` or an argument cannot be pickled, or the pool had ended before.
+            KeyboardInterrupt: its notes say where each rank stood; the pool has ended.
+        """
         call = _pack(fn, seed, args, kwargs)
         with self._lock:
             if not self.alive:
@@ -243,21 +295,29 @@ class RankPool:
                 for worker in self._workers:
                     with contextlib.suppress(BrokenPipeError):
                         worker.pipe.send_bytes(call)
-                replies = self._collect(_limit(self.timeout if timeout is None else timeout))
-                if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
-                    rule = f"could not finish {name_of(fn)} on {self.size} ranks."
-                    mend = repeat(fn, self.size, seed, args, kwargs)
-                    if any(reply.late for reply in failed.values()):
-                        mend = f"Give it more seconds with timeout=, or see below where the ranks stand.\n{mend}"
-                    raise worded("run_ranks", rule, failed, mend)
-                return [pickle.loads(cast("bytes", replies[rank])) for rank in range(self.size)]
+                replies = self._collect(_limit(self.timeout if timeout is None else timeout), grace)
+                failed = [reply for reply in replies.values() if isinstance(reply, Failure)]
+                if not all(reply.answered for reply in failed):
+                    self.kill()
+                return {
+                    rank: reply if isinstance(reply, Failure) else pickle.loads(reply)
+                    for rank, reply in replies.items()
+                }
+            except KeyboardInterrupt as interrupt:
+                try:
+                    for rank, stack in self._stacks([*range(self.size)]).items():
+                        interrupt.add_note(f"Rank {rank}:\n{stack}")
+                finally:
+                    self.kill()
+                raise
             except BaseException:
                 self.kill()
                 raise
 
-    def _collect(self, timeout: float) -> dict[int, bytes | Failure]:
+    def _collect(self, timeout: float, grace: float = _GRACE) -> dict[int, bytes | Failure]:
         """One answer from each rank; the dead first, as the others fail of that; the silent last."""
         deadline = time.monotonic() + timeout  # which may be infinite
+        waited = grace
         replies: dict[int, bytes | Failure] = {}
         failed: dict[int, Failure] = {}
         while len(replies) < self.size:
@@ -270,12 +330,14 @@ class RankPool:
             for rank in sorted({handles[cast("Pipe", handle)] for handle in ready}):
                 replies[rank] = reply = self._workers[rank].receive()
                 if isinstance(reply, Failure):
-                    deadline = deadline if failed else min(deadline, time.monotonic() + _GRACE)
+                    if not failed:
+                        waited = min(grace, _GRACE) if reply.died else grace  # then the pool ends, whatever they say
+                        deadline = min(deadline, time.monotonic() + waited)
                     failed[rank] = reply
         failed = dict(sorted(failed.items(), key=lambda item: not item[1].died))
         silent = [rank for rank in range(self.size) if rank not in replies]
         if failed:
-            what = f"had not answered {_GRACE:g} s after rank {next(iter(failed))} failed"
+            what = f"had not answered {waited:g} s after rank {next(iter(failed))} failed"
             return failed | replies | dict.fromkeys(silent, Failure(what))
         stacks = self._stacks(silent)
         what = f"had not answered after {timeout:g} s"
@@ -382,11 +444,12 @@ def _limit(timeout: float | None) -> float:
     return (_IN_TESTS if _in_test() else math.inf) if timeout is None else timeout
 
 
-def _pack(fn: Callable[..., Any], seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def _pack(fn: Callable[..., Any], seed: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     if getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         reason = "It was typed into an interpreter, so the ranks cannot import it."
         name = getattr(fn, "__name__", "f")
-        mend = f"Write it to a file such as ranks.py, in a notebook with %%writefile, then: from ranks import {name}."
+        mend = f"Write it to a file such as ranks.py, then: from ranks import {name}."
+        mend += f" In a notebook: fs.notebook.ranks(2)({name})."
     else:
         try:
             # Not multiprocessing's pickler: it sends tensors as handles to shared memory, which may die with a rank.

@@ -16,17 +16,32 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from fsharding.errors import DataError, message
+from fsharding.train.documents import open_documents
+from fsharding.train.packed import Packed, packed, write_tokens
+from fsharding.train.shard import WHOLE, Data, Shard
 from fsharding.train.text_files import StrPath, python_stdlib_files, read_files
 from fsharding.untrusted import open_plain, read_json
 
-__all__ = ["Data", "Shard", "Tokens", "from_files", "from_tokens", "open_data", "python_stdlib_files"]
+__all__ = [
+    "Data",
+    "Packed",
+    "Shard",
+    "Tokens",
+    "from_files",
+    "from_tokens",
+    "open_data",
+    "open_documents",
+    "packed",
+    "python_stdlib_files",
+    "write_tokens",
+]
 
 Stream: TypeAlias = npt.NDArray[np.integer[Any]]
 
@@ -34,75 +49,6 @@ _ITEM = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
 _CHUNK = 1 << 22
 _SIDECAR = 1 << 20
 _SAMPLES, _SAMPLE = 64, 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """The part of every global batch that one data-parallel rank reads: part `index` of `count`.
-
-    Of a global batch of B rows these are the contiguous rows [index * B / count, (index + 1) * B / count).
-
-    Raises:
-        DataError: not 0 <= index < count.
-
-    Example:
-        >>> [fs.data.Shard(index, count=2).rows(8) for index in range(2)]
-        [range(0, 4), range(4, 8)]
-    """
-
-    index: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count:
-            rule = f"cannot be index {self.index} of count {self.count}."
-            raise DataError(message("Shard", rule, mend="Give 0 <= index < count."))
-
-    def rows(self, batch_size: int) -> range:
-        """The rows of a global batch that belong to this shard.
-
-        Raises:
-            DataError: `batch_size` is no multiple of `count`.
-        """
-        if batch_size % self.count:
-            below = batch_size - batch_size % self.count
-            sizes = " or ".join(str(size) for size in (below, below + self.count) if size)
-            rule = f"cannot divide batch_size {batch_size} among shard.count {self.count} data ranks."
-            mend = f"Make the global batch a multiple of {self.count}: batch_size {sizes}."
-            raise DataError(message("Shard.rows", rule, mend=mend))
-        rows = batch_size // self.count
-        return range(self.index * rows, (self.index + 1) * rows)
-
-
-_WHOLE = Shard()
-
-
-class Data(Protocol):
-    """The interface of a data set for a training loop. `Tokens` is one; so is anything else with these three.
-
-    Example:
-        >>> class Zeros:
-        ...     global_batch_size = 4
-        ...     def batch(self, step, shard=fs.data.Shard()):
-        ...         return {name: torch.zeros(len(shard.rows(4)), 8).long() for name in ("tokens", "targets")}
-        ...     def fingerprint(self):
-        ...         return "zeros"
-        >>> Zeros().batch(0, fs.data.Shard(1, 2))["tokens"].shape
-        torch.Size([2, 8])
-    """
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows of one step over all data-parallel ranks."""
-        ...
-
-    def batch(self, step: int, shard: Shard = ...) -> dict[str, torch.Tensor]:
-        """The rows of `shard` at `step`: a pure function."""
-        ...
-
-    def fingerprint(self) -> str:
-        """A short text that differs when the batches differ."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -172,7 +118,7 @@ class Tokens:
         words = np.random.Philox(key=self.seed, counter=first).random_raw(4 * count)[::4]
         return (words % np.uint64(self.stream.size - self.seq_len)).astype(np.int64)
 
-    def batch(self, step: int, shard: Shard = _WHOLE) -> dict[str, torch.Tensor]:
+    def batch(self, step: int, shard: Shard = WHOLE) -> dict[str, torch.Tensor]:
         """The rows of `shard` at `step`; only these are read.
 
         Args:

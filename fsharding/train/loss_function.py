@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
+from fsharding.precision import scaled_loss
 from fsharding.random import fold_in
 from fsharding.train.state import TrainState
 from fsharding.tree import Tree
@@ -49,8 +50,8 @@ class LossFunction(NamedTuple):
         """The random key of a step; None for a function that takes none."""
         return fold_in(state.key, int(state.step)) if self.takes_key else None
 
-    def scaled(self, scale: float, key: Tensor | None) -> Callable[[Tree, Tree], Any]:
-        """The function of parameters and batch whose loss is `scale` times the loss."""
+    def scaled(self, scale: Tensor | None, key: Tensor | None) -> Callable[[Tree, Tree], Any]:
+        """The function of parameters and batch whose loss is `scale` times the loss, or with None the loss itself."""
         keywords = {} if key is None else {"key": key}
 
         @functools.wraps(self.loss_fn, updated=())  # for errors that say what its arguments are called
@@ -74,9 +75,9 @@ def _takes_key(loss_fn: Callable[..., Any]) -> bool:
     return asked is not None and asked.default in (inspect.Parameter.empty, None)
 
 
-def _times(loss: Any, scale: float) -> Any:
+def _times(loss: Any, scale: Tensor | None) -> Any:
     if not isinstance(loss, tuple):
         loss = loss, 1.0
-    if scale == 1.0 or len(cast("tuple[Any, ...]", loss)) != 2 or not isinstance(loss[0], Tensor):
+    if len(cast("tuple[Any, ...]", loss)) != 2 or not isinstance(loss[0], Tensor):
         return loss
-    return loss[0] * scale, loss[1]
+    return scaled_loss(loss[0], scale), loss[1]

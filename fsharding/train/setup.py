@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsharding import _compat
 from fsharding.errors import ArgumentError, message
 from fsharding.mesh.device_mesh import Mesh, abstract, make_mesh
 from fsharding.optim.base import GradientTransformation
@@ -23,7 +24,7 @@ from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules
 from fsharding.sharding.strategy import Strategy, StrategyName
 from fsharding.train.state import TrainState, init_state
-from fsharding.train.step import TrainStep, make_train_step
+from fsharding.train.step import Check, TrainStep, make_train_step
 from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy
 from fsharding.tree import Tree
@@ -52,6 +53,7 @@ def setup(
     donate: bool = False,
     policy: Policy = policies.save_except_gathered,
     has_aux: bool = False,
+    check: Check | None = None,
 ) -> tuple[TrainState, TrainStep]:
     """Makes the first state of a run and its train step.
 
@@ -73,6 +75,7 @@ def setup(
         donate: the step may overwrite the state that it is given.
         policy: what the blocks of a `Model` keep for backward.
         has_aux: the loss function returns aux.
+        check: when a step that is not finite raises.
 
     Returns:
         (state, step): `state, metrics = step(state, batch)`; mesh and shardings are `state.layout`.
@@ -112,7 +115,7 @@ def setup(
     layout = plan_layout(shapes, mesh, rules, strategy, precision=precision, names=names, frozen=frozen, stages=stages)
     step = make_train_step(
         init_or_model if loss_fn is None else loss_fn, opt, microbatches=microbatches, schedule=schedule, donate=donate,
-        policy=policy, has_aux=has_aux,
+        policy=policy, has_aux=has_aux, check=check,
     )  # fmt: skip
     return init_state(model, opt, key, layout), step
 
@@ -123,5 +126,6 @@ def _model(given: Any) -> tuple[Any, Any]:
         return given, given
     if callable(given):
         check_function(_NAME, "a Model, or a function of a key", given, 1, exactly=True)
-        return given, given(torch.zeros(2, dtype=torch.int64))
+        with _compat.with_values():
+            return given, given(torch.zeros(2, dtype=torch.int64))
     return (lambda _: given), given

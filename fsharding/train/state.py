@@ -158,7 +158,7 @@ tree.register_node(
 
 def _shown(x: Any) -> str:
     """A 0-d tensor as a number. A state may have been given anything, and a debugger shows it all the same."""
-    is_number = isinstance(x, Tensor) and x.numel() == 1 and x.device.type != "meta"
+    is_number = isinstance(x, Tensor) and x.numel() == 1 and not (x.is_meta or _compat.is_fake(x))
     return f"{x.item():,}" if is_number else type(x).__name__
 
 
@@ -247,6 +247,11 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
         if kind == "main" and not leaf.trainable:
             return None
         dtype = layout.param_dtype(leaf) if kind == "params" else layout.precision.main_dtype(leaf.init)
+        if _compat.makes_fakes():
+            device = sharding.device_mesh().device_type
+            return sharding.to_dtensor(
+                torch.empty(sharding.local_shape(leaf.shape), dtype=dtype, device=device), leaf.shape
+            )
         grid = sharding.grid(leaf.shape)
         parts = [] if grid is None else [(_slice(draw, box), place) for box, place in boxes.grid_boxes(grid)]
         local = parts[0][0] if len(parts) == 1 else torch.empty(sharding.local_shape(leaf.shape), dtype=leaf.init)
@@ -298,16 +303,18 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     if not hasattr(model, "init"):
         check_function("fs.init_state", "a Model, or a function of a key", model, 1, exactly=True)
     _check_start("fs.init_state", opt, key, layout)
-    init_key, run_key = random.split(key).unbind(0)
-    draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
-    _refuse_other_draws(draws, run_key, layout)
+    with _compat.with_values():
+        init_key, run_key = random.split(key).unbind(0)
+        draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
+        _refuse_other_draws(draws, run_key, layout)
+        run_key = run_key.clone()
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
     trained = main if main is not None else _slices(params, layout)
     opt_state = opt.start(trained, moments=layout.precision.moments, shardings=layout.main)
     scale = layout.precision.init_scale()
     step = torch.zeros((), dtype=torch.int64)
-    return sealed(TrainState(step, params, main, opt_state, scale, run_key.clone(), layout))
+    return sealed(TrainState(step, params, main, opt_state, scale, run_key, layout))
 
 
 def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:

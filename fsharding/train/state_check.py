@@ -81,7 +81,7 @@ _MENDS = {
 }
 
 
-_NUMBERS = "Keep step as a 0-d int64 and key as fs.random.key makes it, both on the CPU."
+_NUMBERS = "Keep step as a 0-d int64, and key as fs.random.key makes it, on the CPU."
 
 
 def check_state(function: str, state: Any) -> None:
@@ -166,7 +166,9 @@ def _numbers(state: Any) -> list[str]:
     rows: list[str] = []
     for name, shape in (("step", ()), ("key", (2,))):
         x = getattr(state, name)
-        if not isinstance(x, Tensor) or (tuple(x.shape), x.dtype, x.device.type) != (shape, torch.int64, "cpu"):
+        # A step that is counted on a device, so that no host waits for it, stays there.
+        wrong_device = isinstance(x, Tensor) and x.device.type != "cpu" and (name == "key" or x.is_meta)
+        if not isinstance(x, Tensor) or (tuple(x.shape), x.dtype) != (shape, torch.int64) or wrong_device:
             rows.append(f"{name} is {_kind(x)}" + (f" on {x.device}" if isinstance(x, Tensor) else ""))
     return rows
 

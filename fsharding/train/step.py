@@ -3,14 +3,15 @@
 In: a `TrainState` and this rank's part of the batch. Out: the next state, in the same layout, and metrics.
 Gradients of microbatches are summed, then divided once by the weight of the whole batch. All ranks refuse a step that
 is not finite and keep their state; under fp16 they skip it and halve the scale. `TrainStep.prepare` decides once for a
-layout, `TrainStep.__call__` runs. Law: the layout never changes a loss.
+layout, `TrainStep.__call__` runs. Mean, norm, scale, counts and verdict stay on the device: with `check="next"` the
+host reads none of them, and the update is masked. Laws: the layout never changes a loss, nor does `check`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,15 +20,13 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.stop_bit import StopBit
-from fsharding.comm.transport import start_sum
 from fsharding.errors import ArgumentError, ConfigError, NonFiniteError, ScheduleError, message
-from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.consistency import compare, digest, facts_of, refuse_differences
-from fsharding.mesh.device_mesh import abstract, axis_group, everyone, world_size
+from fsharding.mesh.device_mesh import abstract, everyone, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.models.stacks import first_unit, scan_stacks
-from fsharding.optim.base import GradientTransformation, UpdateContext, multiply
-from fsharding.optim.clip import norm_with_stop_bit
+from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
+from fsharding.optim.clip import LeafSquares, square_sums
 from fsharding.optim.router_bias import split_loads, update_against_load
 from fsharding.optim.updates import apply_gradients, apply_updates
 from fsharding.pipeline.executor import Messages, pipeline_grads
@@ -47,18 +46,24 @@ from fsharding.public import (
 from fsharding.random import fold_in
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.leaf_plan import kind_text
-from fsharding.sharding.named_sharding import hides_owners, local_of
+from fsharding.sharding.named_sharding import hides_owners
 from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch, uncut, uneven
 from fsharding.train.state import TrainState, main_of, refuse_changed, sealed, spread
 from fsharding.train.state_check import StateCheck, check_numbers
+from fsharding.train.verdict import REFUSED, SKIPPED, PendingVerdict, verdict_of
 from fsharding.transforms import policies
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.value_and_grad import loss_and_grads, refuse_backward
 from fsharding.tree import Tree
 
-__all__ = ["Metrics", "StepPlan", "TrainStep", "make_train_step", "model_loss", "planned_schedule", "refuse_model"]
+__all__ = [
+    "Check", "Metrics", "StepPlan", "TrainStep", "make_train_step", "model_loss", "planned_schedule", "refuse_model",
+]  # fmt: skip
+
+Check: TypeAlias = Literal["now", "next"]
+"""When the host looks whether a step counts: in the step, or in the next one."""
 
 
 class Metrics(NamedTuple):
@@ -68,7 +73,8 @@ class Metrics(NamedTuple):
         loss: global mean over all tokens of the batch (float32, 0-d).
         grad_norm: global norm of the mean gradient, before clipping (float32, 0-d).
         weight: number of tokens (float32, 0-d).
-        skipped: whether the step was skipped because of an fp16 overflow.
+        skipped: whether the step was skipped because of an fp16 overflow: a bool, or where the step was made with
+            `check="next"` a bool tensor, 0-d, for which `if metrics.skipped` waits.
         aux: with `has_aux`, what the loss function returned beside its loss on this rank, without history: one for each
             microbatch, in order.
 
@@ -91,7 +97,7 @@ class Metrics(NamedTuple):
     loss: Tensor
     grad_norm: Tensor
     weight: Tensor
-    skipped: bool
+    skipped: bool | Tensor
     aux: tuple[Any, ...] = ()
 
     def __getitem__(self, index: Any) -> Any:
@@ -103,6 +109,25 @@ class Metrics(NamedTuple):
 
     def __getattr__(self, name: str) -> Any:
         raise missing_name("Metrics", name, self._fields, {})
+
+
+class _UncheckedMetrics(Metrics):
+    """The report of a step at whose verdict the host has not looked; its loss raises where the step was refused.
+
+    Asking for the loss does not wait: a device that has not come to the verdict gives a tensor as any other.
+    """
+
+    verdict: PendingVerdict | None = None
+
+    @property
+    def loss(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.verdict is not None and self.verdict.is_ready():
+            self.verdict.raise_refused()
+        return tuple.__getitem__(self, 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, such as one for another process, has the numbers alone."""
+        return Metrics, tuple(self)
 
 
 @public("fs.model_loss")
@@ -151,6 +176,7 @@ def make_train_step(
     donate: bool = False,
     policy: Policy = policies.save_except_gathered,
     has_aux: bool = False,
+    check: Check | None = None,
 ) -> TrainStep:
     """Makes the step of a run.
 
@@ -166,6 +192,10 @@ def make_train_step(
         donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
         policy: what the blocks of a `Model` keep for backward.
         has_aux: the loss function returns `((sum, weight), aux)`; aux, any tree, comes back in the metrics.
+        check: when a step that is not finite raises. "now": the step reads one number of the device, before it updates,
+            and raises; the default on the CPU. "next": the step reads nothing, and masks its update; the error comes
+            from the next call, from `metrics.loss`, or at the end of the program, whose status is then 1; the default
+            on other devices. Losses and states are the same in every bit.
 
     Returns:
         The step: `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
@@ -174,7 +204,7 @@ def make_train_step(
         ArgumentError: the model is no `Model` and no function of two arguments, such as an `nn.Module`; the optimizer
             is no pair of functions, such as one of torch; or the two are swapped. From the step: a state or batch of
             another kind, or parameters that were changed in place since the state was made.
-        ConfigError: a number of microbatches below 1, a policy that is none, or `has_aux` with a `Model`.
+        ConfigError: a number of microbatches below 1, a policy or a `check` that is none, or `has_aux` with a `Model`.
         ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
         LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`. Or leaves of the
             state are not what its layout says.
@@ -187,7 +217,7 @@ def make_train_step(
             all ranks raise if one does; at later ones a rank alone, which the others wait for until the timeout of the
             mesh.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling or at
-            the least scale.
+            the least scale; see `check`.
 
     Example:
         >>> def init(key):
@@ -199,12 +229,15 @@ def make_train_step(
         >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(device="cpu"))
         >>> opt = fs.adamw(1e-2)
         >>> state = fs.init_state(init, opt, fs.random.key(0), layout)
-        >>> step = fs.make_train_step(loss, opt)
+        >>> step = fs.make_train_step(loss, opt, check="next")
         >>> state, metrics = step(state, {"x": torch.ones(3, 4), "y": torch.zeros(3, 2)})
         >>> int(state.step), bool(metrics.loss > 0)
         (1, True)
     """
     _check_arguments(model, opt, microbatches, policy, precision, has_aux=has_aux)
+    if check not in (None, "now", "next"):
+        mend = 'Give "now" to raise in the step, "next" to raise in the next call, or None for what the device wants.'
+        raise ConfigError(message("fs.make_train_step", f"got check={check!r}.", mend=mend))
     return TrainStep(
         model,
         opt,
@@ -214,6 +247,7 @@ def make_train_step(
         donate=donate,
         policy=policy,
         has_aux=has_aux,
+        check=check,
     )
 
 
@@ -228,6 +262,7 @@ class StepPlan:
         layout: on an abstract mesh.
         precision: dtypes of compute and wire.
         schedule: of the pipeline; None where the step scans over the blocks.
+        check_now: whether the host reads the verdict in the step.
         messages: shapes of the pipeline's activations, learnt in the first step.
         buffers: memory of whole gradients, used again by the next step.
         check: of states in this layout; None after the step was called with another layout.
@@ -236,6 +271,7 @@ class StepPlan:
     layout: Layout
     precision: Precision
     schedule: Schedule | None
+    check_now: bool
     messages: Messages = field(default_factory=Messages)
     buffers: Pool = field(default_factory=Pool)
     check: StateCheck | None = None
@@ -283,7 +319,10 @@ class TrainStep:
         donate: the step may overwrite the state.
         policy: of the blocks of a `Model`.
         has_aux: the loss function returns aux.
+        check: when the host looks at the verdict.
     """
+
+    # `_unchecked` is the verdict on the last call with `check="next"`, until the next call has looked at it.
 
     def __init__(
         self,
@@ -296,8 +335,11 @@ class TrainStep:
         donate: bool,
         policy: Policy,
         has_aux: bool,
+        check: Check | None,
     ) -> None:
         self._model = model
+        self._check = check
+        self._unchecked: PendingVerdict | None = None
         self._opt = opt.with_context()
         self._microbatches = microbatches
         self._schedule = schedule
@@ -309,6 +351,7 @@ class TrainStep:
         self._loss_fn = LossFunction.of(loss_fn, has_aux=has_aux)
         self._bias_rates: dict[str, float] = dict(model.balanced) if self._is_model else {}
         self._settings = _settings(model, opt, microbatches, schedule if self._is_model else "", precision, policy)
+        self._settings["check"] = str(check)
         self._plans: list[StepPlan] = []
 
     def __repr__(self) -> str:
@@ -328,6 +371,10 @@ class TrainStep:
         refuse_compiled("train step", _COMPILE)
         if not isinstance(state, TrainState):
             raise _other_state(state, batch)
+        if self._unchecked is not None:
+            # Before anything is sent: a rank that has raised at `metrics.loss` sends nothing either.
+            unchecked, self._unchecked = self._unchecked, None
+            unchecked.raise_refused()
         with naming_lost("train step", state.layout.mesh, step=state.step):
             refuse_changed("train step", state)
             return self._run(state, batch)
@@ -336,34 +383,55 @@ class TrainStep:
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         layout = state.layout
         plan = self._plan_of(state, batch)
-        loss_scale = _loss_scale(state, plan.precision)
+        scale = _loss_scale(state, plan.precision)
         stop = StopBit(layout.mesh)
 
-        sums = self._loss_and_grads(plan, state, split_batch("train step", batch, self._microbatches), loss_scale, stop)
+        sums = self._loss_and_grads(plan, state, split_batch("train step", batch, self._microbatches), scale, stop)
         grads, loads = split_loads(sums.grads, self._bias_rates)
+        # All in float64, in which a number of Python would have been: a factor in float32 would be rounded twice.
+        weight = sums.weight.double() if scale is None else sums.weight.double() * scale.double()
         with _compat.region("norm"):
-            to_mean = float(1.0 / (sums.weight.double() * loss_scale))
-            norm = (norm_with_stop_bit(stop, grads, layout.main).double() * to_mean).float()
-        loss = refuse_backward((sums.loss.double() / (sums.weight.double() * loss_scale)).float())
-        finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
-        stop.settle(loss.device)
-        metrics = Metrics(loss, norm, sums.weight, skipped=not finite, aux=sums.aux)
-        if not finite:
-            return self._skipped(plan, state, grads, metrics, loss_scale), metrics
+            to_mean = 1.0 / weight
+            squares = square_sums(stop, grads, layout.main)
+            norm = (squares.norm().double() * to_mean).float()
+        loss = refuse_backward((sums.loss.double() / weight).float())
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        verdict = verdict_of(finite, scale, plan.precision.loss_scale)
 
+        def refusal() -> str:
+            return _refusal(int(state_step), squares, loss, norm)
+
+        state_step, loss_scale, known = state.step, state.loss_scale, plan.check_now
+        result = int(verdict) if known else None
+        stop.settle(loss.device)
+        if result == REFUSED:
+            raise NonFiniteError(refusal())
+        if result is not None:
+            metrics = Metrics(loss, norm, sums.weight, skipped=result == SKIPPED, aux=sums.aux)
+            if metrics.skipped:
+                return self._skipped(plan, state), metrics
+        else:
+            metrics = _UncheckedMetrics(loss, norm, sums.weight, skipped=finite.logical_not(), aux=sums.aux)
+            if not _compat.is_fake(verdict):
+                metrics.verdict = self._unchecked = PendingVerdict(verdict, refusal)
+
+        counts = None if known else finite
         if self._donate:
             state = state.donate()
         with _compat.region("optimizer"):
-            main, opt_state = self._update(state, grads, loads, to_mean, norm)
+            main, opt_state = self._update(state, grads, loads, to_mean, norm, counts)
         with _compat.region("spread"):
             params = spread(main, state.params, layout, donate=self._donate)
-        scale = plan.precision.next_scale(state.loss_scale, finite=True) if state.loss_scale is not None else None
+        if loss_scale is not None:
+            after_scale = plan.precision.next_scale(loss_scale, finite=True if counts is None else counts)
+            # A step that is refused at the least scale leaves the row of good steps as it was, too.
+            loss_scale = where_finite(None if counts is None else verdict != REFUSED, after_scale, loss_scale)
         after = state.replace(
-            step=state.step + 1,
+            step=next_count(state.step, counts),
             params=params,
             main=main if state.main is not None else None,
             opt_state=opt_state,
-            loss_scale=scale,
+            loss_scale=loss_scale,
         )
         return sealed(after), metrics
 
@@ -385,7 +453,8 @@ class TrainStep:
             refuse_model("train step", self._model, layout)
             if abstract(layout.mesh).axis_size("pp") > 1:
                 schedule = planned_schedule("train step", self._schedule, layout, self._microbatches)
-        return StepPlan(_without_devices(layout), self._precision or layout.precision, schedule)
+        check = self._check or ("now" if _device_of(layout) == "cpu" else "next")
+        return StepPlan(_without_devices(layout), self._precision or layout.precision, schedule, check == "now")
 
     def _plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
         """The plan for the layout of a checked state. Collective at the first call in a layout.
@@ -412,7 +481,7 @@ class TrainStep:
         return plan
 
     def _loss_and_grads(
-        self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: float, stop: StopBit
+        self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: Tensor | None, stop: StopBit
     ) -> _Sums:
         """Forward and backward of all microbatches, through the pipeline or one after the other."""
         if plan.schedule is None:
@@ -432,7 +501,7 @@ class TrainStep:
         return _Sums(grads, loss, weight)
 
     def _accumulate(
-        self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: float, stop: StopBit
+        self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: Tensor | None, stop: StopBit
     ) -> _Sums:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
         layout, has_aux = state.layout, self._loss_fn.has_aux
@@ -464,9 +533,15 @@ class TrainStep:
         return _Sums(grads, torch.stack(losses).sum(), torch.stack(weights).sum(), tuple(auxes))
 
     def _update(
-        self, state: TrainState, grads: Tree, loads: dict[str, Tensor], to_mean: float, norm: Tensor
+        self,
+        state: TrainState,
+        grads: Tree,
+        loads: dict[str, Tensor],
+        to_mean: Tensor,
+        norm: Tensor,
+        finite: Tensor | None,
     ) -> tuple[Tree, Tree]:
-        """The main parameters and the optimizer state after an update.
+        """The main parameters and the optimizer state after an update, or as they were where `finite` is false.
 
         Gradients times `to_mean` are their means, and `norm` is that of the means.
         """
@@ -481,27 +556,27 @@ class TrainStep:
                 norm=norm,
                 scale=to_mean,
                 shardings=shardings,
+                finite=finite,
             )
         # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
+        grads = multiply(grads, to_mean, donate=donate)
+        donate = donate and finite is None  # what a refused step goes back to is not overwritten
         context = UpdateContext(donate=donate, norm=norm, shardings=shardings)
-        updates, opt_state = self._opt.update(multiply(grads, to_mean, donate=donate), state.opt_state, main, context)
-        return apply_updates(main, update_against_load(updates, loads, self._bias_rates), donate=donate), opt_state
+        updates, opt_state = self._opt.update(grads, state.opt_state, main, context)
+        new_main = apply_updates(main, update_against_load(updates, loads, self._bias_rates), donate=donate)
+        return where_finite(finite, new_main, main), where_finite(finite, opt_state, state.opt_state)
 
-    def _skipped(
-        self, plan: StepPlan, state: TrainState, grads: Tree, metrics: Metrics, loss_scale: float
-    ) -> TrainState:
-        """The state after a step that is not finite: as before, with a smaller loss scale.
-
-        Raises:
-            NonFiniteError: there is no loss scale, or it is the least one.
-        """
-        precision = plan.precision
-        if precision.loss_scale is None or loss_scale <= precision.loss_scale.least:
-            raise NonFiniteError(_refusal(state, grads, metrics.loss, metrics.grad_norm))
+    def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
+        """The state after a step that the host knows to be skipped: as before, with a smaller loss scale."""
         assert state.loss_scale is not None
-        smaller = precision.next_scale(state.loss_scale, finite=False)
+        smaller = plan.precision.next_scale(state.loss_scale, finite=False)
         unchanged = state.donate() if self._donate else tree.map(torch.clone, state)
         return unchanged.replace(loss_scale=smaller)
+
+
+def _device_of(layout: Layout) -> str:
+    """The type of the devices of a mesh."""
+    return getattr(layout.mesh, "device_type", "cpu")
 
 
 def _without_devices(layout: Layout) -> Layout:
@@ -576,7 +651,8 @@ def _agree(state: TrainState, settings: dict[str, str], batch: Tree, microbatche
     ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
     facts |= {**settings, **leaves, "batch": "\n".join(uneven(batch, microbatches))}
     facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
-    facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
+    if not _compat.is_fake(state.step):
+        facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
     ask = meet if ranks.size == world_size() else None
     by_rank = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
     uncuttable = {rank: of_rank.pop("batch") for rank, of_rank in by_rank.items()}
@@ -593,8 +669,8 @@ def _kind_of(x: Any) -> str:
     return str(x.dtype) if isinstance(x, DTensor) and hides_owners(x) else kind_text(x)
 
 
-def _loss_scale(state: TrainState, precision: Precision) -> float:
-    """The factor of the losses; 1 without loss scaling.
+def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
+    """The factor of the losses, float32, 0-d, on the device of the parameters; None without loss scaling.
 
     Raises:
         ConfigError: the precision scales losses and the state has no scale, or the reverse.
@@ -604,18 +680,17 @@ def _loss_scale(state: TrainState, precision: Precision) -> float:
         text = f"got a state that {has} loss scale, and a precision that wants otherwise."
         mend = "Give plan_layout the same precision=, so that the state is made for it."
         raise ConfigError(message("train step", text, mend=mend))
-    return float(state.loss_scale.scale) if state.loss_scale is not None else 1.0
+    if state.loss_scale is None:
+        return None
+    return state.loss_scale.scale.to(_device_of(state.layout), non_blocking=True)
 
 
-def _refusal(state: TrainState, grads: Tree, loss: Tensor, norm: Tensor) -> str:
-    """Names the step, and every leaf whose gradient is not finite on some rank."""
-    named = tree.named_leaves(grads)
-    flags = torch.stack([torch.isfinite(local_of(x)).all().logical_not() for x in named.values()]).double()
-    axes = tuple(axis for axis in AXES if abstract(state.layout.mesh).axis_size(axis) > 1)
-    bad_ranks = start_sum(flags, axis_group(state.layout.mesh, axes), torch.float64).wait()
-    rows = [f"step {int(state.step)}: loss {float(loss)}, gradient norm {float(norm)}"]
+def _refusal(number: int, squares: LeafSquares, loss: Tensor, norm: Tensor) -> str:
+    """Names the step, and every leaf whose gradient is not finite on some rank: its sum of squares says so."""
+    rows = [f"step {number}: loss {float(loss)}, gradient norm {float(norm)}"]
+    bad = torch.isfinite(squares.sums).logical_not().tolist()
     rows += [
-        f"params.{path}: its gradient is not finite" for path, bad in zip(named, bad_ranks.tolist(), strict=True) if bad
+        f"params.{path}: its gradient is not finite" for path, wrong in zip(squares.paths, bad, strict=True) if wrong
     ]
     mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
     return message("train step", "refused: loss or gradients are not finite.", rows, mend)
@@ -644,9 +719,9 @@ def refuse_model(function: str, model: Any, layout: Layout) -> None:
         TreeError: other parameters.
         ConfigError: axes that the model does not compute over.
     """
-    draws = tree.flatten_up_to(
-        layout.structure, model.init(torch.zeros(2, dtype=torch.int64)), function, ("the state", "its model")
-    )
+    with _compat.with_values():
+        draws = model.init(torch.zeros(2, dtype=torch.int64))
+    draws = tree.flatten_up_to(layout.structure, draws, function, ("the state", "its model"))
     check_fit(function, layout, draws, ((leaf.shape, leaf.init) for leaf in layout.leaves))
     shape = abstract(layout.mesh)
     others = [axis for axis in ("cp", "tp") if axis not in model.axes]

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from fsharding.errors import DataError, message
 from fsharding.untrusted import read_plain
 
-__all__ = ["StrPath", "python_stdlib_files", "read_files"]
+__all__ = ["StrPath", "files_below", "python_stdlib_files", "read_files"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 """A path."""
@@ -61,6 +61,22 @@ def read_files(paths: StrPath | Iterable[StrPath]) -> tuple[bytearray, list[int]
         what = f"found {len(files)} files, all empty, in {source}." if files else f"found no files in {source}."
         raise DataError(message("from_files", what, mend="Name files, or a directory that has some."))
     return buffer, begins, source
+
+
+def files_below(function: str, root: Path) -> list[Path]:
+    """The files of a directory that are not hidden, in the order of their relative paths.
+
+    Args:
+        function: the public function, for errors.
+        root: the directory.
+
+    Raises:
+        DataError: there are none, or a directory cannot be listed.
+    """
+    files = [*_walk(function, root, _visible)]
+    if not files:
+        raise DataError(message(function, f"found no files in {root}.", mend="Name a directory that has some."))
+    return files
 
 
 def _visible(name: str, _is_dir: bool) -> bool:

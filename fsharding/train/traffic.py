@@ -114,9 +114,7 @@ class Sender:
         row = self.schedule.table[self.where["pp"]]
         result: list[Stage] = []
         for stage in self.schedule.stages_on(self.where["pp"]):
-            # The first stage has no inputs to differentiate.
-            kinds = ("B", "I", "W") if stage else ("B", "W")
-            walks = sum(a.stage == stage and a.kind in kinds for a in row)
+            walks = sum(a.stage == stage and a.kind in ("B", "I") for a in row)
             result.append(Stage(self.layers[stage], stage == 0, stage == self.schedule.stages - 1, walks))
         return result
 

@@ -27,7 +27,7 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -60,6 +60,30 @@ class _SavedView(NamedTuple):
     stride: tuple[int, ...]
 
 
+Kernel: TypeAlias = Callable[[Tensor], object]
+"""Fills a tensor, whatever is in it."""
+
+PutTerm: TypeAlias = Callable[[torch.dtype, Kernel], bool]
+"""Has a kernel write a term of a dtype to where a gradient is sent from, or does not, and says so."""
+
+
+class _Term(NamedTuple):
+    """A term of the gradient of a weight that is to be computed: which leaf of its unit, and how."""
+
+    leaf: int
+    shape: torch.Size
+    dtype: torch.dtype
+    put: PutTerm | None
+    kernel: Kernel
+
+
+class _Deferred(NamedTuple):
+    """What a `deferring` backward has left: units with the gradients that they have, and by order of unit its terms."""
+
+    units: list[tuple[GatheredUnit, Sequence[Tensor | None]]]
+    terms: dict[int, list[_Term]]
+
+
 class _Watched(NamedTuple):
     """A storage whose views are weights of a unit. The weak reference keeps its id from being given to another one."""
 
@@ -79,6 +103,7 @@ class GatherContext:
         accumulated: local gradients of earlier microbatches, which are added to in place; None where there are none.
         pool: of buffers, for contexts that share one; whoever gave it closes it.
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
+        defers: whether a backward may leave products of weight gradients for later: `deferring`.
 
     Attributes:
         counts: gathers, reductions and peaks of this call.
@@ -89,7 +114,8 @@ class GatherContext:
     # `_units` has the units in the order of forward, `unit.order` being the position. `_current` is the last of them
     # that forward has reached and not released. `_prefetched` has those that were started for a later `gather`, which
     # are in neither. Backward goes from the end of `_units` to its beginning: `_reached` is the position after the unit
-    # that it reached last, None before backward, so that all units from there on are done with.
+    # that it reached last, None before backward, so that all units from there on are done with. `_deferred` is None but
+    # in a `deferring` backward and after it: the units that it has left, in order, and the terms that each still lacks.
 
     def __init__(
         self,
@@ -100,21 +126,25 @@ class GatherContext:
         accumulated: Sequence[Tensor | None],
         pool: Pool | None = None,
         grad_pool: Pool | None = None,
+        *,
+        defers: bool = False,
     ) -> None:
         self.paths, self._targets, self._compute = paths, targets, compute
         self._row_targets = [
             target.row() if target is not None and leaf is not None and leaf.shape else None
             for target, leaf in zip(targets, leaves, strict=True)
         ]
-        self.counts = Counts()
+        self.counts, self._defers = Counts(), defers
         self.anchor = torch.zeros((), requires_grad=True)
         self._pool, self._owns_pool = pool or Pool(), pool is None
-        device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
-        self.reducer = GradReducer(leaves, targets, accumulated, self._pool.memory(device), device, grad_pool)
+        self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
+        memory = self._pool.memory(self._device)
+        self.reducer = GradReducer(leaves, targets, accumulated, memory, self._device, grad_pool)
         self._units: list[GatheredUnit] = []
         self._current: GatheredUnit | None = None
         self._prefetched: dict[tuple[LeafIndex, ...], GatheredUnit] = {}
         self._reached: int | None = None
+        self._deferred: _Deferred | None = None
         self._index: dict[int, tuple[Tensor, LeafIndex]] = {}
         self._watched: dict[int, _Watched] = {}
         for i, leaf in enumerate(leaves):
@@ -168,6 +198,10 @@ class GatherContext:
         wholes = list(cast(Sequence[Tensor], _GatherUnit.apply(self.anchor, self, unit, policy)))
         for large in unit.plan.large:
             wholes[large.leaf] = _LargeLeafGrad.watch(wholes[large.leaf], self, unit, large)
+        if self._defers:
+            taken = {large.leaf for large in unit.plan.large}
+            for i in (i for b in unit.plan.reductions for i in b.leaves if i not in taken):
+                wholes[i] = cast(Tensor, _LeafGrad.apply(wholes[i], self, unit, i))
         return wholes
 
     def prefetch(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> None:
@@ -274,16 +308,62 @@ class GatherContext:
         if last is not None:
             last.start()
 
-    def restart_backward(self) -> None:
-        """There will be another backward of the same graph: releases all that this one has gathered."""
-        for unit in self._units:
-            unit.abandon()
-            unit.in_backward = False
-        self._reached = None
+    @contextmanager
+    def deferring(self) -> Generator[None]:
+        """A backward inside leaves products that give gradients of weights to `run_deferred`, and reduces nothing."""
+        assert self._defers and self._deferred is None, "a context defers once"
+        self._deferred = _Deferred([], {})
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.abandon()
+
+    def put_term(self, unit: GatheredUnit, leaf: int, shape: torch.Size, put: PutTerm | None) -> PutTerm | None:
+        """Where products find what to do with a term of a weight's gradient, as `ops.grad_sink` says; None for nothing.
+
+        Args:
+            unit: of the weight.
+            leaf: its number there.
+            shape: of the weight.
+            put: what to do where nothing is deferred, if there is anything.
+        """
+        if not self._defers:
+            return put
+
+        def put_or_defer(dtype: torch.dtype, kernel: Kernel) -> bool:
+            if self._deferred is None:
+                return put is not None and put(dtype, kernel)
+            self._deferred.terms.setdefault(unit.order, []).append(_Term(leaf, shape, dtype, put, kernel))
+            return True
+
+        return put_or_defer
+
+    @torch.no_grad()
+    def run_deferred(self) -> None:
+        """Computes what a `deferring` backward has left, and reduces the gradients, in the order of that backward."""
+        assert self._deferred is not None
+        (units, terms), self._deferred = self._deferred, None
+        for unit, grads in units:
+            whole = list(grads)
+            for leaf, shape, dtype, put, kernel in terms.pop(unit.order, ()):
+                if put is not None and put(dtype, kernel):
+                    continue
+                term = torch.empty(shape, dtype=dtype, device=self._device)
+                kernel(term)
+                earlier = whole[leaf]
+                whole[leaf] = term if earlier is None else earlier + term
+            self._reduce(unit, whole)
 
     def leave(self, unit: GatheredUnit, grads: Sequence[Tensor | None]) -> None:
         """Backward of a unit is over: releases its buffers and starts to reduce its gradients."""
         unit.release()
+        if self._deferred is not None:
+            self._deferred.units.append((unit, grads))
+        else:
+            self._reduce(unit, grads)
+
+    def _reduce(self, unit: GatheredUnit, grads: Sequence[Tensor | None]) -> None:
         for b in unit.plan.reductions:
             if b.steps[0] or b.late_steps[0]:
                 self.counts.reductions.append(self._name_of([unit.index[i] for i in b.leaves]))
@@ -310,10 +390,24 @@ class GatherContext:
         self._prefetched.clear()
         self._watched.clear()
         self._index.clear()
-        self._current = None
+        self._current = self._deferred = None
         self.reducer.close()
         if self._owns_pool:
             self._pool.close()
+
+
+class _LeafGrad(Function):
+    """A leaf of which products of `ops` may leave the gradient for later, see `GatherContext.deferring`."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, context: GatherContext, unit: GatheredUnit, leaf: int) -> Tensor:
+        ctx.put_term = context.put_term(unit, leaf, whole.shape, None)
+        ctx.set_materialize_grads(False)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return grads[0], None, None, None
 
 
 class _GatherUnit(Function):
@@ -352,11 +446,13 @@ class _LargeLeafGrad(Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, context: GatherContext, unit: GatheredUnit, large: LargeLeaf) -> Tensor:
-        reducer, plan = context.reducer, unit.plan
+        reducer, plan, put = context.reducer, unit.plan, None
         ctx.take = functools.partial(reducer.take, unit, plan, large)
         if has_slots(whole, plan.reductions[large.bucket].steps[large.slot], plan.mesh):
-            # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
-            ctx.put_term = functools.partial(reducer.write, unit, plan, large)
+            put = functools.partial(reducer.write, unit, plan, large)
+        # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
+        if (put_term := context.put_term(unit, large.leaf, whole.shape, put)) is not None:
+            ctx.put_term = put_term
         ctx.set_materialize_grads(False)
         return whole.view_as(whole)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -201,7 +202,7 @@ def loss_and_grads(
         tape.close()
         raise
     if mean:
-        _compat.foreach_mul_([g for g in local if g is not None], float(1.0 / totals[1]))
+        _compat.foreach_mul_([g for g in local if g is not None], 1.0 / totals[1])
     return _result(loss, totals, mean, has_aux), tape.as_tree(local)
 
 
@@ -247,6 +248,7 @@ class Tape:
         pool: of buffers, where several tapes share one.
         grad_pool: as in `loss_and_grads`.
         function: the public function, for errors.
+        defers: whether `backward` may be called with `defers`.
 
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
@@ -271,6 +273,8 @@ class Tape:
         pool: Pool | None = None,
         grad_pool: Pool | None = None,
         function: str = "fs.value_and_grad",
+        *,
+        defers: bool = False,
     ) -> None:
         _refuse_transforms(params, function)
         self._leaves, self._spec = tree.flatten(params)
@@ -291,7 +295,7 @@ class Tape:
         accumulated = [_compat.local_tensor(x) if isinstance(x, DTensor) else None for x in self._accumulated]
         self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
         paths, compute = tree.paths(params), precision.compute_dtype
-        self.context = GatherContext(nodes, paths, self._targets, compute, accumulated, pool, grad_pool)
+        self.context = GatherContext(nodes, paths, self._targets, compute, accumulated, pool, grad_pool, defers=defers)
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
@@ -311,8 +315,7 @@ class Tape:
         cotangents: Sequence[Tensor] | None = None,
         inputs: Sequence[Tensor] = (),
         *,
-        params: bool = True,
-        retain_graph: bool = False,
+        defers: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """Differentiates what `forward` gave.
 
@@ -320,24 +323,27 @@ class Tape:
             outputs: which have gradients, or their places in the graph.
             cotangents: of the outputs; by default 1 for the one 0-d output.
             inputs: what else `fn` took, to be differentiated as well.
-            params: differentiate with respect to the parameters, too. Gradients of units go to the context's reducer,
-                those of leaves that were used otherwise come from autograd.
-            retain_graph: there will be another call for the same outputs.
+            defers: leave to `weights` the products that give gradients of weights alone, and all reductions.
 
         Returns:
-            The gradients of `inputs`.
+            The gradients of `inputs`. Gradients of units go to the context's reducer, those of leaves that were used
+            otherwise come from autograd.
         """
         direct = [x.value if isinstance(x, Local) else x for x in self._local]
-        used = [i for i, x in enumerate(direct) if params and isinstance(x, Tensor) and x.requires_grad]
-        wanted = [*inputs, *([self.context.anchor] if params else []), *(direct[i] for i in used)]
-        if not wanted:
-            return ()
+        used = [i for i, x in enumerate(direct) if isinstance(x, Tensor) and x.requires_grad]
+        wanted = [*inputs, self.context.anchor, *(direct[i] for i in used)]
+        later = self.context.deferring() if defers else nullcontext()
         # A recomputed forward asks for the mesh, too.
-        with _on(self.mesh), torch.autograd.set_multithreading_enabled(False):
-            result = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=retain_graph, allow_unused=True)
+        with later, _on(self.mesh), torch.autograd.set_multithreading_enabled(False):
+            result = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
         for i, grad in zip(used, result[len(inputs) + 1 :], strict=True):
             self._direct[i] = grad
         return result[: len(inputs)]
+
+    def weights(self) -> None:
+        """Computes the gradients of weights that `backward` has left, and starts their reductions."""
+        with _on(self.mesh):
+            self.context.run_deferred()
 
     def finish(self) -> list[Tensor | None]:
         """Waits for the reductions under way, and closes: the local gradient of each leaf."""

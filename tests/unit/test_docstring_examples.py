@@ -11,8 +11,8 @@ import torch
 import fsharding as fs
 
 NAMESPACES = [
-    "checkpoint", "data", "hf", "hf.families", "models", "models.presets", "ops", "optim", "optim.schedules", "pipeline",
-    "policies", "preemption", "random", "testing", "tree",
+    "checkpoint", "data", "hf", "hf.families", "models", "models.presets", "notebook", "ops", "optim", "optim.schedules",
+    "pipeline", "policies", "preemption", "random", "testing", "tree",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ rows that take several ranks.
 """
 
 import contextlib
+import dataclasses
 import io
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import fsharding as fs
+from fsharding.checkpoint.manifest import text_of
 from fsharding.cli.main import main
 from tests.pages import code_spans, rows_of, said
 
@@ -90,6 +92,46 @@ def command(line):
         raise ValueError(output.getvalue())
 
     return run
+
+
+def word_level(folder, names):
+    """The path of a tokenizer with these tokens, of which the last one is special."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {name: i for i, name in enumerate(names)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=names[0]))
+    made.add_special_tokens([names[-1]])
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def packed(documents, **options):
+    return next(fs.data.packed(documents, **{"batch_size": 2, "seq_len": 32, "eos": 0, **options}))
+
+
+def other_sizes(at):
+    options = {"batch_size": 2, "eos": 0}
+    before = fs.data.packed([[1, 2, 3]], seq_len=2, **options)
+    fs.data.packed([[1, 2, 3]], seq_len=3, **options).load_state_dict(before.state_dict())
+
+
+def other_data_ranks(at):
+    data = fs.data.packed([[1, 2, 3]], batch_size=2, seq_len=2, eos=0)
+    fs.checkpoint.save(at.folder / "two", at.state, data=data)
+    manifest = fs.checkpoint.metadata(at.folder / "two")
+    ranks = {"ranks": [{}, {}]}
+    (at.folder / "two" / "manifest.json").write_text(text_of(dataclasses.replace(manifest, data=ranks)))
+    fs.checkpoint.load(at.folder / "two", at.layout, data=data)
+
+
+def saved_data_set(at):
+    (at.folder / "saved").mkdir()
+    (at.folder / "saved" / "state.json").write_text("{}")
+    command("train --data DIR/saved --out DIR/run")(at)
+
+
+def large_tokenizer(at):
+    word_level(at.folder, [*map(str, range(300)), "</s>"])
+    command("train --tokenizer DIR/tokenizer.json --out DIR/run")(at)
 
 
 def whole_params(at):
@@ -170,6 +212,26 @@ MISTAKES = {
     "tokens outside the vocabulary": lambda at: decode(
         at, {"tokens": torch.full((2, 4), 9), "targets": torch.zeros(2, 4, dtype=torch.int64)}
     ),
+    # ---------------------------------------------------------------------------------------------------------- data
+    'a path for documents: `fs.data.packed("corpus.jsonl", ...)`': lambda at: packed("corpus.jsonl"),
+    "a `DatasetDict` for documents": lambda at: packed({"train": [[1]]}),
+    "a generator for documents": lambda at: packed(x for x in [[1]]),
+    "an empty data set": lambda at: packed([]),
+    "documents without a character": lambda at: packed(["", ""], tokenizer=lambda text: list(text.encode())),
+    "all documents together shorter than a row": lambda at: packed([[1, 2, 3], [4, 5, 6]]),
+    "a column that is missing": lambda at: packed([{"body": "x"}], tokenizer=lambda text: list(text.encode())),
+    "texts without a tokenizer": lambda at: packed(["to be"]),
+    "a tokenizer that does not say what ends a document": lambda at: packed(
+        ["to be"], eos=None, tokenizer=word_level(at.folder, ["<unk>", "to", "be", "<end>"])
+    ),
+    "a tokenizer larger than the model": lambda at: packed(
+        ["to be"], vocab_size=8, tokenizer=word_level(at.folder, [*"abcdefgh", "</s>"])
+    ),
+    "another tokenizer, or other sizes, after a restart": other_sizes,
+    "a checkpoint that was saved without `data=`": lambda at: fs.checkpoint.load(
+        at.folder / "7", at.layout, data=fs.data.packed([[1, 2, 3]], batch_size=2, seq_len=2, eos=0)
+    ),
+    "a loader's position on another number of data ranks": other_data_ranks,
     # ----------------------------------------------------------------------------------- checkpoints and other layouts
     "`fs.checkpoint.save(state, path)`": lambda at: fs.checkpoint.save(at.state, "ckpt"),
     "`fs.checkpoint.load(path, state)`": lambda at: fs.checkpoint.load("ckpt", at.state),
@@ -188,6 +250,8 @@ MISTAKES = {
     "`--mesh dp=3 --ranks 2`": command("train --mesh dp=3 --ranks 2 --out DIR/run"),
     "`--preset llama3`": command("train --preset llama3 --out DIR/run"),
     "`--resume newest`, and nothing is there": command("train --resume newest --out DIR/empty"),
+    "`--data` with a saved data set and no tokenizer": saved_data_set,
+    "a tokenizer larger than the preset": large_tokenizer,
     "a global batch that ranks do not divide": command("train --ranks 2 --batch 3 --out DIR/run"),
 }  # fmt: skip
 

@@ -6,8 +6,9 @@ from datetime import timedelta
 
 import pytest
 
+from fsharding.bench import pipeline
 from fsharding.bench.optimizer import bench_optimizer
-from fsharding.bench.options import OptimizerConfig, StepConfig
+from fsharding.bench.options import OptimizerConfig, PipelineConfig, StepConfig
 from fsharding.bench.rounds import agree
 from fsharding.bench.step import bench_step, measure
 from fsharding.errors import ConfigError
@@ -34,6 +35,26 @@ def test_everyone_trains_the_same_and_is_measured():
         assert row["floor_ms"] is None or row["floor_ms"] > row["wire_ms"] > 0
     peak = {name: row["peak_bytes"] for name, row in rows.items()}
     assert peak["fsharding-zero3"] < peak["fsharding-zero0"] < 1.5 * peak["ddp"]
+
+
+def test_a_peer_as_an_expert_sets_it_up_trains_what_it_trains_by_default():
+    config = StepConfig(**SMALL, contenders=("fsdp2", "fsdp2-default"))
+    rows = run_ranks(measured, 2, config)[0]
+    assert rows[0]["loss"] == rows[1]["loss"]
+
+
+def schedules(config):
+    return pipeline.measure(config, make_mesh(pp=2, device="cpu", timeout=timedelta(seconds=20)))
+
+
+def test_schedules_train_the_same_and_are_compared_with_the_first():
+    config = PipelineConfig(preset="tiny", batch=1, seq_len=16, microbatches=4, rounds=1)
+    rows = run_ranks(schedules, 2, config)[0]
+    assert tuple(row["schedule"] for row in rows) == config.schedules
+    assert len({row["loss"] for row in rows}) == 1, "the same in every bit, whatever the schedule"
+    assert rows[0]["ratio"] == 1.0 and rows[0]["idle"] > rows[-1]["idle"] > 0
+    with pytest.raises(ConfigError, match=r"zbw: not known\. Did you mean 'zbv'"):
+        pipeline.bench_pipeline(PipelineConfig(schedules=("zbw",)))
 
 
 def test_a_time_counts_only_where_losses_agree():
@@ -72,7 +93,8 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
         "  rounds: 0\n"
         "  ours: not known\n"
         "  deepspeed-zero3: its package is not installed\n"
-        "Numbers are at least 1; contenders are compute-only, ddp, fsdp2, simple-fsdp, deepspeed-zero1, "
+        "Numbers are at least 1; contenders are compute-only, ddp, fsdp2, fsdp2-default, fsdp2-bf16-sums, simple-fsdp, "
+        "simple-fsdp-compiled, deepspeed-zero1, "
         "deepspeed-zero2, deepspeed-zero3, fsharding-zero0, fsharding-zero1, fsharding-zero2, fsharding-zero3, "
         "fsharding-hybrid."
     )

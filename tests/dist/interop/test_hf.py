@@ -137,6 +137,20 @@ LAYOUTS = {
     "ep_tp": ({"ep": 2, "tp": 2}, fs.zero(3)),
     "pp_ep": ({"pp": 2, "ep": 2}, fs.zero(3)),
 }
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in ("tied", "mixtral") else full) for x in FAMILIES])
+def test_a_loaded_model_generates_what_transformers_generates(theirs, name):
+    folder, model, _ = theirs(name)
+    config = hf.config_of(folder)
+    params = hf.load(folder, layout_of(config, {"dp": 1}, fs.zero(3)))
+    want = model.generate(TOKENS, max_new_tokens=9, do_sample=False, eos_token_id=None)[:, TOKENS.shape[1] :]
+    assert torch.equal(fs.models.generate(config, params, TOKENS, 9), want)
+    net = fs.functionalize(model)
+    whole = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), fs.plan_layout(net, fs.make_mesh(device="cpu")))
+    assert torch.equal(fs.models.generate(net, whole, TOKENS, 9), want)
+
+
 DEFAULT = {name: ["one", "zero3", "tp"] for name in FAMILIES}
 DEFAULT |= {name: ["one", "zero3", "tp", "ep", "pp"] for name in ("mixtral", "qwen3_moe")}
 DEFAULT |= {"llama": ["zero3", "tp"]}

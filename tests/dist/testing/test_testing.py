@@ -395,7 +395,7 @@ def test_a_function_typed_into_an_interpreter():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
     assert "run_ranks cannot send __main__.f and its arguments to the ranks.\n" in done.stderr
     assert "  It was typed into an interpreter, so the ranks cannot import it.\n" in done.stderr
-    assert "in a notebook with %%writefile, then: from ranks import f." in done.stderr
+    assert "such as ranks.py, then: from ranks import f. In a notebook: fs.notebook.ranks(2)(f)." in done.stderr
 
 
 @full

@@ -1,0 +1,190 @@
+"""Positions of data in a checkpoint: what `state_dict` gives on each data rank, as JSON, and back.
+
+In: an object with `state_dict` and `load_state_dict`, such as `fs.data.packed` or a `StatefulDataLoader`. Out: one
+position, where all data ranks have the same, which any mesh takes; else one for each data rank, which only a mesh with
+as many takes. Law: what is read equals what was written, and is made of plain values, tensors and arrays alone: no text
+in a file makes Python run anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from fsharding.checkpoint.manifest import Manifest
+from fsharding.errors import ArgumentError, CheckpointError, message
+from fsharding.mesh.device_mesh import abstract, coordinate, data_position, is_member
+from fsharding.public import kind_of
+from fsharding.sharding.layout import Layout
+
+__all__ = ["Stateful", "check_stateful", "joined", "own_position", "restore", "select"]
+
+_TAG = "$"
+"""The only key of an object that stands for something that JSON has not."""
+
+_DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
+
+
+class Stateful(Protocol):
+    """Data whose position can be saved: torch's protocol of loaders and data sets."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The position: plain values, tensors and arrays."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Goes on from a position."""
+        ...
+
+
+def check_stateful(function: str, data: Any) -> None:
+    """Refuses data without a position.
+
+    Raises:
+        ArgumentError: a method is missing.
+    """
+    missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(data, name, None))]
+    if missing:
+        rule = f"takes data with a position, got {kind_of(data)} without {' and '.join(missing)}."
+        mend = "Give fs.data.packed(...), or a torchdata.stateful_dataloader.StatefulDataLoader; or leave data= out."
+        raise ArgumentError(message(function, rule, mend=mend))
+
+
+# -------------------------------------------------------------------------------------------------------------- saving
+def own_position(function: str, data: Stateful, layout: Layout) -> tuple[int, int, Any] | None:
+    """This rank's position: (index, count, position) of its data rank; None where another rank speaks for it.
+
+    Args:
+        function: the public function, for errors.
+        data: of this rank.
+        layout: of the state.
+
+    Raises:
+        CheckpointError: a value that cannot be written.
+    """
+    mesh = layout.mesh
+    if not is_member(mesh):
+        return None
+    coord = coordinate(mesh)
+    others = [axis for axis in abstract(mesh).names if axis not in ("replica", "dp", "ep")]
+    if any(coord.get(axis, 0) for axis in others):
+        return None
+    rows: list[str] = []
+    written = _written(data.state_dict(), "", rows)
+    if rows:
+        rule = f"cannot write {len(rows)} values of the position of {kind_of(data)}."
+        mend = "Give it numbers, texts, None, lists, tuples, dicts, bytes, tensors and arrays only."
+        raise CheckpointError(message(function, rule, rows, mend))
+    return *data_position(mesh), written
+
+
+def joined(positions: Sequence[tuple[int, int, Any] | None]) -> dict[str, Any]:
+    """What the manifest keeps: the one position that all data ranks have, or that of each.
+
+    Args:
+        positions: of all ranks, as `own_position` gives them.
+    """
+    by_index = {index: position for index, _, position in filter(None, positions)}
+    every = [by_index[index] for index in sorted(by_index)]
+    return {"all": every[0]} if all(position == every[0] for position in every) else {"ranks": every}
+
+
+def _written(value: Any, path: str, rows: list[str]) -> Any:
+    """A value as JSON; what cannot be written is added to `rows`."""
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if type(value) is float:
+        return {_TAG: ["float", value.hex()]}
+    if isinstance(value, bytes):
+        return {_TAG: ["bytes", base64.b64encode(value).decode()]}
+    if isinstance(value, list):
+        return [_written(x, f"{path}[{i}]", rows) for i, x in enumerate(cast("list[Any]", value))]
+    if isinstance(value, tuple):
+        return {_TAG: ["tuple", _written([*cast("tuple[Any, ...]", value)], path, rows)]}
+    if isinstance(value, Mapping):
+        items = [*cast("Mapping[Any, Any]", value).items()]
+        if all(isinstance(key, str) and key != _TAG for key, _ in items):
+            return {key: _written(x, f"{path}.{key}".lstrip("."), rows) for key, x in items}
+        return {_TAG: ["dict", _written([[key, x] for key, x in items], path, rows)]}
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype != torch.bfloat16:
+        return {_TAG: ["tensor", *_array(value.detach().cpu().numpy())]}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return {_TAG: ["array", *_array(np.asarray(value))]}
+    rows.append(f"{path or 'it'} is {kind_of(value)}")
+    return None
+
+
+def _array(value: np.ndarray[Any, Any]) -> list[Any]:
+    return [value.dtype.str, [*value.shape], base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()]
+
+
+def _read(value: Any) -> Any:
+    """The value that JSON stands for."""
+    if isinstance(value, list):
+        return [_read(x) for x in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    table = cast("dict[str, Any]", value)
+    if [*table] != [_TAG]:
+        return {key: _read(x) for key, x in table.items()}
+    kind, *parts = table[_TAG]
+    if kind == "float":
+        return float.fromhex(parts[0])
+    if kind == "bytes":
+        return base64.b64decode(parts[0], validate=True)
+    if kind == "tuple":
+        return tuple(_read(parts[0]))
+    if kind == "dict":
+        return dict(_read(parts[0]))
+    if kind not in ("tensor", "array"):
+        raise ValueError(f"{kind!r} is no kind of value")
+    if not _DTYPE.fullmatch(parts[0]):
+        raise ValueError(f"{parts[0]!r} is no dtype of numbers")
+    array = np.frombuffer(base64.b64decode(parts[2], validate=True), np.dtype(parts[0])).reshape(parts[1]).copy()
+    return torch.from_numpy(array) if kind == "tensor" else array
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+def select(function: str, where: str, manifest: Manifest, layout: Layout) -> Any:
+    """The position that this rank goes on from; None where the mesh does not have this rank.
+
+    Args:
+        function: the public function, for errors.
+        where: the checkpoint, for errors.
+        manifest: of the checkpoint.
+        layout: where the state goes.
+
+    Raises:
+        CheckpointError: the checkpoint has no position, those of another number of data ranks, or damaged ones.
+    """
+    saved = manifest.data
+    if saved is None:
+        rule = f"finds no position of data in {where}."
+        mend = "It was saved without data=: load it without data= as well, and bring the data to its place yourself."
+        raise CheckpointError(message(function, rule, mend=mend))
+    if not is_member(layout.mesh):
+        return None
+    index, count = data_position(layout.mesh)
+    try:
+        if "all" in saved:
+            return _read(saved["all"])
+        if len(saved["ranks"]) == count:
+            return _read(saved["ranks"][index])
+        before = len(saved["ranks"])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        rule = f"cannot read the position of data in {where}: {error}."
+        raise CheckpointError(message(function, rule, mend="Use another checkpoint, or load without data=.")) from error
+    rule = f"got positions of {before} data ranks in {where}, and the mesh has {count}."
+    mend = f"Go on with {before} data ranks (replica, dp and ep). The position of fs.data.packed goes to any mesh."
+    raise CheckpointError(message(function, rule, mend=mend))
+
+
+def restore(data: Stateful, position: Any) -> None:
+    """Has data go on from a position that `select` gave."""
+    if position is not None:
+        data.load_state_dict(position)

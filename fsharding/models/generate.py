@@ -1,0 +1,415 @@
+"""`generate`: new tokens after prompts, one at a time, from parameters under any strategy.
+
+In: a model or a function that gives logits, parameters in their layout, prompts of any lengths. Out: new tokens.
+Parameters are gathered over the data axes once, unit by unit, and stay whole until the call returns; a model over `tp`
+computes with its cuts. A model keeps keys and values: the prompts go through it at once, then each new token alone. A
+function is called with all tokens so far. Nothing else is sent over the data axes, so that ranks of `dp` may have
+prompts of their own; experts over `ep` are the exception.
+Law: tokens follow from prompts, parameters and key alone, on every mesh, and those of a row do not depend on others.
+Shapes: B prompts, T tokens of the longest, N new ones, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsharding import ops, random, tree
+from fsharding.errors import ArgumentError, ConfigError, DataError, NonFiniteError, TransformError, message
+from fsharding.mesh.consistency import agree
+from fsharding.mesh.device_mesh import abstract, axis_group, axis_size, set_mesh
+from fsharding.mesh.failures import naming_lost
+from fsharding.models.cache import at_each, store
+from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.models.model import Decode, Model
+from fsharding.ops.embedding import checked_ids
+from fsharding.precision import FP32, Precision
+from fsharding.public import check_function, check_precision, kind_of, public, refuse
+from fsharding.sharding.mesh_view import slice_of
+from fsharding.sharding.named_sharding import to_local
+from fsharding.transforms.gather_unit import gather_unit
+from fsharding.transforms.scan import unstack_units
+from fsharding.tree import Tree
+
+__all__ = ["generate"]
+
+_NAME = "fs.models.generate"
+
+
+@public(_NAME)
+def generate(
+    model: Any,
+    params: Any,
+    prompts: Any,
+    max_new_tokens: int,
+    *,
+    key: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos: int | Sequence[int] | None = None,
+    context: int | None = None,
+    precision: Precision | None = None,
+    stream: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """Continues prompts, token by token.
+
+    It is called on every rank. Ranks of `tp` have the same prompts; those along data axes the same or their own: with
+    the same key and prompts all get the same tokens, and `key=fs.random.for_rank(key, mesh)` is a rank's own.
+
+    Args:
+        model: a `DecoderConfig`, its `decoder`, or a function `(params, tokens) -> logits` of int64[B, T], which gives
+            [B, T, V] or something that has them as `logits`, as what `functionalize` makes of a model of Hugging Face.
+            A token's logits must not depend on tokens after it.
+        params: its parameters, sharded or whole; or a whole `TrainState`. A function gets whole tensors, which
+            `gather_unit` hands on.
+        prompts: token ids, int64[B, T]; or a list of prompts, of any lengths, each of which is a list or a 1-d tensor.
+        max_new_tokens: N, of each prompt.
+        key: random key (int64[2]). None takes the likeliest token each time.
+        temperature: of the distribution that is drawn from, `softmax(logits / temperature)`; 0 takes the likeliest.
+        top_k: draw from so many likeliest tokens only.
+        top_p: draw from the likeliest tokens only that have this probability together, once `top_k` has chosen
+            (Holtzman et al. 2020, arXiv:1904.09751).
+        eos: a token, or several, after which a row ends.
+        context: most tokens that a function can take; it gets the last ones. A decoder has no such limit.
+        precision: dtype of compute; by default that of the state, for parameters alone their own.
+        stream: is called with each new token of all rows, int64[B], once it is chosen.
+
+    Returns:
+        The new tokens, int64[B, N], without the prompts. What comes after the end of a row is `eos`, the first one if
+        there are several.
+
+    Raises:
+        ArgumentError: no model or function, no prompts of whole numbers, or text in their place.
+        ConfigError: a number out of range, settings of draws without a key, a model that cannot decode, a mesh with
+            `pp`, or ranks of one group that were called with different prompts or settings.
+        DataError: an empty prompt, or a token outside of the vocabulary.
+        TransformError: a function that returns no logits [B, T, V].
+        NonFiniteError: logits are NaN.
+        RankError: another rank is gone.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> model = fs.models.decoder(config)
+        >>> state, _ = fs.setup(model, None, fs.adamw(1e-3), fs.random.key(0))
+        >>> prompts = [[3, 1, 4], [1, 5]]
+        >>> fs.models.generate(config, state, prompts, 4).shape
+        torch.Size([2, 4])
+        >>> drawn = fs.models.generate(config, state, prompts, 4, key=fs.random.key(1), temperature=0.8, top_k=5)
+        >>> int(drawn.max()) < 16
+        True
+    """
+    sampling = _Sampling(key, temperature, top_k, top_p)
+    ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    _check_numbers(max_new_tokens, context, sampling, ends)
+    model = decoder(model) if isinstance(model, DecoderConfig) else model
+    decode = _decode_of(model, context)
+    values, dtypes = (params.params, params.layout.precision) if hasattr(params, "opt_state") else (params, FP32)
+    if precision is not None:
+        check_precision(_NAME, precision)
+        dtypes = precision
+    mesh = _mesh_of(values)
+    _check_mesh(mesh)
+    rows = _rows(prompts, decode.vocab if decode is not None else None)
+    device = next((to_local(x).value.device if isinstance(x, DTensor) else x.device for x in tree.leaves(values)), None)
+    tokens_BT, lengths_B = (x.to(device) for x in _padded(rows))
+    with torch.no_grad(), naming_lost(_NAME, mesh):
+        if mesh is not None:
+            _agree(mesh, rows, max_new_tokens, sampling, ends)
+        with nullcontext() if mesh is None else set_mesh(_without_cp(mesh)):
+            predictor: _Predictor
+            if decode is not None:
+                predictor = _Cached(decode, _gathered_units(model, decode, values, dtypes))
+            else:
+                predictor = _Uncached(model, _gathered(values, dtypes), context)
+            return _loop(predictor, tokens_BT, lengths_B, max_new_tokens, sampling, ends, stream)
+
+
+# ------------------------------------------------------------------------------------------------------------ the loop
+class _Predictor(Protocol):
+    """Logits of the token after some others, of which it keeps what it needs in a cache."""
+
+    def begin(self, rows: int, length: int) -> Tree:
+        """An empty cache, for so many tokens of each row."""
+        ...
+
+    def logits(self, cache: Tree, tokens_BT: Tensor, positions_BT: Tensor, last_B: Tensor, used: int) -> Tensor:
+        """Stores new tokens in the cache, in place, and predicts the next one of each row: [B, V].
+
+        Args:
+            cache: of `begin`.
+            tokens_BT: new tokens; those of a shorter row are padded at its end.
+            positions_BT: where they stand.
+            last_B: which of the T is the last one of a row.
+            used: slots of the longest row.
+        """
+        ...
+
+
+def _loop(
+    predictor: _Predictor,
+    tokens_BT: Tensor,
+    lengths_B: Tensor,
+    count: int,
+    sampling: _Sampling,
+    ends: Sequence[int],
+    stream: Callable[[Tensor], object] | None,
+) -> Tensor:
+    """All new tokens: the prompts at once, then one token a step."""
+    rows, longest = tokens_BT.shape
+    cache = predictor.begin(rows, longest + count)
+    draws_BN = sampling.draws(rows, count, tokens_BT.device)
+    ends_K = torch.tensor(ends, dtype=torch.int64, device=tokens_BT.device)
+    done_B = torch.zeros(rows, dtype=torch.bool, device=tokens_BT.device)
+    positions_BT = torch.arange(longest, device=tokens_BT.device).expand(rows, -1)
+    logits_BV = predictor.logits(cache, tokens_BT, positions_BT, lengths_B - 1, longest)
+    if logits_BV.isnan().any():
+        mend = "Look for the step of the training from which on they are not finite."
+        raise NonFiniteError(message(_NAME, "got logits that are NaN: parameters are not finite.", mend=mend))
+    new_BN = torch.full((rows, count), ends[0] if ends else 0, dtype=torch.int64, device=tokens_BT.device)
+    for n in range(count):
+        next_B = sampling.choose(logits_BV, draws_BN[:, n]).where(~done_B, new_BN[:, n])
+        new_BN[:, n] = next_B
+        if stream is not None:
+            stream(next_B.clone())
+        done_B |= torch.isin(next_B, ends_K)
+        if n + 1 == count or (ends and _all_done(done_B)):
+            break
+        positions_B1 = (lengths_B + n)[:, None]
+        logits_BV = predictor.logits(cache, next_B[:, None], positions_B1, torch.zeros_like(lengths_B), longest + n + 1)
+    return new_BN
+
+
+def _all_done(done_B: Tensor) -> bool:
+    """Whether no rank that this one exchanges tokens with has a row that goes on."""
+    left = (~done_B).sum().float()
+    return not (ops.psum(left, "ep") if axis_size("ep") > 1 else left).item()
+
+
+# --------------------------------------------------------------------------------------------------------- the next one
+class _Sampling(NamedTuple):
+    """How a token is chosen; see `generate`."""
+
+    key: Tensor | None
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+    def draws(self, rows: int, count: int, device: torch.device) -> Tensor:
+        """Uniform in [0, 1): float64[B, N]. A row's do not depend on how many rows there are, nor on N."""
+        if self.key is None:
+            return torch.zeros(rows, count, dtype=torch.float64, device=device)
+        each = [random.uniform(random.fold_in(self.key, row), (count,)).tensor() for row in range(rows)]
+        return torch.stack(each).to(device=device, dtype=torch.float64)
+
+    def choose(self, logits_BV: Tensor, draw_B: Tensor) -> Tensor:
+        """The next token of each row: where its cumulated probability passes the draw (int64[B])."""
+        if self.key is None or self.temperature == 0:
+            return logits_BV.argmax(-1)
+        p_BV = self.probabilities(logits_BV)
+        below_BV = p_BV.cumsum(-1)
+        # Times the sum, which is 1 but for rounding, so that the draw is below it.
+        return (below_BV <= draw_B[:, None] * below_BV[:, -1:]).sum(-1)
+
+    def probabilities(self, logits_BV: Tensor) -> Tensor:
+        """Those that are drawn from: float64[B, V], 0 for what `top_k` and `top_p` leave out."""
+        p_BV = (logits_BV.double() / self.temperature).softmax(-1)
+        if self.top_k is None and self.top_p is None:
+            return p_BV
+        sorted_BV, order_BV = p_BV.sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            sorted_BV[:, self.top_k :] = 0
+        if self.top_p is not None:
+            before_BV = sorted_BV.cumsum(-1) - sorted_BV
+            sorted_BV = sorted_BV.where(before_BV < self.top_p * sorted_BV.sum(-1, keepdim=True), 0)
+        kept_BV = torch.zeros_like(p_BV).scatter_(-1, order_BV, sorted_BV)
+        return kept_BV / kept_BV.sum(-1, keepdim=True)
+
+
+class _Unit(NamedTuple):
+    """A block of a decoder, with its parameters at work."""
+
+    run: Callable[[Tree, Any, Tree], Any]
+    cache: Callable[[Tree, int, int], Tree]
+    params: Tree
+
+
+class _Units(NamedTuple):
+    """The parameters of a model, whole over the data axes."""
+
+    embed: Tree
+    blocks: list[_Unit]
+    head: Tree
+
+
+@dataclass(frozen=True)
+class _Cached:
+    """A model that decodes; its cache is a list with that of each block."""
+
+    decode: Decode
+    units: _Units
+
+    def begin(self, rows: int, length: int) -> Tree:
+        return [unit.cache(unit.params, rows, length) for unit in self.units.blocks]
+
+    def logits(self, cache: Tree, tokens_BT: Tensor, positions_BT: Tensor, last_B: Tensor, used: int) -> Tensor:
+        x = self.decode.embed(self.units.embed, {"tokens": tokens_BT, "positions": positions_BT})
+        for unit, kept in zip(self.units.blocks, cache, strict=True):
+            x = unit.run(unit.params, x, tree.map(lambda slots: slots[:, :used], kept))
+        return self.decode.logits(self.units.head, x, last_B)
+
+
+@dataclass(frozen=True)
+class _Uncached:
+    """A function of all tokens; its cache are these tokens, [B, S]."""
+
+    fn: Callable[[Tree, Tensor], Any]
+    params: Tree
+    context: int | None
+
+    def begin(self, rows: int, length: int) -> Tree:
+        device = next((x.device for x in tree.leaves(self.params)), None)
+        return torch.zeros(rows, length, dtype=torch.int64, device=device)
+
+    def logits(self, cache: Tree, tokens_BT: Tensor, positions_BT: Tensor, last_B: Tensor, used: int) -> Tensor:
+        store(cache[:, :used], tokens_BT, positions_BT)
+        width = min(used, self.context or used)
+        end_B = positions_BT.gather(1, last_B[:, None])[:, 0] + 1
+        first_B = (end_B - width).clamp(min=0)
+        window_BT = cache.gather(1, first_B[:, None] + torch.arange(width, device=cache.device))
+        result = self.fn(self.params, window_BT)
+        logits = getattr(result, "logits", result)
+        fits = isinstance(logits, Tensor) and logits.is_floating_point() and logits.ndim == 3
+        if not fits or logits.shape[:2] != window_BT.shape:
+            name = getattr(self.fn, "__name__", type(self.fn).__name__)
+            row = f"{name} returned {kind_of(logits)} for tokens {list(window_BT.shape)}"
+            mend = "Return the logits of every token, [B, T, V], or something that has them as .logits."
+            raise TransformError(message(_NAME, "needs a function that returns logits.", [row], mend))
+        return at_each(logits, end_B - 1 - first_B)[:, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+def _gathered_units(model: Model, decode: Decode, params: Tree, precision: Precision) -> _Units:
+    """The units of a model, gathered one after the other, each once; what the head is tied to is there already."""
+
+    def whole(unit: Tree) -> Tree:
+        return gather_unit(unit, dtype=precision.compute)
+
+    wholes = {"embed": whole(params["embed"])}
+    of_each: list[Any] = [decode.block, decode.prepare, decode.cache, params["blocks"]]
+    stacks = [of_each] if callable(decode.block) else [[x[name] for x in of_each] for name in decode.block]
+    blocks = [
+        _Unit(run, cache, prepare(whole(unit)))
+        for run, prepare, cache, stack in stacks
+        for unit in unstack_units(stack)
+    ]
+    tied = {name: tree.at(wholes, path) for name, path in model.tied}
+    return _Units(wholes["embed"], blocks, {**whole(params["head"]), **tied})
+
+
+def _gathered(params: Tree, precision: Precision) -> Tree:
+    """Any parameters, one part of the tree after the other, so that buffers are no larger than a part."""
+    if isinstance(params, Mapping):
+        named = cast("Mapping[str, Tree]", params)
+        return {name: gather_unit(part, dtype=precision.compute) for name, part in named.items()}
+    return gather_unit(params, dtype=precision.compute)
+
+
+def _mesh_of(params: Tree) -> DeviceMesh | None:
+    meshes = (to_local(x).sharding.mesh for x in tree.leaves(params) if isinstance(x, DTensor))
+    return cast("DeviceMesh | None", next(meshes, None))
+
+
+def _without_cp(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh on which tokens are generated: there each rank of `cp` has whole sequences."""
+    names = tuple(name for name in abstract(mesh).names if name != "cp")
+    return mesh if abstract(mesh).axis_size("cp") == 1 else slice_of(mesh, names)
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+def _decode_of(model: Any, context: int | None) -> Decode | None:
+    """How a model decodes; None for a function."""
+    if not hasattr(model, "block"):
+        check_function(_NAME, "a decoder, or a function (params, tokens) -> logits", model, 2)
+        return None
+    if getattr(model, "decode", None) is None:
+        mend = "Give a function (params, tokens) -> logits in its place; of a module, fs.functionalize(module) is one."
+        raise ConfigError(message(_NAME, "got a Model that cannot decode: it has losses and no logits.", mend=mend))
+    if context is not None:
+        mend = "Leave context= out; it is for functions, which are called with all tokens."
+        raise ConfigError(message(_NAME, f"got context={context} with a model that keeps all tokens.", mend=mend))
+    return model.decode
+
+
+def _check_numbers(count: int, context: int | None, sampling: _Sampling, ends: Sequence[int]) -> None:
+    least = {"max_new_tokens": count, "context": context, "top_k": sampling.top_k}
+    wrong = [
+        f"{name}={value!r}: a whole number, at least 1"
+        for name, value in least.items()
+        if (value is not None or name == "max_new_tokens") and (type(value) is not int or value < 1)
+    ]
+    temperature, top_p = sampling.temperature, sampling.top_p
+    wrong += [] if 0 <= temperature < math.inf else [f"temperature={temperature}: at least 0, and finite"]
+    wrong += [] if top_p is None or 0 < top_p <= 1 else [f"top_p={top_p}: above 0, at most 1"]
+    wrong += [f"eos={end!r}: a token" for end in ends if not isinstance(end, int) or end < 0]
+    if wrong:
+        raise ConfigError(message(_NAME, "got numbers out of range.", wrong))
+    chosen = {"temperature": None if temperature in (0, 1) else temperature, "top_k": sampling.top_k, "top_p": top_p}
+    if sampling.key is None and (given := [f"{name}={x}" for name, x in chosen.items() if x is not None]):
+        mend = "Give key=fs.random.key(0); without a key the likeliest token is taken each time."
+        raise ConfigError(message(_NAME, f"got {', '.join(given)} and no key to draw with.", mend=mend))
+
+
+def _check_mesh(mesh: DeviceMesh | None) -> None:
+    if mesh is not None and (stages := abstract(mesh).axis_size("pp")) > 1:
+        mend = "Move them first, fs.reshard(state, fs.plan_layout(model, fs.make_mesh(dp=-1))), or load the checkpoint"
+        mend += " into such a layout."
+        raise ConfigError(message(_NAME, f"got parameters on a mesh with pp={stages}.", mend=mend))
+
+
+def _rows(prompts: Any, vocab: int | None) -> list[Tensor]:
+    """The prompts as tensors on the CPU, each int64[T]."""
+    mend = "Give int64[B, T], or a list of prompts: [[3, 1, 4], [1, 5]]."
+    if isinstance(prompts, str) or (isinstance(prompts, Sequence) and any(isinstance(x, str) for x in prompts)):
+        text = "takes token ids, got text."
+        raise ArgumentError(message(_NAME, text, mend="Encode it: of a model of bytes [*text.encode()] is a prompt."))
+    if not isinstance(prompts, Tensor | Sequence) or isinstance(prompts, DTensor):
+        raise refuse(_NAME, "prompts of token ids", prompts, mend)
+    given: list[Any] = [*cast("Sequence[Any]", prompts)]
+    if any(not isinstance(x, Tensor | Sequence) or (isinstance(x, Tensor) and x.ndim == 0) for x in given):
+        raise refuse(_NAME, "a list of prompts", prompts, f"{mend} A prompt alone is a list of one: [prompt].")
+    rows = [torch.as_tensor(x, device="cpu") for x in given]
+    if not rows or any(x.ndim != 1 or not x.numel() for x in rows):
+        shapes = [f"prompt {i} has {list(x.shape)}" for i, x in enumerate(rows) if x.ndim != 1 or not x.numel()]
+        mend = "Give every prompt at least one token, such as the one that begins a text."
+        raise DataError(message(_NAME, "needs prompts of one dim that are not empty.", shapes or ["no prompts"], mend))
+    most = 1 << 62 if vocab is None else vocab
+    return [checked_ids(_NAME, "prompts", x, most) for x in rows]
+
+
+def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(prompts, padded at their ends, int64[B, T]; how long each is, int64[B])."""
+    lengths_B = torch.tensor([x.numel() for x in rows])
+    return torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True), lengths_B
+
+
+def _agree(mesh: DeviceMesh, rows: Sequence[Tensor], count: int, sampling: _Sampling, ends: Sequence[int]) -> None:
+    """Refuses calls on ranks that compute together which are not the same call. Collective over `tp` and `ep`."""
+    settings = {"max_new_tokens": str(count), "eos": "none" if not ends else str(list(ends))}
+    own = {
+        "prompts": str([x.tolist() for x in rows]),
+        "key": str(None if sampling.key is None else sampling.key.tolist()),
+    }
+    own |= {name: str(getattr(sampling, name)) for name in ("temperature", "top_k", "top_p")}
+    for axis, facts in (("tp", settings | own), ("ep", settings)):
+        group = axis_group(mesh, (axis,) if abstract(mesh).axis_size(axis) > 1 else ())
+        if group.size > 1:
+            agree(_NAME, facts, ranks=group.ranks, group=group.process_group, device=mesh.device_type)

@@ -1,0 +1,132 @@
+"""Counts where the host reads a device: each such read waits until the device has computed the value.
+
+In: any code, such as a train step. Out: what was read, and by which line.
+On a CPU nothing waits, but the same calls are made, so a step is shown to be free of reads without a GPU.
+Law: code that reads nothing under the count issues the same operations whatever the values of its tensors are.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["HostReads", "counting_host_reads"]
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = __file__
+
+_VALUES = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
+"""Operations that return a number of Python: `float(x)`, `bool(x)`, `x.item()`, and an `if` on a tensor."""
+
+_SHAPES = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount"}
+"""Operations whose result has a shape that depends on values."""
+
+_WHOLE = {"tolist": Tensor.tolist, "cpu": Tensor.cpu}
+"""Methods that read a device, and on a CPU call no operation of torch's dispatcher."""
+
+
+@dataclass
+class HostReads:
+    """Reads of a device by the host.
+
+    Attributes:
+        reads: of each, the operation and the line that asked for it, such as `_local_scalar_dense at train.py:12`.
+
+    Example:
+        >>> with fs.testing.counting_host_reads() as seen:
+        ...     bool(torch.ones(()) > 0)
+        True
+        >>> seen.count, seen.reads[0].partition(" at ")[0]
+        (1, '_local_scalar_dense')
+    """
+
+    reads: list[str] = field(default_factory=list[str])
+
+    @property
+    def count(self) -> int:
+        """How many there were."""
+        return len(self.reads)
+
+
+@contextmanager
+def counting_host_reads() -> Generator[HostReads]:
+    """Counts the reads of this thread until the `with` block ends.
+
+    Counted are numbers of Python made of tensors, operations whose shapes depend on values, `tolist`, `cpu`, and copies
+    to the CPU that wait. A copy of a device to pinned memory with `non_blocking=True` is none, nor is `numpy`, which
+    takes memory of the host only. Reads inside of torch's kernels, and of threads that backward has of its own, are not
+    seen.
+
+    Returns:
+        A `HostReads`, which is added to.
+
+    Example:
+        >>> loss = torch.tensor([1.0, 2.0]).sum()
+        >>> with fs.testing.counting_host_reads() as seen:
+        ...     half = loss * 0.5  # stays on the device
+        >>> seen.reads
+        []
+    """
+    seen = HostReads()
+    with _Methods(seen), _Operations(seen):
+        yield seen
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, seen: HostReads) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in _VALUES or name in _SHAPES or _by_mask(name, args) or _waiting_copy(name, args, kwargs):
+            self._seen.reads.append(f"{name} at {_line()}")
+        return func(*args, **kwargs)
+
+
+class _Methods(TorchFunctionMode):
+    def __init__(self, seen: HostReads) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for name, method in _WHOLE.items():
+            if func is method:
+                self._seen.reads.append(f"{name} at {_line()}")
+        return func(*args, **(kwargs or {}))
+
+
+def _by_mask(name: str, args: Any) -> bool:
+    """Whether an operation takes or sets the elements of a mask, of which it counts how many there are."""
+    masks = (torch.bool, torch.uint8)
+    return name in ("index", "index_put", "index_put_") and any(x is not None and x.dtype in masks for x in args[1])
+
+
+def _waiting_copy(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether an operation copies from a device to the CPU, and the host waits for it."""
+    if name == "_to_copy":
+        target = kwargs.get("device")
+        to_host = target is not None and torch.device(target).type == "cpu"
+        return to_host and args[0].device.type not in ("cpu", "meta") and not kwargs.get("non_blocking")
+    if name == "copy_":
+        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        return waits and args[0].device.type == "cpu" and args[1].device.type not in ("cpu", "meta")
+    return False
+
+
+def _line() -> str:
+    """The innermost line outside of torch."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(_TORCH) and frame.filename != _OWN:
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return "torch"

@@ -1,0 +1,110 @@
+"""Whether a step counts: a number that the device computes, and its way to the host.
+
+In: loss and norm of a step, the loss scale. Out: 0, the step counts; 1, it is skipped; 2, it is refused. With
+`check="now"` the host reads it in the step. With `check="next"` it is copied to memory of the host behind the back of
+the step, and looked at when the step is called again, when `metrics.loss` is asked for, or when the program ends.
+Law: all ranks have the same number, since loss and norm are the same on all.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.errors import NonFiniteError
+from fsharding.precision import LossScale
+
+__all__ = ["GOOD", "REFUSED", "SKIPPED", "PendingVerdict", "verdict_of"]
+
+GOOD, SKIPPED, REFUSED = 0, 1, 2
+
+
+def verdict_of(finite: Tensor, scale: Tensor | None, loss_scale: LossScale | None) -> Tensor:
+    """The verdict on a step, int64, 0-d, on the device of `finite`; the host reads nothing.
+
+    Args:
+        finite: whether loss and norm are, bool, 0-d.
+        scale: of the loss, float32, 0-d.
+        loss_scale: its rules; without, a step that is not finite is refused, and so it is at the least scale.
+    """
+    wrong = finite.logical_not()
+    if scale is None or loss_scale is None:
+        return wrong * REFUSED
+    return wrong * ((scale <= loss_scale.least) * (REFUSED - SKIPPED) + SKIPPED)
+
+
+class PendingVerdict:
+    """A verdict that the host has not looked at.
+
+    Args:
+        verdict: of `verdict_of`; its copy to the host starts here, on the current stream.
+        refusal: the text of the error, which may read the device.
+
+    Attributes:
+        process: the id of the process whose step it is; one that was forked from it leaves it alone.
+    """
+
+    # `_code` is memory of the host. It is valid once `_event` has happened, which is None where nothing was waited for.
+    # Until the verdict was looked at, and nothing was wrong or the error was raised, `_pending` has it, so that the end
+    # of the program looks at it.
+
+    def __init__(self, verdict: Tensor, refusal: Callable[[], str]) -> None:
+        self._refusal, self.process = refusal, os.getpid()
+        on_device = verdict.is_cuda
+        host = torch.empty((), dtype=torch.int64, pin_memory=on_device)
+        host.copy_(verdict, non_blocking=True)
+        self._event: Any = None
+        if on_device:
+            self._event = torch.cuda.Event()
+            self._event.record()
+        # A view of NumPy: to look at it is no operation on a tensor.
+        self._code = host.numpy()
+        _watch_exit()
+        _pending[id(self)] = self
+
+    def is_ready(self) -> bool:
+        """Whether to look at it waits for nothing."""
+        return self._event is None or self._event.query()
+
+    def raise_refused(self) -> None:
+        """Waits for the verdict.
+
+        Raises:
+            NonFiniteError: the step was refused. It is raised once.
+        """
+        if _pending.pop(id(self), None) is None:
+            return
+        if self._event is not None:
+            self._event.synchronize()
+        if int(self._code) == REFUSED:
+            raise NonFiniteError(self._refusal())
+
+
+_pending: dict[int, PendingVerdict] = {}
+"""Verdicts that nobody has looked at: of each step in use, that of its last call."""
+
+
+@functools.cache
+def _watch_exit() -> None:
+    """Has the end of this process look at what is pending; once is enough."""
+    _compat.call_first_at_exit(_last_step_was_refused)
+
+
+def _last_step_was_refused() -> bool:
+    """Looks at what is pending, and prints the errors that nobody was there to get."""
+    refused = False
+    for verdict in [*_pending.values()]:
+        try:
+            if verdict.process == os.getpid():
+                verdict.raise_refused()
+        except NonFiniteError as error:
+            refused = True
+            print(f"{NonFiniteError.__module__}.{NonFiniteError.__qualname__}: {error}", file=sys.stderr)
+    return refused

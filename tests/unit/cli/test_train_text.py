@@ -1,0 +1,116 @@
+"""Runs on text with a tokenizer: data sets of all kinds, validation on them, and positions that are gone on from."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fsharding import checkpoint
+from fsharding.cli.config import check
+from fsharding.cli.options import TrainConfig
+from fsharding.cli.train import train
+from fsharding.errors import CheckpointError, ConfigError, DataError
+from fsharding.pipeline.plots import read_metrics
+from fsharding.train.packed import Packed
+from tests.helpers import refusal
+
+tokenizers = pytest.importorskip("tokenizers")
+datasets = pytest.importorskip("datasets")
+
+TEXTS = [f"{'to be or not to be ' * (1 + i % 5)}that is {i}" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    words = ["<unk>", "</s>", *sorted({word for text in TEXTS for word in text.split()})]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(folder / "tokenizer.json"))
+    for name, texts in (("train", TEXTS), ("val", TEXTS[::7])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    datasets.Dataset.from_dict({"body": TEXTS}).save_to_disk(folder / "saved")
+    (folder / "files").mkdir()
+    for i, text in enumerate(TEXTS[:20]):
+        (folder / "files" / f"{i:02}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(folder, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+
+
+@pytest.fixture
+def config(folder, tmp_path):
+    return TrainConfig(
+        tmp_path / "out", data=str(folder / "train.jsonl"), tokenizer=folder / "tokenizer.json", text_column="body",
+        steps=6, batch=2, seq=32, plot=False,
+    )  # fmt: skip
+
+
+def ran(config):
+    check(config, 1)
+    train(config)
+    return [(row["loss"], row.get("val_loss")) for row in read_metrics(config.metrics)]
+
+
+def test_a_run_that_goes_on_has_the_losses_of_one_that_never_stopped(config, folder, tmp_path, monkeypatch):
+    config = replace(config, documents=True, val_data=str(folder / "val.jsonl"), val_every=3, val_batches=2)
+    want = ran(config)
+    assert all(val is None for _, val in want[:2]) and want[2][1] and want[5][1]
+    parts = replace(config, out=tmp_path / "parts", save_every=2)
+    ran(replace(parts, steps=4))
+    assert checkpoint.metadata(parts.checkpoints / "4").data["all"]["step"] == 4
+    places = []
+    read = Packed._read
+    monkeypatch.setattr(
+        Packed, "_read", lambda data, place, shard: [places.append(place.step), read(data, place, shard)][1]
+    )
+    resumed = replace(parts, resume="auto")
+    train(resumed)
+    rows = [(row["loss"], row.get("val_loss")) for row in read_metrics(parts.metrics)]
+    assert [row for n, row in enumerate(rows) if n != 3] == [row for n, row in enumerate(want) if n != 3]
+    assert rows[3][0] == want[3][0]  # the run that was shorter has a validation at its end
+    assert {*places} == {0, 1, 4, 5}, "those of the validation, and those from the position on"
+
+
+def test_kinds_of_data(config, folder):
+    (loss, *_), *_ = jsonl = ran(replace(config, steps=2))
+    assert ran(replace(config, steps=2, data=str(folder / "saved"))) == jsonl
+    (other, *_), *_ = ran(replace(config, steps=2, data=str(folder / "files")))
+    assert other != loss
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"data": "DIR/saved", "tokenizer": None}, ConfigError, "fsharding train cannot read the data set --data DIR/saved byte by byte.\nGive its tokenizer: --tokenizer tokenizer.json."),
+        ({"data": "DIR/a.bin"}, ConfigError, "fsharding train got --tokenizer DIR/tokenizer.json, and --data DIR/a.bin has tokens already.\nLeave --tokenizer out."),
+        ({"text_column": "text"}, DataError, "fs.data.packed finds no column 'text' in the documents.\nGive one of 'body'."),
+        ({"val_data": "DIR/nowhere"}, DataError, "fs.data.open_documents cannot read DIR/nowhere: it is not there.\nGive a file or a directory that is on this machine; fsharding downloads nothing."),
+        ({"eos": "<end>"}, DataError, "fs.data.packed got eos '<end>', which is no token of the tokenizer.\nGive the id, such as eos=0."),
+        ({"seq": 2000}, DataError, "fs.data.packed got 1320 tokens in all documents; a row takes 2001.\nGive more documents, or seq_len 1319 or less."),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_mistakes(config, folder, change, kind, text):
+    change = {k: v.replace("DIR", str(folder)) if isinstance(v, str) else v for k, v in change.items()}
+    assert refusal(check, replace(config, **change), 1, kind=kind).replace(str(folder), "DIR") == text
+    assert not config.out.exists()
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(config, tmp_path):
+    words = {f"w{i}": i for i in range(300)} | {"</s>": 300}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "large.json"))
+    text = refusal(check, replace(config, tokenizer=tmp_path / "large.json"), 1, kind=ConfigError)
+    assert text == (
+        f"fsharding train cannot embed 301 tokens of {config.data} in the 256 of --preset tiny.\n"
+        "Choose a preset with a larger vocabulary, or other data."
+    )
+
+
+def test_other_data_is_another_run(config, folder):
+    ran(replace(config, steps=2))
+    other = replace(config, data=str(folder / "val.jsonl"), resume="auto")
+    assert "cannot go on from" in refusal(check, other, 1, kind=CheckpointError)
