@@ -31,6 +31,8 @@ class StepConfig:
 
     Attributes:
         ranks: local ranks to start; left out, 2, or those that torchrun started.
+        hosts: 2 has the ranks start on two hosts, half of them on each: namespaces of this machine, joined by a cable,
+            in which no memory is shared between hosts. Needs root.
         preset: the decoder; see `fsharding train`.
         contenders: who takes part; left out, all but fsharding-hybrid, fsdp2-default (without prefetches that its user
             asks for), fsdp2-bf16-sums, simple-fsdp, simple-fsdp-compiled and deepspeed-zero1 to 3.
@@ -46,6 +48,7 @@ class StepConfig:
     """
 
     ranks: int | None = None
+    hosts: Literal[1, 2] = 1
     preset: str = "bench-34m"
     contenders: tuple[str, ...] = _USUAL
     dtype: Literal["float32", "bfloat16"] = "float32"

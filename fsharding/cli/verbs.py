@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsharding.bench.checkpoint import bench_checkpoint
+from fsharding.bench.hosts import on_two_hosts
 from fsharding.bench.memory import bench_memory
 from fsharding.bench.optimizer import bench_optimizer
 from fsharding.bench.options import (
@@ -103,6 +104,14 @@ def _on_ranks(measure: Callable[[Any], None]) -> Callable[[Any], None]:
     return bench
 
 
+def _step(config: StepConfig) -> int:
+    """The step on ranks of this machine, or on those of two hosts."""
+    if config.hosts == 1 or under_launcher():
+        _on_ranks(bench_step)(config)
+        return 0
+    return on_two_hosts(config)
+
+
 def _list(config: ListConfig) -> None:
     names = ("step", "memory", "scaling", "ranks", "overhead", "optimizer", "checkpoint", "pipeline", "reshard")
     print(json.dumps({"benches": names}) if config.json else ", ".join(names))
@@ -132,7 +141,7 @@ _VERBS: dict[type[Any], Callable[[Any], int | None]] = {
     InspectConfig: run_tool,
     ReshardConfig: run_tool,
     ExportConfig: run_tool,
-    StepConfig: _on_ranks(bench_step),
+    StepConfig: _step,
     OverheadConfig: _on_ranks(overhead),
     MemoryConfig: _on_ranks(bench_memory),
     CheckpointConfig: _on_ranks(bench_checkpoint),

@@ -8,6 +8,7 @@ Law: the ranks of `axis_group(mesh, axes)` stand in the order of `axes`, major f
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Collection, Generator, Sequence
@@ -29,7 +30,7 @@ from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_sha
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.failures import meet, naming_lost, own_rank, set_meeting, world_size
 from fsharding.mesh.groups import close_unused, find_group, group_among
-from fsharding.mesh.rendezvous import init_arguments
+from fsharding.mesh.rendezvous import FRESH_STORE, init_arguments, shares_launchers_store
 from fsharding.mesh.shutdown import rest_at_exit
 from fsharding.public import public, refuse
 
@@ -60,6 +61,8 @@ __all__ = [
 ]
 
 Mesh: TypeAlias = DeviceMesh | AbstractMesh
+
+_log = logging.getLogger("fsharding")
 
 TransportName: TypeAlias = Literal["auto", "native", "pairwise", "shared_memory"]
 
@@ -214,6 +217,14 @@ def _start(device: str, timeout: timedelta) -> None:
     """
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if (
+        shares_launchers_store()
+        and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        and os.environ["RANK"] == "0"
+    ):
+        rule = "meets the ranks of several machines in the store of torchrun, which cannot start them again."
+        mend = f"For --max-restarts start torchrun with {FRESH_STORE}=1 on every machine."
+        _log.warning(message("fs.make_mesh", rule, mend=mend))
     try:
         dist.init_process_group(backend, timeout=timeout, **init_arguments())
     except dist.DistError as error:
