@@ -89,7 +89,7 @@ class Host:
 
     name: str
     address: str
-    _folder: Path
+    _names: str
     _shared: tuple[Path, ...]
     _resources: ExitStack = field(default_factory=ExitStack)
     _first: subprocess.Popen[bytes] | None = None
@@ -104,19 +104,25 @@ class Host:
         self.kill()
         net = ["nsenter", self._net_option()] if self._network >= 0 else []
         unshare = ["unshare", *_NAMESPACES, *([] if net else ["--net"]), "--fork", "--kill-child", "--mount-proc"]
-        shell = ["sh", "-c", _FIRST_PROCESS, "sh", self.name, str(self._folder), *map(str, self._shared)]
-        self._first = first = subprocess.Popen(
-            [*net, *unshare, *shell],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert first.stdout is not None and first.stderr is not None
-        ready = bool(select.select([first.stdout], [], [], _START_S)[0]) and first.stdout.readline() == b"ready\n"
-        if not ready:
-            first.kill()
-            raise _failure(f"could not start {self.name}.", [first.communicate()[1].decode(errors="replace").strip()])
+        # Needed until everything is mounted, so that a program that is killed later leaves no folder.
+        with tempfile.TemporaryDirectory(prefix="fsharding-hosts-") as folder:
+            Path(folder, "hosts").write_text(self._names)
+            Path(folder, "tmp").mkdir()
+            shell = ["sh", "-c", _FIRST_PROCESS, "sh", self.name, folder, *map(str, self._shared)]
+            self._first = first = subprocess.Popen(
+                [*net, *unshare, *shell],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            assert first.stdout is not None and first.stderr is not None
+            ready = bool(select.select([first.stdout], [], [], _START_S)[0]) and first.stdout.readline() == b"ready\n"
+            if not ready:
+                first.kill()
+                self._first = None
+                said = first.communicate()[1].decode(errors="replace").strip()
+                raise _failure(f"could not start {self.name}.", [said])
         self._pid = int(Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()[0])
         if self._network < 0:
             self._network = os.open(f"/proc/{self._pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -247,14 +253,11 @@ class HostPair:
             raise ConfigError(message("HostPair", "got a shared= directory that is not there.", missing, "Make it."))
         self._resources = ExitStack()
         try:
-            folder = Path(tempfile.mkdtemp(prefix="fsharding-hosts-"))
-            self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
             addresses = {f"host{i}": f"{_NETWORK}.{i + 1}" for i in range(2)}
             lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
-            (folder / "hosts").write_text("\n".join(lines) + "\n")
-            (folder / "tmp").mkdir()
+            names = "\n".join(lines) + "\n"
             seen = _below_temporary([*shared, sys.prefix, sys.base_prefix, Path(__file__).parents[2], Path.cwd()])
-            self.hosts = tuple(Host(name, address, folder, seen) for name, address in addresses.items())
+            self.hosts = tuple(Host(name, address, names, seen) for name, address in addresses.items())
             for host in self.hosts:
                 self._resources.callback(host.close)
                 host.start()
