@@ -7,6 +7,7 @@ The format is that of NVIDIA/Megatron-LM: `megatron/core/dist_checkpointing/stra
 
 import argparse
 import json
+import warnings
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,13 +19,16 @@ SIZES = {"vocab": 40, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "hidden
 HEAD_DIM = 4
 
 
-class Pieces:
+class Pieces(torch.Tensor):
     """A tensor of which DCP writes pieces, as ranks of tensor and pipeline parallelism have them."""
 
-    def __init__(self, whole, cuts):
+    @staticmethod
+    def __new__(cls, whole, cuts):
+        self = whole.contiguous().as_subclass(cls)
         self.whole, self.chunks = whole, [((0,) * whole.ndim, tuple(whole.shape))]
         for dim, count in cuts:
-            self.chunks = [one for offset, size in self.chunks for one in self._cut(offset, size, dim, count)]
+            self.chunks = [one for offset, size in self.chunks for one in cls._cut(offset, size, dim, count)]
+        return self
 
     @staticmethod
     def _cut(offset, size, dim, count):
@@ -134,13 +138,20 @@ def core_tensors(model, *, stacked=True, fused_norms=True):
     return result
 
 
+def store(folder, state):
+    """One process writes; torch warns that it is one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+
+
 def write_core(folder, model, moments=(), *, args=None, **options):
     """A torch_dist directory; `moments` are models that hold the first and the second ones."""
     state = core_tensors(model, **options)
     for kind, values in zip(("exp_avg", "exp_avg_sq"), moments, strict=False):
         state |= {f"optimizer.state.{kind}.{name}": x for name, x in core_tensors(values, **options).items()}
     written = {name: Pieces(x, cuts) for name, (x, cuts) in state.items()}
-    dcp.save({**written, "rng_state/shard_0.0_1.1": "bytes"}, checkpoint_id=str(folder), no_dist=True)
+    store(folder, {**written, "rng_state/shard_0.0_1.1": "bytes"})
     common = {"iteration": 7, "checkpoint_version": 3.0, "args": argparse.Namespace(**(args or {}))}
     torch.save(common, folder / "common.pt")
     said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
@@ -167,7 +178,7 @@ def write_fsdp(folder, model, moments=()):
             for part, y in parts.items():
                 full = f"optimizer.state.module.module.module.{part}.{kind}" if kind else f"model.module.{part}"
                 state[full] = Pieces(y.contiguous(), [(0, 2)])
-    dcp.save({**state, "iteration": 7, "optimizer.param_groups.0.lr": 0.1}, checkpoint_id=str(folder), no_dist=True)
+    store(folder, {**state, "iteration": 7, "optimizer.param_groups.0.lr": 0.1})
     return folder
 
 

@@ -168,12 +168,13 @@ def parse_plain(window: Window, entries: tuple[str, ...]) -> dict[str, Any]:
     Raises:
         ValueError: it is something else, with the reason.
     """
-    held = unpickled(_content(window, _members(window), "data.pkl", WHOLE), _find_any, _storage)
+    # Any global may be named, because each stays a name: arguments of a run hold enums and functions.
+    held = unpickled(_content(window, _members(window), "data.pkl", WHOLE), Global, _storage)
     table = _plain_table(held)
     return {name: table[name] for name in entries if name in table}
 
 
-_PLAIN = (bool, int, float, str)
+_VALUES = (bool, int, float, str)
 
 
 def _plain_table(node: Any, depth: int = 0) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def _plain_table(node: Any, depth: int = 0) -> dict[str, Any]:
         return {}
     result: dict[str, Any] = {}
     for key, value in pairs:
-        if isinstance(key, str) and type(value) in _PLAIN:
+        if isinstance(key, str) and type(value) in _VALUES:
             result[key] = value
         elif isinstance(key, str) and depth == 0 and isinstance(value, Pairs | Made):
             result[key] = _plain_table(value, 1)

@@ -1,5 +1,7 @@
 """Megatron's directories in every kind of layout, and back; torch's own DCP writes and reads the other side."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -99,7 +101,9 @@ def test_torch_reads_what_was_written(tmp_path):
     there = dcp.FileSystemReader(saved.path).read_metadata().state_dict_metadata
     assert {name: entry.size for name, entry in there.items()} == {name: x.shape for name, x in wanted.items()}
     read = {name: torch.empty_like(x) for name, x in wanted.items()}
-    dcp.load(read, checkpoint_id=str(saved.path), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(read, checkpoint_id=str(saved.path), no_dist=True)
     for name, x in wanted.items():
         rows = 40 if "word_embeddings" in name or "output_layer" in name else len(x)
         assert torch.equal(read[name][:rows], x[:rows]) and not read[name][rows:].any(), name
@@ -121,7 +125,7 @@ def test_other_models_and_broken_directories_are_refused(tmp_path):
         CheckpointError, match=r"layers.1.mlp.linear_fc1.weight is float32\[16, 16\], wanted is \[24, 16\]"
     ):
         fs.megatron.load(other, layout, config)
-    with pytest.raises(CheckpointError, match=r"exp_avg of embedding.word_embeddings.weight is missing"):
+    with pytest.raises(CheckpointError, match=r"exp_avg of decoder.layers.0.mlp.linear_fc2.weight is missing"):
         fs.megatron.load_state(other, fs.adamw(1e-3), fs.random.key(0), layout, config)
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match="in no file"):
