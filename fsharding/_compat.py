@@ -463,9 +463,20 @@ def save_without_data(state: Any, file: Any) -> None:
         torch.save(state, file)
 
 
+def start_fake_group(rank: int, size: int) -> None:
+    """Makes the default process group of one rank of many, without the others: its collectives send nothing.
+
+    Their results have the right shapes and no meaning; torch's own fake backend copies what this rank gave.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # lazy: it registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+
+
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Gives a group that torch made with its 30 minute default another timeout."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    if not has_fake_backend(group):  # which waits for nobody
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
@@ -650,8 +661,10 @@ def fused_adamw_(
         divisor = (1.0 / scale.double()).float()
     else:
         divisor = torch.tensor(1.0 / scale, device=device) if scale != 1.0 else None
-    if isinstance(lr, Tensor) and device.type != "cpu":
-        lr = lr.float()  # the CPU's kernel takes a rate in float64, as a number; that of a device reads a float32
+    if isinstance(lr, Tensor):
+        # The CPU's kernel takes a rate in float64, as a number; that of a device reads a float32. Torch has no kernel
+        # for fake tensors with a rate in a tensor, and would run the real one.
+        lr = 0.0 if is_fake(params[0]) else lr if device.type == "cpu" else lr.float()
     found_inf = None if finite is None else finite.logical_not().float()
     try:
         torch._fused_adamw_(

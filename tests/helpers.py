@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
+from fsharding import _compat
 from fsharding.comm import pairwise
 from fsharding.errors import FshardingError
 from fsharding.mesh.abstract_mesh import AXES
@@ -96,6 +99,16 @@ def point_to_point() -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pairwise, "SHORT", -1)
         yield
+
+
+@contextmanager
+def fake_ranks(rank: int, **axes: int) -> Generator[DeviceMesh]:
+    """A mesh as one of its ranks has it, in this process alone: collectives of its groups send nothing."""
+    _compat.start_fake_group(rank, math.prod(axes.values()))
+    try:
+        yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    finally:
+        dist.destroy_process_group()
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:

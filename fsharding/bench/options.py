@@ -16,6 +16,7 @@ __all__ = [
     "OptimizerConfig",
     "OverheadConfig",
     "PipelineConfig",
+    "RanksConfig",
     "ReshardBenchConfig",
     "ScalingConfig",
     "StepConfig",
@@ -30,6 +31,8 @@ class StepConfig:
 
     Attributes:
         ranks: local ranks to start; left out, 2, or those that torchrun started.
+        hosts: 2 has the ranks start on two hosts, half of them on each: namespaces of this machine, joined by a cable,
+            in which no memory is shared between hosts. Needs root.
         preset: the decoder; see `fsharding train`.
         contenders: who takes part; left out, all but fsharding-hybrid, fsdp2-default (without prefetches that its user
             asks for), fsdp2-bf16-sums, simple-fsdp, simple-fsdp-compiled and deepspeed-zero1 to 3.
@@ -45,6 +48,7 @@ class StepConfig:
     """
 
     ranks: int | None = None
+    hosts: Literal[1, 2] = 1
     preset: str = "bench-34m"
     contenders: tuple[str, ...] = _USUAL
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -207,5 +211,26 @@ class PipelineConfig:
     microbatches: int = 8
     batch: int = 2
     seq_len: int = 128
+    rounds: int = 5
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class RanksConfig:
+    """What one rank of many does by itself in forward and backward, in a fake process group.
+
+    Attributes:
+        ranks: numbers of data-parallel ranks.
+        blocks: of the decoder, each a unit; its embedding and its head are two more.
+        dim: width of the decoder.
+        seq_len: tokens of the one sequence of this rank.
+        rounds: counted calls of each contender.
+        json: print one JSON object instead of a table.
+    """
+
+    ranks: tuple[int, ...] = (2, 128, 1024, 4096, 16384)
+    blocks: int = 4
+    dim: int = 256
+    seq_len: int = 64
     rounds: int = 5
     json: bool = False

@@ -25,7 +25,7 @@ from fsharding.bench.rounds import allocated
 from fsharding.models.model import Model
 from fsharding.models.stacks import stacks_of
 
-__all__ = ["B1", "B2", "PEERS", "RATE", "Task", "forward_bytes", "missing"]
+__all__ = ["B1", "B2", "PEERS", "RATE", "Task", "forward_bytes", "fsdp2_module", "missing"]
 
 RATE, B1, B2 = 1e-3, 0.9, 0.95
 """Of everyone's AdamW, without weight decay."""
@@ -121,7 +121,7 @@ def _ddp(task: Task) -> Callable[[], Tensor]:
     return _trained(DistributedDataParallel(_Decoder(task), gradient_as_bucket_view=True), task)
 
 
-def _fsdp2_module(task: Task, sums: torch.dtype) -> tuple[_Decoder, list[FSDPModule]]:
+def fsdp2_module(task: Task, sums: torch.dtype) -> tuple[nn.Module, list[FSDPModule]]:
     """The decoder cut by FSDP2, and its units in the order of forward."""
     module = _Decoder(task)
     policy = MixedPrecisionPolicy(param_dtype=task.dtype, reduce_dtype=sums, cast_forward_inputs=False)
@@ -134,12 +134,12 @@ def _fsdp2_module(task: Task, sums: torch.dtype) -> tuple[_Decoder, list[FSDPMod
 
 def _fsdp2_default(task: Task) -> Callable[[], Tensor]:
     """As torch's tutorial has it."""
-    return _trained(_fsdp2_module(task, torch.float32)[0], task)
+    return _trained(fsdp2_module(task, torch.float32)[0], task)
 
 
 def _fsdp2(task: Task, sums: torch.dtype = torch.float32) -> Callable[[], Tensor]:
     """As its authors advise where the host is slow: each unit's gather starts one unit ahead, in both directions."""
-    module, units = _fsdp2_module(task, sums)
+    module, units = fsdp2_module(task, sums)
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from fsharding.bench.rounds import Steps, agree, allocated, print_rows, take_tur
 from fsharding.comm.counters import counting_bytes
 from fsharding.comm.native import Native
 from fsharding.comm.pairwise import Pairwise
+from fsharding.comm.transport import choice_for
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import axis_group, make_mesh, own_rank
 from fsharding.models.decoder import DecoderConfig, decoder
@@ -114,9 +116,13 @@ def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -
     if config.trace is not None:
         _trace(built[config.contenders[-1]].run, config.trace)
     alone = steps["compute-only"].median if "compute-only" in steps else None
+    # Of a launcher for several machines, torchrun.
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    transport = choice_for(axis_group(mesh, ("dp",)), torch.device(mesh.device_type)).kind.name
     return [
         {
             "contender": name, "compiled": config.compiled, "dtype": config.dtype, "ranks": mesh.size(),
+            "hosts": hosts, "transport": transport,
             "median_ms": result.median, "iqr_ms": result.iqr, "peak_bytes": built[name].peak, "loss": result.losses[-1],
             "wire_ms": wires.get(name),
             "floor_ms": alone + wires[name] if alone is not None and name in wires else None,
@@ -263,7 +269,8 @@ def _show(config: StepConfig, rows: list[dict[str, Any]]) -> None:
         "loss": lambda row: f"{row['loss']:.4f}",
     }
     precision = f"{config.dtype}, compiled" if config.compiled else config.dtype
-    size = f"{config.batch} x {config.seq_len} tokens a rank, {rows[0]['ranks']} ranks"
+    hosts = f" on {rows[0]['hosts']} hosts" if rows[0]["hosts"] > 1 else ""
+    size = f"{config.batch} x {config.seq_len} tokens a rank, {rows[0]['ranks']} ranks{hosts} ({rows[0]['transport']})"
     title = f"a step of {config.preset}, {size}, {precision}"
     print_rows(title, columns, rows, as_json=config.json)
     if config.plot is not None:

@@ -13,7 +13,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -32,6 +32,7 @@ __all__ = [
     "latest",
     "lock_alone",
     "metadata",
+    "not_shared",
     "partial_of",
     "read_manifest",
     "real_path",
@@ -166,8 +167,7 @@ class Partial(PartialOutput):
         sizes = {name: os.stat(self.folder / name).st_size for name in os.listdir(self.folder)}
         rows = [f"{name}: not seen whole by rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
         if rows:
-            rule = f"needs a directory that all ranks share, and {self.target.parent} is none."
-            raise CheckpointError(message(_SAVE, rule, rows))
+            raise not_shared(self.target, rows)
         with (self.folder / MANIFEST).open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -189,6 +189,18 @@ class Partial(PartialOutput):
         if replaced:
             # The new checkpoint is in its place: what is left of the old one is cleared by the next save.
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def not_shared(target: Path, rows: Sequence[str]) -> CheckpointError:
+    """The error of ranks that do not see the same directory.
+
+    Args:
+        target: of the save.
+        rows: what is not seen, and where.
+    """
+    rule = f"needs a directory that all ranks share, and {target.parent} is none."
+    mend = "Give a path on a file system that every host has mounted, at the same place."
+    return CheckpointError(message(_SAVE, rule, rows, mend))
 
 
 def partial_of(target: Path) -> Path:

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from fsharding.checkpoint.background import PendingSave, own_group, settle, start
 from fsharding.checkpoint.collective_call import together
-from fsharding.checkpoint.directory import Partial, StrPath, partial_of, real_path
+from fsharding.checkpoint.directory import Partial, StrPath, not_shared, partial_of, real_path
 from fsharding.checkpoint.manifest import Manifest, text_of
 from fsharding.checkpoint.positions import Stateful, check_stateful, joined, own_position
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
@@ -184,7 +185,13 @@ class Job:
         """This rank's file; none where it has nothing to write."""
         if not self.writes:
             return None
-        with Writer(partial_of(self.target), own_rank()) as writer:
+        folder = partial_of(self.target)
+        try:
+            writer = Writer(folder, own_rank())
+        except FileNotFoundError as error:
+            # Rank 0 has made the directory, and the ranks have met since.
+            raise not_shared(self.target, [f"{folder}: not there on {socket.gethostname()}"]) from error
+        with writer:
             for path, shape, box, tensor in self.writes:
                 writer.add(path, shape, box, tensor)
             return writer.close()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsharding.bench.checkpoint import bench_checkpoint
+from fsharding.bench.hosts import on_two_hosts
 from fsharding.bench.memory import bench_memory
 from fsharding.bench.optimizer import bench_optimizer
 from fsharding.bench.options import (
@@ -21,12 +22,14 @@ from fsharding.bench.options import (
     OptimizerConfig,
     OverheadConfig,
     PipelineConfig,
+    RanksConfig,
     ReshardBenchConfig,
     ScalingConfig,
     StepConfig,
 )
 from fsharding.bench.overhead import overhead
 from fsharding.bench.pipeline import bench_pipeline
+from fsharding.bench.ranks import bench_ranks
 from fsharding.bench.reshard import bench_reshard
 from fsharding.bench.scaling import bench_scaling
 from fsharding.bench.step import bench_step
@@ -101,8 +104,16 @@ def _on_ranks(measure: Callable[[Any], None]) -> Callable[[Any], None]:
     return bench
 
 
+def _step(config: StepConfig) -> int:
+    """The step on ranks of this machine, or on those of two hosts."""
+    if config.hosts == 1 or under_launcher():
+        _on_ranks(bench_step)(config)
+        return 0
+    return on_two_hosts(config)
+
+
 def _list(config: ListConfig) -> None:
-    names = ("step", "memory", "scaling", "overhead", "optimizer", "checkpoint", "pipeline", "reshard")
+    names = ("step", "memory", "scaling", "ranks", "overhead", "optimizer", "checkpoint", "pipeline", "reshard")
     print(json.dumps({"benches": names}) if config.json else ", ".join(names))
 
 
@@ -130,13 +141,14 @@ _VERBS: dict[type[Any], Callable[[Any], int | None]] = {
     InspectConfig: run_tool,
     ReshardConfig: run_tool,
     ExportConfig: run_tool,
-    StepConfig: _on_ranks(bench_step),
+    StepConfig: _step,
     OverheadConfig: _on_ranks(overhead),
     MemoryConfig: _on_ranks(bench_memory),
     CheckpointConfig: _on_ranks(bench_checkpoint),
     PipelineConfig: _on_ranks(bench_pipeline),
     ReshardBenchConfig: _on_ranks(bench_reshard),
     ScalingConfig: bench_scaling,
+    RanksConfig: bench_ranks,
     OptimizerConfig: bench_optimizer,
     ListConfig: _list,
 }

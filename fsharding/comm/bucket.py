@@ -1,7 +1,9 @@
 """One collective per bucket: the leaves of a unit that share dtype and axes travel as one row per rank.
 
 In: shapes, the dim that is cut, the sizes of the axes. Out: a cached, printable plan of offsets and strides, and thin
-functions that copy between leaves, rows `[members, width]` and one flat buffer of whole leaves.
+functions that copy between leaves, rows `[members, width]` and one flat buffer of whole leaves. A plan has no entry for
+each member. However many there are, a leaf takes one strided copy where they cut it evenly; else two for one axis, at
+most twice as many for each further axis.
 Law: copy-in then copy-out is the identity, for even, uneven and empty pieces; padding is at most one row a leaf a rank.
 """
 
@@ -11,59 +13,147 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fsharding import _compat
 from fsharding.sharding import boxes
 
 __all__ = [
-    "Bucket", "Slot", "copy_in", "copy_out", "fill", "piece_views", "pieces_of", "plan_bucket", "whole_views"
+    "Bucket", "PieceGrid", "Slot", "copy_in", "copy_out", "fill", "piece_views", "pieces_of", "plan_bucket",
+    "whole_views",
 ]  # fmt: skip
 
 _ALIGN = 64
 """Whole leaves begin at multiples of so many elements, as fresh tensors would, so that kernels take the same path."""
 
 
+class PieceGrid(NamedTuple):
+    """Members whose pieces are of one length and lie at equal distances, in rows and in the leaf: one strided copy.
+
+    Attributes:
+        first: the first of the members.
+        counts: how many there are along each axis that cuts the leaf, major first.
+        strides: by how many members neighbours along each axis are apart.
+        start: where the piece of the first one begins along the dim that is cut.
+        steps: by how many indices of that dim the pieces of neighbours along each axis are apart.
+        length: indices of each piece.
+    """
+
+    first: int
+    counts: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    steps: tuple[int, ...]
+    length: int
+
+    @property
+    def follows(self) -> bool:
+        """Whether members and their pieces follow each other without gaps."""
+        members, indices = 1, self.length
+        for count, stride, step in reversed([*zip(self.counts, self.strides, self.steps, strict=True)]):
+            if count > 1 and (stride, step) != (members, indices):
+                return False
+            members, indices = members * count, indices * count
+        return True
+
+
 @dataclass(frozen=True)
 class Slot:
-    """One leaf in a bucket.
+    """One leaf in a bucket. What it says of pieces is computed for one member, or for all members of a grid.
 
     Attributes:
         shape: the whole leaf.
         dim: the dim that the members cut.
-        pieces: for each member, (start, stop) along `dim`.
+        axis_sizes: sizes of the axes that cut it, major first.
         offset: where the leaf begins in a row.
         start: where the whole leaf begins in the flat buffer.
     """
 
     shape: tuple[int, ...]
     dim: int
-    pieces: tuple[tuple[int, int], ...]
+    axis_sizes: tuple[int, ...]
     offset: int
     start: int
 
-    @property
+    @functools.cached_property
     def before(self) -> int:
         """How many elements the dims before `dim` have."""
         return math.prod(self.shape[: self.dim])
 
-    @property
+    @functools.cached_property
     def after(self) -> int:
         """How many elements the dims after `dim` have."""
         return math.prod(self.shape[self.dim + 1 :])
 
-    @property
-    def even(self) -> bool:
-        """Whether all pieces are as long as the first and follow each other."""
-        length = self.pieces[0][1]
-        return all(piece == (i * length, (i + 1) * length) for i, piece in enumerate(self.pieces))
+    @functools.cached_property
+    def grids(self) -> tuple[PieceGrid, ...]:
+        """All pieces that are not empty: at most 2 to the power of the number of axes, one where the cuts are even."""
+        return tuple(_piece_grids(self.shape[self.dim] if self.shape else 1, self.axis_sizes))
+
+    def piece(self, member: int) -> tuple[int, int]:
+        """The piece of a member: (start, stop) along `dim`."""
+        coord: list[int] = []
+        for size in reversed(self.axis_sizes):
+            member, place = divmod(member, size)
+            coord.append(place)
+        return boxes.nested_chunk(
+            self.shape[self.dim] if self.shape else 1, list(zip(self.axis_sizes, reversed(coord), strict=True))
+        )
 
     def piece_shape(self, member: int) -> tuple[int, ...]:
         """The shape of a member's piece."""
-        start, stop = self.pieces[member]
+        start, stop = self.piece(member)
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :]) if self.shape else ()
+
+
+def _piece_grids(size: int, axis_sizes: tuple[int, ...]) -> list[PieceGrid]:
+    """The grids of a dim of so many indices: those of the equal first chunks of the major axis, and of a shorter last.
+
+    Each chunk is cut in the same way by the other axes, so that one description serves all equal ones.
+    """
+    if size == 0:
+        return []
+    if not axis_sizes:
+        return [PieceGrid(0, (), (), 0, (), size)]
+    members, step = math.prod(axis_sizes[1:]), -(-size // axis_sizes[0])
+    count = size // step
+    result: list[PieceGrid] = []
+    for number, first, length in ((count, 0, step), (1, count, size - count * step)):
+        for inner in _piece_grids(length, axis_sizes[1:]):
+            result.append(
+                PieceGrid(
+                    first * members + inner.first, (number, *inner.counts), (members, *inner.strides),
+                    first * step + inner.start, (step, *inner.steps), inner.length,
+                )
+            )  # fmt: skip
+    return result
+
+
+def _without(grid: PieceGrid, member: int) -> list[PieceGrid]:
+    """A grid without one member: the parts before and after it along each axis in turn."""
+    result: list[PieceGrid] = []
+    left = member - grid.first
+    for axis, (count, stride) in enumerate(zip(grid.counts, grid.strides, strict=True)):
+        place, left = divmod(left, stride)
+        if not 0 <= place < count:
+            return [*result, grid]
+        for low, high in ((0, place), (place + 1, count)):
+            if high > low:
+                result.append(_cut(grid, axis, low, high))
+        grid = _cut(grid, axis, place, place + 1)
+    return result
+
+
+def _cut(grid: PieceGrid, axis: int, low: int, high: int) -> PieceGrid:
+    """The members of a grid from `low` to `high` along an axis."""
+    return grid._replace(
+        first=grid.first + low * grid.strides[axis],
+        start=grid.start + low * grid.steps[axis],
+        counts=(*grid.counts[:axis], high - low, *grid.counts[axis + 1 :]),
+    )
 
 
 @dataclass(frozen=True)
@@ -93,13 +183,10 @@ def plan_bucket(leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tup
     """
     slots: list[Slot] = []
     width = size = 0
-    coords = list(product(*(range(n) for n in axis_sizes)))
     for shape, dim in leaves:
-        cuts = [list(zip(axis_sizes, coord, strict=True)) for coord in coords]
-        pieces = tuple(boxes.nested_chunk(shape[dim] if shape else 1, cut) for cut in cuts)
-        slot = Slot(shape, dim, pieces, width, size)
+        slot = Slot(shape, dim, axis_sizes, width, size)
         slots.append(slot)
-        width += slot.before * slot.after * max(stop - start for start, stop in pieces)
+        width += math.prod(slot.piece_shape(0))  # the first one is the longest
         size += -(-math.prod(shape) // _ALIGN) * _ALIGN
     return Bucket(tuple(slots), math.prod(axis_sizes), width, size)
 
@@ -120,33 +207,64 @@ def whole_views(flat: Tensor, bucket: Bucket) -> list[Tensor]:
 
 def pieces_of(leaves: Sequence[Tensor], bucket: Bucket, member: int) -> list[Tensor]:
     """The pieces of one member, where they are in whole leaves."""
+    pieces = [slot.piece(member) for slot in bucket.slots]
     return [
-        leaf.narrow(slot.dim, slot.pieces[member][0], slot.pieces[member][1] - slot.pieces[member][0])
-        for leaf, slot in zip(leaves, bucket.slots, strict=True)
+        leaf.narrow(slot.dim, start, stop - start)
+        for leaf, slot, (start, stop) in zip(leaves, bucket.slots, pieces, strict=True)
     ]
 
 
-def _row_views(rows: Tensor, slot: Slot, width: int) -> list[Tensor]:
-    """Views of the rows that match `_leaf_views`: one of [members, before, length, after], or one a member."""
-    base, before, after = rows.storage_offset() + slot.offset, slot.before, slot.after
-    if slot.even:
-        length = slot.pieces[0][1]
-        size = (len(slot.pieces), before, length, after)
-        return [rows.as_strided(size, (width, length * after, after, 1), base)]
-    return [
-        rows.as_strided((before, stop - start, after), ((stop - start) * after, after, 1), base + member * width)
-        for member, (start, stop) in enumerate(slot.pieces)
-    ]
+def _row_view(rows: Tensor, slot: Slot, grid: PieceGrid, width: int) -> Tensor:
+    """The pieces of a grid in rows: [*counts, before, length * after]."""
+    run = grid.length * slot.after
+    size = (*grid.counts, slot.before, run)
+    strides = (*(stride * width for stride in grid.strides), run, 1)
+    return rows.as_strided(size, strides, rows.storage_offset() + slot.offset + grid.first * width)
 
 
-def _leaf_views(leaf: Tensor, slot: Slot) -> list[Tensor]:
-    """Views of a whole leaf, piece by piece, as `_row_views` has them."""
-    total = slot.shape[slot.dim]
-    flat = leaf.reshape(slot.before, total, slot.after)
-    if slot.even:
-        count = len(slot.pieces)
-        return [flat.view(slot.before, count, total // count, slot.after).transpose(0, 1)]
-    return [flat[:, start:stop] for start, stop in slot.pieces]
+def _leaf_view(flat: Tensor, slot: Slot, grid: PieceGrid) -> Tensor:
+    """The pieces of a grid in a whole leaf, given as [before, dim, after]: [*counts, before, length, after]."""
+    before, along, after = flat.stride()
+    size = (*grid.counts, slot.before, grid.length, slot.after)
+    strides = (*(step * along for step in grid.steps), before, along, after)
+    return flat.as_strided(size, strides, flat.storage_offset() + grid.start * along)
+
+
+def _pair(rows: Tensor, leaf: Tensor, slot: Slot, grid: PieceGrid, width: int) -> tuple[Tensor, Tensor]:
+    """The pieces of a grid in rows and in a whole leaf [before, dim, after], as views of one shape."""
+    row, whole = _row_view(rows, slot, grid, width), _leaf_view(leaf, slot, grid)
+    _, along, after = leaf.stride()
+    if after == 1 and along == slot.after:
+        return _widened(row, whole.flatten(-2))
+    return row.unflatten(-1, whole.shape[-2:]), whole
+
+
+_WIDE = (torch.complex128, torch.int64, torch.int32)
+"""Types of 16, 8 and 4 bytes, as which shorter elements are copied together."""
+
+_SHORT = 64
+"""Bytes up to which a run of neighbours is so short that a copy takes its time for each element, not for each byte."""
+
+_FEW = 4096
+"""Elements below which a copy is not worth a second look."""
+
+
+def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two views to copy between, with as many elements taken for one as both have side by side in short runs."""
+    run, size = a.shape[-1], a.element_size()
+    if a.dtype != b.dtype or not 1 < run <= _SHORT // size or a.numel() < _FEW:
+        return a, b
+    places = (run, *a.stride()[:-1], *b.stride()[:-1], a.storage_offset(), b.storage_offset())
+    for wide in _WIDE:
+        together = wide.itemsize // size
+        if together > 1 and not any(place % together for place in places):
+            return a.view(wide), b.view(wide)
+    return a, b
+
+
+def _as_cut(leaf: Tensor, slot: Slot) -> Tensor:
+    """A whole leaf as [before, dim, after]; a copy where its strides want one."""
+    return leaf.reshape(slot.before, slot.shape[slot.dim] if slot.shape else 1, slot.after)
 
 
 def copy_out(rows: Tensor | Sequence[Tensor], flat: Tensor, bucket: Bucket) -> list[Tensor]:
@@ -174,13 +292,21 @@ def fill(
     Returns:
         The leaves.
     """
-    if isinstance(rows, Tensor) and there is None:
-        sources = [view for slot in bucket.slots for view in _row_views(rows, slot, bucket.width)]
-        targets = [view for leaf, slot in zip(leaves, bucket.slots, strict=True) for view in _leaf_views(leaf, slot)]
+    sources: list[Tensor] = []
+    targets: list[Tensor] = []
+    if isinstance(rows, Tensor):
+        for leaf, slot in zip(leaves, bucket.slots, strict=True):
+            flat = _as_cut(leaf, slot)
+            for grid in slot.grids:
+                for part in (grid,) if there is None else _without(grid, there):
+                    source, target = _pair(rows, flat, slot, part, bucket.width)
+                    sources.append(source)
+                    targets.append(target)
     else:
-        members = [member for member in range(bucket.members) if member != there]
-        sources = [piece for member in members for piece in piece_views(rows[member], bucket, member)]
-        targets = [piece for member in members for piece in pieces_of(leaves, bucket, member)]
+        # Rows of other processes of this machine, each in memory of its own.
+        for member in (member for member in range(bucket.members) if member != there):
+            sources += piece_views(rows[member], bucket, member)
+            targets += pieces_of(leaves, bucket, member)
     _compat.foreach_copy_(targets, sources)
     return leaves
 
@@ -197,11 +323,13 @@ def copy_in(leaves: Sequence[Tensor | None], rows: Tensor, slots: Sequence[Slot]
     targets: list[Tensor] = []
     width = rows.shape[1]
     for leaf, slot in zip(leaves, slots, strict=True):
-        views = _row_views(rows, slot, width)
         if leaf is None:
-            _compat.foreach_zero_(views)
-        else:
-            sources.extend(_leaf_views(leaf, slot))
-            targets.extend(views)
+            _compat.foreach_zero_([_row_view(rows, slot, grid, width) for grid in slot.grids])
+            continue
+        flat = _as_cut(leaf, slot)
+        for grid in slot.grids:
+            target, source = _pair(rows, flat, slot, grid, width)
+            sources.append(source)
+            targets.append(target)
     if sources:
         _compat.foreach_copy_(targets, sources)

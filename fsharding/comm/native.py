@@ -22,7 +22,7 @@ from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import Exchange, FreshMemory, Handle, Memory, Reduction, Rows
 from fsharding.comm.reduce import AllReduce, ReduceScatter
-from fsharding.mesh.device_mesh import Group
+from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
 
 __all__ = ["Message", "Native", "Works", "as_bytes", "receive", "receive_object", "send", "send_object"]
@@ -153,34 +153,42 @@ class Native:
     def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
         """See `Transport`."""
         rows = self._rows(width, dtype, memory)
-        return _SentRows(rows[self.group.index], rows, lambda: self._gather(rows))
+        own = self._own_row(rows)
+        return _SentRows(own, lambda: (rows, self._gather(own, rows)))
+
+    def _own_row(self, rows: Tensor) -> Tensor:
+        """Where a gather begins: apart from the rows that it fills, this member's among them."""
+        if self.group.process_group is None:
+            return rows[0]
+        return _compat.fresh((rows.shape[1],), rows.dtype, self.device)
 
     def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
         """See `Transport`."""
-        sent, received = (self._rows(width, dtype, memory) for _ in range(2))
-        return _SentRows(sent, received, lambda: self._all_to_all(sent, received))
+        sent = self._rows(width, dtype, memory)
+
+        def send() -> tuple[Tensor, Works]:
+            # Not before: while rows are filled, those that an earlier exchange has received may still be in use.
+            received = self._rows(width, dtype, memory)
+            return received, self._all_to_all(sent, received)
+
+        return _SentRows(sent, send)
 
     def _rows(self, width: int, dtype: torch.dtype, memory: Memory | None) -> Tensor:
         memory, size = memory or FreshMemory(self.device), self.group.size
         return memory.empty(size * width, dtype).view(size, width)
 
-    def _gather(self, rows: Tensor) -> Works:
-        """Starts to fill every row with that member's data; this member's row is there already."""
+    def _gather(self, own: Tensor, rows: Tensor) -> Works:
+        """Starts to fill every row with that member's data."""
         group = self.group
         if group.process_group is None or rows.numel() == 0:
             return Works()
-        record_sent((group.size - 1) * rows[0].nbytes, group.axes)
-        own = rows[group.index].clone()
-        if self._in_order():
+        record_sent((group.size - 1) * own.nbytes, group.axes)
+        if group.in_order:
             return Works((self._all_gather_flat(rows, own),), (own,), (group.ranks,))
         by_rank = torch.empty_like(rows)
         Works((self._all_gather_flat(by_rank, own),), (), (group.ranks,)).wait()
-        rows.copy_(by_rank[list(group.order)])
+        torch.index_select(by_rank, 0, index_of(group.order, rows.device), out=rows)
         return Works()
-
-    def _in_order(self) -> bool:
-        """Whether members stand in the process group in the order in which rows have them."""
-        return self.group.order == tuple(range(self.group.size))
 
     def _all_gather_flat(self, out: Tensor, own: Tensor) -> dist.Work:
         assert self.group.process_group is not None
@@ -194,16 +202,13 @@ class Native:
             received.copy_(sent)
             return Works()
         record_sent((group.size - 1) * sent[0].nbytes, group.axes)
-        if self._in_order():
+        if self.group.in_order:
             return Works((self._all_to_all_single(received, sent),), (sent,), (group.ranks,))
         by_rank = torch.empty_like(received)
-        work = self._all_to_all_single(by_rank, sent[self._members_by_rank()])
+        work = self._all_to_all_single(by_rank, sent.index_select(0, index_of(group.by_rank, sent.device)))
         Works((work,), (), (group.ranks,)).wait()
-        received.copy_(by_rank[list(group.order)])
+        torch.index_select(by_rank, 0, index_of(group.order, sent.device), out=received)
         return Works()
-
-    def _members_by_rank(self) -> list[int]:
-        return [self.group.order.index(i) for i in range(self.group.size)]
 
     def _all_to_all_single(
         self, out: Tensor, x: Tensor, sizes: Sequence[list[int]] | tuple[None, None] = (None, None)
@@ -219,10 +224,10 @@ class Native:
             return _Joined(Works(), lambda _: received)
         width = x[:1].nbytes if x.shape[0] else 0
         record_sent((sum(send) - send[group.index]) * width, group.axes)
-        if self._in_order():
+        if self.group.in_order:
             works = Works((self._all_to_all_single(received, x, ([*receive], [*send])),), (x,), (group.ranks,))
             return _Joined(works, lambda _: received)
-        members = self._members_by_rank()
+        members = group.by_rank
         pieces, by_rank = x.split([*send]), torch.empty_like(received)
         sizes = [[rows[m] for m in members] for rows in (receive, send)]
         work = self._all_to_all_single(by_rank, torch.cat([pieces[m] for m in members]), sizes)
@@ -255,14 +260,17 @@ class Native:
 
 
 class _SentRows:
-    """Rows that are sent, into a buffer of this rank. An `Exchange`, and its own handle."""
+    """Rows that are sent, into a buffer of this rank. An `Exchange`, and its own handle.
 
-    def __init__(self, own: Tensor, rows: Tensor, send: Callable[[], Works]) -> None:
-        self.own, self._rows, self._send = own, rows, send
-        self._works = Works()
+    `send` starts, and gives the buffer.
+    """
+
+    def __init__(self, own: Tensor, send: Callable[[], tuple[Tensor, Works]]) -> None:
+        self.own, self._send = own, send
+        self._rows, self._works = own, Works()
 
     def start(self) -> Handle[Rows]:
-        self._works = self._send()
+        self._rows, self._works = self._send()
         return self
 
     def is_ready(self) -> bool:

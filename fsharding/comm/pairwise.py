@@ -24,13 +24,16 @@ class Pairwise(Native):
 
     name = "pairwise"
 
-    def _gather(self, rows: Tensor) -> Works:
+    def _own_row(self, rows: Tensor) -> Tensor:
+        return rows[self.group.index]
+
+    def _gather(self, own: Tensor, rows: Tensor) -> Works:
         group = self.group
         if group.process_group is None or rows.numel() == 0:
             return Works()
-        if rows[0].nbytes <= SHORT:
-            return self._all_to_all(rows[group.index].expand_as(rows).contiguous(), rows)
-        record_sent((group.size - 1) * rows[0].nbytes, group.axes)
+        if own.nbytes <= SHORT:
+            return self._all_to_all(own.expand_as(rows).contiguous(), rows)
+        record_sent((group.size - 1) * own.nbytes, group.axes)
         return swap_rows(rows, group)
 
 

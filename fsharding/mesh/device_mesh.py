@@ -8,6 +8,7 @@ Law: the ranks of `axis_group(mesh, axes)` stand in the order of `axes`, major f
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Collection, Generator, Sequence
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any, Literal, Never, TypeAlias, TypedDict, Unpack, cast, get_args
 
 import torch
@@ -29,7 +30,7 @@ from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_sha
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.failures import meet, naming_lost, own_rank, set_meeting, world_size
 from fsharding.mesh.groups import close_unused, find_group, group_among
-from fsharding.mesh.rendezvous import init_arguments
+from fsharding.mesh.rendezvous import FRESH_STORE, init_arguments, shares_launchers_store
 from fsharding.mesh.shutdown import rest_at_exit
 from fsharding.public import public, refuse
 
@@ -47,6 +48,7 @@ __all__ = [
     "data_axes",
     "data_position",
     "everyone",
+    "index_of",
     "is_main",
     "is_member",
     "mesh_here",
@@ -59,6 +61,8 @@ __all__ = [
 ]
 
 Mesh: TypeAlias = DeviceMesh | AbstractMesh
+
+_log = logging.getLogger("fsharding")
 
 TransportName: TypeAlias = Literal["auto", "native", "pairwise", "shared_memory"]
 
@@ -213,6 +217,14 @@ def _start(device: str, timeout: timedelta) -> None:
     """
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if (
+        shares_launchers_store()
+        and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        and os.environ["RANK"] == "0"
+    ):
+        rule = "meets the ranks of several machines in the store of torchrun, which cannot start them again."
+        mend = f"For --max-restarts start torchrun with {FRESH_STORE}=1 on every machine."
+        _log.warning(message("fs.make_mesh", rule, mend=mend))
     try:
         dist.init_process_group(backend, timeout=timeout, **init_arguments())
     except dist.DistError as error:
@@ -374,7 +386,8 @@ class Group:
         index: this process's place among them.
         process_group: None when the group has one rank.
         terms: the members in the order in which sums are taken: by coordinate, with the axes as in `AXES`. A sum over
-            `(dp, replica)` and one over `dp` and then `replica` then add the same terms in the same pairs.
+            `(dp, replica)` and one over `dp` and then `replica` then add the same terms in the same pairs. A range
+            where that is the order of `ranks`.
         axes: along which they lie, as in `AXES`; empty where they are not of one mesh.
         transport: of their tensors, as `make_mesh` was asked for it.
     """
@@ -382,7 +395,7 @@ class Group:
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup | None
-    terms: tuple[int, ...] = (0,)
+    terms: Sequence[int] = range(1)
     axes: tuple[str, ...] = ()
     transport: str = "auto"
 
@@ -402,6 +415,26 @@ class Group:
         in_group = {rank: i for i, rank in enumerate(sorted(self.ranks))}
         return tuple(in_group[rank] for rank in self.ranks)
 
+    @functools.cached_property
+    def by_rank(self) -> tuple[int, ...]:
+        """The member at each rank inside `process_group`: the inverse of `order`."""
+        return tuple(sorted(range(self.size), key=self.order.__getitem__))
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether members stand in `process_group` in the order of the axes."""
+        return self.order == tuple(range(self.size))
+
+
+def index_of(places: Sequence[int], device: torch.device) -> torch.Tensor:
+    """A permutation as an index of rows on a device."""
+    return _index_of(tuple(places), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _index_of(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(places, device=device)
+
 
 @cache_on_mesh(256)
 def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
@@ -412,17 +445,39 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     """
     shape, own = abstract(mesh), coordinate(mesh)
     axes = tuple(axis for axis in axes if shape.axis_size(axis) > 1)
-    steps = [dict(zip(axes, c, strict=True)) for c in product(*(range(shape.axis_size(a)) for a in axes))]
-    ranks = tuple(shape.rank_at({**own, **step}) for step in steps)
-    index = steps.index({axis: own[axis] for axis in axes})
+    strides = _strides(shape.names, shape)
+    first = sum(own[name] * stride for name, stride in strides.items() if name not in axes)
+    ranks = tuple(shape.members[first + place] for place in _places(axes, shape, strides))
     if len(ranks) == 1:
         return Group(ranks, 0, None)
     if isinstance(mesh, AbstractMesh):
         text = f"cannot run a collective over {', '.join(axes)} on the abstract mesh {shape}."
         raise MeshError(message("fs.axis_group", text, mend="Use fs.make_mesh."))
-    terms = tuple(sorted(range(len(ranks)), key=lambda i: [steps[i].get(axis, 0) for axis in AXES]))
+    inside = _strides(axes, shape)
+    index = sum(own[axis] * inside[axis] for axis in axes)
+    named = tuple(axis for axis in AXES if axis in axes)
+    terms = range(len(ranks)) if named == axes else tuple(_places(named, shape, inside))
     group = mesh.get_group(axes[0]) if len(axes) == 1 else _process_group(mesh, frozenset(axes))
-    return Group(ranks, index, group, terms, tuple(axis for axis in AXES if axis in axes), _transport(mesh))
+    return Group(ranks, index, group, terms, named, _transport(mesh))
+
+
+def _strides(axes: Sequence[str], shape: AbstractMesh) -> dict[str, int]:
+    """How far neighbours along each of some axes are apart, where these are counted through, major first."""
+    result: dict[str, int] = {}
+    stride = 1
+    for axis in reversed(axes):
+        result[axis] = stride
+        stride *= shape.axis_size(axis)
+    return result
+
+
+def _places(axes: Sequence[str], shape: AbstractMesh, strides: dict[str, int]) -> list[int]:
+    """The places of all coordinates along some axes, major first."""
+    result = [0]
+    for axis in axes:
+        ends = range(0, strides[axis] * shape.axis_size(axis), strides[axis])
+        result = [place + end for place in result for end in ends]
+    return result
 
 
 def everyone(mesh: Mesh) -> Group:
@@ -446,10 +501,11 @@ def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup 
 
 def _families(shape: AbstractMesh, axes: Collection[str]) -> list[list[int]]:
     """The ranks that share their coordinates along all other axes."""
-    result: dict[tuple[int, ...], list[int]] = {}
-    for coord in shape.coordinates():
-        result.setdefault(tuple(c for n, c in coord.items() if n not in axes), []).append(shape.rank_at(coord))
-    return list(result.values())
+    strides = _strides(shape.names, shape)
+    inside = _places([name for name in shape.names if name in axes], shape, strides)
+    firsts = _places([name for name in shape.names if name not in axes], shape, strides)
+    members = shape.members
+    return [[members[first + place] for place in inside] for first in firsts]
 
 
 _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)

@@ -13,11 +13,21 @@ import sys
 from typing import Any
 
 from fsharding import _compat
+from fsharding.errors import ConfigError, message
 
-__all__ = ["INIT_METHOD", "init_arguments", "local_variables", "loopback"]
+__all__ = ["FRESH_STORE", "INIT_METHOD", "init_arguments", "local_variables", "loopback", "shares_launchers_store"]
 
 INIT_METHOD = "FSHARDING_INIT_METHOD"
 """The variable with torch's `init_method` of the default process group; by default torch's own, `env://`."""
+
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""torch's variable; with 1 the ranks of each start meet in a store of their own, served by rank 0."""
+
+
+def shares_launchers_store() -> bool:
+    """Whether torchrun has started ranks on several machines, which would meet in one store at every start."""
+    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    return several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def loopback() -> str | None:
@@ -39,9 +49,17 @@ def init_arguments() -> dict[str, Any]:
 
     torch reads the number of the rank from the environment by itself with `env://` only. When torchrun starts the ranks
     of one machine again, they meet in the store of the start before, with addresses of processes that are gone in it:
-    so each start has a prefix of its own there. Agents of several machines count their restarts apart, and get none.
+    so each start has a prefix of its own there. Agents of several machines count their restarts apart, and have no
+    number in common to make a prefix of; a store of each start's own is what torch's variable `FRESH_STORE` gives.
+
+    Raises:
+        ConfigError: a start after the first, on several machines, in the store of the first.
     """
     method, start = os.environ.get(INIT_METHOD), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if start != "0" and not method and shares_launchers_store():
+        rule = f"cannot start the ranks of {os.environ['GROUP_WORLD_SIZE']} machines again in the store of torchrun."
+        rows = ["It has the addresses of ranks that are gone, and new ranks would wait for those."]
+        raise ConfigError(message("fs.make_mesh", rule, rows, f"Start torchrun with {FRESH_STORE}=1 on every machine."))
     if method:
         where: dict[str, Any] = {"init_method": method}
     elif start != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsharding import ops, random, tree
-from fsharding.errors import ArgumentError, ConfigError, DataError, NonFiniteError, TransformError, message
+from fsharding.errors import ArgumentError, ConfigError, DataError, NonFiniteError, TransformError, TreeError, message
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.device_mesh import abstract, axis_group, axis_size, set_mesh
 from fsharding.mesh.failures import naming_lost
@@ -34,7 +34,7 @@ from fsharding.ops.embedding import checked_ids
 from fsharding.precision import FP32, Precision
 from fsharding.public import check_function, check_precision, kind_of, public, refuse
 from fsharding.sharding.mesh_view import slice_of
-from fsharding.sharding.named_sharding import to_local
+from fsharding.sharding.named_sharding import hides_owners, to_local, typeof
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.scan import unstack_units
 from fsharding.tree import Tree
@@ -91,6 +91,7 @@ def generate(
         ArgumentError: no model or function, no prompts of whole numbers, or text in their place.
         ConfigError: a number out of range, settings of draws without a key, a model that cannot decode, a mesh with
             `pp`, or ranks of one group that were called with different prompts or settings.
+        TreeError: parameters of another model.
         DataError: an empty prompt, or a token outside of the vocabulary.
         TransformError: a function that returns no logits [B, T, V].
         NonFiniteError: logits are NaN.
@@ -118,6 +119,8 @@ def generate(
         dtypes = precision
     mesh = _mesh_of(values)
     _check_mesh(mesh)
+    if decode is not None:
+        _check_parameters(model, values)
     rows = _rows(prompts, decode.vocab if decode is not None else None)
     device = next((to_local(x).value.device if isinstance(x, DTensor) else x.device for x in tree.leaves(values)), None)
     tokens_BT, lengths_B = (x.to(device) for x in _padded(rows))
@@ -373,6 +376,24 @@ def _check_mesh(mesh: DeviceMesh | None) -> None:
         mend = "Move them first, fs.reshard(state, fs.plan_layout(model, fs.make_mesh(dp=-1))), or load the checkpoint"
         mend += " into such a layout."
         raise ConfigError(message(_NAME, f"got parameters on a mesh with pp={stages}.", mend=mend))
+
+
+def _check_parameters(model: Model, params: Tree) -> None:
+    """Refuses parameters of another model."""
+    draws = model.init(torch.zeros(2, dtype=torch.int64))
+    tree.match(_NAME, draws, params, ("the model", "params"))
+    have = tree.named_leaves(params)
+    # Of a fused leaf over tp a rank's DTensor is its slice, which says nothing of the whole shape.
+    told = [path for path, x in have.items() if not (isinstance(x, DTensor) and hides_owners(x))]
+    wanted = {path: draw.shape for path, draw in tree.named_leaves(draws).items()}
+    rows = [
+        f"{path} is {typeof(have[path])}, and {list(wanted[path])} in the model"
+        for path in told
+        if typeof(have[path]).shape != tuple(wanted[path])
+    ]
+    if rows:
+        mend = "Give the config that they were trained with."
+        raise TreeError(message(_NAME, "got parameters of other shapes than the model's.", rows, mend))
 
 
 def _rows(prompts: Any, vocab: int | None) -> list[Tensor]:

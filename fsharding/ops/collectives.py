@@ -7,6 +7,7 @@ serves them all. Law: `<op x, y> == <x, dual(op) y>`, summed over ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -179,11 +180,21 @@ class _AllToAll:
     concat_dim: int
 
     def run(self, x: Tensor) -> Tensor:
-        pieces = x.chunk(self.group.size, self.split_dim)
-        exchange = transport_for(self.group, x.device).all_to_all(pieces[0].numel(), x.dtype)
-        torch.stack(pieces, out=exchange.own.view(self.group.size, *pieces[0].shape))
+        k = self.group.size
+        pieces = x.unflatten(self.split_dim, (k, x.shape[self.split_dim] // k)).movedim(self.split_dim, 0)
+        shape = pieces.shape[1:]
+        exchange = transport_for(self.group, x.device).all_to_all(math.prod(shape), x.dtype)
+        exchange.own.view(pieces.shape).copy_(pieces)
         handle = exchange.start()
-        joined = torch.cat([row.view(pieces[0].shape) for row in handle.wait()], self.concat_dim)
+        rows = handle.wait()
+        if isinstance(rows, Tensor):
+            length = shape[self.concat_dim]
+            whole = (*shape[: self.concat_dim], k * length, *shape[self.concat_dim + 1 :])
+            joined = _compat.fresh(whole, x.dtype, x.device)
+            received = rows.view(pieces.shape).movedim(0, self.concat_dim)
+            joined.unflatten(self.concat_dim, (k, length)).copy_(received)
+        else:
+            joined = torch.cat([row.view(shape) for row in rows], self.concat_dim)
         handle.release()
         return joined
 

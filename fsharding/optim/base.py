@@ -255,8 +255,11 @@ def where_finite(finite: Tensor | None, new: Tree, old: Tree) -> Tree:
         if x is before or not isinstance(x, Tensor):
             return x
         local, local_before = local_of(x), local_of(before)
-        flag = finite.to(local.device, non_blocking=True)
-        return like_leaf(x, torch.where(flag, local, local_before.to(local.device, non_blocking=True)))
+        # A number that the host has counted so far is counted on the device from here on, which nobody waits for. State
+        # that is kept on the host does wait for it.
+        device = finite.device if local.ndim == 0 else local.device
+        local, local_before = (y.to(device, non_blocking=y.device.type == "cpu") for y in (local, local_before))
+        return like_leaf(x, torch.where(finite.to(device), local, local_before))
 
     return tree.map(choose, new, old)
 

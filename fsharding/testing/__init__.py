@@ -9,12 +9,14 @@ from fsharding.testing.compare import assert_bitwise_equal, assert_trees_close
 from fsharding.testing.decoders import DecoderCase
 from fsharding.testing.failures import RankFailure
 from fsharding.testing.host_reads import HostReads, counting_host_reads
+from fsharding.testing.hosts import HostPair
 from fsharding.testing.laws import assert_adjoint, assert_matches_reference, rank_values
 from fsharding.testing.ranks import RankPool, run_ranks
 
 __all__ = [
     "DecoderCase",
     "Home",
+    "HostPair",
     "HostReads",
     "Leaf",
     "Pair",

@@ -4,7 +4,7 @@ In: a layout, a schedule. Out: what is added to a `Traffic`, without tensors or 
 k is the number of ranks along the axes, n the elements that a rank has before the call (the largest piece, where they
 differ), b the bytes of one on the wire, s those of one of the sum.
     gather (k-1)·n·b      scatter, exchange (k-1)/k·n·b      message n·b
-    sum    (k-1)·n·b up to 16384 elements or on 2 ranks, else (k-1)/k·n·(b+s) in two calls
+    sum    (k-1)·n·b up to 16384 elements, if n·k is at most 2^20, or on 2 ranks, else (k-1)/k·n·(b+s) in two calls
 Law: see `decoder_traffic`.
 """
 

@@ -8,6 +8,7 @@ Law: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, tree
+from fsharding.comm.bucket import Slot
 from fsharding.comm.steps import SteppedReduction
 from fsharding.errors import LayoutError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
@@ -190,21 +192,31 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
         everywhere = _data_axes(nodes[i])
         result[i] = collectives.vary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
     for g in plan.gathers:
-        widths = [slot.before * slot.after * slot.pieces[0][1] for slot in g.bucket.slots]
+        widths = [math.prod(slot.piece_shape(0)) for slot in g.bucket.slots]
         row = torch.cat([_padded(values[i].reshape(-1), width) for i, width in zip(g.leaves, widths, strict=True)])
         others = tuple(axis for axis in _data_axes(nodes[g.leaves[0]]) if axis not in g.axes)
         row = collectives.vary(row, others, mesh=plan.mesh) if others else row
         row = cast(Tensor, _Own.apply(row, sum(values[i].numel() for i in g.leaves))) if g.axes else row
         rows = collectives.gather(row, g.axes, dim=0, mesh=plan.mesh).view(g.bucket.members, g.bucket.width)
         for i, slot in zip(g.leaves, g.bucket.slots, strict=True):
-            pieces = [
-                rows[member, slot.offset : slot.offset + slot.before * slot.after * (stop - start)].reshape(
-                    slot.piece_shape(member)
-                )
-                for member, (start, stop) in enumerate(slot.pieces)
-            ]
-            result[i] = torch.cat(pieces, slot.dim)
+            result[i] = _joined(rows, slot)
     return result
+
+
+def _joined(rows: Tensor, slot: Slot) -> Tensor:
+    """The whole leaf of gathered rows [members, width], as a composition of differentiable functions."""
+    if slot.grids and all(grid.follows for grid in slot.grids):
+        parts: list[Tensor] = []
+        for grid in slot.grids:
+            members, piece = math.prod(grid.counts), slot.piece_shape(grid.first)
+            part = rows[grid.first : grid.first + members, slot.offset : slot.offset + math.prod(piece)]
+            joined = part.reshape(members, slot.before, grid.length, slot.after).movedim(0, 1)
+            parts.append(joined.reshape(*piece[: slot.dim], members * grid.length, *piece[slot.dim + 1 :]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, slot.dim)
+    # Pieces of one length are not neighbours where several axes cut a leaf unevenly.
+    shapes = [slot.piece_shape(member) for member in range(math.prod(slot.axis_sizes))]
+    pieces = [rows[i, slot.offset : slot.offset + math.prod(shape)].reshape(shape) for i, shape in enumerate(shapes)]
+    return torch.cat(pieces, slot.dim)
 
 
 class _Own(Function):

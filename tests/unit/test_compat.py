@@ -28,6 +28,17 @@ def test_views_share_a_storage_id_and_other_tensors_have_others():
         assert _compat.storage_id(a) == _compat.storage_id(a[1:]) != _compat.storage_id(b)
 
 
+def test_a_fake_group_is_one_rank_of_many_and_sends_nothing():
+    _compat.start_fake_group(3, 500)
+    try:
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (3, 500, "fake")
+        rows = torch.zeros(500, 2)
+        _compat.all_gather_flat(rows.view(-1), torch.ones(2), dist.group.WORLD).wait()
+        assert rows[3].tolist() == [1, 1]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_change_in_place_shows_in_the_version():
     x = torch.zeros(4)
     before = _compat.version_of(x)

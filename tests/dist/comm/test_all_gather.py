@@ -43,7 +43,7 @@ def start(group, leaves, fill, dtype=torch.float32):
     pieces = []
     for slot in bucket.slots:
         whole = torch.arange(float(torch.Size(slot.shape).numel())).view(slot.shape) + fill
-        first, stop = slot.pieces[group.index]
+        first, stop = slot.piece(group.index)
         pieces.append(whole.narrow(slot.dim, first, stop - first).contiguous())
     return bucket, transport_for(group, CPU).all_gather(bucket, pieces, dtype, Garbage(CPU))
 

@@ -52,7 +52,7 @@ def test_a_step_reads_one_number_or_none(donate):
                 assert {check: len(lines) for check, lines in seen.items()} == READS, (case, seen)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=full)])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=full)])
 def test_a_pipeline_reads_as_often(schedule):
     for seen in run_ranks(reads, 2, {"pp": 2}, fs.zero(3), "fp16", True, schedule):
         assert {check: len(lines) for check, lines in seen.items()} == READS, seen

@@ -272,6 +272,44 @@ def test_pieces_that_are_there_are_not_copied(case, one_buffer, data):
     assert_bitwise_equal(out, whole)
 
 
+@st.composite
+def cut_among_many(draw):
+    """One leaf, the dim that is cut, and the sizes of the axes: of up to some hundred members, often unevenly."""
+    shape = [draw(st.sampled_from([1, 3, 64])), draw(st.integers(0, 130)), draw(st.sampled_from([1, 2, 6]))]
+    sizes = draw(st.one_of(st.tuples(st.integers(1, 150)), st.lists(st.integers(1, 6), min_size=2, max_size=3)))
+    return tuple(shape), draw(st.integers(0, 2)), tuple(sizes)
+
+
+def member_by_member(whole, rows, plan, sizes, *, put_together):
+    """A bucket as its definition has it: the piece of each member, in its row from where its leaf begins."""
+    for member, coord in enumerate(itertools.product(*(range(n) for n in sizes))):
+        for leaf, slot in zip(whole, plan.slots, strict=True):
+            start, stop = boxes.nested_chunk(slot.shape[slot.dim], list(zip(sizes, coord, strict=True)))
+            piece = leaf.narrow(slot.dim, start, stop - start)
+            place = rows[member, slot.offset : slot.offset + piece.numel()].view(piece.shape)
+            (piece if put_together else place).copy_(place if put_together else piece)
+
+
+@given(cut_among_many(), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.booleans(), st.data())
+def test_buckets_of_many_members_are_those_of_their_definition(case, dtype, strided, data):
+    shape, dim, sizes = case
+    plan = bucket.plan_bucket(((shape, dim), ((7, 2), 0), (shape, 2 - dim)), sizes)
+    assert all(len(slot.grids) <= 2 ** len(sizes) for slot in plan.slots)
+    whole = numbered([(slot.shape, slot.dim) for slot in plan.slots], dtype)
+    expected, rows = (torch.full((plan.members, plan.width), -1, dtype=dtype) for _ in range(2))
+    member_by_member(whole, expected, plan, sizes, put_together=False)
+    bucket.copy_in([x.mT.contiguous().mT if strided else x for x in whole], rows, plan.slots)
+    assert_bitwise_equal(rows, expected)
+    there = data.draw(st.one_of(st.none(), st.integers(0, plan.members - 1)))
+    out, reference = ([torch.full_like(x, -2) for x in whole] for _ in range(2))
+    bucket.fill(rows, out, plan, there=there)
+    kept = [piece.clone() for piece in bucket.pieces_of(reference, plan, there)] if there is not None else []
+    member_by_member(reference, rows, plan, sizes, put_together=True)
+    for piece, x in zip(bucket.pieces_of(reference, plan, there) if kept else [], kept, strict=True):
+        piece.copy_(x)
+    assert_bitwise_equal(out, reference)
+
+
 @given(bucketed())
 def test_padding_is_less_than_one_row_a_leaf_a_rank(case):
     leaves, sizes = case
@@ -379,23 +417,37 @@ def tree_sum(terms, dtype):
 
 
 @given(
-    st.integers(1, 9),
+    st.one_of(st.integers(1, 9), st.integers(10, 70)),
     st.integers(0, 5),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
+    st.booleans(),
+    st.booleans(),
     st.integers(0, 99),
 )
-def test_rows_are_summed_in_a_balanced_tree(members, width, dtype, into, seed):
+def test_rows_are_summed_in_a_balanced_tree(members, width, dtype, into, shuffled, donate, seed):
     generator = torch.Generator().manual_seed(seed)
     rows = (torch.randn(members, width, generator=generator) * 10 ** torch.randn(members, 1, generator=generator)).to(
         dtype
     )
-    order = torch.randperm(members, generator=generator).tolist()
+    order = torch.randperm(members, generator=generator).tolist() if shuffled else range(members)
     before, out = rows.clone(), torch.empty(width) if into else None
-    total = sum_rows(rows, order, torch.float32, out=out)
-    assert_bitwise_equal(total, tree_sum([rows[i] for i in order], torch.float32))
-    assert_bitwise_equal(rows, before, "the rows that went in")
+    apart = sum_rows(list(rows), order, torch.float32)
+    total = sum_rows(rows, order, torch.float32, out=out, donate=donate)
+    assert_bitwise_equal(total, tree_sum([before[i] for i in order], torch.float32))
+    assert_bitwise_equal(apart, total, "of rows that lie apart")
+    if not donate:
+        assert_bitwise_equal(rows, before, "the rows that went in")
     assert out is None or total.data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_rows_are_summed_a_part_at_a_time(dtype):
+    rows = torch.randn(5, 300_001, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with Largest() as largest:
+        total = sum_rows(rows, range(5), torch.float32)
+    assert largest.elements < rows.numel()
+    assert_bitwise_equal(total, tree_sum([*rows], torch.float32))
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 99))

@@ -651,6 +651,7 @@ def test_a_directory_that_is_not_shared(tmp_path):
     files = {"__1_0.distcp": ck.SavedFile(3, ("",))}
     assert refusal(partial.commit, "", files) == (
         f"fs.checkpoint.save needs a directory that all ranks share, and {tmp_path} is none.\n"
-        "  __1_0.distcp: not seen whole by rank 0"
+        "  __1_0.distcp: not seen whole by rank 0\n"
+        "Give a path on a file system that every host has mounted, at the same place."
     )
     partial.close()

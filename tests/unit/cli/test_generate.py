@@ -103,6 +103,27 @@ def test_a_tokenizer_and_the_token_that_ends_the_text(runs, capsys):
     assert (ended["text"], ended["tokens"]) == ("", 1)
 
 
+def test_the_tokenizer_of_a_run_is_the_one_of_its_text(tmp_path, capsys):
+    words(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"text": "to be or not to be"}\n' * 99)
+    options = [
+        *OPTIONS[:4],
+        "--steps",
+        "20",
+        "--tokenizer",
+        tmp_path,
+        "--eos",
+        "w1",
+        "--data",
+        tmp_path / "text.jsonl",
+        "--no-plot",
+    ]
+    assert run(capsys, "train", "--preset", "tiny", *options, "--out", tmp_path / "run")[0] == 0
+    command = ["generate", tmp_path / "run", "--prompt", "or not", "--tokens", "3", "--temperature", "0", "--json"]
+    status, out, err = run(capsys, *command)
+    assert (status, err, json.loads(out)["text"].split()[:2]) == (0, "", ["to", "be"])
+
+
 def test_a_directory_of_hugging_face_generates(runs, tmp_path, capsys):
     state = saved(tmp_path / "saved", SMALL)
     fs.hf.save(tmp_path / "model", state.params, SMALL, state.layout)

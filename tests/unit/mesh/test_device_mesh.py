@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
-from fsharding.errors import MeshError
+from fsharding.errors import ConfigError, MeshError
 from fsharding.mesh import device_mesh, rendezvous
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape
 from tests import helpers
@@ -150,6 +150,16 @@ def test_the_environment_says_where_ranks_meet_and_the_user_where_they_listen(mo
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert rendezvous.init_arguments() == {"init_method": "file:///tmp/meet", "rank": 1, "world_size": 3}
+    monkeypatch.delenv("FSHARDING_INIT_METHOD")
+    for name, value in (("GROUP_WORLD_SIZE", "2"), ("TORCHELASTIC_RESTART_COUNT", "1")):
+        monkeypatch.setenv(name, value)
+    assert rendezvous.init_arguments() == {}, "with a store of each start's own"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert refusal(rendezvous.init_arguments, kind=ConfigError) == (
+        "fs.make_mesh cannot start the ranks of 2 machines again in the store of torchrun.\n"
+        "  It has the addresses of ranks that are gone, and new ranks would wait for those.\n"
+        "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine."
+    )
     here = rendezvous.loopback()
     assert rendezvous.local_variables()["NCCL_SOCKET_IFNAME"] == here
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")

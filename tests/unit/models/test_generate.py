@@ -1,6 +1,7 @@
 """Generation on one process: logits through a cache, tokens, draws, ends, functions without a cache, refused calls."""
 
 import math
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -8,7 +9,15 @@ import torch
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding.errors import ArgumentError, ConfigError, DataError, NonFiniteError, RandomKeyError, TransformError
+from fsharding.errors import (
+    ArgumentError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    RandomKeyError,
+    TransformError,
+    TreeError,
+)
 from fsharding.models import DecoderConfig, Grouped, Latent, Stack, decoder
 from fsharding.models.generate import generate
 from fsharding.models.stacks import stacks_of
@@ -215,6 +224,8 @@ WRONG = {
     "no key": (ConfigError, SMALL, [[1]], {"temperature": 0.5, "top_k": 3}, "got temperature=0.5, top_k=3 and no key"),
     "a seed": (RandomKeyError, SMALL, [[1]], {"key": 3}, "needs a key int64[2]"),
     "context": (ConfigError, SMALL, [[1]], {"context": 8}, "Leave context= out"),
+    "another model": (TreeError, CONFIGS["tiny"], [[1]], {}, "blocks.wq"),
+    "other sizes": (TreeError, replace(SMALL, vocab=51), [[1]], {}, "embed.table is float64[50, 24], and [51, 24]"),
     "a module": (ArgumentError, torch.nn.Linear(2, 2), [[1]], {}, "fs.functionalize(module)"),
     "losses": (ConfigError, of_losses(), [[1]], {}, "it has losses and no logits"),
     "another function": (ArgumentError, lambda params: None, [[1]], {}, "a function (params, tokens) -> logits"),
