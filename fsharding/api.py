@@ -8,7 +8,7 @@ from fsharding import checkpoint, models, notebook, ops, optim, pipeline, random
 from fsharding.checkpoint.replicas import check_replicas
 from fsharding.comm.counters import counting_bytes, recording
 from fsharding.comm.redistribute import redistribute
-from fsharding.interop import hf
+from fsharding.interop import hf, megatron
 from fsharding.interop.module.functionalize import functionalize
 from fsharding.interop.module.model_from import model_from
 from fsharding.mesh import preemption
@@ -72,6 +72,7 @@ __all__ = [
     "global_norm",
     "hessian",
     "hf",
+    "megatron",
     "hybrid",
     "init_state",
     "is_main",

@@ -56,12 +56,16 @@ _ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # Megatron Core keeps the plans of its save in it, which nobody looks at.
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
     # The path that plain torch was told to write to; nobody looks at it.
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
+_MEGATRON_METADATA = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -99,7 +103,7 @@ def inventory(
     rows: list[str] = []
     result: dict[str, Stored] = {}
     try:
-        fields = _fields(unpickled(pickled, _finder(function)), "Metadata")
+        fields = _metadata_fields(unpickled(pickled, _finder(function)))
         sizes = {name: file.bytes for name, file in manifest.files.items()} if manifest else _sizes(folder)
         result, rows = _leaves(fields, sizes, strict=manifest is not None)
         rows += _contradictions(result, manifest) if manifest else []
@@ -113,6 +117,13 @@ def inventory(
         mend = "Use another checkpoint, or a copy of this one."
         raise CheckpointError(message(function, rule, rows, mend))
     return result
+
+
+def _metadata_fields(value: object) -> dict[str, Any]:
+    """The attributes of DCP's metadata, or of the subclass that Megatron Core 0.15 has of it."""
+    if isinstance(value, Made) and value.kind == _MEGATRON_METADATA:
+        return named(value.state)
+    return _fields(value, "Metadata")
 
 
 def _fields(value: object, name: str, module: str = _DCP) -> dict[str, Any]:

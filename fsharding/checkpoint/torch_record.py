@@ -19,7 +19,7 @@ import torch
 
 from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, unpickled
 
-__all__ = ["WHOLE", "Record", "Window", "parse_file", "parse_record"]
+__all__ = ["WHOLE", "Record", "Window", "parse_file", "parse_plain", "parse_record"]
 
 _PICKLE_LIMIT, _DIRECTORY_LIMIT = 1 << 16, 1 << 17
 """Bytes of the pickle and of the zip's directory of one tensor."""
@@ -156,6 +156,41 @@ def parse_file(window: Window, length: int) -> Any:
         return None
 
     return grow(unpickled(pickled, _find_any, _storage), ())
+
+
+def parse_plain(window: Window, entries: tuple[str, ...]) -> dict[str, Any]:
+    """Looks at plain values of a file that holds a dict: numbers, strings, and tables of them.
+
+    Args:
+        window: on the file.
+        entries: which; a dict, or an `argparse.Namespace`, becomes a dict of those of its values that are plain.
+
+    Raises:
+        ValueError: it is something else, with the reason.
+    """
+    # Any global may be named, because each stays a name: arguments of a run hold enums and functions.
+    held = unpickled(_content(window, _members(window), "data.pkl", WHOLE), Global, _storage)
+    table = _plain_table(held)
+    return {name: table[name] for name in entries if name in table}
+
+
+_VALUES = (bool, int, float, str)
+
+
+def _plain_table(node: Any, depth: int = 0) -> dict[str, Any]:
+    """The plain values of a dict by name, and those of the dicts in it."""
+    pairs = node.state if isinstance(node, Made) else node
+    if not isinstance(pairs, Pairs):
+        if depth == 0:
+            raise ValueError("it holds no dict")
+        return {}
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if isinstance(key, str) and type(value) in _VALUES:
+            result[key] = value
+        elif isinstance(key, str) and depth == 0 and isinstance(value, Pairs | Made):
+            result[key] = _plain_table(value, 1)
+    return result
 
 
 def _name(key: Any) -> str:

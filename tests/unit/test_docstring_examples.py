@@ -11,7 +11,7 @@ import torch
 import fsharding as fs
 
 NAMESPACES = [
-    "checkpoint", "data", "hf", "hf.families", "models", "models.presets", "notebook", "ops", "optim", "optim.schedules",
+    "checkpoint", "data", "hf", "hf.families", "megatron", "models", "models.presets", "notebook", "ops", "optim", "optim.schedules",
     "pipeline", "policies", "preemption", "random", "testing", "tree",
 ]  # fmt: skip
 

@@ -47,7 +47,7 @@ from fsharding.train.state import TrainState, main_of
 from fsharding.train.state_check import check_state
 from fsharding.tree import Tree
 
-__all__ = ["Saved", "save"]
+__all__ = ["Saved", "save", "shards_at_home", "stored_params"]
 
 _FUNCTION = "fs.hf.save"
 
@@ -243,7 +243,7 @@ def _plan(
     target = Path(os.path.abspath(path))
     rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
     if isinstance(params, TrainState):
-        layout, params = params.layout, _stored(params)
+        layout, params = params.layout, stored_params(params)
     config = config if isinstance(config, Mapping) else decoder_config(config, _FUNCTION)
     entries = dict(config_json(config) if isinstance(config, DecoderConfig) else config)
     sizes: dict[str, tuple[int, ...]] = {}
@@ -251,7 +251,7 @@ def _plan(
         meant = config if isinstance(config, DecoderConfig) else config_of(entries)
         names, sizes = names_of(meant), _sizes(meant)
     homes = {} if layout is None else {leaf.path: leaf for leaf in layout.leaves}
-    leaves = {leaf: _shards(leaf, x, homes.get(leaf), rows) for leaf, x in tree.named_leaves(params).items()}
+    leaves = {leaf: shards_at_home(leaf, x, homes.get(leaf), rows) for leaf, x in tree.named_leaves(params).items()}
     other = [(leaf, sizes[leaf]) for leaf, x in leaves.items() if sizes.get(leaf, x.shape) != x.shape]
     rows += [f"{leaf} is {list(leaves[leaf].shape)}; the config says {list(shape)}" for leaf, shape in other]
     rows += [f"{leaf} is no leaf of ours; its name is {name!r}" for leaf, name in names.items() if leaf not in leaves]
@@ -297,7 +297,7 @@ def _sizes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return {path: tuple(draw.shape) for path, draw in tree.named_leaves(draws).items()}
 
 
-def _stored(state: TrainState) -> Tree:
+def stored_params(state: TrainState) -> Tree:
     """The main parameters of a state, and frozen ones."""
     check_state(_FUNCTION, state)
     flat = tree.flatten_up_to(state.layout.structure, main_of(state), _FUNCTION)
@@ -305,7 +305,7 @@ def _stored(state: TrainState) -> Tree:
     return tree.unflatten(state.layout.structure, [p if m is None else m for p, m in zip(params, flat, strict=True)])
 
 
-def _shards(path: str, x: Any, home: LeafLayout | None, rows: list[str]) -> Shards:
+def shards_at_home(path: str, x: Any, home: LeafLayout | None, rows: list[str]) -> Shards:
     """This rank's part of a leaf; a leaf that cannot be saved is added to the rows."""
     if not isinstance(x, DTensor):
         return staged(tuple(x.shape), None, x.detach())
