@@ -406,7 +406,10 @@ def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manife
     elif not os.path.lexists(folder / MANIFEST):
         if backend := _megatron(folder):
             rule = f"finds a checkpoint in Megatron's {backend} format at {folder}, which is not one of fsharding's."
-            raise CheckpointError(message(function, rule, mend="Give a directory that fs.checkpoint.save has written."))
+            mend = "Give a directory that fs.checkpoint.save has written."
+            if backend == "torch_dist":
+                mend = "Read it with fs.megatron.load(path, layout, config), or fs.megatron.load_state."
+            raise CheckpointError(message(function, rule, mend=mend))
         what, mend = _something_else(folder) or (
             f"there is no {MANIFEST} in it, so its save was never finished",
             mend,

@@ -214,15 +214,21 @@ def test_paths_in_the_metadata_stay_inside(saved, name):
 
 
 # --------------------------------------------------------------------------------------------------------- other formats
-@pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
-def test_formats_of_megatron_are_refused_by_name(tmp_path, backend):
+@pytest.mark.parametrize(
+    ("backend", "mend"),
+    [
+        ("torch_dist", "Read it with fs.megatron.load(path, layout, config), or fs.megatron.load_state."),
+        ("zarr", "Give a directory that fs.checkpoint.save has written."),
+    ],
+)
+def test_formats_of_megatron_are_refused_by_name(tmp_path, backend, mend):
     (tmp_path / "a").mkdir()
     said = {"sharded_backend": backend, "sharded_backend_version": 1, "common_backend": "torch"}
     (tmp_path / "a" / "metadata.json").write_text(json.dumps(said))
     (tmp_path / "a" / "common.pt").write_bytes(b"")
     assert refusal(ck.load, tmp_path / "a", planned()) == (
         f"fs.checkpoint.load finds a checkpoint in Megatron's {backend} format at {tmp_path / 'a'}, which is not one of fsharding's.\n"
-        "Give a directory that fs.checkpoint.save has written."
+        f"{mend}"
     )
     assert ck.latest(tmp_path) is None
 
