@@ -205,7 +205,7 @@ class RankPool:
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, cast("Pipe", ours)))
-        replies = self._collect(60.0)
+        replies = self._collect(60.0, _GRACE)
         if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
             mend = 'A script that calls run_ranks needs `if __name__ == "__main__":` around what it runs.'
             if all(reply.status == _UNGUARDED for reply in failed.values()):
@@ -266,7 +266,7 @@ class RankPool:
         *args: Any,
         timeout: float | None = None,
         seed: int | None = 0,
-        grace: float = _GRACE,
+        grace: float | None = None,
         **kwargs: Any,
     ) -> dict[int, Any]:
         """Runs `fn(*args, **kwargs)` on every rank, and keeps the ranks when all of them have answered.
@@ -295,7 +295,8 @@ class RankPool:
                 for worker in self._workers:
                     with contextlib.suppress(BrokenPipeError):
                         worker.pipe.send_bytes(call)
-                replies = self._collect(_limit(self.timeout if timeout is None else timeout), grace)
+                limit = _limit(self.timeout if timeout is None else timeout)
+                replies = self._collect(limit, _GRACE if grace is None else grace)
                 failed = [reply for reply in replies.values() if isinstance(reply, Failure)]
                 if not all(reply.answered for reply in failed):
                     self.kill()
@@ -314,7 +315,7 @@ class RankPool:
                 self.kill()
                 raise
 
-    def _collect(self, timeout: float, grace: float = _GRACE) -> dict[int, bytes | Failure]:
+    def _collect(self, timeout: float, grace: float) -> dict[int, bytes | Failure]:
         """One answer from each rank; the dead first, as the others fail of that; the silent last."""
         deadline = time.monotonic() + timeout  # which may be infinite
         waited = grace
