@@ -1,13 +1,13 @@
 """Precision as a value: the dtypes of parameters, compute, wire, gradients and moments, and dynamic loss scaling.
 
 In: a `Precision`. Out: the dtype of each role for a leaf, and the loss scale's next state.
-None means the leaf's own dtype. Law: sums over ranks are taken in float32 at least, whatever travels.
+None means the leaf's own dtype. Law: ordered sums over ranks are taken in float32 at least, whatever travels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class ScaleState(NamedTuple):
     good_steps: Tensor
 
 
+Sums: TypeAlias = Literal["auto", "ordered", "native"]
+"""How gradients are summed over ranks; see `Precision`."""
+
+
 @dataclass(frozen=True)
 class Precision:
     """The dtype of each role; None means the dtype of the leaf, and follows from the roles above it.
@@ -66,6 +70,9 @@ class Precision:
         reduce: wire dtype of the gradients; by default that in which they come out of backward.
         grads: accumulated gradients; by default that of the main parameter, and float32 at least. Sums over ranks are
             in float32 at least also where a narrower one is asked for here, and are rounded once.
+        sums: of gradients over ranks: "ordered", in one tree whatever the backend and the layout, so that all laws
+            about bits hold; "native", by the backend's own reduce-scatter and all-reduce, in the dtype of `reduce`, or
+            else in that of the sums; "auto" is ordered on the CPU and native elsewhere.
         moments: optimizer moments, where the optimizer has no dtype of its own; by default as for gradients. Updates
             are computed in float32 at least.
         loss_scale: dynamic loss scaling, or None.
@@ -82,8 +89,12 @@ class Precision:
     grads: torch.dtype | None = None
     moments: torch.dtype | None = None
     loss_scale: LossScale | None = None
+    sums: Sums = "auto"
 
     def __post_init__(self) -> None:
+        if self.sums not in get_args(Sums):
+            mend = f"Use one of {', '.join(get_args(Sums))}."
+            raise ConfigError(message("Precision", f"got sums={self.sums!r}.", mend=mend))
         roles = {role: getattr(self, role) for role in ("params", "compute", "reduce", "grads", "moments")}
         wrong = [
             f"{role}={dtype}"
@@ -109,6 +120,14 @@ class Precision:
     def moment_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype of the optimizer's moments of a leaf."""
         return self.moments or wide(leaf)
+
+    def sums_natively(self, device_type: str | None) -> bool:
+        """Whether the backend sums gradients on a device by its own collectives.
+
+        Args:
+            device_type: None where there is no device, which counts as a CPU.
+        """
+        return self.sums == "native" or (self.sums == "auto" and device_type not in ("cpu", None))
 
     def init_scale(self) -> ScaleState | None:
         """The first loss scale state, or None without loss scaling."""

@@ -94,6 +94,7 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
         "precision": {
             **{role: dtype_name(getattr(precision, role)) for role in _ROLES},
             "loss_scale": None if precision.loss_scale is None else dataclasses.asdict(precision.loss_scale),
+            **({} if precision.sums == "auto" else {"sums": precision.sums}),
         },
         "rules": {name: list(axes) for name, axes in layout.rules.items()},
         "frozen": [leaf.path for leaf in layout.leaves if not leaf.trainable],
@@ -176,7 +177,8 @@ def layout_in(
 
 def _precision(plain: dict[str, Any]) -> Precision:
     dtypes = {role: None if plain[role] is None else getattr(torch, plain[role]) for role in _ROLES}
-    return Precision(**dtypes, loss_scale=None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"]))
+    scale = None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"])
+    return Precision(**dtypes, loss_scale=scale, sums=plain.get("sums", "auto"))
 
 
 # ------------------------------------------------------------------------------------------------------------- trees

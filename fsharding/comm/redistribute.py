@@ -168,13 +168,14 @@ def _find_route(target: NamedSharding, source: NamedSharding, shape: tuple[int, 
 _route = cache_on_its_mesh()(_find_route)
 
 
-def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:
+def reduce_grads(values: Tree, sources: Tree, targets: Tree, *, native: bool = False) -> Tree:
     """Takes the sums that are left, and moves the results to where they belong. Collective over data axes.
 
     Args:
         values: tree of DTensors; their local tensors may be overwritten.
         sources: tree of `NamedSharding`: where they are.
         targets: tree of `NamedSharding` on the same mesh.
+        native: sums are the backend's own.
 
     Raises:
         TreeError: the trees do not match.
@@ -193,7 +194,7 @@ def reduce_grads(values: Tree, sources: Tree, targets: Tree) -> Tree:
     for (route, _), moves in groups.items():
         for batch in _batches(moves) if route else [moves]:
             mesh, wholes = flat[1][batch[0].index].mesh, [m.wholes for m in batch]
-            moved = run_steps([m.local for m in batch], [m.steps for m in batch], mesh, wholes)
+            moved = run_steps([m.local for m in batch], [m.steps for m in batch], mesh, wholes, native=native)
             for m, local in zip(batch, moved, strict=True):
                 result[m.index] = flat[1][m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
     return tree.unflatten(spec, result)

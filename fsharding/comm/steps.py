@@ -18,6 +18,7 @@ from fsharding import _compat
 from fsharding._compat import cache_on_its_mesh
 from fsharding.comm import bucket as buckets
 from fsharding.comm.handles import Handle, Memory, Reduction
+from fsharding.comm.native_sums import native_reduction
 from fsharding.comm.transport import transport_for
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
 from fsharding.sharding import boxes
@@ -153,6 +154,7 @@ class SteppedReduction:
         wholes: `whole_sizes` of each leaf; needed when a step gathers.
         large: leaves are worth being added one by one.
         memory: for what is sent.
+        native: sums are the backend's own, see `comm.native_sums`.
 
     Attributes:
         filled: the leaves that have a term. A kernel that writes into a slot adds its leaf.
@@ -170,7 +172,9 @@ class SteppedReduction:
         wholes: Sequence[tuple[int, ...]] = (),
         large: bool = False,
         memory: Memory | None = None,
+        native: bool = False,
     ) -> None:
+        self._native = native
         self._steps, self._shapes, self._mesh, self._wholes = steps, shapes, mesh, wholes
         self._wire_dtype, self._dtype, self._device = wire_dtype, dtype, device
         self.filled: set[int] = set()
@@ -181,9 +185,15 @@ class SteppedReduction:
             axes, scatter = steps[0][0].axes, steps[0][0].kind == "scatter"
             cuts = tuple((shape, s[0].dim if scatter else 0) for shape, s in zip(shapes, steps, strict=True))
             bucket = buckets.plan_bucket(cuts, _sizes(mesh, axes) if scatter else ())
-            self._first = transport_for(axis_group(mesh, axes), device).reduction(
-                bucket, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=dtype, large=large, memory=memory
-            )
+            group = axis_group(mesh, axes)
+            if native and group.process_group is not None:
+                self._first = native_reduction(
+                    bucket, group, device, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=dtype, memory=memory
+                )
+            else:
+                self._first = transport_for(group, device).reduction(
+                    bucket, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=dtype, large=large, memory=memory
+                )
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
         """See `Reduction`."""
@@ -213,11 +223,12 @@ class SteppedReduction:
         if first is None:
             kind = self._wire_dtype if steps and steps[0] else self._dtype
             values = [_zeros(self._terms.get(i), s, kind, self._device) for i, s in enumerate(self._shapes)]
-            return _Steps(None, [x.to(self._dtype) for x in values], steps, mesh, self._wholes)
+            return _Steps(None, [x.to(self._dtype) for x in values], steps, mesh, self._wholes, self._native)
         if len(self.filled) < len(self._shapes):
             empty = [i for i in range(len(self._shapes)) if i not in self.filled]
             first.add(empty, [None] * len(empty))
-        return _Steps(first.start(), [], [s[1:] for s in steps], mesh, [sizes[1:] for sizes in self._wholes])
+        later, wholes = [s[1:] for s in steps], [sizes[1:] for sizes in self._wholes]
+        return _Steps(first.start(), [], later, mesh, wholes, self._native)
 
 
 class _Steps:
@@ -230,8 +241,10 @@ class _Steps:
         steps: Sequence[tuple[Step, ...]],
         mesh: Mesh,
         wholes: Sequence[tuple[int, ...]],
+        native: bool,
     ) -> None:
         self._first, self._values, self._steps, self._mesh, self._wholes = first, values, steps, mesh, wholes
+        self._native = native
 
     def is_ready(self) -> bool:
         return self._first is not None and not self._steps[0] and self._first.is_ready()
@@ -240,7 +253,7 @@ class _Steps:
         values = self._values
         if self._first is not None:
             values = self._first.wait(timeout, into=None if self._steps[0] else into)
-        return run_steps(values, self._steps, self._mesh, self._wholes, into)
+        return run_steps(values, self._steps, self._mesh, self._wholes, into, native=self._native)
 
     def release(self, timeout: timedelta | None = None) -> None:
         if self._first is not None:
@@ -286,6 +299,8 @@ def run_steps(
     mesh: Mesh,
     wholes: Sequence[tuple[int, ...]] = (),
     into: Sequence[Tensor] | None = None,
+    *,
+    native: bool = False,
 ) -> list[Tensor]:
     """Takes the steps one after the other, waiting for each.
 
@@ -296,6 +311,7 @@ def run_steps(
         wholes: `whole_sizes` of each leaf; needed when a step gathers.
         into: contiguous tensors for the results, of their shapes and dtype. A gather as the last step fills them, a sum
             may; other last steps do not look. A result that is not the tensor that was given is to be copied.
+        native: as in `SteppedReduction`.
     """
     current = list(leaves)
     for place, step in enumerate(steps[0] if steps else ()):
@@ -310,7 +326,9 @@ def run_steps(
             x = current[0]
             shapes = [tuple(leaf.shape) for leaf in current]
             now = [(s[place],) for s in steps]
-            reduction = SteppedReduction(now, shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype)
+            reduction = SteppedReduction(
+                now, shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype, native=native
+            )
             reduction.add(range(len(current)), current)
             current = reduction.start().wait(into=out)
     return current

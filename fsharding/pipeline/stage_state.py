@@ -143,7 +143,8 @@ class StageState:
 
     def _reduce(self, stage: int, parts: dict[int, Any]) -> None:
         homes, mains = [self._homes[i] for i in parts], [self.layout.leaves[i].main for i in parts]
-        result = reduce_grads([*parts.values()], homes, mains)
+        native = self.precision.sums_natively(getattr(self.layout.mesh, "device_type", None))
+        result = reduce_grads([*parts.values()], homes, mains, native=native)
         for i, grad in zip(parts, result, strict=True):
             self._reduced.setdefault(i, {})[stage] = local_of(grad)
 

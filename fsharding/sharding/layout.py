@@ -217,6 +217,8 @@ class Layout:
 
     def __str__(self) -> str:
         head = f"Layout of {len(self.leaves)} leaves on mesh {abstract(self.mesh)}, strategy {self.strategy}"
+        if self.precision.sums_natively(getattr(self.mesh, "device_type", None)):
+            head += ", native sums"
         rows = [
             f"  {leaf.path}: {type_text(leaf.shape, self.param_dtype(leaf))} params {leaf.params}"
             + (f", grads {leaf.grads}, opt_state {leaf.main}" if leaf.trainable else ", frozen")

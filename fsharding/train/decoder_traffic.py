@@ -65,8 +65,8 @@ def expected_traffic(
     of x backward (a gather forward, a scatter backward, and the norm), and for the loss a gather and two sums of one
     float32 a token. Key heads that are fewer than `tp`, but cut over it, are gathered and their gradients scattered;
     gradients of other leaves that all ranks of `tp` have are summed, each by itself.
-    What a policy computes again is sent again, but for the last sum of each block. I and W are a backward each, but
-    under `dots_saveable` one together.
+    What a policy computes again is sent again, but for the last sum of each block. Of a backward in two halves I is all
+    but the reductions of gradients, which come with W.
 
     Over the data axes a unit is gathered forward, and backward unless it is the last one or the embedding; gradients
     take the steps of `comm.steps`, for each microbatch from unreduced to `layout.grads` and once a step to

@@ -4,7 +4,8 @@ In: a layout, a schedule. Out: what is added to a `Traffic`, without tensors or 
 k is the number of ranks along the axes, n the elements that a rank has before the call (the largest piece, where they
 differ), b the bytes of one on the wire, s those of one of the sum.
     gather (k-1)·n·b      scatter, exchange (k-1)/k·n·b      message n·b
-    sum    (k-1)·n·b up to 16384 elements, if n·k is at most 2^20, or on 2 ranks, else (k-1)/k·n·(b+s) in two calls
+    sum    (k-1)·n·b up to 16384 elements, if n·k is at most 2^20, or on 2 ranks, else (k-1)/k·n·(b+s) in two calls;
+           of gradients by the backend itself 2·(k-1)/k·n·b
 Law: see `decoder_traffic`.
 """
 
@@ -78,6 +79,11 @@ class Sender:
         return self.planned if self.size("pp") > 1 else None
 
     @property
+    def native(self) -> bool:
+        """Whether gradients are summed by the backend's own collectives."""
+        return self.layout.precision.sums_natively(getattr(self.layout.mesh, "device_type", None))
+
+    @property
     def once(self) -> bool:
         """Whether parameters are gathered once a step."""
         table = self.schedule.table[self.where["pp"]] if self.schedule else ()
@@ -122,6 +128,11 @@ class Sender:
         """Counts what is sent so many times."""
         if sent.calls * times:
             self.traffic.add(tuple(a for a in AXES if a in axes), sent.bytes * times, sent.calls * times)
+
+
+def native_sum(n: int, k: int, b: int) -> Sent:
+    """A sum of n elements of b bytes over k ranks in one all-reduce: each part goes around the ring twice."""
+    return Sent(1, 2 * (k - 1) * -(-n // k) * b) if n else Sent(0, 0)
 
 
 def sum_over(n: int, k: int, b: int, s: int = 4) -> Sent:
@@ -217,7 +228,8 @@ def _reduce(sender: Sender, unit: Sequence[_Leaf], count: int) -> None:
         held = main if m == 1 and sender.schedule is None else held
         main = held if sender.schedule is not None else main
         kinds = tuple(kinds_of(plan_steps(*pair)) for pair in ((source, held), (held, main)))
-        term, kept = precision.reduce or precision.compute_dtype(rest), precision.grad_dtype(rest)
+        kept = precision.grad_dtype(rest)
+        term = precision.reduce or (kept if sender.native else precision.compute_dtype(rest))
         move = _Move(leaf, source, held, term.itemsize, kept.itemsize)
         apart.setdefault(kinds[0], []).append(move)
         first.setdefault(kinds, []).append(move)
@@ -336,7 +348,7 @@ def _take(sender: Sender, bucket: Sequence[_Move], times: int = 1) -> None:
             now[i] = left
         b = bucket[0].later if place else bucket[0].first
         if kind == "sum":
-            sender.send(axes, sum_over(n, k, b, bucket[0].later), times)
+            sender.send(axes, native_sum(n, k, b) if sender.native else sum_over(n, k, b, bucket[0].later), times)
         elif kind != "slice" and n:
             sender.send(axes, Sent(1, (k - 1) * n * b), times)
 

@@ -448,7 +448,8 @@ class _LargeLeafGrad(Function):
     def forward(ctx: Any, whole: Tensor, context: GatherContext, unit: GatheredUnit, large: LargeLeaf) -> Tensor:
         reducer, plan, put = context.reducer, unit.plan, None
         ctx.take = functools.partial(reducer.take, unit, plan, large)
-        if has_slots(whole, plan.reductions[large.bucket].steps[large.slot], plan.mesh):
+        bucket = plan.reductions[large.bucket]
+        if not bucket.native and has_slots(whole, bucket.steps[large.slot], plan.mesh):
             put = functools.partial(reducer.write, unit, plan, large)
         # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
         if (put_term := context.put_term(unit, large.leaf, whole.shape, put)) is not None:

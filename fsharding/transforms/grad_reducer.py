@@ -177,7 +177,7 @@ class GradReducer:
     def _make_bucket(self, plan: UnitPlan, b: ReduceBucket) -> SteppedReduction:
         return SteppedReduction(
             b.steps, b.shapes, plan.mesh, wire_dtype=b.wire_dtype, dtype=b.dtype, device=self._device,
-            wholes=b.sizes, large=b.large, memory=self._wire_memory,
+            wholes=b.sizes, large=b.large, memory=self._wire_memory, native=b.native,
         )  # fmt: skip
 
     def _finish_later(
@@ -191,7 +191,7 @@ class GradReducer:
             terms = self._add_accumulated(index, first.wait())
             late = SteppedReduction(
                 b.late_steps, [tuple(x.shape) for x in terms], plan.mesh, wire_dtype=b.late_wire_dtype, dtype=b.dtype,
-                device=self._device, wholes=b.late_sizes, memory=self._wire_memory,
+                device=self._device, wholes=b.late_sizes, memory=self._wire_memory, native=b.native,
             )  # fmt: skip
             late.add(range(len(terms)), terms)
             return late.start()

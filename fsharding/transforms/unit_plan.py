@@ -57,12 +57,14 @@ class GradTarget:
         dtype: in which it is summed and returned.
         wire_dtype: in which terms are sent; None for the dtype that they have.
         accumulated: the sharding of gradients of earlier microbatches that it is added to; None without any.
+        native: it is summed by the backend's own collectives.
     """
 
     sharding: NamedSharding
     dtype: torch.dtype
     wire_dtype: torch.dtype | None = None
     accumulated: NamedSharding | None = None
+    native: bool = False
 
     def row(self) -> GradTarget:
         """The target of one row of a stacked leaf."""
@@ -130,6 +132,7 @@ class ReduceBucket:
         wire_dtype: in which terms of `steps` are sent.
         late_wire_dtype: in which terms of `late_steps` are sent.
         large: some leaf is so large that its gradient is taken as soon as it is complete.
+        native: sums are the backend's own.
     """
 
     leaves: tuple[int, ...]
@@ -142,6 +145,7 @@ class ReduceBucket:
     wire_dtype: torch.dtype
     late_wire_dtype: torch.dtype
     large: bool
+    native: bool
 
 
 class LargeLeaf(NamedTuple):
@@ -243,8 +247,10 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         steps = plan_steps(unreduced(leaf.sharding), middle)
         late_steps = plan_steps(middle, target.sharding)
         routes[i] = (middle, steps, late_steps)
-        dtypes = (target.dtype, target.wire_dtype or leaf.compute, target.wire_dtype or target.dtype)
-        result.setdefault((kinds_of(steps), kinds_of(late_steps), *dtypes), []).append(i)
+        # A backend adds what travels, where ordered sums widen it.
+        first_wire = target.dtype if target.native else leaf.compute
+        dtypes = (target.dtype, target.wire_dtype or first_wire, target.wire_dtype or target.dtype)
+        result.setdefault((kinds_of(steps), kinds_of(late_steps), *dtypes, target.native), []).append(i)
 
     def sizes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
         return whole_sizes(source, steps, leaves[i].shape)
@@ -263,8 +269,9 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
             late_wire_dtype=late_wire_dtype,
             large=begins_with_sum([routes[i][1] for i in members])
             and any(math.prod(shapes[i]) >= large for i in members),
+            native=native,
         )
-        for (_, _, dtype, wire_dtype, late_wire_dtype), members in result.items()
+        for (_, _, dtype, wire_dtype, late_wire_dtype, native), members in result.items()
     )
 
 

@@ -410,7 +410,8 @@ def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) ->
     before = to_local(accumulated).sharding if isinstance(accumulated, DTensor) else None
     # On the slices of the mesh that own a leaf, it is cut as any other.
     dtype = precision.grad_dtype(leaf.dtype)
-    return GradTarget(wanted.slice_of_mesh().simplified(), dtype, precision.reduce, before)
+    native = precision.sums_natively(leaf.device.type)
+    return GradTarget(wanted.slice_of_mesh().simplified(), dtype, precision.reduce, before, native)
 
 
 def _as_dtensor(grad: Tensor, target: GradTarget | None, x: Local, sharding: Any) -> DTensor:

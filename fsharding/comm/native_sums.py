@@ -1,0 +1,131 @@
+"""Sums by the backend's own collectives: one call of NCCL, or of gloo, in the order that it chooses.
+
+In: terms of leaves. Out: the sum of each leaf on every member, or of the piece of it that is this member's, as from
+`comm.reduce`, with a message for each member in neither.
+Law: sums are those of the ordered tree but for rounding. The same terms on the same group give the same bits as often
+as the backend says so: gloo always, NCCL with one algorithm and protocol. Another layout may have other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.comm import bucket as buckets
+from fsharding.comm.bucket import Bucket
+from fsharding.comm.counters import record_sent
+from fsharding.comm.handles import FreshMemory, Memory, Reduction
+from fsharding.comm.native import Works
+from fsharding.comm.reduce import copy_terms
+from fsharding.mesh.device_mesh import Group, index_of
+from fsharding.mesh.failures import among
+
+__all__ = ["native_reduction"]
+
+
+def native_reduction(
+    bucket: Bucket,
+    group: Group,
+    device: torch.device,
+    *,
+    scatter: bool,
+    wire_dtype: torch.dtype,
+    sum_dtype: torch.dtype,
+    memory: Memory | None = None,
+) -> Reduction:
+    """A sum of leaves over a group, as `Transport.reduction` gives one.
+
+    Args:
+        bucket: the leaves; without `scatter` that of one member.
+        group: of several ranks.
+        device: of the leaves.
+        scatter: each member gets the sums of its pieces, else all get those of whole leaves.
+        wire_dtype: of the terms on their way, and in which the backend adds them.
+        sum_dtype: of the results.
+        memory: for what is sent.
+    """
+    kind = _ReduceScatter if scatter else _AllReduce
+    return kind(bucket, group, wire_dtype, sum_dtype, memory or FreshMemory(device))
+
+
+class _Native:
+    """What both sums have in common; each is its own handle."""
+
+    def __init__(
+        self, bucket: Bucket, group: Group, wire_dtype: torch.dtype, sum_dtype: torch.dtype, memory: Memory
+    ) -> None:
+        assert group.process_group is not None, "one rank has nothing to sum"
+        self._bucket, self._group, self._process_group = bucket, group, group.process_group
+        self._sum_dtype = sum_dtype
+        self._terms = memory.empty(bucket.members * bucket.width, wire_dtype)
+        self._works = Works()
+
+    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
+        """See `Reduction`: the memory of terms is that of the sums, and a kernel writes nothing into it."""
+        return None
+
+    def is_ready(self) -> bool:
+        """See `Handle`."""
+        return self._works.is_ready()
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        """See `Handle`."""
+        self._works.release(timeout)
+
+    def _track(self, work: dist.Work, *buffers: Tensor) -> None:
+        self._works = Works((work,), buffers, (self._group.ranks,))
+
+    def _pieces(self, flat: Tensor, member: int, timeout: timedelta | None) -> list[Tensor]:
+        self._works.wait(timeout)
+        return [piece.to(self._sum_dtype) for piece in buckets.piece_views(flat, self._bucket, member)]
+
+
+class _AllReduce(_Native):
+    def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+        """See `Reduction`."""
+        slots = buckets.piece_views(self._terms, self._bucket, 0)
+        copy_terms([slots[i] for i in leaves], terms)
+
+    def start(self) -> _AllReduce:
+        """See `Reduction`."""
+        k, n = self._group.size, self._terms.numel()
+        if n:
+            record_sent(2 * (k - 1) * -(-n // k) * self._terms.element_size(), self._group.axes)
+            with among(self._group.ranks):
+                work = dist.all_reduce(self._terms, group=self._process_group, async_op=True)
+            assert work is not None
+            self._track(work)
+        return self
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """See `Handle`."""
+        return self._pieces(self._terms, 0, timeout)
+
+
+class _ReduceScatter(_Native):
+    def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+        """See `Reduction`."""
+        rows = self._terms.view(self._bucket.members, self._bucket.width)
+        buckets.copy_in(terms, rows, [self._bucket.slots[i] for i in leaves])
+
+    def start(self) -> _ReduceScatter:
+        """See `Reduction`."""
+        group, rows = self._group, self._terms.view(self._bucket.members, self._bucket.width)
+        self._sums = _compat.fresh((self._bucket.width,), rows.dtype, rows.device)
+        if rows.numel():
+            record_sent((group.size - 1) * rows[0].nbytes, group.axes)
+            if not group.in_order:
+                rows = rows.index_select(0, index_of(group.by_rank, rows.device))
+            with among(group.ranks):
+                work = _compat.reduce_scatter_flat(self._sums, rows.view(-1), self._process_group)
+            self._track(work, rows)
+        return self
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """See `Handle`."""
+        return self._pieces(self._sums, self._group.index, timeout)
