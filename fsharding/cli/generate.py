@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -113,7 +113,7 @@ def _generate(config: GenerateConfig) -> None:
     model, prompt = decoder(source.config), source.text.encode(config.prompt)
     # What is cut over data axes would be gathered at once.
     params = source.load(plan_layout(model, mesh, strategy=fs.zero(0)))
-    shown = _Shown(source.text, config.eos, quiet=config.json or own_rank() != 0)
+    shown = _Shown(source.text, prompt, config.eos, quiet=config.json or own_rank() != 0)
     shown.begin(config.prompt)
     began = time.perf_counter()
     fs.models.generate(
@@ -217,6 +217,7 @@ class _Shown:
     """
 
     codec: Codec
+    prompt: Sequence[int]
     eos: int | None
     quiet: bool
     tokens: int = 0
@@ -235,7 +236,7 @@ class _Shown:
         if token == self.eos:
             return
         self.ids.append(token)
-        self.text = self.codec.decode(self.ids)
+        self.text = self._continuation()
         if not self.text.endswith("\ufffd"):
             self._show()
 
@@ -243,6 +244,11 @@ class _Shown:
         """Prints what is left, and ends the line."""
         self._show()
         self._print("\n")
+
+    def _continuation(self) -> str:
+        """The text of the tokens after the prompt's: some tokenizers decode a word without the space before it."""
+        before, whole = self.codec.decode(self.prompt), self.codec.decode([*self.prompt, *self.ids])
+        return whole[len(before) :] if whole.startswith(before) else self.codec.decode(self.ids)
 
     def _show(self) -> None:
         self._print(self.text[self.printed :])

@@ -97,7 +97,7 @@ def test_a_tokenizer_and_the_token_that_ends_the_text(runs, capsys):
     command = ["generate", runs / "words", "--tokenizer", runs / "tokenizer.json", "--prompt", "to be or", "--json"]
     row = json.loads(run(capsys, *command, "--temperature", "0", "--tokens", "4")[1])
     names = row["text"].split()
-    assert len(names) == 4 == row["tokens"]
+    assert len(names) == 4 == row["tokens"] and row["text"].startswith(" "), "prompt and text are one line"
     ids = words(runs)
     ended = json.loads(run(capsys, *command, "--temperature", "0", "--tokens", "4", "--eos", ids.index(names[0]))[1])
     assert (ended["text"], ended["tokens"]) == ("", 1)
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_the_example_generates(tmp_path, capsys):
 
 
 def test_half_a_character_waits_for_its_other_half(capsys):
-    shown = _Shown(Bytes(), None, quiet=False)
+    shown = _Shown(Bytes(), [], None, quiet=False)
     seen = []
     for byte in "é\x1b€".encode():
         shown.add(torch.tensor([byte]))
