@@ -236,7 +236,7 @@ def started(pair, folder, how):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("how", ["host", pytest.param("killed", marks=full)])
+@pytest.mark.parametrize("how", [pytest.param("host", marks=full), pytest.param("killed", marks=full)])
 def test_a_lost_host_is_named_and_its_successor_goes_on(tmp_path, how):
     with HostPair(shared=[tmp_path]) as pair:
         start = started(pair, tmp_path, how)
