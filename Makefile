@@ -16,6 +16,8 @@ WIRED := $(addprefix tests/,dist/train/test_one_process.py dist/train/test_bitwi
   dist/models/test_mesh_laws.py dist/models/test_model_axes.py dist/ops/test_moe.py dist/models/test_moe.py \
   dist/pipeline/test_executor.py dist/train/test_reshard.py dist/train/test_reshard_laws.py \
   dist/comm/test_rows.py property/train/test_training_cases.py property/ops/test_moe.py)
+# Tests that start few ranks or none: as many at once as there are cores.
+RANKLESS := tests/unit tests/test_examples.py tests/test_house_rules.py
 # The stamp is written last, so that an interrupted install is done again.
 STAMP := .venv/.installed
 # True inside a whole venv only: a half-made one can lead to the system's Python, where nothing may be installed.
@@ -38,7 +40,12 @@ train: $(STAMP) ## train the tiny preset on two local ranks, into runs/tiny
 	$(BIN)/fsharding train --preset tiny --ranks 2 --strategy zero3 --steps 200 --out runs/tiny $(ARGS)
 
 test: $(STAMP) ## run the tests
+ifeq ($(ARGS),)
+	HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n $(WORKERS) $(addprefix --ignore=,$(RANKLESS))
+	HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n auto $(RANKLESS)
+else
 	HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n $(WORKERS) $(ARGS)
+endif
 
 test-wire: $(STAMP) ## run the tests of ranks again with every byte sent, as between machines: no shared memory
 	FSHARDING_SHARED_MEMORY=0 HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n $(WORKERS) $(ARGS) $(WIRED)

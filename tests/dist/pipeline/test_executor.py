@@ -222,8 +222,16 @@ def work_of(name, gather, policy):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("policy", [policies.save_except_gathered, policies.nothing_saveable, policies.dots_saveable])
-@pytest.mark.parametrize("gather", ["step", "microbatch"])
+@pytest.mark.parametrize(
+    ("gather", "policy"),
+    [
+        ("step", policies.save_except_gathered),
+        ("microbatch", policies.nothing_saveable),
+        pytest.param("step", policies.nothing_saveable, marks=full),
+        *(pytest.param(gather, policies.dots_saveable, marks=full) for gather in ("step", "microbatch")),
+        pytest.param("microbatch", policies.save_except_gathered, marks=full),
+    ],
+)
 def test_both_halves_of_a_backward_are_no_more_work_than_the_whole(gather, policy):
     """Of schedules with as many stages; which rank has the head differs, and so does what a rank computes."""
     whole, *halves = (
