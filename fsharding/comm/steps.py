@@ -20,7 +20,7 @@ from fsharding.comm import bucket as buckets
 from fsharding.comm.handles import Handle, Memory, Reduction
 from fsharding.comm.native_sums import native_reduction
 from fsharding.comm.transport import transport_for
-from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
+from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, reduction_group
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import PartitionSpec
@@ -137,7 +137,7 @@ def has_slots(leaf: Tensor, steps: Sequence[Step], mesh: Mesh) -> bool:
         steps: as planned.
         mesh: with devices.
     """
-    transport = transport_for(axis_group(mesh, steps[0].axes), leaf.device)
+    transport = transport_for(reduction_group(mesh, steps[0].axes), leaf.device)
     return transport.has_slots(leaf.numel(), scatter=steps[0].kind == "scatter")
 
 
@@ -185,7 +185,7 @@ class SteppedReduction:
             axes, scatter = steps[0][0].axes, steps[0][0].kind == "scatter"
             cuts = tuple((shape, s[0].dim if scatter else 0) for shape, s in zip(shapes, steps, strict=True))
             bucket = buckets.plan_bucket(cuts, _sizes(mesh, axes) if scatter else ())
-            group = axis_group(mesh, axes)
+            group = reduction_group(mesh, axes)
             if native and group.process_group is not None:
                 self._first = native_reduction(
                     bucket, group, device, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=dtype, memory=memory

@@ -27,7 +27,7 @@ from fsharding.errors import TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes
 from fsharding.mesh.failures import among, naming_lost
-from fsharding.models.stacks import first_unit, scan_stacks
+from fsharding.models.stacks import first_unit, first_units, scan_stacks
 from fsharding.pipeline.actions import Action, uses_parameters
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule, forward_only
@@ -64,6 +64,7 @@ def pipeline_grads(
     scale: float | Tensor | None = None,
     known: Messages | None = None,
     stop: StopBit | None = None,
+    prefetch: int = 1,
 ) -> tuple[Tree, Tensor, Tensor]:
     """Runs one step of a schedule. Collective over the whole mesh.
 
@@ -79,6 +80,7 @@ def pipeline_grads(
         known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
             A receiver is told once what activations look like, for each shape of microbatches.
         stop: as in `value_and_grad`.
+        prefetch: how many units of a stage are gathered ahead, where they are gathered for each microbatch.
 
     Returns:
         (gradients in `layout.main`, sum of losses times scale, sum of weights); the sums are float32, 0-d, the same on
@@ -107,7 +109,7 @@ def pipeline_grads(
     run, known = None, {} if known is None else known
     try:
         with naming_lost("train step", layout.mesh):
-            run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, known)
+            run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, known, prefetch)
             run.walk()
             return run.stage_state.grads(), *run.sums(stop)
     except BaseException:
@@ -150,7 +152,7 @@ def pipeline_loss(
         with naming_lost("fs.evaluate", layout.mesh):
             forward = forward_only(schedule)
             policy = policies.save_except_gathered
-            run = _Run(model, forward, layout, params, list(pieces), precision, policy, None, known, trains=False)
+            run = _Run(model, forward, layout, params, list(pieces), precision, policy, None, known, 1, trains=False)
             run.walk()
             return run.sums(None)
     except BaseException:
@@ -185,6 +187,7 @@ class _Run:
     policy: Policy
     scale: float | Tensor | None
     known: Messages
+    prefetch: int
     trains: bool = True
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
     arrived: dict[Action, tuple[Any, list[Tensor], Handle[None]]] = field(default_factory=dict[Action, Any])
@@ -212,14 +215,16 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ a stage
     def _tape(self, stage: int) -> Tape:
-        tape = Tape(*self.stage_state.work[stage], self.precision, self.pool, defers=self.splits)
+        tape = Tape(
+            *self.stage_state.work[stage], self.precision, self.pool, defers=self.splits, prefetch=self.prefetch
+        )
         assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
         return tape
 
     def _forward(self, stage: int, params: Tree, x: Any, batch: Tree) -> Any:
         head, blocks = _head(params), params["blocks"]
         if stage == 0:
-            x = self.model.embed(gather_unit(params["embed"], prefetch=first_unit(self.model, blocks, head)), batch)
+            x = self.model.embed(gather_unit(params["embed"], prefetch=first_units(self.model, blocks, head)), batch)
         x = scan_stacks(self.model, blocks, x, policy=self.policy, prefetch=head)
         return x if head is None else self.model.head(gather_unit(head), x, batch)
 

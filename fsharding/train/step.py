@@ -24,7 +24,7 @@ from fsharding.errors import ArgumentError, ConfigError, NonFiniteError, Schedul
 from fsharding.mesh.consistency import compare, digest, facts_of, refuse_differences
 from fsharding.mesh.device_mesh import abstract, everyone, world_size
 from fsharding.mesh.failures import meet, naming_lost
-from fsharding.models.stacks import first_unit, scan_stacks
+from fsharding.models.stacks import first_units, scan_stacks
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
 from fsharding.optim.router_bias import split_loads, update_against_load
@@ -53,6 +53,7 @@ from fsharding.train.state import TrainState, main_of, refuse_changed, sealed, s
 from fsharding.train.state_check import StateCheck, check_numbers
 from fsharding.train.verdict import REFUSED, SKIPPED, PendingVerdict, verdict_of
 from fsharding.transforms import policies
+from fsharding.transforms.gather_context import check_depth
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.value_and_grad import loss_and_grads, refuse_backward
@@ -158,7 +159,7 @@ def model_loss(
     def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Any]:
         head = {**params["head"], **{name: tree.at(params, path) for name, path in model.tied}}
         blocks = params["blocks"]
-        x = model.embed(gather_unit(params["embed"], prefetch=first_unit(model, blocks, head)), batch)
+        x = model.embed(gather_unit(params["embed"], prefetch=first_units(model, blocks, head)), batch)
         x = scan_stacks(model, blocks, x, policy=policy, prefetch=head)
         return model.head(gather_unit(head), x, batch)
 
@@ -177,6 +178,7 @@ def make_train_step(
     policy: Policy = policies.save_except_gathered,
     has_aux: bool = False,
     check: Check | None = None,
+    prefetch: int = 1,
 ) -> TrainStep:
     """Makes the step of a run.
 
@@ -196,6 +198,8 @@ def make_train_step(
             and raises; the default on the CPU. "next": the step reads nothing, and masks its update; the error comes
             from the next call, from `metrics.loss`, or at the end of the program, whose status is then 1; the default
             on other devices. Losses and states are the same in every bit.
+        prefetch: how many units are gathered ahead of the one that computes, in forward and in backward, so that at
+            most `prefetch + 1` are alive; 0 gathers each when it is needed. Losses are the same in every bit.
 
     Returns:
         The step: `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
@@ -204,7 +208,8 @@ def make_train_step(
         ArgumentError: the model is no `Model` and no function of two arguments, such as an `nn.Module`; the optimizer
             is no pair of functions, such as one of torch; or the two are swapped. From the step: a state or batch of
             another kind, or parameters that were changed in place since the state was made.
-        ConfigError: a number of microbatches below 1, a policy or a `check` that is none, or `has_aux` with a `Model`.
+        ConfigError: a number of microbatches below 1, a policy, a `check` or a `prefetch` that is none, or `has_aux`
+            with a `Model`.
         ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
         LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`. Or leaves of the
             state are not what its layout says.
@@ -238,6 +243,7 @@ def make_train_step(
     if check not in (None, "now", "next"):
         mend = 'Give "now" to raise in the step, "next" to raise in the next call, or None for what the device wants.'
         raise ConfigError(message("fs.make_train_step", f"got check={check!r}.", mend=mend))
+    check_depth("fs.make_train_step", prefetch)
     return TrainStep(
         model,
         opt,
@@ -248,6 +254,7 @@ def make_train_step(
         policy=policy,
         has_aux=has_aux,
         check=check,
+        prefetch=prefetch,
     )
 
 
@@ -320,6 +327,7 @@ class TrainStep:
         policy: of the blocks of a `Model`.
         has_aux: the loss function returns aux.
         check: when the host looks at the verdict.
+        prefetch: how many units are gathered ahead.
     """
 
     # `_unchecked` is the verdict on the last call with `check="next"`, until the next call has looked at it.
@@ -336,8 +344,9 @@ class TrainStep:
         policy: Policy,
         has_aux: bool,
         check: Check | None,
+        prefetch: int,
     ) -> None:
-        self._model = model
+        self._model, self._prefetch = model, prefetch
         self._check = check
         self._unchecked: PendingVerdict | None = None
         self._opt = opt.with_context()
@@ -351,7 +360,7 @@ class TrainStep:
         self._loss_fn = LossFunction.of(loss_fn, has_aux=has_aux)
         self._bias_rates: dict[str, float] = dict(model.balanced) if self._is_model else {}
         self._settings = _settings(model, opt, microbatches, schedule if self._is_model else "", precision, policy)
-        self._settings["check"] = str(check)
+        self._settings |= {"check": str(check), "prefetch": str(prefetch)}
         self._plans: list[StepPlan] = []
 
     def __repr__(self) -> str:
@@ -497,6 +506,7 @@ class TrainStep:
             scale=loss_scale,
             known=plan.messages,
             stop=stop,
+            prefetch=self._prefetch,
         )
         return _Sums(grads, loss, weight)
 
@@ -521,6 +531,7 @@ class TrainStep:
                 grads=layout.main if last else layout.grads,
                 precision=plan.precision,
                 mean=False,
+                prefetch=self._prefetch,
                 grad_pool=plan.buffers,
                 stop=stop if last else None,
             )

@@ -39,7 +39,7 @@ from fsharding.sharding.named_sharding import (
     to_local,
     typeof,
 )
-from fsharding.transforms.gather_context import GatherContext, activate
+from fsharding.transforms.gather_context import GatherContext, activate, check_depth
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.unit_plan import GradTarget
 from fsharding.tree import Tree
@@ -97,6 +97,7 @@ def value_and_grad(
     grads: Tree = None,
     precision: Precision = FP32,
     mean: bool = True,
+    prefetch: int = 1,
 ) -> GradFn:
     """Makes a function that returns a loss and its gradient with respect to the first argument.
 
@@ -111,6 +112,8 @@ def value_and_grad(
             the parameters. Axes that are partial in it are left unreduced.
         precision: dtypes of compute, wire and gradients.
         mean: divide by the global weight; else loss and gradients are sums.
+        prefetch: how many units are gathered ahead of the one that computes, in forward and in backward, so that at
+            most `prefetch + 1` are alive; 0 gathers each when it is needed. No number depends on it.
 
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
@@ -123,6 +126,7 @@ def value_and_grad(
     Raises:
         ArgumentError: `fn` is no function of at least one argument; or, from the function, is called with arguments
             that it does not take, or that are swapped.
+        ConfigError: `prefetch` is no number from 0.
         TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place; or a
             plain tensor has a sharding in `grads`.
         NotGatheredError: from the function: a leaf was used before it was gathered.
@@ -143,6 +147,7 @@ def value_and_grad(
     """
     check_function("fs.value_and_grad", "a loss function (params, *args)", fn, 1)
     check_precision("fs.value_and_grad", precision)
+    check_depth("fs.value_and_grad", prefetch)
     if isinstance(grads, Layout | bool | str):
         mend = "Give layout.main, where the optimizer wants gradients, or layout.grads."
         raise refuse("fs.value_and_grad", "grads= as a tree of NamedSharding", grads, mend)
@@ -153,8 +158,9 @@ def value_and_grad(
         refuse_compiled("fs.value_and_grad", _COMPILE)
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
         return loss_and_grads(
-            fn, params, args, accumulate, has_aux=has_aux, grads=grads, precision=precision, mean=mean
-        )
+            fn, params, args, accumulate, has_aux=has_aux, grads=grads, precision=precision, mean=mean,
+            prefetch=prefetch,
+        )  # fmt: skip
 
     return run
 
@@ -172,6 +178,7 @@ def loss_and_grads(
     grads: Tree,
     precision: Precision,
     mean: bool,
+    prefetch: int = 1,
     grad_pool: Pool | None = None,
     stop: StopBit | None = None,
 ) -> tuple[Any, Tree]:
@@ -186,11 +193,12 @@ def loss_and_grads(
         grads: as in `value_and_grad`.
         precision: as in `value_and_grad`.
         mean: as in `value_and_grad`.
+        prefetch: as in `value_and_grad`.
         grad_pool: of memory for large gradients that are whole on every data rank, used again from call to call as
             soon as nobody holds the gradient that was in it. By default they are in fresh memory.
         stop: the bit of `fs.preemption`, which a train step sends in the sum of loss and weight.
     """
-    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool)
+    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool, prefetch=prefetch)
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux)
@@ -249,6 +257,7 @@ class Tape:
         grad_pool: as in `loss_and_grads`.
         function: the public function, for errors.
         defers: whether `backward` may be called with `defers`.
+        prefetch: as in `value_and_grad`.
 
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
@@ -275,6 +284,7 @@ class Tape:
         function: str = "fs.value_and_grad",
         *,
         defers: bool = False,
+        prefetch: int = 1,
     ) -> None:
         _refuse_transforms(params, function)
         self._leaves, self._spec = tree.flatten(params)
@@ -295,7 +305,9 @@ class Tape:
         accumulated = [_compat.local_tensor(x) if isinstance(x, DTensor) else None for x in self._accumulated]
         self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
         paths, compute = tree.paths(params), precision.compute_dtype
-        self.context = GatherContext(nodes, paths, self._targets, compute, accumulated, pool, grad_pool, defers=defers)
+        self.context = GatherContext(
+            nodes, paths, self._targets, compute, accumulated, pool, grad_pool, defers=defers, depth=prefetch
+        )
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
