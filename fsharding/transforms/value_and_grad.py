@@ -461,7 +461,10 @@ def _take_apart(result: Any, has_aux: bool, function: str = "fs.value_and_grad")
     if weight is not None:
         if _is_mean(total) and float(weight) > 1:
             _warn_of_mean(float(weight))
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
+        if isinstance(weight, Tensor):
+            weight = weight.to(total.device, torch.float64).detach()
+        else:
+            weight = torch.full((), weight, dtype=torch.float64, device=total.device)
     return _Loss(total, weight, aux)
 
 
