@@ -157,6 +157,7 @@ class SteppedReduction:
         native: sums are the backend's own, see `comm.native_sums`.
 
     Attributes:
+        memory: the same.
         filled: the leaves that have a term. A kernel that writes into a slot adds its leaf.
     """
 
@@ -174,7 +175,7 @@ class SteppedReduction:
         memory: Memory | None = None,
         native: bool = False,
     ) -> None:
-        self._native = native
+        self._native, self.memory = native, memory
         self._steps, self._shapes, self._mesh, self._wholes = steps, shapes, mesh, wholes
         self._wire_dtype, self._dtype, self._device = wire_dtype, dtype, device
         self.filled: set[int] = set()
@@ -194,6 +195,11 @@ class SteppedReduction:
                 self._first = transport_for(group, device).reduction(
                     bucket, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=dtype, large=large, memory=memory
                 )
+
+    @property
+    def sends(self) -> bool:
+        """Whether the first step is a sum, whose terms are copied to where they are sent from."""
+        return self._first is not None
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
         """See `Reduction`."""

@@ -39,6 +39,7 @@ from fsharding import _compat, _functorch
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.steps import has_slots
+from fsharding.comm.streams import streams_for
 from fsharding.errors import ConfigError, message
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
@@ -148,6 +149,13 @@ class GatherContext:
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
         memory = self._pool.memory(self._device)
         self.reducer = GradReducer(leaves, targets, accumulated, memory, self._device, grad_pool)
+        self._streams = streams_for(self._device)
+        if self._streams.several:
+            # What was computed so far: shards, and memory that somebody has read and let go.
+            begun = self._streams.record("begun")
+            for name in ("gather", "reduce"):
+                with self._streams.on(name):
+                    self._streams.wait(begun)
         self._units: list[GatheredUnit] = []
         self._current: GatheredUnit | None = None
         self._prefetched: dict[tuple[LeafIndex, ...], GatheredUnit] = {}
@@ -400,6 +408,7 @@ class GatherContext:
         self._watched.clear()
         self._index.clear()
         self._current = self._deferred = None
+        self._streams.wait_all()
         self.reducer.close()
         if self._owns_pool:
             self._pool.close()
