@@ -483,7 +483,8 @@ MISTAKES = {
     ),
     "a tree for init": (
         ArgumentError,
-        "fs.init_state takes a Model, or a function of a key, got a dict.\nGive a Model, or a function of a key.",
+        "fs.init_state takes a Model, or a function of a key, got a dict.\n"
+        "Of parameters that are there: fs.state_from(params, opt, key, layout).",
         lambda at: fs.init_state(at.tree, at.opt, at.key, at.layout),
     ),
     "a module to plan_layout": (
