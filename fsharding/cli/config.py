@@ -264,6 +264,10 @@ def _check_out(config: TrainConfig) -> None:
         raise ConfigError(message("fsharding train", text, mend="Choose a directory that can be written.")) from error
 
 
+_OF_DATA = ("data", "tokenizer", "text_column", "eos", "documents", "batch", "seq", "seed")
+"""Options that say which rows a step sees."""
+
+
 def _check_resume(config: TrainConfig, data: Tokens | Packed) -> None:
     newest = choose(config.resume, config.checkpoints).path
     if newest is None:
@@ -271,12 +275,14 @@ def _check_resume(config: TrainConfig, data: Tokens | Packed) -> None:
     extra = _notes(checkpoint.metadata(newest))
     now = {"preset": config.preset, "data": data.fingerprint()}
     rows = [f"{k}: {extra.get(k)} in the checkpoint, {v} now" for k, v in now.items() if extra.get(k) != v]
-    options = extra.get("config")
-    before = options.get("optimizer", "adamw") if isinstance(options, dict) else "adamw"
-    rows += [f"optimizer: {before} in the checkpoint, {config.optimizer} now"] if before != config.optimizer else []
+    noted = extra.get("config")
+    before: dict[str, Any] = {"optimizer": "adamw", **(noted if isinstance(noted, dict) else {})}
+    for name in ("optimizer", *(_OF_DATA if extra.get("data") != now["data"] else ())):
+        value = str(getattr(config, name))
+        if before.get(name, value) != value:
+            rows.append(f"--{name.replace('_', '-')}: {before[name]} in the checkpoint, {value} now")
     if rows:
-        options = "--preset, --data, --batch, --seq, --seed and --optimizer"
-        mend = f"Give the {options} of the run, or start a new one in another --out."
+        mend = "Give the options of the run; its data have to be as they were. Or start a new one in another --out."
         raise CheckpointError(
             message("fsharding train --resume", f"cannot go on from {newest}: it is another run.", rows, mend)
         )
