@@ -256,8 +256,8 @@ def test_examples_and_pages_import_public_names_only():
     public = {f"fsharding.{name}" for name in fs.__all__} | {"fsharding"}
     public |= {"fsharding.errors", "fsharding.testing", "fsharding.testing.strategies"}
     for name, script in scripts.items():
-        froms = [node.module or "" for node in ast.walk(ast.parse(script)) if isinstance(node, ast.ImportFrom)]
-        hidden = {module for module in froms if module.partition(".")[0] == "fsharding" and module not in public}
+        imported = [node.module or "" for node in ast.walk(ast.parse(script)) if isinstance(node, ast.ImportFrom)]
+        hidden = {module for module in imported if module.partition(".")[0] == "fsharding" and module not in public}
         assert hidden == INTERNAL.get(name, set()), name
 
 

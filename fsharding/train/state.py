@@ -300,7 +300,7 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     """
     if is_optimizer(model) and not is_optimizer(opt):
         raise refuse("fs.init_state", "a model, then an optimizer", model, "Swap the two.")
-    if isinstance(model, dict | list | tuple) and not hasattr(model, "init"):
+    if not hasattr(model, "init") and issubclass(type(model), dict | list | tuple):
         mend = "Of parameters that are there: fs.state_from(params, opt, key, layout)."
         raise refuse("fs.init_state", "a Model, or a function of a key", model, mend)
     if not hasattr(model, "init"):
