@@ -172,6 +172,33 @@ class _Flight:
     types: _Shapes = ()
 
 
+class _Closing:
+    """A microbatch whose last reductions are under way, while the rank computes something else.
+
+    It adds to the same sums as the one before it and the one after it: of those that share a leaf, also of another
+    stage, one is finished before the next adds anything.
+    """
+
+    def __init__(self, tape: Tape, before: _Closing | None) -> None:
+        self._tape, self._before = tape, before
+
+    def finish(self) -> None:
+        """Waits for its reductions, and for those before them, the first time."""
+        before, self._before = self._before, None
+        if before is not None:
+            before.finish()
+        tape, self._tape = self._tape, None
+        if tape is not None:
+            tape.finish()
+
+    def close(self) -> None:
+        """Lets everything go after a failure."""
+        if self._before is not None:
+            self._before.close()
+        if self._tape is not None:
+            self._tape.close()
+
+
 @dataclass
 class _Run:
     """One step on one rank; see `pipeline_grads`."""
@@ -193,7 +220,7 @@ class _Run:
     )
     sent: dict[Action, Handle[None]] = field(default_factory=dict[Action, Handle[None]])
     begun: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
-    closing: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
+    closing: _Closing | None = None
     losses: list[tuple[Tensor, Any]] = field(default_factory=list[tuple[Tensor, Any]])
 
     def __post_init__(self) -> None:
@@ -212,7 +239,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ a stage
     def _tape(self, stage: int) -> Tape:
-        tape = Tape(*self.stage_state.work[stage], self.precision, self.pool, defers=self.splits)
+        tape = Tape(*self.stage_state.parts(stage), self.precision, self.pool, defers=self.splits)
         assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
         return tape
 
@@ -228,6 +255,8 @@ class _Run:
         """Does this rank's actions, and waits for all that was sent."""
         for action in self.row():
             self.do(action)
+        if self.closing is not None:
+            self.closing.finish()
         self.settle()
         self.pool.close()
 
@@ -250,16 +279,11 @@ class _Run:
             case "GATHER":
                 self._gather(stage, m)
             case "SCATTER":
-                if m is not None:
-                    self.closing.pop((stage, m)).finish()
-                self.stage_state.scatter(stage)
-            case "F" | "B" | "I":
+                self.stage_state.scatter(stage, None if self.closing is None else self.closing.finish)
+            case "F" | "B" | "I" | "W":
                 assert m is not None
-                self._f(stage, m) if kind == "F" else self._b(stage, m, kind)
-                self.stage_state.used(stage)
-            case "W":
-                assert m is not None
-                self._w(stage, m)
+                self._compute(kind, stage, m)
+                self.stage_state.advance()
             case "SEND_F" | "SEND_B":
                 self.settle(wait=False)
                 assert m is not None
@@ -268,8 +292,18 @@ class _Run:
             case _:
                 self.arrived[action] = self._guard(action, lambda: self._receive(action))
 
+    def _compute(self, kind: str, stage: int, m: int) -> None:
+        if kind == "F":
+            self._f(stage, m)
+        elif kind == "W":
+            self._w(stage, m)
+        else:
+            self._b(stage, m, kind)
+        if kind != "W":
+            self.stage_state.used(stage)
+
     def _gather(self, stage: int, m: int | None) -> None:
-        """Gathers a stage, or starts with its first unit, whose others follow one by one while it computes."""
+        """Starts to gather a stage, or starts with its first unit, whose others follow one by one while it computes."""
         if m is None:
             self.stage_state.gather(stage)
             return
@@ -316,6 +350,8 @@ class _Run:
     def _b(self, stage: int, m: int, kind: str) -> None:
         """Differentiates a microbatch; as I it leaves the products that give gradients of weights to `_w`."""
         flight = self.flights[stage, m]
+        if kind == "B":
+            self._follow(flight.tape)
         cotangents: list[Tensor] | None = None
         if stage < self.schedule.stages - 1:
             given = self._inputs("B", stage, m)[1]
@@ -334,16 +370,23 @@ class _Run:
     def _w(self, stage: int, m: int) -> None:
         """Computes the gradients of weights that I has left."""
         flight = self.flights[stage, m]
+        self._follow(flight.tape)
         if any(y is not None for y in flight.outputs):
             flight.tape.weights()
         self._end_backward(stage, m)
 
+    def _follow(self, tape: Tape) -> None:
+        """Has a microbatch that is about to reduce gradients wait, before it adds any, for the one before it."""
+        if self.closing is not None:
+            tape.follow(self.closing.finish)
+
     def _end_backward(self, stage: int, m: int) -> None:
-        """Lets a microbatch go, and its last reductions go on: they are waited for at its SCATTER, if it has one."""
+        """Lets a microbatch go; its last reductions go on, where each has some, until the next one has its first."""
+        tape = self.flights.pop((stage, m)).tape
         if self.stage_state.each:
-            self.closing[stage, m] = self.flights.pop((stage, m)).tape
+            self.closing = _Closing(tape, self.closing)
         else:
-            self.flights.pop((stage, m)).tape.finish()
+            tape.finish()
 
     def _inputs(self, way: str, stage: int, m: int) -> tuple[Any, list[Tensor]]:
         """The neighbour's output for this stage: handed over on one rank, else a message, which is waited for."""
@@ -412,8 +455,11 @@ class _Run:
 
     def close(self) -> None:
         """Lets go of everything after a failure."""
-        for tape in (*self.begun.values(), *(f.tape for f in self.flights.values()), *self.closing.values()):
+        for tape in (*self.begun.values(), *(f.tape for f in self.flights.values())):
             tape.close()
+        if self.closing is not None:
+            self.closing.close()
+        self.stage_state.close()
         self.pool.close()
 
     def sums(self, stop: StopBit | None) -> tuple[Tensor, Tensor]:
