@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
 
 __all__ = ["Bucketed", "BucketQueue", "Started"]
@@ -95,10 +96,12 @@ class BucketQueue:
         while self._waiting and (not self._flying or self._bytes + self._waiting[0].bytes <= self._limit):
             bucket = self._waiting.popleft()
             self._bytes += bucket.bytes
+            note("start", "bucket")
             self._flying.append((bucket.bytes, bucket.start()))
 
     def _finish_oldest(self) -> None:
         size, (handle, take) = self._flying.popleft()
         take(handle.wait())
+        note("wait", "bucket")
         self._bytes -= size
         self._finished += 1

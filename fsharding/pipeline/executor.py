@@ -2,7 +2,8 @@
 
 In: a `Model`, a `Schedule`, parameters at rest in a layout whose stages are those of the schedule, microbatches.
 Out: the sums of losses and weights, and gradients where the optimizer wants them, as from `value_and_grad`.
-Parameters are gathered stage by stage, or unit by unit for each microbatch, and gradients reduced, as the row says.
+Parameters are gathered stage by stage, or unit by unit for each microbatch, and gradients reduced, as the row says; both
+are under way while it computes. The two of a pair take turns, see `comm.turns`.
 Law: losses and gradients are those of no pipeline, whatever the schedule.
 """
 
@@ -19,16 +20,18 @@ from torch.autograd.graph import get_gradient_edge
 
 from fsharding import tree
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
 from fsharding.comm.native import Message, as_bytes, receive_object, send_object
 from fsharding.comm.stop_bit import StopBit
 from fsharding.comm.transport import send_recv, start_sum
+from fsharding.comm.turns import Partner
 from fsharding.errors import TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes
 from fsharding.mesh.failures import among, naming_lost
 from fsharding.models.stacks import first_unit, scan_stacks
-from fsharding.pipeline.actions import Action, uses_parameters
+from fsharding.pipeline.actions import Action, Entry, Pair, uses_parameters
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule, forward_only
 from fsharding.pipeline.stage_state import StageState
@@ -179,8 +182,8 @@ class _Closing:
     stage, one is finished before the next adds anything.
     """
 
-    def __init__(self, tape: Tape, before: _Closing | None) -> None:
-        self._tape, self._before = tape, before
+    def __init__(self, scatter: Action, tape: Tape, before: _Closing | None) -> None:
+        self._scatter, self._tape, self._before = scatter, tape, before
 
     def finish(self) -> None:
         """Waits for its reductions, and for those before them, the first time."""
@@ -190,6 +193,7 @@ class _Closing:
         tape, self._tape = self._tape, None
         if tape is not None:
             tape.finish()
+            note("wait", self._scatter)
 
     def close(self) -> None:
         """Lets everything go after a failure."""
@@ -226,15 +230,17 @@ class _Run:
     def __post_init__(self) -> None:
         mesh = self.layout.mesh
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
-        self.splits = any(action.kind == "I" for action in self.schedule.table[self.rank])
+        actions = self.schedule.actions_on(self.rank)
+        self.splits = any(action.kind == "I" for action in actions)
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
+        self.partner = Partner(self.device)
         check_ends(self.model, self.schedule, self.layout)
         self.stage_state = StageState(
             self.model, self.schedule, self.layout, self.params, self.precision, trains=self.trains
         )
         # Each GATHER of a microbatch is for the next of its computes that uses parameters.
         self.uses = defaultdict[tuple[int, int | None], list[str]](list)
-        for kind, stage, m in filter(uses_parameters, self.schedule.table[self.rank]):
+        for kind, stage, m in filter(uses_parameters, actions):
             self.uses[stage, m].append(kind)
 
     # ------------------------------------------------------------------------------------------------------ a stage
@@ -253,15 +259,16 @@ class _Run:
     # ------------------------------------------------------------------------------------------------------- actions
     def walk(self) -> None:
         """Does this rank's actions, and waits for all that was sent."""
-        for action in self.row():
-            self.do(action)
+        for entry in self.row():
+            self.do(entry)
+        self.partner.close()
         if self.closing is not None:
             self.closing.finish()
         self.settle()
         self.pool.close()
 
-    def row(self) -> tuple[Action, ...]:
-        """This rank's actions, in order.
+    def row(self) -> tuple[Entry, ...]:
+        """This rank's actions and pairs, in order.
 
         Activations of microbatches that look like none before are described by their sender, who may itself wait for
         what this rank does before it needs them. Then no receive is ahead of its use; all along `pp` see that alike.
@@ -272,17 +279,22 @@ class _Run:
     def _looks(self, m: int) -> _Shapes:
         return _shapes(tree.leaves(self.pieces[m]))
 
-    def do(self, action: Action) -> None:
-        """Does one action, or posts it."""
+    def do(self, action: Entry) -> None:
+        """Does one action or pair, or posts it."""
+        if isinstance(action, Pair):
+            forward, backward = action
+            self.partner.run(lambda: self._compute(forward), lambda: self._compute(backward))
+            self.stage_state.advance()
+            return
         kind, stage, m = action
         match kind:
             case "GATHER":
                 self._gather(stage, m)
             case "SCATTER":
+                note("start", action)
                 self.stage_state.scatter(stage, None if self.closing is None else self.closing.finish)
             case "F" | "B" | "I" | "W":
-                assert m is not None
-                self._compute(kind, stage, m)
+                self._compute(action)
                 self.stage_state.advance()
             case "SEND_F" | "SEND_B":
                 self.settle(wait=False)
@@ -292,7 +304,10 @@ class _Run:
             case _:
                 self.arrived[action] = self._guard(action, lambda: self._receive(action))
 
-    def _compute(self, kind: str, stage: int, m: int) -> None:
+    def _compute(self, action: Action) -> None:
+        kind, stage, m = action
+        assert m is not None
+        note("begin", action)
         if kind == "F":
             self._f(stage, m)
         elif kind == "W":
@@ -301,9 +316,11 @@ class _Run:
             self._b(stage, m, kind)
         if kind != "W":
             self.stage_state.used(stage)
+        note("end", action)
 
     def _gather(self, stage: int, m: int | None) -> None:
         """Starts to gather a stage, or starts with its first unit, whose others follow one by one while it computes."""
+        note("start", Action("GATHER", stage, m))
         if m is None:
             self.stage_state.gather(stage)
             return
@@ -384,7 +401,7 @@ class _Run:
         """Lets a microbatch go; its last reductions go on, where each has some, until the next one has its first."""
         tape = self.flights.pop((stage, m)).tape
         if self.stage_state.each:
-            self.closing = _Closing(tape, self.closing)
+            self.closing = _Closing(Action("SCATTER", stage, m), tape, self.closing)
         else:
             tape.finish()
 
@@ -460,6 +477,7 @@ class _Run:
         if self.closing is not None:
             self.closing.close()
         self.stage_state.close()
+        self.partner.close()
         self.pool.close()
 
     def sums(self, stop: StopBit | None) -> tuple[Tensor, Tensor]:

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
 from fsharding.comm.bucket_queue import BucketQueue, Started
+from fsharding.comm.events import note
 from fsharding.comm.redistribute import BUCKET_BYTES, Moving, start_redistribute, start_reduce_grads
 from fsharding.mesh.device_mesh import axis_group, axis_index
 from fsharding.models.stacks import map_stacks, stacks_of
-from fsharding.pipeline.actions import uses_parameters
+from fsharding.pipeline.actions import Action, uses_parameters
 from fsharding.pipeline.schedule import Schedule
 from fsharding.pipeline.stages import layers_by_stage, over_owners
 from fsharding.precision import Precision
@@ -72,7 +73,7 @@ class StageState:
         """Makes sums that are zero; nothing is sent."""
         self.model, self.schedule, self.layout, self.params, self.precision = model, schedule, layout, params, precision
         self.rank = axis_index("pp", layout.mesh)
-        row, own = schedule.table[self.rank], schedule.stages_on(self.rank)
+        row, own = schedule.actions_on(self.rank), schedule.stages_on(self.rank)
         self.once = any(a.kind == "GATHER" and a.microbatch is None for a in row)
         self.each = any(a.kind == "SCATTER" and a.microbatch is not None for a in row)
         counts, starts = layers_by_stage(model, schedule, layout), [0] * len(stacks_of(model))
@@ -147,6 +148,7 @@ class StageState:
         if moving is not None:
             with _compat.region("gather"):
                 self.work[stage] = self._work(stage, moving.wait())
+            note("wait", Action("GATHER", stage))
         return self.work[stage]
 
     def used(self, stage: int) -> None:
@@ -197,6 +199,8 @@ class StageState:
             for stage, (indices, moving) in self._reducing.items():
                 for i, grad in zip(indices, moving.wait(), strict=True):
                     self._reduced.setdefault(i, {})[stage] = local_of(grad)
+                if stage >= 0:
+                    note("wait", Action("SCATTER", stage))
         result: list[DTensor | None] = []
         for i, (leaf, total) in enumerate(zip(self.layout.leaves, self._sums, strict=True)):
             if total is None:
