@@ -312,4 +312,4 @@ def in_buckets(moves: Iterable[Item], size: Callable[[Item], int], limit: int = 
 
 
 def _batches(moves: Sequence[_Move]) -> Iterator[list[_Move]]:
-    return in_buckets(moves, lambda move: move.bytes)
+    return in_buckets(moves, lambda move: move.bytes, BUCKET_BYTES)

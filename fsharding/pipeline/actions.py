@@ -111,7 +111,7 @@ class Pair(NamedTuple):
     Example:
         >>> schedule = fs.pipeline.plan_schedule("dualpipev", ranks=2, microbatches=4, overlap=True)
         >>> [str(entry) for entry in schedule.table[1] if isinstance(entry, fs.pipeline.Pair)]
-        ['1F1+2B0', '2F1+1B0', '1F2+2B1', '2F2+1B1', '1F3+2B2', '2F3+1B2']
+        ['2F2+1B0', '1F3+2B1', '2F3+1B1']
     """
 
     forward: Action
