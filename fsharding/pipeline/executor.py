@@ -291,7 +291,8 @@ class _Run:
             case "GATHER":
                 self._gather(stage, m)
             case "SCATTER":
-                note("start", action)
+                if m is not None:
+                    note("start", action)
                 self.stage_state.scatter(stage, None if self.closing is None else self.closing.finish)
             case "F" | "B" | "I" | "W":
                 self._compute(action)

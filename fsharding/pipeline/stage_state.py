@@ -175,6 +175,7 @@ class StageState:
         self._scatters[stage] -= 1
         if self._scatters[stage]:
             return
+        note("start", Action("SCATTER", stage))
         sums = tree.leaves(self._part(tree.unflatten(self.layout.structure, self._sums), stage))
         trained = [i for i in self._leaves[stage] if self._sums[i] is not None]
         parts = dict(zip(trained, sums, strict=True))
@@ -220,10 +221,13 @@ class StageState:
 
 @dataclass(frozen=True)
 class _Before:
-    """A bucket that sends nothing: what has to be done before the next one is started. It is its own handle."""
+    """A bucket that sends nothing: what has to be done before the next one is started. It is its own handle.
+
+    There is no room for another bucket beside it.
+    """
 
     do: Callable[[], object]
-    bytes: int = IN_FLIGHT_BYTES
+    bytes: int = 1 << 62
 
     def start(self) -> Started:
         return Started(self, lambda _: None)
