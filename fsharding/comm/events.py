@@ -19,8 +19,7 @@ class Event(NamedTuple):
     """Something that happened. Prints as `begin 0F1`.
 
     Attributes:
-        what: "start" and "wait" of communication, where the latter is when its results are there; "begin" and "end" of a
-            compute.
+        what: "start" of communication, and "wait" when its results are there; "begin" and "end" of a compute.
         name: of it, such as `3SCATTER`.
     """
 

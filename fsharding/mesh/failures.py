@@ -436,7 +436,9 @@ def _read(rank: int, asked: str, function: str, *, at: Any = None) -> Mapping[st
     )
     places = answer["places"] if answer is not None and answer["to"] == asked else []
     # A thread that waits says more than one that waits for that thread.
-    inside = sorted((place for place in places if place["function"] == function), key=lambda place: "waits" not in place)
+    inside = sorted(
+        (place for place in places if place["function"] == function), key=lambda place: "waits" not in place
+    )
     place = next(iter(inside), None)
     if note is None:
         return place or next(iter(places), None)

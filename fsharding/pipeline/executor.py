@@ -2,8 +2,8 @@
 
 In: a `Model`, a `Schedule`, parameters at rest in a layout whose stages are those of the schedule, microbatches.
 Out: the sums of losses and weights, and gradients where the optimizer wants them, as from `value_and_grad`.
-Parameters are gathered stage by stage, or unit by unit for each microbatch, and gradients reduced, as the row says; both
-are under way while it computes. The two of a pair take turns, see `comm.turns`.
+Parameters are gathered stage by stage, or unit by unit for each microbatch, and gradients reduced, as the row says, and
+it computes meanwhile. The two of a pair take turns, see `comm.turns`.
 Law: losses and gradients are those of no pipeline, whatever the schedule.
 """
 

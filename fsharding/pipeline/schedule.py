@@ -305,7 +305,13 @@ def _in_rounds(ranks: int, microbatches: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _plan(
-    name: str, ranks: int, microbatches: int, local: int, gather: Frequency, scatter: Frequency, ahead: int,
+    name: str,
+    ranks: int,
+    microbatches: int,
+    local: int,
+    gather: Frequency,
+    scatter: Frequency,
+    ahead: int,
     overlap: bool,
 ) -> Schedule:
     plan = _PLANS[name]

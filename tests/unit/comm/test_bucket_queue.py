@@ -47,7 +47,9 @@ def test_the_first_ones_are_finished_without_the_others():
     queue = BucketQueue(0)
     first, last = queue.add([Bucket("a", 1, log)]), queue.add([Bucket("b", 1, log), Bucket("c", 1, log)])
     queue.finish(first)
-    assert log == ["start a", "wait a", "take a", "start b"] and queue.is_finished(first) and not queue.is_finished(last)
+    assert (
+        log == ["start a", "wait a", "take a", "start b"] and queue.is_finished(first) and not queue.is_finished(last)
+    )
     queue.finish(last)
     assert log[4:] == ["wait b", "take b", "start c", "wait c", "take c"]
     queue.finish(first)
