@@ -187,8 +187,7 @@ def make_train_step(
         opt: the optimizer.
         microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated; at least 1.
         schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, which is planned for the size of
-            `pp` and `microbatches`, dualpipev with `overlap` where the mesh has `ep`. Meshes without `pp` do not look at
-            it.
+            `pp` and `microbatches`, dualpipev with pairs where it has `ep`. Meshes without `pp` do not look at it.
         precision: dtypes of compute and wire; by default the layout's.
         donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
         policy: what the blocks of a `Model` keep for backward.
