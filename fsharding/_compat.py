@@ -43,7 +43,7 @@ __all__ = [
     "call_first_at_exit", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
     "fake_cuda", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
     "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
-    "is_compiled_caller", "is_elementwise", "is_fake", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
+    "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
     "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh",
     "never_inlined", "new_group", "outside_of_graphs", "packed", "persistent_buffers", "reduce_scatter_flat",
     "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
@@ -337,6 +337,14 @@ def storage_id(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def is_same_view(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same elements of one buffer, in one order."""
+    if is_fake(x) or is_fake(y):  # torch would compare others in their place
+        kinds = [(storage_id(z), z.storage_offset(), z.shape, z.stride()) for z in (x, y)]
+        return kinds[0] == kinds[1]
+    return x.is_set_to(y)
+
+
 def persistent_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     """The buffers of a module, without those of its children, that its state dict has."""
     own = module.named_buffers(recurse=False, remove_duplicate=False)
@@ -424,7 +432,11 @@ def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
     """Whether `grouped_mm` has a kernel for two tensors: their device, dtype, alignment and strides."""
     if a.device.type != "cpu" and b.ndim == 2:
         return False  # groups along the summed dim have to be aligned there, and groups of tokens are not
-    return a.numel() > 0 and b.numel() > 0 and _has_grouped_mm(a.device.type, a.dtype) and _dense(a) and _dense(b)
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    if is_fake(a) and not torch.accelerator.is_available():
+        return a.device.type != "cpu" and a.dtype == torch.bfloat16  # what torch's kernel for CUDA takes
+    return _has_grouped_mm(a.device.type, a.dtype) and _dense(a) and _dense(b)
 
 
 def _dense(x: Tensor) -> bool:
