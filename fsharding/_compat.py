@@ -41,10 +41,11 @@ from fsharding.errors import LayoutError, message
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
     "call_first_at_exit", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
-    "fake_cuda", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
-    "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
-    "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
-    "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh",
+    "fake_cuda", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul",
+    "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
+    "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view", "is_served_by_rank", "is_wanted", "kept_by",
+    "launchers_store", "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes",
+    "meshless_device_mesh",
     "never_inlined", "new_group", "outside_of_graphs", "packed", "persistent_buffers", "reduce_scatter_flat",
     "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
     "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
@@ -432,11 +433,9 @@ def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
     """Whether `grouped_mm` has a kernel for two tensors: their device, dtype, alignment and strides."""
     if a.device.type != "cpu" and b.ndim == 2:
         return False  # groups along the summed dim have to be aligned there, and groups of tokens are not
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    if is_fake(a) and not torch.accelerator.is_available():
-        return a.device.type != "cpu" and a.dtype == torch.bfloat16  # what torch's kernel for CUDA takes
-    return _has_grouped_mm(a.device.type, a.dtype) and _dense(a) and _dense(b)
+    if is_fake(a) and a.dtype != torch.bfloat16:
+        return False  # also where the kernel itself takes others
+    return a.numel() > 0 and b.numel() > 0 and _has_grouped_mm(a.device.type, a.dtype) and _dense(a) and _dense(b)
 
 
 def _dense(x: Tensor) -> bool:
@@ -449,6 +448,8 @@ def _dense(x: Tensor) -> bool:
 def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return False
+    if device == "cuda" and not torch.cuda.is_available():  # of a fake tensor
+        return dtype == torch.bfloat16
     # A selective checkpoint would take this product for the first one of the function that it is to recompute.
     with _disable_current_modes():
         a, b = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(1, 8, 8, dtype=dtype, device=device)
@@ -806,11 +807,12 @@ def fake_cuda() -> bool:
     """Has autograd take fake tensors of "cuda" in a process without a GPU, for good; whether it does.
 
     Forward needs no more than `FakeTensorMode`. Autograd asks the guard of a device for its streams, and the hooks of
-    CUDA whether torch was built with it and whether a GPU is in use. A build with CUDA answers, without a GPU: torch puts
-    a guard there that does nothing. One for the CPU has no guard, which ends the process, and its hooks say no. So torch
-    is led to put its guard there as well, and the hooks get a table of functions in which these two answers are changed.
-    Which places of the table they have is found out, since it depends on the version. `torch.cuda.is_available()` stays
-    False.
+    CUDA whether torch was built with it and whether a GPU is in use. On a machine without a GPU a build with CUDA has
+    answers: torch puts a guard there that does nothing. A build for the CPU has no guard, which ends the process, and
+    its hooks refuse. So torch is led to put its guard there as well, and the hooks get a table of functions in which
+    these two answers are others. Their places in the table depend on the version, so they are found by trying.
+    `torch.cuda.is_available()` stays False. Where a backward has run before, torch has no thread for the device any
+    more: then this holds under `torch.autograd.set_multithreading_enabled(False)` alone.
     """
     try:
         c10, cpu = (ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)) for name in _LIBRARIES)
@@ -845,7 +847,7 @@ def fake_cuda() -> bool:
     # With the two places before the functions, which say what the object is; what follows the table is never used.
     size = (_FUNCTIONS + 2) * ctypes.sizeof(ctypes.c_void_p)
     functions = (ctypes.c_void_p * (_FUNCTIONS + 2)).from_buffer_copy(ctypes.string_at(before - _HEAD, size))
-    _alive.append(functions)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(functions))  # torch asks until the process is gone
     hooks.value = ctypes.addressof(functions) + _HEAD
     for answer, holds in ((yes, _has_accelerator), (no, _takes_fake_cuda)):
         # A function that is not asked may be replaced for a moment.
@@ -863,8 +865,6 @@ def fake_cuda() -> bool:
 _LIBRARIES = "libc10.so", "libtorch_cpu.so"
 _YES_AND_NO = "_ZN2at7Context9hasOpenMPEv", "_ZN2at7Context14hasEigenSparseEv"
 _FUNCTIONS, _HEAD = 64, 2 * ctypes.sizeof(ctypes.c_void_p)
-_alive: list[Any] = []
-"""Tables that torch uses as long as the process lives."""
 
 
 def _has_accelerator() -> bool:
@@ -873,7 +873,7 @@ def _has_accelerator() -> bool:
 
 def _takes_fake_cuda() -> bool:
     """Whether autograd goes through fake tensors of "cuda"; without a guard of the device it ends the process."""
-    with FakeTensorMode(), torch.enable_grad():
+    with FakeTensorMode(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         x = torch.zeros(2, device="cuda", requires_grad=True)
         try:
             return torch.autograd.grad(x.sum(), x)[0].device.type == "cuda"

@@ -171,7 +171,10 @@ def dispatch(
             rows = [f"a token goes to expert {counts_X.numel() - 1}"]
             raise SpecError(message("ops.dispatch", f"has {experts} experts, from 0 on.", rows))
         coming_RE = _coming(counts_X, owned, group)
-        counts_E, (send, receive) = coming_RE.sum(0), _rows_between(counts_X, coming_RE, owned, group, chosen_NK.numel())
+        counts_E, (send, receive) = (
+            coming_RE.sum(0),
+            _rows_between(counts_X, coming_RE, owned, group, chosen_NK.numel()),
+        )
         arrived = None
         if group.size > 1:
             numbers = torch.arange(coming_RE.shape[1], device=x_ND.device).expand_as(coming_RE).reshape(-1)

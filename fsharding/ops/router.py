@@ -21,7 +21,17 @@ from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.ops.collectives import psum
 from fsharding.precision import wide
 
-__all__ = ["Routing", "balance_loss", "count_choices", "expert_counts", "misfits", "next_bias", "route", "tell_load", "z_loss"]
+__all__ = [
+    "Routing",
+    "balance_loss",
+    "count_choices",
+    "expert_counts",
+    "misfits",
+    "next_bias",
+    "route",
+    "tell_load",
+    "z_loss",
+]
 
 
 class Routing(NamedTuple):

@@ -200,7 +200,9 @@ class _Run:
     def __post_init__(self) -> None:
         mesh = self.layout.mesh
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
-        self.others_are_fake = self.group.process_group is not None and _compat.has_fake_backend(self.group.process_group)
+        self.others_are_fake = self.group.process_group is not None and _compat.has_fake_backend(
+            self.group.process_group
+        )
         self.splits = any(action.kind == "I" for action in self.schedule.table[self.rank])
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
         check_ends(self.model, self.schedule, self.layout)
@@ -268,6 +270,9 @@ class _Run:
                 spec, leaves = self.handed.pop((kind[-1], stage, m))
                 self.sent[action] = self._guard(action, lambda: self._send(action, spec, leaves))
             case _:
+                if kind == "RECV_F" and self.others_are_fake:
+                    assert m is not None
+                    self._foresee(stage - 1, m)
                 self.arrived[action] = self._guard(action, lambda: self._receive(action))
 
     def _gather(self, stage: int, m: int | None) -> None:
@@ -390,10 +395,7 @@ class _Run:
         if action.kind == "RECV_F":
             key = action.stage - 1, self._looks(action.microbatch)
             if key not in self.known:
-                if self.others_are_fake:
-                    self.known[key] = self._foreseen(action.stage - 1, action.microbatch)
-                else:
-                    self.known[key] = receive_object(peer, self.group, self.device)
+                self.known[key] = receive_object(peer, self.group, self.device)
             spec, types = self.known[key]
         else:
             flight = self.flights[action.stage, action.microbatch]
@@ -402,17 +404,20 @@ class _Run:
         messages = [Message(peer, self._tag(action, i), as_bytes(x)) for i, x in enumerate(leaves)]
         return spec, leaves, send_recv([], messages, self.group, self.device)
 
-    def _foreseen(self, stage: int, m: int) -> tuple[Any, _Shapes]:
-        """The tree, shapes and dtypes of what a stage of another rank sends, where only this rank is there to say so.
+    def _foresee(self, stage: int, m: int) -> None:
+        """Learns what a stage of another rank sends, where no other rank is there to say so.
 
         All stages up to it are computed, on tensors that look like their parameters.
         """
+        key = stage, self._looks(m)
+        if key in self.known:
+            return
         with torch.no_grad(), set_mesh(self.layout.mesh), uncounted():
             x: Any = None
             for earlier in range(stage + 1):
                 x = self._forward(earlier, self.stage_state.stand_ins(earlier, self.device), x, self.pieces[m])
         leaves, spec = tree.flatten(x)
-        return spec, _shapes(leaves)
+        self.known[key] = spec, _shapes(leaves)
 
     def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
         """Says who it was with, and in what, if it fails."""
