@@ -441,7 +441,8 @@ def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
 def _dense(x: Tensor) -> bool:
     """Whether rows, or columns, are dense and begin at multiples of 16 bytes."""
     *outer, inner, longer = (*x.stride()[:-2], *sorted(x.stride()[-2:]))
-    return inner == 1 and all(n % 16 == 0 for n in (x.data_ptr(), *(s * x.itemsize for s in (*outer, longer))))
+    start = 0 if is_fake(x) else x.data_ptr()
+    return inner == 1 and all(n % 16 == 0 for n in (start, *(s * x.itemsize for s in (*outer, longer))))
 
 
 @functools.cache

@@ -121,7 +121,7 @@ def test_the_page_runs(name: str):
     script = script_of(page.read_text(encoding="utf-8"))
     assert "assert" in script
     if name in BY_THEMSELVES:
-        subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=SECONDS)
+        subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=SECONDS)
     else:
         exec(compile(script, str(page), "exec"), {"__name__": "__main__"})
 

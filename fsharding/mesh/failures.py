@@ -209,9 +209,8 @@ class naming_lost:
         """Where this rank is."""
         text, step = self.function, self.step
         # An error may be about the step itself, which is then anything that a user has put there.
-        is_number = isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1
-        if is_number and not (step.is_meta or _compat.is_fake(step)):
-            text += f" {int(step)}"
+        if isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1:
+            text += "" if step.is_meta or _compat.is_fake(step) else f" {int(step)}"
         return _Call(self.function, text, call_stacks.site(self._frame))
 
 

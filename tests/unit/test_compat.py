@@ -53,8 +53,6 @@ def backward(device):
         (grad,) = torch.autograd.grad((x @ x + x.to("cpu").to(device)).sum(), x)
         return grad.device.type, tuple(grad.shape)
 
-if BEFORE == "backward":
-    assert backward("cpu") == ("cpu", (4, 4))
 if BEFORE == "mode":
     with FakeTensorMode():
         assert backward("cpu") == ("cpu", (4, 4)) and _compat.fake_cuda()
@@ -76,7 +74,7 @@ raise SystemExit(7)  # the end of the process is no other than usual
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("before", [None, "backward", "mode"])
+@pytest.mark.parametrize("before", [None, "mode"])
 def test_autograd_takes_fake_tensors_of_cuda_without_a_gpu(before):
     """What it changes lasts as long as the process."""
     program = FAKE_CUDA.replace("BEFORE", repr(before))

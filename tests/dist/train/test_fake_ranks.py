@@ -22,7 +22,7 @@ from fsharding import ops
 from fsharding.comm.counters import counting_bytes
 from fsharding.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
-from fsharding.testing import run_ranks
+from fsharding.testing import counting_host_reads, run_ranks
 from fsharding.train.decoder_traffic import expected_traffic
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import full
@@ -61,13 +61,14 @@ class Case:
 
 class Seen(NamedTuple):
     """Of each step calls and bytes by axes, and gathers and reductions of each tape; of leaves of the state shapes and
-    dtypes, and whether they are fake, and on which device; calls and bytes that a formula foresees."""
+    dtypes, and whether they are fake, and on which device; calls and bytes that a formula foresees; reads of the host from the second step on."""
 
     sent: list[dict[tuple[str, ...], tuple[int, int | None]]]
     calls: list[list[tuple[list[str], list[str]]]]
     leaves: list[tuple[tuple[int, ...], torch.dtype]]
     types: set[tuple[bool, str]]
     foreseen: dict[tuple[str, ...], tuple[int, int | None]]
+    reads: list[str]
 
 
 def trained(case, device):
@@ -83,7 +84,7 @@ def trained(case, device):
     layout = fs.plan_layout(
         model, mesh, strategy=STRATEGIES[case.strategy], precision=case.precision, stages=stages
     )  # fmt: skip
-    opt, seen = optimizer("adamw"), Seen([], [], [], set(), {})
+    opt, seen = optimizer("adamw"), Seen([], [], [], set(), {}, [])
     state = fs.init_state(model, opt, fs.random.key(0), layout)
     step = fs.make_train_step(model, opt, microbatches=microbatches, schedule=planned or "1f1b", donate=case.donate)
     tokens = torch.zeros(8, 8, dtype=torch.int64, device=device)
@@ -98,10 +99,11 @@ def trained(case, device):
             config, layout, rows=8, length=8, microbatches=microbatches, schedule=planned, **how
         )
         seen.foreseen.update(known(foreseen))
-        for _ in range(case.steps):
-            with counting_bytes() as traffic, fs.recording() as calls:
+        for number in range(case.steps):
+            with counting_bytes() as traffic, fs.recording() as calls, counting_host_reads() as host:
                 state, _ = step(state, ops.cut_sequence({"tokens": tokens, "targets": tokens}, mesh=mesh))
             seen.sent.append(known(traffic))
+            seen.reads.extend(host.reads if number else [])  # the first step compares keys, which are the host's
             seen.calls.append([(counts.gathers, counts.reductions) for counts in calls])
     leaves = [local_of(x) for x in fs.tree.leaves((state.params, state.main, state.opt_state)) if x is not None]
     seen.leaves.extend((tuple(x.shape), x.dtype) for x in leaves)
@@ -122,12 +124,13 @@ def main():
 
 
 def on_fake_ranks(runs, timeout=300):
-    command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import main; main()"]
+    command = [sys.executable, "-W", "error", "-c", f"from {__name__} import main; main()"]
     ended = subprocess.run(command, input=pickle.dumps(runs), capture_output=True, timeout=timeout)
     assert ended.returncode == 0, ended.stderr.decode()
     result = pickle.loads(ended.stdout)
     for (case, device, rank), seen in zip(runs, result, strict=True):
         assert seen.types == {(True, device)}
+        assert not seen.reads, "a step of CUDA reads nothing, and one without values cannot"
         assert all(sent == seen.foreseen for sent in seen.sent), (case, device, rank)
     return result
 
