@@ -40,7 +40,7 @@ from fsharding.errors import LayoutError, message
 
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
-    "call_first_at_exit", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
+    "call_first_at_exit", "clone", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
     "fake_cuda", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul",
     "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
     "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view", "is_served_by_rank", "is_wanted", "kept_by",
@@ -85,6 +85,12 @@ def makes_fakes() -> bool:
 def with_values() -> AbstractContextManager[Any]:
     """Makes tensors with values under `FakeTensorMode` as well, for what the host computes of keys and ranks."""
     return unset_fake_temporarily()
+
+
+def clone(x: Tensor) -> Tensor:
+    """A copy that has values if the tensor has, also under `FakeTensorMode`: a state's key has them there."""
+    with nullcontext() if is_fake(x) else with_values():
+        return x.clone()
 
 
 def _valued(fn: _Function) -> _Function:

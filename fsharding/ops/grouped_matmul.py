@@ -159,7 +159,7 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Tensor, counts_X: Tensor) -> Tensor:
     if not fits or x_MD.dtype != w_XDF.dtype or not whole:
         rows = [
             f"x is {x_MD.dtype}{list(x_MD.shape)}, w is {w_XDF.dtype}{list(w_XDF.shape)}",
-            f"counts are {counts.tolist()}",
+            f"counts are {counts.tolist() if not _compat.is_fake(counts) else 'fake'}",
         ]
         text = "needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M."
         raise SpecError(message("ops.grouped_matmul", text, rows))

@@ -22,7 +22,7 @@ from fsharding import ops
 from fsharding.comm.counters import counting_bytes
 from fsharding.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
-from fsharding.testing import counting_host_reads, run_ranks
+from fsharding.testing import HostReads, counting_host_reads, run_ranks
 from fsharding.train.decoder_traffic import expected_traffic
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import full
@@ -100,10 +100,12 @@ def trained(case, device):
         )
         seen.foreseen.update(known(foreseen))
         for number in range(case.steps):
-            with counting_bytes() as traffic, fs.recording() as calls, counting_host_reads() as host:
+            # The first step compares keys of ranks, which are the host's.
+            host = counting_host_reads() if number else nullcontext(HostReads())
+            with counting_bytes() as traffic, fs.recording() as calls, host as read:
                 state, _ = step(state, ops.cut_sequence({"tokens": tokens, "targets": tokens}, mesh=mesh))
             seen.sent.append(known(traffic))
-            seen.reads.extend(host.reads if number else [])  # the first step compares keys, which are the host's
+            seen.reads.extend(read.reads)
             seen.calls.append([(counts.gathers, counts.reductions) for counts in calls])
     leaves = [local_of(x) for x in fs.tree.leaves((state.params, state.main, state.opt_state)) if x is not None]
     seen.leaves.extend((tuple(x.shape), x.dtype) for x in leaves)
@@ -187,19 +189,20 @@ MORE += [Case(axes, "zero3", model="every expert") for axes in ({"ep": 4}, {"dp"
 
 @pytest.mark.parametrize(
     ("cases", "ranks"),
-    [pytest.param(SOME, last, id="some"), pytest.param(MORE, ends, id="more", marks=[full, pytest.mark.timeout(900)])],
+    [pytest.param(SOME, last, id="some"), pytest.param(MORE, ends, id="more", marks=[full, pytest.mark.timeout(3600)])],
 )
 def test_a_fake_rank_sends_what_a_real_one_sends_and_has_the_same_state(cases, ranks):
-    check(cases, ranks, timeout=600)
+    check(cases, ranks, timeout=1800)
 
 
 @full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", MESHES)
 def test_every_strategy_on_every_mesh_sends_what_real_ranks_send(name):
     levels = [level for level in STRATEGIES if "replica" in MESHES[name][0] or level.startswith("zero")]
-    cases = [of_mesh(name, level, model=model, large=True) for model in MODELS for level in levels]
-    check(cases, ends, timeout=600)
+    cases = [of_mesh(name, level, large=True) for level in levels]
+    cases += [of_mesh(name, level, model="experts", large=True) for level in ("zero1", "zero3")]
+    check(cases, ends if "pp" in MESHES[name][0] else last, timeout=1800)
 
 
 # ------------------------------------------------------------------------------------------------------------ many ranks
@@ -238,7 +241,9 @@ MANY += [
 ]
 
 
-@pytest.mark.parametrize("runs", [FEW, pytest.param(MANY, marks=[full, pytest.mark.timeout(900)])], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "runs", [FEW, pytest.param(MANY, marks=[full, pytest.mark.timeout(3600)])], ids=["few", "many"]
+)
 def test_any_rank_of_many_sends_what_the_formula_says(runs):
-    for seen in on_fake_ranks(runs, timeout=600):
+    for seen in on_fake_ranks(runs, timeout=1800):
         assert any(seen.sent)
