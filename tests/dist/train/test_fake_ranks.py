@@ -29,6 +29,8 @@ from tests.helpers import full
 from tests.models import EXPERTS, MESHES, MODELS
 from tests.training import optimizer
 
+pytestmark = pytest.mark.timeout(240)
+
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale(2.0**8))
 STRATEGIES = {**{f"zero{level}": fs.zero(level) for level in range(4)}, "hsdp": fs.HSDP, "hfsdp": fs.HFSDP}
 EVERY_EXPERT = replace(MODELS["dense"], experts=replace(EXPERTS, active=EXPERTS.count))
