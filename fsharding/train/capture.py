@@ -255,7 +255,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies tensors to where they are not yet, without waiting for it."""
     with torch.no_grad():
         for to, x in zip(targets, sources, strict=True):
-            if to.device != x.device or not to.is_set_to(x):
+            if to.device != x.device or not _compat.is_same_view(to, x):
                 to.copy_(x, non_blocking=True)
 
 

@@ -44,7 +44,7 @@ class _Pending(NamedTuple):
     """
 
     is_ready: Callable[[], bool]
-    finish: Callable[[], None]
+    finish: Callable[[], object]
     sends: bool
     buckets: list[SteppedReduction]
 
@@ -239,6 +239,11 @@ class GradReducer:
         with self._streams.on("reduce"):
             self._streams.wait(filled)
             return bucket.start()
+
+    def follow(self, earlier: Callable[[], object]) -> None:
+        """Has something be done before the first gradient is added: another reducer adds to the same sums before."""
+        assert not self._pending, "a gradient may have been added"
+        self._pending.append(_Pending(lambda: False, earlier, sends=False, buckets=[]))
 
     def settle(self, *, wait: bool = True) -> None:
         """Finishes the reductions under way, in the order of their start; without `wait`, up to the first not done."""

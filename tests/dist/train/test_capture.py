@@ -1,13 +1,17 @@
 """Captured steps: the bits of the steps themselves, what cannot be captured, and whose memory is whose."""
 
 import inspect
+import itertools
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fsharding as fs
+from fsharding import _compat
 from fsharding.errors import BatchError, ConfigError, DonatedError, LayoutError, NonFiniteError, TransformError
 from fsharding.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
@@ -252,3 +256,38 @@ def preempted():
 
 def test_the_bit_of_a_preemption_is_that_of_each_call():
     assert run_ranks(preempted, 2) == [[False, False, True, True, True]] * 2
+
+
+# ------------------------------------------------------------------------------------------- as on a device, without one
+def on_fake_cuda():
+    """Asks of steps of one of four ranks of "cuda", whose tensors have no values, whether they can be captured."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    _compat.start_fake_group(1, 4)
+    with FakeTensorMode():
+        mesh = fs.make_mesh(device="cuda", dp=4)
+        tokens = torch.zeros(4, 8, dtype=torch.int64, device="cuda")
+        for strategy, precision in itertools.product(ZEROS, (fs.FP32, FP16)):
+            layout = fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
+            state = fs.init_state(MODEL, optimizer("adamw"), fs.random.key(0), layout)
+            step = fs.make_train_step(MODEL, optimizer("adamw"), microbatches=2, donate=precision == FP16)
+            fs.testing.assert_capturable(step, state, {"tokens": tokens, "targets": tokens})
+            print("yes")
+        of_host = torch.full((), 2.0)
+        layout = fs.plan_layout(WEIGHTS, mesh, strategy=fs.zero(0))
+        state = fs.init_state(lambda key: WEIGHTS, fs.adamw(1e-2), fs.random.key(0), layout)
+        step = fs.make_train_step(lambda params, batch: squares(params, batch) * of_host, fs.adamw(1e-2))
+        print(refusal(fs.testing.assert_capturable, step, state, {"x": torch.ones(2, 4, device="cuda")}))
+
+
+def test_no_step_takes_tensors_of_the_host_to_the_device():
+    command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import on_fake_cuda; on_fake_cuda()"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[:8] == ["yes"] * 8
+    assert (
+        lines[8]
+        == "fs.capture cannot capture a step that takes tensors of the host: a graph would keep what they are now."
+    )
+    assert lines[9].startswith("  aten.mul.Tensor(float32[] on cuda, float32[] on cpu) at test_capture.py:")
