@@ -1,7 +1,6 @@
 """Captured steps: the bits of the steps themselves, what cannot be captured, and whose memory is whose."""
 
 import inspect
-import itertools
 import signal
 import subprocess
 import sys
@@ -269,7 +268,7 @@ def on_fake_cuda():
     with FakeTensorMode():
         mesh = fs.make_mesh(device="cuda", dp=4)
         tokens = torch.zeros(4, 8, dtype=torch.int64, device="cuda")
-        for strategy, precision in itertools.product(ZEROS, (fs.FP32, FP16)):
+        for strategy, precision in ((fs.zero(0), FP16), (fs.zero(1), fs.FP32), (fs.zero(3), FP16)):
             layout = fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
             state = fs.init_state(MODEL, optimizer("adamw"), fs.random.key(0), layout)
             step = fs.make_train_step(MODEL, optimizer("adamw"), microbatches=2, donate=precision == FP16)
@@ -287,9 +286,9 @@ def test_no_step_takes_tensors_of_the_host_to_the_device():
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert lines[:8] == ["yes"] * 8
+    assert lines[:3] == ["yes"] * 3
     assert (
-        lines[8]
+        lines[3]
         == "fs.capture cannot capture a step that takes tensors of the host: a graph would keep what they are now."
     )
-    assert lines[9].startswith("  aten.mul.Tensor(float32[] on cuda, float32[] on cpu) at test_capture.py:")
+    assert lines[4].startswith("  aten.mul.Tensor(float32[] on cuda, float32[] on cpu) at test_capture.py:")
