@@ -1,20 +1,28 @@
 """Precision as a value: the dtypes of parameters, compute, wire, gradients and moments, and dynamic loss scaling.
 
-In: a `Precision`. Out: the dtype of each role for a leaf, and the loss scale's next state.
-None means the leaf's own dtype. Law: ordered sums over ranks are taken in float32 at least, whatever travels.
+In: a `Precision`. Out: the dtype or the format of each role for a leaf, and the loss scale's next state.
+None means the leaf's own dtype. Laws: ordered sums over ranks are taken in float32 at least, whatever travels; codes of
+low precision are always made of main parameters, never of what was rounded before.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
+from fsharding import formats
 from fsharding.errors import ConfigError, message
+from fsharding.formats import Blocks
 
-__all__ = ["DTYPES", "BF16", "FP16", "FP32", "LossScale", "Precision", "ScaleState", "scaled_loss", "wide"]
+__all__ = [
+    "BF16", "DTYPES", "FP16", "FP32", "FP8", "FP8_BLOCK", "KEEP", "MXFP8", "NVFP4", "LossScale", "Precision",
+    "ScaleState", "scaled_loss", "wide",
+]  # fmt: skip
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,6 +67,11 @@ class ScaleState(NamedTuple):
 Sums: TypeAlias = Literal["auto", "ordered", "native"]
 """How gradients are summed over ranks; see `Precision`."""
 
+KEEP = ("embed", "head", "*router*", "*norm*", "*bias*")
+"""Parts of the paths of leaves that stay in the dtype of compute, where nothing else is said."""
+
+_ROWS = re.compile(r"(.*)\[(-?\d*)(:?)(-?\d*)\]")
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -67,7 +80,13 @@ class Precision:
     Attributes:
         params: main parameters, which the optimizer updates.
         compute: what the loss function sees, and the wire dtype of a gather; by default that of the main parameter.
-        reduce: wire dtype of the gradients; by default that in which they come out of backward.
+        gather: the format in which weights travel, or None for the dtype of compute. Weights are rounded to it, and the
+            loss function sees these numbers in the dtype of compute, under every strategy: also where nothing travels.
+        keep: which leaves have no format: patterns as in a shell, each for one part of a dotted path, such as "*norm*",
+            or for all of it; "blocks[-2:]" is the last two layers of a stack. Leaves with fewer than two dims, and
+            frozen ones, never have one.
+        reduce: wire dtype of the gradients; by default that in which they come out of backward. Or a format: terms are
+            rounded to it, and widened again before they are summed.
         grads: accumulated gradients; by default that of the main parameter, and float32 at least. Sums over ranks are
             in float32 at least also where a narrower one is asked for here, and are rounded once.
         sums: of gradients over ranks: "ordered", in one tree whatever the backend and the layout, so that all laws
@@ -85,25 +104,76 @@ class Precision:
 
     params: torch.dtype | None = None
     compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
+    reduce: torch.dtype | Blocks | None = None
     grads: torch.dtype | None = None
     moments: torch.dtype | None = None
     loss_scale: LossScale | None = None
     sums: Sums = "auto"
+    gather: Blocks | None = None
+    keep: tuple[str, ...] = KEEP
 
     def __post_init__(self) -> None:
         if self.sums not in get_args(Sums):
             mend = f"Use one of {', '.join(get_args(Sums))}."
             raise ConfigError(message("Precision", f"got sums={self.sums!r}.", mend=mend))
-        roles = {role: getattr(self, role) for role in ("params", "compute", "reduce", "grads", "moments")}
+        roles = {role: getattr(self, role) for role in ("params", "compute", "reduce", "grads", "moments", "gather")}
         wrong = [
-            f"{role}={dtype}"
-            for role, dtype in roles.items()
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES)
+            f"{role}={x}"
+            for role, x in roles.items()
+            if x is not None
+            and not (isinstance(x, torch.dtype) and x in DTYPES and role != "gather")
+            and not (isinstance(x, Blocks) and role in ("gather", "reduce"))
         ]
         if wrong:
-            mend = f"Use one of {', '.join(map(str, DTYPES))}."
+            mend = f"Use one of {', '.join(map(str, DTYPES))}; gather and reduce take an fs.Blocks, such as"
+            mend += " fs.formats.MXFP8: 8 bits without scales lose small numbers."
             raise ConfigError(message("Precision", "got dtypes that kernels lack.", wrong, mend))
+        if not isinstance(self.keep, tuple) or not all(isinstance(x, str) for x in self.keep):
+            mend = 'Give patterns of parts of paths, such as keep=("embed", "head", "*norm*", "blocks[-1]").'
+            raise ConfigError(message("Precision", f"got keep={self.keep!r}.", mend=mend))
+
+    def format_of(self, path: str, ndim: int) -> Blocks | None:
+        """The format in which a leaf travels; None for one that travels in the dtype of compute.
+
+        Args:
+            path: dotted, of the leaf.
+            ndim: dims of it in one unit: of a stacked leaf, without that of the layers.
+        """
+        return None if self.gather is None or ndim < 2 or self._keeps(path) else self.gather
+
+    def reduce_format(self, path: str, ndim: int) -> Blocks | None:
+        """The format in which terms of a leaf's gradient travel; arguments as in `format_of`."""
+        if not isinstance(self.reduce, Blocks) or ndim < 2 or self._keeps(path):
+            return None
+        return self.reduce
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The wire dtype of gradients without a format; None for that in which they come out of backward."""
+        return None if isinstance(self.reduce, Blocks) else self.reduce
+
+    def _keeps(self, path: str) -> bool:
+        """Whether all of a leaf has no format."""
+        return any(fnmatch.fnmatchcase(part, name) for part in (path, *path.split(".")) for name in self.keep)
+
+    def kept_rows(self, path: str, count: int) -> tuple[int, ...]:
+        """The layers of a stack that have no format although others have one.
+
+        Args:
+            path: dotted, of a stacked leaf.
+            count: layers in all.
+        """
+        rows: set[int] = set()
+        for name in self.keep:
+            taken = _ROWS.fullmatch(name)
+            if taken is None or not any(fnmatch.fnmatchcase(part, taken[1]) for part in path.split(".")):
+                continue
+            first = int(taken[2]) if taken[2] else None
+            if taken[3]:
+                rows.update(range(count)[slice(first, int(taken[4]) if taken[4] else None)])
+            elif first is not None and -count <= first < count:
+                rows.add(first % count)
+        return tuple(sorted(rows))
 
     def main_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype of the main parameter of a leaf."""
@@ -172,3 +242,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 FP32 = Precision()
 BF16 = Precision(params=torch.float32, compute=torch.bfloat16)
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale())
+FP8 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.TENSORWISE)
+"""As `BF16`; weights of blocks travel as e4m3 with a scale for each matrix."""
+FP8_BLOCK = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.E4M3_128x128)
+"""The same with a scale for each 128 x 128 elements (DeepSeek-V3)."""
+MXFP8 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.MXFP8, reduce=formats.MXFP8)
+"""As `BF16`; weights of blocks and terms of their gradients travel as MXFP8."""
+NVFP4 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.NVFP4, keep=(*KEEP, "blocks[-1]"))
+"""As `BF16`; weights of all blocks but the last one travel as NVFP4."""

@@ -34,7 +34,7 @@ from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
 from fsharding.public import public, refuse
 from fsharding.sharding.layout import Layout
-from fsharding.train.state import TrainState, sealed, spread
+from fsharding.train.state import TrainState, rounding_key, sealed, spread
 from fsharding.tree import Tree
 
 __all__ = ["load", "load_leaves"]
@@ -414,7 +414,12 @@ def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> Train
             scale = ScaleState(read["loss_scale.scale"], read["loss_scale.good_steps"])
     state = TrainState(
         step=read["step"],
-        params=spread(main, tree.unflatten(layout.structure, stored), layout),
+        params=spread(
+            main,
+            tree.unflatten(layout.structure, stored),
+            layout,
+            key=rounding_key(read["key"], read["step"], layout),
+        ),
         main=main if layout.has_main else None,
         opt_state=tree.map(lambda path: read[path], opt_state),
         loss_scale=scale,

@@ -17,6 +17,7 @@ import torch
 from fsharding import tree
 from fsharding.checkpoint.manifest import Manifest, dtype_name, is_shape
 from fsharding.errors import CheckpointError, FshardingError, listed, message
+from fsharding.formats import Blocks
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.optim import (
     AdafactorState,
@@ -32,7 +33,7 @@ from fsharding.optim import (
     SgdState,
     TorchState,
 )
-from fsharding.precision import LossScale, Precision, ScaleState
+from fsharding.precision import KEEP, LossScale, Precision, ScaleState
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.partition_spec import AxisRules, DimName, Fused
 from fsharding.sharding.strategy import Strategy
@@ -92,9 +93,11 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
         "strategy": str(layout.strategy),
         "cuts": dataclasses.asdict(layout.strategy),
         "precision": {
-            **{role: dtype_name(getattr(precision, role)) for role in _ROLES},
+            **{role: _plain_role(getattr(precision, role)) for role in _ROLES},
             "loss_scale": None if precision.loss_scale is None else dataclasses.asdict(precision.loss_scale),
             **({} if precision.sums == "auto" else {"sums": precision.sums}),
+            **({} if precision.gather is None else {"gather": _plain_role(precision.gather)}),
+            **({} if precision.keep == KEEP else {"keep": list(precision.keep)}),
         },
         "rules": {name: list(axes) for name, axes in layout.rules.items()},
         "frozen": [leaf.path for leaf in layout.leaves if not leaf.trainable],
@@ -176,9 +179,26 @@ def layout_in(
 
 
 def _precision(plain: dict[str, Any]) -> Precision:
-    dtypes = {role: None if plain[role] is None else getattr(torch, plain[role]) for role in _ROLES}
+    dtypes: dict[str, Any] = {role: _role(plain[role]) for role in _ROLES}
     scale = None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"])
-    return Precision(**dtypes, loss_scale=scale, sums=plain.get("sums", "auto"))
+    gather, keep = _role(plain.get("gather")), tuple(plain.get("keep", KEEP))
+    return Precision(**dtypes, loss_scale=scale, sums=plain.get("sums", "auto"), gather=gather, keep=keep)
+
+
+def _plain_role(x: torch.dtype | Blocks | None) -> Any:
+    """A dtype or a format as JSON has it."""
+    if not isinstance(x, Blocks):
+        return dtype_name(x)
+    block = x.block if isinstance(x.block, str) else list(x.block)
+    return {"dtype": dtype_name(x.dtype), "block": block, "scale": x.scale, "rounding": x.rounding}
+
+
+def _role(plain: Any) -> Any:
+    """A dtype or a format, from JSON."""
+    if not isinstance(plain, dict):
+        return None if plain is None else getattr(torch, plain)
+    block = plain["block"] if isinstance(plain["block"], str) else tuple(plain["block"])
+    return Blocks(getattr(torch, plain["dtype"]), block, plain["scale"], plain["rounding"])
 
 
 # ------------------------------------------------------------------------------------------------------------- trees

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat, tree
 from fsharding.errors import ArgumentError, LayoutError, TreeError, message
+from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.precision import FP32, Precision
@@ -128,14 +129,40 @@ class Layout:
     def main_apart(self, leaf: LeafLayout) -> bool:
         """Whether the main copy of a leaf cannot be the parameter itself or a slice of it."""
         narrower = self.param_dtype(leaf) != self.precision.main_dtype(leaf.init)
-        return narrower or not _covers(leaf.params, leaf.main)
+        return narrower or self.rounds(leaf) is not None or not _covers(leaf.params, leaf.main)
 
     def param_dtype(self, leaf: LeafLayout) -> torch.dtype:
         """The dtype of a parameter at rest: of the main copy where it is that, else the compute dtype."""
         main, compute = self.precision.main_dtype(leaf.init), self.precision.compute_dtype(leaf.init)
         if not leaf.trainable:
             return main
-        return main if leaf.params == leaf.main and self.strategy.params else compute
+        return main if self._is_main(leaf) else compute
+
+    def _is_main(self, leaf: LeafLayout) -> bool:
+        """Whether a parameter at rest is its own main copy, and not what is computed with."""
+        return leaf.params == leaf.main and self.strategy.params
+
+    def format_of(self, leaf: LeafLayout) -> Blocks | None:
+        """The format of low precision in which the loss function sees a leaf, if it has one."""
+        stacked = bool(leaf.names) and leaf.names is not None and leaf.names[0] == LAYERS
+        return self.precision.format_of(leaf.path, len(leaf.shape) - stacked) if leaf.trainable else None
+
+    def rounds(self, leaf: LeafLayout) -> Blocks | None:
+        """The format that a parameter at rest has been rounded to: one that is not its own main copy."""
+        return None if self._is_main(leaf) else self.format_of(leaf)
+
+    def in_flight(self, precision: Precision) -> Precision:
+        """The precision of a call that gathers parameters of this layout: what is rounded already is not once more.
+
+        Main parameters are rounded on their way to the loss function, copies of them at rest have been, and frozen
+        leaves never are.
+        """
+        if precision.gather is None:
+            return precision
+        if any(self.rounds(leaf) is not None for leaf in self.leaves):
+            return replace(precision, gather=None)
+        frozen = tuple(leaf.path for leaf in self.leaves if not leaf.trainable)
+        return replace(precision, keep=(*precision.keep, *frozen)) if frozen else precision
 
     def memory(self, opt: Any = None, coord: dict[str, int] | None = None) -> Memory:
         """Exact bytes of one rank.

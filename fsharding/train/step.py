@@ -49,13 +49,14 @@ from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import hides_owners
 from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch, uncut, uneven
-from fsharding.train.state import TrainState, main_of, refuse_changed, sealed, spread
+from fsharding.train.state import TrainState, main_of, refuse_changed, rounding_key, sealed, spread
 from fsharding.train.state_check import StateCheck, check_numbers
 from fsharding.train.verdict import REFUSED, SKIPPED, PendingVerdict, verdict_of
 from fsharding.transforms import policies
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.value_and_grad import loss_and_grads, refuse_backward
+from fsharding.transforms.weight_formats import round_params
 from fsharding.tree import Tree
 
 __all__ = [
@@ -421,13 +422,15 @@ class TrainStep:
         with _compat.region("optimizer"):
             main, opt_state = self._update(state, grads, loads, to_mean, norm, counts)
         with _compat.region("spread"):
-            params = spread(main, state.params, layout, donate=self._donate)
+            step_after = next_count(state.step, counts)
+            rounding = rounding_key(state.key, step_after, layout)
+            params = spread(main, state.params, layout, donate=self._donate, key=rounding)
         if loss_scale is not None:
             after_scale = plan.precision.next_scale(loss_scale, finite=True if counts is None else counts)
             # A step that is refused at the least scale leaves the row of good steps as it was, too.
             loss_scale = where_finite(None if counts is None else verdict != REFUSED, after_scale, loss_scale)
         after = state.replace(
-            step=next_count(state.step, counts),
+            step=step_after,
             params=params,
             main=main if state.main is not None else None,
             opt_state=opt_state,
@@ -454,7 +457,9 @@ class TrainStep:
             if abstract(layout.mesh).axis_size("pp") > 1:
                 schedule = planned_schedule("train step", self._schedule, layout, self._microbatches)
         check = self._check or ("now" if _device_of(layout) == "cpu" else "next")
-        return StepPlan(_without_devices(layout), self._precision or layout.precision, schedule, check == "now")
+        precision = self._precision or layout.precision
+        _refuse_other_formats(precision, layout)
+        return StepPlan(_without_devices(layout), layout.in_flight(precision), schedule, check == "now")
 
     def _plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
         """The plan for the layout of a checked state. Collective at the first call in a layout.
@@ -490,9 +495,9 @@ class TrainStep:
             self._model,
             plan.schedule,
             state.layout,
-            state.params,
+            round_params(state.params, state.layout, plan.precision, rounding_key(state.key, state.step, state.layout)),
             microbatches,
-            precision=plan.precision,
+            precision=replace(plan.precision, gather=None),
             policy=self._policy,
             scale=loss_scale,
             known=plan.messages,
@@ -506,6 +511,7 @@ class TrainStep:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
         layout, has_aux = state.layout, self._loss_fn.has_aux
         key = self._loss_fn.key(state)
+        rounding = rounding_key(state.key, state.step, layout)
         grads: Tree = None
         losses: list[Tensor] = []
         weights: list[Tensor] = []
@@ -523,6 +529,7 @@ class TrainStep:
                 mean=False,
                 grad_pool=plan.buffers,
                 stop=stop if last else None,
+                key=rounding,
             )
             if has_aux:
                 result, aux = result
@@ -572,6 +579,19 @@ class TrainStep:
         smaller = plan.precision.next_scale(state.loss_scale, finite=False)
         unchanged = state.donate() if self._donate else tree.map(torch.clone, state)
         return unchanged.replace(loss_scale=smaller)
+
+
+def _refuse_other_formats(precision: Precision, layout: Layout) -> None:
+    """Refuses a step that would round weights otherwise than its states do.
+
+    Raises:
+        ConfigError: it would.
+    """
+    ours, theirs = (precision.gather, precision.keep), (layout.precision.gather, layout.precision.keep)
+    if ours != theirs and (ours[0] or theirs[0]) is not None:
+        rule = f"rounds weights to {ours[0]} except {list(ours[1])}, the layout of the state to {theirs[0]} except"
+        mend = "Leave precision= out, or move the state: fs.reshard(state, layout.with_precision(precision))."
+        raise ConfigError(message("train step", f"{rule} {list(theirs[1])}.", mend=mend))
 
 
 def _device_of(layout: Layout) -> str:

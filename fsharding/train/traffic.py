@@ -229,11 +229,13 @@ def _reduce(sender: Sender, unit: Sequence[_Leaf], count: int) -> None:
         main = held if sender.schedule is not None else main
         kinds = tuple(kinds_of(plan_steps(*pair)) for pair in ((source, held), (held, main)))
         kept = precision.grad_dtype(rest)
-        term = precision.reduce or (kept if sender.native else precision.compute_dtype(rest))
+        term = precision.reduce_dtype or (kept if sender.native else precision.compute_dtype(rest))
         move = _Move(leaf, source, held, term.itemsize, kept.itemsize)
         apart.setdefault(kinds[0], []).append(move)
         first.setdefault(kinds, []).append(move)
-        second.setdefault(kinds, []).append(_Move(leaf, held, main, (precision.reduce or kept).itemsize, kept.itemsize))
+        second.setdefault(kinds, []).append(
+            _Move(leaf, held, main, (precision.reduce_dtype or kept).itemsize, kept.itemsize)
+        )
     # With the last microbatch, only leaves that go on alike travel together.
     for buckets, times in ((apart, count * (m - 1)), (first, count), (second, count)):
         for bucket in buckets.values():

@@ -35,6 +35,7 @@ from torch.autograd.function import Function
 
 from fsharding import _compat, _functorch
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.steps import has_slots
 from fsharding.sharding.named_sharding import Local, typeof
@@ -42,6 +43,7 @@ from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
 from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, UnitLeaf, plan_unit
+from fsharding.transforms.weight_formats import WeightFormats
 
 __all__ = ["GatherContext", "activate", "current_context", "without_context"]
 
@@ -104,6 +106,7 @@ class GatherContext:
         pool: of buffers, for contexts that share one; whoever gave it closes it.
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
         defers: whether a backward may leave products of weight gradients for later: `deferring`.
+        formats: of leaves that travel in low precision.
 
     Attributes:
         counts: gathers, reductions and peaks of this call.
@@ -128,8 +131,9 @@ class GatherContext:
         grad_pool: Pool | None = None,
         *,
         defers: bool = False,
+        formats: WeightFormats | None = None,
     ) -> None:
-        self.paths, self._targets, self._compute = paths, targets, compute
+        self.paths, self._targets, self._compute, self._formats = paths, targets, compute, formats
         self._row_targets = [
             target.row() if target is not None and leaf is not None and leaf.shape else None
             for target, leaf in zip(targets, leaves, strict=True)
@@ -219,15 +223,22 @@ class GatherContext:
             compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
             target = (self._targets if row is None else self._row_targets)[number]
             misaligned = row is not None and leaf.value.nbytes % _ALIGN != 0
-            described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, compute, target, misaligned))
+            format = None if self._formats is None else self._formats.of(LeafIndex(number, row), len(leaf.shape))
+            described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, compute, target, misaligned, format))
 
         def name() -> str:
             return self._name_of(index)
 
         return GatheredUnit(
             plan_unit(tuple(described)), leaves, index, self._pool,
-            name=name, on_gather=lambda: self.counts.gathers.append(name()),
+            name=name, on_gather=lambda: self.counts.gathers.append(name()), noise=self._noise_of(leaves, index),
         )  # fmt: skip
+
+    def _noise_of(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> Noise | None:
+        formats, device = self._formats, self._device
+        if formats is None:
+            return None
+        return lambda i: formats.noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
 
     def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor]:
         """Forward reaches a unit: releases the one before it, and waits for this one.

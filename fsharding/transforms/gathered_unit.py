@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.comm import bucket
+from fsharding.comm import bucket, codes
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.codes import Coded, CodedBucket, Noise
 from fsharding.comm.handles import Handle
 from fsharding.comm.transport import transport_for
 from fsharding.errors import TransformError, message
@@ -44,6 +45,7 @@ class GatheredUnit:
         leaves: its shards.
         index: of its leaves in the parameter tree.
         pool: of buffers; bytes that the unit has in use are counted there as its own.
+        noise: of a leaf, by its number in the plan, for formats whose rounding is keyed.
         name: says what the unit is called, for an error.
         on_gather: is called when an all-gather starts.
 
@@ -66,15 +68,18 @@ class GatheredUnit:
         *,
         name: Callable[[], str],
         on_gather: Callable[[], None],
+        noise: Noise | None = None,
     ) -> None:
         self.plan, self.leaves, self.index = plan, leaves, index
-        self._name, self._on_gather = name, on_gather
+        self._name, self._on_gather, self._noise = name, on_gather, noise
         # An owner of its own: the unit would hold a memory that holds the unit, until the garbage collector runs.
         self._memory = pool.memory(leaves[0].value.device, owner=object())
         self.state = UnitState.PLANNED
         self.order, self.saved_views, self.kept, self.in_backward = -1, 0, False, False
         self.buffers: list[Tensor] = []
         self._handles: list[Handle[Tensor] | None] = []
+        self._coded: dict[int, list[Coded]] = {}
+        """By number of the bucket, what this rank gives of leaves that travel as codes, until they are whole."""
         self._guarded: list[tuple[Tensor, int]] = []
         """Tensors that the loss function sees, and their versions in autograd: they must not be written in place."""
 
@@ -83,13 +88,25 @@ class GatheredUnit:
         """Casts the shards and starts to gather them, if that has not been done."""
         if self.state in (UnitState.PLANNED, UnitState.RELEASED):
             with _compat.region("gather"):
-                self._handles = [self._start(b) if b.axes else None for b in self.plan.gathers]
+                for number, b in enumerate(self.plan.gathers):
+                    if b.coded is not None:
+                        self._coded[number] = self._encoded(b, b.coded)
+                self._handles = [self._start(n, b) if b.axes else None for n, b in enumerate(self.plan.gathers)]
             self.state = UnitState.GATHERING
 
-    def _start(self, b: GatherBucket) -> Handle[Tensor]:
+    def _encoded(self, b: GatherBucket, coded: CodedBucket) -> list[Coded]:
+        noise = self._noise
+        drawn = None if noise is None else lambda i: noise(b.leaves[i])
+        return codes.encoded(coded.plans, [self.leaves[i].value for i in b.leaves], self.plan.mesh, drawn)
+
+    def _start(self, number: int, b: GatherBucket) -> Handle[Tensor]:
         group, shards = axis_group(self.plan.mesh, b.axes), [self.leaves[i].value for i in b.leaves]
+        transport = transport_for(group, shards[0].device)
         self._on_gather()
-        return transport_for(group, shards[0].device).all_gather(b.bucket, shards, b.dtype, self._memory)
+        if b.coded is None:
+            return transport.all_gather(b.bucket, shards, b.dtype, self._memory)
+        parts = codes.encoded_bytes(b.coded.plans, self._coded[number])
+        return transport.all_gather(b.coded.bucket, parts, torch.uint8, self._memory)
 
     @torch.no_grad()
     def wait(self) -> list[list[Tensor]]:
@@ -113,7 +130,14 @@ class GatheredUnit:
 
     def _finish(self, number: int, b: GatherBucket) -> list[Tensor]:
         handle = self._handles[number]
-        if handle is not None:
+        if b.coded is not None:
+            own = self._coded.pop(number)
+            whole = own if handle is None else codes.from_bytes(b.coded, handle.wait(), own)
+            self._handles[number] = None
+            buffer = self._memory.empty(b.bucket.size, b.dtype)
+            wholes = bucket.whole_views(buffer, b.bucket)
+            codes.decoded(b.coded.plans, whole, wholes)
+        elif handle is not None:
             buffer = handle.wait()
             self._handles[number] = None
             wholes = bucket.whole_views(buffer, b.bucket)
@@ -134,6 +158,7 @@ class GatheredUnit:
             TransformError: the weights were written in place.
         """
         guarded, self._handles, self.buffers, self._guarded = self._guarded, [], [], []
+        self._coded.clear()
         if self.state is not UnitState.PLANNED:
             self.state = UnitState.RELEASED
         if not failed and any(_compat.version_of(x) != version for x, version in guarded):

@@ -8,7 +8,7 @@ Law: nothing here communicates, and all ranks of a mesh compute the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -18,7 +18,9 @@ import torch
 
 from fsharding._compat import cache_on_mesh
 from fsharding.comm.bucket import Bucket, plan_bucket
+from fsharding.comm.codes import CodedBucket, CodePlan, code_bucket, plan_codes
 from fsharding.comm.steps import Step, begins_with_sum, kinds_of, plan_steps, whole_sizes
+from fsharding.formats.blocks import Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding.named_sharding import NamedSharding
@@ -90,6 +92,7 @@ class UnitLeaf(NamedTuple):
         target: of its gradient; None for a frozen leaf.
         misaligned: a row of a stack that does not begin where a fresh tensor would. Kernels may round differently on
             it, so it is copied to a buffer like the leaves that are gathered.
+        format: in which the leaf travels, and to which it is rounded; None for the dtype of compute.
     """
 
     sharding: NamedSharding
@@ -98,6 +101,7 @@ class UnitLeaf(NamedTuple):
     compute: torch.dtype
     target: GradTarget | None
     misaligned: bool = False
+    format: Blocks | None = None
 
 
 @dataclass(frozen=True)
@@ -109,12 +113,14 @@ class GatherBucket:
         axes: over which they are gathered.
         dtype: of the gathered leaves.
         bucket: offsets in rows and in the flat buffer.
+        coded: what travels in its place, for leaves that have a format.
     """
 
     leaves: tuple[int, ...]
     axes: tuple[str, ...]
     dtype: torch.dtype
     bucket: Bucket
+    coded: CodedBucket | None = None
 
 
 @dataclass(frozen=True)
@@ -213,16 +219,17 @@ def unreduced(sharding: NamedSharding) -> NamedSharding:
 
 
 def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...], tuple[tuple[int, torch.dtype], ...]]:
-    result: dict[tuple[torch.dtype, tuple[str, ...], tuple[str, ...]], list[tuple[int, tuple[int, ...], int]]] = {}
+    result: dict[tuple[Any, ...], list[tuple[int, tuple[int, ...], int]]] = {}
     aliases: list[tuple[int, torch.dtype]] = []
     for i, leaf in enumerate(leaves):
         cuts = [(dim, cut) for dim in range(len(leaf.shape)) if (cut := _data_cut(leaf.sharding, dim))]
         assert len(cuts) <= 1, "data axes cut one dim of a leaf"
         shape, everywhere = whole(leaf.sharding).local_shape(leaf.shape), leaf.sharding.data_axes
+        coded = leaf.format is not None
         if cuts:
-            result.setdefault((leaf.compute, cuts[0][1], everywhere), []).append((i, shape, cuts[0][0]))
-        elif (leaf.compute != leaf.stored or leaf.misaligned) and shape:
-            result.setdefault((leaf.compute, (), everywhere), []).append((i, shape, 0))
+            result.setdefault((leaf.compute, cuts[0][1], everywhere, coded), []).append((i, shape, cuts[0][0]))
+        elif (leaf.compute != leaf.stored or leaf.misaligned or coded) and shape:
+            result.setdefault((leaf.compute, (), everywhere, coded), []).append((i, shape, 0))
         else:
             aliases.append((i, leaf.compute))
     sizes = abstract(leaves[0].sharding.mesh)
@@ -230,10 +237,22 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...
         GatherBucket(
             tuple(i for i, _, _ in members), axes, dtype,
             plan_bucket(tuple((shape, dim) for _, shape, dim in members), tuple(map(sizes.axis_size, axes))),
+            _coded(leaves, members, tuple(map(sizes.axis_size, axes))) if coded else None,
         )
-        for (dtype, axes, _), members in result.items()
+        for (dtype, axes, _, coded), members in result.items()
     ]  # fmt: skip
     return tuple(gathers), tuple(aliases)
+
+
+def _coded(
+    leaves: tuple[UnitLeaf, ...], members: Sequence[tuple[int, tuple[int, ...], int]], axis_sizes: tuple[int, ...]
+) -> CodedBucket:
+    plans: list[CodePlan] = []
+    for i, _, _ in members:
+        sharding, shape, format = leaves[i].sharding, leaves[i].shape, leaves[i].format
+        assert format is not None
+        plans.append(plan_codes(sharding.mesh, sharding, whole(sharding), shape, format))
+    return code_bucket(plans, [dim for _, _, dim in members], axis_sizes)
 
 
 def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBucket, ...]:

@@ -42,6 +42,7 @@ from fsharding.sharding.named_sharding import (
 from fsharding.transforms.gather_context import GatherContext, activate
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.unit_plan import GradTarget
+from fsharding.transforms.weight_formats import WeightFormats
 from fsharding.tree import Tree
 
 __all__ = ["GradFn", "Loss", "Tape", "global_loss", "loss_and_grads", "refuse_backward", "value_and_grad"]
@@ -97,6 +98,7 @@ def value_and_grad(
     grads: Tree = None,
     precision: Precision = FP32,
     mean: bool = True,
+    key: Tensor | None = None,
 ) -> GradFn:
     """Makes a function that returns a loss and its gradient with respect to the first argument.
 
@@ -109,8 +111,10 @@ def value_and_grad(
         has_aux: `fn` returns `(loss, aux)`; aux is handed on as it is.
         grads: tree of `NamedSharding` for the gradients; None at a leaf freezes it. By default gradients are sharded as
             the parameters. Axes that are partial in it are left unreduced.
-        precision: dtypes of compute, wire and gradients.
+        precision: dtypes of compute, wire and gradients, and formats of weights. Of parameters that are copies of main
+            parameters kept apart, and rounded already, say `layout.in_flight(precision)`.
         mean: divide by the global weight; else loss and gradients are sums.
+        key: int64[2], for formats whose rounding is keyed: another one in each step, the same on all ranks.
 
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
@@ -153,7 +157,7 @@ def value_and_grad(
         refuse_compiled("fs.value_and_grad", _COMPILE)
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
         return loss_and_grads(
-            fn, params, args, accumulate, has_aux=has_aux, grads=grads, precision=precision, mean=mean
+            fn, params, args, accumulate, has_aux=has_aux, grads=grads, precision=precision, mean=mean, key=key
         )
 
     return run
@@ -174,6 +178,7 @@ def loss_and_grads(
     mean: bool,
     grad_pool: Pool | None = None,
     stop: StopBit | None = None,
+    key: Tensor | None = None,
 ) -> tuple[Any, Tree]:
     """One call of the function that `value_and_grad` returns.
 
@@ -189,8 +194,9 @@ def loss_and_grads(
         grad_pool: of memory for large gradients that are whole on every data rank, used again from call to call as
             soon as nobody holds the gradient that was in it. By default they are in fresh memory.
         stop: the bit of `fs.preemption`, which a train step sends in the sum of loss and weight.
+        key: as in `value_and_grad`.
     """
-    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool)
+    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool, key=key)
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux)
@@ -207,7 +213,13 @@ def loss_and_grads(
 
 
 def global_loss(
-    fn: Callable[..., Any], params: Tree, args: Sequence[Any], *, has_aux: bool, precision: Precision
+    fn: Callable[..., Any],
+    params: Tree,
+    args: Sequence[Any],
+    *,
+    has_aux: bool,
+    precision: Precision,
+    key: Tensor | None = None,
 ) -> tuple[Loss, Any]:
     """The loss alone, without gradients: each unit is gathered, used and released, and nothing is kept for backward.
 
@@ -216,14 +228,16 @@ def global_loss(
         params: tree of parameters.
         args: the other arguments of `fn`.
         has_aux: as in `value_and_grad`.
-        precision: dtypes of compute and wire.
+        precision: dtypes of compute and wire, and formats of weights.
+        key: as in `value_and_grad`.
 
     Returns:
         (sum and count over all data ranks, float32 and 0-d; aux of this rank). A bare tensor counts as the mean of its
         rank, with count 1.
     """
     spec = tree.flatten(params)[1]
-    tape = Tape(params, tree.unflatten(spec, [None] * spec.num_leaves), None, precision, function="fs.evaluate")
+    frozen = tree.unflatten(spec, [None] * spec.num_leaves)
+    tape = Tape(params, frozen, None, precision, function="fs.evaluate", key=key)
     try:
         with naming_lost("fs.evaluate", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux, "fs.evaluate")
@@ -249,6 +263,7 @@ class Tape:
         grad_pool: as in `loss_and_grads`.
         function: the public function, for errors.
         defers: whether `backward` may be called with `defers`.
+        key: for formats whose rounding is keyed.
 
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
@@ -275,6 +290,7 @@ class Tape:
         function: str = "fs.value_and_grad",
         *,
         defers: bool = False,
+        key: Tensor | None = None,
     ) -> None:
         _refuse_transforms(params, function)
         self._leaves, self._spec = tree.flatten(params)
@@ -295,7 +311,13 @@ class Tape:
         accumulated = [_compat.local_tensor(x) if isinstance(x, DTensor) else None for x in self._accumulated]
         self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
         paths, compute = tree.paths(params), precision.compute_dtype
-        self.context = GatherContext(nodes, paths, self._targets, compute, accumulated, pool, grad_pool, defers=defers)
+        formats = None
+        if precision.gather is not None:
+            stacks = [x.shape[0] if x is not None and x.shape else 0 for x in nodes]
+            formats = WeightFormats(precision, paths, stacks, key)
+        self.context = GatherContext(
+            nodes, paths, self._targets, compute, accumulated, pool, grad_pool, defers=defers, formats=formats
+        )
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
@@ -411,7 +433,7 @@ def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) ->
     # On the slices of the mesh that own a leaf, it is cut as any other.
     dtype = precision.grad_dtype(leaf.dtype)
     native = precision.sums_natively(leaf.device.type)
-    return GradTarget(wanted.slice_of_mesh().simplified(), dtype, precision.reduce, before, native)
+    return GradTarget(wanted.slice_of_mesh().simplified(), dtype, precision.reduce_dtype, before, native)
 
 
 def _as_dtensor(grad: Tensor, target: GradTarget | None, x: Local, sharding: Any) -> DTensor:

@@ -1,0 +1,145 @@
+"""Weights in low precision: which leaves of a tree have a format, how they are rounded, and by which key.
+
+In: a `Precision`, paths of leaves, a key. Out: for a leaf in flight its format and its noise; for a state, parameters at
+rest that have been rounded to what the loss function would see of their main copies.
+Law: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree
+from fsharding.comm import codes
+from fsharding.comm.codes import CodePlan
+from fsharding.errors import ConfigError, message
+from fsharding.formats.blocks import Blocks
+from fsharding.formats.philox import uniform_at
+from fsharding.precision import Precision
+from fsharding.sharding.boxes import Runs
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_plan import LAYERS, LeafLayout
+from fsharding.sharding.named_sharding import NamedSharding, like, local_of, to_local
+from fsharding.transforms.unit_plan import LeafIndex, whole
+from fsharding.tree import Tree
+
+__all__ = ["WeightFormats", "plan_weight", "round_copies", "round_params"]
+
+
+@dataclass(frozen=True)
+class WeightFormats:
+    """The formats of the leaves of a parameter tree.
+
+    Attributes:
+        precision: with `gather`.
+        paths: of the leaves.
+        stacks: for each leaf how many layers it has, where units are rows of it.
+        key: for keyed rounding, int64[2]; None without one.
+    """
+
+    precision: Precision
+    paths: Sequence[str]
+    stacks: Sequence[int]
+    key: Tensor | None
+
+    def of(self, index: LeafIndex, ndim: int) -> Blocks | None:
+        """The format of a leaf of a unit, which has so many dims there."""
+        path = self.paths[index.leaf]
+        format = self.precision.format_of(path, ndim)
+        if format is None or index.row in self.precision.kept_rows(path, self.stacks[index.leaf]):
+            return None
+        return format
+
+    def noise(self, index: LeafIndex, sharding: NamedSharding, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """The numbers in [0, 1) by which the shard of a leaf of a unit is rounded."""
+        path, ranges = self.paths[index.leaf], list(sharding.grid(shape) or ())
+        if index.row is None:
+            return _noise(self.key, path, shape, ranges, device)
+        stack = (self.stacks[index.leaf], *shape)
+        return _noise(self.key, path, stack, [((index.row, index.row + 1),), *ranges], device)[0]
+
+
+def _noise(
+    key: Tensor | None, path: str, shape: tuple[int, ...], ranges: Sequence[Runs], device: torch.device
+) -> Tensor:
+    """The numbers of some ranges of a leaf, whose place among the layers of its stack counts.
+
+    Raises:
+        ConfigError: there is no key.
+    """
+    if key is None:
+        mend = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
+        raise ConfigError(message("fs.gather_unit", f"rounds {path} by key, and has none.", mend=mend))
+    return uniform_at(key, zlib.crc32(path.encode()), shape, ranges, device)
+
+
+def plan_weight(sharding: NamedSharding, shape: tuple[int, ...], format: Blocks) -> CodePlan:
+    """How a leaf with a sharding is rounded; one that has explicit owners, as the slice of the mesh that has it."""
+    return codes.plan_codes(sharding.mesh, sharding, whole(sharding), tuple(shape), format)
+
+
+def round_copies(leaves: Sequence[DTensor | None], layout: Layout, key: Tensor | None) -> list[DTensor | None]:
+    """Main parameters, each rounded as its copy at rest is, where there is one that has a format.
+
+    Args:
+        leaves: main parameters as the layout has them, None for frozen ones.
+        layout: of both.
+        key: for keyed rounding.
+
+    Returns:
+        DTensors where the main parameters are, rounded ones in the dtype of compute; others as they were. Collective
+        where a block is on several ranks.
+    """
+    return [
+        x if x is None or format is None else _rounded(x, leaf, leaf.main, format, layout.precision, key)
+        for x, leaf, format in zip(leaves, layout.leaves, map(layout.rounds, layout.leaves), strict=True)
+    ]
+
+
+def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
+    """Parameters at rest that are main parameters, rounded to what a loss function sees; others as they are.
+
+    Args:
+        params: of a state in the layout.
+        layout: of the state.
+        precision: of the call, as `Layout.in_flight` gives it.
+        key: for keyed rounding.
+    """
+    if precision.gather is None:
+        return params
+    result: list[Tensor] = []
+    for x, leaf in zip(tree.leaves(params), layout.leaves, strict=True):
+        format = layout.format_of(leaf)
+        result.append(x if format is None else _rounded(x, leaf, leaf.params, format, precision, key))
+    return tree.unflatten(layout.structure, result)
+
+
+def _rounded(
+    x: DTensor, leaf: LeafLayout, home: NamedSharding, format: Blocks, precision: Precision, key: Tensor | None
+) -> DTensor:
+    """A leaf at rest, rounded by this rank; `home` says which of its layers the rank has."""
+    node, local, dtype = to_local(x), local_of(x), precision.compute_dtype(leaf.init)
+    grid = home.grid(leaf.shape)
+    if grid is None:
+        return like(x, local.to(dtype))
+    sharding, shape = node.sharding, tuple(node.shape)
+    stacked = leaf.names is not None and leaf.names[0] == LAYERS
+
+    def noise(_: int) -> Tensor:
+        ranges, whole_shape = list(sharding.grid(shape) or ()), shape
+        if stacked:
+            ranges[0], whole_shape = grid[0], (leaf.shape[0], *shape[1:])
+        return _noise(key, leaf.path, whole_shape, ranges, local.device)
+
+    (out,) = codes.rounded_shards([plan_weight(sharding, shape, format)], [local], sharding.mesh, dtype, noise)
+    if stacked and (kept := precision.kept_rows(leaf.path, leaf.shape[0])):
+        here = [row for start, stop in grid[0] for row in range(start, stop)]
+        for place in (place for place, row in enumerate(here) if row in kept):
+            out[place] = local[place].to(dtype)
+    return like(x, out)
