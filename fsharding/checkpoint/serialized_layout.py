@@ -197,7 +197,7 @@ def _role(plain: Any) -> Any:
     """A dtype or a format, from JSON."""
     if not isinstance(plain, dict):
         return None if plain is None else getattr(torch, plain)
-    block = plain["block"] if isinstance(plain["block"], str) else tuple(plain["block"])
+    block: Any = plain["block"] if isinstance(plain["block"], str) else tuple(plain["block"])
     return Blocks(getattr(torch, plain["dtype"]), block, plain["scale"], plain["rounding"])
 
 

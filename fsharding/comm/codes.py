@@ -2,9 +2,9 @@
 
 In: a `Blocks`, the sharding of a leaf, this rank's shard. Out: a cached `CodePlan`, codes and scales as bytes that a
 bucket can gather, and the numbers that they stand for.
-A block that only one rank has parts of gets its scale there, and the scale travels with the codes. Of a block that a cut
-goes through, the ranks first tell each other the largest magnitude, a maximum, which is exact in any order; then all of
-them know its scale, and it does not travel.
+A block that only one rank has parts of gets its scale there, and the scale travels with the codes. Of a block that a
+cut goes through, the ranks first tell each other the largest magnitude, a maximum, which is exact in any order; then
+all of them know its scale, and it does not travel.
 Law: to round shards and gather them gives the bytes of gathering them and rounding the whole, whatever the cut.
 """
 
@@ -182,7 +182,7 @@ def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tup
     return ends[0], ends[1]
 
 
-# -------------------------------------------------------------------------------------------------------------- rounding
+# ------------------------------------------------------------------------------------------------------------- rounding
 @torch.no_grad()
 def encoded(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None = None) -> list[Coded]:
     """Codes and scales of shards; where they share blocks, collective over the axes that the plans name.
@@ -214,7 +214,7 @@ def encoded(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh, noi
 
 
 def _amaxes(plan: CodePlan, shard: Tensor) -> Tensor:
-    """The largest magnitudes of the blocks that a shard touches; of all blocks, zero elsewhere, where they are shared."""
+    """The largest magnitudes of the blocks that a shard touches; of all blocks, 0 elsewhere, where ranks share them."""
     own = codec.amaxes(shard, plan.block, plan.start)
     if not plan.shared:
         return own
@@ -273,7 +273,7 @@ def rounded_shards(
     return result
 
 
-# -------------------------------------------------------------------------------------------------------------- as bytes
+# ------------------------------------------------------------------------------------------------------------- as bytes
 def encoded_bytes(plans: Sequence[CodePlan], coded: Sequence[Coded]) -> list[Tensor]:
     """Shards of a `CodedBucket`: codes and scales as bytes."""
     result: list[Tensor] = []

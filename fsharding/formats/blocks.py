@@ -122,7 +122,7 @@ class Blocks:
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns of a block of a tensor of this shape; at least 1 each."""
-        rows, columns = (1 if len(shape) < 2 else shape[-2]), shape[-1]
+        rows, columns = (1, *shape)[-2:]
         if self.block == "tensor":
             return max(1, rows), max(1, columns)
         if self.block == "row":
@@ -132,8 +132,9 @@ class Blocks:
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scales of a tensor of at least one dim."""
         rows, columns = self.sizes(shape)
-        last = -(-shape[-1] // columns)
-        return (last,) if len(shape) == 1 else (*shape[:-2], -(-shape[-2] // rows), last)
+        of_rows, of_columns = (1, *shape)[-2:]
+        last = -(-of_columns // columns)
+        return (last,) if len(shape) == 1 else (*shape[:-2], -(-of_rows // rows), last)
 
     def code_shape(self, shape: tuple[int, ...], *, packed: bool = True) -> tuple[int, ...]:
         """The shape of the codes as uint8: two of 4 bits in a byte of the last dim, if they are packed."""

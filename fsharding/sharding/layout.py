@@ -144,7 +144,7 @@ class Layout:
 
     def format_of(self, leaf: LeafLayout) -> Blocks | None:
         """The format of low precision in which the loss function sees a leaf, if it has one."""
-        stacked = bool(leaf.names) and leaf.names is not None and leaf.names[0] == LAYERS
+        stacked = bool(leaf.names) and leaf.names[0] == LAYERS
         return self.precision.format_of(leaf.path, len(leaf.shape) - stacked) if leaf.trainable else None
 
     def rounds(self, leaf: LeafLayout) -> Blocks | None:

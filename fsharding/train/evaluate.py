@@ -7,6 +7,7 @@ kept for backward, and no gradient is reduced. Law: the loss is that of a train 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch

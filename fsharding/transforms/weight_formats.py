@@ -1,7 +1,7 @@
 """Weights in low precision: which leaves of a tree have a format, how they are rounded, and by which key.
 
-In: a `Precision`, paths of leaves, a key. Out: for a leaf in flight its format and its noise; for a state, parameters at
-rest that have been rounded to what the loss function would see of their main copies.
+In: a `Precision`, paths of leaves, a key. Out: for a leaf in flight its format and its noise; for a state, parameters
+at rest that have been rounded to what the loss function would see of their main copies.
 Law: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
 """
 
