@@ -76,7 +76,7 @@ def test_what_is_loaded_is_what_was_saved_rounded_once(name, tmp_path, monkeypat
     for weight, x in plain.items():
         out = torch.empty(x.shape)
         read.read(weight, tuple((0, n) for n in x.shape), out)
-        if "_proj" in weight and x.ndim == 2 or ".experts." in weight:
+        if ("_proj" in weight and x.ndim == 2) or ".experts." in weight:
             codes, scales = coded[weight], coded[f"{weight}_scale_inv"]
             assert codes.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
             assert scales.shape == (-(-x.shape[0] // 6), -(-x.shape[1] // 4))
