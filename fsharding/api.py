@@ -8,7 +8,7 @@ from fsharding import checkpoint, models, notebook, ops, optim, pipeline, random
 from fsharding.checkpoint.replicas import check_replicas
 from fsharding.comm.counters import counting_bytes, recording
 from fsharding.comm.redistribute import redistribute
-from fsharding.interop import hf, megatron
+from fsharding.interop import hf, megatron, te
 from fsharding.interop.module.functionalize import functionalize
 from fsharding.interop.module.model_from import model_from
 from fsharding.mesh import preemption
@@ -113,6 +113,7 @@ __all__ = [
     "stack_units",
     "state_bytes",
     "state_from",
+    "te",
     "tree",
     "typeof",
     "unshard",
