@@ -8,7 +8,10 @@ Law: gradients are straight-through: that of the numbers is that of the tensor, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -25,7 +28,22 @@ from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
 from fsharding.formats.philox import uniform_at
 
-__all__ = ["Quantised", "dequantise", "quantise"]
+__all__ = ["Quantised", "dequantise", "noting_numbers", "quantise"]
+
+Note: TypeAlias = Callable[[Tensor, Callable[..., Tensor], Sequence[Tensor]], None]
+"""Is told of numbers, of a function that makes them of codes and scales, and of these."""
+
+_note: ContextVar[Note | None] = ContextVar("fsharding_note_numbers", default=None)
+
+
+@contextmanager
+def noting_numbers(note: Note) -> Generator[None]:
+    """Inside, a function is told of all that is dequantised, so that autograd may keep codes in its place."""
+    token = _note.set(note)
+    try:
+        yield
+    finally:
+        _note.reset(token)
 
 
 def _refuses(use: str) -> Any:
@@ -286,7 +304,12 @@ def dequantise(q: Quantised | Tensor, dtype: torch.dtype | None = None) -> Tenso
     carrier = q.carrier
     if dtype is not None and dtype != q.dtype:
         q, carrier = replace(q, dtype=dtype), None if carrier is None else carrier.to(dtype)
-    return cast(Tensor, _Decode.apply(carrier, q.values, q.scales, q.outer, _held(q)))
+    result = cast(Tensor, _Decode.apply(carrier, q.values, q.scales, q.outer, _held(q)))
+    if (note := _note.get()) is not None and not _functorch.in_functorch():
+        assert q.scales is not None
+        parts = [x for x in (q.values, q.scales, q.outer) if x is not None]
+        note(result, functools.partial(_numbers, _held(q)), parts)
+    return result
 
 
 def _check(x: Any, format: Any, key: Any) -> None:
@@ -414,11 +437,14 @@ class _Decode(Function):
 
     @staticmethod
     def forward(carrier: Tensor | None, values: Tensor, scales: Tensor, outer: Tensor | None, held: _Held) -> Tensor:
-        return decoded(values, Scales(scales, outer), held)
+        return _numbers(held, values, scales, outer)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
+        ctx.set_materialize_grads(False)
+        # Products of `ops` look for this attribute: the gradient goes where that of the carrier goes.
+        if (put_term := getattr(getattr(inputs[0], "grad_fn", None), "put_term", None)) is not None:
+            ctx.put_term = put_term
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -436,7 +462,7 @@ class _Decode(Function):
         return _Decode.apply(*(_batched(x, dim, info.batch_size) for x, dim in parts), held), 0
 
 
-def decoded(values: Tensor, scales: Scales, held: _Held) -> Tensor:
+def _numbers(held: _Held, values: Tensor, scales: Tensor, outer: Tensor | None = None) -> Tensor:
     """The numbers of codes, two in a byte where they have 4 bits."""
     codes = codec.unpack(values, held.columns) if held.format.element.bits == 4 else values
-    return codec.decode(codes, scales, held.format, held.dtype, block=held.block, start=held.start)
+    return codec.decode(codes, Scales(scales, outer), held.format, held.dtype, block=held.block, start=held.start)

@@ -26,7 +26,7 @@ def product(x: Tensor, weight: Tensor | Quantised, dim: int) -> Tensor:
 
     Args:
         x: [..., D].
-        weight: [F, D] for dim 1, [D, F] for dim 0.
+        weight: [F, D] for dim 1, [D, F] for dim 0; a `Quantised` too.
         dim: 1 for `x @ weight.T`, 0 for `x @ weight`.
 
     Returns:
