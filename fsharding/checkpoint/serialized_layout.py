@@ -98,6 +98,8 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
             **({} if precision.sums == "auto" else {"sums": precision.sums}),
             **({} if precision.gather is None else {"gather": _plain_role(precision.gather)}),
             **({} if precision.keep == KEEP else {"keep": list(precision.keep)}),
+            **({} if precision.activations is None else {"activations": dtype_name(precision.activations)}),
+            **({"strict": True} if precision.strict else {}),
         },
         "rules": {name: list(axes) for name, axes in layout.rules.items()},
         "frozen": [leaf.path for leaf in layout.leaves if not leaf.trainable],
@@ -187,7 +189,10 @@ def _precision(plain: dict[str, Any]) -> Precision:
     dtypes: dict[str, Any] = {role: _role(plain[role]) for role in _ROLES}
     scale = None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"])
     gather, keep = _role(plain.get("gather")), tuple(plain.get("keep", KEEP))
-    return Precision(**dtypes, loss_scale=scale, sums=plain.get("sums", "auto"), gather=gather, keep=keep)
+    return Precision(
+        **dtypes, loss_scale=scale, sums=plain.get("sums", "auto"), gather=gather, keep=keep,
+        activations=_role(plain.get("activations")), strict=plain.get("strict", False),
+    )  # fmt: skip
 
 
 def _plain_role(x: torch.dtype | Blocks | None) -> Any:

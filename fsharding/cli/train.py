@@ -374,7 +374,7 @@ def _meter(config: TrainConfig, state: TrainState) -> Meter:
     kind = _device(state.layout.mesh)
     peak = 1e12 * config.peak_tflops if config.peak_tflops is not None else None
     if peak is None and kind == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(), PRECISIONS[config.dtype].compute or torch.float32)
+        peak = peak_flops(torch.cuda.get_device_name(), PRECISIONS[config.dtype].activation_dtype or torch.float32)
     flops = flops_per_token(recipe(config.preset).config, state.layout.leaves, config.seq)
     return Meter(flops, dist.get_world_size() if dist.is_initialized() else 1, kind, peak)
 

@@ -34,7 +34,7 @@ from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
     "CodePlan", "Coded", "CodedBucket", "Noise", "code_bucket", "decoded", "encoded", "encoded_bytes", "from_bytes",
-    "plan_codes", "rounded_shards",
+    "packed_from_bytes", "plan_codes", "rounded_shards",
 ]  # fmt: skip
 
 Noise = Callable[[int], Tensor]
@@ -298,11 +298,20 @@ def from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[C
         flat: what was gathered.
         own: what this rank gave, of which the scales are taken that do not travel.
     """
+    packed = packed_from_bytes(coded, flat, own)
+    return [
+        Coded(codec.unpack(codes, plan.whole[-1]) if plan.format.element.bits == 4 else codes, scales)
+        for plan, (codes, scales) in zip(coded.plans, packed, strict=True)
+    ]
+
+
+def packed_from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[Coded]:
+    """As `from_bytes`, with two codes of 4 bits in a byte: views of what was gathered where they travelled so."""
     parts, result = iter(buckets.whole_views(flat, coded.bucket)), list[Coded]()
     for plan, (_, known) in zip(coded.plans, own, strict=True):
         codes = next(parts)
-        if plan.packed:
-            codes = codec.unpack(codes, plan.whole[-1])
+        if plan.format.element.bits == 4 and not plan.packed:
+            codes = codec.pack(codes)
         if plan.scales_travel:
             blocks = next(parts).contiguous().view(plan.format.scale_dtype).squeeze(-1)
         else:

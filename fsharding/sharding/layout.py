@@ -163,10 +163,11 @@ class Layout:
         """
         if precision.gather is None:
             return precision
-        if any(self.rounds(leaf) is not None for leaf in self.leaves):
+        rounded = any(self.rounds(leaf) is not None for leaf in self.leaves)
+        if rounded and not precision.computes_quantised:
             return replace(precision, gather=None)
         frozen = tuple(leaf.path for leaf in self.leaves if not leaf.trainable)
-        return replace(precision, keep=(*precision.keep, *frozen)) if frozen else precision
+        return replace(precision, keep=(*precision.keep, *frozen), rounded=rounded) if frozen or rounded else precision
 
     def memory(self, opt: Any = None, coord: dict[str, int] | None = None) -> Memory:
         """Exact bytes of one rank.
