@@ -21,7 +21,7 @@ NAMED = {name: getattr(formats, name) for name in formats.__all__ if isinstance(
 
 def numbers_of(dtype):
     """All numbers from 0 that a code stands for, as exact Python numbers, by the definition of the type."""
-    bits, mantissa, least, exponent, largest = ELEMENTS[dtype]
+    _, mantissa, least, exponent, largest = ELEMENTS[dtype]
     found = {0.0}
     for e in range(least, exponent + 1):
         for m in range(1 << mantissa):
