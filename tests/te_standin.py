@@ -128,7 +128,9 @@ def autocast(
         Manager.recipe = before[0]
 
 
-def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe=None, fp8_group=None, _graph: bool = False):
+def fp8_autocast(
+    enabled: bool = True, calibrating: bool = False, fp8_recipe=None, fp8_group=None, _graph: bool = False
+):
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
@@ -208,7 +210,10 @@ class Linear(_Base):
 class LayerNormLinear(Linear):
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, **kwargs):
         super().__init__(in_features, out_features, **kwargs)
-        self.layer_norm_weight, self.layer_norm_bias = nn.Parameter(torch.ones(in_features)), nn.Parameter(torch.zeros(in_features))
+        self.layer_norm_weight, self.layer_norm_bias = (
+            nn.Parameter(torch.ones(in_features)),
+            nn.Parameter(torch.zeros(in_features)),
+        )
         self.eps = eps
 
     def forward(self, inp, is_first_microbatch=None):
@@ -219,7 +224,10 @@ class LayerNormLinear(Linear):
 class LayerNormMLP(_Base):
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5):
         super().__init__()
-        self.layer_norm_weight, self.layer_norm_bias = nn.Parameter(torch.ones(hidden_size)), nn.Parameter(torch.zeros(hidden_size))
+        self.layer_norm_weight, self.layer_norm_bias = (
+            nn.Parameter(torch.ones(hidden_size)),
+            nn.Parameter(torch.zeros(hidden_size)),
+        )
         self.fc1_weight = nn.Parameter(torch.randn(ffn_hidden_size, hidden_size) * 0.2)
         self.fc2_weight = nn.Parameter(torch.randn(hidden_size, ffn_hidden_size) * 0.2)
         self.eps = eps

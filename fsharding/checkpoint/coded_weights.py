@@ -116,9 +116,7 @@ def why_not(format: Any) -> str | None:
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
-def decoded(
-    leaves: Mapping[str, LeafInfo], read: Reader, format: Blocks
-) -> tuple[dict[str, LeafInfo], Reader]:
+def decoded(leaves: Mapping[str, LeafInfo], read: Reader, format: Blocks) -> tuple[dict[str, LeafInfo], Reader]:
     """Tensors with codes as numbers.
 
     Args:
@@ -170,9 +168,7 @@ def _objections(name: str, leaf: LeafInfo, scales: LeafInfo | None, blocks: Bloc
     return []
 
 
-def _window(
-    name: str, box: Box, shape: tuple[int, ...], blocks: Blocks, read: Reader, dtype: torch.dtype
-) -> Tensor:
+def _window(name: str, box: Box, shape: tuple[int, ...], blocks: Blocks, read: Reader, dtype: torch.dtype) -> Tensor:
     """The numbers of a box that is not empty."""
     codes = torch.empty(boxes.shape_of(box), dtype=blocks.dtype)
     read(name, box, codes)

@@ -2,9 +2,9 @@
 
 In: a module of `transformer_engine.pytorch`, and a recipe. Out: a `TeModule`, which is called as `fs.functionalize`'s
 are, inside the package's autocast. Delayed scaling keeps histories of amaxes and scales; here they are leaves of the
-parameter tree, under "fp8_state", so they are planned, saved and resharded as all leaves are. A call writes them into
-the module, and `value_and_grad` reads what forward and backward have made of them.
-Law: parameters, state and inputs in; outputs, gradients and the next state out; nothing stays in the module that counts.
+parameter tree, under "fp8_state", so they are planned, saved and resharded as all leaves are. A call writes them
+into the module, and `value_and_grad` reads what forward and backward have made of them.
+Law: parameters, state and inputs in; outputs, gradients and the next state out; what stays in the module never counts.
 The package needs CUDA and is imported when the first function here is called.
 """
 
@@ -43,6 +43,7 @@ _FUNCTION, _LINEAR, _GRADS = "fs.te.functionalize", "fs.te.scaled_linear", "fs.t
 STATE = "fp8_state"
 """The key of a `TeModule`'s parameter tree under which its fp8 state is."""
 
+_NO_SETUP = "cannot be differentiated by torch.func: autograd Functions of Transformer Engine have no setup_context."
 _GEMMS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2}
 """How many products a layer has, each with three tensors in forward and two in backward that have a scale."""
 _SIDES = {"scaling_fwd": 3, "scaling_bwd": 2}
@@ -123,7 +124,8 @@ class TeModule(PureModule):
     recipe: Any
     layers: tuple[_Layer, ...]
 
-    def _begin(self, recipe: Any, layers: tuple[_Layer, ...], package: ModuleType) -> None:
+    def begin(self, recipe: Any, layers: tuple[_Layer, ...], package: ModuleType) -> None:
+        """Says what it runs under; `functionalize` does."""
         self.recipe, self.layers, self._te, self._looked = recipe, layers, package, False
         if layers:
             self.names = {**self.names, STATE: tree.map(lambda x: (None,) * x.ndim, self._first("meta"))}
@@ -169,8 +171,7 @@ class TeModule(PureModule):
         """
         if _functorch.in_functorch():
             mend = "Use fs.te.value_and_grad, or fs.value_and_grad with a recipe without state."
-            rule = "cannot be differentiated by torch.func: autograd Functions of Transformer Engine have no setup_context."
-            raise TransformError(message(_FUNCTION, rule, mend=mend))
+            raise TransformError(message(_FUNCTION, _NO_SETUP, mend=mend))
         if kwargs.get("is_first_microbatch") is not None:
             mend = "Leave is_first_microbatch out."
             raise TransformError(message(_FUNCTION, "keeps no weights in fp8 between calls.", mend=mend))
@@ -206,7 +207,8 @@ class TeModule(PureModule):
         if call is None:
             if torch.is_grad_enabled():
                 rule = "has fp8 state that a call changes, which would be lost."
-                mend = "Differentiate with fs.te.value_and_grad, which returns the next state; evaluate under torch.no_grad()."
+                mend = "Differentiate with fs.te.value_and_grad, which returns the next state; "
+                mend += "evaluate under torch.no_grad()."
                 raise TransformError(message(_FUNCTION, rule, rows, mend))
             return
         if call.module is not None:
@@ -215,25 +217,29 @@ class TeModule(PureModule):
             raise TransformError(message(_GRADS, rule, rows, mend))
         call.module = self
 
+    def _layer(self, path: str) -> Any:
+        """A layer of the copy that runs, which has what the package's layers have."""
+        return self.running.get_submodule(path)
+
     def _metas(self) -> Generator[tuple[str, Any]]:
         """The package's state of each layer and direction, by path."""
         for layer in self.layers:
-            meta = self.running.get_submodule(layer.path).fp8_meta
+            meta: Any = self._layer(layer.path).fp8_meta
             yield from ((".".join(filter(None, (layer.path, side))), meta[side]) for side in _SIDES)
 
     @torch.no_grad()
     def _write(self, values: Tree) -> None:
         """Puts a state into the module, in place: the package holds on to the tensors."""
         for layer in self.layers:
-            self.running.get_submodule(layer.path).init_fp8_metadata(num_gemms=layer.gemms)
+            self._layer(layer.path).init_fp8_metadata(num_gemms=layer.gemms)
         named = tree.named_leaves(values)
         for path, meta in self._metas():
             for name in ("scale", "amax_history"):
                 getattr(meta, name).copy_(named[f"{path}.{name}"].view(torch.float32))
 
     @torch.no_grad()
-    def _read(self) -> Tree:
-        """The state that forward and backward have left."""
+    def read_state(self) -> Tree:
+        """The state that the last forward and backward have left, whole; `fs.te.value_and_grad` returns it."""
         values = {
             f"{path}.{name}": _bits(getattr(meta, name).clone())
             for path, meta in self._metas()
@@ -344,7 +350,7 @@ def functionalize(
         mend = "Use the layers and settings above; weights are cut by the layout, and gradients reduced by it."
         raise ConfigError(message(_FUNCTION, "has layers whose state would be no leaf.", rows, mend))
     net = modules.made(TeModule, module, units, names=names)
-    net._begin(recipe, tuple(layers) if _is(recipe, "delayed") else (), package)
+    net.begin(recipe, tuple(layers) if _is(recipe, "delayed") else (), package)
     return net
 
 
@@ -409,7 +415,7 @@ def value_and_grad(fn: Callable[..., Any], **options: Any) -> Callable[..., tupl
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Tree, Tree]:
         with _following() as call:
             value, grads = inner(*args, **kwargs)
-        return value, grads, {} if call.module is None else call.module._read()
+        return value, grads, {} if call.module is None else call.module.read_state()
 
     return run
 
@@ -460,8 +466,7 @@ def scaled_linear(x: Tensor, weight: Tensor, format: Blocks, bias: Tensor | None
         raise ConfigError(message(_LINEAR, f"has no recipe for {format}.", rows, "Use one of these formats."))
     if _functorch.in_functorch():
         mend = "Use fs.value_and_grad, or dequantise and multiply."
-        rule = "cannot be differentiated by torch.func: autograd Functions of Transformer Engine have no setup_context."
-        raise TransformError(message(_LINEAR, rule, mend=mend))
+        raise TransformError(message(_LINEAR, _NO_SETUP, mend=mend))
     layer = _linear(package, weight.shape[1], weight.shape[0], x.dtype, bias is not None)
     given = {"weight": weight} | ({} if bias is None else {"bias": bias})
     with _autocast(package, getattr(_recipes(), kinds[format])()):

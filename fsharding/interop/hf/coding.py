@@ -94,7 +94,9 @@ class Coding:
             for piece in pieces(box, torch.float32.itemsize):
                 values = x[boxes.relative(piece, box)]
                 found = codec.amaxes(values, self.format.sizes(shape), _start(piece))
-                there = self._amaxes[name][boxes.relative(touched_by(piece, shape, self.format), boxes.full(self._grid(name)))]
+                there = self._amaxes[name][
+                    boxes.relative(touched_by(piece, shape, self.format), boxes.full(self._grid(name)))
+                ]
                 there.copy_(torch.maximum(there, found.cpu()))
 
     def exchange(self, device: torch.device) -> None:

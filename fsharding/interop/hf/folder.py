@@ -99,13 +99,14 @@ def open_folder(path: StrPath) -> Folder:
         files |= dict.fromkeys(own, weights)
     lost = [(tensor, name) for tensor, name in (table or {}).items() if name in opened and tensor not in files]
     rows += [f"{tensor} is not in {name}, where the index has it" for tensor, name in lost]
-    reader: Reader = lambda name, *part: files[name].read(name, *part)
-    if not rows:
-        leaves, reader = _as_numbers(folder, leaves, reader)
+
+    def reader(name: str, box: Box, out: Tensor) -> None:
+        files[name].read(name, box, out)
+
     if rows:
         mend = "Get the directory again, as save_pretrained(safe_serialization=True) of transformers makes it."
         raise CheckpointError(message(_FUNCTION, f"cannot read {folder}.", rows, mend))
-    return Folder(folder, leaves, reader)
+    return Folder(folder, *_as_numbers(folder, leaves, reader))
 
 
 def _as_numbers(folder: Path, leaves: dict[str, LeafInfo], reader: Reader) -> tuple[dict[str, LeafInfo], Reader]:

@@ -277,7 +277,9 @@ def _plan(
     """Checks everything, and says what this rank writes."""
     real_path(path, _FUNCTION)
     if format is not None and (why := why_not(format)):
-        mend = "Give e4m3 in rectangles with float32 scales, such as format=fs.formats.E4M3_128x128, or none and dtype=."
+        mend = (
+            "Give e4m3 in rectangles with float32 scales, such as format=fs.formats.E4M3_128x128, or none and dtype=."
+        )
         raise CheckpointError(message(_FUNCTION, f"got a format that {why}, which files do not have.", mend=mend))
     target = Path(os.path.abspath(path))
     rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []

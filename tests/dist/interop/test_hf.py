@@ -275,7 +275,9 @@ def codes_in_and_out(names, folder, out):
 
 
 @pytest.mark.parametrize(
-    "names", [("dp_tp", "pp_tp"), pytest.param(("zero3", "zero1", "tp4", "hsdp"), marks=full)], ids=lambda x: "-".join(x)
+    "names",
+    [("dp_tp", "pp_tp"), pytest.param(("zero3", "zero1", "tp4", "hsdp"), marks=full)],
+    ids=lambda x: "-".join(x),
 )
 def test_codes_are_those_of_whole_weights_in_every_layout(names, tmp_path):
     layout = layout_of(CODED, {"dp": 1}, fs.zero(3))

@@ -249,7 +249,9 @@ def test_a_manifest_of_before_there_were_formats(tmp_path):
     ck.save(tmp_path / "a", state_of(layout))
     manifest = ck.metadata(tmp_path / "a")
     roles = manifest.layout["precision"]
-    assert {*roles} == {"params", "compute", "reduce", "grads", "moments", "loss_scale"}, "as it was, where none is asked for"
+    assert {*roles} == {"params", "compute", "reduce", "grads", "moments", "loss_scale"}, (
+        "as it was, where none is asked for"
+    )
     assert ck.layout_of(manifest, layout.mesh) == layout
 
 

@@ -107,7 +107,10 @@ def test_what_is_loaded_is_what_was_saved_rounded_once(name, tmp_path, monkeypat
 def test_files_have_the_numbers_that_a_run_in_this_format_computes_with(tmp_path):
     config = DecoderConfig(vocab=10, dim=144, layers=2, heads=4, kv_heads=2, hidden=200)
     precision = fs.Precision(
-        params=torch.float32, compute=torch.bfloat16, gather=formats.E4M3_128x128, keep=(*fs.precision.KEEP, "blocks[-1]")
+        params=torch.float32,
+        compute=torch.bfloat16,
+        gather=formats.E4M3_128x128,
+        keep=(*fs.precision.KEEP, "blocks[-1]"),
     )
     layout = layout_of(config, strategy=fs.zero(0), precision=precision)
     state = fs.init_state(fs.models.decoder(config), fs.adamw(1e-3), fs.random.key(0), layout)
@@ -170,7 +173,10 @@ def test_directories_in_other_formats_are_refused(tmp_path):
         "static": ({"activation_scheme": "static"}, f"quantization_config has activation_scheme 'static': {read}"),
         "fmt": ({"fmt": "e3m4"}, f"quantization_config has fmt 'e3m4': {read}"),
         "tensor": ({"weight_block_size": None}, f"quantization_config has weight_block_size None: {read}"),
-        "size": ({"weight_block_size": [128, 1 << 60]}, f"quantization_config has weight_block_size [128, {1 << 60}]: {read}"),
+        "size": (
+            {"weight_block_size": [128, 1 << 60]},
+            f"quantization_config has weight_block_size [128, {1 << 60}]: {read}",
+        ),
     }
     for name, (entries, row) in cases.items():
         folder = published(tmp_path / name, good, **entries)
@@ -179,9 +185,7 @@ def test_directories_in_other_formats_are_refused(tmp_path):
             ("fs.checkpoint.open_weights", checkpoint.open_weights),
             ("fs.checkpoint.load_weights", lambda folder: checkpoint.load_weights(folder, layout, {"x": "w"})),
         ):
-            assert refusal(load, folder, kind=CheckpointError) == (
-                f"{function} cannot read {folder}.\n  {row}\n{mend}"
-            )
+            assert refusal(load, folder, kind=CheckpointError) == (f"{function} cannot read {folder}.\n  {row}\n{mend}")
         said = hf.config_json(CONFIGS["llama"]) | json.loads((folder / "config.json").read_text())
         assert refusal(hf.config_of, said, kind=ConfigError).splitlines()[1] == f"  {row}"
         # Where a decoder is asked for, the row stands there once.
