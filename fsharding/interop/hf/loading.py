@@ -46,8 +46,9 @@ def load(
             its `quantization_config` says fp8 in blocks, as DeepSeek-V3 has them: they are read as the numbers that
             codes and scales stand for, each rank the ranges and the scales that it needs.
         layout: where the leaves go: of `models.decoder(fs.hf.config_of(path))`, or of any tree with `names`.
-        names: where each leaf is; by default `fs.hf.names_of` for the decoder of the `config.json`, of which otherwise
-            only the format of weights is read. A leaf with a `Fused` dim may be `Joined` of tensors that are apart there.
+        names: where each leaf is; by default `fs.hf.names_of` for the decoder of the `config.json`, of which only the
+            format of weights is read otherwise. A leaf with a `Fused` dim may be `Joined` of tensors that are apart
+            there.
         extra: "ignore" lets tensors be that no leaf asks for.
 
     Returns:

@@ -1,6 +1,8 @@
 """Leaves that are stacked, turned and made of parts, against the tensors of the other side put together by hand; codes in
 boxes against those of the whole."""
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,7 +80,7 @@ def cuts(draw):
     runs = []
     for size in shape:
         ends = sorted({0, size, *draw(st.lists(st.integers(1, size), max_size=2))})
-        runs.append(tuple((a, b) for a, b in zip(ends, ends[1:], strict=False)))
+        runs.append(tuple(itertools.pairwise(ends)))
     return shape, block, [box for box, _ in boxes.grid_boxes(tuple(runs))]
 
 
