@@ -41,14 +41,14 @@ __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
     "call_first_at_exit", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
     "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
-    "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "has_scaled_mm",
-    "holders_of",
+    "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "has_scaled_mm", "holders_of",
     "is_compiled_caller", "is_elementwise", "is_fake", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
     "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh",
-    "never_inlined", "new_group", "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers", "reduce_scatter_flat",
-    "refuse_backward", "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data", "scaled_mm", "scaled_mm_of_rows",
-    "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
-    "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage", "with_values",
+    "never_inlined", "new_group", "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers",
+    "reduce_scatter_flat", "refuse_backward", "region", "result_of", "same_glances", "same_kind", "save_record",
+    "save_without_data", "scaled_mm", "scaled_mm_of_rows", "set_group_timeout", "shapes_only", "storage_id",
+    "storage_users", "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first",
+    "weak_storage", "WeakStorage", "with_values",
 ]  # fmt: skip
 
 

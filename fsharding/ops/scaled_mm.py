@@ -37,8 +37,8 @@ class ScaledKernel:
         activations: format of the other side.
         device: a type of devices, such as "cuda".
         recipe: torch's name for how both sides are scaled; "" where there is no kernel.
-        transposes: it also sums over the rows of a weight, as the gradient of the activations does. Formats whose blocks
-            lie along one dim cannot: such products are of dequantised weights.
+        transposes: it also sums over the rows of a weight, as the gradient of the activations does. Formats whose
+            blocks lie along one dim cannot: such products are of dequantised weights.
         reason: why there is none.
 
     Example:

@@ -1,7 +1,8 @@
 """Casts to 8 bits that autograd differentiates: their gradient would be rounded without a scale, so they are refused.
 
-In: the graph of a loss. Out: nothing, or an error that names the weights. The graph of a function is looked at the first
-time that it is differentiated, since looking at a node costs about what running it does; later calls cost nothing.
+In: the graph of a loss. Out: nothing, or an error that names the weights. The graph of a function is looked at when
+it is differentiated for the first time, since to look at a node costs about what it costs to run it; later calls are
+free.
 Law: a cast in a graph of autograd is found, whatever it is part of; one inside of a compiled graph or of an
 autograd Function of the user is not in it.
 """
@@ -36,12 +37,14 @@ def refuse_bare_casts(
 
     Args:
         outputs: that will be differentiated.
-        fn: whose they are.
+        fn: whose they are; of one that wraps another the latter counts.
         part: of the function, where it is differentiated in parts.
 
     Raises:
         TransformError: there is one; up to ten are named.
     """
+    while callable(inner := getattr(fn, "__wrapped__", None)):
+        fn = inner
     try:
         seen = _looked_at.setdefault(fn, set())
     except TypeError:  # one that cannot be referred to weakly, or has no hash
