@@ -104,6 +104,7 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
         "rules": {name: list(axes) for name, axes in layout.rules.items()},
         "frozen": [leaf.path for leaf in layout.leaves if not leaf.trainable],
         "stages": {path: list(owners) for path, owners in layout.stages},
+        **({"align": True} if layout.align else {}),
         "params": {
             leaf.path: {"shape": list(leaf.shape), "init": dtype_name(leaf.init), "names": plain_names(leaf.names)}
             for leaf in layout.leaves
@@ -152,6 +153,9 @@ def layout_in(
     """`layout_of` for another public function, whose name the errors carry."""
     plain = manifest.layout
     same_size = abstract(mesh).axis_size("pp") == plain.get("mesh", {}).get("pp", 1)
+    shape = abstract(mesh)
+    # On another mesh a cut might go through blocks, which is no reason not to load.
+    same_mesh = dict(zip(shape.names, shape.sizes, strict=True)) == plain.get("mesh") and strategy is None
     try:
         params: dict[str, Any] = plain["params"]
         names = {path: names_from_plain(leaf["names"]) for path, leaf in params.items()}
@@ -172,6 +176,7 @@ def layout_in(
             names=tree.unflatten(tree.flatten(model)[1], [names[path] or () for path in flat]),
             frozen=[path for path in plain["frozen"] if shapes[flat.index(path)].dtype.is_floating_point],
             stages=plain["stages"] if stages is None and same_size else stages,
+            align=plain.get("align") is True and same_mesh,
         )
     except FshardingError:
         raise

@@ -120,9 +120,8 @@ def plan_codes(
     whole_start = _start(whole, shape)
     if cut is not None and cut >= last and not set(cut_axes) & {*shared}:
         dim = cut - last
-        first, stop = whole_start[dim], whole_start[dim] + kept[cut]
-        touched = -(-stop // block[dim]) - first // block[dim]
-        if not boxes.same_cuts(kept[cut], touched, over, block[dim]):
+        first, stop = codec.touched(whole_start[dim], kept[cut], block[dim])
+        if not boxes.same_cuts(kept[cut], stop - first, over, block[dim]):
             shared += sharding.axes(cut)
     outer = [*sharding.axes(last), *sharding.axes(last + 1)] if format.has_outer else []
     packed = format.element.bits == 4 and (
@@ -178,8 +177,9 @@ def _touched(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tu
 
 def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tuple[slice, slice]:
     """The blocks that a part of a leaf touches, among those of the whole leaf."""
-    ends = [slice(s // b, -(-(s + n) // b)) for s, n, b in zip(start, shape[-2:], plan.block, strict=True)]
-    return ends[0], ends[1]
+    ends = zip(start, shape[-2:], plan.block, strict=True)
+    rows, columns = (slice(*codec.touched(s, n, b)) for s, n, b in ends)
+    return rows, columns
 
 
 # ------------------------------------------------------------------------------------------------------------- rounding
