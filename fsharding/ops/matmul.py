@@ -45,12 +45,19 @@ def product(x: Tensor, weight: Tensor | Quantised, dim: int) -> Tensor:
         >>> fs.ops.product(fs.ops.product(x, up, 1), down, 0).shape
         torch.Size([2, 3])
     """
-    if isinstance(weight, Quantised):
-        kernel = _kernel_for(x, weight, dim)
-        if kernel is not None:
-            held = (weight.carrier, weight.values, weight.scales, weight.outer)
-            return cast(Tensor, _ScaledProduct.apply(x, *held, weight, kernel, dim))
-        weight = dequantise(weight)
+    return _of_quantised(x, weight, dim) if isinstance(weight, Quantised) else _of_tensor(x, weight, dim)
+
+
+@_compat.outside_of_graphs
+def _of_quantised(x: Tensor, weight: Quantised, dim: int) -> Tensor:
+    kernel = _kernel_for(x, weight, dim)
+    if kernel is None:
+        return _of_tensor(x, dequantise(weight), dim)
+    held = (weight.carrier, weight.values, weight.scales, weight.outer)
+    return cast(Tensor, _ScaledProduct.apply(x, *held, weight, kernel, dim))
+
+
+def _of_tensor(x: Tensor, weight: Tensor, dim: int) -> Tensor:
     if not takes_terms(weight):
         return _multiply(x, weight, dim)
     if x.ndim < 2 or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
@@ -69,7 +76,7 @@ def _kernel_for(x: Tensor, weight: Quantised, dim: int) -> ScaledKernel | None:
         ConfigError: it is strict, and there is none.
     """
     device = weight.device.type
-    if not (weight.strict or device != "cpu") or torch.compiler.is_compiling() or _functorch.in_functorch():
+    if not (weight.strict or device != "cpu") or _functorch.in_functorch():
         return None
     if x.ndim < 2 or weight.ndim != 2 or x.dtype != weight.dtype or _compat.is_fake(x):
         return None

@@ -245,7 +245,7 @@ def _by_bytes_and_outer(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     for x in (a, b):
         assert x.scales.outer is not None
         scales.append([swizzled(x.scales.blocks).view(torch.float8_e4m3fn), x.scales.outer])
-    recipes = (["BlockWise1x16", "TensorWise"],) * 2
+    recipes = (["BlockWise1x16", "TensorWise"], ["BlockWise1x16", "TensorWise"])
     swizzles = ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
     return _compat.scaled_mm(_typed(a), _typed(b).t(), (scales[0], scales[1]), recipes, swizzles, dtype)
 

@@ -364,7 +364,8 @@ class Tape:
         Raises:
             TransformError: the function casts what is differentiated to 8 bits.
         """
-        refuse_bare_casts(outputs, *(self._once_for or (self._fn,)))
+        whose, part = self._once_for or (self._fn, None)
+        refuse_bare_casts(outputs, whose, part)
         direct = [x.value if isinstance(x, Local) else x for x in self._local]
         used = [i for i, x in enumerate(direct) if isinstance(x, Tensor) and x.requires_grad]
         wanted = [*inputs, self.context.anchor, *(direct[i] for i in used)]
