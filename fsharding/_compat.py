@@ -407,9 +407,9 @@ def is_wanted(node: Node) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
-def result_of(node: Node) -> tuple[torch.dtype, torch.Size]:
-    """The dtype and the shape of the first result of a node of autograd's graph."""
-    result: Any = node._input_metadata[0]
+def result_of(node: Node, number: int = 0) -> tuple[torch.dtype, torch.Size]:
+    """The dtype and the shape of a result of a node of autograd's graph."""
+    result: Any = node._input_metadata[number]
     return result.dtype, torch.Size(result.shape)
 
 

@@ -94,7 +94,7 @@ def _describe(cast: Node) -> str:
         node, number = todo.pop(0)
         if node is None:
             continue
-        if node.name() == _UNIT:
+        if node.name() == _UNIT and _compat.result_of(node, number)[1].numel() == shape.numel():
             unit: Any = node
             what = f"{unit.context.path_of(unit.unit.index[number])} {list(shape)}"
             break
