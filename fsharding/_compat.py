@@ -477,8 +477,8 @@ def scaled_mm(
 ) -> Tensor:
     """The product of [M, K] and [K, N] in low precision; the names of recipes and swizzles are torch's."""
     f = torch.nn.functional
-    first, second = ([f.ScalingType[name] for name in names] for names in recipes)
-    swizzle = None if swizzles is None else [f.SwizzleType[name] for name in swizzles]
+    first, second = ([getattr(f.ScalingType, name) for name in names] for names in recipes)
+    swizzle = None if swizzles is None else [getattr(f.SwizzleType, name) for name in swizzles]
     return f.scaled_mm(a, b, scales[0], first, scales[1], second, swizzle, swizzle, output_dtype=dtype)
 
 

@@ -1,12 +1,14 @@
 """Scaled kernels: which there are, what they compute beside dequantised products, and who asks for one that is not."""
 
+import math
+
 import pytest
 import torch
 
 import fsharding as fs
 from fsharding import formats, ops
 from fsharding.errors import ConfigError
-from fsharding.formats import Blocks
+from fsharding.formats import Blocks, codec
 from fsharding.ops import scaled_mm
 from fsharding.ops.scaled_mm import ScaledKernel, takes_shapes
 from tests.helpers import refusal
@@ -136,6 +138,71 @@ def test_scales_as_blackwell_reads_them():
         at = 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
         assert flat[at] == scales[row, column], (row, column)
     assert flat.sum(dtype=torch.int64) == scales.sum(dtype=torch.int64), "the rest is zeros"
+
+
+# What torch's kernels ask of their arguments, as torch's own checks for CUDA say it, and what they compute.
+def unswizzled(flat, rows, blocks):
+    tiles = flat.view(-(-rows // 128), -(-blocks // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-(-rows // 128) * 128, -1)[:rows, :blocks]
+
+
+def spread(scales, block, shape):
+    """A scale for each element."""
+    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+def stand_in(a, b, scales, recipes, swizzles, dtype):
+    """Multiplies [M, K] and [K, N] as the kernels of a GPU do."""
+    sides = []
+    for x, of, recipe, other in ((a, scales[0], recipes[0], recipes[1]), (b.t(), scales[1], recipes[1], recipes[0])):
+        assert x.is_contiguous() and x.dtype.itemsize == 1
+        four = x.dtype == torch.float4_e2m1fn_x2
+        shape = (x.shape[0], x.shape[1] * (2 if four else 1))
+        (rows, columns), along = shape, math.ceil(shape[1] / 128)
+        if recipe == ["BlockWise1x128"]:
+            assert swizzles is None and of[0].dtype == torch.float32 and of[0].shape == (rows, along)
+            assert of[0].stride() in ((1, rows), (1, 1)[: 2 * (along == 1)])
+            factor = spread(of[0], (1, 128), shape)
+        elif recipe == ["BlockWise128x128"]:
+            assert other == ["BlockWise1x128"] and of[0].dtype == torch.float32
+            padded, across = math.ceil(along / 4) * 4, math.ceil(rows / 128)
+            assert of[0].shape == (padded, across)
+            assert of[0].stride() in ((1, padded), (1, 1)[: 2 * (across == 1)])
+            factor = spread(of[0].t()[:, :along], (128, 128), shape)
+        else:
+            width, kind = (16, torch.float8_e4m3fn) if four else (32, torch.float8_e8m0fnu)
+            assert swizzles[0] == "SWIZZLE_32_4_4" and of[0].dtype == kind and of[0].is_contiguous()
+            assert recipe == (["BlockWise1x16", "TensorWise"] if four else ["BlockWise1x32"]) == other
+            factor = spread(unswizzled(of[0], rows, -(-columns // width)).float(), (1, width), shape)
+            if four:
+                assert of[1].dtype == torch.float32 and of[1].numel() == 1 and swizzles[1] == "NO_SWIZZLE"
+                factor = factor * of[1]
+        if four:
+            table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+            numbers = table[codec.unpack(x.view(torch.uint8), columns).long()]
+        else:
+            numbers = x.float()
+        sides.append(numbers.double() * factor.double())
+    return (sides[0] @ sides[1].t()).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (48, 640), (272, 64)], ids=str)
+@pytest.mark.parametrize("name", ["E4M3_1x128", "E4M3_128x128", "MXFP8", "NVFP4"])
+def test_arguments_of_the_kernels_of_a_gpu(monkeypatch, name, shape):
+    monkeypatch.setattr("fsharding._compat.scaled_mm", stand_in)
+    format, recipe = getattr(formats, name), scaled_mm._recipe(getattr(formats, name))
+    kernel = ScaledKernel(format, recipe.activations, "cuda", recipe.name, recipe.transposes)
+    w, x = torch.randn(shape), torch.randn(64, shape[1])
+    got = scaled_mm.multiply_codes(x, scaled_mm.codes_of(w, format), kernel)
+    rounded = fs.dequantise(fs.quantise(x, kernel.activations, dtype=torch.float64))
+    want = rounded @ fs.dequantise(fs.quantise(w, format, dtype=torch.float64)).t()
+    torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+    if kernel.transposes:
+        x = torch.randn(64, shape[0])
+        got = scaled_mm.multiply_codes(x, scaled_mm.codes_of(w, format).t(), kernel)
+        rounded = fs.dequantise(fs.quantise(x, kernel.activations, dtype=torch.float64))
+        want = rounded @ fs.dequantise(fs.quantise(w, format, dtype=torch.float64))
+        torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_precisions_that_do_not_go_together():
