@@ -1,5 +1,6 @@
 """Weights in low precision on ranks: rounded and gathered is gathered and rounded; no strategy changes a bit."""
 
+import dataclasses
 import math
 
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding import formats
 from fsharding.comm import codes
+from fsharding.comm.transport import transport_for
 from fsharding.errors import ConfigError, LayoutError, NonFiniteError
 from fsharding.formats import Blocks, codec
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.device_mesh import axis_group
+from fsharding.mesh.device_mesh import abstract, axis_group
 from fsharding.precision import KEEP, MXFP8, Precision
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.testing import run_ranks
@@ -21,6 +23,8 @@ from fsharding.transforms.unit_plan import whole
 from tests.helpers import full, mesh_of, refusal
 
 MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=48, layers=3, heads=4, kv_heads=2, hidden=80))
+MODELS = {"dense": fs.models.DecoderConfig(vocab=50, dim=48, layers=4, heads=4, kv_heads=4, hidden=72)}
+MODELS["experts"] = dataclasses.replace(MODELS["dense"], experts=fs.models.Experts(4, 2, 20))
 SMALL = Blocks(formats.E4M3, (32, 32))
 FORMATS = {
     "tensor": formats.TENSORWISE, "row": formats.ROWWISE, "blocks": SMALL, "mx": formats.MXFP8, "nvfp4": formats.NVFP4,
@@ -32,44 +36,40 @@ KEYED = {f"{name} keyed": FORMATS[name].with_rounding("keyed") for name in ("mx"
 # -------------------------------------------------------------------------------------------------------- the first law
 def both_ways(cases):
     """For each case: codes and numbers of the gathered whole, from rounded shards, and from the whole leaf."""
-    device, seen = torch.device("cpu"), []
-    for axes, spec, shape, format, seed in cases:
-        mesh = mesh_of(axes)
-        sharding = NamedSharding(mesh, fs.P(*spec)).simplified()
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        box = sharding.box(shape)
-        shard = x[tuple(slice(a, b) for a, b in box)]
-        gathered = whole(sharding)
-        plan = codes.plan_codes(mesh, sharding, gathered, tuple(shape), format)
-        key = torch.tensor([seed, 5])
-
-        def noise(_, key=key, shape=shape, box=box):
-            return formats.uniform_at(key, 1, tuple(shape), [(r,) for r in box], device)
-
-        own = codes.encoded([plan], [shard], mesh, noise)
-        cut = [(d, tuple(a for a in sharding.axes(d) if a not in gathered.axes(d))) for d in range(len(shape))]
-        dim, over = next(((d, a) for d, a in cut if a), (0, ()))
-        if over:
-            bucket = codes.code_bucket([plan], [dim], tuple(mesh_size(mesh, a) for a in over))
-            group = axis_group(mesh, over)
-            from fsharding.comm.transport import transport_for
-
-            flat = transport_for(group, device).all_gather(bucket.bucket, codes.encoded_bytes([plan], own), torch.uint8)
-            own = codes.from_bytes(bucket, flat.wait(), own)
-        got = torch.empty(gathered.local_shape(shape))
-        codes.decoded([plan], own, [got])
-        amax = codec.amaxes(x, format.sizes(tuple(shape)))
-        scales = codec.scales_of(amax, format, x.abs().amax((-2, -1)) if format.has_outer else None)
-        drawn = formats.uniform_at(key, 1, tuple(shape), [((0, n),) for n in shape], device) if format.keyed else None
-        every = codec.encode(x, scales, format, noise=drawn)
-        here = tuple(slice(a, b) for a, b in gathered.box(shape))
-        wanted = codec.decode(every, scales, format)[here]
-        seen.append((torch.equal(own[0].codes, every[here]), torch.equal(got, wanted)))
-    return seen
+    return [
+        both(NamedSharding(mesh_of(axes), fs.P(*spec)).simplified(), shape, format, seed)
+        for axes, spec, shape, format, seed in cases
+    ]
 
 
-def mesh_size(mesh, axis):
-    return mesh.size(mesh.mesh_dim_names.index(axis))
+def both(sharding, shape, format, seed):
+    """`both_ways` of one leaf."""
+    device, mesh = torch.device("cpu"), sharding.mesh
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    box, gathered, key = sharding.box(shape), whole(sharding), torch.tensor([seed, 5])
+    shard = x[tuple(slice(a, b) for a, b in box)]
+    plan = codes.plan_codes(mesh, sharding, gathered, tuple(shape), format)
+
+    def noise(_):
+        return formats.uniform_at(key, 1, tuple(shape), [(r,) for r in box], device)
+
+    own = codes.encoded([plan], [shard], mesh, noise)
+    cut = [(d, tuple(a for a in sharding.axes(d) if a not in gathered.axes(d))) for d in range(len(shape))]
+    dim, over = next(((d, a) for d, a in cut if a), (0, ()))
+    if over:
+        bucket = codes.code_bucket([plan], [dim], tuple(abstract(mesh).axis_size(a) for a in over))
+        parts = codes.encoded_bytes([plan], own)
+        flat = transport_for(axis_group(mesh, over), device).all_gather(bucket.bucket, parts, torch.uint8).wait()
+        own = codes.from_bytes(bucket, flat, own)
+    got = torch.empty(gathered.local_shape(shape))
+    codes.decoded([plan], own, [got])
+    scales = codec.scales_of(
+        codec.amaxes(x, format.sizes(tuple(shape))), format, x.abs().amax((-2, -1)) if format.has_outer else None
+    )
+    drawn = formats.uniform_at(key, 1, tuple(shape), [((0, n),) for n in shape], device) if format.keyed else None
+    every = codec.encode(x, scales, format, noise=drawn)
+    here = tuple(slice(a, b) for a, b in gathered.box(shape))
+    return torch.equal(own[0].codes, every[here]), torch.equal(got, codec.decode(every, scales, format)[here])
 
 
 @st.composite
@@ -94,11 +94,40 @@ def a_cut(draw, ranks):
 @settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking asks ranks for minutes
 @given(st.data())
 def test_rounded_shards_gathered_are_the_gathered_whole_rounded(data):
-    for ranks in (2, 4):
-        cases = data.draw(st.lists(a_cut(ranks), min_size=12, max_size=12))
-        for seen in run_ranks(both_ways, ranks, cases):
-            for case, same in zip(cases, seen, strict=True):
-                assert same == (True, True), case
+    ranks = data.draw(st.sampled_from([2, 4]))
+    cases = data.draw(st.lists(a_cut(ranks), min_size=10, max_size=10))
+    for seen in run_ranks(both_ways, ranks, cases):
+        for case, same in zip(cases, seen, strict=True):
+            assert same == (True, True), case
+
+
+def leaves_both_ways(axes, strategy):
+    """`both` of every leaf of two decoders in their layouts, each in all formats."""
+    result = {}
+    for name, config in MODELS.items():
+        layout = fs.plan_layout(fs.models.decoder(config), mesh_of(axes), strategy=strategy)
+        for leaf in layout.leaves:
+            sharding, shape = leaf.main.slice_of_mesh(), leaf.main.shape_at_rest(leaf.shape)
+            if leaf.names[0] == "layers":
+                sharding, shape = sharding.drop(0), shape[1:]
+            if len(shape) > 1:
+                for kind, format in {**FORMATS, **KEYED}.items():
+                    result[name, leaf.path, kind] = both(sharding.simplified(), shape, format, len(result))
+    return result
+
+
+MESHES = ["dp=3", "tp=2,dp=2", "ep=2,dp=2"]
+MORE_MESHES = ["dp=2", "dp=8", *(f"{axis}={size}" for axis in ("tp", "cp", "ep", "pp") for size in (2, 4))]
+MORE_MESHES += ["dp=2,cp=2", "pp=2,dp=2", "pp=2,tp=2", "pp=2,cp=2", "dp=2,cp=2,tp=2", "pp=2,dp=2,tp=2"]
+MORE_MESHES += ["pp=2,dp=2,ep=2", "pp=2,cp=2,tp=2", "replica=2,dp=2,tp=2"]
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(mesh, marks=full) for mesh in MORE_MESHES)])
+def test_every_leaf_on_every_mesh_is_rounded_as_the_whole(mesh):
+    axes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
+    for strategy in (fs.zero(3), fs.HFSDP):
+        for seen in run_ranks(leaves_both_ways, math.prod(axes.values()), axes, strategy):
+            assert {case for case, same in seen.items() if same != (True, True)} == set()
 
 
 # ------------------------------------------------------------------------------------------------------------ training
