@@ -186,7 +186,7 @@ MISTAKES = {
     "`torch.func.grad` inside `fs.value_and_grad`": in_loss(
         lambda p, b: torch.func.grad(lambda x: x.sum())(fs.gather_unit(p["head"])["weight"]).sum()
     ),
-    "`x @ w`, and the precision computes in a format": lambda at: fs.value_and_grad(
+    "`x @ w.T`, and the precision computes in a format": lambda at: fs.value_and_grad(
         lambda p, b: (b["x"].bfloat16() @ fs.gather_unit(p["body"])["w"].T).sum(),
         precision=fs.Precision(compute=fs.formats.MXFP8),
     )(at.state.params, at.batch),
