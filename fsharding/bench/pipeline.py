@@ -33,7 +33,7 @@ from fsharding.sharding.strategy import zero
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
 
-__all__ = ["bench_pipeline", "measure"]
+__all__ = ["bench_pipeline", "check_pipeline", "measure"]
 
 _RATE = 1e-5
 
@@ -45,7 +45,7 @@ def bench_pipeline(config: PipelineConfig) -> None:
         ConfigError: a number below 1, an unknown schedule, or none.
         ScheduleError: a schedule cannot have so many ranks or microbatches.
     """
-    _check(config)
+    check_pipeline(config)
     mesh = make_mesh(pp=int(os.environ.get("WORLD_SIZE", "1")), timeout=timedelta(minutes=5))
     try:
         rows = measure(config, mesh)
@@ -56,7 +56,15 @@ def bench_pipeline(config: PipelineConfig) -> None:
             dist.destroy_process_group()
 
 
-def _check(config: PipelineConfig) -> None:
+def check_pipeline(config: PipelineConfig) -> None:
+    """Refuses what cannot be measured.
+
+    Args:
+        config: what was asked for.
+
+    Raises:
+        ConfigError: a number below 1, an unknown schedule, or none; all are listed.
+    """
     wrong = [
         f"{name}: {n}" for name in ("microbatches", "batch", "seq_len", "rounds") if (n := getattr(config, name)) < 1
     ]
