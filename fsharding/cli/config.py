@@ -25,7 +25,7 @@ from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.model import Model
 from fsharding.models.presets import recipe
 from fsharding.pipeline.plots import metrics_rows, require_matplotlib
-from fsharding.pipeline.schedule import Schedule, plan_schedule
+from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
 from fsharding.precision import FP8, FP8_BLOCK, MXFP8, NVFP4
 from fsharding.sharding.partition_spec import DEFAULT_RULES
@@ -163,7 +163,12 @@ def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
     if ranks == 1:
         return None
     return plan_schedule(
-        config.schedule, ranks, config.microbatches, stages_per_rank=config.stages_per_rank, gather=config.gather
+        config.schedule,
+        ranks,
+        config.microbatches,
+        stages_per_rank=config.stages_per_rank,
+        gather=config.gather,
+        overlap=config.schedule in PAIRED and abstract(mesh).axis_size("ep") > 1,
     )
 
 
