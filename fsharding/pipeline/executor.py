@@ -245,7 +245,13 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ a stage
     def _tape(self, stage: int) -> Tape:
-        tape = Tape(*self.stage_state.parts(stage), self.precision, self.pool, defers=self.splits)
+        tape = Tape(
+            *self.stage_state.parts(stage),
+            self.precision,
+            self.pool,
+            defers=self.splits,
+            once_for=(self.model.embed, stage),
+        )
         assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
         return tape
 

@@ -166,7 +166,7 @@ class Layout:
             return precision
         rounded = any(self.rounds(leaf) is not None for leaf in self.leaves)
         if rounded and not precision.computes_quantised:
-            return replace(precision, gather=None)
+            return precision.of_rounded()
         frozen = tuple(leaf.path for leaf in self.leaves if not leaf.trainable)
         return replace(precision, keep=(*precision.keep, *frozen), rounded=rounded) if frozen or rounded else precision
 

@@ -7,7 +7,6 @@ kept for backward, and no gradient is reduced. Law: the loss is that of a train 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -113,7 +112,7 @@ def evaluate(
             _refuse_pipeline(state, is_model)
             assert state is not None and pipeline is not None
             values = round_params(values, state.layout, dtypes, key)
-            return pipeline.loss(state.layout, values, pieces, replace(dtypes, gather=None))
+            return pipeline.loss(state.layout, values, pieces, dtypes.of_rounded())
         if is_model and state is not None:
             refuse_model(_NAME, model, state.layout)
         losses: list[Loss] = []

@@ -447,7 +447,8 @@ class TrainStep:
             layout: of the states.
 
         Raises:
-            ConfigError: a `Model` on a mesh with an axis that it does not compute over.
+            ConfigError: a `Model` on a mesh with an axis that it does not compute over, or a strict precision with a
+                pipeline.
             ScheduleError: the schedule cannot have so many ranks or microbatches.
             TreeError: a layout of a model with other parameters.
         """
@@ -459,6 +460,9 @@ class TrainStep:
         check = self._check or ("now" if _device_of(layout) == "cpu" else "next")
         precision = self._precision or layout.precision
         _refuse_other_formats(precision, layout)
+        if schedule is not None and precision.strict:
+            text = "cannot be strict with a pipeline: its stages multiply weights that are dequantised."
+            raise ConfigError(message("train step", text, mend="Leave strict out, or keep pp at 1."))
         return StepPlan(_without_devices(layout), layout.in_flight(precision), schedule, check == "now")
 
     def _plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
@@ -497,7 +501,7 @@ class TrainStep:
             state.layout,
             round_params(state.params, state.layout, plan.precision, rounding_key(state.key, state.step, state.layout)),
             microbatches,
-            precision=replace(plan.precision, gather=None),
+            precision=plan.precision.of_rounded(),
             policy=self._policy,
             scale=loss_scale,
             known=plan.messages,
