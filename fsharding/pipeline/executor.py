@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.counters import uncounted
 from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
 from fsharding.comm.native import Message, as_bytes, receive_object, send_object
@@ -28,7 +29,7 @@ from fsharding.comm.transport import send_recv, start_sum
 from fsharding.comm.turns import Partner
 from fsharding.errors import TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes
+from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes, set_mesh
 from fsharding.mesh.failures import among, naming_lost
 from fsharding.models.stacks import first_unit, scan_stacks
 from fsharding.pipeline.actions import Action, Entry, Pair, uses_parameters
@@ -230,6 +231,9 @@ class _Run:
     def __post_init__(self) -> None:
         mesh = self.layout.mesh
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
+        self.others_are_fake = self.group.process_group is not None and _compat.has_fake_backend(
+            self.group.process_group
+        )
         actions = self.schedule.actions_on(self.rank)
         self.splits = any(action.kind == "I" for action in actions)
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
@@ -309,6 +313,9 @@ class _Run:
                 spec, leaves = self.handed.pop((kind[-1], stage, m))
                 self.sent[action] = self._guard(action, lambda: self._send(action, spec, leaves))
             case _:
+                if kind == "RECV_F" and self.others_are_fake:
+                    assert m is not None
+                    self._foresee(stage - 1, m)
                 self.arrived[action] = self._guard(action, lambda: self._receive(action))
 
     def _compute(self, action: Action) -> None:
@@ -441,7 +448,7 @@ class _Run:
     def _tell(self, action: Action, peer: int, sent: tuple[Any, _Shapes]) -> None:
         """Says what activations look like, the first time that a stage sends them for such a microbatch."""
         key = action.stage, self._looks(action.microbatch or 0)
-        if key not in self.known:
+        if key not in self.known and not self.others_are_fake:
             send_object(sent, peer, self.group, self.device)
         if self.known.setdefault(key, sent) != sent:
             rule = f"got other activations of stage {action.stage} than before from a microbatch of the same shapes."
@@ -463,6 +470,21 @@ class _Run:
         leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in types]
         messages = [Message(peer, self._tag(action, i), as_bytes(x)) for i, x in enumerate(leaves)]
         return spec, leaves, send_recv([], messages, self.group, self.device)
+
+    def _foresee(self, stage: int, m: int) -> None:
+        """Learns what a stage of another rank sends, where no other rank is there to say so.
+
+        All stages up to it are computed, on tensors that look like their parameters.
+        """
+        key = stage, self._looks(m)
+        if key in self.known:
+            return
+        with torch.no_grad(), set_mesh(self.layout.mesh), uncounted():
+            x: Any = None
+            for earlier in range(stage + 1):
+                x = self._forward(earlier, self.stage_state.stand_ins(earlier, self.device), x, self.pieces[m])
+        leaves, spec = tree.flatten(x)
+        self.known[key] = spec, _shapes(leaves)
 
     def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
         """Says who it was with, and in what, if it fails."""

@@ -151,6 +151,27 @@ class StageState:
             note("wait", Action("GATHER", stage))
         return self.work[stage]
 
+    def stand_ins(self, stage: int, device: torch.device) -> Tree:
+        """Tensors that look like the parameters of a stage, as its own rank has them once they are gathered.
+
+        Args:
+            stage: any but the last one.
+            device: of the tensors, which have no values.
+        """
+        counts = layers_by_stage(self.model, self.schedule, self.layout)[stage]
+
+        def look_like(leaf: LeafLayout, rows: int | None) -> Tensor:
+            shape = whole(leaf.params).local_shape(leaf.shape)
+            dtype = self.precision.compute_dtype(self.layout.param_dtype(leaf))
+            return torch.empty(shape if rows is None else (rows, *shape[1:]), dtype=dtype, device=device)
+
+        leaves = tree.unflatten(self.layout.structure, [*self.layout.leaves])
+        stacks = map_stacks(
+            self.model, lambda i, stack: tree.map(lambda leaf: look_like(leaf, counts[i]), stack), leaves["blocks"]
+        )
+        embed = tree.map(lambda leaf: look_like(leaf, None), leaves["embed"])
+        return {"blocks": stacks, "embed": embed} if stage == 0 else {"blocks": stacks}
+
     def used(self, stage: int) -> None:
         """Notes that an action has used the parameters of a stage; after the last one, they go."""
         self._uses[stage] -= 1

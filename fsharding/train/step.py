@@ -51,7 +51,7 @@ from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch, uncut, uneven
 from fsharding.train.state import TrainState, main_of, refuse_changed, rounding_key, sealed, spread
 from fsharding.train.state_check import StateCheck, check_numbers
-from fsharding.train.verdict import REFUSED, SKIPPED, PendingVerdict, verdict_of
+from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, PendingVerdict, verdict_of
 from fsharding.transforms import policies
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy, check_policy
@@ -403,7 +403,8 @@ class TrainStep:
             return _refusal(int(state_step), squares, loss, norm)
 
         state_step, loss_scale, known = state.step, state.loss_scale, plan.check_now
-        result = int(verdict) if known else None
+        # A step without values counts.
+        result = None if not known else GOOD if _compat.is_fake(verdict) else int(verdict)
         stop.settle(loss.device)
         if result == REFUSED:
             raise NonFiniteError(refusal())
