@@ -511,7 +511,7 @@ class TrainStep:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
         layout, has_aux = state.layout, self._loss_fn.has_aux
         key = self._loss_fn.key(state)
-        rounding = rounding_key(state.key, state.step, layout)
+        rounding = rounding_key(state.key, state.step, layout, plan.precision)
         grads: Tree = None
         losses: list[Tensor] = []
         weights: list[Tensor] = []
@@ -530,6 +530,7 @@ class TrainStep:
                 grad_pool=plan.buffers,
                 stop=stop if last else None,
                 key=rounding,
+                microbatch=i,
             )
             if has_aux:
                 result, aux = result

@@ -27,6 +27,7 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -143,7 +144,7 @@ class GatherContext:
         self._pool, self._owns_pool = pool or Pool(), pool is None
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
         memory = self._pool.memory(self._device)
-        self.reducer = GradReducer(leaves, targets, accumulated, memory, self._device, grad_pool)
+        self.reducer = GradReducer(leaves, targets, accumulated, memory, self._device, grad_pool, self._term_noise_of)
         self._units: list[GatheredUnit] = []
         self._current: GatheredUnit | None = None
         self._prefetched: dict[tuple[LeafIndex, ...], GatheredUnit] = {}
@@ -223,7 +224,11 @@ class GatherContext:
             compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
             target = (self._targets if row is None else self._row_targets)[number]
             misaligned = row is not None and leaf.value.nbytes % _ALIGN != 0
-            format = None if self._formats is None else self._formats.of(LeafIndex(number, row), len(leaf.shape))
+            format = None
+            if self._formats is not None:
+                format = self._formats.of(LeafIndex(number, row), len(leaf.shape))
+                if target is not None and (of_term := self._formats.of_term(LeafIndex(number, row), len(leaf.shape))):
+                    target = replace(target, format=of_term)
             described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, compute, target, misaligned, format))
 
         def name() -> str:
@@ -239,6 +244,13 @@ class GatherContext:
         if formats is None:
             return None
         return lambda i: formats.noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
+
+    def _term_noise_of(self, unit: GatheredUnit) -> Noise | None:
+        formats, device = self._formats, self._device
+        if formats is None:
+            return None
+        index, leaves = unit.index, unit.leaves
+        return lambda i: formats.term_noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
 
     def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor]:
         """Forward reaches a unit: releases the one before it, and waits for this one.
@@ -460,7 +472,7 @@ class _LargeLeafGrad(Function):
         reducer, plan, put = context.reducer, unit.plan, None
         ctx.take = functools.partial(reducer.take, unit, plan, large)
         bucket = plan.reductions[large.bucket]
-        if not bucket.native and has_slots(whole, bucket.steps[large.slot], plan.mesh):
+        if not bucket.native and bucket.format is None and has_slots(whole, bucket.steps[large.slot], plan.mesh):
             put = functools.partial(reducer.write, unit, plan, large)
         # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
         if (put_term := context.put_term(unit, large.leaf, whole.shape, put)) is not None:

@@ -23,6 +23,7 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.stop_bit import StopBit
 from fsharding.comm.transport import start_sum
 from fsharding.errors import TransformError, message
+from fsharding.formats.blocks import Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.mesh.failures import naming_lost
@@ -42,7 +43,7 @@ from fsharding.sharding.named_sharding import (
 from fsharding.transforms.gather_context import GatherContext, activate
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.unit_plan import GradTarget
-from fsharding.transforms.weight_formats import WeightFormats
+from fsharding.transforms.weight_formats import WeightFormats, key_of_terms
 from fsharding.tree import Tree
 
 __all__ = ["GradFn", "Loss", "Tape", "global_loss", "loss_and_grads", "refuse_backward", "value_and_grad"]
@@ -179,6 +180,7 @@ def loss_and_grads(
     grad_pool: Pool | None = None,
     stop: StopBit | None = None,
     key: Tensor | None = None,
+    microbatch: int = 0,
 ) -> tuple[Any, Tree]:
     """One call of the function that `value_and_grad` returns.
 
@@ -195,8 +197,9 @@ def loss_and_grads(
             soon as nobody holds the gradient that was in it. By default they are in fresh memory.
         stop: the bit of `fs.preemption`, which a train step sends in the sum of loss and weight.
         key: as in `value_and_grad`.
+        microbatch: the number of this call among those with this key.
     """
-    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool, key=key)
+    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool, key=key, microbatch=microbatch)
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux)
@@ -264,6 +267,8 @@ class Tape:
         function: the public function, for errors.
         defers: whether `backward` may be called with `defers`.
         key: for formats whose rounding is keyed.
+        microbatch: the number of the call among those with this key.
+        layers: of leaves that are some rows of a stack, by path: the first layer, and how many the stack has in all.
 
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
@@ -291,6 +296,8 @@ class Tape:
         *,
         defers: bool = False,
         key: Tensor | None = None,
+        microbatch: int = 0,
+        layers: Callable[[str], tuple[int, int] | None] = lambda _: None,
     ) -> None:
         _refuse_transforms(params, function)
         self._leaves, self._spec = tree.flatten(params)
@@ -312,9 +319,14 @@ class Tape:
         self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
         paths, compute = tree.paths(params), precision.compute_dtype
         formats = None
-        if precision.gather is not None:
-            stacks = [x.shape[0] if x is not None and x.shape else 0 for x in nodes]
-            formats = WeightFormats(precision, paths, stacks, key)
+        if precision.gather is not None or isinstance(precision.reduce, Blocks):
+            rows = [
+                layers(path) or (0, x.shape[0] if x is not None and x.shape else 0)
+                for path, x in zip(paths, nodes, strict=True)
+            ]
+            firsts, stacks = [first for first, _ in rows], [count for _, count in rows]
+            term_key = key_of_terms(key, self.mesh, microbatch)
+            formats = WeightFormats(precision, paths, stacks, firsts, key, term_key)
         self.context = GatherContext(
             nodes, paths, self._targets, compute, accumulated, pool, grad_pool, defers=defers, formats=formats
         )
