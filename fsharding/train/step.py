@@ -491,17 +491,19 @@ class TrainStep:
         """Forward and backward of all microbatches, through the pipeline or one after the other."""
         if plan.schedule is None:
             return self._accumulate(plan, state, microbatches, loss_scale, stop)
+        rounding = rounding_key(state.key, state.step, state.layout, plan.precision)
         grads, loss, weight = pipeline_grads(
             self._model,
             plan.schedule,
             state.layout,
-            round_params(state.params, state.layout, plan.precision, rounding_key(state.key, state.step, state.layout)),
+            round_params(state.params, state.layout, plan.precision, rounding),
             microbatches,
             precision=replace(plan.precision, gather=None),
             policy=self._policy,
             scale=loss_scale,
             known=plan.messages,
             stop=stop,
+            key=rounding,
         )
         return _Sums(grads, loss, weight)
 
