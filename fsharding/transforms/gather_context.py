@@ -362,6 +362,10 @@ class GatherContext:
 
         return put_or_defer
 
+    def is_complete(self, *, has_slot: bool) -> bool:
+        """Whether the gradient that backward has of a large leaf is all of it, or the rest can be added to a slot."""
+        return self._deferred is None or has_slot
+
     @torch.no_grad()
     def run_deferred(self) -> None:
         """Computes what a `deferring` backward has left, and reduces the gradients, in the order of that backward."""
@@ -474,6 +478,7 @@ class _LargeLeafGrad(Function):
         bucket = plan.reductions[large.bucket]
         if not bucket.native and bucket.format is None and has_slots(whole, bucket.steps[large.slot], plan.mesh):
             put = functools.partial(reducer.write, unit, plan, large)
+        ctx.is_complete = functools.partial(context.is_complete, has_slot=put is not None)
         # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
         if (put_term := context.put_term(unit, large.leaf, whole.shape, put)) is not None:
             ctx.put_term = put_term
@@ -482,8 +487,9 @@ class _LargeLeafGrad(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if grads[0] is not None:
-            ctx.take(grads[0])
+        if grads[0] is None or not ctx.is_complete():
+            return grads[0], None, None, None
+        ctx.take(grads[0])
         return None, None, None, None
 
 
