@@ -283,9 +283,7 @@ class CodedReduction:
             out.copy_(self._add_terms(i, rows, self._group.terms, among, None).view(shape))
         return out
 
-    def _add_terms(
-        self, i: int, rows: Rows, members: Sequence[int], dtype: torch.dtype, out: Tensor | None
-    ) -> Tensor:
+    def _add_terms(self, i: int, rows: Rows, members: Sequence[int], dtype: torch.dtype, out: Tensor | None) -> Tensor:
         """The tree of `sum_rows` over some members, of which only a few terms are wide at a time."""
         size = math.prod(self._plan.sums.slots[i].piece_shape(self._member))
         if len(members) == 1 or len(members) * size <= _BLOCK:

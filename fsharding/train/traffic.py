@@ -224,9 +224,9 @@ def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: 
         (_leaves(sender, "head", *tied), int(stage.last), stage.walks if sender.schedule else 0, None, 0),
     ):
         rows = None if path is None else range(start, start + count)
-        for kept, number in _alike(sender, unit, rows, count):
-            _gather(sender, unit, kept, 0 if sender.once else number * (m + back))
-            _reduce(sender, unit, kept, number if sender.each else 0)
+        for without_format, number in _alike(sender, unit, rows, count):
+            _gather(sender, unit, without_format, 0 if sender.once else number * (m + back))
+            _reduce(sender, unit, without_format, number if sender.each else 0)
 
 
 def _alike(
@@ -250,7 +250,7 @@ def _alike(
     return [*Counter(frozenset(path for path, r in kept.items() if row in r) for row in rows).items()]
 
 
-def _gather(sender: Sender, unit: Sequence[_Leaf], kept: frozenset[str], times: int) -> None:
+def _gather(sender: Sender, unit: Sequence[_Leaf], without_format: frozenset[str], times: int) -> None:
     """A unit as one bucket for each set of axes, experts apart from what has other data axes, and so are codes."""
     precision, moves = sender.layout.precision, dict[object, list[_Move]]()
     coded: dict[object, list[tuple[_Leaf, NamedSharding]]] = {}
@@ -258,7 +258,8 @@ def _gather(sender: Sender, unit: Sequence[_Leaf], kept: frozenset[str], times: 
         home, dtype = leaf.cut("params"), precision.compute_dtype(sender.layout.param_dtype(leaf.plan))
         steps = plan_steps(home, whole(home))
         key = kinds_of(steps), home.data_axes
-        if sender.rounds == "in units" and leaf.plan.path not in kept and sender.layout.format_of(leaf.plan) is not None:
+        rounded = sender.rounds == "in units" and leaf.plan.path not in without_format
+        if rounded and sender.layout.format_of(leaf.plan) is not None:
             coded.setdefault(key, []).append((leaf, home))
         elif steps:
             moves.setdefault(key, []).append(_Move(leaf, home, whole(home), dtype.itemsize))
@@ -308,7 +309,7 @@ def round_at_rest(sender: Sender) -> None:
             _maxima(sender, [_codes(sender, leaf, leaf.cut(kind))], 1)
 
 
-def _reduce(sender: Sender, unit: Sequence[_Leaf], kept_leaves: frozenset[str], count: int) -> None:
+def _reduce(sender: Sender, unit: Sequence[_Leaf], without_format: frozenset[str], count: int) -> None:
     """Gradients of a unit: of each microbatch to where they are held, of all of them to where they belong."""
     precision, m = sender.layout.precision, sender.microbatches
     apart, first, second = dict[object, list[_Move]](), dict[object, list[_Move]](), dict[object, list[_Move]]()
@@ -319,7 +320,7 @@ def _reduce(sender: Sender, unit: Sequence[_Leaf], kept_leaves: frozenset[str], 
         main = held if sender.schedule is not None else main
         kinds = tuple(kinds_of(plan_steps(*pair)) for pair in ((source, held), (held, main)))
         format = precision.reduce_format(leaf.plan.path, len(leaf.shape(sender.where)))
-        format = None if leaf.plan.path in kept_leaves else format
+        format = None if leaf.plan.path in without_format else format
         kept, native = precision.grad_dtype(rest), sender.native and format is None
         term = precision.reduce_dtype or (kept if native else precision.compute_dtype(rest))
         move = _Move(leaf, source, held, term.itemsize, kept.itemsize, native, format)

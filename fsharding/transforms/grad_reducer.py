@@ -167,7 +167,8 @@ class GradReducer:
         with _compat.region("scatter"):
             for number, b in enumerate(plan.reductions):
                 bucket = self._open.pop((unit, number), None) or self._make_bucket(unit, plan, b)
-                rest = [(slot, i) for slot, i in enumerate(b.leaves) if slot not in bucket.filled or grads[i] is not None]
+                filled = bucket.filled
+                rest = [(slot, i) for slot, i in enumerate(b.leaves) if slot not in filled or grads[i] is not None]
                 bucket.add([slot for slot, _ in rest], [grads[i] for _, i in rest])
                 leaves = [index[i] for i in b.leaves]
                 self._pending.append(self._finish_later(unit, plan, b, leaves, bucket.start()))

@@ -33,6 +33,9 @@ from fsharding.tree import Tree
 __all__ = ["WeightFormats", "key_of_terms", "plan_weight", "round_copies", "round_params"]
 
 
+_GIVE_A_KEY = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
+
+
 @dataclass(frozen=True)
 class WeightFormats:
     """The formats of the leaves of a parameter tree.
@@ -76,7 +79,14 @@ class WeightFormats:
     def term_noise(
         self, index: LeafIndex, sharding: NamedSharding, shape: tuple[int, ...], device: torch.device
     ) -> Tensor:
-        """The numbers in [0, 1) by which a term of the gradient of a leaf of a unit is rounded."""
+        """The numbers in [0, 1) by which a term of the gradient of a leaf of a unit is rounded.
+
+        Raises:
+            ConfigError: there is no key.
+        """
+        if self.term_key is None:
+            rule = f"rounds terms of the gradient of {self.paths[index.leaf]} by key, and has none."
+            raise ConfigError(message("fs.value_and_grad", rule, mend=_GIVE_A_KEY))
         return self._noise(self.term_key, index, whole(sharding), shape, device)
 
     def _noise(
@@ -119,8 +129,7 @@ def _noise(
         ConfigError: there is no key.
     """
     if key is None:
-        mend = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
-        raise ConfigError(message("fs.gather_unit", f"rounds {path} by key, and has none.", mend=mend))
+        raise ConfigError(message("fs.gather_unit", f"rounds {path} by key, and has none.", mend=_GIVE_A_KEY))
     return uniform_at(key, zlib.crc32(path.encode()), shape, ranges, device)
 
 
