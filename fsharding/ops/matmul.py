@@ -15,17 +15,18 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding import _compat
+from fsharding.formats.quantised import Quantised, dequantise
 from fsharding.ops.grad_sink import put_term, takes_terms
 
 __all__ = ["product"]
 
 
-def product(x: Tensor, weight: Tensor, dim: int) -> Tensor:
+def product(x: Tensor, weight: Tensor | Quantised, dim: int) -> Tensor:
     """Sums over the last dim of x and a dim of a weight.
 
     Args:
         x: [..., D].
-        weight: [F, D] for dim 1, [D, F] for dim 0.
+        weight: [F, D] for dim 1, [D, F] for dim 0; a `Quantised` too.
         dim: 1 for `x @ weight.T`, 0 for `x @ weight`.
 
     Returns:
@@ -36,6 +37,8 @@ def product(x: Tensor, weight: Tensor, dim: int) -> Tensor:
         >>> fs.ops.product(fs.ops.product(x, up, 1), down, 0).shape
         torch.Size([2, 3])
     """
+    if isinstance(weight, Quantised):
+        weight = dequantise(weight)
     if not takes_terms(weight):
         return _multiply(x, weight, dim)
     if x.ndim < 2 or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):

@@ -96,7 +96,7 @@ class Sender:
         """When weights that have a format are rounded: "in units", "before" or "after" a step; "" for never."""
         if self.layout.precision.gather is None:
             return ""
-        if self.layout.in_flight(self.layout.precision).gather is None:
+        if any(self.layout.rounds(leaf) is not None for leaf in self.layout.leaves):
             return "after"
         return "in units" if self.schedule is None else "before"
 
