@@ -115,7 +115,8 @@ def value_and_grad(
         precision: dtypes of compute, wire and gradients, and formats of weights. Of parameters that are copies of main
             parameters kept apart, and rounded already, say `layout.in_flight(precision)`.
         mean: divide by the global weight; else loss and gradients are sums.
-        key: int64[2], for formats whose rounding is keyed: another one in each step, the same on all ranks.
+        key: int64[2], for formats whose rounding is keyed: another one in each step, the same on all ranks. Calls with
+            one key round weights alike, and terms of gradients by the same numbers.
 
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when

@@ -61,6 +61,7 @@ def real_ranks(cases):
 
 
 CASES = [({"dp": 2}, "zero0", fs.FP32, True), ({"dp": 2}, "zero3", FP16, True, 2), ({"tp": 2}, "zero2", fs.BF16, False)]
+CASES += [({"dp": 2}, level, fs.MXFP8, True) for level in ("zero0", "zero3")]
 MORE = [({"dp": 2}, name, precision, True, 2) for name in STRATEGIES for precision in (fs.FP32, fs.BF16, FP16)]
 MORE += [({axis: 2}, name, fs.BF16, False) for axis in ("tp", "cp", "ep", "replica") for name in STRATEGIES]
 
