@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -227,6 +227,10 @@ class Precision:
     def activation_dtype(self) -> torch.dtype | None:
         """The dtype in which a loss function computes; None for that of main parameters."""
         return (self.activations or torch.bfloat16) if isinstance(self.compute, Blocks) else self.compute
+
+    def of_rounded(self) -> Precision:
+        """The precision of a call that gets plain tensors that have been rounded: without formats of weights."""
+        return replace(self, compute=self.activation_dtype, gather=None, activations=None, strict=False, rounded=False)
 
     @property
     def computes_quantised(self) -> bool:

@@ -196,10 +196,14 @@ class GatherContext:
         path = self.paths[leaf].rpartition(".")[0] or self.paths[leaf]
         return path if row is None else f"{path}[{row}]"
 
+    def path_of(self, index: LeafIndex) -> str:
+        """A leaf of the parameters, as an error names it."""
+        return f"params.{self.paths[index.leaf]}{'' if index.row is None else f'[{index.row}]'}"
+
     def gathered_leaves(self) -> list[str]:
         """The leaves of all units that were gathered, with their types, the last unit first; for an error."""
         return [
-            f"params.{self.paths[index.leaf]}{'' if index.row is None else f'[{index.row}]'} is {typeof(leaf)}"
+            f"{self.path_of(index)} is {typeof(leaf)}"
             for unit in reversed(self._units)
             for index, leaf in zip(unit.index, unit.leaves, strict=True)
         ]

@@ -165,7 +165,7 @@ def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor
         precision: of the call, as `Layout.in_flight` gives it.
         key: for keyed rounding.
     """
-    if precision.gather is None:
+    if precision.gather is None or precision.rounded:
         return params
     result: list[Tensor] = []
     for x, leaf in zip(tree.leaves(params), layout.leaves, strict=True):
