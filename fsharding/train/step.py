@@ -496,17 +496,19 @@ class TrainStep:
         """Forward and backward of all microbatches, through the pipeline or one after the other."""
         if plan.schedule is None:
             return self._accumulate(plan, state, microbatches, loss_scale, stop)
+        rounding = rounding_key(state.key, state.step, state.layout, plan.precision)
         grads, loss, weight = pipeline_grads(
             self._model,
             plan.schedule,
             state.layout,
-            round_params(state.params, state.layout, plan.precision, rounding_key(state.key, state.step, state.layout)),
+            round_params(state.params, state.layout, plan.precision, rounding),
             microbatches,
             precision=plan.precision.of_rounded(),
             policy=self._policy,
             scale=loss_scale,
             known=plan.messages,
             stop=stop,
+            key=rounding,
         )
         return _Sums(grads, loss, weight)
 
@@ -516,7 +518,7 @@ class TrainStep:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
         layout, has_aux = state.layout, self._loss_fn.has_aux
         key = self._loss_fn.key(state)
-        rounding = rounding_key(state.key, state.step, layout)
+        rounding = rounding_key(state.key, state.step, layout, plan.precision)
         grads: Tree = None
         losses: list[Tensor] = []
         weights: list[Tensor] = []
@@ -535,6 +537,7 @@ class TrainStep:
                 grad_pool=plan.buffers,
                 stop=stop if last else None,
                 key=rounding,
+                microbatch=i,
             )
             if has_aux:
                 result, aux = result
