@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from fsharding.errors import LayoutError, SpecError, listed, message
+from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.precision import DTYPES
+from fsharding.sharding.block_scales import coded_part, plan_scales
 from fsharding.sharding.named_sharding import Assigned, NamedSharding
 from fsharding.sharding.partition_spec import AxisRules, DimName, Fused, P, rule_name
 from fsharding.sharding.stage_owners import Stages, assignment, begins, objection, stage_of
@@ -355,7 +357,9 @@ def owner_of(
     """The leaf of a layout that a leaf of a state belongs to, as a parameter, its main copy, or one of its moments.
 
     The path of a moment ends with that of its parameter; of several the longest counts. Under one of the names in
-    `STATISTICS` it is a mean over a dim of the parameter; then shape and sharding are those of the mean.
+    `STATISTICS` it is a mean over a dim of the parameter; then shape and sharding are those of the mean. Of a moment in
+    low precision the path ends with what `block_scales` calls codes and scales; of scales, shape and sharding are
+    theirs.
 
     Args:
         path: of the leaf, such as `params.blocks.wq`, or `opt_state.states.1.mu.blocks.wq`.
@@ -380,8 +384,18 @@ def owner_of(
             mean = (*leaf.shape[:at], min(leaf.shape[at], 1), *leaf.shape[at + 1 :])
             result.append(replace(leaf, shape=mean, main=mean_over(leaf.main, len(mean), dim)))
         result.append(leaf)
+    if (coded := coded_part(path)) is not None:
+        moment, blocks = coded
+        for leaf in leaves:
+            if len(leaf.shape) > 1 and f".{moment}".endswith(f".{leaf.path}" if leaf.path else ""):
+                result.append(leaf if blocks is None else _of_scales(leaf, blocks))
     fits = (leaf for leaf in result if _can_hold(leaf, held, local))
     return max(fits, key=lambda leaf: len(leaf.path), default=None)
+
+
+def _of_scales(leaf: LeafLayout, blocks: Blocks) -> LeafLayout:
+    scales = plan_scales(leaf.main, leaf.shape, blocks)
+    return replace(leaf, shape=scales.shape, main=scales.sharding)
 
 
 def _can_hold(leaf: LeafLayout, held: tuple[int, ...], local: bool) -> bool:
