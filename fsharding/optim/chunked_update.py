@@ -283,9 +283,8 @@ class _Held:
         codes = codec.encode(x, scales, format, block=leaf.block, start=chunk.start, noise=noise)
         if self.moment.root:
             codes = torch.where((codes == 0) & (x > 0), 1, codes)
-        for held, new, place in ((self.codes, codes, chunk.place), (self.scales, scales.blocks, chunk.of_scales)):
-            here = held[place]
-            here.copy_(new if finite is None else torch.where(finite, new, here))
+        _write(self.codes[chunk.place], codes, finite)
+        _write(self.scales[chunk.of_scales], scales.blocks, finite)
 
     def keyed(self) -> bool:
         """Whether it is rounded by key."""
@@ -297,6 +296,10 @@ class _Held:
             return like_leaf(self.moment, self.codes)
         codes, scales = like_leaf(self.moment.codes, self.codes), like_leaf(self.moment.scales, self.scales)
         return replace(self.moment, codes=codes, scales=scales)
+
+
+def _write(held: Tensor, new: Tensor, finite: Tensor | None) -> None:
+    held.copy_(new if finite is None else torch.where(finite, new, held))
 
 
 def change_leaves(
@@ -339,6 +342,10 @@ def change_leaves(
                     noise = leaf.noise(drawn[0], roles[k], chunk.box, x.device)
                 amax = known[i, k][chunk.of_scales] if (i, k) in known else None
                 m.rounded(leaf, chunk, x, amax, noise, finite)
+        # Of a leaf whose blocks are shared a rank also has the scales of blocks that only others have parts of.
+        for k, m in enumerate(of_leaf):
+            if (i, k) in known:
+                _write(m.scales, codec.scales_of(known[i, k], m.moment.format).blocks, finite)
     return [[m.result() for m in column] for column in held]
 
 
