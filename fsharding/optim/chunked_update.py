@@ -270,7 +270,7 @@ class _Held:
     def rounded(
         self, leaf: Leaf, chunk: Chunk, x: Tensor, amax: Tensor | None, noise: Tensor | None, finite: Tensor | None
     ) -> None:
-        """Writes a new chunk, or what was there where `finite` is false."""
+        """Writes a new chunk, or what was there where `finite` is false; scales if they are not known from the start."""
         if not self.coded:
             self.codes[chunk.place].copy_(x)  # the kernel has left it as it was where it should be
             return
@@ -278,13 +278,13 @@ class _Held:
         format: Blocks = self.moment.format
         if self.moment.root:
             x, format = x.sqrt(), format.with_rounding("keyed")
-        amax = codec.amaxes(x, leaf.block, chunk.start) if amax is None else amax
-        scales = codec.scales_of(amax, format)
+        scales = codec.scales_of(codec.amaxes(x, leaf.block, chunk.start) if amax is None else amax, format)
         codes = codec.encode(x, scales, format, block=leaf.block, start=chunk.start, noise=noise)
         if self.moment.root:
             codes = torch.where((codes == 0) & (x > 0), 1, codes)
         _write(self.codes[chunk.place], codes, finite)
-        _write(self.scales[chunk.of_scales], scales.blocks, finite)
+        if amax is None:
+            _write(self.scales[chunk.of_scales], scales.blocks, finite)
 
     def keyed(self) -> bool:
         """Whether it is rounded by key."""
@@ -342,7 +342,8 @@ def change_leaves(
                     noise = leaf.noise(drawn[0], roles[k], chunk.box, x.device)
                 amax = known[i, k][chunk.of_scales] if (i, k) in known else None
                 m.rounded(leaf, chunk, x, amax, noise, finite)
-        # Of a leaf whose blocks are shared a rank also has the scales of blocks that only others have parts of.
+        # Not before: other chunks are still widened with the old ones. And a rank has the scales of all blocks, also
+        # of those that only others have parts of.
         for k, m in enumerate(of_leaf):
             if (i, k) in known:
                 _write(m.scales, codec.scales_of(known[i, k], m.moment.format).blocks, finite)
