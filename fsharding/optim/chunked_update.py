@@ -425,7 +425,7 @@ def write_param(
     """
     if context.rounding == "keyed" and param.dtype == torch.bfloat16:
         new = codec.to_bfloat16(new.to(torch.float32), leaf.noise(key(), "main", chunk.box, new.device))
-    param.copy_(new)
+    _write(param, new.to(param.dtype), context.finite)  # a NaN that stays has the bits that it had
 
 
 def rebuilt(moments: Tree, new: Sequence[Any]) -> Tree:
