@@ -38,9 +38,9 @@ from fsharding.interop.megatron_names import EMBEDDING, HEAD, Dialect, dialect_o
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.models.decoder import DecoderConfig
-from fsharding.optim.coded_moment import is_coded, moment_leaves
 from fsharding.optim.adam import AdamState
 from fsharding.optim.base import GradientTransformation
+from fsharding.optim.coded_moment import is_coded, moment_leaves
 from fsharding.precision import DTYPES
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import local_of

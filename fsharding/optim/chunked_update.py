@@ -270,7 +270,7 @@ class _Held:
     def rounded(
         self, leaf: Leaf, chunk: Chunk, x: Tensor, amax: Tensor | None, noise: Tensor | None, finite: Tensor | None
     ) -> None:
-        """Writes a new chunk, or what was there where `finite` is false; scales if they are not known from the start."""
+        """Writes a new chunk, or what was there where `finite` is false; and its scales, where none were given."""
         if not self.coded:
             self.codes[chunk.place].copy_(x)  # the kernel has left it as it was where it should be
             return

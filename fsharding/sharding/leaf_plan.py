@@ -373,7 +373,7 @@ def owner_of(
     field, _, rest = path.partition(".")
     if field in ("params", "main"):
         return next((leaf for leaf in leaves if leaf.path == rest), None)
-    held, result = tuple(shape), list[LeafLayout]()
+    held, result = tuple(shape), list[tuple[int, LeafLayout]]()
     for leaf in leaves:
         ending = f".{leaf.path}" if leaf.path else ""
         if not f".{path}".endswith(ending):
@@ -382,15 +382,16 @@ def owner_of(
         if dim is not None and len(leaf.shape) >= -dim:
             at = len(leaf.shape) + dim
             mean = (*leaf.shape[:at], min(leaf.shape[at], 1), *leaf.shape[at + 1 :])
-            result.append(replace(leaf, shape=mean, main=mean_over(leaf.main, len(mean), dim)))
-        result.append(leaf)
+            result.append((len(leaf.path), replace(leaf, shape=mean, main=mean_over(leaf.main, len(mean), dim))))
+        result.append((len(leaf.path), leaf))
     if (coded := coded_part(path)) is not None:
         moment, blocks = coded
         for leaf in leaves:
             if len(leaf.shape) > 1 and f".{moment}".endswith(f".{leaf.path}" if leaf.path else ""):
-                result.append(leaf if blocks is None else _of_scales(leaf, blocks))
-    fits = (leaf for leaf in result if _can_hold(leaf, held, local))
-    return max(fits, key=lambda leaf: len(leaf.path), default=None)
+                longer = len(leaf.path) + len(path) - len(moment)
+                result.append((longer, leaf if blocks is None else _of_scales(leaf, blocks)))
+    fits = ((length, leaf) for length, leaf in result if _can_hold(leaf, held, local))
+    return max(fits, key=lambda both: both[0], default=(0, None))[1]
 
 
 def _of_scales(leaf: LeafLayout, blocks: Blocks) -> LeafLayout:
