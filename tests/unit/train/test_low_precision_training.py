@@ -21,7 +21,7 @@ def batches(steps):
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         tokens = torch.randint(0, CONFIG.vocab, (8, 1), generator=generator)
-        for _ in range(32):
+        for _ in range(16):
             chance = torch.randint(0, CONFIG.vocab, (8, 1), generator=generator)
             follows = torch.rand((8, 1), generator=generator) < 0.7
             tokens = torch.cat((tokens, torch.where(follows, (5 * tokens[:, -1:] + 3) % CONFIG.vocab, chance)), 1)
