@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -80,9 +80,12 @@ class Precision:
 
     Attributes:
         params: main parameters, which the optimizer updates.
-        compute: what the loss function sees, and the wire dtype of a gather; by default that of the main parameter.
+        compute: what the loss function sees, and the wire dtype of a gather; by default that of the main parameter. Or
+            a format: the loss function sees weights of blocks as `fs.Quantised`, which products of `ops` take, and
+            `activations` is the dtype of all else.
         gather: the format in which weights travel, or None for the dtype of compute. Weights are rounded to it, and the
             loss function sees these numbers in the dtype of compute, under every strategy: also where nothing travels.
+            Where compute is a format, it is that one.
         keep: which leaves have no format: patterns as in a shell, each for one part of a dotted path, such as "*norm*",
             or for all of it; "blocks[-2:]" is the last two layers of a stack. Leaves with fewer than two dims, and
             frozen ones, never have one.
@@ -100,6 +103,11 @@ class Precision:
             "keyed", up or down with the probability that makes the mean exact, by bits that follow from the key of the
             state, its step, and the place of the element in the whole leaf.
         loss_scale: dynamic loss scaling, or None.
+        activations: where compute is a format, the dtype in which the loss function computes: of leaves without a
+            format, and of those that are dequantised; by default bfloat16.
+        strict: products with weights in the format of compute are refused where the device has no kernel for it, see
+            `fs.ops.scaled_kernel`; else they are then dequantised and multiplied.
+        rounded: weights have been rounded already; `Layout.in_flight` says so of copies at rest.
 
     Example:
         >>> precision = fs.Precision(params=torch.bfloat16, moments=torch.bfloat16)
@@ -108,7 +116,7 @@ class Precision:
     """
 
     params: torch.dtype | None = None
-    compute: torch.dtype | None = None
+    compute: torch.dtype | Blocks | None = None
     reduce: torch.dtype | Blocks | None = None
     grads: torch.dtype | None = None
     moments: torch.dtype | Blocks | None = None
@@ -117,21 +125,26 @@ class Precision:
     gather: Blocks | None = None
     keep: tuple[str, ...] = KEEP
     rounding: Rounding = "nearest"
+    activations: torch.dtype | None = None
+    strict: bool = False
+    rounded: bool = False
 
     def __post_init__(self) -> None:
         if self.sums not in get_args(Sums):
             mend = f"Use one of {', '.join(get_args(Sums))}."
             raise ConfigError(message("Precision", f"got sums={self.sums!r}.", mend=mend))
-        roles = {role: getattr(self, role) for role in ("params", "compute", "reduce", "grads", "moments", "gather")}
+        names = ("params", "compute", "reduce", "grads", "moments", "gather", "activations")
+        roles = {role: getattr(self, role) for role in names}
         wrong = [
             f"{role}={x}"
             for role, x in roles.items()
             if x is not None
             and not (isinstance(x, torch.dtype) and x in DTYPES and role != "gather")
-            and not (isinstance(x, Blocks) and (role in ("gather", "reduce") or (role == "moments" and x.for_moments)))
+            and not (isinstance(x, Blocks) and role in ("compute", "gather", "reduce"))
+            and not (isinstance(x, Blocks) and role == "moments" and x.for_moments)
         ]
         if wrong:
-            mend = f"Use one of {', '.join(map(str, DTYPES))}; gather and reduce take an fs.Blocks, such as"
+            mend = f"Use one of {', '.join(map(str, DTYPES))}; compute, gather and reduce take an fs.Blocks, such as"
             mend += " fs.formats.MXFP8: 8 bits without scales lose small numbers. Moments take one of 8 bits without a"
             mend += " scale of whole matrices."
             raise ConfigError(message("Precision", "got dtypes that kernels lack.", wrong, mend))
@@ -144,6 +157,23 @@ class Precision:
         if not isinstance(self.keep, tuple) or not all(isinstance(x, str) for x in self.keep):
             mend = 'Give patterns of parts of paths, such as keep=("embed", "head", "*norm*", "blocks[-1]").'
             raise ConfigError(message("Precision", f"got keep={self.keep!r}.", mend=mend))
+        self._check_compute()
+
+    def _check_compute(self) -> None:
+        """A format of compute is that of gathers, and goes with a dtype of activations.
+
+        Raises:
+            ConfigError: it is not, or options that go with it are there without one.
+        """
+        if isinstance(self.compute, Blocks):
+            if self.gather not in (None, self.compute):
+                rule = f"computes in {self.compute} and gathers in {self.gather}: weights are rounded once."
+                raise ConfigError(message("Precision", rule, mend="Leave gather= out."))
+            object.__setattr__(self, "gather", self.compute)
+        elif self.activations is not None or self.strict:
+            given = f"activations={self.activations}" if self.activations is not None else "strict=True"
+            mend = "Give the dtype as compute=, or a format with it: compute=fs.formats.MXFP8."
+            raise ConfigError(message("Precision", f"got {given} and no format to compute in.", mend=mend))
 
     def format_of(self, path: str, ndim: int) -> Blocks | None:
         """The format in which a leaf travels; None for one that travels in the dtype of compute.
@@ -193,8 +223,23 @@ class Precision:
         return self.params if self.params and leaf.is_floating_point else leaf
 
     def compute_dtype(self, leaf: torch.dtype) -> torch.dtype:
-        """The dtype in which the loss function sees a leaf."""
-        return self.compute if self.compute and leaf.is_floating_point else self.main_dtype(leaf)
+        """The dtype in which the loss function sees a leaf, or dequantises it."""
+        dtype = self.activation_dtype
+        return dtype if dtype and leaf.is_floating_point else self.main_dtype(leaf)
+
+    @property
+    def activation_dtype(self) -> torch.dtype | None:
+        """The dtype in which a loss function computes; None for that of main parameters."""
+        return (self.activations or torch.bfloat16) if isinstance(self.compute, Blocks) else self.compute
+
+    def of_rounded(self) -> Precision:
+        """The precision of a call that gets plain tensors that have been rounded: without formats of weights."""
+        return replace(self, compute=self.activation_dtype, gather=None, activations=None, strict=False, rounded=False)
+
+    @property
+    def computes_quantised(self) -> bool:
+        """Whether the loss function sees weights of blocks as `fs.Quantised`."""
+        return isinstance(self.compute, Blocks)
 
     def grad_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a leaf are summed and kept."""

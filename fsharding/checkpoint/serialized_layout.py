@@ -101,10 +101,13 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
             **({} if precision.gather is None else {"gather": _plain_role(precision.gather)}),
             **({} if precision.keep == KEEP else {"keep": list(precision.keep)}),
             **({} if precision.rounding == "nearest" else {"rounding": precision.rounding}),
+            **({} if precision.activations is None else {"activations": dtype_name(precision.activations)}),
+            **({"strict": True} if precision.strict else {}),
         },
         "rules": {name: list(axes) for name, axes in layout.rules.items()},
         "frozen": [leaf.path for leaf in layout.leaves if not leaf.trainable],
         "stages": {path: list(owners) for path, owners in layout.stages},
+        **({"align": True} if layout.align else {}),
         "params": {
             leaf.path: {"shape": list(leaf.shape), "init": dtype_name(leaf.init), "names": plain_names(leaf.names)}
             for leaf in layout.leaves
@@ -153,6 +156,9 @@ def layout_in(
     """`layout_of` for another public function, whose name the errors carry."""
     plain = manifest.layout
     same_size = abstract(mesh).axis_size("pp") == plain.get("mesh", {}).get("pp", 1)
+    shape = abstract(mesh)
+    # On another mesh a cut might go through blocks, which is no reason not to load.
+    same_mesh = dict(zip(shape.names, shape.sizes, strict=True)) == plain.get("mesh") and strategy is None
     try:
         params: dict[str, Any] = plain["params"]
         names = {path: names_from_plain(leaf["names"]) for path, leaf in params.items()}
@@ -173,6 +179,7 @@ def layout_in(
             names=tree.unflatten(tree.flatten(model)[1], [names[path] or () for path in flat]),
             frozen=[path for path in plain["frozen"] if shapes[flat.index(path)].dtype.is_floating_point],
             stages=plain["stages"] if stages is None and same_size else stages,
+            align=plain.get("align") is True and same_mesh,
         )
     except FshardingError:
         raise
@@ -185,8 +192,11 @@ def _precision(plain: dict[str, Any]) -> Precision:
     dtypes: dict[str, Any] = {role: _role(plain[role]) for role in _ROLES}
     scale = None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"])
     gather, keep = _role(plain.get("gather")), tuple(plain.get("keep", KEEP))
-    sums, rounding = plain.get("sums", "auto"), plain.get("rounding", "nearest")
-    return Precision(**dtypes, loss_scale=scale, sums=sums, gather=gather, keep=keep, rounding=rounding)
+    return Precision(
+        **dtypes, loss_scale=scale, sums=plain.get("sums", "auto"), gather=gather, keep=keep,
+        rounding=plain.get("rounding", "nearest"), activations=_role(plain.get("activations")),
+        strict=plain.get("strict", False),
+    )  # fmt: skip
 
 
 def _plain_role(x: torch.dtype | Blocks | None) -> Any:

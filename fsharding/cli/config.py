@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +17,19 @@ from fsharding import checkpoint
 from fsharding.cli.options import TrainConfig
 from fsharding.cli.resume import choose
 from fsharding.cli.trackers import require_trackers
-from fsharding.errors import BatchError, CheckpointError, ConfigError, did_you_mean, message
+from fsharding.cli.usage import check_values
+from fsharding.errors import BatchError, CheckpointError, ConfigError, message
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape, parse_axes
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.model import Model
 from fsharding.models.presets import recipe
 from fsharding.pipeline.plots import metrics_rows, require_matplotlib
-from fsharding.pipeline.schedule import SCHEDULES, Schedule, plan_schedule
+from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
+from fsharding.precision import FP8, FP8_BLOCK, MXFP8, NVFP4
 from fsharding.sharding.partition_spec import DEFAULT_RULES
-from fsharding.sharding.strategy import STRATEGIES, parse_strategy
+from fsharding.sharding.strategy import STRATEGIES
 from fsharding.train.data import Packed, Tokens, open_data, open_documents, packed
 from fsharding.train.documents import is_table
 
@@ -38,7 +39,6 @@ __all__ = [
     "Swap",
     "batches_seen",
     "check",
-    "check_names",
     "model_of",
     "open_tokens",
     "open_validation",
@@ -47,8 +47,14 @@ __all__ = [
     "stages",
 ]
 
-PRECISIONS = {"float32": fs.FP32, "bfloat16": fs.BF16, "float16": fs.FP16}
-"""Precisions by the dtype of compute."""
+PRECISIONS = {
+    "float32": fs.FP32, "bfloat16": fs.BF16, "float16": fs.FP16, "fp8": FP8, "fp8-block": FP8_BLOCK, "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+}  # fmt: skip
+"""Precisions by the dtype of compute, or by the format of weights in low precision."""
+
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Other names of precisions, which `--swap-at` takes."""
 
 _LONGEST_S = 10_000_000
 """Of a timeout: some months."""
@@ -71,10 +77,8 @@ def check(config: TrainConfig, world: int) -> None:
         DataError: the data is missing, empty or too short.
         CheckpointError: `resume` without a checkpoint, or on other data.
     """
+    check_values("fsharding train", config)
     warmup = recipe(config.preset).warmup
-    parse_strategy(config.strategy)
-    options = {"dtype": PRECISIONS, "policy": fs.policies.POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-    check_names(config, "fsharding train", options)
     least = {"steps": 1, "microbatches": 1, "batch": 1, "seq": 1, "save_every": 0, "decay_steps": 0}
     least |= {"stages_per_rank": 1, "keep": 1, "check_replicas_every": 0}
     least |= {"val_every": 0, "val_batches": 1, "trace": 1}
@@ -149,23 +153,6 @@ def model_of(config: TrainConfig) -> Model:
     return recipe(config.preset).model(sequence=config.sequence, attention=config.attention)
 
 
-def check_names(config: Any, function: str, options: Mapping[str, Iterable[str]]) -> None:
-    """Refuses an option that has none of its names.
-
-    Args:
-        config: has the options as attributes.
-        function: whose name the error carries.
-        options: by name what each takes.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    for option, known in options.items():
-        if (value := getattr(config, option)) not in known:
-            mend = f"Use one of {', '.join(known)}.{did_you_mean(value, known)}"
-            raise ConfigError(message(function, f"knows no --{option} {value!r}.", mend=mend))
-
-
 def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
     """The schedule of a pipeline; None on a mesh without `pp`.
 
@@ -176,7 +163,12 @@ def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
     if ranks == 1:
         return None
     return plan_schedule(
-        config.schedule, ranks, config.microbatches, stages_per_rank=config.stages_per_rank, gather=config.gather
+        config.schedule,
+        ranks,
+        config.microbatches,
+        stages_per_rank=config.stages_per_rank,
+        gather=config.gather,
+        overlap=config.schedule in PAIRED and abstract(mesh).axis_size("ep") > 1,
     )
 
 
@@ -284,6 +276,10 @@ def _check_out(config: TrainConfig) -> None:
         raise ConfigError(message("fsharding train", text, mend="Choose a directory that can be written.")) from error
 
 
+_OF_DATA = ("data", "tokenizer", "text_column", "eos", "documents", "batch", "seq", "seed")
+"""Options that say which rows a step sees."""
+
+
 def _check_resume(config: TrainConfig, data: Tokens | Packed) -> None:
     newest = choose(config.resume, config.checkpoints).path
     if newest is None:
@@ -291,12 +287,14 @@ def _check_resume(config: TrainConfig, data: Tokens | Packed) -> None:
     extra = _notes(checkpoint.metadata(newest))
     now = {"preset": config.preset, "data": data.fingerprint()}
     rows = [f"{k}: {extra.get(k)} in the checkpoint, {v} now" for k, v in now.items() if extra.get(k) != v]
-    options = extra.get("config")
-    before = options.get("optimizer", "adamw") if isinstance(options, dict) else "adamw"
-    rows += [f"optimizer: {before} in the checkpoint, {config.optimizer} now"] if before != config.optimizer else []
+    noted = extra.get("config")
+    before: dict[str, Any] = {"optimizer": "adamw", **(noted if isinstance(noted, dict) else {})}
+    for name in ("optimizer", *(_OF_DATA if extra.get("data") != now["data"] else ())):
+        value = str(getattr(config, name))
+        if before.get(name, value) != value:
+            rows.append(f"--{name.replace('_', '-')}: {before[name]} in the checkpoint, {value} now")
     if rows:
-        options = "--preset, --data, --batch, --seq, --seed and --optimizer"
-        mend = f"Give the {options} of the run, or start a new one in another --out."
+        mend = "Give the options of the run; its data have to be as they were. Or start a new one in another --out."
         raise CheckpointError(
             message("fsharding train --resume", f"cannot go on from {newest}: it is another run.", rows, mend)
         )
@@ -304,24 +302,29 @@ def _check_resume(config: TrainConfig, data: Tokens | Packed) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- swaps
 class Swap(NamedTuple):
-    """A swap of strategy and mesh in mid-run. Options that it leaves out stay as they were; the losses do not change.
+    """A swap of strategy, precision or mesh in mid-run. What it leaves out stays as it was.
+
+    The losses do not change, but for what another precision does to them.
 
     Attributes:
         step: number of updates before it.
-        strategy: name of the new strategy.
+        strategy: name of the new strategy; "" for the strategy as it is.
         mesh: axes of the new mesh, as `--mesh` has them; "" for the mesh as it is.
+        dtype: name of the new precision; "" for the precision as it is.
     """
 
     step: int
     strategy: str
     mesh: str
+    dtype: str = ""
 
 
 def parse_swaps(text: str) -> tuple[Swap, ...]:
     """The swaps of an option, by step.
 
     Raises:
-        ConfigError: text that cannot be read, an unknown strategy, a step below 1 or one that stands twice.
+        ConfigError: text that cannot be read, an unknown strategy or precision, a step below 1 or one that stands
+            twice.
     """
     swaps: list[Swap] = []
     for part in filter(None, text.split(",")):
@@ -329,11 +332,14 @@ def parse_swaps(text: str) -> tuple[Swap, ...]:
             swaps[-1] = swaps[-1]._replace(mesh=f"{swaps[-1].mesh},{part}")
             continue
         step, equals, rest = part.partition("=")
-        strategy, _, mesh = rest.partition(":")
-        if not equals or not step.strip().isdigit() or int(step) < 1 or strategy not in STRATEGIES:
-            mend = f"Write STEP=STRATEGY or STEP=STRATEGY:dp=4, with one of {', '.join(STRATEGIES)}."
+        name, _, mesh = rest.partition(":")
+        dtype = _SHORT.get(name, name)
+        known = name in STRATEGIES or dtype in PRECISIONS
+        if not equals or not step.strip().isdigit() or int(step) < 1 or not known:
+            mend = f"Write STEP=STRATEGY or STEP=STRATEGY:dp=4, with one of {', '.join(STRATEGIES)}; or STEP=PRECISION,"
+            mend += f" with one of {', '.join((*_SHORT, *PRECISIONS))}."
             raise ConfigError(message("fsharding train", f"cannot read {part!r} in --swap-at {text}.", mend=mend))
-        swaps.append(Swap(int(step), strategy, mesh))
+        swaps.append(Swap(int(step), name, mesh) if name in STRATEGIES else Swap(int(step), "", mesh, dtype))
     steps = [swap.step for swap in swaps]
     if twice := sorted({step for step in steps if steps.count(step) > 1}):
         raise ConfigError(message("fsharding train", f"got --swap-at {text}: step {twice[0]} stands twice."))

@@ -34,7 +34,7 @@ from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
     "CodePlan", "Coded", "CodedBucket", "Noise", "code_bucket", "decoded", "encoded", "encoded_bytes", "from_bytes",
-    "largest_over", "plan_codes", "rounded_shards",
+    "largest_over", "packed_from_bytes", "plan_codes", "rounded_shards",
 ]  # fmt: skip
 
 Noise = Callable[[int], Tensor]
@@ -120,9 +120,8 @@ def plan_codes(
     whole_start = _start(whole, shape)
     if cut is not None and cut >= last and not set(cut_axes) & {*shared}:
         dim = cut - last
-        first, stop = whole_start[dim], whole_start[dim] + kept[cut]
-        touched = -(-stop // block[dim]) - first // block[dim]
-        if not boxes.same_cuts(kept[cut], touched, over, block[dim]):
+        first, stop = codec.touched(whole_start[dim], kept[cut], block[dim])
+        if not boxes.same_cuts(kept[cut], stop - first, over, block[dim]):
             shared += sharding.axes(cut)
     outer = [*sharding.axes(last), *sharding.axes(last + 1)] if format.has_outer else []
     packed = format.element.bits == 4 and (
@@ -178,8 +177,9 @@ def _touched(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tu
 
 def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tuple[slice, slice]:
     """The blocks that a part of a leaf touches, among those of the whole leaf."""
-    ends = [slice(s // b, -(-(s + n) // b)) for s, n, b in zip(start, shape[-2:], plan.block, strict=True)]
-    return ends[0], ends[1]
+    ends = zip(start, shape[-2:], plan.block, strict=True)
+    rows, columns = (slice(*codec.touched(s, n, b)) for s, n, b in ends)
+    return rows, columns
 
 
 # ------------------------------------------------------------------------------------------------------------- rounding
@@ -304,11 +304,20 @@ def from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[C
         flat: what was gathered.
         own: what this rank gave, of which the scales are taken that do not travel.
     """
+    packed = packed_from_bytes(coded, flat, own)
+    return [
+        Coded(codec.unpack(codes, plan.whole[-1]) if plan.format.element.bits == 4 else codes, scales)
+        for plan, (codes, scales) in zip(coded.plans, packed, strict=True)
+    ]
+
+
+def packed_from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[Coded]:
+    """As `from_bytes`, with two codes of 4 bits in a byte: views of what was gathered where they travelled so."""
     parts, result = iter(buckets.whole_views(flat, coded.bucket)), list[Coded]()
     for plan, (_, known) in zip(coded.plans, own, strict=True):
         codes = next(parts)
-        if plan.packed:
-            codes = codec.unpack(codes, plan.whole[-1])
+        if plan.format.element.bits == 4 and not plan.packed:
+            codes = codec.pack(codes)
         if plan.scales_travel:
             blocks = next(parts).contiguous().view(plan.format.scale_dtype).squeeze(-1)
         else:

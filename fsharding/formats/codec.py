@@ -18,7 +18,10 @@ from torch import Tensor
 
 from fsharding.formats.blocks import E2M1, Blocks
 
-__all__ = ["Scales", "amaxes", "decode", "encode", "factors", "pack", "rounded", "scales_of", "to_bfloat16", "unpack"]
+__all__ = [
+    "Scales", "amaxes", "decode", "encode", "factors", "pack", "rounded", "scales_of", "to_bfloat16", "touched",
+    "unpack",
+]  # fmt: skip
 
 _EXPONENT = 0xFF
 """The exponent bits of a float32, shifted down; all ones is what is not finite."""
@@ -41,13 +44,15 @@ class Scales(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
+def touched(start: int, size: int, block: int) -> tuple[int, int]:
+    """The blocks of a dim that a part of it touches, first and last plus 1; none if it is empty."""
+    return start // block, -(-(start + size) // block) if size else start // block
+
+
 def _bounds(shape: Sequence[int], block: tuple[int, int], start: tuple[int, int]) -> tuple[int, int, int, int]:
     """The blocks that a piece touches: first and last row of blocks, then columns."""
-    rows = 1 if len(shape) < 2 else shape[-2]
-    return (
-        start[0] // block[0], -(-(start[0] + rows) // block[0]), start[1] // block[1],
-        -(-(start[1] + shape[-1]) // block[1]),
-    )  # fmt: skip
+    (r0, r1), (c0, c1) = (touched(s, n, b) for s, n, b in zip(start, (1, *shape)[-2:], block, strict=True))
+    return r0, r1, c0, c1
 
 
 def amaxes(x: Tensor, block: tuple[int, int], start: tuple[int, int] = (0, 0)) -> Tensor:
@@ -67,11 +72,11 @@ def amaxes(x: Tensor, block: tuple[int, int], start: tuple[int, int] = (0, 0)) -
     below = (r1 - r0) * block[0] - above - matrix.shape[-2]
     after = (c1 - c0) * block[1] - before - matrix.shape[-1]
     size = matrix.abs().to(torch.float32)
-    if above or below or before or after:
-        size = F.pad(size, (before, after, above, below))
     if size.numel() == 0:
         result = size.new_zeros(*matrix.shape[:-2], r1 - r0, c1 - c0)
     else:
+        if above or below or before or after:
+            size = F.pad(size, (before, after, above, below))
         result = size.reshape(*matrix.shape[:-2], r1 - r0, block[0], c1 - c0, block[1]).amax((-3, -1))
     return result[0] if x.ndim == 1 else result
 

@@ -28,9 +28,11 @@ from fsharding.sharding.block_scales import has_codes, plan_scales
 from fsharding.sharding.leaf_plan import (
     LAYERS,
     LeafLayout,
+    NamedLeaf,
     check_leaves,
     check_stages,
     is_trainable,
+    objections_to_cuts,
     owner_of,
     plan_leaf,
     type_text,
@@ -38,7 +40,8 @@ from fsharding.sharding.leaf_plan import (
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.stage_owners import Stages, normal
-from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, StrategyName, parse_strategy
+from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, parse_strategy
+from fsharding.sharding.strategy_names import StrategyName
 from fsharding.tree import Tree
 
 __all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "plan_layout"]
@@ -92,6 +95,7 @@ class Layout:
         leaves: one `LeafLayout` for each parameter.
         structure: of the parameter tree.
         stages: explicit ownership along `pp`, as `stages.normal` gives it.
+        align: data axes cut on the borders of blocks.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -108,6 +112,7 @@ class Layout:
     leaves: tuple[LeafLayout, ...]
     structure: optree.PyTreeSpec
     stages: Stages = ()
+    align: bool = False
 
     @property
     def params(self) -> Tree:
@@ -162,10 +167,11 @@ class Layout:
         """
         if precision.gather is None:
             return precision
-        if any(self.rounds(leaf) is not None for leaf in self.leaves):
-            return replace(precision, gather=None)
+        rounded = any(self.rounds(leaf) is not None for leaf in self.leaves)
+        if rounded and not precision.computes_quantised:
+            return precision.of_rounded()
         frozen = tuple(leaf.path for leaf in self.leaves if not leaf.trainable)
-        return replace(precision, keep=(*precision.keep, *frozen)) if frozen else precision
+        return replace(precision, keep=(*precision.keep, *frozen), rounded=rounded) if frozen or rounded else precision
 
     def memory(self, opt: Any = None, coord: dict[str, int] | None = None) -> Memory:
         """Exact bytes of one rank.
@@ -229,8 +235,8 @@ class Layout:
         return self._replan(strategy=_strategy(strategy))
 
     def with_precision(self, precision: Precision) -> Layout:
-        """The same layout with other dtypes at rest."""
-        return replace(self, precision=precision)
+        """The same layout with other dtypes at rest, and other formats of weights."""
+        return self._replan(precision=precision) if self.align else replace(self, precision=precision)
 
     def with_mesh(self, mesh: Mesh, stages: Mapping[str, Any] | None = None) -> Layout:
         """The layout of the same model on another mesh.
@@ -245,11 +251,43 @@ class Layout:
         new = replace(self, **changes)
         named = [(leaf.path, leaf.shape, leaf.init, leaf.names) for leaf in self.leaves]
         check_stages(named, new.mesh, new.stages)
-        leaves = (
-            plan_leaf(leaf, self.leaves[i].trainable, new.mesh, new.rules, new.strategy, new.stages)
-            for i, leaf in enumerate(named)
+        leaves = tuple(
+            plan_leaf(leaf, old.trainable, new.mesh, new.rules, new.strategy, new.stages, new.blocks_of(leaf))
+            for leaf, old in zip(named, self.leaves, strict=True)
         )
-        return replace(new, leaves=tuple(leaves))
+        new = replace(new, leaves=leaves)
+        new.check_blocks()
+        return new
+
+    def blocks_of(self, leaf: NamedLeaf) -> Blocks | None:
+        """The blocks on whose borders a leaf is cut; None where that does not matter."""
+        path, shape, dtype, names = leaf
+        stacked = bool(names) and names[0] == LAYERS
+        wanted = self.align and dtype.is_floating_point
+        return self.precision.format_of(path, len(shape) - stacked) if wanted else None
+
+    def check_blocks(self) -> None:
+        """Refuses cuts that go through blocks, where they must not; all of them are listed.
+
+        Raises:
+            LayoutError: there are such cuts.
+        """
+        if not self.align:
+            return
+        rows = [
+            row
+            for leaf in self.leaves
+            if (blocks := self.format_of(leaf)) is not None
+            for row in objections_to_cuts(leaf, blocks)
+        ]
+        if rows:
+            mend = "Make the sizes multiples of pieces and blocks, keep such leaves in the dtype of compute, as in"
+            mend += (
+                ' fs.Precision(keep=(..., "wq")), take smaller blocks, or leave align out: then ranks tell each other'
+            )
+            mend += " the largest numbers of the blocks that they share."
+            rule = f"cannot cut {len(rows)} dims on borders of blocks of {self.precision.gather}."
+            raise LayoutError(message("fs.plan_layout", rule, rows, mend))
 
     def __repr__(self) -> str:
         """One line; `print(layout)` has one more for each leaf."""
@@ -278,6 +316,7 @@ def plan_layout(
     names: Tree = None,
     frozen: str | Sequence[str] = (),
     stages: Mapping[str, Any] | None = None,
+    align: bool = False,
 ) -> Layout:
     """Plans where every leaf lives. Pure: allocates nothing, and runs on an `AbstractMesh` of any size.
 
@@ -293,12 +332,15 @@ def plan_layout(
         stages: who owns what along `pp`, by path or beginning of one: for a stack the layers of each coordinate, such
             as `{"blocks": [[0, 2], [1, 3]]}`, else the coordinates that have the leaf, such as `{"embed": 0}`. What
             is left out is cut by the rules.
+        align: data axes cut on the borders of the blocks of `precision.gather`: where the rules say if that is one,
+            else along another dim. Without it a block may be on several ranks, which costs a small collective a unit.
 
     Raises:
         ArgumentError: an argument of another kind, such as an `nn.Module` or an init function, or two are swapped.
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
         ConfigError: the mesh cannot cut a `Model` as the rules ask, or there is no strategy of that name.
-        LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path that no leaf has.
+        LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path that no leaf has; or
+            with `align`, a cut that goes through blocks.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -328,10 +370,14 @@ def plan_layout(
         model.check(mesh, rules)
     owned = normal(stages or {})
     check_stages(named, mesh, owned)
+    layout = Layout(mesh, rules, strategy, precision, (), structure, owned, align)
     leaves = tuple(
-        plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned) for leaf in named
+        plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned, layout.blocks_of(leaf))
+        for leaf in named
     )
-    return Layout(mesh, rules, strategy, precision, leaves, structure, owned)
+    layout = replace(layout, leaves=leaves)
+    layout.check_blocks()
+    return layout
 
 
 def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:

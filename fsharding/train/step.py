@@ -31,7 +31,7 @@ from fsharding.optim.coded_moment import is_coded
 from fsharding.optim.router_bias import split_loads, update_against_load
 from fsharding.optim.updates import add_updates, apply_gradients
 from fsharding.pipeline.executor import Messages, pipeline_grads
-from fsharding.pipeline.schedule import Schedule, plan_schedule
+from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.precision import Precision
 from fsharding.public import (
     check_function,
@@ -189,7 +189,7 @@ def make_train_step(
         opt: the optimizer.
         microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated; at least 1.
         schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, which is planned for the size of
-            `pp` and `microbatches`. Meshes without `pp` do not look at it.
+            `pp` and `microbatches`, dualpipev with pairs where it has `ep`. Meshes without `pp` do not look at it.
         precision: dtypes of compute and wire; by default the layout's.
         donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
         policy: what the blocks of a `Model` keep for backward.
@@ -448,7 +448,8 @@ class TrainStep:
             layout: of the states.
 
         Raises:
-            ConfigError: a `Model` on a mesh with an axis that it does not compute over.
+            ConfigError: a `Model` on a mesh with an axis that it does not compute over, or a strict precision with a
+                pipeline.
             ScheduleError: the schedule cannot have so many ranks or microbatches.
             TreeError: a layout of a model with other parameters.
         """
@@ -460,6 +461,9 @@ class TrainStep:
         check = self._check or ("now" if _device_of(layout) == "cpu" else "next")
         precision = self._precision or layout.precision
         _refuse_other_formats(precision, layout)
+        if schedule is not None and precision.strict:
+            text = "cannot be strict with a pipeline: its stages multiply weights that are dequantised."
+            raise ConfigError(message("train step", text, mend="Leave strict out, or keep pp at 1."))
         return StepPlan(_without_devices(layout), layout.in_flight(precision), schedule, check == "now")
 
     def _plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
@@ -498,7 +502,7 @@ class TrainStep:
             state.layout,
             round_params(state.params, state.layout, plan.precision, rounding_key(state.key, state.step, state.layout)),
             microbatches,
-            precision=replace(plan.precision, gather=None),
+            precision=plan.precision.of_rounded(),
             policy=self._policy,
             scale=loss_scale,
             known=plan.messages,
@@ -773,8 +777,12 @@ def planned_schedule(function: str, schedule: str | Schedule, layout: Layout, mi
     Raises:
         ScheduleError: it cannot have so many ranks or microbatches.
     """
-    ranks = abstract(layout.mesh).axis_size("pp")
-    planned = plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
+    mesh = abstract(layout.mesh)
+    ranks, planned = mesh.axis_size("pp"), schedule
+    if isinstance(planned, str):
+        # Experts are what a stage communicates for: there pairs are worth the idle time that they cost.
+        overlap = planned in PAIRED and mesh.axis_size("ep") > 1
+        planned = plan_schedule(planned, ranks, microbatches, overlap=overlap)
     if (planned.ranks, planned.microbatches) != (ranks, microbatches):
         text = f"got {planned!r} for pp={ranks} and microbatches={microbatches}."
         raise ScheduleError(message(function, text, mend="Plan it with fs.pipeline.plan_schedule for these numbers."))

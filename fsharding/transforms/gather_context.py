@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -38,6 +39,7 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.steps import has_slots
+from fsharding.formats.quantised import Quantised, noting_numbers
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
 from fsharding.transforms.grad_reducer import GradReducer
@@ -57,6 +59,24 @@ class _SavedView(NamedTuple):
     unit: GatheredUnit
     buffer: int
     dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Numbers(NamedTuple):
+    """Numbers that were made of codes. The weak reference keeps the id of their storage from being given to others."""
+
+    decode: Callable[..., Tensor]
+    parts: tuple[Tensor | _SavedView | _SavedNumbers, ...]
+    dtype: torch.dtype
+    storage: _compat.WeakStorage
+
+
+class _SavedNumbers(NamedTuple):
+    """Stands for a view of numbers that were made of codes, among the tensors that autograd saves."""
+
+    numbers: _Numbers
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -151,6 +171,7 @@ class GatherContext:
         self._deferred: _Deferred | None = None
         self._index: dict[int, tuple[Tensor, LeafIndex]] = {}
         self._watched: dict[int, _Watched] = {}
+        self._numbers: dict[int, _Numbers] = {}
         for i, leaf in enumerate(leaves):
             if leaf is not None:
                 self.register(leaf.value, LeafIndex(i, None))
@@ -175,10 +196,14 @@ class GatherContext:
         path = self.paths[leaf].rpartition(".")[0] or self.paths[leaf]
         return path if row is None else f"{path}[{row}]"
 
+    def path_of(self, index: LeafIndex) -> str:
+        """A leaf of the parameters, as an error names it."""
+        return f"params.{self.paths[index.leaf]}{'' if index.row is None else f'[{index.row}]'}"
+
     def gathered_leaves(self) -> list[str]:
         """The leaves of all units that were gathered, with their types, the last unit first; for an error."""
         return [
-            f"params.{self.paths[index.leaf]}{'' if index.row is None else f'[{index.row}]'} is {typeof(leaf)}"
+            f"{self.path_of(index)} is {typeof(leaf)}"
             for unit in reversed(self._units)
             for index, leaf in zip(unit.index, unit.leaves, strict=True)
         ]
@@ -186,7 +211,7 @@ class GatherContext:
     # --------------------------------------------------------------------------------------------------------- forward
     def gather(
         self, leaves: Sequence[Local], index: tuple[LeafIndex, ...], dtype: torch.dtype | None, policy: Policy
-    ) -> list[Tensor]:
+    ) -> list[Tensor | Quantised]:
         """Gathers a unit, as a node of the autograd graph, and releases the one before it.
 
         Args:
@@ -206,7 +231,15 @@ class GatherContext:
             taken = {large.leaf for large in unit.plan.large}
             for i in (i for b in unit.plan.reductions for i in b.leaves if i not in taken):
                 wholes[i] = cast(Tensor, _LeafGrad.apply(wholes[i], self, unit, i))
-        return wholes
+        result: list[Tensor | Quantised] = [*wholes]
+        for i, codes in unit.take_quantised().items():
+            result[i] = replace(codes, carrier=wholes[i] if wholes[i].requires_grad else None)
+        formats = self._formats
+        if formats is not None and formats.precision.rounded:
+            for i, leaf in enumerate(leaves):
+                if (format := formats.of(index[i], len(leaf.shape))) is not None:
+                    result[i] = Quantised.of_numbers(wholes[i], format, strict=formats.precision.strict)
+        return result
 
     def prefetch(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> None:
         """Starts the all-gathers of a unit, for which `gather` will be called later."""
@@ -223,8 +256,13 @@ class GatherContext:
             compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
             target = (self._targets if row is None else self._row_targets)[number]
             misaligned = row is not None and leaf.value.nbytes % _ALIGN != 0
-            format = None if self._formats is None else self._formats.of(LeafIndex(number, row), len(leaf.shape))
-            described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, compute, target, misaligned, format))
+            unit_leaf = UnitLeaf(leaf.sharding, leaf.shape, stored, compute, target, misaligned)
+            formats = self._formats
+            if formats is not None and not formats.precision.rounded:
+                format, precision = formats.of(LeafIndex(number, row), len(leaf.shape)), formats.precision
+                held = format is not None and precision.computes_quantised
+                unit_leaf = unit_leaf._replace(format=format, quantised=held, strict=held and precision.strict)
+            described.append(unit_leaf)
 
         def name() -> str:
             return self._name_of(index)
@@ -240,7 +278,7 @@ class GatherContext:
             return None
         return lambda i: formats.noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
 
-    def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor]:
+    def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor | Quantised]:
         """Forward reaches a unit: releases the one before it, and waits for this one.
 
         Returns:
@@ -248,18 +286,20 @@ class GatherContext:
         """
         if self._current is not None:
             self._current.release()
+        self._numbers = {key: x for key, x in self._numbers.items() if not x.storage.expired()}
         self._current, unit.kept, unit.order = unit, policy.gathered, len(self._units)
         self._units.append(unit)
-        wholes = [leaf.value for leaf in unit.leaves]
+        wholes: list[Tensor | Quantised] = [leaf.value for leaf in unit.leaves]
         for i, dtype in unit.plan.aliases:
             # A view, so that autograd refuses to write where the state itself is.
-            wholes[i] = wholes[i].view_as(wholes[i]).to(dtype)
+            value = unit.leaves[i].value
+            wholes[i] = value.view_as(value).to(dtype)
         for b, gathered in zip(unit.plan.gathers, self._wait(unit), strict=True):
             for i, leaf in zip(b.leaves, gathered, strict=True):
                 wholes[i] = leaf
         return wholes
 
-    def _wait(self, unit: GatheredUnit) -> list[list[Tensor]]:
+    def _wait(self, unit: GatheredUnit) -> list[Sequence[Tensor | Quantised]]:
         """Waits for a unit, and watches for tensors that autograd saves of it."""
         wholes = unit.wait()
         for number, buffer in enumerate(unit.buffers):
@@ -275,8 +315,28 @@ class GatherContext:
         self._prefetched.clear()
 
     # ------------------------------------------------------------------------------------------------------- backward
-    def pack(self, x: Tensor) -> Tensor | _SavedView:
-        """Saved-tensors hook: replaces a view of a gathered buffer by a `_SavedView`."""
+    def note_numbers(self, x: Tensor, decode: Callable[..., Tensor], parts: Sequence[Tensor]) -> None:
+        """Notes that numbers were made of codes: autograd is to keep the codes, which it need not do if a unit is kept.
+
+        Args:
+            x: the numbers.
+            decode: makes them of the parts.
+            parts: codes and scales.
+        """
+        kept = tuple(self.pack(part.detach()) for part in parts)
+        self._numbers[_compat.storage_id(x)] = _Numbers(decode, kept, x.dtype, _compat.weak_storage(x))
+
+    def noting(self) -> AbstractContextManager[Any]:
+        """Inside, `note_numbers` is told of what is dequantised, where anything can be."""
+        precision = None if self._formats is None else self._formats.precision
+        quantised = precision is not None and precision.computes_quantised
+        return noting_numbers(self.note_numbers) if quantised else nullcontext()
+
+    def pack(self, x: Tensor) -> Tensor | _SavedView | _SavedNumbers:
+        """Saved-tensors hook: replaces a view of a gathered buffer, or of numbers made of one, by where they are."""
+        numbers = self._numbers.get(_compat.storage_id(x))
+        if numbers is not None and not numbers.storage.expired() and x.dtype == numbers.dtype:
+            return _SavedNumbers(numbers, int(x.storage_offset()), x.size(), x.stride())
         known = self._watched.get(_compat.storage_id(x))
         if known is None or known.unit.kept:
             # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
@@ -284,10 +344,13 @@ class GatherContext:
         known.unit.saved_views += 1
         return _SavedView(known.unit, known.buffer, x.dtype, int(x.storage_offset()), x.size(), x.stride())
 
-    def unpack(self, saved: Tensor | _SavedView) -> Tensor:
+    def unpack(self, saved: Tensor | _SavedView | _SavedNumbers) -> Tensor:
         """Saved-tensors hook: a view of the unit's buffer, which is gathered again if it is not alive."""
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, _SavedNumbers):
+            whole = saved.numbers.decode(*(self.unpack(part) for part in saved.numbers.parts))
+            return whole.as_strided(saved.size, saved.stride, saved.offset)
         unit = saved.unit
         first = not unit.in_backward
         if first:
@@ -297,7 +360,10 @@ class GatherContext:
             self._wait(unit)
         if first:
             self._prefetch_before(unit)
-        return unit.buffers[saved.buffer].view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        buffer = unit.buffers[saved.buffer]
+        if buffer.dtype != saved.dtype:  # scales among codes
+            buffer = buffer[: buffer.nbytes // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
+        return buffer.as_strided(saved.size, saved.stride, saved.offset)
 
     def _abandon_passed(self, unit: GatheredUnit) -> None:
         """Backward has reached a unit: lets go the later ones that it has passed without leaving them."""
@@ -400,6 +466,7 @@ class GatherContext:
         self._units.clear()
         self._prefetched.clear()
         self._watched.clear()
+        self._numbers.clear()
         self._index.clear()
         self._current = self._deferred = None
         self.reducer.close()
@@ -433,7 +500,7 @@ class _GatherUnit(Function):
     ) -> tuple[Tensor, ...]:
         ctx.context, ctx.unit = context, unit
         ctx.set_materialize_grads(False)
-        wholes = context.enter(unit, policy)
+        wholes = unit.give_quantised(context.enter(unit, policy))
         reduced = {i for b in unit.plan.reductions for i in b.leaves}
         ctx.mark_non_differentiable(*(x for i, x in enumerate(wholes) if i not in reduced))
         return tuple(wholes)
@@ -483,7 +550,7 @@ def activate(context: GatherContext) -> Generator[None]:
     """Makes a context the one that `gather_unit` finds, and hooks it into what autograd saves."""
     token = _context.set(context)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(context.pack, context.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(context.pack, context.unpack), context.noting():
             yield
     finally:
         _context.reset(token)

@@ -21,6 +21,7 @@ from fsharding.comm.codes import Coded, CodedBucket, Noise
 from fsharding.comm.handles import Handle
 from fsharding.comm.transport import transport_for
 from fsharding.errors import TransformError, message
+from fsharding.formats.quantised import Quantised
 from fsharding.mesh.device_mesh import axis_group
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms.unit_plan import GatherBucket, LeafIndex, UnitPlan
@@ -80,6 +81,7 @@ class GatheredUnit:
         self._handles: list[Handle[Tensor] | None] = []
         self._coded: dict[int, list[Coded]] = {}
         """By number of the bucket, what this rank gives of leaves that travel as codes, until they are whole."""
+        self._quantised: dict[int, Quantised] = {}
         self._guarded: list[tuple[Tensor, int]] = []
         """Tensors that the loss function sees, and their versions in autograd: they must not be written in place."""
 
@@ -109,7 +111,7 @@ class GatheredUnit:
         return transport.all_gather(b.coded.bucket, parts, torch.uint8, self._memory)
 
     @torch.no_grad()
-    def wait(self) -> list[list[Tensor]]:
+    def wait(self) -> list[Sequence[Tensor | Quantised]]:
         """Waits for the all-gathers, which it starts if need be.
 
         Returns:
@@ -128,8 +130,10 @@ class GatheredUnit:
         self.state = UnitState.ALIVE
         return wholes
 
-    def _finish(self, number: int, b: GatherBucket) -> list[Tensor]:
+    def _finish(self, number: int, b: GatherBucket) -> Sequence[Tensor | Quantised]:
         handle = self._handles[number]
+        if b.coded is not None and b.quantised:
+            return self._finish_quantised(number, b.coded, b.dtype, handle)
         if b.coded is not None:
             own = self._coded.pop(number)
             whole = own if handle is None else codes.from_bytes(b.coded, handle.wait(), own)
@@ -147,6 +151,52 @@ class GatheredUnit:
             _compat.foreach_copy_(wholes, [self.leaves[i].value for i in b.leaves])
         self.buffers.append(buffer)
         return wholes
+
+    def _finish_quantised(
+        self, number: int, coded: CodedBucket, dtype: torch.dtype, handle: Handle[Tensor] | None
+    ) -> list[Quantised]:
+        """Codes and scales, of which every tensor is a view of some buffer, in the same order each time."""
+        own = self._coded.pop(number)
+        if handle is not None:
+            flat = handle.wait()
+            self._handles[number] = None
+        else:
+            flat = self._memory.empty(coded.bucket.size, torch.uint8)
+            _compat.foreach_copy_(bucket.whole_views(flat, coded.bucket), codes.encoded_bytes(coded.plans, own))
+        self.buffers.append(flat)
+        result: list[Quantised] = []
+        for plan, (values, scales) in zip(coded.plans, codes.packed_from_bytes(coded, flat, own), strict=True):
+            parts = [self._buffered(x, flat) for x in (values, *scales) if x is not None]
+            start = (plan.whole_start[0] % plan.block[0], plan.whole_start[1] % plan.block[1])
+            outer = parts[2] if len(parts) > 2 else None
+            columns, strict = plan.whole[-1], self.plan.strict
+            leaf = Quantised(parts[0], parts[1], plan.format, dtype, plan.block, columns, outer, None, start, strict)
+            result.append(leaf)
+        return result
+
+    def give_quantised(self, wholes: Sequence[Tensor | Quantised]) -> list[Tensor]:
+        """Whole leaves as autograd takes them: in the place of codes, tensors without memory that have their gradients.
+
+        Until `take_quantised` the unit keeps the codes themselves.
+        """
+        self._quantised = {i: x for i, x in enumerate(wholes) if isinstance(x, Quantised)}
+        return [
+            torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape) if isinstance(x, Quantised) else x
+            for x in wholes
+        ]
+
+    def take_quantised(self) -> dict[int, Quantised]:
+        """The codes that `give_quantised` was given, by number of the leaf."""
+        taken, self._quantised = self._quantised, {}
+        return taken
+
+    def _buffered(self, part: Tensor, flat: Tensor) -> Tensor:
+        """A part of what was gathered; or one that did not travel, as a buffer of its own."""
+        if _compat.storage_id(part) == _compat.storage_id(flat):
+            return part
+        whole = part.contiguous() if part.storage_offset() == 0 else part.clone()
+        self.buffers.append(whole.view(-1))
+        return whole
 
     def release(self, *, failed: bool = False) -> None:
         """Lets the buffers go; a view that somebody still has keeps its own.

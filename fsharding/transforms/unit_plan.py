@@ -93,6 +93,8 @@ class UnitLeaf(NamedTuple):
         misaligned: a row of a stack that does not begin where a fresh tensor would. Kernels may round differently on
             it, so it is copied to a buffer like the leaves that are gathered.
         format: in which the leaf travels, and to which it is rounded; None for the dtype of compute.
+        quantised: the loss function gets codes and scales.
+        strict: as in `Quantised`.
     """
 
     sharding: NamedSharding
@@ -102,6 +104,8 @@ class UnitLeaf(NamedTuple):
     target: GradTarget | None
     misaligned: bool = False
     format: Blocks | None = None
+    quantised: bool = False
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class GatherBucket:
         dtype: of the gathered leaves.
         bucket: offsets in rows and in the flat buffer.
         coded: what travels in its place, for leaves that have a format.
+        quantised: nothing else is made of it: whole leaves are codes and scales.
     """
 
     leaves: tuple[int, ...]
@@ -121,6 +126,7 @@ class GatherBucket:
     dtype: torch.dtype
     bucket: Bucket
     coded: CodedBucket | None = None
+    quantised: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,7 @@ class UnitPlan:
         aliases: leaves that are whole already, with the dtype in which they are used.
         reductions: what is reduced.
         large: large leaves of these, one by one.
+        strict: as in `Quantised`, of the leaves that are one.
     """
 
     mesh: Mesh
@@ -185,6 +192,7 @@ class UnitPlan:
     aliases: tuple[tuple[int, torch.dtype], ...]
     reductions: tuple[ReduceBucket, ...]
     large: tuple[LargeLeaf, ...]
+    strict: bool = False
 
 
 def plan_unit(leaves: tuple[UnitLeaf, ...]) -> UnitPlan:
@@ -203,7 +211,7 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
         for slot, (leaf, shape) in enumerate(zip(bucket.leaves, bucket.shapes, strict=True))
         if math.prod(shape) >= large
     )
-    return UnitPlan(mesh, gathers, aliases, reductions, large_leaves)
+    return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, any(leaf.strict for leaf in leaves))
 
 
 def whole(sharding: NamedSharding) -> NamedSharding:
@@ -225,11 +233,11 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...
         cuts = [(dim, cut) for dim in range(len(leaf.shape)) if (cut := _data_cut(leaf.sharding, dim))]
         assert len(cuts) <= 1, "data axes cut one dim of a leaf"
         shape, everywhere = whole(leaf.sharding).local_shape(leaf.shape), leaf.sharding.data_axes
-        coded = leaf.format is not None
+        kind = (leaf.format is not None, leaf.quantised)
         if cuts:
-            result.setdefault((leaf.compute, cuts[0][1], everywhere, coded), []).append((i, shape, cuts[0][0]))
-        elif (leaf.compute != leaf.stored or leaf.misaligned or coded) and shape:
-            result.setdefault((leaf.compute, (), everywhere, coded), []).append((i, shape, 0))
+            result.setdefault((leaf.compute, cuts[0][1], everywhere, kind), []).append((i, shape, cuts[0][0]))
+        elif (leaf.compute != leaf.stored or leaf.misaligned or kind[0]) and shape:
+            result.setdefault((leaf.compute, (), everywhere, kind), []).append((i, shape, 0))
         else:
             aliases.append((i, leaf.compute))
     sizes = abstract(leaves[0].sharding.mesh)
@@ -237,9 +245,9 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...
         GatherBucket(
             tuple(i for i, _, _ in members), axes, dtype,
             plan_bucket(tuple((shape, dim) for _, shape, dim in members), tuple(map(sizes.axis_size, axes))),
-            _coded(leaves, members, tuple(map(sizes.axis_size, axes))) if coded else None,
+            _coded(leaves, members, tuple(map(sizes.axis_size, axes))) if coded else None, quantised,
         )
-        for (dtype, axes, _, coded), members in result.items()
+        for (dtype, axes, _, (coded, quantised)), members in result.items()
     ]  # fmt: skip
     return tuple(gathers), tuple(aliases)
 

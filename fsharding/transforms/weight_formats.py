@@ -29,7 +29,7 @@ from fsharding.sharding.named_sharding import NamedSharding, like, local_of, to_
 from fsharding.transforms.unit_plan import LeafIndex, whole
 from fsharding.tree import Tree
 
-__all__ = ["WeightFormats", "plan_weight", "round_copies", "round_params"]
+__all__ = ["WeightFormats", "plan_weight", "round_copies", "round_leaf", "round_params"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def round_copies(leaves: Sequence[DTensor | None], layout: Layout, key: Tensor |
         where a block is on several ranks.
     """
     return [
-        x if x is None or format is None else _rounded(x, leaf, leaf.main, format, layout.precision, key)
+        x if x is None or format is None else round_leaf(x, leaf, leaf.main, format, layout.precision, key)
         for x, leaf, format in zip(leaves, layout.leaves, map(layout.rounds, layout.leaves), strict=True)
     ]
 
@@ -111,19 +111,28 @@ def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor
         precision: of the call, as `Layout.in_flight` gives it.
         key: for keyed rounding.
     """
-    if precision.gather is None:
+    if precision.gather is None or precision.rounded:
         return params
     result: list[Tensor] = []
     for x, leaf in zip(tree.leaves(params), layout.leaves, strict=True):
         format = layout.format_of(leaf)
-        result.append(x if format is None else _rounded(x, leaf, leaf.params, format, precision, key))
+        result.append(x if format is None else round_leaf(x, leaf, leaf.params, format, precision, key))
     return tree.unflatten(layout.structure, result)
 
 
-def _rounded(
+def round_leaf(
     x: DTensor, leaf: LeafLayout, home: NamedSharding, format: Blocks, precision: Precision, key: Tensor | None
 ) -> DTensor:
-    """A leaf at rest, rounded by this rank; `home` says which of its layers the rank has."""
+    """A main parameter at rest as a loss function sees it, in the dtype of compute; cut as it was.
+
+    Args:
+        x: the leaf.
+        leaf: its layout.
+        home: where it is, which says what layers of a stack the rank has.
+        format: that it is rounded to.
+        precision: which layers have none.
+        key: for keyed rounding.
+    """
     node, local, dtype = to_local(x), local_of(x), precision.compute_dtype(leaf.init)
     grid = home.grid(leaf.shape)
     if grid is None:
