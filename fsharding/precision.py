@@ -18,6 +18,7 @@ from torch import Tensor
 from fsharding import formats
 from fsharding.errors import ConfigError, message
 from fsharding.formats import Blocks
+from fsharding.formats.blocks import Rounding
 
 __all__ = [
     "BF16", "DTYPES", "FP16", "FP32", "FP8", "FP8_BLOCK", "KEEP", "MXFP8", "NVFP4", "LossScale", "Precision",
@@ -97,7 +98,11 @@ class Precision:
             about bits hold; "native", by the backend's own reduce-scatter and all-reduce, in the dtype of `reduce`, or
             else in that of the sums; "auto" is ordered on the CPU and native elsewhere.
         moments: optimizer moments, where the optimizer has no dtype of its own; by default as for gradients. Updates
-            are computed in float32 at least.
+            are computed in float32 at least. Or a format of 8 bits, such as fs.formats.MXFP8: moments of leaves of two
+            dims and more and of 4096 elements and more are codes and scales between updates.
+        rounding: of bfloat16 main parameters after an update, which is computed in float32: to the "nearest"; or
+            "keyed", up or down with the probability that makes the mean exact, by bits that follow from the key of the
+            state, its step, and the place of the element in the whole leaf.
         loss_scale: dynamic loss scaling, or None.
         activations: where compute is a format, the dtype in which the loss function computes: of leaves without a
             format, and of those that are dequantised; by default bfloat16.
@@ -124,11 +129,12 @@ class Precision:
     compute: torch.dtype | Blocks | None = None
     reduce: torch.dtype | Blocks | None = None
     grads: torch.dtype | None = None
-    moments: torch.dtype | None = None
+    moments: torch.dtype | Blocks | None = None
     loss_scale: LossScale | None = None
     sums: Sums = "auto"
     gather: Blocks | None = None
     keep: tuple[str, ...] = KEEP
+    rounding: Rounding = "nearest"
     activations: torch.dtype | None = None
     strict: bool = False
     rounded: bool = False
@@ -145,11 +151,19 @@ class Precision:
             if x is not None
             and not (isinstance(x, torch.dtype) and x in DTYPES and role != "gather")
             and not (isinstance(x, Blocks) and role in ("compute", "gather", "reduce"))
+            and not (isinstance(x, Blocks) and role == "moments" and x.for_moments)
         ]
         if wrong:
             mend = f"Use one of {', '.join(map(str, DTYPES))}; compute, gather and reduce take an fs.Blocks, such as"
-            mend += " fs.formats.MXFP8: 8 bits without scales lose small numbers."
+            mend += " fs.formats.MXFP8: 8 bits without scales lose small numbers. Moments take one of 8 bits without a"
+            mend += " scale of whole matrices."
             raise ConfigError(message("Precision", "got dtypes that kernels lack.", wrong, mend))
+        if self.rounding not in get_args(Rounding):
+            mend = f"Use one of {', '.join(get_args(Rounding))}."
+            raise ConfigError(message("Precision", f"got rounding={self.rounding!r}.", mend=mend))
+        if self.rounding == "keyed" and self.params != torch.bfloat16:
+            mend = "Write params=torch.bfloat16; wider main parameters lose nothing, and others have no such rounding."
+            raise ConfigError(message("Precision", f'got rounding="keyed" with params={self.params}.', mend=mend))
         if not isinstance(self.keep, tuple) or not all(isinstance(x, str) for x in self.keep):
             mend = 'Give patterns of parts of paths, such as keep=("embed", "head", "*norm*", "blocks[-1]").'
             raise ConfigError(message("Precision", f"got keep={self.keep!r}.", mend=mend))
@@ -242,8 +256,13 @@ class Precision:
         return self.grads or wide(self.main_dtype(leaf))
 
     def moment_dtype(self, leaf: torch.dtype) -> torch.dtype:
-        """The dtype of the optimizer's moments of a leaf."""
-        return self.moments or wide(leaf)
+        """The dtype of the optimizer's moments of a leaf; where moments have a format, of those that are too small."""
+        return self.moments if isinstance(self.moments, torch.dtype) else wide(leaf)
+
+    @property
+    def moment_format(self) -> Blocks | None:
+        """The format of the optimizer's moments; None where they have a dtype."""
+        return self.moments if isinstance(self.moments, Blocks) else None
 
     def sums_natively(self, device_type: str | None) -> bool:
         """Whether the backend sums gradients on a device by its own collectives.

@@ -35,7 +35,7 @@ from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
     "CodePlan", "Coded", "CodedBucket", "Noise", "code_bucket", "decoded", "encoded", "encoded_bytes",
-    "exchanged_maxima", "from_bytes", "packed_from_bytes", "plan_codes", "rounded_shards",
+    "exchanged_maxima", "from_bytes", "largest_over", "packed_from_bytes", "plan_codes", "rounded_shards",
 ]  # fmt: skip
 
 Noise = Callable[[int], Tensor]
@@ -206,11 +206,11 @@ def encoded(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh, noi
         travel.
     """
     amaxes = [_amaxes(plan, shard) for plan, shard in zip(plans, shards, strict=True)]
-    amaxes = _over_ranks(amaxes, [plan.shared for plan in plans], mesh)
+    amaxes = largest_over(amaxes, [plan.shared for plan in plans], mesh)
     with_outer = [i for i, plan in enumerate(plans) if plan.format.has_outer]
     of_matrix = [amaxes[i].flatten(-2).amax(-1) if amaxes[i].shape[-2:].numel() else
                  amaxes[i].new_zeros(amaxes[i].shape[:-2]) for i in with_outer]  # fmt: skip
-    outer = dict(zip(with_outer, _over_ranks(of_matrix, [plans[i].outer for i in with_outer], mesh), strict=True))
+    outer = dict(zip(with_outer, largest_over(of_matrix, [plans[i].outer for i in with_outer], mesh), strict=True))
     result: list[Coded] = []
     for i, (plan, shard, amax) in enumerate(zip(plans, shards, amaxes, strict=True)):
         scales = codec.scales_of(amax, plan.format, outer.get(i))
@@ -238,8 +238,14 @@ def _here(plan: CodePlan, scales: Scales, shape: Sequence[int], start: tuple[int
     return Scales(scales.blocks[(..., *_places(plan, shape, start))], scales.outer)
 
 
-def _over_ranks(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh: Mesh) -> list[Tensor]:
-    """Maxima over axes of numbers that are not negative: one sum-like call for each axis and set of axes."""
+def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh: Mesh) -> list[Tensor]:
+    """Maxima over axes of numbers that are not negative: one sum-like call for each axis and set of axes.
+
+    Args:
+        values: float32.
+        axes: of the mesh, for each of them.
+        mesh: with devices.
+    """
     result = list(values)
     for over in dict.fromkeys(a for a in axes if a):
         taken = [i for i, a in enumerate(axes) if a == over]

@@ -320,9 +320,15 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     if main is not None and any(layout.rounds(leaf) is not None for leaf in layout.leaves):
         params = spread(main, params, layout, donate=True, key=rounding_key(run_key, step, layout))
     trained = main if main is not None else _slices(params, layout)
-    opt_state = opt.start(trained, moments=layout.precision.moments, shardings=layout.main)
+    opt_state = _first_moments(opt, trained, layout)
     scale = layout.precision.init_scale()
     return sealed(TrainState(step, params, main, opt_state, scale, run_key, layout))
+
+
+def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -> Tree:
+    """The first state of an optimizer in a layout."""
+    moments, whole = layout.precision.moments, layout.meta_main()
+    return opt.start(trained, moments=moments, shardings=layout.main, whole=whole)
 
 
 def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:
@@ -384,7 +390,7 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
     computed = spread(main, params, layout, key=rounding_key(run_key, step, layout))
     kept = main if layout.has_main else None
     trained = _slices(computed, layout) if kept is None else kept
-    opt_state = opt.start(trained, moments=layout.precision.moments, shardings=layout.main)
+    opt_state = _first_moments(opt, trained, layout)
     return sealed(TrainState(step, computed, kept, opt_state, layout.precision.init_scale(), run_key, layout))
 
 

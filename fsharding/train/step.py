@@ -27,8 +27,9 @@ from fsharding.mesh.failures import meet, naming_lost
 from fsharding.models.stacks import first_unit, scan_stacks
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
+from fsharding.optim.coded_moment import is_coded
 from fsharding.optim.router_bias import split_loads, update_against_load
-from fsharding.optim.updates import apply_gradients, apply_updates
+from fsharding.optim.updates import add_updates, apply_gradients
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.precision import Precision
@@ -561,6 +562,7 @@ class TrainStep:
         Gradients times `to_mean` are their means, and `norm` is that of the means.
         """
         main, shardings, donate = main_of(state), state.layout.main, self._donate
+        rounding = state.layout.precision.rounding
         if not self._bias_rates:
             return apply_gradients(
                 self._opt,
@@ -572,13 +574,18 @@ class TrainStep:
                 scale=to_mean,
                 shardings=shardings,
                 finite=finite,
+                key=state.key,
+                step=state.step,
+                rounding=rounding,
             )
         # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
         grads = multiply(grads, to_mean, donate=donate)
         donate = donate and finite is None  # what a refused step goes back to is not overwritten
-        context = UpdateContext(donate=donate, norm=norm, shardings=shardings)
+        context = UpdateContext(donate=donate, norm=norm, shardings=shardings, key=state.key, step=state.step)
+        context = replace(context, rounding=rounding)
         updates, opt_state = self._opt.update(grads, state.opt_state, main, context)
-        new_main = apply_updates(main, update_against_load(updates, loads, self._bias_rates), donate=donate)
+        updates = update_against_load(updates, loads, self._bias_rates)
+        new_main = add_updates(main, updates, context, donate=donate)
         return where_finite(finite, new_main, main), where_finite(finite, opt_state, state.opt_state)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
@@ -727,10 +734,12 @@ def _refusal(number: int, squares: LeafSquares, loss: Tensor, norm: Tensor) -> s
 def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
     """Refuses a state of another optimizer."""
     try:
-        expected = opt.init(state.layout.meta_main())
+        layout = state.layout
+        expected = opt.start(layout.meta_main(), moments=layout.precision.moments, shardings=layout.main)
     except (NotImplementedError, RuntimeError):
         return  # An init that reads values fails on meta tensors; the update refuses a state that does not fit.
-    spec, other = tree.flatten(expected)[1], tree.flatten(state.opt_state)[1]
+    # An update takes moments as the state has them, whatever the format in which the optimizer would make them.
+    spec, other = (tree.flatten(x, is_leaf=is_coded)[1] for x in (expected, state.opt_state))
     if spec != other:
         tree.flatten_up_to(spec, state.opt_state, "train step", ("its optimizer", "state.opt_state"))
 
