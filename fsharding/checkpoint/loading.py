@@ -32,7 +32,7 @@ from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
-from fsharding.public import public, refuse
+from fsharding.public import check_path, public, refuse
 from fsharding.sharding.layout import Layout
 from fsharding.train.state import TrainState, rounding_key, sealed, spread
 from fsharding.tree import Tree
@@ -89,9 +89,7 @@ def load(
         ...     fs.checkpoint.load(f"{run}/5", other, opt=opt).params["w"].full_tensor()
         tensor([1., 1., 1., 1.])
     """
-    if not isinstance(path, str | os.PathLike):
-        mend = "Give the directory first: fs.checkpoint.load(path, layout)."
-        raise refuse(_FUNCTION, "a path, then a Layout", path, mend)
+    check_path(_FUNCTION, "a path, then a Layout", path, "fs.checkpoint.load(path, layout)")
     if not isinstance(layout, Layout):
         mend = "Say where it goes: fs.checkpoint.load(path, layout), with layout = fs.plan_layout(model, mesh)."
         raise refuse(_FUNCTION, "a path, then a Layout", layout, mend)
@@ -268,7 +266,8 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
             raise CheckpointError(message(_FUNCTION, rule, missing, mend))
         return _wanted_leaves(layout, manifest, paths), opt_state
     wanted = _wanted_leaves(layout, manifest, ())
-    state = {"opt_state": opt.start(_meta_main(layout), moments=layout.precision.moments, shardings=layout.main)}
+    moments, whole = layout.precision.moments, layout.meta_main()
+    state = {"opt_state": opt.start(_meta_main(layout), moments=moments, shardings=layout.main, whole=whole)}
     for path, (x, sharding, shape) in leaves_in(state, layout).items():
         wanted[path] = Want(shape, x.dtype, sharding, device_of(layout, _FUNCTION) if x.is_meta else x.device)
     return wanted, tree.map_with_path(lambda path, _: path, state)["opt_state"]

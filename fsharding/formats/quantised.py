@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function
 from torch.utils import _pytree as torch_pytree
 
-from fsharding import _functorch, tree
+from fsharding import _compat, _functorch, tree
 from fsharding.errors import ArgumentError, ConfigError, NotDequantisedError, message
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
@@ -226,6 +226,7 @@ torch_pytree.register_pytree_node(Quantised, _flatten, _unflatten)
 
 
 # ----------------------------------------------------------------------------------------------------------- in and out
+@_compat.outside_of_graphs
 def quantise(
     x: Tensor,
     format: Blocks,
@@ -275,6 +276,7 @@ def quantise(
     return Quantised(parts[0], parts[1], format, wide, block, shape[-1], *parts[2:], carrier=carrier, strict=strict)
 
 
+@_compat.outside_of_graphs
 def dequantise(q: Quantised | Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The numbers that a node holds; a plain tensor is its own.
 

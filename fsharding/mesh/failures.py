@@ -43,6 +43,7 @@ __all__ = [
     "UnlikeSizes",
     "among",
     "called_by_all",
+    "entered_as",
     "follow",
     "is_network_error",
     "meet",
@@ -202,15 +203,34 @@ class naming_lost:
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part."""
         assert self.mesh is not None and not isinstance(self.mesh, AbstractMesh)
-        return tuple(self.mesh.mesh.flatten().tolist() if isinstance(self.mesh, DeviceMesh) else self.mesh)
+        with _compat.with_values():
+            return tuple(self.mesh.mesh.flatten().tolist() if isinstance(self.mesh, DeviceMesh) else self.mesh)
 
     def call(self) -> _Call:
         """Where this rank is."""
         text, step = self.function, self.step
         # An error may be about the step itself, which is then anything that a user has put there.
-        if isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1 and step.device.type != "meta":
-            text += f" {int(step)}"
+        if isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1:
+            text += "" if step.is_meta or _compat.is_fake(step) else f" {int(step)}"
         return _Call(self.function, text, call_stacks.site(self._frame))
+
+
+@contextmanager
+def entered_as(thread: int) -> Generator[None]:
+    """Has this thread be in the call that another one is in, of which it does a part while the other one waits for it.
+
+    Args:
+        thread: the other one.
+    """
+    here, entry = threading.get_ident(), _entered.get(thread)
+    if entry is None or here in _entered:
+        yield
+        return
+    _entered[here] = entry
+    try:
+        yield
+    finally:
+        del _entered[here]
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
@@ -416,7 +436,11 @@ def _read(rank: int, asked: str, function: str, *, at: Any = None) -> Mapping[st
         for key in (_KEY.format(rank), _PLACE_KEY.format(rank))
     )
     places = answer["places"] if answer is not None and answer["to"] == asked else []
-    place = next((place for place in places if place["function"] == function), None)
+    # A thread that waits says more than one that waits for that thread.
+    inside = sorted(
+        (place for place in places if place["function"] == function), key=lambda place: "waits" not in place
+    )
+    place = next(iter(inside), None)
     if note is None:
         return place or next(iter(places), None)
     return place if place is not None and note.get("function", function) != function else note
@@ -731,10 +755,11 @@ def _names(mesh: DeviceMesh | None) -> dict[int, str]:
     result = dict[int, str]()
     if mesh is None or mesh.mesh_dim_names is None:
         return result
-    for coord in mesh.mesh.new_ones(mesh.mesh.shape).nonzero().tolist():
-        pairs = zip(mesh.mesh_dim_names, coord, mesh.mesh.shape, strict=True)
-        text = ", ".join(f"{axis}={i}" for axis, i, size in pairs if size > 1)
-        result[int(mesh.mesh[tuple(coord)])] = f" ({text})" if text else ""
+    with _compat.with_values():
+        for coord in mesh.mesh.new_ones(mesh.mesh.shape).nonzero().tolist():
+            pairs = zip(mesh.mesh_dim_names, coord, mesh.mesh.shape, strict=True)
+            text = ", ".join(f"{axis}={i}" for axis, i, size in pairs if size > 1)
+            result[int(mesh.mesh[tuple(coord)])] = f" ({text})" if text else ""
     return result
 
 

@@ -7,20 +7,19 @@ kept for backward, and no gradient is reduced. Law: the loss is that of a train 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.errors import ArgumentError, ConfigError, ScheduleError, message
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.pipeline.executor import Messages, pipeline_loss
 from fsharding.pipeline.schedule import Schedule
 from fsharding.precision import FP32, Precision
-from fsharding.public import check_function, public
+from fsharding.public import check_function, public, refuse_compiled
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import to_local
 from fsharding.train.loss_function import LossFunction
@@ -100,7 +99,9 @@ def evaluate(
     pipeline = _Pipeline(model, schedule, microbatches) if is_model else None
 
     @public(_NAME)
+    @_compat.never_inlined
     def run(params: Tree | TrainState, batch: Tree) -> Any:
+        refuse_compiled(_NAME, "Compile the loss function, fs.evaluate(torch.compile(loss_fn)), or its blocks.")
         state = params if isinstance(params, TrainState) else None
         values = params if state is None else state.params
         dtypes = precision or (FP32 if state is None else state.layout.in_flight(state.layout.precision))
@@ -111,7 +112,7 @@ def evaluate(
             _refuse_pipeline(state, is_model)
             assert state is not None and pipeline is not None
             values = round_params(values, state.layout, dtypes, key)
-            return pipeline.loss(state.layout, values, pieces, replace(dtypes, gather=None))
+            return pipeline.loss(state.layout, values, pieces, dtypes.of_rounded())
         if is_model and state is not None:
             refuse_model(_NAME, model, state.layout)
         losses: list[Loss] = []

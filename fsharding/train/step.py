@@ -27,10 +27,11 @@ from fsharding.mesh.failures import meet, naming_lost
 from fsharding.models.stacks import first_unit, scan_stacks
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
+from fsharding.optim.coded_moment import is_coded
 from fsharding.optim.router_bias import split_loads, update_against_load
-from fsharding.optim.updates import apply_gradients, apply_updates
+from fsharding.optim.updates import add_updates, apply_gradients
 from fsharding.pipeline.executor import Messages, pipeline_grads
-from fsharding.pipeline.schedule import Schedule, plan_schedule
+from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.precision import Precision
 from fsharding.public import (
     check_function,
@@ -51,7 +52,7 @@ from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch, uncut, uneven
 from fsharding.train.state import TrainState, main_of, refuse_changed, rounding_key, sealed, spread
 from fsharding.train.state_check import StateCheck, check_numbers
-from fsharding.train.verdict import REFUSED, SKIPPED, PendingVerdict, verdict_of
+from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, PendingVerdict, verdict_of
 from fsharding.transforms import policies
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy, check_policy
@@ -188,7 +189,7 @@ def make_train_step(
         opt: the optimizer.
         microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated; at least 1.
         schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, which is planned for the size of
-            `pp` and `microbatches`. Meshes without `pp` do not look at it.
+            `pp` and `microbatches`, dualpipev with pairs where it has `ep`. Meshes without `pp` do not look at it.
         precision: dtypes of compute and wire; by default the layout's.
         donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
         policy: what the blocks of a `Model` keep for backward.
@@ -403,7 +404,8 @@ class TrainStep:
             return _refusal(int(state_step), squares, loss, norm)
 
         state_step, loss_scale, known = state.step, state.loss_scale, plan.check_now
-        result = int(verdict) if known else None
+        # A step without values counts.
+        result = None if not known else GOOD if _compat.is_fake(verdict) else int(verdict)
         stop.settle(loss.device)
         if result == REFUSED:
             raise NonFiniteError(refusal())
@@ -447,7 +449,8 @@ class TrainStep:
             layout: of the states.
 
         Raises:
-            ConfigError: a `Model` on a mesh with an axis that it does not compute over.
+            ConfigError: a `Model` on a mesh with an axis that it does not compute over, or a strict precision with a
+                pipeline.
             ScheduleError: the schedule cannot have so many ranks or microbatches.
             TreeError: a layout of a model with other parameters.
         """
@@ -459,6 +462,9 @@ class TrainStep:
         check = self._check or ("now" if _device_of(layout) == "cpu" else "next")
         precision = self._precision or layout.precision
         _refuse_other_formats(precision, layout)
+        if schedule is not None and precision.strict:
+            text = "cannot be strict with a pipeline: its stages multiply weights that are dequantised."
+            raise ConfigError(message("train step", text, mend="Leave strict out, or keep pp at 1."))
         return StepPlan(_without_devices(layout), layout.in_flight(precision), schedule, check == "now")
 
     def _plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
@@ -491,17 +497,19 @@ class TrainStep:
         """Forward and backward of all microbatches, through the pipeline or one after the other."""
         if plan.schedule is None:
             return self._accumulate(plan, state, microbatches, loss_scale, stop)
+        rounding = rounding_key(state.key, state.step, state.layout, plan.precision)
         grads, loss, weight = pipeline_grads(
             self._model,
             plan.schedule,
             state.layout,
-            round_params(state.params, state.layout, plan.precision, rounding_key(state.key, state.step, state.layout)),
+            round_params(state.params, state.layout, plan.precision, rounding),
             microbatches,
-            precision=replace(plan.precision, gather=None),
+            precision=plan.precision.of_rounded(),
             policy=self._policy,
             scale=loss_scale,
             known=plan.messages,
             stop=stop,
+            key=rounding,
         )
         return _Sums(grads, loss, weight)
 
@@ -511,7 +519,7 @@ class TrainStep:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
         layout, has_aux = state.layout, self._loss_fn.has_aux
         key = self._loss_fn.key(state)
-        rounding = rounding_key(state.key, state.step, layout)
+        rounding = rounding_key(state.key, state.step, layout, plan.precision)
         grads: Tree = None
         losses: list[Tensor] = []
         weights: list[Tensor] = []
@@ -530,6 +538,7 @@ class TrainStep:
                 grad_pool=plan.buffers,
                 stop=stop if last else None,
                 key=rounding,
+                microbatch=i,
             )
             if has_aux:
                 result, aux = result
@@ -553,6 +562,7 @@ class TrainStep:
         Gradients times `to_mean` are their means, and `norm` is that of the means.
         """
         main, shardings, donate = main_of(state), state.layout.main, self._donate
+        rounding = state.layout.precision.rounding
         if not self._bias_rates:
             return apply_gradients(
                 self._opt,
@@ -564,13 +574,18 @@ class TrainStep:
                 scale=to_mean,
                 shardings=shardings,
                 finite=finite,
+                key=state.key,
+                step=state.step,
+                rounding=rounding,
             )
         # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
         grads = multiply(grads, to_mean, donate=donate)
         donate = donate and finite is None  # what a refused step goes back to is not overwritten
-        context = UpdateContext(donate=donate, norm=norm, shardings=shardings)
+        context = UpdateContext(donate=donate, norm=norm, shardings=shardings, key=state.key, step=state.step)
+        context = replace(context, rounding=rounding)
         updates, opt_state = self._opt.update(grads, state.opt_state, main, context)
-        new_main = apply_updates(main, update_against_load(updates, loads, self._bias_rates), donate=donate)
+        updates = update_against_load(updates, loads, self._bias_rates)
+        new_main = add_updates(main, updates, context, donate=donate)
         return where_finite(finite, new_main, main), where_finite(finite, opt_state, state.opt_state)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
@@ -719,10 +734,12 @@ def _refusal(number: int, squares: LeafSquares, loss: Tensor, norm: Tensor) -> s
 def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
     """Refuses a state of another optimizer."""
     try:
-        expected = opt.init(state.layout.meta_main())
+        layout = state.layout
+        expected = opt.start(layout.meta_main(), moments=layout.precision.moments, shardings=layout.main)
     except (NotImplementedError, RuntimeError):
         return  # An init that reads values fails on meta tensors; the update refuses a state that does not fit.
-    spec, other = tree.flatten(expected)[1], tree.flatten(state.opt_state)[1]
+    # An update takes moments as the state has them, whatever the format in which the optimizer would make them.
+    spec, other = (tree.flatten(x, is_leaf=is_coded)[1] for x in (expected, state.opt_state))
     if spec != other:
         tree.flatten_up_to(spec, state.opt_state, "train step", ("its optimizer", "state.opt_state"))
 
@@ -764,8 +781,12 @@ def planned_schedule(function: str, schedule: str | Schedule, layout: Layout, mi
     Raises:
         ScheduleError: it cannot have so many ranks or microbatches.
     """
-    ranks = abstract(layout.mesh).axis_size("pp")
-    planned = plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
+    mesh = abstract(layout.mesh)
+    ranks, planned = mesh.axis_size("pp"), schedule
+    if isinstance(planned, str):
+        # Experts are what a stage communicates for: there pairs are worth the idle time that they cost.
+        overlap = planned in PAIRED and mesh.axis_size("ep") > 1
+        planned = plan_schedule(planned, ranks, microbatches, overlap=overlap)
     if (planned.ranks, planned.microbatches) != (ranks, microbatches):
         text = f"got {planned!r} for pp={ranks} and microbatches={microbatches}."
         raise ScheduleError(message(function, text, mend="Plan it with fs.pipeline.plan_schedule for these numbers."))

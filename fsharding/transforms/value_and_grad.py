@@ -8,7 +8,7 @@ nodes only. Laws: inputs are never changed; the mean is over all weights, whatev
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
@@ -22,10 +22,12 @@ from fsharding import _compat, _functorch, tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.stop_bit import StopBit
 from fsharding.comm.transport import start_sum
-from fsharding.errors import TransformError, message
+from fsharding.errors import ConfigError, TransformError, message
+from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.mesh.failures import naming_lost
+from fsharding.ops.scaled_mm import scaled_kernel
 from fsharding.precision import FP32, Precision
 from fsharding.public import check_function, check_precision, public, refuse, refuse_compiled
 from fsharding.sharding.layout import Layout
@@ -39,10 +41,11 @@ from fsharding.sharding.named_sharding import (
     to_local,
     typeof,
 )
+from fsharding.transforms.cast_checks import refuse_bare_casts
 from fsharding.transforms.gather_context import GatherContext, activate
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.unit_plan import GradTarget
-from fsharding.transforms.weight_formats import WeightFormats
+from fsharding.transforms.weight_formats import WeightFormats, key_of_terms
 from fsharding.tree import Tree
 
 __all__ = ["GradFn", "Loss", "Tape", "global_loss", "loss_and_grads", "refuse_backward", "value_and_grad"]
@@ -114,7 +117,8 @@ def value_and_grad(
         precision: dtypes of compute, wire and gradients, and formats of weights. Of parameters that are copies of main
             parameters kept apart, and rounded already, say `layout.in_flight(precision)`.
         mean: divide by the global weight; else loss and gradients are sums.
-        key: int64[2], for formats whose rounding is keyed: another one in each step, the same on all ranks.
+        key: int64[2], for formats whose rounding is keyed: another one in each step, the same on all ranks. Calls with
+            one key round weights alike, and terms of gradients by the same numbers.
 
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
@@ -127,9 +131,10 @@ def value_and_grad(
     Raises:
         ArgumentError: `fn` is no function of at least one argument; or, from the function, is called with arguments
             that it does not take, or that are swapped.
-        TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place; or a
-            plain tensor has a sharding in `grads`.
+        TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place, or casts
+            what is differentiated to 8 bits; or a plain tensor has a sharding in `grads`.
         NotGatheredError: from the function: a leaf was used before it was gathered.
+        ConfigError: from the function: `precision` is strict, and the device has no kernel for its format.
         MissingKeyError: from the function: `fn` asks for an entry that none of its arguments has.
         BatchError: from the function: `fn` failed, and something in the batch is no tensor.
         ShapeError: from the function: `fn` computes with shapes that do not go together.
@@ -179,6 +184,7 @@ def loss_and_grads(
     grad_pool: Pool | None = None,
     stop: StopBit | None = None,
     key: Tensor | None = None,
+    microbatch: int = 0,
 ) -> tuple[Any, Tree]:
     """One call of the function that `value_and_grad` returns.
 
@@ -195,8 +201,9 @@ def loss_and_grads(
             soon as nobody holds the gradient that was in it. By default they are in fresh memory.
         stop: the bit of `fs.preemption`, which a train step sends in the sum of loss and weight.
         key: as in `value_and_grad`.
+        microbatch: the number of this call among those with this key.
     """
-    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool, key=key)
+    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool, key=key, microbatch=microbatch)
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux)
@@ -264,6 +271,10 @@ class Tape:
         function: the public function, for errors.
         defers: whether `backward` may be called with `defers`.
         key: for formats whose rounding is keyed.
+        microbatch: the number of the call among those with this key.
+        layers: of leaves that are some rows of a stack, by path: the first layer, and how many the stack has in all.
+        once_for: a function and a part of it, whose graph is looked at for casts to 8 bits the first time that it is
+            differentiated; by default the one that `forward` is given.
 
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
@@ -271,6 +282,7 @@ class Tape:
         adds_in_place: whether all gradients end in what was given as `accumulate`.
 
     Raises:
+        ConfigError: `precision` is strict, and the device has no kernel for its format.
         TransformError: a leaf has an explicit assignment, and `grads` does not say who owns it.
         TreeError: `grads` or `accumulate` does not match the parameters.
     """
@@ -291,8 +303,12 @@ class Tape:
         *,
         defers: bool = False,
         key: Tensor | None = None,
+        microbatch: int = 0,
+        layers: Callable[[str], tuple[int, int] | None] = lambda _: None,
+        once_for: tuple[Callable[..., Any], Hashable] | None = None,
     ) -> None:
         _refuse_transforms(params, function)
+        self._once_for = once_for
         self._leaves, self._spec = tree.flatten(params)
         leaves, count = self._leaves, len(self._leaves)
         self._shardings = [_as_parameter] * count
@@ -313,15 +329,22 @@ class Tape:
         paths, compute = tree.paths(params), precision.compute_dtype
         formats = None
         if precision.gather is not None:
-            stacks = [x.shape[0] if x is not None and x.shape else 0 for x in nodes]
-            formats = WeightFormats(precision, paths, stacks, key)
+            _check_kernel(precision, nodes, function)
+        if precision.gather is not None or isinstance(precision.reduce, Blocks):
+            rows = [
+                layers(path) or (0, x.shape[0] if x is not None and x.shape else 0)
+                for path, x in zip(paths, nodes, strict=True)
+            ]
+            firsts, stacks = [first for first, _ in rows], [count for _, count in rows]
+            term_key = key_of_terms(key, self.mesh, microbatch)
+            formats = WeightFormats(precision, paths, stacks, firsts, key, term_key)
         self.context = GatherContext(
             nodes, paths, self._targets, compute, accumulated, pool, grad_pool, defers=defers, formats=formats
         )
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
-        params = tree.unflatten(self._spec, self._local)
+        params, self._fn = tree.unflatten(self._spec, self._local), fn
         try:
             with torch.enable_grad(), _on(self.mesh), activate(self.context):
                 return fn(params, *args)
@@ -350,7 +373,12 @@ class Tape:
         Returns:
             The gradients of `inputs`. Gradients of units go to the context's reducer, those of leaves that were used
             otherwise come from autograd.
+
+        Raises:
+            TransformError: the function casts what is differentiated to 8 bits.
         """
+        whose, part = self._once_for or (self._fn, None)
+        refuse_bare_casts(outputs, whose, part)
         direct = [x.value if isinstance(x, Local) else x for x in self._local]
         used = [i for i, x in enumerate(direct) if isinstance(x, Tensor) and x.requires_grad]
         wanted = [*inputs, self.context.anchor, *(direct[i] for i in used)]
@@ -366,6 +394,10 @@ class Tape:
         """Computes the gradients of weights that `backward` has left, and starts their reductions."""
         with _on(self.mesh):
             self.context.run_deferred()
+
+    def follow(self, earlier: Callable[[], object]) -> None:
+        """Has the reductions of another tape, which adds to the same gradients, be finished before any of this one."""
+        self.context.reducer.follow(earlier)
 
     def finish(self) -> list[Tensor | None]:
         """Waits for the reductions under way, and closes: the local gradient of each leaf."""
@@ -393,6 +425,21 @@ class Tape:
                 for grad, target, x, sharding in zip(grads, self._targets, self._local, self._shardings, strict=True)
             ],
         )
+
+
+def _check_kernel(precision: Precision, nodes: Sequence[Local | None], function: str) -> None:
+    """Refuses a strict precision on a device without a kernel for its format.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    device = next((x.value.device.type for x in nodes if x is not None), "cpu")
+    if not precision.strict or not isinstance(precision.compute, Blocks) or _compat.makes_fakes():
+        return
+    kernel = scaled_kernel(precision.compute, device, precision.activation_dtype or torch.bfloat16)
+    if not kernel.exists:
+        mend = "Leave strict out, and products dequantise; `fsharding doctor` says which formats have a kernel."
+        raise ConfigError(message(function, "has a strict precision without a kernel for it.", [str(kernel)], mend))
 
 
 def _refuse_transforms(params: Tree, function: str) -> None:

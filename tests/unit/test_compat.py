@@ -3,7 +3,10 @@
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import zipfile
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
 from fsharding import _compat, _functorch, ops
@@ -37,6 +42,56 @@ def test_a_fake_group_is_one_rank_of_many_and_sends_nothing():
         assert rows[3].tolist() == [1, 1]
     finally:
         dist.destroy_process_group()
+
+
+FAKE_CUDA = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from fsharding import _compat
+
+def backward(device):
+    with torch.autograd.set_multithreading_enabled(BEFORE is None):
+        x = torch.ones(4, 4, device=device, requires_grad=True)
+        (grad,) = torch.autograd.grad((x @ x + x.to("cpu").to(device)).sum(), x)
+        return grad.device.type, tuple(grad.shape)
+
+if BEFORE == "mode":
+    with FakeTensorMode():
+        assert backward("cpu") == ("cpu", (4, 4)) and _compat.fake_cuda()
+assert _compat.fake_cuda() and _compat.fake_cuda()
+with FakeTensorMode():
+    assert backward("cuda") == ("cuda", (4, 4)) and backward("cpu") == ("cpu", (4, 4))
+    x = torch.ones(3, device="cuda")
+    try:
+        x + torch.ones(3)
+    except RuntimeError as error:
+        print("devices that differ:", error)
+assert backward("cpu") == ("cpu", (4, 4)) and not torch.cuda.is_available()
+try:
+    torch.ones(3, device="cuda")
+except AssertionError as error:
+    print("real ones:", error)
+raise SystemExit(7)  # the end of the process is no other than usual
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("before", [None, "mode"])
+def test_autograd_takes_fake_tensors_of_cuda_without_a_gpu(before):
+    """What it changes lasts as long as the process."""
+    program = FAKE_CUDA.replace("BEFORE", repr(before))
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 7, ended.stderr
+    assert "devices that differ: Expected all tensors to be on the same device" in ended.stdout
+    assert "real ones: Torch not compiled with CUDA enabled" in ended.stdout or torch.version.cuda
+
+
+def test_the_same_view_is_one_of_the_same_elements_also_of_fake_tensors():
+    for mode in (nullcontext(), FakeTensorMode()):
+        with mode:
+            x = torch.zeros(4, 4)
+            assert _compat.is_same_view(x[1], x[1:2].view(4))
+            assert not any(_compat.is_same_view(x[1], y) for y in (x[2], x[1, :3], x[:, 1], torch.zeros(4)))
 
 
 def test_a_change_in_place_shows_in_the_version():
@@ -164,6 +219,32 @@ def test_a_record_is_what_torch_saves_but_for_the_sums():
     assert torch.equal(torch.load(io.BytesIO(ours.data)), x)
     with zipfile.ZipFile(io.BytesIO(ours.data)) as archive:
         assert [info.CRC for info in archive.infolist()] == [0] * len(archive.infolist())
+
+
+def test_modes_of_a_thread_are_noticed():
+    class Mode(TorchDispatchMode):
+        pass
+
+    class Functions(TorchFunctionMode):
+        pass
+
+    assert not _compat.thread_has_modes()
+    modes = [
+        Mode,
+        Functions,
+        FakeTensorMode,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu"),
+        lambda: torch.device("cpu"),
+    ]
+    for mode in modes:
+        with mode():
+            assert _compat.thread_has_modes(), mode
+        assert not _compat.thread_has_modes()
+    cpu = torch.device("cpu")
+    assert _compat.current_stream(cpu) is None and not _compat.is_capturing(cpu)
+    with _compat.on_stream(None):
+        pass
 
 
 def test_functorch_is_noticed():
@@ -461,3 +542,35 @@ def test_the_compiler_leaves_frames_alone():
         # One before the call and one after; `inside` is a third where the compiler sees what is called.
         assert graphs.frame_count == (3 if compiled else 2)
     assert not _compat.is_compiled_caller()
+
+
+# ------------------------------------------------------------------------------------------------------- low precision
+def test_scaled_products_take_scales_of_rows():
+    a, b = (torch.randn(n, 32).to(torch.float8_e4m3fn) for n in (5, 7))
+    scales = torch.rand(5, 1), torch.rand(1, 7)
+    want = (a.float() * scales[0]) @ (b.float() * scales[1].t()).t()
+    got = _compat.scaled_mm_of_rows(a, b.t(), *scales, torch.float32)
+    torch.testing.assert_close(got, want)
+    assert _compat.has_scaled_mm() == hasattr(torch.nn.functional, "scaled_mm")
+
+
+def test_names_of_recipes_and_swizzles_are_those_of_torch():
+    recipes = {"RowWise", "TensorWise", *(f"BlockWise{x}" for x in ("1x16", "1x32", "1x128", "128x128"))}
+    assert recipes <= {*torch.nn.functional.ScalingType.__members__}
+    assert {"SWIZZLE_32_4_4", "NO_SWIZZLE"} <= {*torch.nn.functional.SwizzleType.__members__}
+    a, one = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.ones(())
+    got = _compat.scaled_mm(a, a.t(), ([one], [one]), (["TensorWise"], ["TensorWise"]), None, torch.bfloat16)
+    torch.testing.assert_close(got, (a.float() @ a.float().t()).bfloat16())
+
+
+def test_a_node_says_what_its_result_is():
+    y = torch.zeros(2, 3, requires_grad=True).to(torch.float8_e5m2)
+    assert y.grad_fn is not None and y.grad_fn.name() == "ToCopyBackward0"
+    assert _compat.result_of(y.grad_fn) == (torch.float8_e5m2, (2, 3))
+
+
+def test_outside_of_modes_nothing_is_fake():
+    with FakeTensorMode():
+        assert _compat.is_fake(torch.ones(1))
+        with _compat.outside_of_modes():
+            assert float(torch.ones(1)) == 1
