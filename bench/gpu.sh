@@ -14,10 +14,10 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv | tee "$out/machine.txt"
-    preset=bench-1b dtype=bfloat16 batch=4 length=2048 rounds=10 many=(2 4)
+    preset=bench-1b dtype=bfloat16 batch=4 length=2048 rounds=10 many=(2 4) graphs=1
 else
     echo "no GPU: the same on the CPU, at a tiny size" | tee "$out/machine.txt"
-    preset=tiny dtype=float32 batch=1 length=16 rounds=2 many=(2)
+    preset=tiny dtype=float32 batch=1 length=16 rounds=2 many=(2) graphs=
 fi
 
 failed=0
@@ -43,6 +43,11 @@ timeout 540 "$python" -m pytest -q -p no:cacheprovider -m '' tests/gpu 2>&1 | te
 
 measure one-rank bash -c 'step 1'
 measure one-rank-compiled bash -c 'step 1 --compiled'
+if [[ -n "$graphs" ]]; then  # a step of the 1 B model, and one so short that its host is what it waits for
+    pair="--contenders compute-only fsharding-zero3 fsharding-zero3-captured"
+    measure captured bash -c "step 1 $pair"
+    preset=bench-34m batch=1 length=128 measure captured-short bash -c "step 1 $pair"
+fi
 for ranks in "${many[@]}"; do
     NCCL_MULTI_RANK_GPU_ENABLE=1 measure "ranks-$ranks" bash -c "step $ranks"
 done

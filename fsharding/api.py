@@ -24,6 +24,7 @@ from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.strategy import HFSDP, HSDP, Strategy, hybrid, parse_strategy, zero
 from fsharding.testing import run_ranks
 from fsharding.train import data
+from fsharding.train.capture import capture
 from fsharding.train.decoder_traffic import expected_traffic
 from fsharding.train.evaluate import evaluate
 from fsharding.train.microbatches import local_batch
@@ -67,6 +68,7 @@ __all__ = [
     "Strategy",
     "TrainState",
     "adamw",
+    "capture",
     "check_replicas",
     "checkpoint",
     "counting_bytes",

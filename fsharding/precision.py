@@ -68,7 +68,7 @@ class ScaleState(NamedTuple):
 Sums: TypeAlias = Literal["auto", "ordered", "native"]
 """How gradients are summed over ranks; see `Precision`."""
 
-KEEP = ("embed", "head", "*router*", "*norm*", "*bias*")
+KEEP = ("*embed*", "*head", "*router*", "*norm*", "*bias*")
 """Parts of the paths of leaves that stay in the dtype of compute, where nothing else is said."""
 
 _ROWS = re.compile(r"(.*)\[(-?\d*)(:?)(-?\d*)\]")

@@ -73,7 +73,7 @@ def measure(step: StepConfig, mesh: Any) -> list[dict[str, Any]]:
     for number in counted_rounds(len(step.contenders) - 1, 1, "one contender a round"):
         name = step.contenders[number]
         built = build(task, name)
-        needed = least_bytes(task, OURS[name][0], forward) if name in OURS else None
+        needed = least_bytes(task, OURS[name].strategy, forward) if name in OURS else None
         rows.append(
             {
                 "contender": name, "dtype": step.dtype, "ranks": mesh.size(), "kept_bytes": built.kept,

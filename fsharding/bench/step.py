@@ -41,13 +41,27 @@ from fsharding.sharding.strategy import HSDP, Strategy, parse_strategy
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
 
-__all__ = ["OURS", "Built", "bench_step", "build", "check", "make_task", "measure"]
+__all__ = ["OURS", "Built", "Ours", "bench_step", "build", "check", "make_task", "measure"]
 
-OURS: dict[str, tuple[Strategy, int]] = {
-    f"fsharding-zero{level}": (parse_strategy(f"zero{level}"), 1) for level in range(4)
-}
-"""Our contenders by name: strategy, and how many replicas the mesh has."""
-OURS["fsharding-hybrid"] = HSDP, 2
+
+class Ours(NamedTuple):
+    """A contender of ours.
+
+    Attributes:
+        strategy: its own.
+        replicas: how many the mesh has.
+        captured: the step is one CUDA graph.
+    """
+
+    strategy: Strategy
+    replicas: int = 1
+    captured: bool = False
+
+
+OURS: dict[str, Ours] = {f"fsharding-zero{level}": Ours(parse_strategy(f"zero{level}")) for level in range(4)}
+"""Our contenders by name."""
+OURS["fsharding-zero3-captured"] = Ours(parse_strategy("zero3"), captured=True)
+OURS["fsharding-hybrid"] = Ours(HSDP, 2)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
@@ -86,6 +100,8 @@ def check(config: StepConfig, command: str) -> None:
     wrong = [f"{name}: {n}" for name in ("batch", "seq_len", "rounds") if (n := getattr(config, name)) < 1]
     wrong += [f"{name}: not known" for name in config.contenders if name not in PEERS and name not in OURS]
     wrong += [f"{name}: its package is not installed" for name in config.contenders if name in PEERS and missing(name)]
+    without = not torch.cuda.is_available()
+    wrong += [f"{name}: needs CUDA" for name in config.contenders if name in OURS and OURS[name].captured and without]
     if not config.contenders:
         wrong.append("contenders: none")
     if wrong:
@@ -109,7 +125,7 @@ def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -
     wires: dict[str, float] = {}
     for name in config.contenders:
         built[name] = build(task, name)
-        if name in OURS:
+        if name in OURS and not OURS[name].captured:  # in a graph nothing is counted
             wires[name] = _wire_time(task, built[name].sent)
     steps = take_turns({name: result.run for name, result in built.items()}, config.rounds)
     agree(_together(built, steps), _TOLERANCE[config.dtype])
@@ -152,13 +168,14 @@ def _batch(config: StepConfig, sizes: DecoderConfig, mesh: Any) -> dict[str, Ten
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def _ours(strategy: Strategy, replicas: int, task: Task) -> Callable[[], Tensor]:
-    mesh = make_mesh(replica=replicas, dp=-1) if replicas > 1 else task.mesh
+def _ours(kind: Ours, task: Task) -> Callable[[], Tensor]:
+    mesh = make_mesh(replica=kind.replicas, dp=-1) if kind.replicas > 1 else task.mesh
     precision = fs.Precision(compute=task.dtype)
-    layout = plan_layout(task.draws(), mesh, strategy=strategy, names=task.model.names, precision=precision)
+    layout = plan_layout(task.draws(), mesh, strategy=kind.strategy, names=task.model.names, precision=precision)
     opt = fs.optim.adamw(RATE, b1=B1, b2=B2)
     state = init_state(task.model.init, opt, fs.random.key(0), layout)
-    step = make_train_step(task.model, opt, donate=True)
+    step: Callable[..., Any] = make_train_step(task.model, opt, donate=True)
+    step = fs.capture(step, state, task.batch) if kind.captured else step
 
     def run() -> Tensor:
         nonlocal state
@@ -191,7 +208,7 @@ def build(task: Task, name: str) -> Built:
 
     What it keeps is what building it and its first step left behind; what it needs besides shows in its second.
     """
-    make = functools.partial(PEERS[name] if name in PEERS else functools.partial(_ours, *OURS[name]), task)
+    make = functools.partial(PEERS[name] if name in PEERS else functools.partial(_ours, OURS[name]), task)
     made: list[Callable[[], Tensor]] = []
     losses: list[Tensor] = []
     kept, _ = allocated(lambda: made.append(make()))

@@ -1,27 +1,44 @@
 """Flat buffers that are used again within a step, so that they cost their page faults once.
 
 In: a size, a dtype, an owner. Out: a flat tensor that nobody else views. A buffer is free when the pool alone holds its
-storage, so a view that somebody keeps is never overwritten. Law: the bytes that owners have alive are known exactly.
+storage, so a view that somebody keeps is never overwritten. On a device with several queues the one that takes a buffer
+waits until those that have used it are done.
+Law: the bytes that owners have alive are known exactly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding.comm.streams import OneStream, Streams, streams_for
 
 __all__ = ["Pool", "PoolMemory"]
 
 
 @dataclass
 class _Buffer:
+    """A buffer.
+
+    Attributes:
+        base: all of it.
+        storage: of it.
+        owner: whose bytes they are, if they are counted.
+        user: who has taken it.
+        taken: somebody has.
+        done: the event after which it may be written again; None where nobody has told, or it is not free.
+    """
+
     base: Tensor
     storage: int
     owner: object | None = None
+    user: object | None = None
+    taken: bool = False
+    done: Any = None
 
     def in_use(self, idle: int) -> bool:
         return _compat.storage_users(self.storage) > idle
@@ -42,13 +59,35 @@ class Pool:
         self._buffers: list[_Buffer] = []
         self._adopted: list[tuple[_compat.WeakStorage, int, object]] = []
         self._idle = 0
+        self._streams: Streams = OneStream()
 
-    def take(self, size: int, dtype: torch.dtype, device: torch.device, owner: object | None = None) -> Tensor:
-        """A flat buffer of `size` elements with garbage inside; bytes of a buffer with an owner are counted."""
+    def take(
+        self,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        owner: object | None = None,
+        user: object | None = None,
+    ) -> Tensor:
+        """A flat buffer of `size` elements with garbage inside; bytes of a buffer with an owner are counted.
+
+        Args:
+            size: elements.
+            dtype: of them.
+            device: of the buffer.
+            owner: whose bytes they are.
+            user: who will call `retire`.
+        """
         need = max(size, 1) * dtype.itemsize
         fits = [b for b in self._buffers if need <= b.base.numel() <= 2 * need and not b.in_use(self._idle)]
         buffer = min(fits, key=lambda b: b.base.numel(), default=None) or self._make(need, device)
         buffer.owner = owner
+        if (streams := self._streams).several:
+            if buffer.done is not None:
+                streams.wait(buffer.done)
+            elif buffer.taken:
+                streams.wait_all()
+            buffer.taken, buffer.user, buffer.done = True, user, None
         result = buffer.base[:need].view(dtype)[:size]
         if owner is not None:
             self._count()
@@ -58,6 +97,28 @@ class Pool:
         """Counts a tensor that the pool has not made as an owner's, as long as somebody views its storage."""
         self._adopted.append((_compat.weak_storage(x), x.nbytes, owner))
         self._count()
+
+    def retire(self, user: object) -> None:
+        """Notes of buffers that somebody has just let go: they may be written when the current queue is done.
+
+        A buffer of which this is not said is handed out when all queues are.
+
+        Args:
+            user: who has let them go; those of others are left alone.
+        """
+        if self._streams.several:
+            self._retire([b for b in self._buffers if b.user is user and b.taken and b.done is None])
+
+    def retire_all(self) -> None:
+        """As `retire`, of all buffers that nobody holds, whoever had them: all who did were on the current queue."""
+        if self._streams.several:
+            self._retire([b for b in self._buffers if b.taken])
+
+    def _retire(self, buffers: list[_Buffer]) -> None:
+        free = [b for b in buffers if not b.in_use(self._idle)]
+        done = self._streams.record("free") if free else None
+        for buffer in free:
+            buffer.done = done
 
     def memory(self, device: torch.device, owner: object | None = None) -> PoolMemory:
         """The pool as the `Memory` of an owner."""
@@ -80,6 +141,7 @@ class Pool:
         self._adopted.clear()
 
     def _make(self, need: int, device: torch.device) -> _Buffer:
+        self._streams = streams_for(device)
         base = _compat.fresh((need,), torch.uint8, device)
         buffer = _Buffer(base, _compat.storage_id(base))
         self._idle = _compat.storage_users(buffer.storage)
@@ -98,10 +160,19 @@ class PoolMemory(NamedTuple):
     pool: Pool
     device: torch.device
     owner: object | None
+    user: object | None = None
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         """See `Memory`."""
-        return self.pool.take(size, dtype, self.device, self.owner)
+        return self.pool.take(size, dtype, self.device, self.owner, self.user)
+
+    def of_one_user(self) -> PoolMemory:
+        """The same, for somebody who calls `retire`."""
+        return self._replace(user=object())
+
+    def retire(self) -> None:
+        """See `Pool.retire`, of the buffers that were taken from here."""
+        self.pool.retire(self.user)
 
     def adopt(self, x: Tensor) -> None:
         """See `Memory`."""

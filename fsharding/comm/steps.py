@@ -23,7 +23,7 @@ from fsharding.comm.handles import Handle, Memory, Reduction
 from fsharding.comm.native_sums import native_reduction
 from fsharding.comm.transport import transport_for
 from fsharding.formats.blocks import Blocks
-from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
+from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, reduction_group
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import PartitionSpec
@@ -140,7 +140,7 @@ def has_slots(leaf: Tensor, steps: Sequence[Step], mesh: Mesh) -> bool:
         steps: as planned.
         mesh: with devices.
     """
-    transport = transport_for(axis_group(mesh, steps[0].axes), leaf.device)
+    transport = transport_for(reduction_group(mesh, steps[0].axes), leaf.device)
     return transport.has_slots(leaf.numel(), scatter=steps[0].kind == "scatter")
 
 
@@ -162,6 +162,7 @@ class SteppedReduction:
         noise: for a format whose rounding is keyed, by number of the leaf.
 
     Attributes:
+        memory: the same.
         filled: the leaves that have a term. A kernel that writes into a slot adds its leaf.
     """
 
@@ -181,7 +182,7 @@ class SteppedReduction:
         format: Blocks | None = None,
         noise: Noise | None = None,
     ) -> None:
-        self._native = native
+        self._native, self.memory = native, memory
         self._steps, self._shapes, self._mesh, self._wholes = steps, shapes, mesh, wholes
         self._wire_dtype, self._dtype, self._device = wire_dtype, dtype, device
         self.filled: set[int] = set()
@@ -191,7 +192,7 @@ class SteppedReduction:
         if begins_with_sum(steps):
             axes, scatter = steps[0][0].axes, steps[0][0].kind == "scatter"
             cuts = tuple((shape, s[0].dim if scatter else 0) for shape, s in zip(shapes, steps, strict=True))
-            group, cut_by = axis_group(mesh, axes), _sizes(mesh, axes) if scatter else ()
+            group, cut_by = reduction_group(mesh, axes), _sizes(mesh, axes) if scatter else ()
             bucket = buckets.plan_bucket(cuts, cut_by)
             if format is not None:
                 coded = (
@@ -208,6 +209,11 @@ class SteppedReduction:
                 self._first = transport_for(group, device).reduction(
                     bucket, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=dtype, large=large, memory=memory
                 )
+
+    @property
+    def sends(self) -> bool:
+        """Whether the first step is a sum, whose terms are copied to where they are sent from."""
+        return self._first is not None
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
         """See `Reduction`."""

@@ -28,6 +28,7 @@ class StopBit:
 
     Args:
         mesh: of the step.
+        bit: whether this rank wants to stop, float64, 0-d; by default that of now.
 
     Attributes:
         axes: of the mesh, those over which the bit has not been summed.
@@ -35,9 +36,9 @@ class StopBit:
 
     __slots__ = ("_count", "_mesh", "axes")
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, bit: Tensor | None = None) -> None:
         self._mesh, self.axes = mesh, _large(mesh)
-        self._count: Tensor | None = None
+        self._count = bit
 
     def as_term(self, device: torch.device) -> Tensor:
         """How many ranks want to stop, as far as it is known here: float64, 0-d."""
@@ -50,7 +51,11 @@ class StopBit:
         self._count, self.axes = count, tuple(axis for axis in self.axes if axis not in axes)
 
     def settle(self, device: torch.device) -> None:
-        """Ends the step.
+        """Ends the step."""
+        preemption.agree(self.total(device))
+
+    def total(self, device: torch.device) -> Tensor:
+        """How many ranks want to stop.
 
         Axes over which the step has taken no sum, as with a loss function of one's own and no leaf cut over `tp`, get
         one of their own.
@@ -58,7 +63,7 @@ class StopBit:
         count = self.as_term(device)
         if self.axes:
             count = start_sum(count.reshape(1), axis_group(self._mesh, self.axes), torch.float64).wait()[0]
-        preemption.agree(count)
+        return count
 
 
 @cache_on_mesh(256)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import combinations
 from typing import Any, Literal, Never, TypeAlias, TypedDict, Unpack, cast, get_args
@@ -56,6 +56,7 @@ __all__ = [
     "of_same_groups",
     "own_rank",
     "make_mesh",
+    "reduction_group",
     "set_mesh",
     "world_size",
 ]
@@ -109,6 +110,7 @@ def make_mesh(
     timeout: timedelta = timedelta(minutes=10),
     ranks: Sequence[int] | None = None,
     transport: TransportName = "auto",
+    communicators: Literal[1, 2] | None = None,
     **axes: Unpack[AxisSizes],
 ) -> DeviceMesh:
     """Makes a torch `DeviceMesh`; axes that are not named have size 1, `dp=-1` takes what is left. Collective.
@@ -127,13 +129,15 @@ def make_mesh(
         transport: how tensors travel: "native", the collectives of NCCL or of gloo; "pairwise", sends and receives of
             gloo; "shared_memory", for gloo between processes of one machine; by default the fastest that all ranks of
             a group can use. All of them give the same bits. `FSHARDING_SHARED_MEMORY=0` has "auto" not choose the last.
+        communicators: process groups of each set of ranks. With 2, reductions of gradients have one of their own, so
+            that a gather does not wait until they are done; by default 2 for NCCL, 1 otherwise.
         **axes: sizes of `pp`, `replica`, `dp`, `ep`, `cp`, `tp`.
 
     Raises:
         MeshError: unknown axis, a rank that does not exist or stands twice, the product of the sizes differs from
             the number of ranks, or there is no GPU for this process.
-        ArgumentError: a size without the name of its axis, a device or transport that is none, or a timeout that is no
-            timedelta.
+        ArgumentError: a size without the name of its axis, a device, a transport or a number of communicators that is
+            none, or a timeout that is no timedelta.
         ConfigError: not all ranks make the same mesh; the text says who makes which.
         RankError: not all ranks call it before the timeout, or one is gone; the text says which ranks are where.
 
@@ -151,6 +155,9 @@ def make_mesh(
     if transport not in get_args(TransportName):
         mend = f"Give one of {', '.join(get_args(TransportName))}."
         raise refuse("fs.make_mesh", "transport= by name", transport, mend)
+    if communicators not in (None, 1, 2) or isinstance(communicators, bool):
+        mend = "Give 1, or 2 for gathers and reductions apart; None for what the backend wants."
+        raise refuse("fs.make_mesh", "communicators= as 1 or 2", communicators, mend)
     if not isinstance(timeout, timedelta):
         mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
         raise refuse("fs.make_mesh", "timeout= as a timedelta", timeout, mend)
@@ -173,14 +180,33 @@ def make_mesh(
     set_meeting(timeout)
     with naming_lost("fs.make_mesh", range(world)):
         facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
-        facts["transport"] = transport
+        facts |= {"transport": transport, "communicators": str(communicators)}
+        count = communicators or communicators_for(_compat.backend_of(_world(), device))
         with _compat.with_values():
-            mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout)
+            mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout, count)
         kept_by(mesh)["transport"] = transport
     # A weak reference, since the mesh keeps the function.
     _compat.describe_mesh(mesh, functools.partial(_transports_of, weakref.ref(mesh)))
     set_meeting(timeout, mesh)
     return mesh
+
+
+def communicators_for(backend: str) -> int:
+    """How many communicators a set of ranks has where nobody says it.
+
+    One of NCCL runs its collectives one after the other, whatever stream they come from. gloo has threads for several
+    at once, and on a CPU another group is more connections and no more speed.
+
+    Args:
+        backend: of the tensors' device, such as nccl or gloo.
+    """
+    return 2 if backend == "nccl" else 1
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    return world
 
 
 def _own_gpu() -> int | None:
@@ -240,9 +266,10 @@ def _start(device: str, timeout: timedelta) -> None:
 
 
 def _made(
-    device: str, grid: torch.Tensor, shape: AbstractMesh, facts: dict[str, str], timeout: timedelta
+    device: str, grid: torch.Tensor, shape: AbstractMesh, facts: dict[str, str], timeout: timedelta, communicators: int
 ) -> DeviceMesh:
     """The mesh with its groups, where all ranks make the same."""
+    uses = ("", _REDUCTIONS)[:communicators]
     world = dist.get_world_size()
     if world > 1:
         agree("fs.make_mesh", facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet)
@@ -250,19 +277,39 @@ def _made(
     # of a pipeline gather over other axes, or in another order.
     several = shape.names if grid.numel() < world else data_axes(shape) if shape.axis_size("pp") > 1 else ()
     early = [frozenset(axes) for count in range(2, len(several) + 1) for axes in combinations(several, count)]
+    large = [axis for axis in several if shape.axis_size(axis) > 1 and communicators > 1]
+    apart = [frozenset(axes) for count in range(1, len(large) + 1) for axes in combinations(large, count)]
     placed = AbstractMesh(shape.names, shape.sizes, tuple(grid.flatten().tolist()))
     by_axis = [_families(placed, {axis}) for axis in shape.names]
-    wanted = [family for families in (*by_axis, *(_families(placed, axes) for axes in early)) for family in families]
-    close_unused(wanted, timeout)
+    wanted = [
+        family
+        for families in (*by_axis, *(_families(placed, axes) for axes in (*early, *apart)))
+        for family in families
+    ]
+    close_unused(wanted, timeout, uses)
     groups = [group for families in by_axis if (group := group_among(families, timeout)) is not None]
     if groups:
         mesh = _compat.device_mesh_of(groups, device, shape.names, grid)
     else:
         mesh = _compat.meshless_device_mesh(device, shape.names, grid, own_rank())
-    kept_by(mesh)["timeout"] = timeout
+    kept_by(mesh).update(timeout=timeout, communicators=communicators)
     for axes in early:
-        _process_group(mesh, axes)
+        _process_group(mesh, axes, "")
+    for axes in apart:
+        _process_group(mesh, axes, _REDUCTIONS)
     return mesh
+
+
+_REDUCTIONS = "reductions"
+"""The use of a second communicator."""
+
+
+def _communicators(mesh: Mesh) -> int:
+    """As `make_mesh` has decided; of another mesh, one."""
+    if not isinstance(mesh, DeviceMesh):
+        return 1
+    whole = kept_by(mesh).get("whole")
+    return kept_by(mesh).get("communicators", 1) if whole is None else _communicators(whole)
 
 
 def _timeout(mesh: DeviceMesh) -> timedelta:
@@ -281,7 +328,8 @@ def _transports_of(reference: weakref.ref[DeviceMesh]) -> str:
         if size > 1:
             choice = axis_group(mesh, (axis,)).transports.get(mesh.device_type)
             rows.append(f"{axis} by {choice or f'{_transport(mesh)}, chosen at the first collective'}")
-    return "; ".join(rows) or "one rank"
+    apart = ["reductions by communicators of their own"] if rows and _communicators(mesh) > 1 else []
+    return "; ".join(rows + apart) or "one rank"
 
 
 def _transport(mesh: Mesh) -> str:
@@ -463,8 +511,22 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     index = sum(own[axis] * inside[axis] for axis in axes)
     named = tuple(axis for axis in AXES if axis in axes)
     terms = range(len(ranks)) if named == axes else tuple(_places(named, shape, inside))
-    group = mesh.get_group(axes[0]) if len(axes) == 1 else _process_group(mesh, frozenset(axes))
+    group = mesh.get_group(axes[0]) if len(axes) == 1 else _process_group(mesh, frozenset(axes), "")
     return Group(ranks, index, group, terms, named, _transport(mesh))
+
+
+@cache_on_mesh(256)
+def reduction_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
+    """The same as `axis_group`, for sums of gradients: with another communicator, where the mesh has two.
+
+    Raises:
+        MeshError: the mesh has no devices and the group more than one rank.
+    """
+    group = axis_group(mesh, axes)
+    if group.process_group is None or _communicators(mesh) == 1:
+        return group
+    assert isinstance(mesh, DeviceMesh)
+    return replace(group, process_group=_process_group(mesh, frozenset(group.axes), _REDUCTIONS))
 
 
 def _strides(axes: Sequence[str], shape: AbstractMesh) -> dict[str, int]:
@@ -497,12 +559,12 @@ def everyone(mesh: Mesh) -> Group:
 
 
 @cache_on_mesh(256)
-def _process_group(mesh: DeviceMesh, axes: frozenset[str]) -> dist.ProcessGroup | None:
-    """The process group of this rank over several axes; None on a rank outside the mesh. All ranks make all of them."""
+def _process_group(mesh: DeviceMesh, axes: frozenset[str], use: str) -> dist.ProcessGroup | None:
+    """The process group of this rank over some axes; None on a rank outside the mesh. All ranks make all of them."""
     whole = kept_by(mesh).get("whole")
     if whole is not None:
-        return _process_group(whole, axes)
-    return group_among(_families(abstract(mesh), axes), _timeout(mesh))
+        return _process_group(whole, axes, use)
+    return group_among(_families(abstract(mesh), axes), _timeout(mesh), use)
 
 
 def _families(shape: AbstractMesh, axes: Collection[str]) -> list[list[int]]:

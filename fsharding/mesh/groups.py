@@ -1,6 +1,7 @@
-"""Process groups of meshes: one for each set of ranks and timeout, however many meshes there are and were.
+"""Process groups of meshes: one for each set of ranks, timeout and use, however many meshes there are and were.
 
-In: sets of ranks, of which none has a rank of another. Out: the process group of the set that this process is in.
+In: sets of ranks, of which none has a rank of another; what they are used for. Out: the process group of the set that
+this process is in.
 A group has threads and connections. So a later mesh is given the groups of an earlier one, and those that no process
 holds any more are closed when all ranks make a mesh: a garbage collector would close them here and not there.
 Law: all ranks make, use and close the same groups in the same order; none is closed that somebody holds.
@@ -20,8 +21,8 @@ from fsharding.mesh.failures import meet, own_rank, world_size
 
 __all__ = ["Key", "close_unused", "find_group", "group_among"]
 
-Key = tuple[tuple[int, ...], timedelta]
-"""The ranks of a group, sorted, and its timeout."""
+Key = tuple[tuple[int, ...], timedelta, str]
+"""The ranks of a group, sorted, its timeout, and its use: "" for any, or what it is kept apart for."""
 
 _SPARE_MESHES = 8
 """For so many meshes that are made without it, a group that nobody holds is kept: a run that swaps comes back."""
@@ -63,14 +64,18 @@ class _Groups:
     def get(self, key: Key) -> _Kept:
         kept = self.by_key.get(key)
         if kept is None:
-            kept = self.by_key[key] = self._make(*key)
+            kept = self.by_key[key] = self._make(*key[:2], apart=bool(key[2]))
             # Here, where no local name of a caller holds it.
             kept.idle, kept.last = kept.holders(), self.meshes
         return kept
 
-    def _make(self, ranks: tuple[int, ...], timeout: timedelta) -> _Kept:
+    def _make(self, ranks: tuple[int, ...], timeout: timedelta, *, apart: bool) -> _Kept:
         """The default process group serves the meshes of one timeout, that of the first over all ranks."""
-        if len(ranks) == world_size() and all(kept.group is not self.world for kept in self.by_key.values()):
+        if (
+            not apart
+            and len(ranks) == world_size()
+            and all(kept.group is not self.world for kept in self.by_key.values())
+        ):
             _compat.set_group_timeout(self.world, timeout)
             return _Kept(self.world)
         return _Kept(_compat.new_group(ranks, timeout))
@@ -114,16 +119,17 @@ def _known() -> _Groups:
     return _groups
 
 
-def group_among(families: Iterable[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+def group_among(families: Iterable[Sequence[int]], timeout: timedelta, use: str = "") -> dist.ProcessGroup | None:
     """The group of this process among some; None if it is in none of them. All ranks there are ask for the same.
 
     Args:
         families: global ranks of each group; no rank is in two.
         timeout: of the groups.
+        use: that they are kept apart for, if they are.
     """
     known, here, own = _known(), own_rank(), None
     for family in families:
-        group = known.get((tuple(sorted(family)), timeout)).group
+        group = known.get((tuple(sorted(family)), timeout, use)).group
         if here in family:
             own = group
     return own
@@ -131,15 +137,16 @@ def group_among(families: Iterable[Sequence[int]], timeout: timedelta) -> dist.P
 
 def find_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
     """The group of some ranks, if there is one."""
-    kept = _known().by_key.get((tuple(sorted(ranks)), timeout))
+    kept = _known().by_key.get((tuple(sorted(ranks)), timeout, ""))
     return None if kept is None else kept.group
 
 
-def close_unused(families: Iterable[Sequence[int]], timeout: timedelta) -> None:
+def close_unused(families: Iterable[Sequence[int]], timeout: timedelta, uses: Sequence[str] = ("",)) -> None:
     """Closes the groups that no rank holds and that were not used for a while. Called by all ranks, for each mesh.
 
     Args:
         families: ranks of the groups that the mesh will ask for.
         timeout: of the groups.
+        uses: of the groups.
     """
-    _known().close({(tuple(sorted(family)), timeout) for family in families})
+    _known().close({(tuple(sorted(family)), timeout, use) for family in families for use in uses})

@@ -6,17 +6,19 @@ all of them. Law: the units are the same, and in the same order, as those of one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.transforms import policies
-from fsharding.transforms.gather_unit import select_unit
+from fsharding.transforms.gather_context import prefetch_depth
+from fsharding.transforms.gather_unit import UnitsAhead, select_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.scan import scan_units
 from fsharding.tree import Tree
 
-__all__ = ["first_unit", "map_stacks", "scan_stacks", "stacks_of"]
+__all__ = ["first_unit", "first_units", "map_stacks", "scan_stacks", "stacks_of"]
 
 
 def stacks_of(model: Any) -> tuple[tuple[str, Callable[..., Any]], ...]:
@@ -37,15 +39,25 @@ def map_stacks(model: Any, fn: Callable[[int, Tree], Tree], blocks: Tree) -> Tre
     return {name: fn(i, blocks[name]) for i, name in enumerate(model.block)}
 
 
+@_compat.outside_of_graphs
 def first_unit(model: Any, blocks: Tree, after: Tree = None) -> Tree:
     """The first unit of all stacks, and `then` where there is none."""
-    return _first(_parts(model, blocks), after)
+    return next(_in_order(_parts(model, blocks)), after)
 
 
-def _first(stacks: Sequence[Tree], after: Tree) -> Tree:
-    result = (stack for stack in stacks if tree.leaves(stack)[0].shape[0])
-    stack = next(result, None)
-    return after if stack is None else select_unit(stack, 0)
+@_compat.outside_of_graphs
+def first_units(model: Any, blocks: Tree, after: Tree = None) -> UnitsAhead:
+    """The first units of all stacks and then `after`, as many as are gathered ahead."""
+    return _first(_parts(model, blocks), UnitsAhead.of(after))
+
+
+@_compat.outside_of_graphs
+def _first(stacks: Sequence[Tree], after: UnitsAhead) -> UnitsAhead:
+    return UnitsAhead(itertools.islice(itertools.chain(_in_order(stacks), after), prefetch_depth()))
+
+
+def _in_order(stacks: Sequence[Tree]) -> Iterator[Tree]:
+    return (select_unit(stack, i) for stack in stacks for i in range(tree.leaves(stack)[0].shape[0]))
 
 
 def scan_stacks(
@@ -82,7 +94,7 @@ def scan_stacks(
         >>> int(count)
         8
     """
-    stacks = _parts(model, blocks)
+    stacks, ahead = _parts(model, blocks), UnitsAhead.of(prefetch)
     for i, (_, block) in enumerate(stacks_of(model)):
-        carry = scan_units(block, stacks[i], carry, policy=policy, prefetch=_first(stacks[i + 1 :], prefetch))
+        carry = scan_units(block, stacks[i], carry, policy=policy, prefetch=_first(stacks[i + 1 :], ahead))
     return carry

@@ -31,7 +31,7 @@ from fsharding.errors import TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes, set_mesh
 from fsharding.mesh.failures import among, naming_lost
-from fsharding.models.stacks import first_unit, scan_stacks
+from fsharding.models.stacks import first_unit, first_units, scan_stacks
 from fsharding.pipeline.actions import Action, Entry, Pair, uses_parameters
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule, forward_only
@@ -69,6 +69,7 @@ def pipeline_grads(
     known: Messages | None = None,
     stop: StopBit | None = None,
     key: Tensor | None = None,
+    prefetch: int = 1,
 ) -> tuple[Tree, Tensor, Tensor]:
     """Runs one step of a schedule. Collective over the whole mesh.
 
@@ -85,6 +86,7 @@ def pipeline_grads(
             A receiver is told once what activations look like, for each shape of microbatches.
         stop: as in `value_and_grad`.
         key: int64[2], for a format of gradients whose rounding is keyed.
+        prefetch: how many units of a stage are gathered ahead, where they are gathered for each microbatch.
 
     Returns:
         (gradients in `layout.main`, sum of losses times scale, sum of weights); the sums are float32, 0-d, the same on
@@ -113,7 +115,9 @@ def pipeline_grads(
     run, known = None, {} if known is None else known
     try:
         with naming_lost("train step", layout.mesh):
-            run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, known, key=key)
+            run = _Run(
+                model, schedule, layout, params, list(pieces), precision, policy, scale, known, prefetch, key=key
+            )
             run.walk()
             return run.stage_state.grads(), *run.sums(stop)
     except BaseException:
@@ -156,7 +160,7 @@ def pipeline_loss(
         with naming_lost("fs.evaluate", layout.mesh):
             forward = forward_only(schedule)
             policy = policies.save_except_gathered
-            run = _Run(model, forward, layout, params, list(pieces), precision, policy, None, known, trains=False)
+            run = _Run(model, forward, layout, params, list(pieces), precision, policy, None, known, 1, trains=False)
             run.walk()
             return run.sums(None)
     except BaseException:
@@ -219,6 +223,7 @@ class _Run:
     policy: Policy
     scale: float | Tensor | None
     known: Messages
+    prefetch: int
     trains: bool = True
     key: Tensor | None = None
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
@@ -257,6 +262,7 @@ class _Run:
             self.precision,
             self.pool,
             defers=self.splits,
+            prefetch=self.prefetch,
             key=self.key,
             microbatch=m,
             layers=self.stage_state.layers(stage),
@@ -268,7 +274,7 @@ class _Run:
     def _forward(self, stage: int, params: Tree, x: Any, batch: Tree) -> Any:
         head, blocks = _head(params), params["blocks"]
         if stage == 0:
-            x = self.model.embed(gather_unit(params["embed"], prefetch=first_unit(self.model, blocks, head)), batch)
+            x = self.model.embed(gather_unit(params["embed"], prefetch=first_units(self.model, blocks, head)), batch)
         x = scan_stacks(self.model, blocks, x, policy=self.policy, prefetch=head)
         return x if head is None else self.model.head(gather_unit(head), x, batch)
 

@@ -55,6 +55,7 @@ def setup(
     policy: Policy = policies.save_except_gathered,
     has_aux: bool = False,
     check: Check | None = None,
+    prefetch: int = 1,
 ) -> tuple[TrainState, TrainStep]:
     """Makes the first state of a run and its train step.
 
@@ -77,6 +78,7 @@ def setup(
         policy: what the blocks of a `Model` keep for backward.
         has_aux: the loss function returns aux.
         check: when a step that is not finite raises.
+        prefetch: how many units are gathered ahead.
 
     Returns:
         (state, step): `state, metrics = step(state, batch)`; mesh and shardings are `state.layout`.
@@ -116,7 +118,7 @@ def setup(
     layout = plan_layout(shapes, mesh, rules, strategy, precision=precision, names=names, frozen=frozen, stages=stages)
     step = make_train_step(
         init_or_model if loss_fn is None else loss_fn, opt, microbatches=microbatches, schedule=schedule, donate=donate,
-        policy=policy, has_aux=has_aux, check=check,
+        policy=policy, has_aux=has_aux, check=check, prefetch=prefetch,
     )  # fmt: skip
     return init_state(model, opt, key, layout), step
 

@@ -9,6 +9,7 @@ host reads none of them, and the update is masked. Laws: the layout never change
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -24,7 +25,7 @@ from fsharding.errors import ArgumentError, ConfigError, NonFiniteError, Schedul
 from fsharding.mesh.consistency import compare, digest, facts_of, refuse_differences
 from fsharding.mesh.device_mesh import abstract, everyone, world_size
 from fsharding.mesh.failures import meet, naming_lost
-from fsharding.models.stacks import first_unit, scan_stacks
+from fsharding.models.stacks import first_units, scan_stacks
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
 from fsharding.optim.coded_moment import is_coded
@@ -54,6 +55,7 @@ from fsharding.train.state import TrainState, main_of, refuse_changed, rounding_
 from fsharding.train.state_check import StateCheck, check_numbers
 from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, PendingVerdict, verdict_of
 from fsharding.transforms import policies
+from fsharding.transforms.gather_context import check_depth
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.value_and_grad import loss_and_grads, refuse_backward
@@ -61,7 +63,8 @@ from fsharding.transforms.weight_formats import round_params
 from fsharding.tree import Tree
 
 __all__ = [
-    "Check", "Metrics", "StepPlan", "TrainStep", "make_train_step", "model_loss", "planned_schedule", "refuse_model",
+    "Check", "Metrics", "StepPlan", "TrainStep", "UncheckedMetrics", "Verdict", "make_train_step", "model_loss",
+    "planned_schedule", "refuse_model",
 ]  # fmt: skip
 
 Check: TypeAlias = Literal["now", "next"]
@@ -113,7 +116,7 @@ class Metrics(NamedTuple):
         raise missing_name("Metrics", name, self._fields, {})
 
 
-class _UncheckedMetrics(Metrics):
+class UncheckedMetrics(Metrics):
     """The report of a step at whose verdict the host has not looked; its loss raises where the step was refused.
 
     Asking for the loss does not wait: a device that has not come to the verdict gives a tensor as any other.
@@ -123,6 +126,11 @@ class _UncheckedMetrics(Metrics):
 
     @property
     def loss(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Metrics`.
+
+        Raises:
+            NonFiniteError: the step was refused, and that is known by now.
+        """
         if self.verdict is not None and self.verdict.is_ready():
             self.verdict.raise_refused()
         return tuple.__getitem__(self, 0)
@@ -160,7 +168,7 @@ def model_loss(
     def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Any]:
         head = {**params["head"], **{name: tree.at(params, path) for name, path in model.tied}}
         blocks = params["blocks"]
-        x = model.embed(gather_unit(params["embed"], prefetch=first_unit(model, blocks, head)), batch)
+        x = model.embed(gather_unit(params["embed"], prefetch=first_units(model, blocks, head)), batch)
         x = scan_stacks(model, blocks, x, policy=policy, prefetch=head)
         return model.head(gather_unit(head), x, batch)
 
@@ -179,6 +187,7 @@ def make_train_step(
     policy: Policy = policies.save_except_gathered,
     has_aux: bool = False,
     check: Check | None = None,
+    prefetch: int = 1,
 ) -> TrainStep:
     """Makes the step of a run.
 
@@ -198,6 +207,8 @@ def make_train_step(
             and raises; the default on the CPU. "next": the step reads nothing, and masks its update; the error comes
             from the next call, from `metrics.loss`, or at the end of the program, whose status is then 1; the default
             on other devices. Losses and states are the same in every bit.
+        prefetch: how many units are gathered ahead of the one that computes, in forward and in backward, so that at
+            most `prefetch + 1` are alive; 0 gathers each when it is needed. Losses are the same in every bit.
 
     Returns:
         The step: `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
@@ -206,7 +217,8 @@ def make_train_step(
         ArgumentError: the model is no `Model` and no function of two arguments, such as an `nn.Module`; the optimizer
             is no pair of functions, such as one of torch; or the two are swapped. From the step: a state or batch of
             another kind, or parameters that were changed in place since the state was made.
-        ConfigError: a number of microbatches below 1, a policy or a `check` that is none, or `has_aux` with a `Model`.
+        ConfigError: a number of microbatches below 1, a policy, a `check` or a `prefetch` that is none, or `has_aux`
+            with a `Model`.
         ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
         LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`. Or leaves of the
             state are not what its layout says.
@@ -240,6 +252,7 @@ def make_train_step(
     if check not in (None, "now", "next"):
         mend = 'Give "now" to raise in the step, "next" to raise in the next call, or None for what the device wants.'
         raise ConfigError(message("fs.make_train_step", f"got check={check!r}.", mend=mend))
+    check_depth("fs.make_train_step", prefetch)
     return TrainStep(
         model,
         opt,
@@ -250,6 +263,7 @@ def make_train_step(
         policy=policy,
         has_aux=has_aux,
         check=check,
+        prefetch=prefetch,
     )
 
 
@@ -290,7 +304,7 @@ _COMPILE = (
 )
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """Sums over all microbatches and data ranks.
 
     Attributes:
@@ -304,6 +318,40 @@ class _Sums(NamedTuple):
     loss: Tensor
     weight: Tensor
     aux: tuple[Any, ...] = ()
+
+
+class Verdict(NamedTuple):
+    """The first half of a step, up to the verdict on it. All of it is on the device.
+
+    Attributes:
+        sums: over microbatches and ranks.
+        grads: of these, without those that tell the loads of experts.
+        loads: by path of the leaf whose gradient they would be.
+        to_mean: the factor that makes means of sums (float64, 0-d).
+        squares: of the gradients.
+        norm: of the mean gradient (float32, 0-d).
+        loss: mean over the batch (float32, 0-d).
+        finite: whether loss and norm are (bool, 0-d).
+        code: of `train.verdict` (int64, 0-d).
+    """
+
+    sums: Sums
+    grads: Tree
+    loads: dict[str, Tensor]
+    to_mean: Tensor
+    squares: LeafSquares
+    norm: Tensor
+    loss: Tensor
+    finite: Tensor
+    code: Tensor
+
+    def refusal(self, number: Tensor) -> Callable[[], str]:
+        """Makes the text of the error for a step that is refused, out of the device. It holds no gradients.
+
+        Args:
+            number: of the step.
+        """
+        return functools.partial(_refusal, number, self.squares, self.loss, self.norm)
 
 
 class TrainStep:
@@ -322,6 +370,7 @@ class TrainStep:
         policy: of the blocks of a `Model`.
         has_aux: the loss function returns aux.
         check: when the host looks at the verdict.
+        prefetch: how many units are gathered ahead.
     """
 
     # `_unchecked` is the verdict on the last call with `check="next"`, until the next call has looked at it.
@@ -338,8 +387,9 @@ class TrainStep:
         policy: Policy,
         has_aux: bool,
         check: Check | None,
+        prefetch: int,
     ) -> None:
-        self._model = model
+        self._model, self._prefetch = model, prefetch
         self._check = check
         self._unchecked: PendingVerdict | None = None
         self._opt = opt.with_context()
@@ -353,7 +403,7 @@ class TrainStep:
         self._loss_fn = LossFunction.of(loss_fn, has_aux=has_aux)
         self._bias_rates: dict[str, float] = dict(model.balanced) if self._is_model else {}
         self._settings = _settings(model, opt, microbatches, schedule if self._is_model else "", precision, policy)
-        self._settings["check"] = str(check)
+        self._settings |= {"check": str(check), "prefetch": str(prefetch)}
         self._plans: list[StepPlan] = []
 
     def __repr__(self) -> str:
@@ -383,11 +433,34 @@ class TrainStep:
 
     @public("train step")
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        layout = state.layout
-        plan = self._plan_of(state, batch)
-        scale = _loss_scale(state, plan.precision)
-        stop = StopBit(layout.mesh)
+        plan, stop, number = self.plan_of(state, batch), StopBit(state.layout.mesh), state.step
+        verdict = self.judge(plan, state, batch, stop)
+        # A step without values counts.
+        result = None if not plan.check_now else GOOD if _compat.is_fake(verdict.code) else int(verdict.code)
+        stop.settle(verdict.loss.device)
+        if result == REFUSED:
+            raise NonFiniteError(verdict.refusal(number)())
+        report = verdict.loss, verdict.norm, verdict.sums.weight
+        if result is not None:
+            metrics = Metrics(*report, skipped=result == SKIPPED, aux=verdict.sums.aux)
+            if metrics.skipped:
+                return self._skipped(plan, state), metrics
+            return sealed(self.update(plan, state, verdict, None)), metrics
+        metrics = UncheckedMetrics(*report, skipped=verdict.finite.logical_not(), aux=verdict.sums.aux)
+        if not _compat.is_fake(verdict.code):
+            metrics.verdict = self._unchecked = PendingVerdict(verdict.code, verdict.refusal(number))
+        return sealed(self.update(plan, state, verdict, verdict.finite)), metrics
 
+    def judge(self, plan: StepPlan, state: TrainState, batch: Tree, stop: StopBit) -> Verdict:
+        """The first half of a step: gradients, loss and norm, and whether the step counts. The host reads nothing.
+
+        Args:
+            plan: of `plan_of`.
+            state: in its layout.
+            batch: this rank's part.
+            stop: the bit of `fs.preemption`.
+        """
+        layout, scale = state.layout, _loss_scale(state, plan.precision)
         sums = self._loss_and_grads(plan, state, split_batch("train step", batch, self._microbatches), scale, stop)
         grads, loads = split_loads(sums.grads, self._bias_rates)
         # All in float64, in which a number of Python would have been: a factor in float32 would be rounded twice.
@@ -398,31 +471,23 @@ class TrainStep:
             norm = (squares.norm().double() * to_mean).float()
         loss = refuse_backward((sums.loss.double() / weight).float())
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        verdict = verdict_of(finite, scale, plan.precision.loss_scale)
+        code = verdict_of(finite, scale, plan.precision.loss_scale)
+        return Verdict(sums, grads, loads, to_mean, squares, norm, loss, finite, code)
 
-        def refusal() -> str:
-            return _refusal(int(state_step), squares, loss, norm)
+    def update(self, plan: StepPlan, state: TrainState, verdict: Verdict, counts: Tensor | None) -> TrainState:
+        """The second half of a step: the state after it. The host reads nothing.
 
-        state_step, loss_scale, known = state.step, state.loss_scale, plan.check_now
-        # A step without values counts.
-        result = None if not known else GOOD if _compat.is_fake(verdict) else int(verdict)
-        stop.settle(loss.device)
-        if result == REFUSED:
-            raise NonFiniteError(refusal())
-        if result is not None:
-            metrics = Metrics(loss, norm, sums.weight, skipped=result == SKIPPED, aux=sums.aux)
-            if metrics.skipped:
-                return self._skipped(plan, state), metrics
-        else:
-            metrics = _UncheckedMetrics(loss, norm, sums.weight, skipped=finite.logical_not(), aux=sums.aux)
-            if not _compat.is_fake(verdict):
-                metrics.verdict = self._unchecked = PendingVerdict(verdict, refusal)
-
-        counts = None if known else finite
+        Args:
+            plan: of `plan_of`.
+            state: before the step; donated if the step was made so.
+            verdict: of `judge`.
+            counts: whether the step counts (bool, 0-d); where it is false the state stays as it was. None counts.
+        """
+        layout, loss_scale = state.layout, state.loss_scale
         if self._donate:
             state = state.donate()
         with _compat.region("optimizer"):
-            main, opt_state = self._update(state, grads, loads, to_mean, norm, counts)
+            main, opt_state = self._optimize(state, verdict, counts)
         with _compat.region("spread"):
             step_after = next_count(state.step, counts)
             rounding = rounding_key(state.key, step_after, layout)
@@ -430,15 +495,14 @@ class TrainStep:
         if loss_scale is not None:
             after_scale = plan.precision.next_scale(loss_scale, finite=True if counts is None else counts)
             # A step that is refused at the least scale leaves the row of good steps as it was, too.
-            loss_scale = where_finite(None if counts is None else verdict != REFUSED, after_scale, loss_scale)
-        after = state.replace(
+            loss_scale = where_finite(None if counts is None else verdict.code != REFUSED, after_scale, loss_scale)
+        return state.replace(
             step=step_after,
             params=params,
             main=main if state.main is not None else None,
             opt_state=opt_state,
             loss_scale=loss_scale,
         )
-        return sealed(after), metrics
 
     def prepare(self, layout: Layout) -> StepPlan:
         """Decides for a layout: whether the step computes in this layout, its precision, pipeline or scan, and buffers.
@@ -467,7 +531,7 @@ class TrainStep:
             raise ConfigError(message("train step", text, mend="Leave strict out, or keep pp at 1."))
         return StepPlan(_without_devices(layout), layout.in_flight(precision), schedule, check == "now")
 
-    def _plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
+    def plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
         """The plan for the layout of a checked state. Collective at the first call in a layout.
 
         Afterwards this plan is the only one with a check and buffers.
@@ -493,7 +557,7 @@ class TrainStep:
 
     def _loss_and_grads(
         self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: Tensor | None, stop: StopBit
-    ) -> _Sums:
+    ) -> Sums:
         """Forward and backward of all microbatches, through the pipeline or one after the other."""
         if plan.schedule is None:
             return self._accumulate(plan, state, microbatches, loss_scale, stop)
@@ -510,12 +574,13 @@ class TrainStep:
             known=plan.messages,
             stop=stop,
             key=rounding,
+            prefetch=self._prefetch,
         )
-        return _Sums(grads, loss, weight)
+        return Sums(grads, loss, weight)
 
     def _accumulate(
         self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: Tensor | None, stop: StopBit
-    ) -> _Sums:
+    ) -> Sums:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
         layout, has_aux = state.layout, self._loss_fn.has_aux
         key = self._loss_fn.key(state)
@@ -535,6 +600,7 @@ class TrainStep:
                 grads=layout.main if last else layout.grads,
                 precision=plan.precision,
                 mean=False,
+                prefetch=self._prefetch,
                 grad_pool=plan.buffers,
                 stop=stop if last else None,
                 key=rounding,
@@ -546,21 +612,11 @@ class TrainStep:
             loss, weight = result
             losses.append(loss)
             weights.append(weight)
-        return _Sums(grads, torch.stack(losses).sum(), torch.stack(weights).sum(), tuple(auxes))
+        return Sums(grads, torch.stack(losses).sum(), torch.stack(weights).sum(), tuple(auxes))
 
-    def _update(
-        self,
-        state: TrainState,
-        grads: Tree,
-        loads: dict[str, Tensor],
-        to_mean: Tensor,
-        norm: Tensor,
-        finite: Tensor | None,
-    ) -> tuple[Tree, Tree]:
-        """The main parameters and the optimizer state after an update, or as they were where `finite` is false.
-
-        Gradients times `to_mean` are their means, and `norm` is that of the means.
-        """
+    def _optimize(self, state: TrainState, verdict: Verdict, finite: Tensor | None) -> tuple[Tree, Tree]:
+        """The main parameters and the optimizer state after an update, or as they were where `finite` is false."""
+        grads, to_mean, norm = verdict.grads, verdict.to_mean, verdict.norm
         main, shardings, donate = main_of(state), state.layout.main, self._donate
         rounding = state.layout.precision.rounding
         if not self._bias_rates:
@@ -584,7 +640,7 @@ class TrainStep:
         context = UpdateContext(donate=donate, norm=norm, shardings=shardings, key=state.key, step=state.step)
         context = replace(context, rounding=rounding)
         updates, opt_state = self._opt.update(grads, state.opt_state, main, context)
-        updates = update_against_load(updates, loads, self._bias_rates)
+        updates = update_against_load(updates, verdict.loads, self._bias_rates)
         new_main = add_updates(main, updates, context, donate=donate)
         return where_finite(finite, new_main, main), where_finite(finite, opt_state, state.opt_state)
 
@@ -720,9 +776,9 @@ def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
     return state.loss_scale.scale.to(_device_of(state.layout), non_blocking=True)
 
 
-def _refusal(number: int, squares: LeafSquares, loss: Tensor, norm: Tensor) -> str:
+def _refusal(number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor) -> str:
     """Names the step, and every leaf whose gradient is not finite on some rank: its sum of squares says so."""
-    rows = [f"step {number}: loss {float(loss)}, gradient norm {float(norm)}"]
+    rows = [f"step {int(number)}: loss {float(loss)}, gradient norm {float(norm)}"]
     bad = torch.isfinite(squares.sums).logical_not().tolist()
     rows += [
         f"params.{path}: its gradient is not finite" for path, wrong in zip(squares.paths, bad, strict=True) if wrong

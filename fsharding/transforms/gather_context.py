@@ -2,8 +2,8 @@
 
 In: the shards of the parameters and the targets of their gradients. Out: whole leaves for each unit, gradients, counts.
 
-The order, for three units under a policy that does not keep weights; `>` starts a collective, which runs under the
-computation after it, and `wait` ends one:
+The order, for three units under a policy that does not keep weights and a prefetch depth of 1; `>` starts a
+collective, which runs under the computation after it, and `wait` ends one:
 
     forward    >gather 0, wait 0, >gather 1, compute 0
                release 0, wait 1, >gather 2, compute 1
@@ -18,12 +18,14 @@ that its memory is free while the rest of the unit's backward runs. Autograd dri
 of a unit in the graph, and its backward is `>reduce`. A tensor that autograd saves, and that views a gathered buffer,
 is replaced by a `_SavedView`; the first one of a unit that backward unpacks gathers the unit again.
 
-Laws: at most two units are alive at once, and none after the call; every gather and every reduction is counted.
+Laws: at most `depth + 1` units are alive at once, and none after the call; the depth changes no number; every gather
+and every reduction is counted.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -39,6 +41,8 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.steps import has_slots
+from fsharding.comm.streams import streams_for
+from fsharding.errors import ConfigError, message
 from fsharding.formats.quantised import Quantised, noting_numbers
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
@@ -47,7 +51,9 @@ from fsharding.transforms.policies import Policy
 from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, UnitLeaf, plan_unit
 from fsharding.transforms.weight_formats import WeightFormats
 
-__all__ = ["GatherContext", "activate", "current_context", "without_context"]
+__all__ = [
+    "GatherContext", "activate", "check_depth", "current_context", "prefetch_depth", "without_context",
+]  # fmt: skip
 
 _ALIGN = 64
 """Bytes at whose multiples fresh tensors begin."""
@@ -127,9 +133,11 @@ class GatherContext:
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
         defers: whether a backward may leave products of weight gradients for later: `deferring`.
         formats: of leaves that travel in low precision.
+        depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
 
     Attributes:
         counts: gathers, reductions and peaks of this call.
+        depth: the same.
         reducer: of the gradients.
         anchor: an input of every unit's node, so that backward reaches it although no leaf is an input.
     """
@@ -152,8 +160,10 @@ class GatherContext:
         *,
         defers: bool = False,
         formats: WeightFormats | None = None,
+        depth: int = 1,
     ) -> None:
         self.paths, self._targets, self._compute, self._formats = paths, targets, compute, formats
+        self.depth = depth
         self._row_targets = [
             target.row() if target is not None and leaf is not None and leaf.shape else None
             for target, leaf in zip(targets, leaves, strict=True)
@@ -164,6 +174,13 @@ class GatherContext:
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
         memory = self._pool.memory(self._device)
         self.reducer = GradReducer(leaves, targets, accumulated, memory, self._device, grad_pool, self._term_noise_of)
+        self._streams = streams_for(self._device)
+        if self._streams.several:
+            # What was computed so far: shards, and memory that somebody has read and let go.
+            begun = self._streams.record("begun")
+            for name in ("gather", "reduce"):
+                with self._streams.on(name):
+                    self._streams.wait(begun)
         self._units: list[GatheredUnit] = []
         self._current: GatheredUnit | None = None
         self._prefetched: dict[tuple[LeafIndex, ...], GatheredUnit] = {}
@@ -369,7 +386,7 @@ class GatherContext:
         if unit.state is not UnitState.ALIVE:
             self._wait(unit)
         if first:
-            self._prefetch_before(unit)
+            self._prefetch_before(unit.order)
         buffer = unit.buffers[saved.buffer]
         if buffer.dtype != saved.dtype:  # scales among codes
             buffer = buffer[: buffer.nbytes // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
@@ -382,17 +399,18 @@ class GatherContext:
                 later.abandon()
         self._reached = unit.order + 1
 
-    def _prefetch_before(self, unit: GatheredUnit) -> None:
-        """Starts to gather the unit that backward needs after this one."""
-        earlier = next((u for u in reversed(self._units[: unit.order]) if u.saved_views), None)
-        # Backward goes no further than the first unit that has gradients.
-        if earlier is not None and any(u.plan.reductions for u in self._units[: earlier.order + 1]):
-            earlier.start()
+    def _prefetch_before(self, order: int) -> None:
+        """Starts to gather the units that backward needs after the one of this order, as many as the depth says."""
+        before = itertools.islice((u for u in reversed(self._units[:order]) if u.saved_views), self.depth)
+        for earlier in before:
+            # Backward goes no further than the first unit that has gradients.
+            if any(u.plan.reductions for u in self._units[: earlier.order + 1]):
+                earlier.start()
 
     def prefetch_backward(self) -> None:
-        """Starts to gather the unit that backward needs first."""
+        """Starts to gather the unit that backward needs first, unless the depth is 0."""
         last = next((unit for unit in reversed(self._units) if unit.saved_views), None)
-        if last is not None:
+        if last is not None and self.depth:
             last.start()
 
     @contextmanager
@@ -483,6 +501,7 @@ class GatherContext:
         self._numbers.clear()
         self._index.clear()
         self._current = self._deferred = None
+        self._streams.wait_all()
         self.reducer.close()
         if self._owns_pool:
             self._pool.close()
@@ -585,3 +604,23 @@ def without_context() -> Generator[None]:
 def current_context() -> GatherContext | None:
     """That of the innermost `value_and_grad` whose forward is running; None outside, and under torch.func."""
     return None if _functorch.in_functorch() else _context.get()
+
+
+def prefetch_depth() -> int:
+    """How many units the innermost `value_and_grad` gathers ahead; 0 where no context could keep them."""
+    context = current_context()
+    return 0 if context is None else context.depth
+
+
+def check_depth(function: str, prefetch: Any) -> None:
+    """Refuses what is no number of units to gather ahead.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        rule = f"got prefetch={prefetch if isinstance(prefetch, int | float | str) else type(prefetch).__name__!r}."
+        mend = (
+            "Give the number of units to gather ahead: 1, or 0 for none. Units are named in fs.gather_unit(prefetch=)."
+        )
+        raise ConfigError(message(function, rule, mend=mend))

@@ -37,6 +37,7 @@ from fsharding.transforms.unit_plan import GradTarget, LeafIndex, UnitLeaf, plan
 from fsharding.tree import Tree
 
 __all__ = [
+    "UnitsAhead",
     "gather_unit",
     "local_nodes",
     "prefetch_unit",
@@ -45,6 +46,17 @@ __all__ = [
     "scatter_grads",
     "select_unit",
 ]
+
+
+class UnitsAhead(tuple[Tree, ...]):
+    """Units in the order in which they will be gathered, as `prefetch=`: as many are started as the depth says."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, prefetch: Tree) -> UnitsAhead:
+        """What somebody gave as `prefetch=`: one unit, several, or None."""
+        return prefetch if isinstance(prefetch, cls) else cls(() if prefetch is None else (prefetch,))
 
 
 @public("fs.gather_unit")
@@ -62,7 +74,8 @@ def gather_unit(
         unit: tree of `Local` nodes or DTensors; plain tensors are handed on.
         policy: `everything_saveable` keeps the weights for backward; all others gather them again there.
         dtype: of floating point leaves; by default the compute dtype of the running `value_and_grad`, else their own.
-        prefetch: the unit that will be gathered next; its all-gathers start now, and run while this one computes.
+        prefetch: the unit that will be gathered next; its all-gathers start now, and run while this one computes. With
+            `value_and_grad(prefetch=0)` they start when it is gathered.
 
     Returns:
         The same tree of plain tensors, whole over the data axes. They are values, in memory that ranks of one machine
@@ -162,7 +175,7 @@ def _indices(context: GatherContext | None, nodes: Sequence[Local]) -> tuple[Lea
 
 
 def prefetch_unit(unit: Tree) -> None:
-    """Starts, inside a differentiated function, the gather of the unit that will be gathered first.
+    """Starts, inside a differentiated function, the gather of the unit that will be gathered first; at depth 0 nothing.
 
     Args:
         unit: tree of `Local` nodes.
@@ -172,11 +185,12 @@ def prefetch_unit(unit: Tree) -> None:
     _prefetch(context, unit)
 
 
-def _prefetch(context: GatherContext, unit: Tree) -> None:
-    shards = list({id(node.value): node for node in tree.leaves(unit) if isinstance(node, Local)}.values())
-    index = _indices(context, shards)
-    if index:
-        context.prefetch(shards, index)
+def _prefetch(context: GatherContext, units: Tree) -> None:
+    for unit in UnitsAhead.of(units)[: context.depth]:
+        shards = list({id(node.value): node for node in tree.leaves(unit) if isinstance(node, Local)}.values())
+        index = _indices(context, shards)
+        if index:
+            context.prefetch(shards, index)
 
 
 def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: GatherContext | None) -> list[Tensor]:

@@ -19,6 +19,7 @@ from fsharding.comm import bucket, codes
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Coded, CodedBucket, Noise
 from fsharding.comm.handles import Handle
+from fsharding.comm.streams import streams_for
 from fsharding.comm.transport import transport_for
 from fsharding.errors import TransformError, message
 from fsharding.formats.quantised import Quantised
@@ -74,7 +75,10 @@ class GatheredUnit:
         self.plan, self.leaves, self.index = plan, leaves, index
         self._name, self._on_gather, self._noise = name, on_gather, noise
         # An owner of its own: the unit would hold a memory that holds the unit, until the garbage collector runs.
-        self._memory = pool.memory(leaves[0].value.device, owner=object())
+        device = leaves[0].value.device
+        self._memory, self._streams = pool.memory(device, owner=object()), streams_for(device)
+        if self._streams.several:
+            self._memory = self._memory.of_one_user()
         self.state = UnitState.PLANNED
         self.order, self.saved_views, self.kept, self.in_backward = -1, 0, False, False
         self.buffers: list[Tensor] = []
@@ -89,7 +93,7 @@ class GatheredUnit:
     def start(self) -> None:
         """Casts the shards and starts to gather them, if that has not been done."""
         if self.state in (UnitState.PLANNED, UnitState.RELEASED):
-            with _compat.region("gather"):
+            with _compat.region("gather"), self._streams.on("gather"):
                 for number, b in enumerate(self.plan.gathers):
                     if b.coded is not None:
                         self._coded[number] = self._encoded(b, b.coded)
@@ -124,6 +128,10 @@ class GatheredUnit:
         assert self.state is UnitState.GATHERING, self.state
         with _compat.region("gather"):
             wholes = [self._finish(number, b) for number, b in enumerate(self.plan.gathers)]
+        if self._streams.several and any(b.axes for b in self.plan.gathers):
+            with self._streams.on("gather"):
+                gathered = self._streams.record("gathered")
+            self._streams.wait(gathered)
         self._handles = []
         shown = [*self.buffers, *(self.leaves[i].value for i, _ in self.plan.aliases)]
         self._guarded = [(x, _compat.version_of(x)) for x in shown]
@@ -132,23 +140,37 @@ class GatheredUnit:
 
     def _finish(self, number: int, b: GatherBucket) -> Sequence[Tensor | Quantised]:
         handle = self._handles[number]
-        if b.coded is not None and b.quantised:
-            return self._finish_quantised(number, b.coded, b.dtype, handle)
         if b.coded is not None:
-            own = self._coded.pop(number)
-            whole = own if handle is None else codes.from_bytes(b.coded, handle.wait(), own)
-            self._handles[number] = None
-            buffer = self._memory.empty(b.bucket.size, b.dtype)
-            wholes = bucket.whole_views(buffer, b.bucket)
-            codes.decoded(b.coded.plans, whole, wholes)
-        elif handle is not None:
-            buffer = handle.wait()
-            self._handles[number] = None
+            with self._streams.on("gather"):
+                wholes = self._finish_coded(number, b, b.coded, handle)
+                del handle
+                self._memory.retire()  # the codes that came, unless they are what is kept
+            return wholes
+        if handle is not None:
+            with self._streams.on("gather"):
+                buffer, self._handles[number] = handle.wait(), None
+                del handle
+                self._memory.retire()  # the rows that came
             wholes = bucket.whole_views(buffer, b.bucket)
         else:
             buffer = self._memory.empty(b.bucket.size, b.dtype)
             wholes = bucket.whole_views(buffer, b.bucket)
             _compat.foreach_copy_(wholes, [self.leaves[i].value for i in b.leaves])
+        self.buffers.append(buffer)
+        return wholes
+
+    def _finish_coded(
+        self, number: int, b: GatherBucket, coded: CodedBucket, handle: Handle[Tensor] | None
+    ) -> Sequence[Tensor | Quantised]:
+        """Whole leaves of a bucket that travels as codes: numbers, or the codes themselves."""
+        if b.quantised:
+            return self._finish_quantised(number, coded, b.dtype, handle)
+        own = self._coded.pop(number)
+        whole = own if handle is None else codes.from_bytes(coded, handle.wait(), own)
+        self._handles[number] = None
+        buffer = self._memory.empty(b.bucket.size, b.dtype)
+        wholes = bucket.whole_views(buffer, b.bucket)
+        codes.decoded(coded.plans, whole, wholes)
         self.buffers.append(buffer)
         return wholes
 
@@ -207,11 +229,13 @@ class GatheredUnit:
         Raises:
             TransformError: the weights were written in place.
         """
-        guarded, self._handles, self.buffers, self._guarded = self._guarded, [], [], []
+        changed = not failed and any(_compat.version_of(x) != version for x, version in self._guarded)
+        self._handles, self.buffers, self._guarded = [], [], []
         self._coded.clear()
         if self.state is not UnitState.PLANNED:
             self.state = UnitState.RELEASED
-        if not failed and any(_compat.version_of(x) != version for x, version in guarded):
+            self._memory.retire()
+        if changed:
             rule = f"gave weights of {self._name()} that were then written in place."
             mend = "Make new tensors of them: other ranks read the same memory, and backward gathers the weights again."
             if self.plan.aliases:
@@ -220,8 +244,15 @@ class GatheredUnit:
 
     def abandon(self, *, failed: bool = False) -> None:
         """Releases a unit in any state: all-gathers that nobody needs are waited for; after a failure, not for long."""
+        if self._handles:
+            with self._streams.on("gather"):
+                self._end_gathers(failed=failed)
+                self._memory.retire()
+        self.release(failed=failed)
+
+    def _end_gathers(self, *, failed: bool) -> None:
         for handle in self._handles:
             if handle is not None:
                 with suppress(RuntimeError) if failed else nullcontext():
                     handle.release(timedelta(seconds=1) if failed else None)
-        self.release(failed=failed)
+        self._handles = []

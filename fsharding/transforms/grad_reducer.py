@@ -14,17 +14,19 @@ earlier microbatches have accumulated counts once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.buffer_pool import Pool, PoolMemory
 from fsharding.comm.codes import Noise
 from fsharding.comm.handles import Handle, Memory
 from fsharding.comm.steps import SteppedReduction, plan_steps, run_steps, whole_sizes
+from fsharding.comm.streams import streams_for
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, ReduceBucket, UnitPlan, pooled_from
@@ -33,10 +35,26 @@ __all__ = ["GradReducer"]
 
 
 class _Pending(NamedTuple):
-    """A bucket whose collectives are under way: whether they are done, and what is left to do then."""
+    """A bucket whose collectives are under way: whether they are done, and what is left to do then.
+
+    Attributes:
+        is_ready: whether they are done.
+        finish: what is left to do.
+        sends: there are any.
+        buckets: whose memory they read, where a device has several queues; what is left to do may add one.
+    """
 
     is_ready: Callable[[], bool]
     finish: Callable[[], object]
+    sends: bool
+    buckets: list[SteppedReduction]
+
+
+class _Reduced(NamedTuple):
+    """Buckets that the queue of reductions was given, and the event after which nobody reads their memory."""
+
+    event: Any
+    buckets: list[SteppedReduction]
 
 
 class _Memory(NamedTuple):
@@ -73,6 +91,8 @@ class GradReducer:
     # were, or None for the whole leaf. Leaves in `_accumulating` hold numbers from the start. `_taken[i]` has the rows,
     # or None for all, for which the accumulated gradient has been added to a term, so that it counts once.
     # `_open` has the buckets that have large gradients and wait for the rest of their unit, `_pending` those under way.
+    # Where a device has several queues nothing is pending: all that is left to do is given to the queue of reductions
+    # at once, and `_reduced` keeps the buckets until the queue that computes has waited for it.
 
     def __init__(
         self,
@@ -99,6 +119,10 @@ class GradReducer:
         self._taken: dict[int, set[int | None]] = {}
         self._open: dict[tuple[Hashable, int], SteppedReduction] = {}
         self._pending: list[_Pending] = []
+        self._streams = streams_for(device)
+        if grad_pool is not None:
+            grad_pool.retire_all()  # gradients of earlier calls, which somebody has read and let go
+        self._reduced: list[_Reduced] = []
 
     # --------------------------------------------------------------------------------------------------- from backward
     @torch.no_grad()
@@ -170,13 +194,61 @@ class GradReducer:
                 filled = bucket.filled
                 rest = [(slot, i) for slot, i in enumerate(b.leaves) if slot not in filled or grads[i] is not None]
                 bucket.add([slot for slot, _ in rest], [grads[i] for _, i in rest])
-                leaves = [index[i] for i in b.leaves]
-                self._pending.append(self._finish_later(unit, plan, b, leaves, bucket.start()))
+                self._pending.append(self._finish_later(unit, plan, b, [index[i] for i in b.leaves], bucket))
+        if self._streams.several:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Gives what is left to do for a unit to the queue of reductions, and waits for the unit before."""
+        sent = [pending for pending in self._pending if pending.sends]
+        with _compat.region("scatter"):
+            for pending in self._pending:
+                if not pending.sends:
+                    pending.finish()
+            with self._streams.on("reduce"):
+                for pending in sent:
+                    pending.finish()
+                event = self._streams.record("reduced") if sent else None
+        self._pending.clear()
+        before = self._reduced
+        if sent:
+            self._reduced = [_Reduced(event, [bucket for pending in sent for bucket in pending.buckets])]
+            self._let_go(before)
+
+    def _let_go(self, reduced: list[_Reduced]) -> None:
+        """Has the queue that computes wait for reductions, and lets their memory go."""
+        memories = [bucket.memory for _, buckets in reduced for bucket in buckets]
+        for event in [event for event, _ in reduced]:  # no name is left that would hold a bucket
+            self._streams.wait(event)
+        reduced.clear()
+        for memory in memories:
+            if isinstance(memory, PoolMemory):
+                memory.retire()
+
+    @contextmanager
+    def _after_compute(self) -> Generator[None]:
+        """The queue of reductions, after all that the one that computes was given so far."""
+        if not self._streams.several:
+            yield
+            return
+        computed = self._streams.record("computed")
+        with self._streams.on("reduce"):
+            self._streams.wait(computed)
+            yield
+
+    def _start(self, bucket: SteppedReduction) -> Handle[list[Tensor]]:
+        """Starts a reduction on its queue, when the bucket is filled."""
+        if not (self._streams.several and bucket.sends):
+            return bucket.start()
+        filled = self._streams.record("filled")
+        with self._streams.on("reduce"):
+            self._streams.wait(filled)
+            return bucket.start()
 
     def follow(self, earlier: Callable[[], object]) -> None:
         """Has something be done before the first gradient is added: another reducer adds to the same sums before."""
         assert not self._pending, "a gradient may have been added"
-        self._pending.append(_Pending(lambda: False, earlier))
+        self._pending.append(_Pending(lambda: False, earlier, sends=False, buckets=[]))
 
     def settle(self, *, wait: bool = True) -> None:
         """Finishes the reductions under way, in the order of their start; without `wait`, up to the first not done."""
@@ -188,9 +260,13 @@ class GradReducer:
     def _make_bucket(self, unit: Hashable, plan: UnitPlan, b: ReduceBucket) -> SteppedReduction:
         return SteppedReduction(
             b.steps, b.shapes, plan.mesh, wire_dtype=b.wire_dtype, dtype=b.dtype, device=self._device,
-            wholes=b.sizes, large=b.large, memory=self._wire_memory, native=b.native, format=b.format,
+            wholes=b.sizes, large=b.large, memory=self._memory_of_bucket(), native=b.native, format=b.format,
             noise=self._noise(unit, b),
         )  # fmt: skip
+
+    def _memory_of_bucket(self) -> Memory:
+        memory = self._wire_memory
+        return memory.of_one_user() if self._streams.several and isinstance(memory, PoolMemory) else memory
 
     def _noise(self, unit: Hashable, b: ReduceBucket) -> Noise | None:
         noise = self._noise_of(unit) if b.format is not None and b.format.keyed else None
@@ -202,26 +278,31 @@ class GradReducer:
         plan: UnitPlan,
         b: ReduceBucket,
         index: Sequence[LeafIndex],
-        first: Handle[list[Tensor]],
+        bucket: SteppedReduction,
     ) -> _Pending:
-        """Finishes the steps that follow the first collective of a bucket."""
+        """Starts a bucket; the steps that follow its first collective come when that is done."""
+        first, several = self._start(bucket), self._streams.several
+        buckets = [bucket] if several else []
         if not b.late_steps[0]:
-            return _Pending(first.is_ready, lambda: self._accumulate(index, first))
+            return _Pending(first.is_ready, lambda: self._accumulate(index, first), bucket.sends, buckets)
 
         def start_late() -> Handle[list[Tensor]]:
             terms = self._add_accumulated(index, first.wait())
             late = SteppedReduction(
                 b.late_steps, [tuple(x.shape) for x in terms], plan.mesh, wire_dtype=b.late_wire_dtype, dtype=b.dtype,
-                device=self._device, wholes=b.late_sizes, memory=self._wire_memory, native=b.native,
+                device=self._device, wholes=b.late_sizes, memory=self._memory_of_bucket(), native=b.native,
                 format=None if b.steps[0] else b.format, noise=self._noise(unit, b),
             )  # fmt: skip
             late.add(range(len(terms)), terms)
-            return late.start()
+            if several:
+                buckets.append(late)
+            return self._start(late)
 
         if b.steps[0]:
-            return _Pending(lambda: False, lambda: self._accumulate(index, start_late()))
+            return _Pending(lambda: False, lambda: self._accumulate(index, start_late()), bucket.sends, buckets)
         late = start_late()
-        return _Pending(late.is_ready, lambda: self._accumulate(index, late))
+        sends = bool(buckets) and buckets[-1].sends
+        return _Pending(late.is_ready, lambda: self._accumulate(index, late), sends, buckets)
 
     def _add_accumulated(self, index: Sequence[LeafIndex], terms: list[Tensor]) -> list[Tensor]:
         """Adds what earlier microbatches have accumulated for some leaves to their terms, and notes it in `_taken`."""
@@ -307,16 +388,18 @@ class GradReducer:
     # ---------------------------------------------------------------------------------------------------------- the end
     def add_reduced(self, i: int, grad: Tensor) -> None:
         """Adds a gradient that came through plain autograd, in the sharding of the leaf and summed over its ranks."""
-        leaf, target, result = self._leaves[i], self._targets[i], self._fill_with_zeros(i)
+        leaf, target = self._leaves[i], self._targets[i]
         assert leaf is not None and target is not None
         source = leaf.sharding
         steps = plan_steps(source, target.sharding)
         sizes = [whole_sizes(source, steps, leaf.shape)]
         where = coordinate(source.mesh)
-        moved = run_steps([grad.to(target.dtype)], [steps], source.mesh, sizes)[0]
-        # Of an unreduced target it is one term: that of the first rank.
-        if all(where.get(axis, 0) == 0 for axis in target.sharding.partial):
-            result.add_(moved)
+        with self._after_compute():
+            result = self._fill_with_zeros(i)
+            moved = run_steps([grad.to(target.dtype)], [steps], source.mesh, sizes)[0]
+            # Of an unreduced target it is one term: that of the first rank.
+            if all(where.get(axis, 0) == 0 for axis in target.sharding.partial):
+                result.add_(moved)
 
     def finish(self) -> list[Tensor | None]:
         """Finishes all reductions, and adds what was accumulated for leaves that had no gradient this time.
@@ -325,10 +408,12 @@ class GradReducer:
             The local gradient of each leaf, zeros where nothing came, None for frozen leaves.
         """
         self.settle()
-        with _compat.region("scatter"):
+        with _compat.region("scatter"), self._after_compute():
             for i, (leaf, target) in enumerate(zip(self._leaves, self._targets, strict=True)):
                 if leaf is not None and target is not None:
                     self._add_rest_of_accumulated(i, leaf, target)
+            self._reduced.append(_Reduced(self._streams.record("gradients"), []))
+        self._let_go(self._reduced)
         return list(self._result)
 
     def _add_rest_of_accumulated(self, i: int, leaf: Local, target: GradTarget) -> None:
@@ -352,3 +437,4 @@ class GradReducer:
         self._rows_apart.clear()
         self._open.clear()
         self._pending.clear()
+        self._reduced.clear()

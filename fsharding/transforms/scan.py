@@ -2,7 +2,8 @@
 
 In: a function, a stack (leaves `[layers, ...]`) or a sequence of unlike units, a carry. Out: the last carry.
 As in `lax.scan` the carry is any pytree, per-layer `xs` come in and per-layer `ys` come out.
-Law: at most two units are alive at once, in forward and in backward, under every policy that frees them.
+Law: at most `prefetch depth + 1` units are alive at once, in forward and in backward, under every policy that frees
+them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from fsharding.errors import ArgumentError, TreeError, message
 from fsharding.public import check_function, kind_of, public
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms import policies
-from fsharding.transforms.gather_context import current_context
-from fsharding.transforms.gather_unit import gather_unit, local_nodes, refuse_cut_layers, rows_of
+from fsharding.transforms.gather_context import current_context, prefetch_depth
+from fsharding.transforms.gather_unit import UnitsAhead, gather_unit, local_nodes, refuse_cut_layers, rows_of
 from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.remat import remat
 from fsharding.tree import Tree
@@ -75,7 +76,8 @@ def scan_units(
 ) -> Any:
     """Runs a block over FSDP units: `carry = block(params, carry)`, each unit gathered, used, and let go.
 
-    The gather of the next unit is under way while this one computes, in forward and in backward.
+    The gather of the next unit is under way while this one computes, in forward and in backward: of the next two with
+    `value_and_grad(prefetch=2)`, and so on.
 
     Args:
         block: `block(params, carry)`, or `block(params, carry, x)` when there are `xs`; params are whole plain tensors.
@@ -108,8 +110,9 @@ def scan_units(
     inputs = [(x,) for x in _rows(xs, len(rows), "fs.scan_units")] if xs is not None else [()] * len(rows)
     step = _step(block, policy)
     auxes: list[Tree] = []
+    depth, order = prefetch_depth(), UnitsAhead([*rows, *UnitsAhead.of(prefetch)])
     for i, unit in enumerate(rows):
-        following = rows[i + 1] if i + 1 < len(rows) else prefetch
+        following = UnitsAhead(order[i + 1 : i + 1 + depth])
         out = step(unit, following, carry, *inputs[i])
         carry, aux = _pair("fs.scan_units", "with has_aux, block", out) if has_aux else (out, None)
         auxes.append(aux)

@@ -42,7 +42,7 @@ from fsharding.sharding.named_sharding import (
     typeof,
 )
 from fsharding.transforms.cast_checks import refuse_bare_casts
-from fsharding.transforms.gather_context import GatherContext, activate
+from fsharding.transforms.gather_context import GatherContext, activate, check_depth
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.unit_plan import GradTarget
 from fsharding.transforms.weight_formats import WeightFormats, key_of_terms
@@ -102,6 +102,7 @@ def value_and_grad(
     precision: Precision = FP32,
     mean: bool = True,
     key: Tensor | None = None,
+    prefetch: int = 1,
 ) -> GradFn:
     """Makes a function that returns a loss and its gradient with respect to the first argument.
 
@@ -119,6 +120,8 @@ def value_and_grad(
         mean: divide by the global weight; else loss and gradients are sums.
         key: int64[2], for formats whose rounding is keyed: another one in each step, the same on all ranks. Calls with
             one key round weights alike, and terms of gradients by the same numbers.
+        prefetch: how many units are gathered ahead of the one that computes, in forward and in backward, so that at
+            most `prefetch + 1` are alive; 0 gathers each when it is needed. No number depends on it.
 
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
@@ -131,6 +134,7 @@ def value_and_grad(
     Raises:
         ArgumentError: `fn` is no function of at least one argument; or, from the function, is called with arguments
             that it does not take, or that are swapped.
+        ConfigError: `prefetch` is no number from 0.
         TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place, or casts
             what is differentiated to 8 bits; or a plain tensor has a sharding in `grads`.
         NotGatheredError: from the function: a leaf was used before it was gathered.
@@ -152,6 +156,7 @@ def value_and_grad(
     """
     check_function("fs.value_and_grad", "a loss function (params, *args)", fn, 1)
     check_precision("fs.value_and_grad", precision)
+    check_depth("fs.value_and_grad", prefetch)
     if isinstance(grads, Layout | bool | str):
         mend = "Give layout.main, where the optimizer wants gradients, or layout.grads."
         raise refuse("fs.value_and_grad", "grads= as a tree of NamedSharding", grads, mend)
@@ -162,8 +167,9 @@ def value_and_grad(
         refuse_compiled("fs.value_and_grad", _COMPILE)
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
         return loss_and_grads(
-            fn, params, args, accumulate, has_aux=has_aux, grads=grads, precision=precision, mean=mean, key=key
-        )
+            fn, params, args, accumulate, has_aux=has_aux, grads=grads, precision=precision, mean=mean,
+            prefetch=prefetch, key=key,
+        )  # fmt: skip
 
     return run
 
@@ -181,6 +187,7 @@ def loss_and_grads(
     grads: Tree,
     precision: Precision,
     mean: bool,
+    prefetch: int = 1,
     grad_pool: Pool | None = None,
     stop: StopBit | None = None,
     key: Tensor | None = None,
@@ -197,13 +204,16 @@ def loss_and_grads(
         grads: as in `value_and_grad`.
         precision: as in `value_and_grad`.
         mean: as in `value_and_grad`.
+        prefetch: as in `value_and_grad`.
         grad_pool: of memory for large gradients that are whole on every data rank, used again from call to call as
             soon as nobody holds the gradient that was in it. By default they are in fresh memory.
         stop: the bit of `fs.preemption`, which a train step sends in the sum of loss and weight.
         key: as in `value_and_grad`.
         microbatch: the number of this call among those with this key.
     """
-    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool, key=key, microbatch=microbatch)
+    tape = Tape(
+        params, grads, accumulate, precision, grad_pool=grad_pool, prefetch=prefetch, key=key, microbatch=microbatch
+    )
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux)
@@ -275,6 +285,7 @@ class Tape:
         layers: of leaves that are some rows of a stack, by path: the first layer, and how many the stack has in all.
         once_for: a function and a part of it, whose graph is looked at for casts to 8 bits the first time that it is
             differentiated; by default the one that `forward` is given.
+        prefetch: as in `value_and_grad`.
 
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
@@ -306,6 +317,7 @@ class Tape:
         microbatch: int = 0,
         layers: Callable[[str], tuple[int, int] | None] = lambda _: None,
         once_for: tuple[Callable[..., Any], Hashable] | None = None,
+        prefetch: int = 1,
     ) -> None:
         _refuse_transforms(params, function)
         self._once_for = once_for
@@ -339,7 +351,16 @@ class Tape:
             term_key = key_of_terms(key, self.mesh, microbatch)
             formats = WeightFormats(precision, paths, stacks, firsts, key, term_key)
         self.context = GatherContext(
-            nodes, paths, self._targets, compute, accumulated, pool, grad_pool, defers=defers, formats=formats
+            nodes,
+            paths,
+            self._targets,
+            compute,
+            accumulated,
+            pool,
+            grad_pool,
+            defers=defers,
+            formats=formats,
+            depth=prefetch,
         )
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -518,7 +539,10 @@ def _take_apart(result: Any, has_aux: bool, function: str = "fs.value_and_grad")
     if weight is not None:
         if _is_mean(total) and float(weight) > 1:
             _warn_of_mean(float(weight))
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
+        if isinstance(weight, Tensor):
+            weight = weight.to(total.device, torch.float64).detach()
+        else:
+            weight = torch.full((), weight, dtype=torch.float64, device=total.device)
     return _Loss(total, weight, aux)
 
 

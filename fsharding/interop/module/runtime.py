@@ -31,7 +31,8 @@ from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size, set_mesh
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms import policies
-from fsharding.transforms.gather_unit import gather_unit
+from fsharding.transforms.gather_context import prefetch_depth
+from fsharding.transforms.gather_unit import UnitsAhead, gather_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.remat import remat
 from fsharding.transforms.scan import unstack_units
@@ -259,7 +260,8 @@ class Run:
         """The weights of a unit by name, dequantised: a module takes tensors. The gather of the next unit starts."""
         units = self._engine.units
         policy = self._policy if units[number].stack is not None else policies.save_except_gathered
-        following = self._tree(number + 1) if number + 1 < len(units) else None
+        ahead = range(number + 1, min(number + 1 + prefetch_depth(), len(units)))
+        following = UnitsAhead(self._tree(n) for n in ahead)
         weights = gather_unit(self._tree(number), policy=policy, prefetch=following)
         return {name: dequantise(w) if isinstance(w, Quantised) else w for name, w in weights.items()}
 

@@ -134,10 +134,10 @@ def storages(strategy, axes, policy, microbatches, patched):
     step(state, batch)
     watch, plain = Watch(), Pool.take
 
-    def take(pool, size, dtype, device, owner=None):
+    def take(pool, size, dtype, device, owner=None, user=None):
         if patched:
             return watch.take(pool, size, dtype, device, owner)
-        result = plain(pool, size, dtype, device, owner)
+        result = plain(pool, size, dtype, device, owner, user)
         watch.refs.append((0, StorageWeakRef(result.untyped_storage())))
         return result
 

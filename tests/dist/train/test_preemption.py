@@ -224,7 +224,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "start": (main_job, "init_state"),
     "read": (main_job.ops, "cut_sequence"),
     "sum": (StopBit, "as_term"),
-    "update": (step_module.TrainStep, "_update"),
+    "update": (step_module.TrainStep, "update"),
     "log": (main_job, "state_bytes"),
     "save": (main_job, "_save"),
     "write": (Writer, "add"),

@@ -7,7 +7,7 @@ Law: code that reads nothing under the count issues the same operations whatever
 
 from __future__ import annotations
 
-import traceback
+import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["HostReads", "counting_host_reads"]
+__all__ = ["HostReads", "counting_host_reads", "line_of_caller"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = __file__
@@ -90,7 +90,7 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name in _VALUES or name in _SHAPES or _by_mask(name, args) or _waiting_copy(name, args, kwargs):
-            self._seen.reads.append(f"{name} at {_line()}")
+            self._seen.reads.append(f"{name} at {line_of_caller(_OWN)}")
         return func(*args, **kwargs)
 
 
@@ -102,7 +102,7 @@ class _Methods(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for name, method in _WHOLE.items():
             if func is method:
-                self._seen.reads.append(f"{name} at {_line()}")
+                self._seen.reads.append(f"{name} at {line_of_caller(_OWN)}")
         return func(*args, **(kwargs or {}))
 
 
@@ -124,9 +124,12 @@ def _waiting_copy(name: str, args: Any, kwargs: Any) -> bool:
     return False
 
 
-def _line() -> str:
-    """The innermost line outside of torch."""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(_TORCH) and frame.filename != _OWN:
-            return f"{Path(frame.filename).name}:{frame.lineno}"
+def line_of_caller(own: str) -> str:
+    """The innermost line outside of torch and of a file."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name not in (own, _OWN) and not name.startswith(_TORCH):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
     return "torch"

@@ -1,0 +1,377 @@
+"""`capture`: a whole train step as one graph of a device, which the host starts with one call.
+
+In: a step that reads nothing, a state, a batch. Out: a function with the step's signature that copies the batch into
+memory of the graph, and runs it again there. State and batch live in static memory; the returned state is that memory.
+
+    capture    copy the state; step once on the copy, so that counts move to the device and ranks have agreed
+               trace two steps: the same operations, no host reads      (else refused, with the line)
+               warm up on a stream beside; record: judge, update, copy the new state to where the old one is
+    call       copy state and batch in, where they are not there; the bit of fs.preemption; replay
+               look at the verdict of the call before; hand out the state, and metrics in memory of their own
+
+Law: a captured step gives the states and metrics of the step itself, in every bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat, tree
+from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.stop_bit import StopBit
+from fsharding.errors import ArgumentError, BatchError, ConfigError, LayoutError, message
+from fsharding.mesh import preemption
+from fsharding.mesh.device_mesh import abstract
+from fsharding.mesh.failures import naming_lost
+from fsharding.public import kind_of, public
+from fsharding.sharding.leaf_plan import kind_text
+from fsharding.sharding.named_sharding import local_of
+from fsharding.train.operations import check_operations
+from fsharding.train.state import TrainState, refuse_changed, sealed
+from fsharding.train.step import Metrics, StepPlan, TrainStep, UncheckedMetrics, Verdict
+from fsharding.train.verdict import PendingVerdict
+from fsharding.transforms.value_and_grad import refuse_backward
+from fsharding.tree import Tree
+
+__all__ = ["CapturedStep", "CudaGraph", "StepGraph", "capture", "captured", "refuse_host_work"]
+
+T = TypeVar("T")
+
+_NAME = "fs.capture"
+_WARM_UPS = 2
+"""Steps before the one that is recorded, in which kernels are chosen, workspaces made and communicators started."""
+
+
+class StepGraph(Protocol):
+    """Operations that are recorded once and run again, on the tensors that they were recorded with."""
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """Runs a function as it will be recorded."""
+        ...
+
+    def record(self, run: Callable[[], T]) -> T:
+        """Records the operations of a function; whether they are carried out as well is not said."""
+        ...
+
+    def replay(self) -> None:
+        """Carries them out, in order with what else the caller does on the device."""
+        ...
+
+
+class CudaGraph:
+    """A `StepGraph` of CUDA.
+
+    Args:
+        device: of CUDA.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._graph, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """See `StepGraph`: on the stream on which it is recorded."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return result
+
+    def record(self, run: Callable[[], T]) -> T:
+        """See `StepGraph`: nothing is carried out."""
+        # NCCL's watchdog asks for events in a thread of its own, which a capture would otherwise forbid.
+        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+            return run()
+
+    def replay(self) -> None:
+        """See `StepGraph`: on the current stream."""
+        self._graph.replay()
+
+
+class _Recorded(NamedTuple):
+    """The results of a recorded step, in memory of its graph.
+
+    Attributes:
+        numbers: loss, norm, weight, and 1 where the step does not count (float32[4]).
+        code: the verdict (int64, 0-d).
+        stops: how many ranks want to stop (float64, 0-d).
+        refusal: makes the text of an error.
+        aux: of the loss function.
+    """
+
+    numbers: Tensor
+    code: Tensor
+    stops: Tensor
+    refusal: Callable[[], str]
+    aux: tuple[Any, ...]
+
+
+class CapturedStep:
+    """A step that was captured: `captured(state, batch) -> (state, metrics)`, made by `capture`.
+
+    The state that it returns is the graph's own memory, which the next call overwrites: that call gets it as its
+    argument, and donates it. Any other state in the layout is copied there, and donated as well. Loss, norm, weight and
+    `skipped` of the metrics are copies; aux is the graph's own memory, too.
+    """
+
+    # `_state` and `_batch` are the static memory that the graph reads, and `_state` is what it writes; `_stop` is this
+    # rank's bit of `fs.preemption`. `_unchecked` is the verdict on the last call, until the next has looked at it, and
+    # `_last` the state that it returned: donated by the next call, whether that gets it or another one.
+
+    def __init__(self, plan: StepPlan, state: TrainState, batch: Tree, stop: Tensor) -> None:
+        self._plan, self._state, self._batch, self._stop = plan, state, batch, stop
+        self._graph: StepGraph | None = None
+        self._recorded: _Recorded | None = None
+        self._unchecked: PendingVerdict | None = None
+        self._last: weakref.ref[TrainState] | None = None
+
+    def __repr__(self) -> str:
+        """The layout that it is for, without numbers."""
+        layout = self._state.layout
+        return f"CapturedStep({layout.strategy} on mesh {abstract(layout.mesh)})"
+
+    def record(self, step: TrainStep, graph: StepGraph) -> None:
+        """Records a step on the static memory. Collective.
+
+        Args:
+            step: that is captured.
+            graph: that it goes into.
+        """
+
+        def run() -> _Recorded:
+            return _run(step, self._plan, self._state, self._batch, self._stop)
+
+        for _ in range(_WARM_UPS):
+            graph.warm_up(run)
+        self._graph, self._recorded = graph, graph.record(run)
+
+    @public("captured step")
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        """One step. Collective.
+
+        Args:
+            state: in the layout that the step was captured in; not to be used again.
+            batch: this rank's part: the tree, shapes and dtypes of the batch that it was captured with.
+
+        Raises:
+            ArgumentError: no state, or one whose parameters were changed in place since it was made.
+            LayoutError: the state is in another layout, or is not what its layout says.
+            TreeError: the state of another optimizer.
+            BatchError: the batch has other leaves.
+            DonatedError: the state was donated.
+            NonFiniteError: the step before was refused, as with `make_train_step(check="next")`.
+            RankError: a rank is gone.
+        """
+        assert self._graph is not None and self._recorded is not None and self._plan.check is not None
+        if not isinstance(state, TrainState):
+            mend = f"Call it as the step itself: state, metrics = step(state, batch); it got {kind_of(state)}."
+            raise ArgumentError(message("captured step", "takes a TrainState.", mend=mend))
+        if self._unchecked is not None:
+            unchecked, self._unchecked = self._unchecked, None
+            unchecked.raise_refused()
+        with naming_lost("captured step", state.layout.mesh):
+            refuse_changed("captured step", state)
+            if state.layout is not self._state.layout and state.layout != self._state.layout:
+                mend = "Capture it again with this state: fs.capture(step, state, batch)."
+                raise LayoutError(message("captured step", "got a state in another layout.", mend=mend))
+            self._plan.check("captured step", state)
+            self._take(state, batch)
+            self._graph.replay()
+        last = None if self._last is None else self._last()
+        if last is not None and last is not state and "params" in vars(last):
+            last.donate()
+        return self._result(state.donate().key)
+
+    def _take(self, state: TrainState, batch: Tree) -> None:
+        """Copies a state and a batch into the static memory, where they are not there already."""
+        own, spec = tree.flatten(self._batch)
+        given = tree.flatten_up_to(spec, batch, "captured step", ("the batch of fs.capture", "batch"))
+        rows = [
+            f"{path} is {_kind(x)}, where {_kind(y)} was captured"
+            for path, x, y in zip(tree.paths(self._batch), given, own, strict=True)
+            if _kind(x) != _kind(y)
+        ]
+        if rows:
+            mend = "Give batches of one kind, padded where they are shorter, or capture the step again."
+            raise BatchError(message("captured step", "got another batch than it was captured with.", rows, mend))
+        _copy_state(self._state, state, "captured step")
+        _copy(own, given)
+        self._stop.fill_(float(preemption.pending()))
+
+    def _result(self, key: Tensor) -> tuple[TrainState, Metrics]:
+        """The state and the metrics of what was replayed."""
+        assert self._recorded is not None
+        numbers, code, stops, refusal, aux = self._recorded
+        preemption.agree(stops)
+        loss, norm, weight, skipped = numbers.clone().unbind()
+        metrics = UncheckedMetrics(refuse_backward(loss), norm, weight, skipped=skipped.bool(), aux=aux)
+        if not _compat.is_fake(code):
+            metrics.verdict = self._unchecked = PendingVerdict(code, refusal)
+        after = sealed(self._state.replace(key=key))
+        self._last = weakref.ref(after)
+        return after, metrics
+
+
+def _kind(x: Any) -> str:
+    return kind_text(x) if isinstance(x, Tensor) else kind_of(x)
+
+
+def _run(step: TrainStep, plan: StepPlan, static: TrainState, batch: Tree, bit: Tensor) -> _Recorded:
+    """A step on static memory, whose new state is copied to where the old one was."""
+    stop = StopBit(static.layout.mesh, bit)
+    verdict = step.judge(plan, static, batch, stop)
+    stops = stop.total(verdict.loss.device)
+    recorded = _recorded(verdict, stops, static.step)
+    after = step.update(plan, static.replace(), verdict, verdict.finite)
+    _copy_state(static, after, _NAME)
+    return recorded
+
+
+def _recorded(verdict: Verdict, stops: Tensor, number: Tensor) -> _Recorded:
+    parts = (verdict.loss, verdict.norm, verdict.sums.weight, verdict.finite.logical_not())
+    numbers = torch.stack([x.float() for x in parts])
+    return _Recorded(numbers, verdict.code, stops, verdict.refusal(number), verdict.sums.aux)
+
+
+def _copy_state(static: TrainState, state: TrainState, function: str) -> None:
+    """Copies all leaves of a state but its key."""
+    own, spec = tree.flatten(_fields(static))
+    given = tree.flatten_up_to(spec, _fields(state), function, ("the captured state", "state"))
+    pairs = [(a, b) for a, b in zip(own, given, strict=True) if isinstance(a, Tensor)]
+    _copy([local_of(a) for a, _ in pairs], [local_of(b) for _, b in pairs])
+
+
+def _fields(state: TrainState) -> dict[str, Any]:
+    """All of a state that a step computes with. The key is the host's alone, and the same from step to step."""
+    return {name: getattr(state, name) for name in ("step", "params", "main", "opt_state", "loss_scale")}
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies tensors to where they are not yet, without waiting for it."""
+    with torch.no_grad():
+        for to, x in zip(targets, sources, strict=True):
+            if to.device != x.device or not _compat.is_same_view(to, x):
+                to.copy_(x, non_blocking=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- capture
+@public(_NAME)
+def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
+    """Captures a whole train step as one CUDA graph. Collective.
+
+    A graph is started by one call of the host, whatever the number of kernels in it, so a step whose kernels are short
+    no longer waits for Python. Any strategy, precision, and number of microbatches can be captured; the state that is
+    given stays as it is. Steps that are captured have to issue the same operations in every call, and the host must
+    read nothing of the device: a loss function with `if x.item()`, with shapes that depend on values, or with a
+    parameter `key`, whose draws come from the host, is refused with the line. Everything else of Python in a loss
+    function is done once, when it is captured.
+
+    Args:
+        step: of `make_train_step`, with `check="next"`, the default on CUDA.
+        state: a state for it, of which copies are stepped with and kept: as much memory again, until the first call has
+            donated it.
+        batch: this rank's part, as all later ones will be.
+
+    Returns:
+        The captured step: `state, metrics = captured(state, batch)`. The state that it is given is donated, also where
+        the step was made without `donate`. The state that it returns lives in memory of the graph: the next call
+        overwrites it, so copy, save or print it before. Metrics have memory of their own, but for aux.
+
+    Raises:
+        ArgumentError: no step of `make_train_step`, or no state.
+        ConfigError: the state is not on a CUDA device; the step was made with `check="now"`; or the mesh has `pp`,
+            whose stages wait for messages of each other.
+        TransformError: the host reads the device, takes tensors of its own to it, or two calls have other operations.
+        RankError: a rank is gone.
+
+    Example:
+        >>> def loss(params, batch):
+        ...     return (batch["x"] @ fs.gather_unit(params)["w"] - batch["y"]).square().mean()
+        >>> state, step = fs.setup({"w": torch.zeros(4, 1)}, loss, fs.sgd(0.1), fs.random.key(0), check="next")
+        >>> batch = {"x": torch.ones(3, 4), "y": torch.zeros(3, 1)}
+        >>> if torch.cuda.is_available():
+        ...     step = fs.capture(step, state, batch)
+        >>> state, metrics = step(state, batch)
+        >>> int(state.step)
+        1
+    """
+    _check(step, state)
+    device = _device(state)
+    if device.type != "cuda":
+        rule = f"needs a state on a CUDA device; this one is on {device.type}."
+        mend = (
+            "There are no graphs elsewhere: call the step itself. fs.testing.assert_capturable(step, state, batch) says"
+            " on any device whether it could be captured."
+        )
+        raise ConfigError(message(_NAME, rule, mend=mend))
+    return captured(step, state, batch, CudaGraph(device))
+
+
+def captured(step: TrainStep, state: TrainState, batch: Tree, graph: StepGraph) -> CapturedStep:
+    """Captures a step in a graph of any kind; see `capture`.
+
+    Args:
+        step: as in `capture`, and so are the next ones.
+        state: is left as it is.
+        batch: as all later ones.
+        graph: that it goes into.
+    """
+    result = _prepared(step, state, batch)
+    result.record(step, graph)
+    return result
+
+
+def refuse_host_work(step: TrainStep, state: TrainState, batch: Tree) -> None:
+    """Refuses a step that cannot be captured, on any device. Collective.
+
+    Args:
+        step: as in `capture`, and so are the next ones.
+        state: is left as it is.
+        batch: as all later ones.
+
+    Raises:
+        TransformError: as from `capture`, and so are the others.
+        ConfigError: of the step.
+        ArgumentError: of its arguments.
+    """
+    _check(step, state)
+    _prepared(step, state, batch)
+
+
+def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
+    """Static memory, and a step that was tried on it."""
+    with naming_lost(_NAME, state.layout.mesh):
+        plan = step.plan_of(state, batch)
+        if plan.check_now:
+            mend = 'Make it with fs.make_train_step(..., check="next"), which reads nothing.'
+            raise ConfigError(message(_NAME, 'cannot capture a step with check="now".', mend=mend))
+        # This call moves what the host has counted so far to the device.
+        static, metrics = step(state.replace(**tree.map(torch.clone, _fields(state))), batch)
+        assert isinstance(metrics, UncheckedMetrics)
+        if metrics.verdict is not None:
+            metrics.verdict.raise_refused()
+        plan, own = replace(plan, buffers=Pool()), tree.map(torch.clone, batch)
+        bit = torch.zeros((), dtype=torch.float64, device=metrics.loss.device)
+        check_operations(_NAME, lambda: _run(step, plan, static, own, bit))
+    return CapturedStep(plan, static, own, bit)
+
+
+def _check(step: Any, state: Any) -> None:
+    if not isinstance(step, TrainStep):
+        mend = "Give the step itself, with a state and a batch: fs.capture(step, state, batch)."
+        raise ArgumentError(message(_NAME, f"takes a step of fs.make_train_step, got {kind_of(step)}.", mend=mend))
+    if not isinstance(state, TrainState):
+        mend = "Give a state and a batch: fs.capture(step, state, batch)."
+        raise ArgumentError(message(_NAME, f"takes a TrainState, got {kind_of(state)}.", mend=mend))
+    if abstract(state.layout.mesh).axis_size("pp") > 1:
+        rule = "cannot capture a step of a pipeline: its stages wait for messages of each other."
+        raise ConfigError(message(_NAME, rule, mend="Use a mesh without pp, or call the step itself."))
+
+
+def _device(state: TrainState) -> torch.device:
+    return next((local_of(x).device for x in tree.leaves(state.params)), torch.device("cpu"))

@@ -1,0 +1,142 @@
+"""The operations of a call as a value: which kernels it starts, on which shapes and numbers, and from which lines.
+
+In: any code, such as a train step. Out: one row for each operation of torch's dispatcher, in order; host reads; and
+operations that take a tensor of the host to a device.
+Law: a call that can be captured has the same rows whenever it is made, reads nothing, and takes nothing from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsharding import tree
+from fsharding.errors import TransformError, message
+from fsharding.sharding.leaf_plan import kind_text
+from fsharding.train.host_reads import HostReads, counting_host_reads, line_of_caller
+
+__all__ = ["Operation", "Operations", "check_operations", "tracing"]
+
+
+class Operation(NamedTuple):
+    """One operation.
+
+    Attributes:
+        text: its name, and dtypes and shapes of tensors and the values of all else that it takes.
+        line: the innermost line outside of torch that asked for it.
+    """
+
+    text: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.text} at {self.line}"
+
+
+@dataclass
+class Operations:
+    """The operations of a call.
+
+    Attributes:
+        rows: in order.
+        reads: see `HostReads`.
+        from_host: those that take a tensor on the CPU to a device, or numbers of Python, as `torch.tensor` does on any
+            device; a graph would keep the value of now.
+    """
+
+    rows: list[Operation] = field(default_factory=list[Operation])
+    reads: HostReads = field(default_factory=HostReads)
+    from_host: list[Operation] = field(default_factory=list[Operation])
+
+
+_OF_NUMBERS = {"lift_fresh"}
+"""Operations by which a tensor of given numbers comes into being: on the host, whatever device it is meant for."""
+
+
+class _Trace(TorchDispatchMode):
+    def __init__(self, seen: Operations) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        taken = (*args, *(kwargs or {}).values())
+        row = Operation(f"{func}({', '.join(map(_text, taken))})", line_of_caller(__file__))
+        self._seen.rows.append(row)
+        devices = {x.device.type for x in tree.leaves([taken, result]) if isinstance(x, Tensor)}
+        of_host = any(isinstance(x, Tensor) and x.device.type == "cpu" for x in tree.leaves(taken))
+        if func.overloadpacket.__name__ in _OF_NUMBERS or (of_host and len(devices) > 1):
+            self._seen.from_host.append(row)
+        return result
+
+
+def _text(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{kind_text(x)} on {x.device.type}"
+    if isinstance(x, list | tuple):
+        return f"[{', '.join(map(_text, x))}]"
+    plain = x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device | torch.layout)
+    return str(x) if plain else type(x).__name__
+
+
+@contextmanager
+def tracing() -> Generator[Operations]:
+    """Collects the operations of this thread until the `with` block ends; backward has to run in it, as in a step."""
+    seen = Operations()
+    with _Trace(seen), counting_host_reads() as reads:
+        seen.reads = reads
+        yield seen
+
+
+_MEND = (
+    "Compute with tensors of the device: torch.where in the place of an if, torch.full for a number, and a number that"
+    " changes as a tensor of the batch."
+)
+
+
+def check_operations(function: str, run: Callable[[], object]) -> Operations:
+    """Makes a call twice, and refuses one that no graph can stand for.
+
+    Args:
+        function: the public function, for the error.
+        run: the call.
+
+    Returns:
+        The operations of the call.
+
+    Raises:
+        TransformError: the host reads the device, takes a tensor from the host to it, or the two calls differ; with the
+            lines.
+    """
+    traces: list[Operations] = []
+    for _ in range(2):
+        with tracing() as seen:
+            run()
+        traces.append(seen)
+        if rows := list(dict.fromkeys(seen.reads.reads)):
+            raise TransformError(
+                message(function, "cannot capture a step in which the host reads the device.", rows, _MEND)
+            )
+        if rows := list(dict.fromkeys(map(str, seen.from_host))):
+            rule = "cannot capture a step that takes tensors of the host: a graph would keep what they are now."
+            raise TransformError(message(function, rule, rows, _MEND))
+    if rows := _differences(*traces):
+        rule = "cannot capture a step whose operations differ from call to call."
+        raise TransformError(message(function, rule, rows, _MEND))
+    return traces[1]
+
+
+def _differences(one: Operations, other: Operations) -> list[str]:
+    """The first operation of two calls that is not the same, in words."""
+    for i, (a, b) in enumerate(zip(one.rows, other.rows, strict=False)):
+        if a.text != b.text:
+            return [f"operation {i} of a call: {a}", f"operation {i} of the next: {b}"]
+    if len(one.rows) != len(other.rows):
+        return [f"a call has {len(one.rows)} operations, the next {len(other.rows)}"]
+    return []

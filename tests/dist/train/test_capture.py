@@ -1,0 +1,293 @@
+"""Captured steps: the bits of the steps themselves, what cannot be captured, and whose memory is whose."""
+
+import inspect
+import itertools
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsharding as fs
+from fsharding import _compat
+from fsharding.errors import BatchError, ConfigError, DonatedError, LayoutError, NonFiniteError, TransformError
+from fsharding.precision import LossScale, Precision
+from fsharding.sharding.named_sharding import local_of
+from fsharding.testing import assert_bitwise_equal, run_ranks
+from fsharding.train.capture import captured
+from tests.helpers import bits, full, mesh_of, refusal
+from tests.tape import Tape
+from tests.training import ALONE, DP, MODEL, OUTER, ZEROS, batches, optimizer
+
+FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale(2.0**17, interval=2))
+CASES = [(zero, (fs.FP32, FP16)[i % 2], bool(i & 2), 1 + i % 2) for i, zero in enumerate(ZEROS)]
+EVERY = [(z, p, d, m) for z in ZEROS for p in (fs.FP32, fs.BF16, FP16) for d in (False, True) for m in (1, 2)]
+
+
+def started(axes, strategy, precision=fs.FP32, model=MODEL, opt=None, **how):
+    mesh, opt = mesh_of(axes, transport="native"), opt or optimizer("adamw")
+    state = fs.init_state(
+        MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
+    )
+    return state, fs.make_train_step(model, opt, **{"check": "next", **how}), [*batches(5, mesh)]
+
+
+def reports(step, state, rows):
+    """Metrics and state of some steps, as they are right after each."""
+    seen = []
+    for batch in rows:
+        state, metrics = step(state, batch)
+        seen.append((metrics.loss, metrics.grad_norm, metrics.weight, bool(metrics.skipped), bits(state)))
+    return seen
+
+
+def both(axes, cases):
+    """Compares captured steps with the steps themselves, here; whether each kind of step was seen."""
+    skipped = set()
+    for strategy, precision, donate, microbatches in cases:
+        how = {"donate": donate, "microbatches": microbatches}
+        state, step, rows = started(axes, strategy, precision, **how)
+        want = reports(step, state, rows)
+        state, step, rows = started(axes, strategy, precision, **how)
+        before, tape = bits(state), Tape()
+        graph = captured(step, state, rows[-1], tape)
+        assert_bitwise_equal(bits(state), before, "capturing changes no state")
+        assert_bitwise_equal(reports(graph, state, rows), want, f"{strategy}, {how}")
+        assert tape.replays == len(rows)
+        skipped |= {report[3] for report in want}
+    return skipped
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(EVERY, marks=full)], ids=["some", "every"])
+def test_captured_steps_have_the_bits_of_the_steps_themselves(cases):
+    for ranks, axes in ((1, ALONE), (2, DP)):
+        for seen in run_ranks(both, ranks, axes, cases):
+            assert seen == {True, False}, "some steps were skipped, and some were not"
+
+
+@full
+def test_hybrids_are_captured_too():
+    run_ranks(both, 4, OUTER, [(s, p, True, 1) for s in (fs.HSDP, fs.HFSDP) for p in (fs.FP32, FP16)])
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+WEIGHTS = {"w": torch.ones(4, 4)}
+BATCH = {"x": torch.arange(8.0).view(2, 4)}
+
+
+def alone(loss, **how):
+    """A state and a step of a small loss function on one process."""
+    return fs.setup(WEIGHTS, loss, fs.adamw(1e-2), fs.random.key(0), **{"check": "next", **how})
+
+
+def squares(params, batch):
+    return (batch["x"] @ fs.gather_unit(params)["w"]).square().sum()
+
+
+def branches(params, batch):
+    loss = squares(params, batch)
+    return loss if loss.item() < 1 else loss * 2
+
+
+def selects(params, batch):
+    y = batch["x"] @ fs.gather_unit(params)["w"]
+    return y[y > 0].sum()
+
+
+def draws(params, batch, key):
+    return squares(params, {"x": fs.random.dropout(batch["x"], 0.5, key)})
+
+
+CALLS = [0]
+
+
+def counts(params, batch):
+    CALLS[0] += 1
+    return squares(params, batch) * CALLS[0]
+
+
+def takes(params, batch):
+    return squares(params, batch) * torch.tensor(2.0)
+
+
+READS = "fs.capture cannot capture a step in which the host reads the device."
+MEND = (
+    "Compute with tensors of the device: torch.where in the place of an if, torch.full for a number, and a number that"
+    " changes as a tensor of the batch."
+)
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "text"), [(branches, "_local_scalar_dense", ".item()"), (selects, "index", "y[y > 0]")]
+)
+def test_a_step_whose_host_reads_is_refused_with_the_line(loss, name, text):
+    state, step = alone(loss)
+    before, error = bits(state), refusal(fs.testing.assert_capturable, step, state, BATCH, kind=TransformError)
+    lines = error.splitlines()
+    assert lines[:2] == [READS, f"  {name} at test_capture.py:{line_of(loss, text)}"] and lines[-1] == MEND
+    assert_bitwise_equal(bits(state), before)
+    assert step(state, BATCH)[1].loss > 0
+
+
+def test_random_keys_are_the_hosts():
+    error = refusal(fs.testing.assert_capturable, *reversed(alone(draws)), BATCH, kind=TransformError)
+    assert error.startswith(f"{READS}\n  _local_scalar_dense at loss_function.py:")
+
+
+def test_numbers_of_the_host_are_refused():
+    error = refusal(fs.testing.assert_capturable, *reversed(alone(takes)), BATCH, kind=TransformError)
+    assert (
+        error.splitlines()[1]
+        == f"  aten.lift_fresh.default(float32[] on cpu) at test_capture.py:{line_of(takes, 'tensor(2')}"
+    )
+    error = refusal(fs.testing.assert_capturable, *reversed(alone(counts)), BATCH, kind=TransformError).splitlines()
+    assert error[0] == "fs.capture cannot capture a step whose operations differ from call to call."
+    where = f"at test_capture.py:{line_of(counts, '* CALLS')}"
+    for row, call, number in ((error[1], "a call", 2), (error[2], "the next", 3)):
+        assert f"of {call}: aten.mul.Tensor(float32[] on cpu, {number}) {where}" in row
+
+
+def test_steps_that_raise_at_once_and_what_is_no_step_are_refused():
+    state, step = alone(squares)
+    assert refusal(fs.capture, step, state, BATCH, kind=ConfigError) == (
+        "fs.capture needs a state on a CUDA device; this one is on cpu.\nThere are no graphs elsewhere: call the step"
+        " itself. fs.testing.assert_capturable(step, state, batch) says on any device whether it could be captured."
+    )
+    assert refusal(fs.testing.assert_capturable, alone(squares, check="now")[1], state, BATCH, kind=ConfigError) == (
+        'fs.capture cannot capture a step with check="now".\n'
+        'Make it with fs.make_train_step(..., check="next"), which reads nothing.'
+    )
+    assert refusal(fs.capture, squares, state, BATCH).startswith("fs.capture takes a step of fs.make_train_step, got ")
+    assert refusal(fs.capture, step, state.params, BATCH) == (
+        "fs.capture takes a TrainState, got a dict.\nGive a state and a batch: fs.capture(step, state, batch)."
+    )
+
+
+def of_a_pipeline():
+    model = fs.pipeline.plan_schedule("1f1b", 2, 2)
+    layout = fs.plan_layout(MODEL, mesh_of({"pp": 2}), stages=fs.pipeline.stages_of(MODEL, model))
+    state = fs.init_state(MODEL, fs.sgd(0.1), fs.random.key(0), layout)
+    step = fs.make_train_step(MODEL, fs.sgd(0.1), microbatches=2, check="next")
+    return refusal(fs.testing.assert_capturable, step, state, next(batches(1, layout.mesh)), kind=ConfigError)
+
+
+def test_pipelines_are_refused():
+    for text in run_ranks(of_a_pipeline, 2):
+        assert text == (
+            "fs.capture cannot capture a step of a pipeline: its stages wait for messages of each other.\n"
+            "Use a mesh without pp, or call the step itself."
+        )
+
+
+# ------------------------------------------------------------------------------------------------ whose memory is whose
+def test_states_are_donated_and_metrics_are_not():
+    state, step = alone(squares)
+    graph = captured(step, state, BATCH, Tape())
+    first, metrics = graph(state, BATCH)
+    loss = metrics.loss.clone()
+    assert refusal(lambda: state.params, kind=DonatedError).startswith("TrainState got a state that was donated")
+    second, after = graph(first, BATCH)
+    assert fs.tree.leaves(second.params)[0] is not None and float(after.loss) < float(loss)
+    assert torch.equal(metrics.loss, loss), "metrics have memory of their own"
+    with pytest.raises(DonatedError):
+        graph(first, BATCH)
+    # A state from elsewhere takes the place of the one that was returned, which is gone then, too.
+    again, _ = alone(squares)
+    third, restarted = graph(again, BATCH)
+    assert torch.equal(restarted.loss, loss) and int(third.step) == 1
+    with pytest.raises(DonatedError):
+        _ = second.params
+
+
+def test_other_batches_and_layouts_are_refused():
+    state, step = alone(squares)
+    graph = captured(step, state, BATCH, Tape())
+    assert refusal(graph, state, {"x": torch.ones(3, 4)}, kind=BatchError) == (
+        "captured step got another batch than it was captured with.\n"
+        "  x is float32[3, 4], where float32[2, 4] was captured\n"
+        "Give batches of one kind, padded where they are shorter, or capture the step again."
+    )
+    other, _ = alone(squares, strategy="zero0")
+    assert refusal(graph, other, BATCH, kind=LayoutError).startswith("captured step got a state in another layout.")
+    assert refusal(graph, state.params, BATCH) == (
+        "captured step takes a TrainState.\nCall it as the step itself: state, metrics = step(state, batch); it got a dict."
+    )
+    state, _ = graph(state, BATCH)
+    with torch.no_grad():
+        local_of(state.params["w"]).add_(1)
+    assert "changed in place" in refusal(graph, state, BATCH)
+
+
+def test_a_refused_step_leaves_the_state_and_raises_in_the_next_call():
+    state, step = alone(squares)
+    graph = captured(step, state, BATCH, Tape())
+    state, _ = graph(state, BATCH)
+    before = bits(state)
+    state, metrics = graph(state, {"x": torch.full((2, 4), torch.inf)})
+    assert_bitwise_equal(bits(state), before)
+    with pytest.raises(NonFiniteError, match="step 1: loss"):
+        _ = metrics.loss
+    state, metrics = graph(state, BATCH)
+    assert int(state.step) == 2 and torch.isfinite(metrics.loss)
+    state, _ = graph(state, {"x": torch.full((2, 4), torch.nan)})
+    with pytest.raises(NonFiniteError, match=r"params.w: its gradient is not finite"):
+        graph(state, BATCH)
+
+
+def preempted():
+    """Whether all ranks are told after the step in which one of them got a signal, and not before."""
+    state, step, rows = started(DP, fs.zero(3))
+    graph, told = captured(step, state, rows[0], Tape()), []
+    with fs.preemption.watch():
+        for number, batch in enumerate(rows):
+            if number == 2 and dist.get_rank() == 1:
+                signal.raise_signal(signal.SIGTERM)
+            state, _ = graph(state, batch)
+            told.append(fs.preemption.requested())
+    return told
+
+
+def test_the_bit_of_a_preemption_is_that_of_each_call():
+    assert run_ranks(preempted, 2) == [[False, False, True, True, True]] * 2
+
+
+# ------------------------------------------------------------------------------------------- as on a device, without one
+def on_fake_cuda():
+    """Asks of steps of one of four ranks of "cuda", whose tensors have no values, whether they can be captured."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    _compat.start_fake_group(1, 4)
+    with FakeTensorMode():
+        mesh = fs.make_mesh(device="cuda", dp=4)
+        tokens = torch.zeros(4, 8, dtype=torch.int64, device="cuda")
+        for strategy, precision in itertools.product(ZEROS, (fs.FP32, FP16)):
+            layout = fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
+            state = fs.init_state(MODEL, optimizer("adamw"), fs.random.key(0), layout)
+            step = fs.make_train_step(MODEL, optimizer("adamw"), microbatches=2, donate=precision == FP16)
+            fs.testing.assert_capturable(step, state, {"tokens": tokens, "targets": tokens})
+            print("yes")
+        of_host = torch.full((), 2.0)
+        layout = fs.plan_layout(WEIGHTS, mesh, strategy=fs.zero(0))
+        state = fs.init_state(lambda key: WEIGHTS, fs.adamw(1e-2), fs.random.key(0), layout)
+        step = fs.make_train_step(lambda params, batch: squares(params, batch) * of_host, fs.adamw(1e-2))
+        print(refusal(fs.testing.assert_capturable, step, state, {"x": torch.ones(2, 4, device="cuda")}))
+
+
+def test_no_step_takes_tensors_of_the_host_to_the_device():
+    command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import on_fake_cuda; on_fake_cuda()"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[:8] == ["yes"] * 8
+    assert (
+        lines[8]
+        == "fs.capture cannot capture a step that takes tensors of the host: a graph would keep what they are now."
+    )
+    assert lines[9].startswith("  aten.mul.Tensor(float32[] on cuda, float32[] on cpu) at test_capture.py:")
