@@ -18,6 +18,7 @@ from torch import Tensor
 from fsharding import formats
 from fsharding.errors import ConfigError, message
 from fsharding.formats import Blocks
+from fsharding.formats.blocks import Rounding
 
 __all__ = [
     "BF16", "DTYPES", "FP16", "FP32", "FP8", "FP8_BLOCK", "KEEP", "MXFP8", "NVFP4", "LossScale", "Precision",
@@ -88,21 +89,35 @@ class Precision:
         keep: which leaves have no format: patterns as in a shell, each for one part of a dotted path, such as "*norm*",
             or for all of it; "blocks[-2:]" is the last two layers of a stack. Leaves with fewer than two dims, and
             frozen ones, never have one.
-        reduce: wire dtype of the gradients; by default that in which they come out of backward. Or a format: terms are
-            rounded to it, and widened again before they are summed.
+        reduce: wire dtype of the gradients; by default that in which they come out of backward. Or a format, for leaves
+            that `keep` leaves to it: what a rank has to add is rounded, travels as codes and scales, and is widened
+            again before it is summed in order. See below.
         grads: accumulated gradients; by default that of the main parameter, and float32 at least. Sums over ranks are
             in float32 at least also where a narrower one is asked for here, and are rounded once.
         sums: of gradients over ranks: "ordered", in one tree whatever the backend and the layout, so that all laws
             about bits hold; "native", by the backend's own reduce-scatter and all-reduce, in the dtype of `reduce`, or
             else in that of the sums; "auto" is ordered on the CPU and native elsewhere.
         moments: optimizer moments, where the optimizer has no dtype of its own; by default as for gradients. Updates
-            are computed in float32 at least.
+            are computed in float32 at least. Or a format of 8 bits, such as fs.formats.MXFP8: moments of leaves of two
+            dims and more and of 4096 elements and more are codes and scales between updates.
+        rounding: of bfloat16 main parameters after an update, which is computed in float32: to the "nearest"; or
+            "keyed", up or down with the probability that makes the mean exact, by bits that follow from the key of the
+            state, its step, and the place of the element in the whole leaf.
         loss_scale: dynamic loss scaling, or None.
         activations: where compute is a format, the dtype in which the loss function computes: of leaves without a
             format, and of those that are dequantised; by default bfloat16.
         strict: products with weights in the format of compute are refused where the device has no kernel for it, see
             `fs.ops.scaled_kernel`; else they are then dequantised and multiplied.
         rounded: weights have been rounded already; `Layout.in_flight` says so of copies at rest.
+
+    With a format in `reduce` a sum over k ranks is off by at most the sum of the k errors of its terms. That of a term
+    is half the distance between the two numbers of the format next to it, times the scale of its block; the whole
+    distance where rounding is keyed; or, of an element above the largest number of the format, which scales in 8 bits
+    leave, what it is above that. For MXFP8 it is at most 1/8 of the largest magnitude in the block, with a float32
+    scale and nearest rounding 1/28. Terms are rounded once, before they are sent between ranks: with each microbatch
+    where gradients are cut, else at the end of the step; what has been summed over some ranks travels on in the dtype
+    of the sum, and so do gradients of a pipeline that reduces once a step. A term that is not finite makes its block
+    NaN, so that a step refuses it. A backend cannot add codes: these leaves have ordered sums, whatever `sums` says.
 
     Example:
         >>> precision = fs.Precision(params=torch.bfloat16, moments=torch.bfloat16)
@@ -114,11 +129,12 @@ class Precision:
     compute: torch.dtype | Blocks | None = None
     reduce: torch.dtype | Blocks | None = None
     grads: torch.dtype | None = None
-    moments: torch.dtype | None = None
+    moments: torch.dtype | Blocks | None = None
     loss_scale: LossScale | None = None
     sums: Sums = "auto"
     gather: Blocks | None = None
     keep: tuple[str, ...] = KEEP
+    rounding: Rounding = "nearest"
     activations: torch.dtype | None = None
     strict: bool = False
     rounded: bool = False
@@ -135,11 +151,19 @@ class Precision:
             if x is not None
             and not (isinstance(x, torch.dtype) and x in DTYPES and role != "gather")
             and not (isinstance(x, Blocks) and role in ("compute", "gather", "reduce"))
+            and not (isinstance(x, Blocks) and role == "moments" and x.for_moments)
         ]
         if wrong:
             mend = f"Use one of {', '.join(map(str, DTYPES))}; compute, gather and reduce take an fs.Blocks, such as"
-            mend += " fs.formats.MXFP8: 8 bits without scales lose small numbers."
+            mend += " fs.formats.MXFP8: 8 bits without scales lose small numbers. Moments take one of 8 bits without a"
+            mend += " scale of whole matrices."
             raise ConfigError(message("Precision", "got dtypes that kernels lack.", wrong, mend))
+        if self.rounding not in get_args(Rounding):
+            mend = f"Use one of {', '.join(get_args(Rounding))}."
+            raise ConfigError(message("Precision", f"got rounding={self.rounding!r}.", mend=mend))
+        if self.rounding == "keyed" and self.params != torch.bfloat16:
+            mend = "Write params=torch.bfloat16; wider main parameters lose nothing, and others have no such rounding."
+            raise ConfigError(message("Precision", f'got rounding="keyed" with params={self.params}.', mend=mend))
         if not isinstance(self.keep, tuple) or not all(isinstance(x, str) for x in self.keep):
             mend = 'Give patterns of parts of paths, such as keep=("embed", "head", "*norm*", "blocks[-1]").'
             raise ConfigError(message("Precision", f"got keep={self.keep!r}.", mend=mend))
@@ -232,8 +256,13 @@ class Precision:
         return self.grads or wide(self.main_dtype(leaf))
 
     def moment_dtype(self, leaf: torch.dtype) -> torch.dtype:
-        """The dtype of the optimizer's moments of a leaf."""
-        return self.moments or wide(leaf)
+        """The dtype of the optimizer's moments of a leaf; where moments have a format, of those that are too small."""
+        return self.moments if isinstance(self.moments, torch.dtype) else wide(leaf)
+
+    @property
+    def moment_format(self) -> Blocks | None:
+        """The format of the optimizer's moments; None where they have a dtype."""
+        return self.moments if isinstance(self.moments, Blocks) else None
 
     def sums_natively(self, device_type: str | None) -> bool:
         """Whether the backend sums gradients on a device by its own collectives.

@@ -266,7 +266,8 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
             raise CheckpointError(message(_FUNCTION, rule, missing, mend))
         return _wanted_leaves(layout, manifest, paths), opt_state
     wanted = _wanted_leaves(layout, manifest, ())
-    state = {"opt_state": opt.start(_meta_main(layout), moments=layout.precision.moments, shardings=layout.main)}
+    moments, whole = layout.precision.moments, layout.meta_main()
+    state = {"opt_state": opt.start(_meta_main(layout), moments=moments, shardings=layout.main, whole=whole)}
     for path, (x, sharding, shape) in leaves_in(state, layout).items():
         wanted[path] = Want(shape, x.dtype, sharding, device_of(layout, _FUNCTION) if x.is_meta else x.device)
     return wanted, tree.map_with_path(lambda path, _: path, state)["opt_state"]

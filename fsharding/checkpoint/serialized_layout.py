@@ -23,6 +23,7 @@ from fsharding.optim import (
     AdafactorState,
     AdamState,
     ChainState,
+    CodedMoment,
     EmaState,
     EmptyState,
     LionState,
@@ -34,6 +35,7 @@ from fsharding.optim import (
     TorchState,
 )
 from fsharding.precision import KEEP, LossScale, Precision, ScaleState
+from fsharding.sharding.block_scales import CODES, scales_name
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.partition_spec import AxisRules, DimName, Fused
 from fsharding.sharding.strategy import Strategy
@@ -98,6 +100,7 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
             **({} if precision.sums == "auto" else {"sums": precision.sums}),
             **({} if precision.gather is None else {"gather": _plain_role(precision.gather)}),
             **({} if precision.keep == KEEP else {"keep": list(precision.keep)}),
+            **({} if precision.rounding == "nearest" else {"rounding": precision.rounding}),
             **({} if precision.activations is None else {"activations": dtype_name(precision.activations)}),
             **({"strict": True} if precision.strict else {}),
         },
@@ -191,7 +194,8 @@ def _precision(plain: dict[str, Any]) -> Precision:
     gather, keep = _role(plain.get("gather")), tuple(plain.get("keep", KEEP))
     return Precision(
         **dtypes, loss_scale=scale, sums=plain.get("sums", "auto"), gather=gather, keep=keep,
-        activations=_role(plain.get("activations")), strict=plain.get("strict", False),
+        rounding=plain.get("rounding", "nearest"), activations=_role(plain.get("activations")),
+        strict=plain.get("strict", False),
     )  # fmt: skip
 
 
@@ -209,6 +213,15 @@ def _role(plain: Any) -> Any:
         return None if plain is None else getattr(torch, plain)
     block: Any = plain["block"] if isinstance(plain["block"], str) else tuple(plain["block"])
     return Blocks(getattr(torch, plain["dtype"]), block, plain["scale"], plain["rounding"])
+
+
+def _moments_in(plain: dict[str, Any]) -> Blocks | None:
+    """A format of moments, from JSON; None for anything else."""
+    try:
+        format = _role(plain)
+    except (KeyError, TypeError, ValueError, AttributeError, FshardingError):
+        return None
+    return format if isinstance(format, Blocks) and format.for_moments else None
 
 
 # ------------------------------------------------------------------------------------------------------------- trees
@@ -232,7 +245,8 @@ def describe(node: Tree) -> Any:
 
     Returns:
         "leaf", None, or `{"dict": {...}}`, `{"tuple": [...]}`, `{"list": [...]}`,
-        `{"namedtuple": name, "fields": {...}}`; `{"other": name}` for any other node, which only `opt=` can rebuild.
+        `{"namedtuple": name, "fields": {...}}`, `{"coded": format, "root": ...}` for a moment in low precision;
+        `{"other": name}` for any other node, which only `opt=` can rebuild.
     """
     if node is None:
         return None
@@ -243,6 +257,8 @@ def describe(node: Tree) -> Any:
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         fields: tuple[str, ...] = node._fields  # pyright: ignore[reportAttributeAccessIssue]
         return {"namedtuple": _name(type(node)), "fields": {name: describe(getattr(node, name)) for name in fields}}
+    if isinstance(node, CodedMoment):
+        return {"coded": _plain_role(node.format), "root": node.root}
     flat = tree.leaves(node)
     return LEAF if len(flat) == 1 and flat[0] is node else {"other": _name(type(node))}
 
@@ -285,6 +301,9 @@ def rebuild(
                 return tuple(build(value, f"{path}.{i}") for i, value in enumerate(items))
             case {"list": list(items)} if len(plain) == 1:
                 return [build(value, f"{path}.{i}") for i, value in enumerate(items)]
+            case {"coded": dict(format), "root": bool(root)} if len(plain) == 2 and (kept := _moments_in(format)):
+                codes, scales = (leaf(f"{path}.{name}") for name in (CODES, scales_name(kept)))
+                return CodedMoment(codes, scales, kept, root)
             case {"namedtuple": str(name), "fields": dict(fields)} if len(plain) == 2:
                 kind = KNOWN.get(_RENAMED.get(name, name))
                 if kind is not None and tuple(fields) == kind._fields:

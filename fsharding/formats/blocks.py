@@ -116,6 +116,11 @@ class Blocks:
         return self.scale == "e4m3"
 
     @property
+    def for_moments(self) -> bool:
+        """Whether moments of optimizers can be kept in it: codes of a byte, and no scale but those of blocks."""
+        return self.element.bits == 8 and not self.has_outer
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         """The dtype in which scales are stored; bytes are codes of their own."""
         return torch.float32 if self.scale == "float32" else torch.uint8
@@ -150,10 +155,14 @@ class Blocks:
         """The same format with another rounding of elements."""
         return replace(self, rounding=rounding)
 
+    @property
+    def block_text(self) -> str:
+        """The block in words, such as "1x32" or "row"."""
+        return self.block if isinstance(self.block, str) else "x".join(map(str, self.block))
+
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        block = self.block if isinstance(self.block, str) else "x".join(map(str, self.block))
-        return f"{name}[{block}, {self.scale}{', keyed' if self.keyed else ''}]"
+        return f"{name}[{self.block_text}, {self.scale}{', keyed' if self.keyed else ''}]"
 
 
 TENSORWISE = Blocks(E4M3)

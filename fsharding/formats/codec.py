@@ -18,7 +18,10 @@ from torch import Tensor
 
 from fsharding.formats.blocks import E2M1, Blocks
 
-__all__ = ["Scales", "amaxes", "decode", "encode", "factors", "pack", "rounded", "scales_of", "touched", "unpack"]
+__all__ = [
+    "Scales", "amaxes", "decode", "encode", "factors", "pack", "rounded", "scales_of", "to_bfloat16", "touched",
+    "unpack",
+]  # fmt: skip
 
 _EXPONENT = 0xFF
 """The exponent bits of a float32, shifted down; all ones is what is not finite."""
@@ -161,6 +164,21 @@ def rounded(x: Tensor, format: Blocks, noise: Tensor | None = None) -> Tensor:
         whole = steps.floor()
         whole += noise < steps - whole
     return torch.copysign((whole * step).clamp(max=element.largest), x)
+
+
+def to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
+    """Numbers rounded to bfloat16, up or down with the probability that makes the mean exact.
+
+    Args:
+        x: float32.
+        noise: for each of them a number in [0, 1), in steps of 2^-16 or finer.
+
+    Returns:
+        bfloat16: what a bfloat16 can stand for stays, and so does what is not finite.
+    """
+    bits = x.view(torch.int32) + (noise * 65536).to(torch.int32)
+    # A carry goes from the mantissa into the exponent, as it should.
+    return torch.where(x.isfinite(), (bits & -65536).view(torch.float32), x).to(torch.bfloat16)
 
 
 def encode(

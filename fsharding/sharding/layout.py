@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat, tree
@@ -23,6 +24,7 @@ from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.precision import FP32, Precision
 from fsharding.public import check_optimizer, check_precision, kind_of, public, refuse, refuse_module
+from fsharding.sharding.block_scales import has_codes, plan_scales
 from fsharding.sharding.leaf_plan import (
     LAYERS,
     LeafLayout,
@@ -31,6 +33,7 @@ from fsharding.sharding.leaf_plan import (
     check_stages,
     is_trainable,
     objections_to_cuts,
+    owner_of,
     plan_leaf,
     type_text,
 )
@@ -190,23 +193,33 @@ class Layout:
         if opt is not None:
             check_optimizer("Layout.memory", opt)
         if opt is None:
-            moments = sum(
-                2 * size(leaf.main, leaf, precision.moment_dtype(precision.main_dtype(leaf.init))) for leaf in trained
-            )
+            moments = sum(2 * self._moment_bytes(leaf, coord) for leaf in trained)
         else:
-            moments = sum(x.nbytes for x in tree.leaves(opt.start(self.meta_main(coord), moments=precision.moments)))
+            state = opt.start(self.meta_main(), moments=precision.moments, shardings=self.main)
+            moments = sum(self._bytes_here(path, x, coord) for path, x in tree.named_leaves(state).items())
         return Memory(params, main if self.has_main else 0, grads, moments)
 
-    def meta_main(self, coord: dict[str, int] | None = None) -> Tree:
-        """Main parameters of one rank as plain tensors on the meta device; None for frozen leaves.
+    def _moment_bytes(self, leaf: LeafLayout, coord: dict[str, int] | None) -> int:
+        """Bytes of one rank's part of a moment in the precision of the layout."""
+        elements, format = math.prod(leaf.main.local_shape(leaf.shape, coord)), self.precision.moment_format
+        if format is None or not has_codes(leaf.shape):
+            return elements * self.precision.moment_dtype(self.precision.main_dtype(leaf.init)).itemsize
+        scales = plan_scales(leaf.main, leaf.shape, format)
+        return elements + math.prod(scales.sharding.local_shape(scales.shape, coord)) * format.scale_dtype.itemsize
 
-        Args:
-            coord: the rank's coordinate, as in `memory`.
-        """
+    def _bytes_here(self, path: str, x: Any, coord: dict[str, int] | None) -> int:
+        """Bytes that one rank has of a leaf of an optimizer state, which is whole on the meta device."""
+        if not isinstance(x, Tensor):
+            return 0
+        owner = owner_of(f"opt_state.{path}", x.shape, self.leaves) if x.is_meta else None
+        if owner is None:
+            return x.nbytes
+        return math.prod(owner.main.local_shape(owner.shape, coord)) * x.dtype.itemsize
+
+    def meta_main(self) -> Tree:
+        """Whole main parameters as plain tensors on the meta device; None for frozen leaves."""
         leaves = [
-            torch.empty(
-                leaf.main.local_shape(leaf.shape, coord), dtype=self.precision.main_dtype(leaf.init), device="meta"
-            )
+            torch.empty(leaf.shape, dtype=self.precision.main_dtype(leaf.init), device="meta")
             if leaf.trainable
             else None
             for leaf in self.leaves

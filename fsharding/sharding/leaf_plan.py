@@ -24,6 +24,7 @@ from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.precision import DTYPES
 from fsharding.sharding import boxes
+from fsharding.sharding.block_scales import coded_part, plan_scales
 from fsharding.sharding.named_sharding import Assigned, NamedSharding
 from fsharding.sharding.partition_spec import AxisRules, DimName, Fused, P, rule_name
 from fsharding.sharding.stage_owners import Stages, assignment, begins, objection, stage_of
@@ -421,7 +422,9 @@ def owner_of(
     """The leaf of a layout that a leaf of a state belongs to, as a parameter, its main copy, or one of its moments.
 
     The path of a moment ends with that of its parameter; of several the longest counts. Under one of the names in
-    `STATISTICS` it is a mean over a dim of the parameter; then shape and sharding are those of the mean.
+    `STATISTICS` it is a mean over a dim of the parameter; then shape and sharding are those of the mean. Of a moment in
+    low precision the path ends with what `block_scales` calls codes and scales; of scales, shape and sharding are
+    theirs.
 
     Args:
         path: of the leaf, such as `params.blocks.wq`, or `opt_state.states.1.mu.blocks.wq`.
@@ -435,7 +438,7 @@ def owner_of(
     field, _, rest = path.partition(".")
     if field in ("params", "main"):
         return next((leaf for leaf in leaves if leaf.path == rest), None)
-    held, result = tuple(shape), list[LeafLayout]()
+    held, result = tuple(shape), list[tuple[int, LeafLayout]]()
     for leaf in leaves:
         ending = f".{leaf.path}" if leaf.path else ""
         if not f".{path}".endswith(ending):
@@ -444,10 +447,21 @@ def owner_of(
         if dim is not None and len(leaf.shape) >= -dim:
             at = len(leaf.shape) + dim
             mean = (*leaf.shape[:at], min(leaf.shape[at], 1), *leaf.shape[at + 1 :])
-            result.append(replace(leaf, shape=mean, main=mean_over(leaf.main, len(mean), dim)))
-        result.append(leaf)
-    fits = (leaf for leaf in result if _can_hold(leaf, held, local))
-    return max(fits, key=lambda leaf: len(leaf.path), default=None)
+            result.append((len(leaf.path), replace(leaf, shape=mean, main=mean_over(leaf.main, len(mean), dim))))
+        result.append((len(leaf.path), leaf))
+    if (coded := coded_part(path)) is not None:
+        moment, blocks = coded
+        for leaf in leaves:
+            if len(leaf.shape) > 1 and f".{moment}".endswith(f".{leaf.path}" if leaf.path else ""):
+                longer = len(leaf.path) + len(path) - len(moment)
+                result.append((longer, leaf if blocks is None else _of_scales(leaf, blocks)))
+    fits = ((length, leaf) for length, leaf in result if _can_hold(leaf, held, local))
+    return max(fits, key=lambda both: both[0], default=(0, None))[1]
+
+
+def _of_scales(leaf: LeafLayout, blocks: Blocks) -> LeafLayout:
+    scales = plan_scales(leaf.main, leaf.shape, blocks)
+    return replace(leaf, shape=scales.shape, main=scales.sharding)
 
 
 def _can_hold(leaf: LeafLayout, held: tuple[int, ...], local: bool) -> bool:

@@ -108,6 +108,9 @@ def check_same_model(a: Layout, b: Layout) -> None:
             was, now = (getattr(x.precision, of)(x.precision.main_dtype(kind)) for x in (a, b))
             if was != now:
                 rows.append(f"{what} of {kind} leaves: {was} in the state, {now} in the layout")
+    if a.precision.moment_format != b.precision.moment_format:
+        formats = [x.precision.moment_format or "a dtype" for x in (a, b)]
+        rows.append(f"moments: {formats[0]} in the state, {formats[1]} in the layout")
     if rows:
         mend = "Plan the layout with the model, frozen leaves and precision of the state; cast in a step of its own."
         raise LayoutError(message(_FUNCTION, "cannot move a state to the layout of another one.", rows, mend))

@@ -25,7 +25,7 @@ from fsharding.mesh.consistency import checksum, compare, refuse_differences
 from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.optim.base import GradientTransformation
-from fsharding.precision import ScaleState
+from fsharding.precision import Precision, ScaleState
 from fsharding.public import check_function, check_optimizer, is_optimizer, missing_name, public, refuse
 from fsharding.random import Draw
 from fsharding.sharding import boxes
@@ -320,9 +320,15 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     if main is not None and any(layout.rounds(leaf) is not None for leaf in layout.leaves):
         params = spread(main, params, layout, donate=True, key=rounding_key(run_key, step, layout))
     trained = main if main is not None else _slices(params, layout)
-    opt_state = opt.start(trained, moments=layout.precision.moments, shardings=layout.main)
+    opt_state = _first_moments(opt, trained, layout)
     scale = layout.precision.init_scale()
     return sealed(TrainState(step, params, main, opt_state, scale, run_key, layout))
+
+
+def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -> Tree:
+    """The first state of an optimizer in a layout."""
+    moments, whole = layout.precision.moments, layout.meta_main()
+    return opt.start(trained, moments=moments, shardings=layout.main, whole=whole)
 
 
 def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:
@@ -384,7 +390,7 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
     computed = spread(main, params, layout, key=rounding_key(run_key, step, layout))
     kept = main if layout.has_main else None
     trained = _slices(computed, layout) if kept is None else kept
-    opt_state = opt.start(trained, moments=layout.precision.moments, shardings=layout.main)
+    opt_state = _first_moments(opt, trained, layout)
     return sealed(TrainState(step, computed, kept, opt_state, layout.precision.init_scale(), run_key, layout))
 
 
@@ -446,16 +452,16 @@ def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = Fals
     return spread(main, params, layout, donate=donate, key=key)
 
 
-def rounding_key(key: Tensor, step: Tensor, layout: Layout) -> Tensor | None:
+def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision | None = None) -> Tensor | None:
     """The key by which weights after so many steps are rounded: the same wherever they are; None if none is wanted.
 
     Args:
         key: of the state.
         step: its number of updates, on any device; it is not read by the host.
         layout: of the state.
+        precision: of the call, which may round terms of gradients otherwise; by default that of the layout.
     """
-    precision = layout.precision
-    wanted = (precision.gather, precision.reduce)
+    wanted = (layout.precision.gather, (precision or layout.precision).reduce)
     if not any(isinstance(x, Blocks) and x.keyed for x in wanted):
         return None
     return random.fold_in_count(key, step)

@@ -27,8 +27,9 @@ from fsharding.mesh.failures import meet, naming_lost
 from fsharding.models.stacks import first_unit, scan_stacks
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
+from fsharding.optim.coded_moment import is_coded
 from fsharding.optim.router_bias import split_loads, update_against_load
-from fsharding.optim.updates import apply_gradients, apply_updates
+from fsharding.optim.updates import add_updates, apply_gradients
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.precision import Precision
@@ -496,17 +497,19 @@ class TrainStep:
         """Forward and backward of all microbatches, through the pipeline or one after the other."""
         if plan.schedule is None:
             return self._accumulate(plan, state, microbatches, loss_scale, stop)
+        rounding = rounding_key(state.key, state.step, state.layout, plan.precision)
         grads, loss, weight = pipeline_grads(
             self._model,
             plan.schedule,
             state.layout,
-            round_params(state.params, state.layout, plan.precision, rounding_key(state.key, state.step, state.layout)),
+            round_params(state.params, state.layout, plan.precision, rounding),
             microbatches,
             precision=plan.precision.of_rounded(),
             policy=self._policy,
             scale=loss_scale,
             known=plan.messages,
             stop=stop,
+            key=rounding,
         )
         return _Sums(grads, loss, weight)
 
@@ -516,7 +519,7 @@ class TrainStep:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
         layout, has_aux = state.layout, self._loss_fn.has_aux
         key = self._loss_fn.key(state)
-        rounding = rounding_key(state.key, state.step, layout)
+        rounding = rounding_key(state.key, state.step, layout, plan.precision)
         grads: Tree = None
         losses: list[Tensor] = []
         weights: list[Tensor] = []
@@ -535,6 +538,7 @@ class TrainStep:
                 grad_pool=plan.buffers,
                 stop=stop if last else None,
                 key=rounding,
+                microbatch=i,
             )
             if has_aux:
                 result, aux = result
@@ -558,6 +562,7 @@ class TrainStep:
         Gradients times `to_mean` are their means, and `norm` is that of the means.
         """
         main, shardings, donate = main_of(state), state.layout.main, self._donate
+        rounding = state.layout.precision.rounding
         if not self._bias_rates:
             return apply_gradients(
                 self._opt,
@@ -569,13 +574,18 @@ class TrainStep:
                 scale=to_mean,
                 shardings=shardings,
                 finite=finite,
+                key=state.key,
+                step=state.step,
+                rounding=rounding,
             )
         # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
         grads = multiply(grads, to_mean, donate=donate)
         donate = donate and finite is None  # what a refused step goes back to is not overwritten
-        context = UpdateContext(donate=donate, norm=norm, shardings=shardings)
+        context = UpdateContext(donate=donate, norm=norm, shardings=shardings, key=state.key, step=state.step)
+        context = replace(context, rounding=rounding)
         updates, opt_state = self._opt.update(grads, state.opt_state, main, context)
-        new_main = apply_updates(main, update_against_load(updates, loads, self._bias_rates), donate=donate)
+        updates = update_against_load(updates, loads, self._bias_rates)
+        new_main = add_updates(main, updates, context, donate=donate)
         return where_finite(finite, new_main, main), where_finite(finite, opt_state, state.opt_state)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
@@ -724,10 +734,12 @@ def _refusal(number: int, squares: LeafSquares, loss: Tensor, norm: Tensor) -> s
 def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
     """Refuses a state of another optimizer."""
     try:
-        expected = opt.init(state.layout.meta_main())
+        layout = state.layout
+        expected = opt.start(layout.meta_main(), moments=layout.precision.moments, shardings=layout.main)
     except (NotImplementedError, RuntimeError):
         return  # An init that reads values fails on meta tensors; the update refuses a state that does not fit.
-    spec, other = tree.flatten(expected)[1], tree.flatten(state.opt_state)[1]
+    # An update takes moments as the state has them, whatever the format in which the optimizer would make them.
+    spec, other = (tree.flatten(x, is_leaf=is_coded)[1] for x in (expected, state.opt_state))
     if spec != other:
         tree.flatten_up_to(spec, state.opt_state, "train step", ("its optimizer", "state.opt_state"))
 

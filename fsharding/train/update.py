@@ -58,7 +58,16 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
     check_optimizer(_NAME, opt)
     layout = state.layout
     placed = redistribute(grads, layout.main)
-    main, opt_state = apply_gradients(opt, placed, state.opt_state, main_of(state), shardings=layout.main)
+    main, opt_state = apply_gradients(
+        opt,
+        placed,
+        state.opt_state,
+        main_of(state),
+        shardings=layout.main,
+        key=state.key,
+        step=state.step,
+        rounding=layout.precision.rounding,
+    )
     step = state.step + 1
     params = spread(main, state.params, layout, key=rounding_key(state.key, step, layout))
     kept = main if state.main is not None else None
