@@ -12,7 +12,7 @@ import fsharding as fs
 
 _SPACES = (
     *("checkpoint", "data", "errors", "formats", "hf", "megatron", "models", "notebook", "ops", "optim"),
-    *("pipeline", "policies", "preemption", "random", "testing", "tree"),
+    *("pipeline", "policies", "preemption", "random", "te", "testing", "tree"),
 )
 
 

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -39,15 +40,16 @@ from fsharding.errors import LayoutError, message
 
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
-    "call_first_at_exit", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
-    "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
-    "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "has_scaled_mm", "holders_of",
-    "is_compiled_caller", "is_elementwise", "is_fake", "is_served_by_rank", "is_wanted", "kept_by", "launchers_store",
-    "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh",
-    "never_inlined", "new_group", "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers",
-    "reduce_scatter_flat", "refuse_backward", "region", "result_of", "same_glances", "same_kind", "save_record",
-    "save_without_data", "scaled_mm", "scaled_mm_of_rows", "set_group_timeout", "shapes_only", "storage_id",
-    "storage_users", "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first",
+    "call_first_at_exit", "clone", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
+    "fake_cuda", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul",
+    "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm",
+    "has_scaled_mm", "holders_of", "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view",
+    "is_served_by_rank", "is_wanted", "kept_by", "launchers_store", "left_to_python", "like_dtensor",
+    "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh", "never_inlined", "new_group",
+    "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers", "reduce_scatter_flat",
+    "refuse_backward", "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data",
+    "scaled_mm", "scaled_mm_of_rows", "set_group_timeout", "shapes_only", "storage_id", "storage_users",
+    "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first",
     "weak_storage", "WeakStorage", "with_values",
 ]  # fmt: skip
 
@@ -106,6 +108,12 @@ def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
 def with_values() -> AbstractContextManager[Any]:
     """Makes tensors with values under `FakeTensorMode` as well, for what the host computes of keys and ranks."""
     return unset_fake_temporarily()
+
+
+def clone(x: Tensor) -> Tensor:
+    """A copy that has values if the tensor has, also under `FakeTensorMode`: a state's key has them there."""
+    with nullcontext() if is_fake(x) else with_values():
+        return x.clone()
 
 
 def _valued(fn: _Function) -> _Function:
@@ -343,7 +351,7 @@ def drop_local(x: DTensor) -> None:
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory; on Linux, large CPU tensors ask for huge pages, which take far fewer page faults."""
     x = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if x.nbytes >= _HUGE and x.device.type == "cpu" and _madvise is not None:
+    if x.nbytes >= _HUGE and x.device.type == "cpu" and _madvise is not None and not is_fake(x):
         start = -(-x.data_ptr() // _PAGE) * _PAGE
         size = (x.data_ptr() + x.nbytes - start) // _PAGE * _PAGE
         _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
@@ -357,6 +365,14 @@ _madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "
 def storage_id(x: Tensor) -> int:
     """Identity of a tensor's storage: equal for all views of one buffer, also for fake tensors."""
     return x.untyped_storage()._cdata
+
+
+def is_same_view(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same elements of one buffer, in one order."""
+    if is_fake(x) or is_fake(y):  # torch would compare others in their place
+        kinds = [(storage_id(z), z.storage_offset(), z.shape, z.stride()) for z in (x, y)]
+        return kinds[0] == kinds[1]
+    return x.is_set_to(y)
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -452,19 +468,24 @@ def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
     """Whether `grouped_mm` has a kernel for two tensors: their device, dtype, alignment and strides."""
     if a.device.type != "cpu" and b.ndim == 2:
         return False  # groups along the summed dim have to be aligned there, and groups of tokens are not
+    if is_fake(a) and a.dtype != torch.bfloat16:
+        return False  # also where the kernel itself takes others
     return a.numel() > 0 and b.numel() > 0 and _has_grouped_mm(a.device.type, a.dtype) and _dense(a) and _dense(b)
 
 
 def _dense(x: Tensor) -> bool:
     """Whether rows, or columns, are dense and begin at multiples of 16 bytes."""
     *outer, inner, longer = (*x.stride()[:-2], *sorted(x.stride()[-2:]))
-    return inner == 1 and all(n % 16 == 0 for n in (x.data_ptr(), *(s * x.itemsize for s in (*outer, longer))))
+    start = 0 if is_fake(x) else x.data_ptr()
+    return inner == 1 and all(n % 16 == 0 for n in (start, *(s * x.itemsize for s in (*outer, longer))))
 
 
 @functools.cache
 def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return False
+    if device == "cuda" and not torch.cuda.is_available():  # of a fake tensor
+        return dtype == torch.bfloat16
     # A selective checkpoint would take this product for the first one of the function that it is to recompute.
     with _disable_current_modes():
         a, b = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(1, 8, 8, dtype=dtype, device=device)
@@ -841,9 +862,99 @@ def call_first_at_exit(function: Callable[[], bool]) -> None:
     threading._register_atexit(lambda: atexit.register(end))
 
 
+# --------------------------------------------------------------------------------------------------------- fake tensors
 def is_fake(x: Tensor) -> bool:
     """Whether a tensor has no values, as under `FakeTensorMode`: it stands for one of a device that may not be here."""
     return isinstance(x, FakeTensor)
+
+
+@functools.cache
+def fake_cuda() -> bool:
+    """Has autograd take fake tensors of "cuda" in a process without a GPU, for good; whether it does.
+
+    Forward needs no more than `FakeTensorMode`. Autograd asks the guard of a device for its streams, and the hooks of
+    CUDA whether torch was built with it and whether a GPU is in use. On a machine without a GPU a build with CUDA has
+    answers: torch puts a guard there that does nothing. A build for the CPU has no guard, which ends the process, and
+    its hooks refuse. So torch is led to put its guard there as well, and the hooks get a table of functions in which
+    these two answers are others. Their places in the table depend on the version, so they are found by trying.
+    `torch.cuda.is_available()` stays False. Where a backward has run before, torch has no thread for the device any
+    more: then this holds under `torch.autograd.set_multithreading_enabled(False)` alone.
+    """
+    try:
+        c10, cpu = (ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)) for name in _LIBRARIES)
+        asked = [cpu[name] for name in _YES_AND_NO]
+        for question in asked:
+            question.restype = ctypes.c_bool
+        if [question() for question in asked] != [True, False]:
+            return False
+        yes, no = (ctypes.cast(question, ctypes.c_void_p).value for question in asked)
+        guards = (ctypes.c_void_p * 2).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")  # of the CPU, of CUDA
+        hooks_of_cuda = cpu["_ZN2at6detail12getCUDAHooksEv"]
+        if not guards[1]:
+            # An object all of whose functions return 0, so that it says that there are 0 devices.
+            table = (ctypes.c_void_p * _FUNCTIONS)(*[no] * _FUNCTIONS)
+            guard = ctypes.c_void_p(ctypes.addressof(table))
+            guards[1] = ctypes.addressof(guard)
+            torch._C._ensureCUDADeviceGuardSet()
+            if guards[1] == ctypes.addressof(guard):
+                guards[1] = None
+                return False
+    except (AttributeError, OSError, ValueError):
+        return False
+    if _takes_fake_cuda():
+        return True
+    hooks_of_cuda.restype = ctypes.c_void_p
+    address = hooks_of_cuda()
+    if not _is_writable(address):
+        return False
+    hooks = ctypes.c_void_p.from_address(address)
+    before = hooks.value
+    assert before is not None
+    # With the two places before the functions, which say what the object is; what follows the table is never used.
+    size = (_FUNCTIONS + 2) * ctypes.sizeof(ctypes.c_void_p)
+    functions = (ctypes.c_void_p * (_FUNCTIONS + 2)).from_buffer_copy(ctypes.string_at(before - _HEAD, size))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(functions))  # torch asks until the process is gone
+    hooks.value = ctypes.addressof(functions) + _HEAD
+    for answer, holds in ((yes, _has_accelerator), (no, _takes_fake_cuda)):
+        # A function that is not asked may be replaced for a moment.
+        for place in range(2, len(functions)):
+            known, functions[place] = functions[place], answer
+            if holds():
+                break
+            functions[place] = known
+        else:
+            hooks.value = before
+            return False
+    return True
+
+
+_LIBRARIES = "libc10.so", "libtorch_cpu.so"
+_YES_AND_NO = "_ZN2at7Context9hasOpenMPEv", "_ZN2at7Context14hasEigenSparseEv"
+_FUNCTIONS, _HEAD = 64, 2 * ctypes.sizeof(ctypes.c_void_p)
+
+
+def _has_accelerator() -> bool:
+    return torch.accelerator.current_accelerator() is not None
+
+
+def _takes_fake_cuda() -> bool:
+    """Whether autograd goes through fake tensors of "cuda"; without a guard of the device it ends the process."""
+    with FakeTensorMode(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        x = torch.zeros(2, device="cuda", requires_grad=True)
+        try:
+            return torch.autograd.grad(x.sum(), x)[0].device.type == "cuda"
+        except RuntimeError:
+            return False
+
+
+def _is_writable(address: int) -> bool:
+    """Whether the memory of this process at an address may be changed."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, kind = line.split()[:2]
+        start, stop = (int(end, 16) for end in place.split("-"))
+        if start <= address < stop:
+            return "w" in kind
+    return False
 
 
 def never_inlined(fn: _Function) -> _Function:

@@ -10,7 +10,7 @@ from fsharding.comm.counters import counting_bytes, recording
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats import Blocks
 from fsharding.formats.quantised import Quantised, dequantise, quantise
-from fsharding.interop import hf, megatron
+from fsharding.interop import hf, megatron, te
 from fsharding.interop.module.functionalize import functionalize
 from fsharding.interop.module.model_from import model_from
 from fsharding.mesh import preemption
@@ -124,6 +124,7 @@ __all__ = [
     "stack_units",
     "state_bytes",
     "state_from",
+    "te",
     "tree",
     "typeof",
     "unshard",

@@ -89,8 +89,9 @@ class Precision:
         keep: which leaves have no format: patterns as in a shell, each for one part of a dotted path, such as "*norm*",
             or for all of it; "blocks[-2:]" is the last two layers of a stack. Leaves with fewer than two dims, and
             frozen ones, never have one.
-        reduce: wire dtype of the gradients; by default that in which they come out of backward. Or a format: terms are
-            rounded to it, and widened again before they are summed.
+        reduce: wire dtype of the gradients; by default that in which they come out of backward. Or a format, for leaves
+            that `keep` leaves to it: what a rank has to add is rounded, travels as codes and scales, and is widened
+            again before it is summed in order. See below.
         grads: accumulated gradients; by default that of the main parameter, and float32 at least. Sums over ranks are
             in float32 at least also where a narrower one is asked for here, and are rounded once.
         sums: of gradients over ranks: "ordered", in one tree whatever the backend and the layout, so that all laws
@@ -108,6 +109,15 @@ class Precision:
         strict: products with weights in the format of compute are refused where the device has no kernel for it, see
             `fs.ops.scaled_kernel`; else they are then dequantised and multiplied.
         rounded: weights have been rounded already; `Layout.in_flight` says so of copies at rest.
+
+    With a format in `reduce` a sum over k ranks is off by at most the sum of the k errors of its terms. That of a term
+    is half the distance between the two numbers of the format next to it, times the scale of its block; the whole
+    distance where rounding is keyed; or, of an element above the largest number of the format, which scales in 8 bits
+    leave, what it is above that. For MXFP8 it is at most 1/8 of the largest magnitude in the block, with a float32
+    scale and nearest rounding 1/28. Terms are rounded once, before they are sent between ranks: with each microbatch
+    where gradients are cut, else at the end of the step; what has been summed over some ranks travels on in the dtype
+    of the sum, and so do gradients of a pipeline that reduces once a step. A term that is not finite makes its block
+    NaN, so that a step refuses it. A backend cannot add codes: these leaves have ordered sums, whatever `sums` says.
 
     Example:
         >>> precision = fs.Precision(params=torch.bfloat16, moments=torch.bfloat16)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,42 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import data_position
+from fsharding.models import Experts
+from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import mesh_of
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=2, heads=8, kv_heads=2, hidden=36)
 DEEP = fs.models.DecoderConfig(vocab=50, dim=16, layers=8, heads=4, kv_heads=2, hidden=20)
+# Biases move by as much as scores differ, so that they change who gets which token at every step.
+EXPERTS = Experts(4, 2, 12, shared=1, score="sigmoid", scale=2.5, groups=2, kept_groups=2, z=1e-2, bias_rate=1e-2)
+MODELS: dict[str, fs.models.DecoderConfig] = {"dense": DEEP, "experts": replace(DEEP, experts=EXPERTS)}
+
+TWO, FOUR, ALONG = {"microbatches": 2}, {"microbatches": 4}, {"sequence": True}
+KINDS = ("ring", "gather", "ulysses")
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp2": ({"tp": 2}, {}),
+    "tp4": ({"tp": 4}, {}),
+    "tp2 along the sequence": ({"tp": 2}, ALONG),
+    **{f"cp{n} {kind}": ({"cp": n}, {"attention": kind}) for n in (2, 4) for kind in KINDS},
+    "ep2": ({"ep": 2}, {}),
+    "ep4": ({"ep": 4}, {}),
+    **{f"pp2 {name}": ({"pp": 2}, {"microbatches": 4, "schedule": name}) for name in SCHEDULES},
+    **{f"pp4 {name}": ({"pp": 4}, {"microbatches": 8, "schedule": name}) for name in SCHEDULES},
+    "dp2 tp2": ({"dp": 2, "tp": 2}, ALONG),
+    "dp2 cp2": ({"dp": 2, "cp": 2}, {}),
+    "dp2 ep2": ({"dp": 2, "ep": 2}, {}),
+    "dp2 pp2": ({"dp": 2, "pp": 2}, TWO),
+    "tp2 pp2": ({"tp": 2, "pp": 2}, {**TWO, **ALONG, "schedule": "interleaved"}),
+    "cp2 pp2": ({"cp": 2, "pp": 2}, {**FOUR, "schedule": "dualpipev"}),
+    "tp2 cp2 dp2": ({"tp": 2, "cp": 2, "dp": 2}, ALONG),
+    "pp2 dp2 tp2": ({"pp": 2, "dp": 2, "tp": 2}, {**TWO, **ALONG, "schedule": "zbv"}),
+    "pp2 ep2 dp2": ({"pp": 2, "ep": 2, "dp": 2}, TWO),
+    "pp2 tp2 cp2": ({"pp": 2, "tp": 2, "cp": 2}, TWO),
+    "replica2 dp2 tp2": ({"replica": 2, "dp": 2, "tp": 2}, {}),
+}
+"""Every axis alone and with others: sizes by axis, and options of the step and of the model."""
+
 ROWS, POSITIONS, STEPS = 8, 8, 10
 # With the usual 1e-8 a gradient of almost nothing moves its weight as much as any, so that even one process gives other
 # norms from the third digit on when it cuts its batch in two: rounding alone.

@@ -10,6 +10,7 @@ Law: to round shards and gather them gives the bytes of gathering them and round
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,8 +34,8 @@ from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
-    "CodePlan", "Coded", "CodedBucket", "Noise", "code_bucket", "decoded", "encoded", "encoded_bytes", "from_bytes",
-    "largest_over", "packed_from_bytes", "plan_codes", "rounded_shards",
+    "CodePlan", "Coded", "CodedBucket", "Noise", "code_bucket", "decoded", "encoded", "encoded_bytes",
+    "exchanged_maxima", "from_bytes", "largest_over", "packed_from_bytes", "plan_codes", "rounded_shards",
 ]  # fmt: skip
 
 Noise = Callable[[int], Tensor]
@@ -95,7 +96,12 @@ class CodedBucket:
 
 @cache_on_mesh(1024)
 def plan_codes(
-    mesh: Mesh, sharding: NamedSharding, whole: NamedSharding, shape: tuple[int, ...], format: Blocks
+    mesh: Mesh,
+    sharding: NamedSharding,
+    whole: NamedSharding,
+    shape: tuple[int, ...],
+    format: Blocks,
+    where: tuple[tuple[str, int], ...] | None = None,
 ) -> CodePlan:
     """Plans how a leaf of at least two dims is rounded.
 
@@ -105,11 +111,13 @@ def plan_codes(
         whole: its sharding once it has been gathered over the data axes.
         shape: of the leaf.
         format: of its codes.
+        where: the coordinate of the rank, by axis; by default that of this process.
     """
+    coord = None if where is None else dict(where)
     assert len(shape) > 1 and not sharding.assigned, "codes are made of what a slice of the mesh holds"
     sizes, last = abstract(mesh), len(shape) - 2
     block, rows = format.sizes(shape), format.grid(shape)
-    held, kept = sharding.local_shape(shape), whole.local_shape(shape)
+    held, kept = sharding.local_shape(shape, coord), whole.local_shape(shape, coord)
     shared: list[str] = []
     for dim in (0, 1):
         axes = sharding.axes(last + dim)
@@ -117,7 +125,7 @@ def plan_codes(
             shared += axes
     cut, cut_axes = _data_cut(sharding, whole, len(shape))
     over = tuple(map(sizes.axis_size, cut_axes))
-    whole_start = _start(whole, shape)
+    whole_start = _start(whole, shape, coord)
     if cut is not None and cut >= last and not set(cut_axes) & {*shared}:
         dim = cut - last
         first, stop = codec.touched(whole_start[dim], kept[cut], block[dim])
@@ -128,7 +136,7 @@ def plan_codes(
         cut != len(shape) - 1 or boxes.same_cuts(kept[-1], -(-kept[-1] // 2), over, 2)
     )
     return CodePlan(
-        format, block, (rows[-2], rows[-1]), _start(sharding, shape), held, whole_start, kept, _in_order(shared),
+        format, block, (rows[-2], rows[-1]), _start(sharding, shape, coord), held, whole_start, kept, _in_order(shared),
         _in_order(outer), not set(cut_axes) & {*shared}, cut is not None and cut < last, packed,
     )  # fmt: skip
 
@@ -137,9 +145,9 @@ def _in_order(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in axes)
 
 
-def _start(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Where this rank's part begins in the last two dims."""
-    grid = sharding.grid(shape)
+def _start(sharding: NamedSharding, shape: tuple[int, ...], coord: dict[str, int] | None) -> tuple[int, int]:
+    """Where a rank's part begins in the last two dims."""
+    grid = sharding.grid(shape, coord)
     return (0, 0) if grid is None else (grid[-2][0][0], grid[-1][0][0])
 
 
@@ -248,6 +256,19 @@ def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh
         for i, part in zip(taken, flat.split(sizes), strict=True):
             result[i] = part.view(result[i].shape)
     return result
+
+
+def exchanged_maxima(plans: Sequence[CodePlan]) -> list[tuple[str, int]]:
+    """For each call of `encoded`, the axis that it goes over, and of how many numbers it takes the maxima."""
+    matrices = [math.prod(plan.held[:-2]) for plan in plans]
+    of_blocks = [(plan.shared, n * math.prod(plan.grid)) for plan, n in zip(plans, matrices, strict=True)]
+    of_matrices = [(plan.outer, n) for plan, n in zip(plans, matrices, strict=True) if plan.format.has_outer]
+    return [
+        (axis, sum(n for axes, n in counts if axes == over))
+        for counts in (of_blocks, of_matrices)
+        for over in dict.fromkeys(axes for axes, _ in counts)
+        for axis in over
+    ]
 
 
 def _largest(x: Tensor, mesh: Mesh, axis: str) -> Tensor:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Counts", "Sent", "Traffic", "counting_bytes", "record", "record_sent", "recording"]
+__all__ = ["Counts", "Sent", "Traffic", "counting_bytes", "record", "record_sent", "recording", "uncounted"]
 
 
 def _names() -> list[str]:
@@ -131,6 +131,16 @@ def counting_bytes() -> Generator[Traffic]:
     token = _meters.set((*_meters.get(), traffic))
     try:
         yield traffic
+    finally:
+        _meters.reset(token)
+
+
+@contextmanager
+def uncounted() -> Generator[None]:
+    """Counts nothing of what is inside the `with` block: it stands for what another rank does."""
+    token = _meters.set(())
+    try:
+        yield
     finally:
         _meters.reset(token)
 

@@ -119,7 +119,7 @@ class Native:
     ) -> Handle[Sequence[Tensor]]:
         """See `Transport`."""
         own = buckets.pieces_of(leaves, bucket, self.group.index)
-        there = self.group.index if all(map(Tensor.is_set_to, own, shards)) else None
+        there = self.group.index if all(map(_compat.is_same_view, own, shards)) else None
         rows = self._start_gather(bucket, shards, leaves[0].dtype, None)
         return _Joined(rows, lambda rows: buckets.fill(rows, list(leaves), bucket, there=there))
 

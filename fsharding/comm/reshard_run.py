@@ -70,7 +70,7 @@ class _Run:
         after = grids(what.target, what.shape).get(self.rank)
         assert before is None or source is not None, "a source is let go after its target has been made"
         if source is not None and before == after and source.dtype == self.dtypes[leaf]:
-            return source if self.donate else source.clone()
+            return source if self.donate else _compat.clone(source)
         size = (0,) if after is None else boxes.grid_shape(after)
         target = _compat.fresh(size, self.dtypes[leaf], self.device)
         shared = None if before is None or after is None else boxes.overlap(before, after)

@@ -194,6 +194,12 @@ def _own_gpu() -> int | None:
     """
     visible = torch.cuda.device_count()
     if not visible and dist.group.WORLD is not None and _compat.has_fake_backend(dist.group.WORLD):
+        if not _compat.fake_cuda():
+            rule = f'cannot have fake tensors of device="cuda" in torch {torch.__version__} without a GPU.'
+            mend = (
+                'Make the mesh on the CPU: fs.make_mesh(device="cpu"); Precision(sums="native") sends what CUDA sends.'
+            )
+            raise MeshError(message("fs.make_mesh", rule, mend=mend))
         return None
     if not visible:
         mend = 'Make the mesh on the CPU: fs.make_mesh(device="cpu"), or look at nvidia-smi and CUDA_VISIBLE_DEVICES.'

@@ -203,14 +203,15 @@ class naming_lost:
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part."""
         assert self.mesh is not None and not isinstance(self.mesh, AbstractMesh)
-        return tuple(self.mesh.mesh.flatten().tolist() if isinstance(self.mesh, DeviceMesh) else self.mesh)
+        with _compat.with_values():
+            return tuple(self.mesh.mesh.flatten().tolist() if isinstance(self.mesh, DeviceMesh) else self.mesh)
 
     def call(self) -> _Call:
         """Where this rank is."""
         text, step = self.function, self.step
         # An error may be about the step itself, which is then anything that a user has put there.
-        if isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1 and step.device.type != "meta":
-            text += f" {int(step)}"
+        if isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1:
+            text += "" if step.is_meta or _compat.is_fake(step) else f" {int(step)}"
         return _Call(self.function, text, call_stacks.site(self._frame))
 
 
@@ -754,10 +755,11 @@ def _names(mesh: DeviceMesh | None) -> dict[int, str]:
     result = dict[int, str]()
     if mesh is None or mesh.mesh_dim_names is None:
         return result
-    for coord in mesh.mesh.new_ones(mesh.mesh.shape).nonzero().tolist():
-        pairs = zip(mesh.mesh_dim_names, coord, mesh.mesh.shape, strict=True)
-        text = ", ".join(f"{axis}={i}" for axis, i, size in pairs if size > 1)
-        result[int(mesh.mesh[tuple(coord)])] = f" ({text})" if text else ""
+    with _compat.with_values():
+        for coord in mesh.mesh.new_ones(mesh.mesh.shape).nonzero().tolist():
+            pairs = zip(mesh.mesh_dim_names, coord, mesh.mesh.shape, strict=True)
+            text = ", ".join(f"{axis}={i}" for axis, i, size in pairs if size > 1)
+            result[int(mesh.mesh[tuple(coord)])] = f" ({text})" if text else ""
     return result
 
 

@@ -7,6 +7,7 @@ Law: both ways give what a product for each row with the matrix of its group giv
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,7 +20,17 @@ from fsharding import _compat, _functorch
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.formats.quantised import Quantised, dequantise
 
-__all__ = ["grouped_matmul"]
+__all__ = ["even_shares", "grouped_matmul"]
+
+
+def even_shares(rows: int, groups: int) -> list[int]:
+    """Rows of each group, as even as they can be: they stand for counts that a fake tensor does not have.
+
+    Args:
+        rows: of all groups.
+        groups: how many; the first ones have the rows that are left.
+    """
+    return [(rows + groups - 1 - group) // groups for group in range(groups)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +45,12 @@ class _Groups:
     counts: Tensor
     outer: bool = False
 
-    def bounds(self) -> Iterator[tuple[int, int]]:
-        start = 0
-        for count in self.counts.tolist():
-            yield start, start + count
-            start += count
+    def bounds(self, rows: int) -> Iterator[tuple[int, int]]:
+        yield from itertools.pairwise(itertools.accumulate(self.known(rows), initial=0))
+
+    def known(self, rows: int) -> list[int]:
+        """The rows of each group; of counts without values, shares of so many rows that are as even as they can be."""
+        return even_shares(rows, self.counts.numel()) if _compat.is_fake(self.counts) else self.counts.tolist()
 
     def offsets(self, device: torch.device) -> Tensor:
         return self.counts.to(device).cumsum(0).to(torch.int32)
@@ -48,7 +60,7 @@ class _Groups:
         if _compat.takes_grouped_mm(x_MK, w_XKN):
             return _compat.grouped_mm(x_MK, w_XKN, self.offsets(x_MK.device))
         out_MN = x_MK.new_empty(x_MK.shape[0], w_XKN.shape[-1])
-        for w_KN, (start, stop) in zip(w_XKN, self.bounds(), strict=True):
+        for w_KN, (start, stop) in zip(w_XKN, self.bounds(x_MK.shape[0]), strict=True):
             torch.mm(x_MK[start:stop], w_KN, out=out_MN[start:stop])
         return out_MN
 
@@ -57,7 +69,7 @@ class _Groups:
         if _compat.takes_grouped_mm(x_MK.mT, y_MN):
             return _compat.grouped_mm(x_MK.mT, y_MN, self.offsets(x_MK.device))
         out_XKN = x_MK.new_empty(self.counts.numel(), x_MK.shape[-1], y_MN.shape[-1])
-        for out_KN, (start, stop) in zip(out_XKN, self.bounds(), strict=True):
+        for out_KN, (start, stop) in zip(out_XKN, self.bounds(x_MK.shape[0]), strict=True):
             torch.mm(x_MK[start:stop].mT, y_MN[start:stop], out=out_KN)
         return out_XKN
 
@@ -144,12 +156,12 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Tensor | Quantised, counts_X: Tensor) ->
         raise TransformError(message("ops.grouped_matmul", "cannot run under a vmap over its counts.", mend=mend))
     fits = x_MD.ndim == 2 and w_XDF.ndim == 3 and counts.shape == w_XDF.shape[:1] and x_MD.shape[1] == w_XDF.shape[1]
     # The kernel takes rows wherever counts say. Elsewhere than on the CPU they would have to be waited for.
-    known = counts.tolist() if counts.device.type == "cpu" else None
+    known = counts.tolist() if counts.device.type == "cpu" and not _compat.is_fake(counts) else None
     whole = known is None or (sum(known) == x_MD.shape[0] and min(known, default=0) >= 0)
     if not fits or x_MD.dtype != w_XDF.dtype or not whole:
         rows = [
             f"x is {x_MD.dtype}{list(x_MD.shape)}, w is {w_XDF.dtype}{list(w_XDF.shape)}",
-            f"counts are {counts.tolist()}",
+            f"counts are {counts.tolist() if not _compat.is_fake(counts) else 'fake'}",
         ]
         text = "needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M."
         raise SpecError(message("ops.grouped_matmul", text, rows))

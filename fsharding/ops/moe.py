@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding import _functorch
+from fsharding import _compat, _functorch
 from fsharding.comm.transport import transport_for
 from fsharding.comm.turns import wait_in_turn
 from fsharding.errors import MeshError, SpecError, TransformError, message
@@ -26,8 +26,8 @@ from fsharding.formats.quantised import Quantised, dequantise
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.collectives import Linear, all_to_all_rows, apply_linear, psum, vary
-from fsharding.ops.grouped_matmul import grouped_matmul
-from fsharding.ops.router import Routing
+from fsharding.ops.grouped_matmul import even_shares, grouped_matmul
+from fsharding.ops.router import Routing, count_choices
 from fsharding.sharding import boxes
 
 __all__ = ["Dispatched", "Plan", "combine", "dispatch", "experts_swiglu", "owned_experts"]
@@ -168,13 +168,15 @@ def dispatch(
     owned = owned_experts(experts, tuple(axis_size(a, where) for a in axes))
     with _functorch.outside_transforms():
         by_expert = _order(chosen_NK.reshape(-1))
-        counts_X = torch.bincount(chosen_NK.reshape(-1), minlength=experts)
+        counts_X = count_choices(chosen_NK, experts)
         if counts_X.numel() > experts:
             rows = [f"a token goes to expert {counts_X.numel() - 1}"]
             raise SpecError(message("ops.dispatch", f"has {experts} experts, from 0 on.", rows))
-        coming_RE, going = _coming(counts_X, owned, group), counts_X.tolist()
-        send = tuple(sum(going[start:stop]) for start, stop in owned)
-        counts_E, receive = coming_RE.sum(0), tuple(map(int, coming_RE.sum(1).tolist()))
+        coming_RE = _coming(counts_X, owned, group)
+        counts_E, (send, receive) = (
+            coming_RE.sum(0),
+            _rows_between(counts_X, coming_RE, owned, group, chosen_NK.numel()),
+        )
         arrived = None
         if group.size > 1:
             numbers = torch.arange(coming_RE.shape[1], device=x_ND.device).expand_as(coming_RE).reshape(-1)
@@ -207,6 +209,19 @@ def _coming(counts_X: Tensor, owned: Sequence[tuple[int, int]], group: Group) ->
     handle.release()
     start, stop = owned[group.index]
     return received[:, : stop - start]
+
+
+def _rows_between(
+    counts_X: Tensor, coming_RE: Tensor, owned: Sequence[tuple[int, int]], group: Group, choices: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How many rows go to each rank of the group, and come from each.
+
+    Fake tensors do not say: then each rank has as many tokens as this one, and all experts have alike many of them.
+    """
+    fake = _compat.is_fake(counts_X)
+    going = even_shares(choices, counts_X.numel()) if fake else counts_X.tolist()
+    send = tuple(sum(going[start:stop]) for start, stop in owned)
+    return send, (send[group.index],) * group.size if fake else tuple(map(int, coming_RE.sum(1).tolist()))
 
 
 def combine(y_MD: Tensor, plan: Plan) -> Tensor:

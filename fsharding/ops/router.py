@@ -14,14 +14,24 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding import _functorch
+from fsharding import _compat, _functorch
 from fsharding.errors import ConfigError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.ops.collectives import psum
 from fsharding.precision import wide
 
-__all__ = ["Routing", "balance_loss", "expert_counts", "misfits", "next_bias", "route", "tell_load", "z_loss"]
+__all__ = [
+    "Routing",
+    "balance_loss",
+    "count_choices",
+    "expert_counts",
+    "misfits",
+    "next_bias",
+    "route",
+    "tell_load",
+    "z_loss",
+]
 
 
 class Routing(NamedTuple):
@@ -126,6 +136,18 @@ def _without_worst_groups(scores_NX: Tensor, groups: int, kept: int) -> Tensor:
     return scores_NGE.masked_fill(dropped_NG.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
+def count_choices(chosen: Tensor, experts: int) -> Tensor:
+    """How often each expert is chosen: int64[X], or longer where an expert is chosen that does not exist.
+
+    Args:
+        chosen: numbers of experts, of any shape.
+        experts: X.
+    """
+    if _compat.is_fake(chosen):  # how long the counts are follows from values
+        return chosen.new_empty(experts)
+    return torch.bincount(chosen.reshape(-1), minlength=experts)
+
+
 def expert_counts(
     routing: Routing,
     *,
@@ -159,8 +181,9 @@ def expert_counts(
     with _functorch.outside_transforms():
         experts_NK = known[0]
         assert experts_NK is not None
-        chosen = experts_NK if counted_N is None else experts_NK[known[1]]
-        counts_X = torch.bincount(chosen.reshape(-1), minlength=size)
+        # How many a mask leaves is a value, too.
+        chosen = experts_NK if counted_N is None or _compat.is_fake(experts_NK) else experts_NK[known[1]]
+        counts_X = count_choices(chosen, size)
         along = [a for a in (DATA_AXES if axes is None else axes) if axis_size(a, mesh) > 1]
         return psum(counts_X, along, mesh=mesh) if along else counts_X
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.counters import uncounted
 from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
 from fsharding.comm.native import Message, as_bytes, receive_object, send_object
@@ -28,7 +29,7 @@ from fsharding.comm.transport import send_recv, start_sum
 from fsharding.comm.turns import Partner
 from fsharding.errors import TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes
+from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes, set_mesh
 from fsharding.mesh.failures import among, naming_lost
 from fsharding.models.stacks import first_unit, scan_stacks
 from fsharding.pipeline.actions import Action, Entry, Pair, uses_parameters
@@ -67,6 +68,7 @@ def pipeline_grads(
     scale: float | Tensor | None = None,
     known: Messages | None = None,
     stop: StopBit | None = None,
+    key: Tensor | None = None,
 ) -> tuple[Tree, Tensor, Tensor]:
     """Runs one step of a schedule. Collective over the whole mesh.
 
@@ -82,6 +84,7 @@ def pipeline_grads(
         known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
             A receiver is told once what activations look like, for each shape of microbatches.
         stop: as in `value_and_grad`.
+        key: int64[2], for a format of gradients whose rounding is keyed.
 
     Returns:
         (gradients in `layout.main`, sum of losses times scale, sum of weights); the sums are float32, 0-d, the same on
@@ -110,7 +113,7 @@ def pipeline_grads(
     run, known = None, {} if known is None else known
     try:
         with naming_lost("train step", layout.mesh):
-            run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, known)
+            run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, known, key=key)
             run.walk()
             return run.stage_state.grads(), *run.sums(stop)
     except BaseException:
@@ -217,6 +220,7 @@ class _Run:
     scale: float | Tensor | None
     known: Messages
     trains: bool = True
+    key: Tensor | None = None
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
     arrived: dict[Action, tuple[Any, list[Tensor], Handle[None]]] = field(default_factory=dict[Action, Any])
     handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = field(
@@ -230,6 +234,9 @@ class _Run:
     def __post_init__(self) -> None:
         mesh = self.layout.mesh
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
+        self.others_are_fake = self.group.process_group is not None and _compat.has_fake_backend(
+            self.group.process_group
+        )
         actions = self.schedule.actions_on(self.rank)
         self.splits = any(action.kind == "I" for action in actions)
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
@@ -244,12 +251,15 @@ class _Run:
             self.uses[stage, m].append(kind)
 
     # ------------------------------------------------------------------------------------------------------ a stage
-    def _tape(self, stage: int) -> Tape:
+    def _tape(self, stage: int, m: int) -> Tape:
         tape = Tape(
             *self.stage_state.parts(stage),
             self.precision,
             self.pool,
             defers=self.splits,
+            key=self.key,
+            microbatch=m,
+            layers=self.stage_state.layers(stage),
             once_for=(self.model.embed, stage),
         )
         assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
@@ -309,6 +319,9 @@ class _Run:
                 spec, leaves = self.handed.pop((kind[-1], stage, m))
                 self.sent[action] = self._guard(action, lambda: self._send(action, spec, leaves))
             case _:
+                if kind == "RECV_F" and self.others_are_fake:
+                    assert m is not None
+                    self._foresee(stage - 1, m)
                 self.arrived[action] = self._guard(action, lambda: self._receive(action))
 
     def _compute(self, action: Action) -> None:
@@ -333,7 +346,7 @@ class _Run:
             return
         use = self.uses[stage, m].pop(0)
         if use == "F":
-            self.begun[stage, m] = tape = self._tape(stage)
+            self.begun[stage, m] = tape = self._tape(stage, m)
             tape.forward(lambda params: prefetch_unit(self._first(stage, params)))
             return
         flight = self.flights[stage, m]
@@ -347,7 +360,7 @@ class _Run:
         last = stage == self.schedule.stages - 1
         spec, leaves = (None, []) if stage == 0 else self._inputs("F", stage, m)
         x_leaves = [x.detach().requires_grad_(self.trains and x.is_floating_point()) for x in leaves]
-        tape = self.begun.pop((stage, m), None) or self._tape(stage)
+        tape = self.begun.pop((stage, m), None) or self._tape(stage, m)
         flight = self.flights[stage, m] = _Flight(tape, x_leaves)
         x = None if spec is None else tree.unflatten(spec, x_leaves)
         out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])
@@ -441,7 +454,7 @@ class _Run:
     def _tell(self, action: Action, peer: int, sent: tuple[Any, _Shapes]) -> None:
         """Says what activations look like, the first time that a stage sends them for such a microbatch."""
         key = action.stage, self._looks(action.microbatch or 0)
-        if key not in self.known:
+        if key not in self.known and not self.others_are_fake:
             send_object(sent, peer, self.group, self.device)
         if self.known.setdefault(key, sent) != sent:
             rule = f"got other activations of stage {action.stage} than before from a microbatch of the same shapes."
@@ -463,6 +476,21 @@ class _Run:
         leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in types]
         messages = [Message(peer, self._tag(action, i), as_bytes(x)) for i, x in enumerate(leaves)]
         return spec, leaves, send_recv([], messages, self.group, self.device)
+
+    def _foresee(self, stage: int, m: int) -> None:
+        """Learns what a stage of another rank sends, where no other rank is there to say so.
+
+        All stages up to it are computed, on tensors that look like their parameters.
+        """
+        key = stage, self._looks(m)
+        if key in self.known:
+            return
+        with torch.no_grad(), set_mesh(self.layout.mesh), uncounted():
+            x: Any = None
+            for earlier in range(stage + 1):
+                x = self._forward(earlier, self.stage_state.stand_ins(earlier, self.device), x, self.pieces[m])
+        leaves, spec = tree.flatten(x)
+        self.known[key] = spec, _shapes(leaves)
 
     def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
         """Says who it was with, and in what, if it fails."""

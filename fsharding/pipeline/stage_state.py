@@ -77,6 +77,7 @@ class StageState:
         self.once = any(a.kind == "GATHER" and a.microbatch is None for a in row)
         self.each = any(a.kind == "SCATTER" and a.microbatch is not None for a in row)
         counts, starts = layers_by_stage(model, schedule, layout), [0] * len(stacks_of(model))
+        self._layers = counts
         self._rows: dict[int, list[tuple[int, int]]] = {}
         for stage in own:
             self._rows[stage] = [(start, start + n) for start, n in zip(starts, counts[stage], strict=True)]
@@ -123,6 +124,12 @@ class StageState:
             part["tied"] = {name: tree.at(values, path) for name, path in self.model.tied}
         return part
 
+    def layers(self, stage: int) -> Callable[[str], tuple[int, int] | None]:
+        """For a leaf of a stage that is rows of a stack, by path: its first layer, and how many the stack has."""
+        columns = zip((path for path, _ in stacks_of(self.model)), zip(*self._layers, strict=True), strict=True)
+        stacks = [(path, (sum(counts[:stage]), sum(counts))) for path, counts in columns]
+        return lambda leaf: next((place for path, place in stacks if begins(leaf, path)), None)
+
     # ------------------------------------------------------------------------------------------------------- parameters
     def gather(self, stage: int) -> None:
         """Starts to make the parameters of a stage whole over the data axes, in the dtype of compute.
@@ -150,6 +157,27 @@ class StageState:
                 self.work[stage] = self._work(stage, moving.wait())
             note("wait", Action("GATHER", stage))
         return self.work[stage]
+
+    def stand_ins(self, stage: int, device: torch.device) -> Tree:
+        """Tensors that look like the parameters of a stage, as its own rank has them once they are gathered.
+
+        Args:
+            stage: any but the last one.
+            device: of the tensors, which have no values.
+        """
+        counts = layers_by_stage(self.model, self.schedule, self.layout)[stage]
+
+        def look_like(leaf: LeafLayout, rows: int | None) -> Tensor:
+            shape = whole(leaf.params).local_shape(leaf.shape)
+            dtype = self.precision.compute_dtype(self.layout.param_dtype(leaf))
+            return torch.empty(shape if rows is None else (rows, *shape[1:]), dtype=dtype, device=device)
+
+        leaves = tree.unflatten(self.layout.structure, [*self.layout.leaves])
+        stacks = map_stacks(
+            self.model, lambda i, stack: tree.map(lambda leaf: look_like(leaf, counts[i]), stack), leaves["blocks"]
+        )
+        embed = tree.map(lambda leaf: look_like(leaf, None), leaves["embed"])
+        return {"blocks": stacks, "embed": embed} if stage == 0 else {"blocks": stacks}
 
     def used(self, stage: int) -> None:
         """Notes that an action has used the parameters of a stage; after the last one, they go."""

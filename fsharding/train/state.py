@@ -25,7 +25,7 @@ from fsharding.mesh.consistency import checksum, compare, refuse_differences
 from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.optim.base import GradientTransformation
-from fsharding.precision import ScaleState
+from fsharding.precision import Precision, ScaleState
 from fsharding.public import check_function, check_optimizer, is_optimizer, missing_name, public, refuse
 from fsharding.random import Draw
 from fsharding.sharding import boxes
@@ -452,16 +452,16 @@ def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = Fals
     return spread(main, params, layout, donate=donate, key=key)
 
 
-def rounding_key(key: Tensor, step: Tensor, layout: Layout) -> Tensor | None:
+def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision | None = None) -> Tensor | None:
     """The key by which weights after so many steps are rounded: the same wherever they are; None if none is wanted.
 
     Args:
         key: of the state.
         step: its number of updates, on any device; it is not read by the host.
         layout: of the state.
+        precision: of the call, which may round terms of gradients otherwise; by default that of the layout.
     """
-    precision = layout.precision
-    wanted = (precision.gather, precision.reduce)
+    wanted = (layout.precision.gather, (precision or layout.precision).reduce)
     if not any(isinstance(x, Blocks) and x.keyed for x in wanted):
         return None
     return random.fold_in_count(key, step)

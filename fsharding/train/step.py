@@ -52,7 +52,7 @@ from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch, uncut, uneven
 from fsharding.train.state import TrainState, main_of, refuse_changed, rounding_key, sealed, spread
 from fsharding.train.state_check import StateCheck, check_numbers
-from fsharding.train.verdict import REFUSED, SKIPPED, PendingVerdict, verdict_of
+from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, PendingVerdict, verdict_of
 from fsharding.transforms import policies
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy, check_policy
@@ -404,7 +404,8 @@ class TrainStep:
             return _refusal(int(state_step), squares, loss, norm)
 
         state_step, loss_scale, known = state.step, state.loss_scale, plan.check_now
-        result = int(verdict) if known else None
+        # A step without values counts.
+        result = None if not known else GOOD if _compat.is_fake(verdict) else int(verdict)
         stop.settle(loss.device)
         if result == REFUSED:
             raise NonFiniteError(refusal())
@@ -496,17 +497,19 @@ class TrainStep:
         """Forward and backward of all microbatches, through the pipeline or one after the other."""
         if plan.schedule is None:
             return self._accumulate(plan, state, microbatches, loss_scale, stop)
+        rounding = rounding_key(state.key, state.step, state.layout, plan.precision)
         grads, loss, weight = pipeline_grads(
             self._model,
             plan.schedule,
             state.layout,
-            round_params(state.params, state.layout, plan.precision, rounding_key(state.key, state.step, state.layout)),
+            round_params(state.params, state.layout, plan.precision, rounding),
             microbatches,
             precision=plan.precision.of_rounded(),
             policy=self._policy,
             scale=loss_scale,
             known=plan.messages,
             stop=stop,
+            key=rounding,
         )
         return _Sums(grads, loss, weight)
 
@@ -516,7 +519,7 @@ class TrainStep:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
         layout, has_aux = state.layout, self._loss_fn.has_aux
         key = self._loss_fn.key(state)
-        rounding = rounding_key(state.key, state.step, layout)
+        rounding = rounding_key(state.key, state.step, layout, plan.precision)
         grads: Tree = None
         losses: list[Tensor] = []
         weights: list[Tensor] = []
@@ -535,6 +538,7 @@ class TrainStep:
                 grad_pool=plan.buffers,
                 stop=stop if last else None,
                 key=rounding,
+                microbatch=i,
             )
             if has_aux:
                 result, aux = result

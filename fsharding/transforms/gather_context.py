@@ -163,7 +163,7 @@ class GatherContext:
         self._pool, self._owns_pool = pool or Pool(), pool is None
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
         memory = self._pool.memory(self._device)
-        self.reducer = GradReducer(leaves, targets, accumulated, memory, self._device, grad_pool)
+        self.reducer = GradReducer(leaves, targets, accumulated, memory, self._device, grad_pool, self._term_noise_of)
         self._units: list[GatheredUnit] = []
         self._current: GatheredUnit | None = None
         self._prefetched: dict[tuple[LeafIndex, ...], GatheredUnit] = {}
@@ -257,11 +257,14 @@ class GatherContext:
             target = (self._targets if row is None else self._row_targets)[number]
             misaligned = row is not None and leaf.value.nbytes % _ALIGN != 0
             unit_leaf = UnitLeaf(leaf.sharding, leaf.shape, stored, compute, target, misaligned)
-            formats = self._formats
+            formats, place = self._formats, LeafIndex(number, row)
             if formats is not None and not formats.precision.rounded:
-                format, precision = formats.of(LeafIndex(number, row), len(leaf.shape)), formats.precision
+                format, precision = formats.of(place, len(leaf.shape)), formats.precision
                 held = format is not None and precision.computes_quantised
                 unit_leaf = unit_leaf._replace(format=format, quantised=held, strict=held and precision.strict)
+            of_term = None if formats is None else formats.of_term(place, len(leaf.shape))
+            if target is not None and of_term is not None:
+                unit_leaf = unit_leaf._replace(target=replace(target, format=of_term))
             described.append(unit_leaf)
 
         def name() -> str:
@@ -277,6 +280,13 @@ class GatherContext:
         if formats is None:
             return None
         return lambda i: formats.noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
+
+    def _term_noise_of(self, unit: GatheredUnit) -> Noise | None:
+        formats, device = self._formats, self._device
+        if formats is None:
+            return None
+        index, leaves = unit.index, unit.leaves
+        return lambda i: formats.term_noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
 
     def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor | Quantised]:
         """Forward reaches a unit: releases the one before it, and waits for this one.
@@ -416,6 +426,10 @@ class GatherContext:
 
         return put_or_defer
 
+    def is_complete(self, *, has_slot: bool) -> bool:
+        """Whether the gradient that backward has of a large leaf is all of it, or the rest can be added to a slot."""
+        return self._deferred is None or has_slot
+
     @torch.no_grad()
     def run_deferred(self) -> None:
         """Computes what a `deferring` backward has left, and reduces the gradients, in the order of that backward."""
@@ -527,8 +541,9 @@ class _LargeLeafGrad(Function):
         reducer, plan, put = context.reducer, unit.plan, None
         ctx.take = functools.partial(reducer.take, unit, plan, large)
         bucket = plan.reductions[large.bucket]
-        if not bucket.native and has_slots(whole, bucket.steps[large.slot], plan.mesh):
+        if not bucket.native and bucket.format is None and has_slots(whole, bucket.steps[large.slot], plan.mesh):
             put = functools.partial(reducer.write, unit, plan, large)
+        ctx.is_complete = functools.partial(context.is_complete, has_slot=put is not None)
         # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
         if (put_term := context.put_term(unit, large.leaf, whole.shape, put)) is not None:
             ctx.put_term = put_term
@@ -537,8 +552,9 @@ class _LargeLeafGrad(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if grads[0] is not None:
-            ctx.take(grads[0])
+        if grads[0] is None or not ctx.is_complete():
+            return grads[0], None, None, None
+        ctx.take(grads[0])
         return None, None, None, None
 
 

@@ -59,7 +59,8 @@ class GradTarget:
         dtype: in which it is summed and returned.
         wire_dtype: in which terms are sent; None for the dtype that they have.
         accumulated: the sharding of gradients of earlier microbatches that it is added to; None without any.
-        native: it is summed by the backend's own collectives.
+        native: it is summed by the backend's own collectives, unless there is a format.
+        format: in which terms travel between ranks, and to which they are rounded; None for `wire_dtype`.
     """
 
     sharding: NamedSharding
@@ -67,6 +68,7 @@ class GradTarget:
     wire_dtype: torch.dtype | None = None
     accumulated: NamedSharding | None = None
     native: bool = False
+    format: Blocks | None = None
 
     def row(self) -> GradTarget:
         """The target of one row of a stacked leaf."""
@@ -145,6 +147,8 @@ class ReduceBucket:
         late_wire_dtype: in which terms of `late_steps` are sent.
         large: some leaf is so large that its gradient is taken as soon as it is complete.
         native: sums are the backend's own.
+        format: in which terms of the first sum travel, of `steps` or, where these are none, of `late_steps`; what has
+            been summed over some ranks travels as it is.
     """
 
     leaves: tuple[int, ...]
@@ -158,6 +162,7 @@ class ReduceBucket:
     late_wire_dtype: torch.dtype
     large: bool
     native: bool
+    format: Blocks | None = None
 
 
 class LargeLeaf(NamedTuple):
@@ -275,9 +280,11 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         late_steps = plan_steps(middle, target.sharding)
         routes[i] = (middle, steps, late_steps)
         # A backend adds what travels, where ordered sums widen it.
-        first_wire = target.dtype if target.native else leaf.compute
+        format = target.format if begins_with_sum([steps or late_steps]) else None
+        native = target.native and format is None
+        first_wire = target.dtype if native else leaf.compute
         dtypes = (target.dtype, target.wire_dtype or first_wire, target.wire_dtype or target.dtype)
-        result.setdefault((kinds_of(steps), kinds_of(late_steps), *dtypes, target.native), []).append(i)
+        result.setdefault((kinds_of(steps), kinds_of(late_steps), *dtypes, native, format), []).append(i)
 
     def sizes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
         return whole_sizes(source, steps, leaves[i].shape)
@@ -297,8 +304,9 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
             large=begins_with_sum([routes[i][1] for i in members])
             and any(math.prod(shapes[i]) >= large for i in members),
             native=native,
+            format=format,
         )
-        for (_, _, dtype, wire_dtype, late_wire_dtype, native), members in result.items()
+        for (_, _, dtype, wire_dtype, late_wire_dtype, native, format), members in result.items()
     )
 
 

@@ -45,7 +45,7 @@ from fsharding.transforms.cast_checks import refuse_bare_casts
 from fsharding.transforms.gather_context import GatherContext, activate
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.unit_plan import GradTarget
-from fsharding.transforms.weight_formats import WeightFormats
+from fsharding.transforms.weight_formats import WeightFormats, key_of_terms
 from fsharding.tree import Tree
 
 __all__ = ["GradFn", "Loss", "Tape", "global_loss", "loss_and_grads", "refuse_backward", "value_and_grad"]
@@ -117,7 +117,8 @@ def value_and_grad(
         precision: dtypes of compute, wire and gradients, and formats of weights. Of parameters that are copies of main
             parameters kept apart, and rounded already, say `layout.in_flight(precision)`.
         mean: divide by the global weight; else loss and gradients are sums.
-        key: int64[2], for formats whose rounding is keyed: another one in each step, the same on all ranks.
+        key: int64[2], for formats whose rounding is keyed: another one in each step, the same on all ranks. Calls with
+            one key round weights alike, and terms of gradients by the same numbers.
 
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
@@ -183,6 +184,7 @@ def loss_and_grads(
     grad_pool: Pool | None = None,
     stop: StopBit | None = None,
     key: Tensor | None = None,
+    microbatch: int = 0,
 ) -> tuple[Any, Tree]:
     """One call of the function that `value_and_grad` returns.
 
@@ -199,8 +201,9 @@ def loss_and_grads(
             soon as nobody holds the gradient that was in it. By default they are in fresh memory.
         stop: the bit of `fs.preemption`, which a train step sends in the sum of loss and weight.
         key: as in `value_and_grad`.
+        microbatch: the number of this call among those with this key.
     """
-    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool, key=key)
+    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool, key=key, microbatch=microbatch)
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux)
@@ -268,6 +271,8 @@ class Tape:
         function: the public function, for errors.
         defers: whether `backward` may be called with `defers`.
         key: for formats whose rounding is keyed.
+        microbatch: the number of the call among those with this key.
+        layers: of leaves that are some rows of a stack, by path: the first layer, and how many the stack has in all.
         once_for: a function and a part of it, whose graph is looked at for casts to 8 bits the first time that it is
             differentiated; by default the one that `forward` is given.
 
@@ -298,6 +303,8 @@ class Tape:
         *,
         defers: bool = False,
         key: Tensor | None = None,
+        microbatch: int = 0,
+        layers: Callable[[str], tuple[int, int] | None] = lambda _: None,
         once_for: tuple[Callable[..., Any], Hashable] | None = None,
     ) -> None:
         _refuse_transforms(params, function)
@@ -323,8 +330,14 @@ class Tape:
         formats = None
         if precision.gather is not None:
             _check_kernel(precision, nodes, function)
-            stacks = [x.shape[0] if x is not None and x.shape else 0 for x in nodes]
-            formats = WeightFormats(precision, paths, stacks, key)
+        if precision.gather is not None or isinstance(precision.reduce, Blocks):
+            rows = [
+                layers(path) or (0, x.shape[0] if x is not None and x.shape else 0)
+                for path, x in zip(paths, nodes, strict=True)
+            ]
+            firsts, stacks = [first for first, _ in rows], [count for _, count in rows]
+            term_key = key_of_terms(key, self.mesh, microbatch)
+            formats = WeightFormats(precision, paths, stacks, firsts, key, term_key)
         self.context = GatherContext(
             nodes, paths, self._targets, compute, accumulated, pool, grad_pool, defers=defers, formats=formats
         )

@@ -1,7 +1,7 @@
-"""Weights in low precision: which leaves of a tree have a format, how they are rounded, and by which key.
+"""Weights and gradients in low precision: which leaves of a tree have a format, how they are rounded, by which key.
 
-In: a `Precision`, paths of leaves, a key. Out: for a leaf in flight its format and its noise; for a state, parameters
-at rest that have been rounded to what the loss function would see of their main copies.
+In: a `Precision`, paths of leaves, a key. Out: for a leaf in flight, and for terms of its gradient, format and noise;
+for a state, parameters at rest that have been rounded to what the loss function would see of their main copies.
 Law: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
 """
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding import random, tree
 from fsharding.comm import codes
 from fsharding.comm.codes import CodePlan
 from fsharding.errors import ConfigError, message
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.philox import uniform_at
+from fsharding.mesh.device_mesh import Mesh, data_position
 from fsharding.precision import Precision
 from fsharding.sharding.boxes import Runs
 from fsharding.sharding.layout import Layout
@@ -29,7 +30,10 @@ from fsharding.sharding.named_sharding import NamedSharding, like, local_of, to_
 from fsharding.transforms.unit_plan import LeafIndex, whole
 from fsharding.tree import Tree
 
-__all__ = ["WeightFormats", "plan_weight", "round_copies", "round_leaf", "round_params"]
+__all__ = ["WeightFormats", "key_of_terms", "plan_weight", "round_copies", "round_leaf", "round_params"]
+
+
+_GIVE_A_KEY = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
 
 
 @dataclass(frozen=True)
@@ -37,32 +41,83 @@ class WeightFormats:
     """The formats of the leaves of a parameter tree.
 
     Attributes:
-        precision: with `gather`.
+        precision: with `gather`, or a format in `reduce`.
         paths: of the leaves.
-        stacks: for each leaf how many layers it has, where units are rows of it.
+        stacks: for each leaf how many layers it has, where units are rows of it: in the whole model.
+        firsts: for each leaf, which of these layers its first row is.
         key: for keyed rounding, int64[2]; None without one.
+        term_key: the same for terms of gradients: another one on each data rank, and for each microbatch.
     """
 
     precision: Precision
     paths: Sequence[str]
     stacks: Sequence[int]
+    firsts: Sequence[int]
     key: Tensor | None
+    term_key: Tensor | None
 
     def of(self, index: LeafIndex, ndim: int) -> Blocks | None:
         """The format of a leaf of a unit, which has so many dims there."""
-        path = self.paths[index.leaf]
-        format = self.precision.format_of(path, ndim)
-        if format is None or index.row in self.precision.kept_rows(path, self.stacks[index.leaf]):
-            return None
-        return format
+        format = self.precision.format_of(self.paths[index.leaf], ndim)
+        return None if format is None or self._keeps(index) else format
+
+    def of_term(self, index: LeafIndex, ndim: int) -> Blocks | None:
+        """The format of terms of the gradient of a leaf of a unit, which has so many dims there."""
+        format = self.precision.reduce_format(self.paths[index.leaf], ndim)
+        return None if format is None or self._keeps(index) else format
+
+    def _keeps(self, index: LeafIndex) -> bool:
+        if index.row is None:
+            return False
+        kept = self.precision.kept_rows(self.paths[index.leaf], self.stacks[index.leaf])
+        return self.firsts[index.leaf] + index.row in kept
 
     def noise(self, index: LeafIndex, sharding: NamedSharding, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """The numbers in [0, 1) by which the shard of a leaf of a unit is rounded."""
+        return self._noise(self.key, index, sharding, shape, device)
+
+    def term_noise(
+        self, index: LeafIndex, sharding: NamedSharding, shape: tuple[int, ...], device: torch.device
+    ) -> Tensor:
+        """The numbers in [0, 1) by which a term of the gradient of a leaf of a unit is rounded.
+
+        Raises:
+            ConfigError: there is no key.
+        """
+        if self.term_key is None:
+            rule = f"rounds terms of the gradient of {self.paths[index.leaf]} by key, and has none."
+            raise ConfigError(message("fs.value_and_grad", rule, mend=_GIVE_A_KEY))
+        return self._noise(self.term_key, index, whole(sharding), shape, device)
+
+    def _noise(
+        self,
+        key: Tensor | None,
+        index: LeafIndex,
+        sharding: NamedSharding,
+        shape: tuple[int, ...],
+        device: torch.device,
+    ) -> Tensor:
         path, ranges = self.paths[index.leaf], list(sharding.grid(shape) or ())
         if index.row is None:
-            return _noise(self.key, path, shape, ranges, device)
+            return _noise(key, path, shape, ranges, device)
+        row = self.firsts[index.leaf] + index.row
         stack = (self.stacks[index.leaf], *shape)
-        return _noise(self.key, path, stack, [((index.row, index.row + 1),), *ranges], device)[0]
+        return _noise(key, path, stack, [((row, row + 1),), *ranges], device)[0]
+
+
+def key_of_terms(key: Tensor | None, mesh: Mesh | None, microbatch: int) -> Tensor | None:
+    """The key by which terms of gradients are rounded: the same on ranks that have the same term.
+
+    Args:
+        key: of the step.
+        mesh: of the parameters.
+        microbatch: its number.
+    """
+    if key is None or mesh is None:
+        return key
+    for number in (data_position(mesh, cp=True)[0], microbatch):
+        key = random.fold_in_count(key, torch.full((), number, dtype=torch.int64, device=key.device))
+    return key
 
 
 def _noise(
@@ -74,8 +129,7 @@ def _noise(
         ConfigError: there is no key.
     """
     if key is None:
-        mend = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
-        raise ConfigError(message("fs.gather_unit", f"rounds {path} by key, and has none.", mend=mend))
+        raise ConfigError(message("fs.gather_unit", f"rounds {path} by key, and has none.", mend=_GIVE_A_KEY))
     return uniform_at(key, zlib.crc32(path.encode()), shape, ranges, device)
 
 

@@ -3,7 +3,10 @@
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import zipfile
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -39,6 +42,56 @@ def test_a_fake_group_is_one_rank_of_many_and_sends_nothing():
         assert rows[3].tolist() == [1, 1]
     finally:
         dist.destroy_process_group()
+
+
+FAKE_CUDA = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from fsharding import _compat
+
+def backward(device):
+    with torch.autograd.set_multithreading_enabled(BEFORE is None):
+        x = torch.ones(4, 4, device=device, requires_grad=True)
+        (grad,) = torch.autograd.grad((x @ x + x.to("cpu").to(device)).sum(), x)
+        return grad.device.type, tuple(grad.shape)
+
+if BEFORE == "mode":
+    with FakeTensorMode():
+        assert backward("cpu") == ("cpu", (4, 4)) and _compat.fake_cuda()
+assert _compat.fake_cuda() and _compat.fake_cuda()
+with FakeTensorMode():
+    assert backward("cuda") == ("cuda", (4, 4)) and backward("cpu") == ("cpu", (4, 4))
+    x = torch.ones(3, device="cuda")
+    try:
+        x + torch.ones(3)
+    except RuntimeError as error:
+        print("devices that differ:", error)
+assert backward("cpu") == ("cpu", (4, 4)) and not torch.cuda.is_available()
+try:
+    torch.ones(3, device="cuda")
+except AssertionError as error:
+    print("real ones:", error)
+raise SystemExit(7)  # the end of the process is no other than usual
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("before", [None, "mode"])
+def test_autograd_takes_fake_tensors_of_cuda_without_a_gpu(before):
+    """What it changes lasts as long as the process."""
+    program = FAKE_CUDA.replace("BEFORE", repr(before))
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 7, ended.stderr
+    assert "devices that differ: Expected all tensors to be on the same device" in ended.stdout
+    assert "real ones: Torch not compiled with CUDA enabled" in ended.stdout or torch.version.cuda
+
+
+def test_the_same_view_is_one_of_the_same_elements_also_of_fake_tensors():
+    for mode in (nullcontext(), FakeTensorMode()):
+        with mode:
+            x = torch.zeros(4, 4)
+            assert _compat.is_same_view(x[1], x[1:2].view(4))
+            assert not any(_compat.is_same_view(x[1], y) for y in (x[2], x[1, :3], x[:, 1], torch.zeros(4)))
 
 
 def test_a_change_in_place_shows_in_the_version():

@@ -12,42 +12,12 @@ import torch
 
 import fsharding as fs
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
-from fsharding.models import Experts
-from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.testing import DecoderCase, assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import full
-from tests.models import DEEP, alone, train
+from tests.models import DEEP, EXPERTS, KINDS, MESHES, MODELS, alone, train
 
 pytestmark = pytest.mark.timeout(240)
-
-# Biases move by as much as scores differ, so that they change who gets which token at every step.
-EXPERTS = Experts(4, 2, 12, shared=1, score="sigmoid", scale=2.5, groups=2, kept_groups=2, z=1e-2, bias_rate=1e-2)
-MODELS = {"dense": DEEP, "experts": replace(DEEP, experts=EXPERTS)}
-
-TWO, FOUR, ALONG = {"microbatches": 2}, {"microbatches": 4}, {"sequence": True}
-KINDS = ("ring", "gather", "ulysses")
-MESHES = {
-    "tp2": ({"tp": 2}, {}),
-    "tp4": ({"tp": 4}, {}),
-    "tp2 along the sequence": ({"tp": 2}, ALONG),
-    **{f"cp{n} {kind}": ({"cp": n}, {"attention": kind}) for n in (2, 4) for kind in KINDS},
-    "ep2": ({"ep": 2}, {}),
-    "ep4": ({"ep": 4}, {}),
-    **{f"pp2 {name}": ({"pp": 2}, {"microbatches": 4, "schedule": name}) for name in SCHEDULES},
-    **{f"pp4 {name}": ({"pp": 4}, {"microbatches": 8, "schedule": name}) for name in SCHEDULES},
-    "dp2 tp2": ({"dp": 2, "tp": 2}, ALONG),
-    "dp2 cp2": ({"dp": 2, "cp": 2}, {}),
-    "dp2 ep2": ({"dp": 2, "ep": 2}, {}),
-    "dp2 pp2": ({"dp": 2, "pp": 2}, TWO),
-    "tp2 pp2": ({"tp": 2, "pp": 2}, {**TWO, **ALONG, "schedule": "interleaved"}),
-    "cp2 pp2": ({"cp": 2, "pp": 2}, {**FOUR, "schedule": "dualpipev"}),
-    "tp2 cp2 dp2": ({"tp": 2, "cp": 2, "dp": 2}, ALONG),
-    "pp2 dp2 tp2": ({"pp": 2, "dp": 2, "tp": 2}, {**TWO, **ALONG, "schedule": "zbv"}),
-    "pp2 ep2 dp2": ({"pp": 2, "ep": 2, "dp": 2}, TWO),
-    "pp2 tp2 cp2": ({"pp": 2, "tp": 2, "cp": 2}, TWO),
-    "replica2 dp2 tp2": ({"replica": 2, "dp": 2, "tp": 2}, {}),
-}
 
 DEFAULT = [("tp2 along the sequence", "experts", 3), ("cp2 ulysses", "experts", 1), ("dp2 pp2", "experts", 3)]
 CASES = [(mesh, model, level) for mesh in MESHES for model in MODELS for level in (0, 1, 3)]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fsharding import _compat
 from fsharding.errors import MeshError
 from fsharding.mesh.device_mesh import _own_gpu
+from tests.helpers import fake_ranks, refusal
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,20 @@ def test_a_process_without_one_says_so(visible, environment, rule, monkeypatch):
     shown(monkeypatch, visible, environment)
     with pytest.raises(MeshError, match=rule):
         _own_gpu()
+
+
+def test_fake_ranks_need_none(monkeypatch):
+    """Without a GPU, and where torch cannot be told to have fake tensors of "cuda"."""
+    shown(monkeypatch, 0, {})
+    answers = iter([True, False])
+    monkeypatch.setattr(_compat, "fake_cuda", lambda: next(answers))
+    with fake_ranks(1, dp=2):
+        assert _own_gpu() is None
+        text = refusal(_own_gpu)
+    assert text == (
+        f'fs.make_mesh cannot have fake tensors of device="cuda" in torch {torch.__version__} without a GPU.\n'
+        'Make the mesh on the CPU: fs.make_mesh(device="cpu"); Precision(sums="native") sends what CUDA sends.'
+    )
 
 
 def shown(monkeypatch, visible, environment):

@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsharding import _compat, ops
 from fsharding.errors import MeshError, SpecError, TransformError
+from fsharding.ops.grouped_matmul import even_shares
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import refusal
 
@@ -171,3 +173,25 @@ def test_counts_below_0_never_reach_a_kernel(counts):
     with pytest.raises(SpecError) as caught:
         ops.grouped_matmul(torch.ones(7, 8), torch.ones(2, 8, 8), torch.tensor(counts))
     assert "X counts from 0 that sum to M." in str(caught.value) and f"counts are {list(counts)}" in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------ without values
+def test_shares_are_even_and_sum_to_all():
+    assert even_shares(14, 4) == [4, 4, 3, 3] and even_shares(2, 4) == [1, 1, 0, 0] and even_shares(0, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_values_each_expert_has_as_many_tokens(dtype):
+    """Counts, products, losses and gradients have the shapes of any values."""
+    with FakeTensorMode():
+        x, w = torch.ones(7, 16, dtype=dtype, requires_grad=True), torch.ones(4, 8, 16, dtype=dtype, requires_grad=True)
+        routing = ops.route(torch.zeros(7, 4, requires_grad=True), top_k=2)
+        rows, counts, plan = ops.dispatch(x, routing, 4)
+        assert (plan.send, plan.receive) == ((14,), (14,))
+        assert (rows.shape, counts.shape, counts.dtype) == ((14, 16), (4,), torch.int64)
+        counted = torch.ones(7, dtype=torch.bool)
+        assert ops.expert_counts(routing, counted_N=counted).shape == (4,)
+        total, number = ops.balance_loss(routing, counted_N=counted)
+        y = ops.experts_swiglu(x, w, w, w, routing)
+        grads = torch.autograd.grad(y.sum() + (total / number).to(dtype), [x, w])
+        assert [g.shape for g in (y, *grads)] == [(7, 16), (7, 16), (4, 8, 16)]
