@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
 
 RANKS, SAMPLES, BATCH, WIDTH, STEPS = 2, 512, 128, 16, 100
 RATE, CLIP, NOISE = 2.0, 1.0, 0.5
@@ -64,7 +63,7 @@ def train(strategy):
     mesh = fs.make_mesh(dp=-1)
     layout = fs.plan_layout(init(fs.random.key(0)), mesh, RULES, strategy, names=NAMES)
     params = fs.init_state(init, fs.sgd(RATE), fs.random.key(0), layout).params
-    index, count = data_position(mesh)
+    index, count = fs.data_position(mesh)
     x, y = points(fs.random.key(1))
     norms = torch.zeros(0)
     for step in range(STEPS):

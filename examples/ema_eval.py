@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
 
 RANKS, STEPS, BATCH, WIDTH, NOISE = 2, 120, 64, 33, 0.5
 RULES = fs.AxisRules(hidden=("dp",))
@@ -37,8 +36,7 @@ def batch_of(number, mesh, noise):
     points, noises = fs.random.split(fs.random.fold_in(fs.random.key(1), number))
     x = fs.random.uniform(points, (BATCH, 2), low=-2, high=2).tensor()
     y = x[:, 0].sin() * x[:, 1].cos() + fs.random.normal(noises, (BATCH,), std=noise).tensor()
-    index, count = data_position(mesh)
-    return {"x": x.chunk(count)[index], "y": y.chunk(count)[index]}
+    return fs.local_batch({"x": x, "y": y}, mesh)
 
 
 def train():

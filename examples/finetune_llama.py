@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
 
 ROWS, LENGTH, STEPS, MICROBATCHES = 16, 32, 12, 2
 LLAMA = {
@@ -30,7 +29,7 @@ def batch_of(step):
 
 def mine(batch, mesh):
     """This rank's rows, and its part of the sequence where the mesh has cp."""
-    index, count = data_position(mesh)
+    index, count = fs.data_position(mesh)
     return fs.ops.cut_sequence({name: x.chunk(count)[index] for name, x in batch.items()}, mesh=mesh)
 
 

@@ -6,7 +6,6 @@ Run it with `python examples/lora.py`. The base is cut over the ranks all the sa
 import torch
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
 
 RANKS, PRETRAINING, STEPS, BATCH, LENGTH, RANK = 2, 20, 20, 8, 32, 4
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=160)
@@ -47,7 +46,7 @@ def batch_of(step, mesh, stride):
     """This rank's rows of a batch in which tokens count upwards by a stride, modulo 64."""
     starts = fs.random.uniform(fs.random.fold_in(fs.random.key(1), step), (BATCH, 1), high=64).tensor().long()
     rows = (starts + stride * torch.arange(LENGTH + 1)) % 64
-    index, count = data_position(mesh)
+    index, count = fs.data_position(mesh)
     mine = rows.chunk(count)[index]
     return {"tokens": mine[:, :-1], "targets": mine[:, 1:]}
 

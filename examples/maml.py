@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch.func import grad, grad_and_value, vmap
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
 
 RANKS, WIDTH, TASKS, SHOTS, STEPS, INNER_RATE = 2, 32, 16, 10, 80, 0.05
 
@@ -80,7 +79,7 @@ def train(strategy):
     meta_grad = fs.shard_map(grad_and_value(meta_loss))
     losses = []
     for step in range(STEPS):
-        grads, loss = meta_grad(params, tasks_of(step, *data_position(mesh)))
+        grads, loss = meta_grad(params, tasks_of(step, *fs.data_position(mesh)))
         updates, opt_state = opt.update(grads, opt_state, params)
         params = fs.optim.apply_updates(params, updates)
         losses.append(float(loss))

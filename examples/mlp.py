@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
 
 RANKS, STEPS, BATCH, WIDTH, DEPTH = 2, 60, 256, 33, 3  # 33 rows do not divide by 2 ranks, and need not
 
@@ -54,7 +53,7 @@ def train(strategy):
     state = fs.init_state(init, opt, fs.random.key(0), layout)
     step = fs.make_train_step(loss_fn, opt, donate=True)
 
-    index, count = data_position(mesh)
+    index, count = fs.data_position(mesh)
     losses = []
     for number in range(STEPS):
         points = fs.random.uniform(fs.random.fold_in(fs.random.key(1), number), (BATCH, 2), low=-3, high=3).tensor()

@@ -9,8 +9,6 @@ import argparse
 import torch
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
-from fsharding.pipeline.plots import require_matplotlib
 
 RANKS, STEPS, BATCH, LENGTH, RATE = 2, 40, 8, 33, 1e-2
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=48, layers=3, heads=4, kv_heads=2, hidden=96)
@@ -31,7 +29,7 @@ def batch_of(step, mesh):
     starts = fs.random.uniform(first, (BATCH, 1), high=64).tensor().long()
     strides = fs.random.uniform(second, (BATCH, 1), low=1, high=9).tensor().long()
     rows = (starts + strides * torch.arange(LENGTH)) % 64
-    index, count = data_position(mesh)
+    index, count = fs.data_position(mesh)
     mine = rows.chunk(count)[index]
     return {"tokens": mine[:, :-1], "targets": mine[:, 1:]}
 
@@ -51,7 +49,6 @@ def train(name):
 
 
 def draw(curves, path):
-    require_matplotlib("examples/muon_vs_adamw.py", path, instead="")
     import matplotlib.pyplot as plot  # lazy: an extra, and slow to load
 
     figure, axes = plot.subplots(figsize=(6, 4))

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
 
 RANKS, STEPS, BATCH, LENGTH, WIDTH, DEPTH = 2, 40, 64, 6, 32, 3
 KEY = fs.random.key(0)
@@ -66,7 +65,7 @@ def train(strategy):
     opt = fs.adamw(fs.optim.schedules.warmup_cosine(2e-2, 5, STEPS))
     state = fs.init_state(net, opt, KEY, layout)
     step = fs.make_train_step(loss_fn, opt, donate=True)
-    index, count = data_position(mesh)
+    index, count = fs.data_position(mesh)
     losses = []
     for number in range(STEPS):
         keys = fs.random.fold_in(KEY, number)[None]  # one for each microbatch

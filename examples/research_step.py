@@ -6,7 +6,6 @@ Run it with `python examples/research_step.py`. `fs.make_train_step` is made of 
 import torch
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
 
 RANKS, STEPS, BATCH, LENGTH = 2, 5, 8, 32
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=4, heads=4, kv_heads=2, hidden=160)
@@ -46,7 +45,7 @@ def train(strategy):
 
     lines, losses = [], []
     for step in range(STEPS):
-        batch = batch_of(step, *data_position(mesh))
+        batch = batch_of(step, *fs.data_position(mesh))
         with fs.recording() as calls:
             (loss, tokens), grads = loss_and_grad(params, batch)
         norm = fs.global_norm(grads)

@@ -82,6 +82,28 @@ def makes_fakes() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def thread_has_modes() -> bool:
+    """Whether this thread has modes of torch, or autocast, which another thread would compute without."""
+    autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return autocast or makes_fakes() or modes > 0 or torch.is_inference_mode_enabled()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a graph of a device is being captured by this thread."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that this thread computes on; None on the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    """Has this thread compute on a stream, and on the device of it."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)  # pyright: ignore[reportArgumentType]
+
+
 def with_values() -> AbstractContextManager[Any]:
     """Makes tensors with values under `FakeTensorMode` as well, for what the host computes of keys and ranks."""
     return unset_fake_temporarily()

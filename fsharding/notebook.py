@@ -204,7 +204,7 @@ def _described(x: Any) -> str:
 def _sendable(result: Any) -> bytes:
     import cloudpickle  # lazy: an extra
 
-    cut = [f"{path} is a DTensor" for path, x in tree.named_leaves(result).items() if isinstance(x, DTensor)]
+    cut = [f"{path or 'it'} is a DTensor" for path, x in tree.named_leaves(result).items() if isinstance(x, DTensor)]
     if cut:  # pickle would send rank 0's part, in the form of a whole that nobody can ask for
         raise _UnsendableError(type(result).__name__, cut)
     try:

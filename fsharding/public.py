@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
+import os
 import re
 import types
 import typing
@@ -37,6 +38,7 @@ from fsharding.precision import Precision
 __all__ = [
     "check_function",
     "check_optimizer",
+    "check_path",
     "check_precision",
     "is_optimizer",
     "kind_of",
@@ -352,6 +354,22 @@ def refuse_state(function: str, x: Any) -> None:
     """
     if hasattr(x, "opt_state"):
         raise refuse(function, "a tree of parameters", x, "Give it the parameters alone: state.params.")
+
+
+def check_path(function: str, what: str, path: Any, call: str) -> None:
+    """Refuses what is no path where one comes first.
+
+    Args:
+        function: the public function.
+        what: it takes, such as "a path, then a Layout".
+        path: what it was given.
+        call: how to write it.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise refuse(function, what, path, f"Give the directory first: {call}.")
 
 
 def check_precision(function: str, precision: Any) -> None:

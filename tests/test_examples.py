@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import fsharding as fs
 from tests.helpers import full
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -248,6 +249,21 @@ def compare(name: str, printed: str) -> None:
 
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+INTERNAL = {"test_my_reshard.py": {"fsharding.sharding.boxes"}}
+"""A test of a reshard of one's own compares boxes, which have no public name."""
+
+
+def test_examples_and_pages_import_public_names_only():
+    scripts = {name: (ROOT / "examples" / name).read_text(encoding="utf-8") for name in EXAMPLES}
+    scripts |= {name: script_of((DOCS / name).read_text(encoding="utf-8")) for name in PAGES}
+    public = {f"fsharding.{name}" for name in fs.__all__} | {"fsharding"}
+    public |= {"fsharding.errors", "fsharding.testing", "fsharding.testing.strategies"}
+    for name, script in scripts.items():
+        imported = [node.module or "" for node in ast.walk(ast.parse(script)) if isinstance(node, ast.ImportFrom)]
+        hidden = {module for module in imported if module.partition(".")[0] == "fsharding" and module not in public}
+        assert hidden == INTERNAL.get(name, set()), name
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

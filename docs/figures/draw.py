@@ -105,9 +105,13 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def schedule(name: str) -> Callable[[Path], None]:
-    """A schedule of 4 ranks and 4 microbatches as `fs.pipeline.draw_schedule` shows it."""
-    return lambda path: fs.pipeline.draw_schedule(fs.pipeline.plan_schedule(name, 4, 4), path, send=0.1)
+def schedule(name: str, microbatches: int = 4, **options: Any) -> Callable[[Path], None]:
+    """A schedule of 4 ranks as `fs.pipeline.draw_schedule` shows it."""
+
+    def draw(path: Path) -> None:
+        fs.pipeline.draw_schedule(fs.pipeline.plan_schedule(name, 4, microbatches, **options), path, send=0.1)
+
+    return draw
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {
@@ -115,6 +119,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "strategies.svg": lambda path: save(strategies(), path),
     "schedule_1f1b.svg": schedule("1f1b"),
     "schedule_zbv.svg": schedule("zbv"),
+    "schedule_dualpipev.svg": schedule("dualpipev", 8, overlap=True),
 }
 
 

@@ -25,7 +25,7 @@ from fsharding.models.stacks import stacks_of
 from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.strategy import Strategy
 
-__all__ = ["bench_memory"]
+__all__ = ["bench_memory", "check_memory"]
 
 
 def bench_memory(config: MemoryConfig) -> None:
@@ -34,11 +34,7 @@ def bench_memory(config: MemoryConfig) -> None:
     Raises:
         ConfigError: a number below 1, an unknown contender, or one whose package is not there.
     """
-    step = StepConfig(
-        contenders=config.contenders, preset=config.preset, dtype=config.dtype,
-        batch=config.batch, seq_len=config.seq_len,
-    )  # fmt: skip
-    check(step, "fsharding bench memory")
+    step = check_memory(config)
     mesh = make_mesh(dp=-1, timeout=timedelta(seconds=120))
     try:
         rows = measure(step, mesh)
@@ -47,6 +43,26 @@ def bench_memory(config: MemoryConfig) -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def check_memory(config: MemoryConfig) -> StepConfig:
+    """Refuses what cannot be measured.
+
+    Args:
+        config: what was asked for.
+
+    Returns:
+        The step whose memory is measured.
+
+    Raises:
+        ConfigError: a number below 1, an unknown contender, or one whose package is not there; all are listed.
+    """
+    step = StepConfig(
+        contenders=config.contenders, preset=config.preset, dtype=config.dtype,
+        batch=config.batch, seq_len=config.seq_len,
+    )  # fmt: skip
+    check(step, "fsharding bench memory")
+    return step
 
 
 def measure(step: StepConfig, mesh: Any) -> list[dict[str, Any]]:

@@ -202,6 +202,8 @@ class PipelineConfig:
         batch: sequences of a microbatch.
         seq_len: tokens of a sequence.
         rounds: counted steps of each schedule.
+        rest: milliseconds that a forward, and each half of a backward, of one of 2 blocks a rank rests instead of
+            computing, as if each rank had a device of its own; 0 computes the preset.
         json: print one JSON object instead of a table.
     """
 
@@ -212,6 +214,7 @@ class PipelineConfig:
     batch: int = 2
     seq_len: int = 128
     rounds: int = 5
+    rest: float = 0.0
     json: bool = False
 
 

@@ -109,8 +109,15 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
     return weights_at(_FUNCTION, path, prefix)
 
 
-def weights_at(function: str, path: StrPath, prefix: str = "") -> Weights:
-    """`open_weights` for another public function, whose name the errors carry."""
+def weights_at(function: str, path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
+    """`open_weights` for another public function.
+
+    Args:
+        function: whose name the errors carry.
+        path: as `open_weights` takes it.
+        prefix: of the names that count; they are without it.
+        mend: what to give instead, where it takes less than `open_weights`.
+    """
     where = Path(path)
     try:
         where = _where(path)
@@ -120,7 +127,7 @@ def weights_at(function: str, path: StrPath, prefix: str = "") -> Weights:
     except CheckpointError:
         raise
     except _Refusal as refused:
-        raise refused.worded(function, where) from refused
+        raise refused.worded(function, where, mend) from refused
     except OSError as error:
         raise _Refusal(error.strerror or str(error)).worded(function, where) from error
     except ValueError as error:
@@ -151,9 +158,9 @@ class _Refusal(ValueError):
         super().__init__(", ".join(rows[:1]))
         self.rows, self.mend, self.where = rows, mend, where
 
-    def worded(self, function: str, where: Path) -> CheckpointError:
+    def worded(self, function: str, where: Path, mend: str = "") -> CheckpointError:
         """The error for the caller of a public function."""
-        mend = self.mend or "Give a torch.save file of a state dict, a directory of torch DCP, or safetensors."
+        mend = self.mend or mend or "Give a torch.save file of a state dict, a directory of torch DCP, or safetensors."
         return CheckpointError(message(function, f"cannot read {self.where or where}.", self.rows, mend))
 
 

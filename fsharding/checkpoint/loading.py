@@ -32,7 +32,7 @@ from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
-from fsharding.public import public, refuse
+from fsharding.public import check_path, public, refuse
 from fsharding.sharding.layout import Layout
 from fsharding.train.state import TrainState, sealed, spread
 from fsharding.tree import Tree
@@ -89,9 +89,7 @@ def load(
         ...     fs.checkpoint.load(f"{run}/5", other, opt=opt).params["w"].full_tensor()
         tensor([1., 1., 1., 1.])
     """
-    if not isinstance(path, str | os.PathLike):
-        mend = "Give the directory first: fs.checkpoint.load(path, layout)."
-        raise refuse(_FUNCTION, "a path, then a Layout", path, mend)
+    check_path(_FUNCTION, "a path, then a Layout", path, "fs.checkpoint.load(path, layout)")
     if not isinstance(layout, Layout):
         mend = "Say where it goes: fs.checkpoint.load(path, layout), with layout = fs.plan_layout(model, mesh)."
         raise refuse(_FUNCTION, "a path, then a Layout", layout, mend)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadat
 from fsharding.errors import CheckpointError, message
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
 from fsharding.mesh.failures import called_by_all, naming_lost
-from fsharding.public import public, refuse
+from fsharding.public import check_path, public, refuse
 from fsharding.sharding.boxes import Box
 from fsharding.train.state import TrainState
 from fsharding.train.state_check import check_state
@@ -239,9 +238,7 @@ def plan_save(
         CheckpointError: it cannot; nothing has been touched.
         DonatedError: the state was donated.
     """
-    if not isinstance(path, str | os.PathLike):
-        mend = "Give the directory first: fs.checkpoint.save(path, state)."
-        raise refuse(_FUNCTION, "a path, then a TrainState", path, mend)
+    check_path(_FUNCTION, "a path, then a TrainState", path, "fs.checkpoint.save(path, state)")
     if not isinstance(state, TrainState):
         mend = "Give the whole state: fs.checkpoint.save(path, state)."
         raise refuse(_FUNCTION, "a path, then a TrainState", state, mend)

@@ -22,6 +22,7 @@ from fsharding import tree
 from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
 from fsharding.errors import CheckpointError, LayoutError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.public import refuse
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box, Grid
 from fsharding.sharding.layout import Layout, LeafLayout
@@ -183,8 +184,11 @@ def main_wants(layout: Layout, function: str) -> dict[str, Want]:
     """The main parameters of a layout, and frozen ones, by their path in the layout.
 
     Raises:
+        ArgumentError: it is no layout.
         LayoutError: the layout is on an abstract mesh.
     """
+    if not isinstance(layout, Layout):
+        raise refuse(function, "a path, then a Layout", layout, "Plan one: layout = fs.plan_layout(model, mesh).")
     device, dtype = device_of(layout, function), layout.precision.main_dtype
     return {leaf.path: Want(leaf.shape, dtype(leaf.init), leaf.home, device) for leaf in layout.leaves}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +17,18 @@ from fsharding import checkpoint
 from fsharding.cli.options import TrainConfig
 from fsharding.cli.resume import choose
 from fsharding.cli.trackers import require_trackers
-from fsharding.errors import BatchError, CheckpointError, ConfigError, did_you_mean, message
+from fsharding.cli.usage import check_values
+from fsharding.errors import BatchError, CheckpointError, ConfigError, message
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape, parse_axes
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.model import Model
 from fsharding.models.presets import recipe
 from fsharding.pipeline.plots import metrics_rows, require_matplotlib
-from fsharding.pipeline.schedule import SCHEDULES, Schedule, plan_schedule
+from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
 from fsharding.sharding.partition_spec import DEFAULT_RULES
-from fsharding.sharding.strategy import STRATEGIES, parse_strategy
+from fsharding.sharding.strategy import STRATEGIES
 from fsharding.train.data import Packed, Tokens, open_data, open_documents, packed
 from fsharding.train.documents import is_table
 
@@ -38,7 +38,6 @@ __all__ = [
     "Swap",
     "batches_seen",
     "check",
-    "check_names",
     "model_of",
     "open_tokens",
     "open_validation",
@@ -71,10 +70,8 @@ def check(config: TrainConfig, world: int) -> None:
         DataError: the data is missing, empty or too short.
         CheckpointError: `resume` without a checkpoint, or on other data.
     """
+    check_values("fsharding train", config)
     warmup = recipe(config.preset).warmup
-    parse_strategy(config.strategy)
-    options = {"dtype": PRECISIONS, "policy": fs.policies.POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-    check_names(config, "fsharding train", options)
     least = {"steps": 1, "microbatches": 1, "batch": 1, "seq": 1, "save_every": 0, "decay_steps": 0}
     least |= {"stages_per_rank": 1, "keep": 1, "check_replicas_every": 0}
     least |= {"val_every": 0, "val_batches": 1, "trace": 1}
@@ -149,23 +146,6 @@ def model_of(config: TrainConfig) -> Model:
     return recipe(config.preset).model(sequence=config.sequence, attention=config.attention)
 
 
-def check_names(config: Any, function: str, options: Mapping[str, Iterable[str]]) -> None:
-    """Refuses an option that has none of its names.
-
-    Args:
-        config: has the options as attributes.
-        function: whose name the error carries.
-        options: by name what each takes.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    for option, known in options.items():
-        if (value := getattr(config, option)) not in known:
-            mend = f"Use one of {', '.join(known)}.{did_you_mean(value, known)}"
-            raise ConfigError(message(function, f"knows no --{option} {value!r}.", mend=mend))
-
-
 def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
     """The schedule of a pipeline; None on a mesh without `pp`.
 
@@ -176,7 +156,12 @@ def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
     if ranks == 1:
         return None
     return plan_schedule(
-        config.schedule, ranks, config.microbatches, stages_per_rank=config.stages_per_rank, gather=config.gather
+        config.schedule,
+        ranks,
+        config.microbatches,
+        stages_per_rank=config.stages_per_rank,
+        gather=config.gather,
+        overlap=config.schedule in PAIRED and abstract(mesh).axis_size("ep") > 1,
     )
 
 
@@ -284,6 +269,10 @@ def _check_out(config: TrainConfig) -> None:
         raise ConfigError(message("fsharding train", text, mend="Choose a directory that can be written.")) from error
 
 
+_OF_DATA = ("data", "tokenizer", "text_column", "eos", "documents", "batch", "seq", "seed")
+"""Options that say which rows a step sees."""
+
+
 def _check_resume(config: TrainConfig, data: Tokens | Packed) -> None:
     newest = choose(config.resume, config.checkpoints).path
     if newest is None:
@@ -291,12 +280,14 @@ def _check_resume(config: TrainConfig, data: Tokens | Packed) -> None:
     extra = _notes(checkpoint.metadata(newest))
     now = {"preset": config.preset, "data": data.fingerprint()}
     rows = [f"{k}: {extra.get(k)} in the checkpoint, {v} now" for k, v in now.items() if extra.get(k) != v]
-    options = extra.get("config")
-    before = options.get("optimizer", "adamw") if isinstance(options, dict) else "adamw"
-    rows += [f"optimizer: {before} in the checkpoint, {config.optimizer} now"] if before != config.optimizer else []
+    noted = extra.get("config")
+    before: dict[str, Any] = {"optimizer": "adamw", **(noted if isinstance(noted, dict) else {})}
+    for name in ("optimizer", *(_OF_DATA if extra.get("data") != now["data"] else ())):
+        value = str(getattr(config, name))
+        if before.get(name, value) != value:
+            rows.append(f"--{name.replace('_', '-')}: {before[name]} in the checkpoint, {value} now")
     if rows:
-        options = "--preset, --data, --batch, --seq, --seed and --optimizer"
-        mend = f"Give the {options} of the run, or start a new one in another --out."
+        mend = "Give the options of the run; its data have to be as they were. Or start a new one in another --out."
         raise CheckpointError(
             message("fsharding train --resume", f"cannot go on from {newest}: it is another run.", rows, mend)
         )

@@ -25,8 +25,9 @@ import fsharding as fs
 from fsharding import checkpoint, hf
 from fsharding.checkpoint.manifest import MANIFEST, Manifest
 from fsharding.cli.codec import Bytes, Codec, Tokenizer
-from fsharding.cli.config import PRECISIONS, check_names
+from fsharding.cli.config import PRECISIONS
 from fsharding.cli.options import GenerateConfig
+from fsharding.cli.usage import check_values
 from fsharding.errors import CheckpointError, ConfigError, DataError, message
 from fsharding.mesh.abstract_mesh import make_shape, parse_axes
 from fsharding.mesh.device_mesh import make_mesh, own_rank
@@ -55,7 +56,7 @@ def check_generate(config: GenerateConfig, world: int) -> None:
         DataError: the prompt has no tokens, or some that the model does not know.
         MeshError: the mesh does not fit the number of ranks.
     """
-    check_names(config, _FUNCTION, {"dtype": PRECISIONS})
+    check_values(_FUNCTION, config)
     least = {"--tokens": config.tokens, "--top-k": config.top_k}
     wrong = [f"{name} {value}: at least 1" for name, value in least.items() if value is not None and value < 1]
     wrong += [] if 0 <= config.temperature < float("inf") else [f"--temperature {config.temperature}: at least 0"]

@@ -39,6 +39,7 @@ from fsharding.cli.options import (
     ReshardConfig,
     TrainConfig,
 )
+from fsharding.cli.usage import check_options, check_values
 from fsharding.errors import ConfigError, FshardingError, did_you_mean, message
 from fsharding.version import own_version
 
@@ -79,6 +80,9 @@ _VERBS = {
 }
 """Verbs by name, each with its options and a line of help."""
 
+_OPTIONS = ("--help", "--version")
+"""What stands alone; `--tyro-print-completion` and the like are the parser's."""
+
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits.
@@ -94,17 +98,23 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     try:
         _check_verbs(given)
         given = with_config_file(given, "train", TrainConfig)
+        command, options, rest = _command(given)
+        if options is not None:
+            check_options(command, options, rest)
         config: Any = tyro.cli(
             _subcommands(_VERBS),
             args=given,
             prog="fsharding",
             description="Functional sharding for PyTorch. fsharding --version prints the version.",
         )
+        check_values(command, config)
         from fsharding.cli.verbs import run  # lazy: it imports torch, for which no help and no mistyped option waits
 
         status = run(config)
     except FshardingError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        # Functions name themselves, which a user of the command line has not called.
+        text = str(error) if str(error).startswith("fsharding") else f"{_command(given)[0]}: {error}"
+        print(f"{type(error).__name__}: {text}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except BrokenPipeError:
         # The reader of the output is gone, as `head` is when it has enough; Python would complain again at its end.
@@ -116,8 +126,20 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
+def _command(args: Sequence[str]) -> tuple[str, type[Any] | None, Sequence[str]]:
+    """The words that say what to do, the options of that if there are such words, and the arguments after them."""
+    if args and args[0] == "bench":
+        name = args[1] if len(args) > 1 and args[1] in _BENCHES else ""
+        return (f"fsharding bench {name}", _BENCHES[name][0], args[2:]) if name else ("fsharding bench", None, args[1:])
+    name = args[0] if args and args[0] in _VERBS else ""
+    return (f"fsharding {name}", _VERBS[name][0], args[1:]) if name else ("fsharding", None, args)
+
+
 def _check_verbs(args: Sequence[str]) -> None:
     """Refuses a verb, or a measurement of `bench`, that there is not; the parser would not say which one is near."""
+    if args and args[0].startswith("--") and args[0] not in _OPTIONS and not args[0].startswith("--tyro-"):
+        mend = f"Write one of {', '.join(_VERBS)} first.{did_you_mean(args[0], _OPTIONS)}"
+        raise ConfigError(message("fsharding", f"has no {args[0]}.", mend=mend))
     for place, (name, names) in enumerate((("fsharding", _VERBS), ("fsharding bench", _BENCHES))):
         if len(args) <= place or args[place].startswith("-"):
             return

@@ -11,12 +11,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fsharding.cli.config import PRECISIONS, check_names
+from fsharding.cli.config import PRECISIONS
 from fsharding.cli.options import PlanConfig
-from fsharding.errors import ConfigError, FshardingError, MeshError, message
+from fsharding.cli.usage import check_values
+from fsharding.errors import ConfigError, MeshError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh, make_shape, parse_axes
 from fsharding.models.presets import recipe
-from fsharding.pipeline.schedule import SCHEDULES, plan_schedule
+from fsharding.pipeline.schedule import plan_schedule
 from fsharding.pipeline.stages import layers_by_coordinate, stages_of
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.strategy import parse_strategy
@@ -32,19 +33,12 @@ def preview(config: PlanConfig) -> None:
         MeshError: an unknown axis, or one of size below 1.
         ScheduleError: the schedule cannot have so many ranks, or microbatches, or more stages than layers.
     """
-    try:
-        result = _planned(config)
-    except FshardingError as error:
-        # The functions behind it name themselves, which a user of the command line has not called.
-        text = str(error)
-        raise type(error)(
-            text if text.startswith("fsharding plan") else f"fsharding plan {config.preset}: {text}"
-        ) from error
+    result = _planned(config)
     print(json.dumps(result) if config.json else _text(result), flush=True)
 
 
 def _planned(config: PlanConfig) -> dict[str, Any]:
-    check_names(config, "fsharding plan", {"dtype": PRECISIONS, "schedule": SCHEDULES})
+    check_values("fsharding plan", config)
     if config.microbatches is not None and config.microbatches < 1:
         raise ConfigError(message("fsharding plan", f"got --microbatches {config.microbatches}: at least 1."))
     mesh, model = _mesh(config.mesh), recipe(config.preset).model()

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsharding.bench.checkpoint import bench_checkpoint
 from fsharding.bench.hosts import on_two_hosts
-from fsharding.bench.memory import bench_memory
+from fsharding.bench.memory import bench_memory, check_memory
 from fsharding.bench.optimizer import bench_optimizer
 from fsharding.bench.options import (
     CheckpointConfig,
@@ -28,11 +28,12 @@ from fsharding.bench.options import (
     StepConfig,
 )
 from fsharding.bench.overhead import overhead
-from fsharding.bench.pipeline import bench_pipeline
+from fsharding.bench.pipeline import bench_pipeline, check_pipeline
 from fsharding.bench.ranks import bench_ranks
 from fsharding.bench.reshard import bench_reshard
 from fsharding.bench.scaling import bench_scaling
 from fsharding.bench.step import bench_step
+from fsharding.bench.step import check as check_step
 from fsharding.cli.checkpoints import run_tool
 from fsharding.cli.config import check
 from fsharding.cli.config_file import config_text
@@ -91,10 +92,16 @@ def _generate(config: GenerateConfig) -> int:
     return max(launch_ranks(generate, ranks, config))
 
 
-def _on_ranks(measure: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A measurement on the ranks of a launcher, or on new ones; one is started, too: DDP and FSDP2 want a group."""
+def _on_ranks(measure: Callable[[Any], None], check: Callable[[Any], object] = lambda _: None) -> Callable[[Any], None]:
+    """A measurement on the ranks of a launcher, or on new ones; one is started, too: DDP and FSDP2 want a group.
+
+    Args:
+        measure: on each rank.
+        check: refuses options before ranks start.
+    """
 
     def bench(config: Any) -> None:
+        check(config)
         ranks = _ranks(config.ranks, default=2)
         if under_launcher():
             measure(config)
@@ -106,6 +113,7 @@ def _on_ranks(measure: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _step(config: StepConfig) -> int:
     """The step on ranks of this machine, or on those of two hosts."""
+    check_step(config, "fsharding bench step")
     if config.hosts == 1 or under_launcher():
         _on_ranks(bench_step)(config)
         return 0
@@ -143,9 +151,9 @@ _VERBS: dict[type[Any], Callable[[Any], int | None]] = {
     ExportConfig: run_tool,
     StepConfig: _step,
     OverheadConfig: _on_ranks(overhead),
-    MemoryConfig: _on_ranks(bench_memory),
+    MemoryConfig: _on_ranks(bench_memory, check_memory),
     CheckpointConfig: _on_ranks(bench_checkpoint),
-    PipelineConfig: _on_ranks(bench_pipeline),
+    PipelineConfig: _on_ranks(bench_pipeline, check_pipeline),
     ReshardBenchConfig: _on_ranks(bench_reshard),
     ScalingConfig: bench_scaling,
     RanksConfig: bench_ranks,

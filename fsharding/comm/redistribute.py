@@ -1,7 +1,8 @@
 """Moves the leaves of a tree between shardings that differ along data axes: slices and gathers, in buckets.
 
 In: DTensors and a tree of `NamedSharding`s on the same mesh. Out: DTensors in those shardings, maybe in another dtype.
-This is how gradients meet the optimizer's shard and how updated shards become parameters again.
+This is how gradients meet the optimizer's shard and how updated shards become parameters again. A pipeline starts it
+for a stage, computes, and takes the result later (`start_redistribute`, `start_reduce_grads`).
 Law: only bytes move; a value is never computed, but for the cast that was asked for.
 """
 
@@ -18,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
 from fsharding._compat import cache_on_its_mesh
-from fsharding.comm.steps import Step, kinds_of, plan_steps, run_steps, whole_sizes
+from fsharding.comm.bucket_queue import BucketQueue, Started
+from fsharding.comm.steps import Step, kinds_of, plan_steps, start_steps, whole_sizes
 from fsharding.errors import LayoutError, message
 from fsharding.mesh.device_mesh import Mesh, is_member
 from fsharding.public import public, refuse
@@ -26,7 +28,9 @@ from fsharding.sharding import mesh_view
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
 from fsharding.tree import Tree
 
-__all__ = ["BUCKET_BYTES", "in_buckets", "redistribute", "reduce_grads"]
+__all__ = [
+    "BUCKET_BYTES", "Moving", "in_buckets", "redistribute", "reduce_grads", "start_redistribute", "start_reduce_grads",
+]  # fmt: skip
 
 Item = TypeVar("Item")
 
@@ -41,6 +45,51 @@ class _Move(NamedTuple):
     wholes: tuple[int, ...]
     bytes: int
     home: Tensor | None = None
+
+
+class _Batch(NamedTuple):
+    """Leaves that travel together: a bucket of a `BucketQueue`."""
+
+    moves: list[_Move]
+    mesh: Mesh
+    native: bool
+    take: Callable[[list[_Move], list[Tensor]], None]
+
+    @property
+    def bytes(self) -> int:
+        """See `Bucketed`."""
+        return sum(move.bytes for move in self.moves)
+
+    def start(self) -> Started:
+        """See `Bucketed`."""
+        moves, take = self.moves, self.take
+        at_home = [m.home for m in moves if m.home is not None] or None
+        steps, wholes = [m.steps for m in moves], [m.wholes for m in moves]
+        handle = start_steps([m.local for m in moves], steps, self.mesh, wholes, at_home, native=self.native)
+        return Started(handle, lambda moved: take(moves, moved))
+
+
+class Moving(NamedTuple):
+    """A tree on its way.
+
+    Attributes:
+        queue: in which its buckets are.
+        last: the number of the last of them.
+        result: makes the tree, when all have been finished.
+    """
+
+    queue: BucketQueue
+    last: int
+    result: Callable[[], Tree]
+
+    def is_done(self) -> bool:
+        """Whether `wait` has nothing to wait for."""
+        return self.queue.is_finished(self.last)
+
+    def wait(self) -> Tree:
+        """The tree in its new shardings."""
+        self.queue.finish(self.last)
+        return self.result()
 
 
 def _home(x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -76,6 +125,25 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
         >>> fs.redistribute(params, layout.main)["w"].shape
         torch.Size([4])
+    """
+    return start_redistribute(values, shardings, BucketQueue(0), dtypes=dtypes, into=into).wait()
+
+
+def start_redistribute(
+    values: Tree, shardings: Tree, queue: BucketQueue, *, dtypes: Tree = None, into: Tree = None
+) -> Moving:
+    """`redistribute` whose collectives are started in a queue, as far as it has room, and finished when waited for.
+
+    Args:
+        values: as in `redistribute`, and so are the others; they must not change before `wait`.
+        shardings: of the result.
+        queue: that starts the buckets.
+        dtypes: of the result.
+        into: memory for it.
+
+    Raises:
+        LayoutError: as `redistribute`.
+        TreeError: the trees do not match.
     """
     leaves, spec = tree.flatten(values)
     targets = tree.flatten_up_to(spec, shardings, "fs.redistribute", ("values", "shardings"))
@@ -117,14 +185,14 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
         named = tree.paths(values)
         rows = [f"{named[i]}: from {sharding_of(leaves[i])} to {targets[i].simplified()}" for i in wrong]
         raise LayoutError(message("fs.redistribute", text, rows))
-    for (mesh, *_), moves in groups.items():
-        for batch in _batches(moves):
-            at_home = [m.home for m in batch if m.home is not None] or None
-            wholes = [m.wholes for m in batch]
-            moved = run_steps([m.local for m in batch], [m.steps for m in batch], mesh, wholes, at_home)
-            for m, local in zip(batch, moved, strict=True):
-                result[m.index] = targets[m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
-    return tree.unflatten(spec, result)
+    shapes = [tuple(leaf.shape) if isinstance(leaf, DTensor) else () for leaf in leaves]
+
+    def take(moves: list[_Move], moved: list[Tensor]) -> None:
+        for m, local in zip(moves, moved, strict=True):
+            result[m.index] = targets[m.index].simplified().at_rest(local, shapes[m.index])
+
+    batches = [_Batch(batch, mesh, False, take) for (mesh, *_), moves in groups.items() for batch in _batches(moves)]
+    return Moving(queue, queue.add(batches), lambda: tree.unflatten(spec, result))
 
 
 class _Route(NamedTuple):
@@ -180,6 +248,24 @@ def reduce_grads(values: Tree, sources: Tree, targets: Tree, *, native: bool = F
     Raises:
         TreeError: the trees do not match.
     """
+    return start_reduce_grads(values, sources, targets, BucketQueue(0), native=native).wait()
+
+
+def start_reduce_grads(
+    values: Tree, sources: Tree, targets: Tree, queue: BucketQueue, *, native: bool = False
+) -> Moving:
+    """`reduce_grads` whose collectives are started in a queue, as far as it has room, and finished when waited for.
+
+    Args:
+        values: as in `reduce_grads`, and so are the others; they must not change before `wait`.
+        sources: where they are.
+        targets: of the result.
+        queue: that starts the buckets.
+        native: sums are the backend's own.
+
+    Raises:
+        TreeError: the trees do not match.
+    """
     leaves, spec = tree.flatten(values)
     flat = [tree.flatten_up_to(spec, x, "fs.redistribute") for x in (sources, targets)]
     result: list[Any] = list(leaves)
@@ -191,13 +277,19 @@ def reduce_grads(values: Tree, sources: Tree, targets: Tree, *, native: bool = F
         steps, local, shape = plan_steps(where, there), local_of(leaf), tuple(leaf.shape)
         move = _Move(i, local, steps, whole_sizes(where, steps, shape), local.nbytes)
         groups.setdefault((kinds_of(steps), local.dtype), []).append(move)
+    shapes = [() if leaf is None else tuple(leaf.shape) for leaf in leaves]
+
+    def take(moves: list[_Move], moved: list[Tensor]) -> None:
+        for m, local in zip(moves, moved, strict=True):
+            result[m.index] = flat[1][m.index].simplified().at_rest(local, shapes[m.index])
+
+    batches: list[_Batch] = []
     for (route, _), moves in groups.items():
-        for batch in _batches(moves) if route else [moves]:
-            mesh, wholes = flat[1][batch[0].index].mesh, [m.wholes for m in batch]
-            moved = run_steps([m.local for m in batch], [m.steps for m in batch], mesh, wholes, native=native)
-            for m, local in zip(batch, moved, strict=True):
-                result[m.index] = flat[1][m.index].simplified().at_rest(local, tuple(leaves[m.index].shape))
-    return tree.unflatten(spec, result)
+        if route:
+            batches += [_Batch(b, flat[1][b[0].index].mesh, native, take) for b in _batches(moves)]
+        else:
+            take(moves, [m.local for m in moves])
+    return Moving(queue, queue.add(batches), lambda: tree.unflatten(spec, result))
 
 
 def in_buckets(moves: Iterable[Item], size: Callable[[Item], int], limit: int = BUCKET_BYTES) -> Iterator[list[Item]]:
@@ -220,4 +312,4 @@ def in_buckets(moves: Iterable[Item], size: Callable[[Item], int], limit: int = 
 
 
 def _batches(moves: Sequence[_Move]) -> Iterator[list[_Move]]:
-    return in_buckets(moves, lambda move: move.bytes)
+    return in_buckets(moves, lambda move: move.bytes, BUCKET_BYTES)

@@ -27,7 +27,7 @@ from fsharding.sharding.partition_spec import PartitionSpec
 
 __all__ = [
     "Step", "SteppedReduction", "begins_with_sum", "has_slots", "kinds_of", "plan_steps", "run_steps", "sharding_after",
-    "whole_sizes",
+    "start_steps", "whole_sizes",
 ]  # fmt: skip
 
 
@@ -223,36 +223,42 @@ class SteppedReduction:
         if first is None:
             kind = self._wire_dtype if steps and steps[0] else self._dtype
             values = [_zeros(self._terms.get(i), s, kind, self._device) for i, s in enumerate(self._shapes)]
-            return _Steps(None, [x.to(self._dtype) for x in values], steps, mesh, self._wholes, self._native)
+            return _Steps(None, [x.to(self._dtype) for x in values], steps, mesh, self._wholes, None, self._native)
         if len(self.filled) < len(self._shapes):
             empty = [i for i in range(len(self._shapes)) if i not in self.filled]
             first.add(empty, [None] * len(empty))
         later, wholes = [s[1:] for s in steps], [sizes[1:] for sizes in self._wholes]
-        return _Steps(first.start(), [], later, mesh, wholes, self._native)
+        return _Steps(first.start(), [], later, mesh, wholes, None, self._native)
 
 
 class _Steps:
-    """The handle of a reduction by steps: the first sum is in flight, the others follow when it is waited for."""
+    """The handle of several steps: the first collective is in flight, the others follow when it is waited for."""
 
     def __init__(
         self,
-        first: Handle[list[Tensor]] | None,
+        first: Handle[list[Tensor]] | Handle[Sequence[Tensor]] | None,
         values: list[Tensor],
         steps: Sequence[tuple[Step, ...]],
         mesh: Mesh,
         wholes: Sequence[tuple[int, ...]],
+        into: Sequence[Tensor] | None,
         native: bool,
     ) -> None:
         self._first, self._values, self._steps, self._mesh, self._wholes = first, values, steps, mesh, wholes
-        self._native = native
+        self._into, self._native = into, native
+
+    def _is_last(self) -> bool:
+        return not self._steps or not self._steps[0]
 
     def is_ready(self) -> bool:
-        return self._first is not None and not self._steps[0] and self._first.is_ready()
+        return self._first is not None and self._is_last() and self._first.is_ready()
 
     def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        values = self._values
+        values, into = self._values, self._into if into is None else into
         if self._first is not None:
-            values = self._first.wait(timeout, into=None if self._steps[0] else into)
+            values = list(self._first.wait(timeout, into=into if self._is_last() else None))
+        if self._is_last():
+            return values
         return run_steps(values, self._steps, self._mesh, self._wholes, into, native=self._native)
 
     def release(self, timeout: timedelta | None = None) -> None:
@@ -313,25 +319,49 @@ def run_steps(
             may; other last steps do not look. A result that is not the tensor that was given is to be copied.
         native: as in `SteppedReduction`.
     """
-    current = list(leaves)
-    for place, step in enumerate(steps[0] if steps else ()):
-        sizes, dims = _sizes(mesh, step.axes), [s[place].dim for s in steps]
-        out = into if place + 1 == len(steps[0]) else None
-        if step.kind == "slice":
-            index = axis_group(mesh, step.axes).index
-            current = [_slice(x, dim, sizes, index) for x, dim in zip(current, dims, strict=True)]
-        elif step.kind == "gather":
-            current = _gather(current, [w[place] for w in wholes], dims, step.axes, mesh, out)
-        else:
-            x = current[0]
-            shapes = [tuple(leaf.shape) for leaf in current]
-            now = [(s[place],) for s in steps]
-            reduction = SteppedReduction(
-                now, shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype, native=native
-            )
-            reduction.add(range(len(current)), current)
-            current = reduction.start().wait(into=out)
-    return current
+    return start_steps(leaves, steps, mesh, wholes, into, native=native).wait()
+
+
+def start_steps(
+    leaves: Sequence[Tensor],
+    steps: Sequence[tuple[Step, ...]],
+    mesh: Mesh,
+    wholes: Sequence[tuple[int, ...]] = (),
+    into: Sequence[Tensor] | None = None,
+    *,
+    native: bool = False,
+) -> Handle[list[Tensor]]:
+    """Starts the first collective of `run_steps`; those that follow it are done when it is waited for.
+
+    Args:
+        leaves: as in `run_steps`, and so are the others; they must not change before `wait`.
+        steps: of each leaf.
+        mesh: with devices.
+        wholes: of each leaf.
+        into: for the results.
+        native: as in `SteppedReduction`.
+    """
+    current, place = list(leaves), 0
+    while steps and place < len(steps[0]) and steps[0][place].kind == "slice":
+        axes = steps[0][place].axes
+        sizes, index = _sizes(mesh, axes), axis_group(mesh, axes).index
+        current = [_slice(x, s[place].dim, sizes, index) for x, s in zip(current, steps, strict=True)]
+        place += 1
+    left, lengths = [s[place:] for s in steps], [w[place:] for w in wholes]
+    if not left or not left[0]:
+        return _Steps(None, current, [], mesh, (), None, native)
+    later, wholes = [s[1:] for s in left], [w[1:] for w in lengths]
+    out = None if later[0] else into
+    if left[0][0].kind == "gather":
+        first = _gather(current, [w[0] for w in lengths], [s[0].dim for s in left], left[0][0].axes, mesh, out)
+    else:
+        x, shapes = current[0], [tuple(leaf.shape) for leaf in current]
+        reduction = SteppedReduction(
+            [s[:1] for s in left], shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype, native=native
+        )
+        reduction.add(range(len(current)), current)
+        first = reduction.start()
+    return _Steps(first, [], later, mesh, wholes, into, native)
 
 
 def _slice(x: Tensor, dim: int, sizes: tuple[int, ...], index: int) -> Tensor:
@@ -350,10 +380,10 @@ def _gather(
     axes: tuple[str, ...],
     mesh: Mesh,
     into: Sequence[Tensor] | None,
-) -> list[Tensor]:
+) -> Handle[Sequence[Tensor]]:
     group = axis_group(mesh, axes)
     shapes = [(*x.shape[:d], whole, *x.shape[d + 1 :]) for x, whole, d in zip(leaves, wholes, dims, strict=True)]
     plan = buckets.plan_bucket(tuple(zip(shapes, dims, strict=True)), _sizes(mesh, axes))
     if into is None:
         into = buckets.whole_views(_compat.fresh((plan.size,), leaves[0].dtype, leaves[0].device), plan)
-    return list(transport_for(group, leaves[0].device).all_gather_into(plan, leaves, into).wait())
+    return transport_for(group, leaves[0].device).all_gather_into(plan, leaves, into)

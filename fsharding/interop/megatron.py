@@ -41,6 +41,7 @@ from fsharding.models.decoder import DecoderConfig
 from fsharding.optim.adam import AdamState
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import DTYPES
+from fsharding.public import check_path, refuse
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.state import TrainState, state_from
@@ -50,6 +51,10 @@ from fsharding.untrusted import open_plain, read_plain
 __all__ = ["Saved", "load", "load_state", "save"]
 
 _LOAD, _LOAD_STATE, _SAVE = "fs.megatron.load", "fs.megatron.load_state", "fs.megatron.save"
+_CALLS = {
+    _LOAD: "fs.megatron.load(path, layout, config)",
+    _LOAD_STATE: "fs.megatron.load_state(path, opt, key, layout, config)",
+}
 _LATEST, _COMMON, _CONFIG = "latest_checkpointed_iteration.txt", "common.pt", "metadata.json"
 _FORMATS = ("torch_dist", "fsdp_dtensor")
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
@@ -167,6 +172,7 @@ def load_state(
 def _load(
     function: str, path: StrPath, layout: Layout, config: Any, *, strict: bool, moments: bool
 ) -> tuple[Tree, _Opened, dict[str, list[Piece]]]:
+    check_path(function, "a path, then a Layout", path, _CALLS[function])
     config = decoder_config(config, function)
     refuse_others(config, function)
     wants = main_wants(layout, function)
@@ -212,9 +218,9 @@ def _fill(opened: _Opened, kind: str, pieces: list[Piece], shard: Shards) -> Non
 def _open(function: str, path: StrPath) -> _Opened:
     """Finds out which of the two formats is at a path, and which tensors."""
     folder = _latest(function, Path(path))
-    weights = weights_at(function, folder)
+    mend = "Give a directory of torch_dist or fsdp_dtensor, such as iter_0000100."
+    weights = weights_at(function, folder, mend=mend)
     if weights.format != "dcp":
-        mend = "Give a directory of torch_dist or fsdp_dtensor, such as iter_0000100."
         raise CheckpointError(message(function, f"finds no Megatron checkpoint at {folder}.", mend=mend))
     fsdp = any(_MODEL.fullmatch(name) for name in weights.leaves)
     result = _Opened(weights, "fsdp_dtensor" if fsdp else "torch_dist")
@@ -429,6 +435,10 @@ def save(
         >>> "decoder.layers.self_attention.linear_qkv.weight" in names
         True
     """
+    check_path(_SAVE, "a path, then a TrainState", path, "fs.megatron.save(path, state, config)")
+    if not isinstance(state, TrainState):
+        mend = "Give the whole state: fs.megatron.save(path, state, config)."
+        raise refuse(_SAVE, "a path, then a TrainState", state, mend)
     config = decoder_config(config, _SAVE)
     refuse_others(config, _SAVE)
     planned: list[tuple[Path, list[_Kind], dict[str, list[Piece]]]] = []

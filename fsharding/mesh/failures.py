@@ -43,6 +43,7 @@ __all__ = [
     "UnlikeSizes",
     "among",
     "called_by_all",
+    "entered_as",
     "follow",
     "is_network_error",
     "meet",
@@ -212,6 +213,24 @@ class naming_lost:
         if isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1:
             text += "" if step.is_meta or _compat.is_fake(step) else f" {int(step)}"
         return _Call(self.function, text, call_stacks.site(self._frame))
+
+
+@contextmanager
+def entered_as(thread: int) -> Generator[None]:
+    """Has this thread be in the call that another one is in, of which it does a part while the other one waits for it.
+
+    Args:
+        thread: the other one.
+    """
+    here, entry = threading.get_ident(), _entered.get(thread)
+    if entry is None or here in _entered:
+        yield
+        return
+    _entered[here] = entry
+    try:
+        yield
+    finally:
+        del _entered[here]
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
@@ -417,7 +436,11 @@ def _read(rank: int, asked: str, function: str, *, at: Any = None) -> Mapping[st
         for key in (_KEY.format(rank), _PLACE_KEY.format(rank))
     )
     places = answer["places"] if answer is not None and answer["to"] == asked else []
-    place = next((place for place in places if place["function"] == function), None)
+    # A thread that waits says more than one that waits for that thread.
+    inside = sorted(
+        (place for place in places if place["function"] == function), key=lambda place: "waits" not in place
+    )
+    place = next(iter(inside), None)
     if note is None:
         return place or next(iter(places), None)
     return place if place is not None and note.get("function", function) != function else note

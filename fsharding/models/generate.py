@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsharding import ops, random, tree
+from fsharding import _compat, ops, random, tree
 from fsharding.errors import ArgumentError, ConfigError, DataError, NonFiniteError, TransformError, TreeError, message
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.device_mesh import abstract, axis_group, axis_size, set_mesh
@@ -32,7 +32,7 @@ from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.models.model import Decode, Model
 from fsharding.ops.embedding import checked_ids
 from fsharding.precision import FP32, Precision
-from fsharding.public import check_function, check_precision, kind_of, public, refuse
+from fsharding.public import check_function, check_precision, kind_of, public, refuse, refuse_compiled
 from fsharding.sharding.mesh_view import slice_of
 from fsharding.sharding.named_sharding import hides_owners, to_local, typeof
 from fsharding.transforms.gather_unit import gather_unit
@@ -45,6 +45,7 @@ _NAME = "fs.models.generate"
 
 
 @public(_NAME)
+@_compat.never_inlined
 def generate(
     model: Any,
     params: Any,
@@ -108,6 +109,7 @@ def generate(
         >>> int(drawn.max()) < 16
         True
     """
+    refuse_compiled(_NAME, "Compile what it calls: fs.models.generate(torch.compile(apply), ...).")
     sampling = _Sampling(key, temperature, top_k, top_p)
     ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     _check_numbers(max_new_tokens, context, sampling, ends)

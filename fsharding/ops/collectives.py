@@ -21,6 +21,7 @@ from fsharding import _compat, _functorch
 from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.native import Message
 from fsharding.comm.transport import send_recv, start_sum, transport_for
+from fsharding.comm.turns import wait_in_turn
 from fsharding.errors import MeshError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, current_mesh
@@ -106,7 +107,7 @@ class _Gather:
         shape = (*x.shape[: self.dim], self.size, *x.shape[self.dim + 1 :])
         whole = _compat.fresh(shape, x.dtype, x.device)
         bucket = plan_bucket(((shape, self.dim),), (self.group.size,))
-        transport_for(self.group, x.device).all_gather_into(bucket, [x], [whole]).wait()
+        wait_in_turn(transport_for(self.group, x.device).all_gather_into(bucket, [x], [whole]), self.group, "gather")
         return whole
 
     def dual(self) -> Linear:
@@ -130,7 +131,7 @@ class _Scatter:
             bucket, scatter=True, wire_dtype=x.dtype, sum_dtype=wide(x.dtype)
         )
         reduction.add([0], [x])
-        return reduction.start().wait()[0].to(x.dtype)
+        return wait_in_turn(reduction.start(), self.group, "scatter")[0].to(x.dtype)
 
     def dual(self) -> Linear:
         return _Gather(self.group, self.dim, self.size)
@@ -146,7 +147,7 @@ class _Psum:
     group: Group
 
     def run(self, x: Tensor) -> Tensor:
-        return start_sum(x, self.group, wide(x.dtype)).wait().to(x.dtype)
+        return wait_in_turn(start_sum(x, self.group, wide(x.dtype)), self.group, "psum").to(x.dtype)
 
     def dual(self) -> Linear:
         return _Vary(self.group)
@@ -186,7 +187,7 @@ class _AllToAll:
         exchange = transport_for(self.group, x.device).all_to_all(math.prod(shape), x.dtype)
         exchange.own.view(pieces.shape).copy_(pieces)
         handle = exchange.start()
-        rows = handle.wait()
+        rows = wait_in_turn(handle, self.group, "all_to_all")
         if isinstance(rows, Tensor):
             length = shape[self.concat_dim]
             whole = (*shape[: self.concat_dim], k * length, *shape[self.concat_dim + 1 :])
@@ -216,8 +217,8 @@ class _AllToAllRows:
 
     def run(self, x: Tensor) -> Tensor:
         front = x.movedim(self.dim, 0).contiguous()
-        received = transport_for(self.group, x.device).all_to_all_v(front, self.send, self.receive).wait()
-        return received.movedim(0, self.dim)
+        handle = transport_for(self.group, x.device).all_to_all_v(front, self.send, self.receive)
+        return wait_in_turn(handle, self.group, "all_to_all_rows").movedim(0, self.dim)
 
     def dual(self) -> Linear:
         return replace(self, send=self.receive, receive=self.send)

@@ -2,14 +2,14 @@
 
 In: a table (for each rank its actions in order) and the owner of each stage. Out: who is at the other end of a message,
 and which actions of the same rank have to come first.
-Sends, receives and gathers of one microbatch are posted and run beside the computes that follow; a compute action (F,
-B, I, W) waits for what it needs. Gathers and scatters of a whole stage are done where they stand, by all of its data
-ranks. Law: both ends of a message name each other.
+Sends, receives, gathers and scatters are started and run beside the computes that follow; a compute action (F, B, I, W,
+or a `Pair` of two) waits for what it needs. Law: both ends of a message name each other.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from fsharding.errors import ScheduleError, message
@@ -20,9 +20,14 @@ __all__ = [
     "MESSAGES",
     "Action",
     "Kind",
+    "Entry",
     "Owner",
+    "Pair",
     "Table",
+    "computes_in",
+    "flat",
     "needs",
+    "parse_entry",
     "partner",
     "peer",
     "uses_parameters",
@@ -47,13 +52,15 @@ class Action(NamedTuple):
     | W | backward for the weights only, some time after I |
     | SEND_F, RECV_F | activations to the next stage, from the stage before |
     | SEND_B, RECV_B | gradients to the stage before, from the next stage |
-    | GATHER | get the stage's parameters over the data axes and keep them to the end of its last F, B, I or W |
+    | GATHER | get the stage's parameters over the data axes and keep them to the end of its last F, B or I |
     | SCATTER | reduce the stage's gradients over the data axes, to where the optimizer wants them |
 
-    A GATHER with a microbatch is for the next F, B, I or W of that microbatch alone: it starts the stage's first unit,
-    and the others follow one by one in the compute. A SCATTER with one waits for the gradients of that microbatch
-    alone, whose reductions B or W has started, to be where the layout holds them; the last of a stage takes the sums
-    from there to the optimizer. W walks through the weights again; I of the first stage has nothing to do.
+    GATHER and SCATTER start collectives. The first F of the stage waits for its parameters; the end of the step for its
+    gradients. A GATHER with a microbatch is for the next F, B or I of that microbatch alone: it starts the stage's
+    first unit, and the others follow one by one in the compute. A SCATTER with one stands for the reductions that B or
+    W of that microbatch has started, to where the layout holds gradients; they are over before the rank reduces
+    anything else. The last of a stage takes the sums from there to the optimizer. W multiplies what I has kept, and
+    uses no parameters; I of the first stage has nothing to do.
 
     Attributes:
         kind: one of `KINDS`.
@@ -90,6 +97,60 @@ class Action(NamedTuple):
         return Action(KINDS[KINDS.index(kind)], int(stage), int(microbatch) if microbatch else None)
 
 
+class Pair(NamedTuple):
+    """A forward and a backward that a rank computes as one. Prints as `0F5+3B1`.
+
+    It begins when the inputs of both are there, and what both give is sent after it. In between the rank goes from one
+    to the other wherever one of them waits for a collective inside of its stage, such as the all-to-alls of experts:
+    the forward computes until it has started one, then the backward does, and so on by turns until one of them ends.
+
+    Attributes:
+        forward: an F.
+        backward: a B or I, of another stage or microbatch.
+
+    Example:
+        >>> schedule = fs.pipeline.plan_schedule("dualpipev", ranks=2, microbatches=4, overlap=True)
+        >>> [str(entry) for entry in schedule.table[1] if isinstance(entry, fs.pipeline.Pair)]
+        ['2F2+1B0', '1F3+2B1', '2F3+1B1']
+    """
+
+    forward: Action
+    backward: Action
+
+    def __repr__(self) -> str:
+        return f"{self.forward}+{self.backward}"
+
+    __str__ = __repr__
+
+
+Entry: TypeAlias = Action | Pair
+"""What a rank does at one time."""
+
+
+def parse_entry(text: str) -> Entry:
+    """The action or pair that prints so.
+
+    Raises:
+        ScheduleError: none does.
+    """
+    forward, plus, backward = text.partition("+")
+    return Pair(Action.parse(forward), Action.parse(backward)) if plus else Action.parse(text)
+
+
+def flat(row: Iterable[Entry]) -> Iterator[Action]:
+    """The actions of a row in order, the two of a pair one after the other."""
+    for entry in row:
+        if isinstance(entry, Pair):
+            yield from entry
+        else:
+            yield entry
+
+
+def computes_in(entry: Entry) -> tuple[Action, ...]:
+    """The F, B, I or W that an entry computes; two of a pair, none of anything else."""
+    return tuple(action for action in flat((entry,)) if action.kind in COMPUTES)
+
+
 def uses_parameters(action: Action) -> bool:
     """Whether an action computes with the parameters of its stage; W has what it needs from I."""
     return action.kind in ("F", "B", "I")
@@ -98,8 +159,8 @@ def uses_parameters(action: Action) -> bool:
 Owner: TypeAlias = tuple[int, ...]
 """The rank of each stage."""
 
-Table: TypeAlias = tuple[tuple[Action, ...], ...]
-"""For each rank its actions, in order."""
+Table: TypeAlias = tuple[tuple[Entry, ...], ...]
+"""For each rank its actions and pairs, in order."""
 
 _PARTNERS: dict[Kind, tuple[Kind, int]] = {
     "SEND_F": ("RECV_F", +1),

@@ -2,7 +2,8 @@
 
 In: a `Model`, a `Schedule`, parameters at rest in a layout whose stages are those of the schedule, microbatches.
 Out: the sums of losses and weights, and gradients where the optimizer wants them, as from `value_and_grad`.
-Parameters are gathered stage by stage, or unit by unit for each microbatch, and gradients reduced, as the row says.
+Parameters are gathered stage by stage, or unit by unit for each microbatch, and gradients reduced, as the row says, and
+it computes meanwhile. The two of a pair take turns, see `comm.turns`.
 Law: losses and gradients are those of no pipeline, whatever the schedule.
 """
 
@@ -20,16 +21,18 @@ from torch.autograd.graph import get_gradient_edge
 from fsharding import _compat, tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.counters import uncounted
+from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
 from fsharding.comm.native import Message, as_bytes, receive_object, send_object
 from fsharding.comm.stop_bit import StopBit
 from fsharding.comm.transport import send_recv, start_sum
+from fsharding.comm.turns import Partner
 from fsharding.errors import TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes, set_mesh
 from fsharding.mesh.failures import among, naming_lost
 from fsharding.models.stacks import first_unit, scan_stacks
-from fsharding.pipeline.actions import Action, uses_parameters
+from fsharding.pipeline.actions import Action, Entry, Pair, uses_parameters
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule, forward_only
 from fsharding.pipeline.stage_state import StageState
@@ -173,6 +176,34 @@ class _Flight:
     types: _Shapes = ()
 
 
+class _Closing:
+    """A microbatch whose last reductions are under way, while the rank computes something else.
+
+    It adds to the same sums as the one before it and the one after it: of those that share a leaf, also of another
+    stage, one is finished before the next adds anything.
+    """
+
+    def __init__(self, scatter: Action, tape: Tape, before: _Closing | None) -> None:
+        self._scatter, self._tape, self._before = scatter, tape, before
+
+    def finish(self) -> None:
+        """Waits for its reductions, and for those before them, the first time."""
+        before, self._before = self._before, None
+        if before is not None:
+            before.finish()
+        tape, self._tape = self._tape, None
+        if tape is not None:
+            tape.finish()
+            note("wait", self._scatter)
+
+    def close(self) -> None:
+        """Lets everything go after a failure."""
+        if self._before is not None:
+            self._before.close()
+        if self._tape is not None:
+            self._tape.close()
+
+
 @dataclass
 class _Run:
     """One step on one rank; see `pipeline_grads`."""
@@ -194,7 +225,7 @@ class _Run:
     )
     sent: dict[Action, Handle[None]] = field(default_factory=dict[Action, Handle[None]])
     begun: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
-    closing: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
+    closing: _Closing | None = None
     losses: list[tuple[Tensor, Any]] = field(default_factory=list[tuple[Tensor, Any]])
 
     def __post_init__(self) -> None:
@@ -203,20 +234,22 @@ class _Run:
         self.others_are_fake = self.group.process_group is not None and _compat.has_fake_backend(
             self.group.process_group
         )
-        self.splits = any(action.kind == "I" for action in self.schedule.table[self.rank])
+        actions = self.schedule.actions_on(self.rank)
+        self.splits = any(action.kind == "I" for action in actions)
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
+        self.partner = Partner(self.device)
         check_ends(self.model, self.schedule, self.layout)
         self.stage_state = StageState(
             self.model, self.schedule, self.layout, self.params, self.precision, trains=self.trains
         )
         # Each GATHER of a microbatch is for the next of its computes that uses parameters.
         self.uses = defaultdict[tuple[int, int | None], list[str]](list)
-        for kind, stage, m in filter(uses_parameters, self.schedule.table[self.rank]):
+        for kind, stage, m in filter(uses_parameters, actions):
             self.uses[stage, m].append(kind)
 
     # ------------------------------------------------------------------------------------------------------ a stage
     def _tape(self, stage: int) -> Tape:
-        tape = Tape(*self.stage_state.work[stage], self.precision, self.pool, defers=self.splits)
+        tape = Tape(*self.stage_state.parts(stage), self.precision, self.pool, defers=self.splits)
         assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
         return tape
 
@@ -230,13 +263,16 @@ class _Run:
     # ------------------------------------------------------------------------------------------------------- actions
     def walk(self) -> None:
         """Does this rank's actions, and waits for all that was sent."""
-        for action in self.row():
-            self.do(action)
+        for entry in self.row():
+            self.do(entry)
+        self.partner.close()
+        if self.closing is not None:
+            self.closing.finish()
         self.settle()
         self.pool.close()
 
-    def row(self) -> tuple[Action, ...]:
-        """This rank's actions, in order.
+    def row(self) -> tuple[Entry, ...]:
+        """This rank's actions and pairs, in order.
 
         Activations of microbatches that look like none before are described by their sender, who may itself wait for
         what this rank does before it needs them. Then no receive is ahead of its use; all along `pp` see that alike.
@@ -247,23 +283,24 @@ class _Run:
     def _looks(self, m: int) -> _Shapes:
         return _shapes(tree.leaves(self.pieces[m]))
 
-    def do(self, action: Action) -> None:
-        """Does one action, or posts it."""
+    def do(self, action: Entry) -> None:
+        """Does one action or pair, or posts it."""
+        if isinstance(action, Pair):
+            forward, backward = action
+            self.partner.run(lambda: self._compute(forward), lambda: self._compute(backward))
+            self.stage_state.advance()
+            return
         kind, stage, m = action
         match kind:
             case "GATHER":
                 self._gather(stage, m)
             case "SCATTER":
                 if m is not None:
-                    self.closing.pop((stage, m)).finish()
-                self.stage_state.scatter(stage)
-            case "F" | "B" | "I":
-                assert m is not None
-                self._f(stage, m) if kind == "F" else self._b(stage, m, kind)
-                self.stage_state.used(stage)
-            case "W":
-                assert m is not None
-                self._w(stage, m)
+                    note("start", action)
+                self.stage_state.scatter(stage, None if self.closing is None else self.closing.finish)
+            case "F" | "B" | "I" | "W":
+                self._compute(action)
+                self.stage_state.advance()
             case "SEND_F" | "SEND_B":
                 self.settle(wait=False)
                 assert m is not None
@@ -275,8 +312,23 @@ class _Run:
                     self._foresee(stage - 1, m)
                 self.arrived[action] = self._guard(action, lambda: self._receive(action))
 
+    def _compute(self, action: Action) -> None:
+        kind, stage, m = action
+        assert m is not None
+        note("begin", action)
+        if kind == "F":
+            self._f(stage, m)
+        elif kind == "W":
+            self._w(stage, m)
+        else:
+            self._b(stage, m, kind)
+        if kind != "W":
+            self.stage_state.used(stage)
+        note("end", action)
+
     def _gather(self, stage: int, m: int | None) -> None:
-        """Gathers a stage, or starts with its first unit, whose others follow one by one while it computes."""
+        """Starts to gather a stage, or starts with its first unit, whose others follow one by one while it computes."""
+        note("start", Action("GATHER", stage, m))
         if m is None:
             self.stage_state.gather(stage)
             return
@@ -323,6 +375,8 @@ class _Run:
     def _b(self, stage: int, m: int, kind: str) -> None:
         """Differentiates a microbatch; as I it leaves the products that give gradients of weights to `_w`."""
         flight = self.flights[stage, m]
+        if kind == "B":
+            self._follow(flight.tape)
         cotangents: list[Tensor] | None = None
         if stage < self.schedule.stages - 1:
             given = self._inputs("B", stage, m)[1]
@@ -341,16 +395,23 @@ class _Run:
     def _w(self, stage: int, m: int) -> None:
         """Computes the gradients of weights that I has left."""
         flight = self.flights[stage, m]
+        self._follow(flight.tape)
         if any(y is not None for y in flight.outputs):
             flight.tape.weights()
         self._end_backward(stage, m)
 
+    def _follow(self, tape: Tape) -> None:
+        """Has a microbatch that is about to reduce gradients wait, before it adds any, for the one before it."""
+        if self.closing is not None:
+            tape.follow(self.closing.finish)
+
     def _end_backward(self, stage: int, m: int) -> None:
-        """Lets a microbatch go, and its last reductions go on: they are waited for at its SCATTER, if it has one."""
+        """Lets a microbatch go; its last reductions go on, where each has some, until the next one has its first."""
+        tape = self.flights.pop((stage, m)).tape
         if self.stage_state.each:
-            self.closing[stage, m] = self.flights.pop((stage, m)).tape
+            self.closing = _Closing(Action("SCATTER", stage, m), tape, self.closing)
         else:
-            self.flights.pop((stage, m)).tape.finish()
+            tape.finish()
 
     def _inputs(self, way: str, stage: int, m: int) -> tuple[Any, list[Tensor]]:
         """The neighbour's output for this stage: handed over on one rank, else a message, which is waited for."""
@@ -434,8 +495,12 @@ class _Run:
 
     def close(self) -> None:
         """Lets go of everything after a failure."""
-        for tape in (*self.begun.values(), *(f.tape for f in self.flights.values()), *self.closing.values()):
+        for tape in (*self.begun.values(), *(f.tape for f in self.flights.values())):
             tape.close()
+        if self.closing is not None:
+            self.closing.close()
+        self.stage_state.close()
+        self.partner.close()
         self.pool.close()
 
     def sums(self, stop: StopBit | None) -> tuple[Tensor, Tensor]:

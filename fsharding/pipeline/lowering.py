@@ -2,6 +2,7 @@
 
 In: for each rank its F, B, I, W in order, and the owner of each stage. Out: the same with the rest put in between.
 A send stands right after its compute. A receive and a gather stand as late as they can, or `ahead` computes earlier.
+A pair is one compute: what either of its two needs stands before it, what either gives is sent after it.
 Law: two ranks that talk name their messages in one order, whichever way they go, so that nothing deadlocks even
 where a backend does the messages of a pair of ranks one after another.
 """
@@ -12,7 +13,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from fsharding.pipeline.actions import MESSAGES, Action, Owner, Table, partner, peer, uses_parameters
+from fsharding.pipeline.actions import (
+    MESSAGES,
+    Action,
+    Entry,
+    Owner,
+    Table,
+    computes_in,
+    flat,
+    partner,
+    peer,
+    uses_parameters,
+)
 from fsharding.pipeline.simulation import Durations, Timeline, simulate
 
 __all__ = ["Frequency", "late", "lower"]
@@ -44,7 +56,7 @@ def lower(owner: Owner, computes: Table, *, gather: Frequency, scatter: Frequenc
 
     Args:
         owner: the rank of each stage.
-        computes: F, B, I and W of each rank, complete and in an order that has an end.
+        computes: F, B, I, W and pairs of each rank, complete and in an order that has an end.
         gather: a GATHER for each stage, or one for each F, B, I and W.
         scatter: a SCATTER for each stage, or one for each of its microbatches.
         ahead: how many computes before its use a receive or gather is posted.
@@ -55,10 +67,10 @@ def lower(owner: Owner, computes: Table, *, gather: Frequency, scatter: Frequenc
     """
     timeline = simulate(owner, computes, Durations(), function)
     entries = _messages(owner, timeline, computes, ahead)
-    rows: list[tuple[Action, ...]] = []
+    rows: list[tuple[Entry, ...]] = []
     for rank, row in enumerate(computes):
         extra = sorted(entries[rank] + _gathers(row, gather, ahead) + _scatters(row, scatter))
-        merged: list[Action] = []
+        merged: list[Entry] = []
         at = 0
         for slot in range(len(row) + 1):
             while at < len(extra) and extra[at].slot == slot:
@@ -69,22 +81,24 @@ def lower(owner: Owner, computes: Table, *, gather: Frequency, scatter: Frequenc
     return tuple(rows)
 
 
-def late(row: Sequence[Action], owner: Owner) -> tuple[Action, ...]:
+def late(row: Sequence[Entry], owner: Owner) -> tuple[Entry, ...]:
     """A row whose receives may block: each as late as it can be, before what uses it or a later message of its pair.
 
     Args:
         row: of one rank, with messages.
         owner: the rank of each stage.
     """
-    placed: list[Action] = []
+    placed: list[Entry] = []
     held: list[Action] = []
-    for action in row:
-        if action.kind in ("RECV_F", "RECV_B"):
-            held.append(action)
-        else:
+    for entry in row:
+        if isinstance(entry, Action) and entry.kind in ("RECV_F", "RECV_B"):
+            held.append(entry)
+            continue
+        for action in flat((entry,)):
             due = _due(action, held, owner)
-            placed += [*due, action]
+            placed += due
             held = [a for a in held if a not in due]
+        placed.append(entry)
     return (*placed, *held)
 
 
@@ -106,14 +120,15 @@ def _messages(owner: Owner, timeline: Timeline, computes: Table, ahead: int) -> 
     goes before the compute that uses it, and before every later message of the pair. That never puts it before an
     earlier send of the rank: what was ready earlier was sent before the compute that uses this one began.
     """
-    place = [{action: i for i, action in enumerate(row)} for row in computes]
+    place = [{action: i for i, entry in enumerate(row) for action in computes_in(entry)} for row in computes]
     pairs: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for rank, row in enumerate(timeline.spans):
         for span in row:
-            send = _send(span.action, owner)
-            if send is not None:
-                other = owner[partner(send).stage]
-                pairs[min(rank, other), max(rank, other)].append(_Message(span.end, rank, send))
+            for action in computes_in(span.action):
+                send = _send(action, owner)
+                if send is not None:
+                    other = owner[partner(send).stage]
+                    pairs[min(rank, other), max(rank, other)].append(_Message(span.end, rank, send))
     entries: list[list[_Entry]] = [[] for _ in computes]
     for pair, messages in pairs.items():
         messages.sort()
@@ -138,7 +153,7 @@ def _send(action: Action, owner: Owner) -> Action | None:
 def _slots(rank: int, messages: list[_Message], place: dict[Action, int], ahead: int) -> list[int]:
     """Where one side of a pair has its messages: before which compute action."""
     slots: list[int] = []
-    latest = len(place)
+    latest = 1 + max(place.values(), default=-1)
     for _, sender, send in reversed(messages):
         if sender == rank:
             latest = _of(place, send, "F" if send.kind == "SEND_F" else "B") + 1
@@ -160,11 +175,11 @@ def _of(place: dict[Action, int], message: Action, kind: Literal["F", "B"]) -> i
     return place[Action("I", stage, microbatch)] if result is None else result
 
 
-def _gathers(row: tuple[Action, ...], frequency: Frequency, ahead: int) -> list[_Entry]:
+def _gathers(row: tuple[Entry, ...], frequency: Frequency, ahead: int) -> list[_Entry]:
     """Gathers of a rank: before the first use of each stage, or before each."""
     result: list[_Entry] = []
     used: dict[Action, int] = {}  # by gather, the first slot after what it was last for
-    for i, action in enumerate(row):
+    for i, action in _placed(row):
         gather = Action("GATHER", action.stage, action.microbatch if frequency == "microbatch" else None)
         if uses_parameters(action) and (frequency == "microbatch" or gather not in used):
             result.append(_Entry(max(used.get(gather, 0), i - ahead), 2, float(i), 0, gather))
@@ -172,10 +187,15 @@ def _gathers(row: tuple[Action, ...], frequency: Frequency, ahead: int) -> list[
     return result
 
 
-def _scatters(row: tuple[Action, ...], frequency: Frequency) -> list[_Entry]:
+def _placed(row: tuple[Entry, ...]) -> list[tuple[int, Action]]:
+    """The computes of a row with their slots, which the two of a pair share."""
+    return [(i, action) for i, entry in enumerate(row) for action in computes_in(entry)]
+
+
+def _scatters(row: tuple[Entry, ...], frequency: Frequency) -> list[_Entry]:
     """Scatters of a rank: after the last gradient of each stage, or after each."""
     result: dict[Action, _Entry] = {}
-    for i, action in enumerate(row):
+    for i, action in _placed(row):
         if action.kind in ("B", "W"):
             scatter = Action("SCATTER", action.stage, action.microbatch if frequency == "microbatch" else None)
             result[scatter] = _Entry(i + 1, 1, float(i), 0, scatter)

@@ -16,12 +16,12 @@ from typing import NamedTuple, TypeAlias, cast, get_args
 from fsharding import _compat
 from fsharding.errors import ScheduleError, did_you_mean, message
 from fsharding.pipeline import simulation, validation
-from fsharding.pipeline.actions import Action, Kind, Owner, Table, peer
+from fsharding.pipeline.actions import Action, Entry, Kind, Owner, Pair, Table, flat, parse_entry, peer
 from fsharding.pipeline.lowering import Frequency, lower
 from fsharding.pipeline.simulation import Durations, Timeline
 
 __all__ = [
-    "SCHEDULES", "Schedule", "check_schedule", "forward_only", "layers_of", "make_schedule", "plan_schedule",
+    "PAIRED", "SCHEDULES", "Schedule", "check_schedule", "forward_only", "layers_of", "make_schedule", "plan_schedule",
     "stages_for",
 ]  # fmt: skip
 
@@ -36,9 +36,10 @@ class Schedule:
         stages: how many the model is cut into; stage 0 has the embedding, the last one the head and the loss.
         microbatches: how many the batch is cut into.
         owner: the rank of each stage.
-        table: for each rank its actions, in order. See `Action` for what they are, and who waits for what.
-        pairs: of an F and the B after it that the order is meant to overlap, as DualPipeV does. Only `simulate` looks
-            at them: a rank computes one after the other.
+        table: for each rank its actions and pairs, in order. See `Action` for what they are and who waits for what, and
+            `Pair` for what overlaps.
+        pairs: of an F and the B after it that the order is meant to overlap, as DualPipeV does. In a table that was
+            planned with `overlap=True` each is a `Pair`; else a rank computes one after the other.
 
     Example:
         >>> fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=4)
@@ -51,7 +52,7 @@ class Schedule:
     microbatches: int
     owner: Owner
     table: Table
-    pairs: tuple[tuple[Action, Action], ...] = ()
+    pairs: tuple[Pair, ...] = ()
 
     def __hash__(self) -> int:
         # Without the table, which has thousands of entries; equality looks at it.
@@ -66,6 +67,10 @@ class Schedule:
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, in order."""
         return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
+
+    def actions_on(self, rank: int) -> tuple[Action, ...]:
+        """The actions of a rank, in order; the two of a pair one after the other."""
+        return tuple(flat(self.table[rank]))
 
     def peer(self, action: Action) -> int:
         """The rank at the other end of a send or receive, as a coordinate of `pp`."""
@@ -96,8 +101,9 @@ class Schedule:
             backward_weight: of W.
             send: from the end of a compute action until its message has arrived. Messages do not slow each other, and
                 gathers and scatters take no time.
-            pair: of an F and a B of `pairs`, computed as one: it begins when both can, and both end with it. None
-                computes them one after the other, as ranks do.
+            pair: of an F and a B of `pairs`, computed as one: it begins when both can, and both end with it; F + I + W
+                less what one hides of the other's communication. None is F + I + W for a `Pair`, and computes what the
+                table has apart one after the other.
 
         Raises:
             ScheduleError: some ranks wait for ever, or a duration is negative.
@@ -180,6 +186,9 @@ _PLANS = {
 SCHEDULES: tuple[str, ...] = tuple(_PLANS)
 """The names that `plan_schedule` takes."""
 
+PAIRED: tuple[str, ...] = ("dualpipev",)
+"""Those whose order pairs forwards with backwards."""
+
 
 def plan_schedule(
     name: str,
@@ -190,6 +199,7 @@ def plan_schedule(
     gather: Frequency = "step",
     scatter: Frequency | None = None,
     ahead: int = 1,
+    overlap: bool = False,
 ) -> Schedule:
     """Plans a pipeline schedule. Pure and cached.
 
@@ -205,8 +215,9 @@ def plan_schedule(
     v·m·(F+I+W). So the bubble share, idle over idle + busy, is (p-1)/(m+p-1) for gpipe and 1f1b, and (p-1)/(v·m+p-1)
     for interleaved; [2] gives it over busy alone: (p-1)/(v·m). With m < p interleaved idles for
     (p-1+(v-1)(p-m))·(F+I+W). Where a condition does not hold, ask `simulate`.
-    For dualpipev [4] counts a forward and the backward that it overlaps as one: `simulate(pair=F+I+W)`, or less for
-    what overlapping saves. Ranks compute them one after the other and idle less: (p-1)·F, if F = I = W.
+    For dualpipev [4] counts a forward and the backward that it overlaps as one, as `overlap` has ranks do. Computed one
+    after the other a forward's result is sent before the backward begins, and ranks idle less: (p-1)·F, if F = I = W.
+    So overlapping pays where a stage communicates for longer than the difference: `simulate(pair=...)`.
 
     [1] Huang et al. 2019, arXiv:1811.06965. [2] Narayanan et al. 2021, arXiv:2104.04473. [3] Qi et al. 2023,
     arXiv:2401.10241 (ZB-H1 with v stages a rank; ZB-V, where the paper leaves out the time until a rank has its first
@@ -225,6 +236,8 @@ def plan_schedule(
         ahead: by how many computes a receive or gather is posted earlier than needed, so that it runs beside them; a
             receive never before an earlier message of the same two ranks. A backend may send nothing until then. With
             `gather="microbatch"` each is one more unit that is alive beside the usual two.
+        overlap: each forward and backward that dualpipev pairs are one `Pair`, in which the collectives of one run
+            beside the computes of the other. With `gather="microbatch"` units of both are alive at once.
 
     Raises:
         ScheduleError: the schedule does not exist, or cannot have these numbers; all of them are listed.
@@ -242,9 +255,11 @@ def plan_schedule(
     rows += _wrong_options(gather, scatter, ahead)
     mend = "Give whole numbers from 1, and ahead from 0." if rows else ""
     rows = rows or _misfits(name, plan, ranks, local, microbatches)
+    if overlap and name not in PAIRED:
+        rows.append(f"overlap is {overlap!r}, but only {', '.join(PAIRED)} pairs forwards with backwards")
     if rows:
         raise ScheduleError(message("fs.pipeline.plan_schedule", f"cannot plan {name} with these numbers.", rows, mend))
-    return _plan(name, ranks, microbatches, local, gather, scatter or gather, ahead)
+    return _plan(name, ranks, microbatches, local, gather, scatter or gather, ahead, bool(overlap))
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -290,7 +305,14 @@ def _in_rounds(ranks: int, microbatches: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _plan(
-    name: str, ranks: int, microbatches: int, local: int, gather: Frequency, scatter: Frequency, ahead: int
+    name: str,
+    ranks: int,
+    microbatches: int,
+    local: int,
+    gather: Frequency,
+    scatter: Frequency,
+    ahead: int,
+    overlap: bool,
 ) -> Schedule:
     plan = _PLANS[name]
     owner = (*range(ranks), *reversed(range(ranks))) if plan.is_v else tuple(range(ranks)) * local
@@ -298,8 +320,11 @@ def _plan(
         [[Action(cast(Kind, kind), stage, m) for kind, stage, m in group] for group in row]
         for row in plan.order(ranks, local, microbatches)
     ]
-    computes = tuple(tuple(itertools.chain.from_iterable(row)) for row in groups)
-    pairs = tuple((group[0], group[1]) for row in groups for group in row if len(group) == 2)
+    pairs = tuple(Pair(*group) for row in groups for group in row if len(group) == 2)
+    if overlap:
+        computes: Table = tuple(tuple(Pair(*group) if len(group) == 2 else group[0] for group in row) for row in groups)
+    else:
+        computes = tuple(tuple(itertools.chain.from_iterable(row)) for row in groups)
     table = lower(owner, computes, gather=gather, scatter=scatter, ahead=ahead, function="fs.pipeline.plan_schedule")
     return check_schedule(Schedule(name, ranks, ranks * local, microbatches, owner, table, pairs))
 
@@ -307,7 +332,7 @@ def _plan(
 @functools.lru_cache(maxsize=64)
 def forward_only(schedule: Schedule) -> Schedule:
     """The forward computes of a schedule in their order, with each stage gathered once, and no gradients."""
-    computes = tuple(tuple(a for a in row if a.kind == "F") for row in schedule.table)
+    computes = tuple(tuple(a for a in flat(row) if a.kind == "F") for row in schedule.table)
     table = lower(
         schedule.owner, computes, gather="step", scatter="step", ahead=1, function="fs.pipeline.plan_schedule"
     )
@@ -316,7 +341,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 # ------------------------------------------------------------------------------------------------------ tables of users
 def make_schedule(
-    computes: Sequence[Sequence[Action | str]],
+    computes: Sequence[Sequence[Entry | str]],
     *,
     name: str = "custom",
     gather: Frequency = "step",
@@ -327,7 +352,8 @@ def make_schedule(
 
     Args:
         computes: for each rank its F, B, I and W in order, as actions or as they print: `[["0F0", "0B0"]]`. Stages and
-            microbatches are those that appear, a stage is on the rank where it appears.
+            microbatches are those that appear, a stage is on the rank where it appears. A forward and a backward that
+            are computed as one are a `Pair`, such as `"0F1+0B0"`.
         name: of the schedule.
         gather: as in `plan_schedule`, and so for the others.
         scatter: of gradients.
@@ -340,10 +366,10 @@ def make_schedule(
         >>> fs.pipeline.make_schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
         Schedule(custom: 2 ranks, 2 stages, 2 microbatches, 20 actions)
     """
-    table = tuple(tuple(Action.parse(a) if isinstance(a, str) else a for a in row) for row in computes)
-    places = {action.stage: rank for rank, row in reversed(list(enumerate(table))) for action in row}
+    table = tuple(tuple(parse_entry(a) if isinstance(a, str) else a for a in row) for row in computes)
+    places = {action.stage: rank for rank, row in reversed(list(enumerate(table))) for action in flat(row)}
     owner = tuple(places.get(stage, -1) for stage in range(max(places, default=-1) + 1))
-    microbatches = 1 + max((a.microbatch for row in table for a in row if a.microbatch is not None), default=-1)
+    microbatches = 1 + max((a.microbatch for row in table for a in flat(row) if a.microbatch is not None), default=-1)
     rows = _wrong_options(gather, scatter, ahead) or validation.compute_faults(owner, microbatches, table)
     if rows:
         mend = "Give F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
@@ -351,7 +377,8 @@ def make_schedule(
     whole = lower(
         owner, table, gather=gather, scatter=scatter or gather, ahead=ahead, function="fs.pipeline.make_schedule"
     )
-    return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, whole))
+    pairs = tuple(entry for row in table for entry in row if isinstance(entry, Pair))
+    return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, whole, pairs))
 
 
 def check_schedule(schedule: Schedule) -> Schedule:

@@ -8,12 +8,12 @@ busy time of a rank is the sum of its durations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsharding.errors import ScheduleError, message
-from fsharding.pipeline.actions import COMPUTES, Action, Owner, Table
+from fsharding.pipeline.actions import Action, Entry, Owner, Pair, Table, computes_in, flat
 
 __all__ = ["Durations", "Span", "Timeline", "in_flight", "simulate"]
 
@@ -26,7 +26,8 @@ class Durations(NamedTuple):
         backward_input: of I. B takes this and the next.
         backward_weight: of W.
         send: from the end of a compute action until its message is at the other rank. Messages do not slow each other.
-        pair: of an F and a B that are computed as one; None where they are not.
+        pair: of an F and a B that are computed as one. None is as long as both take one after the other, and leaves
+            apart what the table has apart.
     """
 
     forward: float = 1.0
@@ -35,8 +36,10 @@ class Durations(NamedTuple):
     send: float = 0.0
     pair: float | None = None
 
-    def of(self, action: Action) -> float:
-        """How long an action keeps its rank busy; 0 for what runs beside the computes."""
+    def of(self, action: Entry) -> float:
+        """How long an action or pair keeps its rank busy; 0 for what runs beside the computes."""
+        if isinstance(action, Pair):
+            return self.of(action.forward) + self.of(action.backward) if self.pair is None else self.pair
         match action.kind:
             case "F":
                 return self.forward
@@ -51,9 +54,9 @@ class Durations(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One action in time; a message ends when it has arrived."""
+    """One action or pair in time; a message ends when it has arrived."""
 
-    action: Action
+    action: Entry
     begin: float
     end: float
 
@@ -92,9 +95,9 @@ class Timeline:
         A slot is as long as the shortest action. `.` is idle, `--` goes on with the action before. Cells say the stage
         where ranks have several: `F0` is microbatch 0, `2F0` is that on stage 2.
         """
-        rows = [[span for span in row if span.action.kind in COMPUTES and span.end > span.begin] for row in self.spans]
+        rows = [[span for span in row if computes_in(span.action) and span.end > span.begin] for row in self.spans]
         slot = min((span.end - span.begin for row in rows for span in row), default=1.0)
-        several = any(len({span.action.stage for span in row}) > 1 for row in rows)
+        several = any(len({a.stage for span in row for a in computes_in(span.action)}) > 1 for row in rows)
         cells = [list(_cells(row, slot, round(self.total / slot), several)) for row in rows]
         width = max((len(cell) for row in cells for cell in row), default=1)
         label = len(f"rank {len(rows) - 1}")
@@ -119,7 +122,7 @@ def _cells(row: list[Span], slot: float, slots: int, several: bool) -> Iterator[
             yield "--"
         else:
             shown = span
-            yield str(span.action) if several else str(span.action)[len(str(span.action.stage)) :]
+            yield "+".join(str(a) if several else str(a)[len(str(a.stage)) :] for a in flat((span.action,)))
 
 
 def in_flight(table: Table) -> tuple[int, ...]:
@@ -127,7 +130,7 @@ def in_flight(table: Table) -> tuple[int, ...]:
     most: list[int] = []
     for row in table:
         now, top = 0, 0
-        for action in row:
+        for action in flat(row):
             now += (action.kind == "F") - (action.kind in ("B", "W"))
             top = max(top, now)
         most.append(top)
@@ -141,11 +144,11 @@ def simulate(
 
     Args:
         owner: the rank of each stage.
-        table: with messages, or of compute actions alone; then each result is sent when it is there.
+        table: with messages, or of computes and pairs alone; then each result is sent when it is there.
         durations: of the actions.
         function: the public function that was called, for the error.
-        pairs: of an F and the next compute of its rank, a B, that are computed as one if the durations have a time for
-            it.
+        pairs: of an F and the next compute of its rank, a B, that the table has apart, and that are computed as one if
+            the durations have a time for it.
 
     Raises:
         ScheduleError: some ranks wait for ever; each is listed with the action at which it stands.
@@ -174,44 +177,49 @@ class _Run:
 
     def __init__(self, owner: Owner, table: Table, durations: Durations, pairs: Iterable[tuple[Action, Action]]):
         self.owner, self.durations = owner, durations
-        self.backward_of = {} if durations.pair is None else dict(pairs)
+        together = {a for row in table for entry in row if isinstance(entry, Pair) for a in entry}
+        apart = {} if durations.pair is None else dict(pairs)
+        self.backward_of = {f: b for f, b in apart.items() if f not in together}
         self.backwards = frozenset(self.backward_of.values())
-        self.by_itself = not any(action.kind.startswith("SEND") for row in table for action in row)
+        self.by_itself = not any(action.kind.startswith("SEND") for row in table for action in flat(row))
         self.clocks = [0.0] * len(table)
         self.spans: list[list[Span]] = [[] for _ in table]
         self.done: set[Action] = set()
         self.arrived: dict[tuple[str, int, int | None], float] = {}
 
-    def takes(self, action: Action) -> float:
-        """How long an action keeps its rank busy; the B of a pair is done with its F."""
+    def takes(self, action: Entry) -> float:
+        """How long an action keeps its rank busy; the B of a pair that the table has apart is done with its F."""
+        if isinstance(action, Pair):
+            return self.durations.of(action)
         if action in self.backwards:
             return 0.0
         pair = self.durations.pair if action in self.backward_of else None
         return self.durations.of(action) if pair is None else pair
 
-    def step(self, rank: int, action: Action) -> bool:
-        """Does an action, unless it has to wait for another rank."""
-        kind, stage, microbatch = action
-        begin = self.clocks[rank]
-        if kind in COMPUTES:
-            ready = self._ready(action)
+    def step(self, rank: int, entry: Entry) -> bool:
+        """Does an action or a pair, unless it has to wait for another rank."""
+        begin, computes = self.clocks[rank], computes_in(entry)
+        if computes:
+            ready = self._ready(computes)
             if ready is None:
                 return False
             begin = max(begin, ready)
-            self.clocks[rank] = begin + self.takes(action)
-            self.done.add(action)
-            self._hand_over(action)
-        elif kind == "SEND_F":
-            self.arrived["F", stage + 1, microbatch] = begin + self.durations.send
-        elif kind == "SEND_B":
-            self.arrived["B", stage - 1, microbatch] = begin + self.durations.send
-        self.spans[rank].append(Span(action, begin, self.clocks[rank]))
+            self.clocks[rank] = begin + self.takes(entry)
+            self.done.update(computes)
+            for action in computes:
+                self._hand_over(action)
+        else:
+            for kind, stage, microbatch in flat((entry,)):
+                if kind.startswith("SEND"):
+                    to = stage + 1 if kind == "SEND_F" else stage - 1
+                    self.arrived[kind[-1], to, microbatch] = begin + self.durations.send
+        self.spans[rank].append(Span(entry, begin, self.clocks[rank]))
         return True
 
-    def _ready(self, action: Action) -> float | None:
+    def _ready(self, computes: Sequence[Action]) -> float | None:
         """When the inputs of a compute action, or of a pair, are there; None while that is not known."""
-        backward = self.backward_of.get(action)
-        inputs = [self._arrival(action), 0.0 if backward is None else self._arrival(backward)]
+        backwards = [self.backward_of[action] for action in computes if action in self.backward_of]
+        inputs = [self._arrival(action) for action in (*computes, *backwards)]
         return None if None in inputs else max(time for time in inputs if time is not None)
 
     def _arrival(self, action: Action) -> float | None:
@@ -239,6 +247,8 @@ class _Run:
 
     def with_latency(self, span: Span) -> Span:
         """A span with the end of its message."""
+        if isinstance(span.action, Pair):
+            return span
         kind, stage, microbatch = span.action
         if kind.startswith("SEND"):
             return span._replace(end=span.begin + self.durations.send)

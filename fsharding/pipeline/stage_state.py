@@ -3,13 +3,17 @@
 In: parameters at rest, a schedule that says when a stage is gathered and when its sums are reduced. Out: for each stage
 what a tape takes, and at the end all gradients where the optimizer wants them.
 Parameters and sums are as at rest, or whole and unreduced from the stage's GATHER to its last use and to its SCATTER.
+GATHER and SCATTER start collectives, of as many buckets as there is room for; `advance`, after each compute, goes on
+with the others; `parts` and `grads` wait. All of that follows from the row alone, so data ranks send in one order.
 Law: each leaf is reduced once, with the last SCATTER of the stages that have it, by the same tree of terms.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,10 +21,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
-from fsharding.comm.redistribute import redistribute, reduce_grads
+from fsharding.comm.bucket_queue import BucketQueue, Started
+from fsharding.comm.events import note
+from fsharding.comm.redistribute import BUCKET_BYTES, Moving, start_redistribute, start_reduce_grads
 from fsharding.mesh.device_mesh import axis_group, axis_index
 from fsharding.models.stacks import map_stacks, stacks_of
-from fsharding.pipeline.actions import uses_parameters
+from fsharding.pipeline.actions import Action, uses_parameters
 from fsharding.pipeline.schedule import Schedule
 from fsharding.pipeline.stages import layers_by_stage, over_owners
 from fsharding.precision import Precision
@@ -31,7 +37,10 @@ from fsharding.sharding.stage_owners import begins
 from fsharding.transforms.unit_plan import unreduced, whole
 from fsharding.tree import Tree
 
-__all__ = ["StageState"]
+__all__ = ["IN_FLIGHT_BYTES", "StageState"]
+
+IN_FLIGHT_BYTES = 4 * BUCKET_BYTES
+"""Most bytes of whole parameters that a rank gathers at a time while it computes, and of sums that it reduces."""
 
 
 class StageState:
@@ -48,7 +57,7 @@ class StageState:
     Attributes:
         once: whether stages are gathered once a step, as a whole.
         each: whether gradients are reduced for each microbatch.
-        work: for each stage that can compute: its parameters, where its gradients go, and their sums so far.
+        work: for each stage that has been gathered: its parameters, where its gradients go, and their sums so far.
     """
 
     def __init__(
@@ -64,7 +73,7 @@ class StageState:
         """Makes sums that are zero; nothing is sent."""
         self.model, self.schedule, self.layout, self.params, self.precision = model, schedule, layout, params, precision
         self.rank = axis_index("pp", layout.mesh)
-        row, own = schedule.table[self.rank], schedule.stages_on(self.rank)
+        row, own = schedule.actions_on(self.rank), schedule.stages_on(self.rank)
         self.once = any(a.kind == "GATHER" and a.microbatch is None for a in row)
         self.each = any(a.kind == "SCATTER" and a.microbatch is not None for a in row)
         counts, starts = layers_by_stage(model, schedule, layout), [0] * len(stacks_of(model))
@@ -88,6 +97,9 @@ class StageState:
         in_order = sorted(last, key=last.__getitem__)
         self._reduced_with = {i: stage for stage in in_order for i in self._leaves[stage] if i in whole_ones}
         self._reduced: dict[int, dict[int, Tensor]] = {}
+        self._gathers, self._reductions = BucketQueue(IN_FLIGHT_BYTES), BucketQueue(IN_FLIGHT_BYTES)
+        self._gathering: dict[int, Moving] = {}
+        self._reducing: dict[int, tuple[list[int], Moving]] = {}
         self.work = {} if self.once else {stage: self._work(stage, self._part(params, stage)) for stage in own}
 
     def _grad_dtype(self, leaf: LeafLayout) -> torch.dtype:
@@ -113,7 +125,10 @@ class StageState:
 
     # ------------------------------------------------------------------------------------------------------- parameters
     def gather(self, stage: int) -> None:
-        """Makes the parameters of a stage whole over the data axes, in the dtype of compute. Collective over these."""
+        """Starts to make the parameters of a stage whole over the data axes, in the dtype of compute.
+
+        Collective over these; `parts` waits for it.
+        """
         homes, dtypes = (
             tree.unflatten(self.layout.structure, values)
             for values in (
@@ -122,7 +137,19 @@ class StageState:
             )
         )
         part, to, kinds = (self._part(values, stage) for values in (self.params, homes, dtypes))
-        self.work[stage] = self._work(stage, redistribute(part, to, dtypes=kinds))
+        with _compat.region("gather"):
+            moving = self._gathering[stage] = start_redistribute(part, to, self._gathers, dtypes=kinds)
+        if moving.is_done():
+            self.parts(stage)
+
+    def parts(self, stage: int) -> tuple[Tree, Tree, Tree]:
+        """A stage's parameters, where its gradients go, and their sums so far; waits for its gather."""
+        moving = self._gathering.pop(stage, None)
+        if moving is not None:
+            with _compat.region("gather"):
+                self.work[stage] = self._work(stage, moving.wait())
+            note("wait", Action("GATHER", stage))
+        return self.work[stage]
 
     def stand_ins(self, stage: int, device: torch.device) -> Tree:
         """Tensors that look like the parameters of a stage, as its own rank has them once they are gathered.
@@ -151,29 +178,51 @@ class StageState:
         if self.once and not self._uses[stage]:
             del self.work[stage]
 
+    def advance(self) -> None:
+        """Goes on with gathers and reductions that had no room, which ends the oldest of those that are under way."""
+        with _compat.region("gather"):
+            self._gathers.advance()
+        with _compat.region("scatter"):
+            self._reductions.advance()
+
     # -------------------------------------------------------------------------------------------------------- gradients
-    def scatter(self, stage: int) -> None:
-        """With the last SCATTER of a stage, takes its sums to where the optimizer wants them."""
+    def scatter(self, stage: int, last: Callable[[], object] | None = None) -> None:
+        """With the last SCATTER of a stage, starts to take its sums to where the optimizer wants them.
+
+        Args:
+            stage: whose.
+            last: what still adds to the sums, if anything does; it is done first, not before the next compute is over.
+        """
         self._scatters[stage] -= 1
         if self._scatters[stage]:
             return
+        note("start", Action("SCATTER", stage))
         sums = tree.leaves(self._part(tree.unflatten(self.layout.structure, self._sums), stage))
         trained = [i for i in self._leaves[stage] if self._sums[i] is not None]
         parts = dict(zip(trained, sums, strict=True))
-        self._reduce(stage, {i: x for i, x in parts.items() if self._reduced_with.get(i, stage) == stage})
+        with _compat.region("scatter"):
+            if last is not None:
+                self._reductions.add([_Before(last)])
+            self._reduce(stage, {i: x for i, x in parts.items() if self._reduced_with.get(i, stage) == stage})
 
     def _reduce(self, stage: int, parts: dict[int, Any]) -> None:
         homes, mains = [self._homes[i] for i in parts], [self.layout.leaves[i].main for i in parts]
         native = self.precision.sums_natively(getattr(self.layout.mesh, "device_type", None))
-        result = reduce_grads([*parts.values()], homes, mains, native=native)
-        for i, grad in zip(parts, result, strict=True):
-            self._reduced.setdefault(i, {})[stage] = local_of(grad)
+        moving = start_reduce_grads([*parts.values()], homes, mains, self._reductions, native=native)
+        self._reducing[stage] = [*parts], moving
 
     def grads(self) -> Tree:
         """All gradients in `layout.main`; stages that share a leaf have added theirs. Collective over `pp`."""
         group = axis_group(self.layout.mesh, ("pp",))
-        # Leaves that this rank has no part of.
-        self._reduce(-1, {i: x for i, x in enumerate(self._sums) if x is not None and i not in self._reduced})
+        started = {i for indices, _ in self._reducing.values() for i in indices}
+        with _compat.region("scatter"):
+            # Leaves that this rank has no part of.
+            self._reduce(-1, {i: x for i, x in enumerate(self._sums) if x is not None and i not in started})
+            for stage, (indices, moving) in self._reducing.items():
+                for i, grad in zip(indices, moving.wait(), strict=True):
+                    self._reduced.setdefault(i, {})[stage] = local_of(grad)
+                if stage >= 0:
+                    note("wait", Action("SCATTER", stage))
         result: list[DTensor | None] = []
         for i, (leaf, total) in enumerate(zip(self.layout.leaves, self._sums, strict=True)):
             if total is None:
@@ -184,6 +233,35 @@ class StageState:
             grad = leaf.main.simplified().at_rest(local, tuple(total.shape))
             result.append(over_owners(grad, leaf.main, group, self.rank))
         return tree.unflatten(self.layout.structure, result)
+
+    def close(self) -> None:
+        """Lets go of what is under way after a failure."""
+        self._gathers.release()
+        self._reductions.release()
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A bucket that sends nothing: what has to be done before the next one is started. It is its own handle.
+
+    There is no room for another bucket beside it.
+    """
+
+    do: Callable[[], object]
+    bytes: int = 1 << 62
+
+    def start(self) -> Started:
+        return Started(self, lambda _: None)
+
+    def is_ready(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        self.do()
+        return []
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        """Nothing is in flight here."""
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:

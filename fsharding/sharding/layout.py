@@ -34,7 +34,8 @@ from fsharding.sharding.leaf_plan import (
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.stage_owners import Stages, normal
-from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, StrategyName, parse_strategy
+from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, parse_strategy
+from fsharding.sharding.strategy_names import StrategyName
 from fsharding.tree import Tree
 
 __all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "plan_layout"]

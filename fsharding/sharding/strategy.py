@@ -7,10 +7,11 @@ Law: the strategy never changes a loss, only where bytes live and when they move
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
-from fsharding.errors import ConfigError, did_you_mean, message
+from fsharding.errors import ConfigError, message
 from fsharding.public import kind_of, public
+from fsharding.sharding.strategy_names import meant_strategy
 
 __all__ = [
     "HFSDP",
@@ -21,7 +22,6 @@ __all__ = [
     "OPTIM_GRADS_PARAMS",
     "STRATEGIES",
     "Strategy",
-    "StrategyName",
     "hybrid",
     "parse_strategy",
     "zero",
@@ -122,11 +122,6 @@ def hybrid(
 HSDP = hybrid()
 HFSDP = hybrid(opt_state=True)
 
-StrategyName: TypeAlias = Literal[
-    "zero0", "zero1", "zero2", "zero3", "hfsdp", "no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp"
-]
-"""The names in `STRATEGIES`, for type checkers; `parse_strategy` takes any text."""
-
 STRATEGIES: dict[str, Strategy] = {
     "zero0": NO_SHARD,
     "zero1": OPTIM,
@@ -140,15 +135,6 @@ STRATEGIES: dict[str, Strategy] = {
     "hsdp": HSDP,
 }
 """Strategies by the names that the command line takes."""
-
-
-_ELSEWHERE = {
-    "ddp": "zero0", "dp": "zero0", "replicate": "zero0", "shardgradop": "zero2",
-    "fsdp": "zero3", "fsdp1": "zero3", "fsdp2": "zero3", "fullshard": "zero3", "deepspeed": "zero3",
-    "hybridshard": "hsdp", "hybridshardzero2": "hsdp",
-    **{f"{name}{level}": f"zero{level}" for name in ("zero", "stage", "zerostage") for level in range(4)},
-}  # fmt: skip
-"""Our strategies by the names that other libraries give them, in small letters and without signs."""
 
 
 @public("fs.parse_strategy")
@@ -176,5 +162,4 @@ def _hint(name: Any) -> str:
     if not isinstance(name, str):
         level = name if type(name) is int and name in range(4) else 3
         return f" Give a name or a value, such as fs.zero({level})."
-    ours = _ELSEWHERE.get("".join(c for c in name.lower() if c.isalnum()))
-    return f" Here that is {ours!r}." if ours else did_you_mean(name, STRATEGIES)
+    return meant_strategy(name)

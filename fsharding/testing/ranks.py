@@ -112,7 +112,7 @@ def _answer(call: Callable[[], Any]) -> bytes:
 def _perform(call: bytes) -> Any:
     path, filters, seed, body = pickle.loads(call)
     sys.path[:] = path
-    fn, args, kwargs = pickle.loads(body)
+    fn, args, kwargs = _unpack(body)
     if seed is not None:
         random.seed(seed)
         torch.manual_seed(seed)
@@ -121,6 +121,17 @@ def _perform(call: bytes) -> Any:
         for action, text, category, module, line in reversed(filters):
             warnings.filterwarnings(action, text, category, module, line)
         return fn(*args, **kwargs)
+
+
+def _unpack(body: bytes) -> Any:
+    try:
+        return pickle.loads(body)
+    except AttributeError as error:
+        if "__mp_main__" not in str(error):
+            raise
+        name = str(error).partition("attribute '")[2].partition("'")[0]
+        rule = f"cannot find {name} on the ranks: they import the script, without what is below its `if __name__`."
+        raise RankFailure(message("run_ranks", rule, mend="Define it above, at the top level of the file.")) from None
 
 
 # --------------------------------------------------------------------------------------------- in the caller's process

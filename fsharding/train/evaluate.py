@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.errors import ArgumentError, ConfigError, ScheduleError, message
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.pipeline.executor import Messages, pipeline_loss
 from fsharding.pipeline.schedule import Schedule
 from fsharding.precision import FP32, Precision
-from fsharding.public import check_function, public
+from fsharding.public import check_function, public, refuse_compiled
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import to_local
 from fsharding.train.loss_function import LossFunction
@@ -98,7 +98,9 @@ def evaluate(
     pipeline = _Pipeline(model, schedule, microbatches) if is_model else None
 
     @public(_NAME)
+    @_compat.never_inlined
     def run(params: Tree | TrainState, batch: Tree) -> Any:
+        refuse_compiled(_NAME, "Compile the loss function, fs.evaluate(torch.compile(loss_fn)), or its blocks.")
         state = params if isinstance(params, TrainState) else None
         values = params if state is None else state.params
         dtypes = precision or (FP32 if state is None else state.layout.precision)

@@ -22,7 +22,8 @@ from fsharding.precision import FP32, Precision
 from fsharding.public import check_function, check_optimizer, is_optimizer, public, refuse, refuse_module
 from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules
-from fsharding.sharding.strategy import Strategy, StrategyName
+from fsharding.sharding.strategy import Strategy
+from fsharding.sharding.strategy_names import StrategyName
 from fsharding.train.state import TrainState, init_state
 from fsharding.train.step import Check, TrainStep, make_train_step
 from fsharding.transforms import policies

@@ -300,6 +300,9 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     """
     if is_optimizer(model) and not is_optimizer(opt):
         raise refuse("fs.init_state", "a model, then an optimizer", model, "Swap the two.")
+    if not hasattr(model, "init") and issubclass(type(model), dict | list | tuple):
+        mend = "Of parameters that are there: fs.state_from(params, opt, key, layout)."
+        raise refuse("fs.init_state", "a Model, or a function of a key", model, mend)
     if not hasattr(model, "init"):
         check_function("fs.init_state", "a Model, or a function of a key", model, 1, exactly=True)
     _check_start("fs.init_state", opt, key, layout)

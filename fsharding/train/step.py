@@ -30,7 +30,7 @@ from fsharding.optim.clip import LeafSquares, square_sums
 from fsharding.optim.router_bias import split_loads, update_against_load
 from fsharding.optim.updates import apply_gradients, apply_updates
 from fsharding.pipeline.executor import Messages, pipeline_grads
-from fsharding.pipeline.schedule import Schedule, plan_schedule
+from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.precision import Precision
 from fsharding.public import (
     check_function,
@@ -187,7 +187,7 @@ def make_train_step(
         opt: the optimizer.
         microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated; at least 1.
         schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, which is planned for the size of
-            `pp` and `microbatches`. Meshes without `pp` do not look at it.
+            `pp` and `microbatches`, dualpipev with pairs where it has `ep`. Meshes without `pp` do not look at it.
         precision: dtypes of compute and wire; by default the layout's.
         donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
         policy: what the blocks of a `Model` keep for backward.
@@ -745,8 +745,12 @@ def planned_schedule(function: str, schedule: str | Schedule, layout: Layout, mi
     Raises:
         ScheduleError: it cannot have so many ranks or microbatches.
     """
-    ranks = abstract(layout.mesh).axis_size("pp")
-    planned = plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
+    mesh = abstract(layout.mesh)
+    ranks, planned = mesh.axis_size("pp"), schedule
+    if isinstance(planned, str):
+        # Experts are what a stage communicates for: there pairs are worth the idle time that they cost.
+        overlap = planned in PAIRED and mesh.axis_size("ep") > 1
+        planned = plan_schedule(planned, ranks, microbatches, overlap=overlap)
     if (planned.ranks, planned.microbatches) != (ranks, microbatches):
         text = f"got {planned!r} for pp={ranks} and microbatches={microbatches}."
         raise ScheduleError(message(function, text, mend="Plan it with fs.pipeline.plan_schedule for these numbers."))

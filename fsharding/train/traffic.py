@@ -86,13 +86,13 @@ class Sender:
     @property
     def once(self) -> bool:
         """Whether parameters are gathered once a step."""
-        table = self.schedule.table[self.where["pp"]] if self.schedule else ()
+        table = self.schedule.actions_on(self.where["pp"]) if self.schedule else ()
         return any(action.kind == "GATHER" and action.microbatch is None for action in table)
 
     @property
     def each(self) -> bool:
         """Whether gradients are reduced for each microbatch."""
-        table = self.schedule.table[self.where["pp"]] if self.schedule else ()
+        table = self.schedule.actions_on(self.where["pp"]) if self.schedule else ()
         return not table or any(action.kind == "SCATTER" and action.microbatch is not None for action in table)
 
     def size(self, *axes: str) -> int:
@@ -117,7 +117,7 @@ class Sender:
         """The stages of this rank; without a pipeline, one with all layers."""
         if self.schedule is None:
             return [Stage(self.layers[0], True, True, self.microbatches)]
-        row = self.schedule.table[self.where["pp"]]
+        row = self.schedule.actions_on(self.where["pp"])
         result: list[Stage] = []
         for stage in self.schedule.stages_on(self.where["pp"]):
             walks = sum(a.stage == stage and a.kind in ("B", "I") for a in row)
@@ -285,7 +285,7 @@ def update(sender: Sender) -> None:
 def _by_scatter(sender: Sender, own: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
     """Leaves that the last SCATTER of each stage reduces together: rows of stacks, and its ends if none is later."""
     assert sender.schedule is not None
-    row = sender.schedule.table[sender.where["pp"]]
+    row = sender.schedule.actions_on(sender.where["pp"])
     ends = [leaf for leaf in own if not begins(leaf.plan.path, "blocks")]
     trained = {leaf.plan.path for leaf in own}
     last = {a.stage: i for i, a in enumerate(row) if a.kind == "SCATTER"}

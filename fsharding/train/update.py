@@ -6,11 +6,12 @@ Law: with the gradients of `value_and_grad(loss_fn, grads=state.layout.main)`, t
 
 from __future__ import annotations
 
+from fsharding import _compat
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import ArgumentError, message
 from fsharding.optim.base import GradientTransformation
 from fsharding.optim.updates import apply_gradients
-from fsharding.public import check_optimizer, is_optimizer, kind_of, public, refuse
+from fsharding.public import check_optimizer, is_optimizer, kind_of, public, refuse, refuse_compiled
 from fsharding.train.state import TrainState, main_of, sealed, spread
 from fsharding.tree import Tree
 
@@ -20,6 +21,7 @@ _NAME = "fs.update"
 
 
 @public(_NAME)
+@_compat.never_inlined
 def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> TrainState:
     """Updates optimizer state, main parameters and parameters, and counts the step.
 
@@ -46,6 +48,7 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
         >>> int(state.step), [round(x, 4) for x in state.params["w"].full_tensor().tolist()]
         (1, [0.2, 0.2, 0.2, 0.2])
     """
+    refuse_compiled(_NAME, "Call it as it is: its kernels are fused already.")
     if not isinstance(state, TrainState):
         swapped = isinstance(grads, TrainState)
         mend = "Swap the two: fs.update(state, grads, opt)." if swapped else "Make one with fs.setup or fs.init_state."

@@ -35,7 +35,7 @@ class _Pending(NamedTuple):
     """A bucket whose collectives are under way: whether they are done, and what is left to do then."""
 
     is_ready: Callable[[], bool]
-    finish: Callable[[], None]
+    finish: Callable[[], object]
 
 
 class _Memory(NamedTuple):
@@ -166,6 +166,11 @@ class GradReducer:
                 rest = [(slot, i) for slot, i in enumerate(b.leaves) if slot not in bucket.filled]
                 bucket.add([slot for slot, _ in rest], [grads[i] for _, i in rest])
                 self._pending.append(self._finish_later(plan, b, [index[i] for i in b.leaves], bucket.start()))
+
+    def follow(self, earlier: Callable[[], object]) -> None:
+        """Has something be done before the first gradient is added: another reducer adds to the same sums before."""
+        assert not self._pending, "a gradient may have been added"
+        self._pending.append(_Pending(lambda: False, earlier))
 
     def settle(self, *, wait: bool = True) -> None:
         """Finishes the reductions under way, in the order of their start; without `wait`, up to the first not done."""

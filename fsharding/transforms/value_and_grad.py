@@ -345,6 +345,10 @@ class Tape:
         with _on(self.mesh):
             self.context.run_deferred()
 
+    def follow(self, earlier: Callable[[], object]) -> None:
+        """Has the reductions of another tape, which adds to the same gradients, be finished before any of this one."""
+        self.context.reducer.follow(earlier)
+
     def finish(self) -> list[Tensor | None]:
         """Waits for the reductions under way, and closes: the local gradient of each leaf."""
         for i, (grad, x) in enumerate(zip(self._direct, self._local, strict=True)):

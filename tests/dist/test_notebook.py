@@ -376,6 +376,7 @@ def test_a_result_that_cannot_be_sent_or_read(pool: Ranks):
     failure = failure_of(pool, lambda: {"state": setup()[0]})
     assert "cannot send a dict to the notebook, the result of " in str(failure)
     assert "\n  state.params.w is a DTensor\n" in str(failure)
+    assert "\n  it is a DTensor\n" in str(failure_of(pool, lambda: setup()[0].params["w"]))
     assert pool.pids == pids
 
 

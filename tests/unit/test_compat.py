@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
 from fsharding import _compat, _functorch, ops
@@ -217,6 +219,32 @@ def test_a_record_is_what_torch_saves_but_for_the_sums():
     assert torch.equal(torch.load(io.BytesIO(ours.data)), x)
     with zipfile.ZipFile(io.BytesIO(ours.data)) as archive:
         assert [info.CRC for info in archive.infolist()] == [0] * len(archive.infolist())
+
+
+def test_modes_of_a_thread_are_noticed():
+    class Mode(TorchDispatchMode):
+        pass
+
+    class Functions(TorchFunctionMode):
+        pass
+
+    assert not _compat.thread_has_modes()
+    modes = [
+        Mode,
+        Functions,
+        FakeTensorMode,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu"),
+        lambda: torch.device("cpu"),
+    ]
+    for mode in modes:
+        with mode():
+            assert _compat.thread_has_modes(), mode
+        assert not _compat.thread_has_modes()
+    cpu = torch.device("cpu")
+    assert _compat.current_stream(cpu) is None and not _compat.is_capturing(cpu)
+    with _compat.on_stream(None):
+        pass
 
 
 def test_functorch_is_noticed():

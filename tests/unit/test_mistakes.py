@@ -36,6 +36,8 @@ from fsharding.models import model
 from fsharding.train import state as train_state
 from tests.modules import Module
 
+CONFIG = fs.models.DecoderConfig(vocab=8, dim=8, layers=2, heads=2, kv_heads=1, hidden=8)
+
 
 def init(key):
     first, last = fs.random.split(key)
@@ -483,7 +485,8 @@ MISTAKES = {
     ),
     "a tree for init": (
         ArgumentError,
-        "fs.init_state takes a Model, or a function of a key, got a dict.\nGive a Model, or a function of a key.",
+        "fs.init_state takes a Model, or a function of a key, got a dict.\n"
+        "Of parameters that are there: fs.state_from(params, opt, key, layout).",
         lambda at: fs.init_state(at.tree, at.opt, at.key, at.layout),
     ),
     "a module to plan_layout": (
@@ -620,6 +623,47 @@ MISTAKES = {
         "fs.checkpoint.save takes a path, then a TrainState, got a dict.\n"
         "Give the whole state: fs.checkpoint.save(path, state).",
         lambda at: fs.checkpoint.save("ckpt", at.state.params),
+    ),
+    "hf.load with the layout first": (
+        ArgumentError,
+        "fs.hf.load takes a path, then a Layout, got a Layout.\nGive the directory first: fs.hf.load(path, layout).",
+        lambda at: fs.hf.load(at.layout, "llama"),
+    ),
+    "hf.load of a state": (
+        ArgumentError,
+        "fs.hf.load takes a path, then a Layout, got a TrainState.\n"
+        "Plan one: layout = fs.plan_layout(model, mesh).",
+        lambda at: fs.hf.load("llama", at.state),
+    ),
+    "hf.save with the state first": (
+        ArgumentError,
+        "fs.hf.save takes a path, then a TrainState, got a TrainState.\n"
+        "Give the directory first: fs.hf.save(path, state, config).",
+        lambda at: fs.hf.save(at.state, "llama", CONFIG),
+    ),
+    "megatron.load with the layout first": (
+        ArgumentError,
+        "fs.megatron.load takes a path, then a Layout, got a Layout.\n"
+        "Give the directory first: fs.megatron.load(path, layout, config).",
+        lambda at: fs.megatron.load(at.layout, "iter_0000100", CONFIG),
+    ),
+    "megatron.load_state with the optimizer first": (
+        ArgumentError,
+        "fs.megatron.load_state takes a path, then a Layout, got a ContextTransformation.\n"
+        "Give the directory first: fs.megatron.load_state(path, opt, key, layout, config).",
+        lambda at: fs.megatron.load_state(at.opt, "iter_0000100", at.key, at.layout, CONFIG),
+    ),
+    "megatron.save of parameters": (
+        ArgumentError,
+        "fs.megatron.save takes a path, then a TrainState, got a dict.\n"
+        "Give the whole state: fs.megatron.save(path, state, config).",
+        lambda at: fs.megatron.save("iter_0000100", at.state.params, CONFIG),
+    ),
+    "a directory that Megatron has not written": (
+        CheckpointError,
+        "fs.megatron.load cannot read /nowhere.\n  there is no such file or directory\n"
+        "Give a directory of torch_dist or fsdp_dtensor, such as iter_0000100.",
+        lambda at: fs.megatron.load("/nowhere", at.layout, CONFIG),
     ),
     "metrics['loss']": (
         ArgumentError,

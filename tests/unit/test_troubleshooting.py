@@ -167,6 +167,12 @@ MISTAKES = {
         torch.nn.Sequential(torch.nn.Linear(4, 3))
     ),
     "a plain tensor put into `state.params`": lambda at: at.step(at.state.replace(params=whole_params(at)), at.batch),
+    'a leaf at rest and a plain tensor: `state.params["w"] * x`': lambda at: (
+        at.state.params["head"]["weight"] * torch.ones(3, 8)
+    ),
+    "parameters for `init`: `fs.init_state(params, opt, key, layout)`": lambda at: fs.init_state(
+        at.state.params, at.opt, at.key, at.layout
+    ),
     "`state.params` changed in place": at_rest,
     # ------------------------------------------------------------------------------------------------ loss functions
     "a leaf used without `gather_unit`": in_loss(lambda p, b: F.linear(b["x"], p["body"]["w"]).sum()),
@@ -255,7 +261,7 @@ MISTAKES = {
     "a global batch that ranks do not divide": command("train --ranks 2 --batch 3 --out DIR/run"),
 }  # fmt: skip
 
-OWN_EDIT: set[str] = set()
+OWN_EDIT = {'a leaf at rest and a plain tensor: `state.params["w"] * x`'}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

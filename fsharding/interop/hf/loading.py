@@ -24,6 +24,7 @@ from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, name
 from fsharding.mesh.failures import called_by_all
 from fsharding.models.decoder import DecoderConfig
 from fsharding.precision import DTYPES
+from fsharding.public import check_path
 from fsharding.sharding.layout import Layout
 from fsharding.tree import Tree
 
@@ -67,6 +68,7 @@ def load(
         >>> torch.equal(params["embed"]["table"].full_tensor(), state.params["embed"]["table"].full_tensor())
         True
     """
+    check_path(_FUNCTION, "a path, then a Layout", path, "fs.hf.load(path, layout)")
     wants = main_wants(layout, _FUNCTION)
     looked: list[tuple[Folder, dict[str, list[Piece]]]] = []
 

@@ -38,6 +38,7 @@ from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, name
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.public import check_path
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
@@ -117,6 +118,7 @@ def save(
         ...     fs.hf.config_of(saved.path) == recipe.config
         True
     """
+    check_path(_FUNCTION, "a path, then a TrainState", path, "fs.hf.save(path, state, config)")
     planned: list[_Job] = []
 
     def plan() -> str:

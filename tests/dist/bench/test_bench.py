@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -53,6 +54,14 @@ def test_schedules_train_the_same_and_are_compared_with_the_first():
     assert tuple(row["schedule"] for row in rows) == config.schedules
     assert len({row["loss"] for row in rows}) == 1, "the same in every bit, whatever the schedule"
     assert rows[0]["ratio"] == 1.0 and rows[0]["idle"] > rows[-1]["idle"] > 0
+    resting = run_ranks(schedules, 2, replace(config, rest=1.0, seq_len=2, schedules=("1f1b", "zbv", "dualpipev")))[0]
+    assert len({row["loss"] for row in resting}) == 1, "halves of a backward that rest give the same gradients"
+    # 3 (m + p - 1) blocks of time, and 3 v m + p - 1 halves of such ones.
+    assert [row["simulated_ratio"] for row in resting] == [1.0, 25 / 30, 25 / 30]
+    # Each of 2 blocks a rank rests three times for each of 4 microbatches, if nothing else took any time.
+    assert all(row["median_ms"] >= 24 for row in resting)
+    with pytest.raises(ConfigError, match=r"rest: -1\.0"):
+        pipeline.bench_pipeline(PipelineConfig(rest=-1.0))
     with pytest.raises(ConfigError, match=r"zbw: not known\. Did you mean 'zbv'"):
         pipeline.bench_pipeline(PipelineConfig(schedules=("zbw",)))
 

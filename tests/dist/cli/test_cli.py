@@ -275,7 +275,8 @@ def test_empty_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_resume_of_another_run_is_refused_by_name(whole: Path, capsys: pytest.CaptureFixture[str]):
     before = (whole / "metrics.jsonl").read_bytes()
     error = refused(capsys, "train", "--out", whole, *SMALL, "--resume", "auto", "--seed", "7")
-    assert "it is another run" in error and "data: " in error
+    assert "it is another run" in error and "data: " in error and "  --seed: 0 in the checkpoint, 7 now\n" in error
+    assert "--seq" not in error and "--out" not in error.partition("is another run")[2].partition("Give")[0]
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 

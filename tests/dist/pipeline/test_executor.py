@@ -1,5 +1,7 @@
 """Pipelines on real ranks: what is where, and how much is alive."""
 
+import hashlib
+import re
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -7,11 +9,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsharding as fs
+from fsharding.comm import redistribute
+from fsharding.comm.events import following
 from fsharding.errors import ScheduleError
+from fsharding.pipeline import stage_state
 from fsharding.pipeline.executor import _Run
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import SCHEDULES
@@ -104,6 +110,117 @@ def test_gathers_and_scatters_are_those_of_the_table(name, ahead):
     for wanted, found, posted in run_ranks(followed, 4, name, "microbatch", ahead):
         assert wanted == found
         assert posted == Counter({key: n for key, n in wanted.items() if key[0] == "GATHER"}), "where the table says"
+
+
+# ------------------------------------------------------------------------------------------- communication beside computes
+def digested(schedule, model, steps=2, policy=policies.save_except_gathered, **axes):
+    """What a rank computes and sends in some steps, and the events of the last one."""
+    state, opt = started(schedule, model, **axes)
+    step = fs.make_train_step(model, opt, microbatches=4, schedule=schedule, policy=policy)
+    digest, mesh = hashlib.sha256(), state.layout.mesh
+    with fs.counting_bytes() as sent:
+        for i in range(steps):
+            with following() as events:
+                state, metrics = step(state, fs.local_batch(token_batch(i, vocab=50, rows=16), mesh))
+            digest.update(metrics.loss.numpy().tobytes() + metrics.grad_norm.numpy().tobytes())
+    for leaf in fs.tree.leaves((state.main, state.opt_state)):
+        digest.update(local_of(leaf).contiguous().numpy().tobytes() if isinstance(leaf, DTensor) else b"")
+    return digest.hexdigest(), dict(sent.by_axes), [*map(str, events)]
+
+
+def beside(events, name):
+    """The computes that begin and end between the start of some communication and its wait."""
+    part = events[events.index(f"start {name}") : events.index(f"wait {name}")]
+    return [event.removeprefix("end ") for event in part if event.startswith("end ")]
+
+
+def overlapped(how):
+    schedule = fs.pipeline.plan_schedule("zbv", 2, 4, gather=how)
+    _, _, events = digested(schedule, MODEL, pp=2, dp=2)
+    names = {e.removeprefix("wait ") for e in events if e.startswith("wait ") and ("GATHER" in e or "SCATTER" in e)}
+    return {name: beside(events, name) for name in names}, events
+
+
+def test_gathers_and_scatters_of_a_stage_are_under_way_while_it_computes():
+    for rank, (found, events) in enumerate(run_ranks(overlapped, 4, "step")):
+        first, second = (0, 3) if rank < 2 else (1, 2)
+        assert {*found} == {f"{stage}{kind}" for stage in (first, second) for kind in ("GATHER", "SCATTER")}
+        assert found[f"{first}GATHER"] == [], "the first compute of all waits for it"
+        assert len(found[f"{second}GATHER"]) == 1, "one compute ahead"
+        assert found[f"{second}SCATTER"] == {0: ["0I2", "0W2", "0I3", "0W3"], 1: ["1W3"]}[rank // 2]
+        begun = events.index(f"start {second}SCATTER")
+        assert "start bucket" in events[begun : begun + 2], "and it is what goes over the wire then"
+        assert events.count("start bucket") == events.count("wait bucket") > 2
+    for found, events in run_ranks(overlapped, 4, "microbatch"):
+        reduced = [e.removeprefix("start ") for e in events if re.match(r"start \d+SCATTER\d", e)]
+        assert len(reduced) == 8 and sum(bool(found[name]) for name in reduced) >= 4
+        waited = [e.removeprefix("wait ") for e in events if re.match(r"wait \d+SCATTER\d", e)]
+        assert waited == reduced, "sums are added in the order of the table"
+
+
+def windows(limits, how, **axes):
+    schedule = fs.pipeline.plan_schedule("zbv", 2, 4, gather=how)
+    model, seen = fs.models.decoder(replace(CONFIG, tied=True)), []
+    for limit in limits:
+        with patch.object(redistribute, "BUCKET_BYTES", 1 << 13), patch.object(stage_state, "IN_FLIGHT_BYTES", limit):
+            digest, sent, events = digested(schedule, model, **axes)
+        now, most = 0, 0
+        for event in events:
+            now += (event == "start bucket") - (event == "wait bucket")
+            most = max(most, now)
+        seen.append((digest, sent, most))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes"), [(4, {"pp": 2, "dp": 2}), pytest.param(8, {"pp": 2, "replica": 2, "dp": 2}, marks=full)]
+)
+@pytest.mark.parametrize("how", ["step", pytest.param("microbatch", marks=full)])
+def test_however_much_is_in_flight_bits_calls_and_bytes_are_the_same(ranks, axes, how):
+    for none, some, every in run_ranks(windows, ranks, (0, 1 << 14, 1 << 40), how, **axes):
+        assert none[:2] == some[:2] == every[:2]
+        if how == "step":
+            assert 1 == none[2] < some[2] < every[2]
+
+
+EXPERTS = fs.models.decoder(replace(CONFIG, experts=fs.models.Experts(4, 2, 12, z=1e-2)))
+
+
+def paired(policy, **axes):
+    by_name, apart = "dualpipev", fs.pipeline.plan_schedule("dualpipev", 2, 4)
+    together = fs.pipeline.plan_schedule("dualpipev", 2, 4, overlap=True)
+    results = [digested(schedule, EXPERTS, policy=policy, **axes) for schedule in (apart, together)]
+    state, opt = started(apart, EXPERTS, **axes)
+    step = fs.make_train_step(EXPERTS, opt, microbatches=4, schedule=by_name)
+    with following() as events:
+        step(state, fs.local_batch(token_batch(0, vocab=50, rows=16), state.layout.mesh))
+    pairs = [pair for pair in together.table[torch.distributed.get_rank() // 2] if isinstance(pair, fs.pipeline.Pair)]
+    return results, pairs, [*map(str, events)]
+
+
+def begins_in(events, forward, backward):
+    return f"begin {backward}" in events[events.index(f"begin {forward}") : events.index(f"end {forward}")]
+
+
+@pytest.mark.parametrize(
+    ("policy", "axes"),
+    [
+        (policies.save_except_gathered, {"ep": 2}),
+        pytest.param(policies.nothing_saveable, {"ep": 2}, marks=full),
+        *(pytest.param(policies.nothing_saveable, {axis: 2}, marks=full) for axis in ("dp", "cp", "tp")),
+    ],
+)
+def test_a_pair_computes_one_while_the_other_waits_and_gets_the_same_bits(policy, axes):
+    every = run_ranks(paired, 4, policy, pp=2, **axes)
+    for ((apart, apart_sent, one_by_one), (digest, sent, by_turns)), pairs, by_name in every:
+        assert (digest, sent) == (apart, apart_sent) and pairs and sorted(by_turns) == sorted(one_by_one)
+        inside = [[begins_in(events, *pair) for pair in pairs] for events in (one_by_one, by_turns, by_name)]
+        waits = "tp" in axes or "ep" in axes
+        assert inside == [[False] * len(pairs), [waits] * len(pairs), ["ep" in axes] * len(pairs)], (
+            "the backward begins while the forward waits; a step that plans by name does so where there are experts"
+        )
+    for i in (0, 2):
+        assert every[i][0][1][2] == every[i + 1][0][1][2], "ranks that share a stage do the same in the same order"
 
 
 def order_of(name):

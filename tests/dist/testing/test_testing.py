@@ -388,6 +388,26 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
     )
 
 
+def test_a_function_below_the_guard_is_told_so(tmp_path):
+    done = script(
+        tmp_path,
+        """
+        from fsharding.testing import run_ranks
+
+        if __name__ == "__main__":
+            def double(x):
+                return 2 * x
+
+            run_ranks(double, 1, 4)
+        """,
+    )
+    assert done.returncode == 1
+    assert (
+        "cannot find double on the ranks: they import the script, without what is below its `if __name__`.\n"
+        "Define it above, at the top level of the file.\n"
+    ) in done.stderr
+
+
 @full
 def test_a_function_typed_into_an_interpreter():
     code = "from fsharding.testing import run_ranks\ndef f(): pass\nrun_ranks(f, 1)"

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import typing
 
 import pytest
+import tyro
 
+import fsharding as fs
 from fsharding.cli import main as front
-from fsharding.cli import verbs
+from fsharding.cli import usage, verbs
+from fsharding.cli.config import OPTIMIZERS, PRECISIONS
 from fsharding.cli.main import main
+from fsharding.cli.trackers import TRACKERS
+from fsharding.models.presets import RECIPES
+from fsharding.pipeline.schedule import SCHEDULES
+from fsharding.sharding.strategy import STRATEGIES
+from fsharding.sharding.strategy_names import STRATEGY_NAMES
 
 
 @pytest.mark.parametrize(
@@ -21,10 +30,16 @@ from fsharding.cli.main import main
         ("bench step --help", 0),
         ("", 2),
         ("trains", 2),
-        ("train --stepss 3", 2),
         ("train --out x --steps many", 2),
         ("train --config no-such-file", 2),
         ("bench stpe", 2),
+        ("train --stepss 3", 2),
+        ("train --out x --strategy fsdp", 2),
+        ("train --out x --preset llama3", 2),
+        ("train --out x --dtype bf16", 2),
+        ("train --out x --log tensorbord", 2),
+        ("plan tiny --mesh data=2", 2),
+        ("bench step --rounds 0", 2),
     ],
 )
 def test_help_and_usage_errors_wait_for_no_torch(line: str, status: int):
@@ -52,6 +67,63 @@ def test_a_verb_that_is_not_there(args: list[str], rule: str, near: str, capsys:
         main(args)
     said = capsys.readouterr().err
     assert end.value.code == 2 and rule in said and f"Did you mean '{near}'?" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (
+            "train --stpes 3",  # --out is missing as well: what was mistyped comes first
+            "fsharding train has no --stpes.\nfsharding train --help lists its options. Did you mean '--steps'?",
+        ),
+        (
+            "train --otu x --no-plto --save_every=3",
+            "fsharding train does not have 2 of these options.\n  --otu: Did you mean '--out'?\n"
+            "  --no-plto: Did you mean '--no-plot'?\nfsharding train --help lists its options.",
+        ),
+        ("bench step --rnks 2", "fsharding bench step has no --rnks.\nfsharding bench step --help lists its options."),
+        ("--verson", "fsharding has no --verson.\nWrite one of train, generate, plan, bench, "),
+        ("--verson", " first. Did you mean '--version'?"),
+        (
+            "generate x --dtype bf16",
+            "fsharding generate knows no --dtype 'bf16'.\nUse one of float32, bfloat16, float16.",
+        ),
+        ("plan tiny --strategy FULL_SHARD", "fsharding plan knows no strategy 'FULL_SHARD'.\nStrategies are zero0, "),
+        ("plan tiny --strategy FULL_SHARD", " Here that is 'zero3'."),
+        ("plan llama3", "fsharding plan knows no preset 'llama3'.\nPresets are tiny, "),
+        ("reshard a b --mesh dpp=2", "MeshError: fsharding reshard --mesh dpp=2 knows no axis 'dpp'."),
+        ("bench scaling --units 0 2", "fsharding bench scaling cannot measure this.\n  units: (0, 2)\nNumbers are "),
+        ("bench step --contenders ours", "fsharding bench step cannot measure this.\n  ours: not known\n"),
+        ("inspect nowhere", "CheckpointError: fsharding inspect: fs.checkpoint.inspect finds no checkpoint at "),
+    ],
+)
+def test_an_error_names_the_command_and_what_is_near(line: str, text: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(line.split())
+    assert end.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_names_of_options_are_those_of_what_they_stand_for():
+    assert tuple(PRECISIONS) == usage.DTYPES
+    assert tuple(OPTIMIZERS) == usage.OPTIMIZERS
+    assert tuple(fs.policies.POLICIES) == usage.POLICIES
+    assert tuple(RECIPES) == usage.PRESETS
+    assert tuple(SCHEDULES) == usage.SCHEDULES
+    assert tuple(TRACKERS) == usage.TRACKERS
+    assert tuple(STRATEGIES) == STRATEGY_NAMES
+
+
+def test_every_option_of_every_verb_is_known():
+    for name, (kind, _) in [*front._VERBS.items(), *front._BENCHES.items()]:
+        if isinstance(kind, type):
+            config = typing.get_type_hints(kind, include_extras=True)
+            named = [
+                key for key, hint in config.items() if tyro.conf.Positional not in getattr(hint, "__metadata__", ())
+            ]
+            usage.check_options(
+                name, kind, [f"--{key}=x" for key in named] + [f"--{key.replace('_', '-')}" for key in named]
+            )
 
 
 def test_every_verb_has_a_function():

@@ -44,7 +44,7 @@ def test_another_optimizer_is_another_run(config):
     train(config)
     with pytest.raises(CheckpointError) as caught:
         check(replace(config, resume="newest", optimizer="lion"), 1)
-    assert "\n  optimizer: adamw in the checkpoint, lion now\n" in str(caught.value)
+    assert "\n  --optimizer: adamw in the checkpoint, lion now\n" in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         check(replace(config, optimizer="adam"), 1)
     text = (

@@ -218,6 +218,30 @@ def test_other_compiled_transforms_are_refused(graphs):
     )
 
 
+def test_other_compiled_calls_are_refused(graphs):
+    state, batch = start(), tokens(8)
+    grads = fs.value_and_grad(loss_of(block), grads=state.layout.main)(state.params, batch)[1]
+    calls = {
+        "fs.evaluate": lambda: torch.compile(fs.evaluate(loss_of(block)), backend=graphs)(state, batch),
+        "fs.update": lambda: torch.compile(fs.update, backend=graphs)(state, grads, OPT),
+        "fs.models.generate": lambda: torch.compile(fs.models.generate, backend=graphs)(
+            lambda params, tokens: torch.zeros(*tokens.shape, 8), {"w": torch.ones(1)}, [[1]], 2
+        ),
+    }
+    mends = {
+        "fs.evaluate": "Compile the loss function, fs.evaluate(torch.compile(loss_fn)), or its blocks.",
+        "fs.update": "Call it as it is: its kernels are fused already.",
+        "fs.models.generate": "Compile what it calls: fs.models.generate(torch.compile(apply), ...).",
+    }
+    for name, call in calls.items():
+        said = refusal(call, kind=TransformError)
+        assert said == f"{name} cannot run inside of torch.compile.\n{mends[name]}"
+    assert torch.equal(
+        fs.evaluate(torch.compile(loss_of(block), backend=graphs))(state, batch).sum,
+        fs.evaluate(loss_of(block))(state, batch).sum,
+    )
+
+
 def test_a_loss_function_as_one_graph_is_refused(graphs):
     compiled = torch.compile(loss_of(block), backend=graphs, fullgraph=True)
     assert refusal(fs.value_and_grad(compiled), start().params, tokens(8), kind=TransformError) == (

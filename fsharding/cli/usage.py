@@ -1,0 +1,113 @@
+"""What is wrong with the arguments of a command by themselves: options and names that there are not, small numbers.
+
+In: arguments, or the options that the parser has made of them. Out: one error with all that is wrong.
+The names that options take stand here apart from what they stand for; tests compare the two.
+Law: no torch is imported here, so that a mistyped option or name is answered at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fsharding.errors import ConfigError, MeshError, did_you_mean, message
+from fsharding.mesh.abstract_mesh import AXES, parse_axes, unknown_axis
+from fsharding.sharding.strategy_names import STRATEGY_NAMES, meant_strategy
+
+__all__ = ["DTYPES", "OPTIMIZERS", "POLICIES", "PRESETS", "SCHEDULES", "TRACKERS", "check_options", "check_values"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+OPTIMIZERS = ("adamw", "lion", "muon", "adafactor")
+POLICIES = ("save_except_gathered", "nothing_saveable", "dots_saveable", "everything_saveable")
+PRESETS = (
+    "tiny", "tiny-moe", "bench-1b", "bench-34m", "bench-deep", "bench-wide", "bench-moe",
+    "llama3_8b", "llama3_70b", "llama3_405b", "qwen2_5_72b", "mixtral_8x7b", "deepseek_v3",
+    "tiny_llama3", "tiny_qwen2_5", "tiny_mixtral", "tiny_deepseek_v3",
+)  # fmt: skip
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
+TRACKERS = ("tensorboard", "wandb", "json")
+"""Names that `--log` takes."""
+
+_NAMES = {"dtype": DTYPES, "policy": POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+_COUNTS = {"microbatches", "batch", "seq_len", "rounds", "units", "leaves", "size", "mb", "budget_mb", "blocks"}
+"""Numbers of a measurement, each at least 1."""
+
+
+def check_options(command: str, options: type[Any], args: Sequence[str]) -> None:
+    """Refuses options that a command does not have; each is answered with the one that is most like it.
+
+    Args:
+        command: such as `fsharding train`.
+        options: its dataclass.
+        args: those after the command.
+
+    Raises:
+        ConfigError: unknown options.
+    """
+    known = ["--help", *_options(options)]
+    unknown = [arg for arg in (one.partition("=")[0] for one in args) if arg[:2] == "--" != arg]
+    unknown = [arg for arg in dict.fromkeys(unknown) if arg.replace("_", "-") not in known]
+    mend = f"{command} --help lists its options."
+    if len(unknown) == 1:
+        raise ConfigError(message(command, f"has no {unknown[0]}.", mend=mend + did_you_mean(unknown[0], known)))
+    if unknown:
+        rows = [f"{arg}:{did_you_mean(arg, known) or ' unknown'}" for arg in unknown]
+        raise ConfigError(message(command, f"does not have {len(unknown)} of these options.", rows, mend))
+
+
+def _options(options: type[Any]) -> list[str]:
+    """The options of a dataclass as they are typed; arguments without a name are none."""
+    result: list[str] = []
+    for field in dataclasses.fields(options):
+        name = field.name.replace("_", "-")
+        if "Positional[" not in str(field.type):
+            result += [f"--{name}", f"--no-{name}"] if field.type == "bool" else [f"--{name}"]
+    return result
+
+
+def check_values(command: str, config: Any) -> None:
+    """Refuses names that options do not take, axes that there are not, and numbers of measurements below 1.
+
+    Args:
+        command: such as `fsharding train`.
+        config: its options.
+
+    Raises:
+        ConfigError: an unknown name, or a number that is too small.
+        MeshError: an unknown axis.
+    """
+    given = vars(config)
+    for option, known in _NAMES.items():
+        if option in given and given[option] not in known:
+            _refuse(command, f"--{option}", given[option], known)
+    if given.get("preset") and _plain(given["preset"]) not in map(_plain, PRESETS):
+        known = f"Presets are {', '.join(PRESETS)}.{did_you_mean(given['preset'], PRESETS)}"
+        raise ConfigError(message(command, f"knows no preset {given['preset']!r}.", mend=known))
+    if given.get("strategy") is not None and given["strategy"] not in STRATEGY_NAMES:
+        known = f"Strategies are {', '.join(STRATEGY_NAMES)}.{meant_strategy(given['strategy'])}"
+        raise ConfigError(message(command, f"knows no strategy {given['strategy']!r}.", mend=known))
+    for name in (name.strip() for text in given.get("log", ()) for name in text.split(",")):
+        if name and name not in TRACKERS:
+            _refuse(command, "--log", name, TRACKERS)
+    for axis in parse_axes(given.get("mesh", ""), command):
+        if axis not in AXES:
+            raise MeshError(message(f"{command} --mesh {given['mesh']}", unknown_axis(axis)))
+    if command.startswith("fsharding bench"):
+        rows = [f"{name}: {n}" for name, n in given.items() if name in _COUNTS and _least(n) < 1]
+        if rows:
+            raise ConfigError(message(command, "cannot measure this.", rows, "Numbers are at least 1."))
+
+
+def _refuse(command: str, option: str, value: str, known: Iterable[str]) -> None:
+    mend = f"Use one of {', '.join(known)}.{did_you_mean(value, known)}"
+    raise ConfigError(message(command, f"knows no {option} {value!r}.", mend=mend))
+
+
+def _plain(preset: str) -> str:
+    """A preset without its signs: `-` and `.` are as good as `_`."""
+    return preset.replace("-", "_").replace(".", "_")
+
+
+def _least(number: int | tuple[int, ...]) -> int:
+    return min(number, default=1) if isinstance(number, tuple) else number

@@ -1,0 +1,107 @@
+"""Buckets that are started in order, some bytes of them at a time, and finished in the order of their start.
+
+In: for each bucket its bytes and how to start it; moments to go on at. Out: the result of each bucket is handed to what
+finishes it. Law: whatever is started or finished depends on the calls alone and never on the time, so that ranks that
+make the same calls start the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from fsharding.comm.events import note
+from fsharding.comm.handles import Handle
+
+__all__ = ["Bucketed", "BucketQueue", "Started"]
+
+
+class Started(NamedTuple):
+    """A bucket in flight: its handle, and what takes its results."""
+
+    handle: Handle[list[Tensor]]
+    take: Callable[[list[Tensor]], None]
+
+
+class Bucketed(Protocol):
+    """A bucket that may be sent."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes while it is in flight."""
+        ...
+
+    def start(self) -> Started:
+        """Starts its collectives."""
+        ...
+
+
+class BucketQueue:
+    """See the module.
+
+    Args:
+        limit: bytes of buckets in flight; one bucket is always allowed.
+    """
+
+    # `_waiting` are buckets in their order, `_flying` those that were started before them; `_bytes` of the latter.
+    # Buckets have numbers: `_added` have been added, of which the first `_finished` are over.
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._bytes, self._added, self._finished = limit, 0, 0, 0
+        self._waiting: deque[Bucketed] = deque()
+        self._flying: deque[tuple[int, Started]] = deque()
+
+    def add(self, buckets: Sequence[Bucketed]) -> int:
+        """Puts buckets behind the others, and starts those that there is room for.
+
+        Returns:
+            The number of the last one, for `finish`.
+        """
+        self._waiting.extend(buckets)
+        self._added += len(buckets)
+        self._fill()
+        return self._added
+
+    def advance(self) -> None:
+        """Where buckets wait for room, finishes the oldest one in flight and starts those that there is room for."""
+        if self._waiting:
+            self._finish_oldest()
+            self._fill()
+
+    def is_finished(self, last: int) -> bool:
+        """Whether `finish` has been there."""
+        return self._finished >= last
+
+    def finish(self, last: int | None = None) -> None:
+        """Finishes the oldest buckets, up to one of them; by default all."""
+        last = self._added if last is None else last
+        while self._finished < last:
+            self._finish_oldest()
+            self._fill()
+
+    def release(self) -> None:
+        """Lets all buckets go after a failure, without waiting for long."""
+        for _, (handle, _) in self._flying:
+            with suppress(RuntimeError):
+                handle.release(timedelta(seconds=1))
+        self._waiting.clear()
+        self._flying.clear()
+
+    def _fill(self) -> None:
+        while self._waiting and (not self._flying or self._bytes + self._waiting[0].bytes <= self._limit):
+            bucket = self._waiting.popleft()
+            self._bytes += bucket.bytes
+            note("start", "bucket")
+            self._flying.append((bucket.bytes, bucket.start()))
+
+    def _finish_oldest(self) -> None:
+        size, (handle, take) = self._flying.popleft()
+        take(handle.wait())
+        note("wait", "bucket")
+        self._bytes -= size
+        self._finished += 1

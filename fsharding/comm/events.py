@@ -1,0 +1,50 @@
+"""The order in which this rank does things: collectives started and waited for, computes begun and ended.
+
+In: what the runtime notes. Out: the list of a `following` block. It is what a test of overlap looks at: communication
+runs beside a compute that begins and ends between its start and its wait.
+Law: noting changes nothing, and outside of a block nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+__all__ = ["Event", "following", "note"]
+
+
+class Event(NamedTuple):
+    """Something that happened. Prints as `begin 0F1`.
+
+    Attributes:
+        what: "start" of communication, and "wait" when its results are there; "begin" and "end" of a compute.
+        name: of it, such as `3SCATTER`.
+    """
+
+    what: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.name}"
+
+
+_lists: ContextVar[tuple[list[Event], ...]] = ContextVar("fsharding_events", default=())
+
+
+@contextmanager
+def following() -> Generator[list[Event]]:
+    """Collects what happens inside the `with` block, in order."""
+    seen: list[Event] = []
+    token = _lists.set((*_lists.get(), seen))
+    try:
+        yield seen
+    finally:
+        _lists.reset(token)
+
+
+def note(what: str, name: object) -> None:
+    """Adds an event to every `following` around it."""
+    for seen in _lists.get():
+        seen.append(Event(what, str(name)))
