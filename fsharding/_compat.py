@@ -877,8 +877,9 @@ def fake_cuda() -> bool:
     answers: torch puts a guard there that does nothing. A build for the CPU has no guard, which ends the process, and
     its hooks refuse. So torch is led to put its guard there as well, and the hooks get a table of functions in which
     these two answers are others. Their places in the table depend on the version, so they are found by trying.
-    `torch.cuda.is_available()` stays False. Where a backward has run before, torch has no thread for the device any
-    more: then this holds under `torch.autograd.set_multithreading_enabled(False)` alone.
+    `torch.cuda.is_available()` stays False. This holds for a backward in the thread that calls it, as ours is, under
+    `torch.autograd.set_multithreading_enabled(False)`: a `FakeTensorMode` is not for several threads, and torch has
+    none for the device where it has run a backward before.
     """
     try:
         c10, cpu = (ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)) for name in _LIBRARIES)
