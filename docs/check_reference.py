@@ -11,8 +11,8 @@ from typing import Any
 import fsharding as fs
 
 _SPACES = (
-    *("checkpoint", "data", "errors", "hf", "megatron", "models", "notebook", "ops", "optim"),
-    *("pipeline", "policies", "preemption", "random", "testing", "tree"),
+    *("checkpoint", "data", "errors", "formats", "hf", "megatron", "models", "notebook", "ops", "optim"),
+    *("pipeline", "policies", "preemption", "random", "te", "testing", "tree"),
 )
 
 

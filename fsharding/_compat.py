@@ -42,14 +42,15 @@ __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
     "call_first_at_exit", "clone", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
     "fake_cuda", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul",
-    "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm", "holders_of",
-    "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view", "is_served_by_rank", "is_wanted", "kept_by",
-    "launchers_store", "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes",
-    "meshless_device_mesh",
-    "never_inlined", "new_group", "outside_of_graphs", "packed", "persistent_buffers", "reduce_scatter_flat",
-    "refuse_backward", "region", "same_glances", "same_kind", "save_record", "save_without_data",
-    "set_group_timeout", "shapes_only", "storage_id", "storage_users", "takes_grouped_mm", "torch_pipeline_order",
-    "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage", "with_values",
+    "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm",
+    "has_scaled_mm", "holders_of", "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view",
+    "is_served_by_rank", "is_wanted", "kept_by", "launchers_store", "left_to_python", "like_dtensor",
+    "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh", "never_inlined", "new_group",
+    "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers", "reduce_scatter_flat",
+    "refuse_backward", "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data",
+    "scaled_mm", "scaled_mm_of_rows", "set_group_timeout", "shapes_only", "storage_id", "storage_users",
+    "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first",
+    "weak_storage", "WeakStorage", "with_values",
 ]  # fmt: skip
 
 
@@ -444,6 +445,12 @@ def is_wanted(node: Node) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def result_of(node: Node, number: int = 0) -> tuple[torch.dtype, torch.Size]:
+    """The dtype and the shape of a result of a node of autograd's graph."""
+    result: Any = node._input_metadata[number]
+    return result.dtype, torch.Size(result.shape)
+
+
 def region(name: str) -> AbstractContextManager[Any]:
     """Names what is inside in the profiler's trace; free where nobody profiles."""
     return torch.profiler.record_function(f"fsharding: {name}") if torch.autograd._profiler_enabled() else _NOWHERE
@@ -486,6 +493,36 @@ def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
             return bool((grouped_mm(a, b, torch.tensor([8], dtype=torch.int32, device=device)) == 8).all())
         except RuntimeError:
             return False
+
+
+def outside_of_modes() -> AbstractContextManager[Any]:
+    """Under it no dispatch mode sees what is computed, such as a selective checkpoint or fake tensors."""
+    return _disable_current_modes()
+
+
+def scaled_mm_of_rows(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product of 8-bit floats [M, K] and [K, N], the latter column by column; scales are float32 [M, 1], [1, N]."""
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype)
+
+
+def has_scaled_mm() -> bool:
+    """Whether this torch has `torch.nn.functional.scaled_mm`, which takes blocks."""
+    return hasattr(torch.nn.functional, "scaled_mm")
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[list[Tensor], list[Tensor]],
+    recipes: tuple[list[str], list[str]],
+    swizzles: list[str] | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The product of [M, K] and [K, N] in low precision; the names of recipes and swizzles are torch's."""
+    f = torch.nn.functional
+    first, second = ([getattr(f.ScalingType, name) for name in names] for names in recipes)
+    swizzle = None if swizzles is None else [getattr(f.SwizzleType, name) for name in swizzles]
+    return f.scaled_mm(a, b, scales[0], first, scales[1], second, swizzle, swizzle, output_dtype=dtype)
 
 
 def shapes_only() -> AbstractContextManager[Any]:
@@ -840,8 +877,9 @@ def fake_cuda() -> bool:
     answers: torch puts a guard there that does nothing. A build for the CPU has no guard, which ends the process, and
     its hooks refuse. So torch is led to put its guard there as well, and the hooks get a table of functions in which
     these two answers are others. Their places in the table depend on the version, so they are found by trying.
-    `torch.cuda.is_available()` stays False. Where a backward has run before, torch has no thread for the device any
-    more: then this holds under `torch.autograd.set_multithreading_enabled(False)` alone.
+    `torch.cuda.is_available()` stays False. This holds for a backward in the thread that calls it, as ours is, under
+    `torch.autograd.set_multithreading_enabled(False)`: a `FakeTensorMode` is not for several threads, and torch has
+    none for the device where it has run a backward before.
     """
     try:
         c10, cpu = (ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)) for name in _LIBRARIES)

@@ -4,18 +4,20 @@ In: modules of every room. Out: their public names, in one place.
 Law: names in `__all__` are public, as `docs/reference/stability.md` says; all others may change.
 """
 
-from fsharding import checkpoint, models, notebook, ops, optim, pipeline, random, tree
+from fsharding import checkpoint, formats, models, notebook, ops, optim, pipeline, random, tree
 from fsharding.checkpoint.replicas import check_replicas
 from fsharding.comm.counters import counting_bytes, recording
 from fsharding.comm.redistribute import redistribute
-from fsharding.interop import hf, megatron
+from fsharding.formats import Blocks
+from fsharding.formats.quantised import Quantised, dequantise, quantise
+from fsharding.interop import hf, megatron, te
 from fsharding.interop.module.functionalize import functionalize
 from fsharding.interop.module.model_from import model_from
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import data_position, is_main, is_member, make_mesh, print0, set_mesh
 from fsharding.optim import adamw, global_norm, sgd
-from fsharding.precision import BF16, FP16, FP32, LossScale, Precision
+from fsharding.precision import BF16, FP8, FP8_BLOCK, FP16, FP32, MXFP8, NVFP4, LossScale, Precision
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
@@ -43,9 +45,12 @@ __all__ = [
     "AbstractMesh",
     "AxisRules",
     "BF16",
+    "Blocks",
     "DEFAULT_RULES",
     "FP16",
     "FP32",
+    "FP8",
+    "FP8_BLOCK",
     "Fused",
     "HFSDP",
     "HSDP",
@@ -53,10 +58,13 @@ __all__ = [
     "Local",
     "Loss",
     "LossScale",
+    "MXFP8",
     "Metrics",
+    "NVFP4",
     "NamedSharding",
     "P",
     "Precision",
+    "Quantised",
     "Strategy",
     "TrainState",
     "adamw",
@@ -66,9 +74,11 @@ __all__ = [
     "counting_bytes",
     "data",
     "data_position",
+    "dequantise",
     "evaluate",
     "expected_traffic",
     "explain_reshard",
+    "formats",
     "functionalize",
     "gather_unit",
     "global_norm",
@@ -96,6 +106,7 @@ __all__ = [
     "policies",
     "preemption",
     "print0",
+    "quantise",
     "random",
     "recording",
     "redistribute",
@@ -115,6 +126,7 @@ __all__ = [
     "stack_units",
     "state_bytes",
     "state_from",
+    "te",
     "tree",
     "typeof",
     "unshard",

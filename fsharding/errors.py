@@ -25,6 +25,7 @@ __all__ = [
     "MissingKeyError",
     "MissingNameError",
     "NonFiniteError",
+    "NotDequantisedError",
     "NotGatheredError",
     "RandomKeyError",
     "RankError",
@@ -113,6 +114,10 @@ class NotGatheredError(TransformError, AttributeError):
     def __reduce__(self) -> tuple[type[NotGatheredError], tuple[str]]:
         # A node is on a mesh, which cannot travel.
         return type(self), (str(self),)
+
+
+class NotDequantisedError(TransformError, AttributeError):
+    """A tensor that is held in a format of low precision was used as a plain one."""
 
 
 class MissingKeyError(FshardingError, KeyError):

@@ -1,20 +1,29 @@
 """Precision as a value: the dtypes of parameters, compute, wire, gradients and moments, and dynamic loss scaling.
 
-In: a `Precision`. Out: the dtype of each role for a leaf, and the loss scale's next state.
-None means the leaf's own dtype. Law: ordered sums over ranks are taken in float32 at least, whatever travels.
+In: a `Precision`. Out: the dtype or the format of each role for a leaf, and the loss scale's next state.
+None means the leaf's own dtype. Laws: ordered sums over ranks are taken in float32 at least, whatever travels; codes of
+low precision are always made of main parameters, never of what was rounded before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import fnmatch
+import re
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
+from fsharding import formats
 from fsharding.errors import ConfigError, message
+from fsharding.formats import Blocks
+from fsharding.formats.blocks import Rounding
 
-__all__ = ["DTYPES", "BF16", "FP16", "FP32", "LossScale", "Precision", "ScaleState", "scaled_loss", "wide"]
+__all__ = [
+    "BF16", "DTYPES", "FP16", "FP32", "FP8", "FP8_BLOCK", "KEEP", "MXFP8", "NVFP4", "LossScale", "Precision",
+    "ScaleState", "scaled_loss", "wide",
+]  # fmt: skip
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,6 +68,11 @@ class ScaleState(NamedTuple):
 Sums: TypeAlias = Literal["auto", "ordered", "native"]
 """How gradients are summed over ranks; see `Precision`."""
 
+KEEP = ("*embed*", "*head", "*router*", "*norm*", "*bias*")
+"""Parts of the paths of leaves that stay in the dtype of compute, where nothing else is said."""
+
+_ROWS = re.compile(r"(.*)\[(-?\d*)(:?)(-?\d*)\]")
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -66,16 +80,44 @@ class Precision:
 
     Attributes:
         params: main parameters, which the optimizer updates.
-        compute: what the loss function sees, and the wire dtype of a gather; by default that of the main parameter.
-        reduce: wire dtype of the gradients; by default that in which they come out of backward.
+        compute: what the loss function sees, and the wire dtype of a gather; by default that of the main parameter. Or
+            a format: the loss function sees weights of blocks as `fs.Quantised`, which products of `ops` take, and
+            `activations` is the dtype of all else.
+        gather: the format in which weights travel, or None for the dtype of compute. Weights are rounded to it, and the
+            loss function sees these numbers in the dtype of compute, under every strategy: also where nothing travels.
+            Where compute is a format, it is that one.
+        keep: which leaves have no format: patterns as in a shell, each for one part of a dotted path, such as "*norm*",
+            or for all of it; "blocks[-2:]" is the last two layers of a stack. Leaves with fewer than two dims, and
+            frozen ones, never have one.
+        reduce: wire dtype of the gradients; by default that in which they come out of backward. Or a format, for leaves
+            that `keep` leaves to it: what a rank has to add is rounded, travels as codes and scales, and is widened
+            again before it is summed in order. See below.
         grads: accumulated gradients; by default that of the main parameter, and float32 at least. Sums over ranks are
             in float32 at least also where a narrower one is asked for here, and are rounded once.
         sums: of gradients over ranks: "ordered", in one tree whatever the backend and the layout, so that all laws
             about bits hold; "native", by the backend's own reduce-scatter and all-reduce, in the dtype of `reduce`, or
             else in that of the sums; "auto" is ordered on the CPU and native elsewhere.
         moments: optimizer moments, where the optimizer has no dtype of its own; by default as for gradients. Updates
-            are computed in float32 at least.
+            are computed in float32 at least. Or a format of 8 bits, such as fs.formats.MXFP8: moments of leaves of two
+            dims and more and of 4096 elements and more are codes and scales between updates.
+        rounding: of bfloat16 main parameters after an update, which is computed in float32: to the "nearest"; or
+            "keyed", up or down with the probability that makes the mean exact, by bits that follow from the key of the
+            state, its step, and the place of the element in the whole leaf.
         loss_scale: dynamic loss scaling, or None.
+        activations: where compute is a format, the dtype in which the loss function computes: of leaves without a
+            format, and of those that are dequantised; by default bfloat16.
+        strict: products with weights in the format of compute are refused where the device has no kernel for it, see
+            `fs.ops.scaled_kernel`; else they are then dequantised and multiplied.
+        rounded: weights have been rounded already; `Layout.in_flight` says so of copies at rest.
+
+    With a format in `reduce` a sum over k ranks is off by at most the sum of the k errors of its terms. That of a term
+    is half the distance between the two numbers of the format next to it, times the scale of its block; the whole
+    distance where rounding is keyed; or, of an element above the largest number of the format, which scales in 8 bits
+    leave, what it is above that. For MXFP8 it is at most 1/8 of the largest magnitude in the block, with a float32
+    scale and nearest rounding 1/28. Terms are rounded once, before they are sent between ranks: with each microbatch
+    where gradients are cut, else at the end of the step; what has been summed over some ranks travels on in the dtype
+    of the sum, and so do gradients of a pipeline that reduces once a step. A term that is not finite makes its block
+    NaN, so that a step refuses it. A backend cannot add codes: these leaves have ordered sums, whatever `sums` says.
 
     Example:
         >>> precision = fs.Precision(params=torch.bfloat16, moments=torch.bfloat16)
@@ -84,42 +126,143 @@ class Precision:
     """
 
     params: torch.dtype | None = None
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
+    compute: torch.dtype | Blocks | None = None
+    reduce: torch.dtype | Blocks | None = None
     grads: torch.dtype | None = None
-    moments: torch.dtype | None = None
+    moments: torch.dtype | Blocks | None = None
     loss_scale: LossScale | None = None
     sums: Sums = "auto"
+    gather: Blocks | None = None
+    keep: tuple[str, ...] = KEEP
+    rounding: Rounding = "nearest"
+    activations: torch.dtype | None = None
+    strict: bool = False
+    rounded: bool = False
 
     def __post_init__(self) -> None:
         if self.sums not in get_args(Sums):
             mend = f"Use one of {', '.join(get_args(Sums))}."
             raise ConfigError(message("Precision", f"got sums={self.sums!r}.", mend=mend))
-        roles = {role: getattr(self, role) for role in ("params", "compute", "reduce", "grads", "moments")}
+        names = ("params", "compute", "reduce", "grads", "moments", "gather", "activations")
+        roles = {role: getattr(self, role) for role in names}
         wrong = [
-            f"{role}={dtype}"
-            for role, dtype in roles.items()
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES)
+            f"{role}={x}"
+            for role, x in roles.items()
+            if x is not None
+            and not (isinstance(x, torch.dtype) and x in DTYPES and role != "gather")
+            and not (isinstance(x, Blocks) and role in ("compute", "gather", "reduce"))
+            and not (isinstance(x, Blocks) and role == "moments" and x.for_moments)
         ]
         if wrong:
-            mend = f"Use one of {', '.join(map(str, DTYPES))}."
+            mend = f"Use one of {', '.join(map(str, DTYPES))}; compute, gather and reduce take an fs.Blocks, such as"
+            mend += " fs.formats.MXFP8: 8 bits without scales lose small numbers. Moments take one of 8 bits without a"
+            mend += " scale of whole matrices."
             raise ConfigError(message("Precision", "got dtypes that kernels lack.", wrong, mend))
+        if self.rounding not in get_args(Rounding):
+            mend = f"Use one of {', '.join(get_args(Rounding))}."
+            raise ConfigError(message("Precision", f"got rounding={self.rounding!r}.", mend=mend))
+        if self.rounding == "keyed" and self.params != torch.bfloat16:
+            mend = "Write params=torch.bfloat16; wider main parameters lose nothing, and others have no such rounding."
+            raise ConfigError(message("Precision", f'got rounding="keyed" with params={self.params}.', mend=mend))
+        if not isinstance(self.keep, tuple) or not all(isinstance(x, str) for x in self.keep):
+            mend = 'Give patterns of parts of paths, such as keep=("embed", "head", "*norm*", "blocks[-1]").'
+            raise ConfigError(message("Precision", f"got keep={self.keep!r}.", mend=mend))
+        self._check_compute()
+
+    def _check_compute(self) -> None:
+        """A format of compute is that of gathers, and goes with a dtype of activations.
+
+        Raises:
+            ConfigError: it is not, or options that go with it are there without one.
+        """
+        if isinstance(self.compute, Blocks):
+            if self.gather not in (None, self.compute):
+                rule = f"computes in {self.compute} and gathers in {self.gather}: weights are rounded once."
+                raise ConfigError(message("Precision", rule, mend="Leave gather= out."))
+            object.__setattr__(self, "gather", self.compute)
+        elif self.activations is not None or self.strict:
+            given = f"activations={self.activations}" if self.activations is not None else "strict=True"
+            mend = "Give the dtype as compute=, or a format with it: compute=fs.formats.MXFP8."
+            raise ConfigError(message("Precision", f"got {given} and no format to compute in.", mend=mend))
+
+    def format_of(self, path: str, ndim: int) -> Blocks | None:
+        """The format in which a leaf travels; None for one that travels in the dtype of compute.
+
+        Args:
+            path: dotted, of the leaf.
+            ndim: dims of it in one unit: of a stacked leaf, without that of the layers.
+        """
+        return None if self.gather is None or ndim < 2 or self._keeps(path) else self.gather
+
+    def reduce_format(self, path: str, ndim: int) -> Blocks | None:
+        """The format in which terms of a leaf's gradient travel; arguments as in `format_of`."""
+        if not isinstance(self.reduce, Blocks) or ndim < 2 or self._keeps(path):
+            return None
+        return self.reduce
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The wire dtype of gradients without a format; None for that in which they come out of backward."""
+        return None if isinstance(self.reduce, Blocks) else self.reduce
+
+    def _keeps(self, path: str) -> bool:
+        """Whether all of a leaf has no format."""
+        return any(fnmatch.fnmatchcase(part, name) for part in (path, *path.split(".")) for name in self.keep)
+
+    def kept_rows(self, path: str, count: int) -> tuple[int, ...]:
+        """The layers of a stack that have no format although others have one.
+
+        Args:
+            path: dotted, of a stacked leaf.
+            count: layers in all.
+        """
+        rows: set[int] = set()
+        for name in self.keep:
+            taken = _ROWS.fullmatch(name)
+            if taken is None or not any(fnmatch.fnmatchcase(part, taken[1]) for part in path.split(".")):
+                continue
+            first = int(taken[2]) if taken[2] else None
+            if taken[3]:
+                rows.update(range(count)[slice(first, int(taken[4]) if taken[4] else None)])
+            elif first is not None and -count <= first < count:
+                rows.add(first % count)
+        return tuple(sorted(rows))
 
     def main_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype of the main parameter of a leaf."""
         return self.params if self.params and leaf.is_floating_point else leaf
 
     def compute_dtype(self, leaf: torch.dtype) -> torch.dtype:
-        """The dtype in which the loss function sees a leaf."""
-        return self.compute if self.compute and leaf.is_floating_point else self.main_dtype(leaf)
+        """The dtype in which the loss function sees a leaf, or dequantises it."""
+        dtype = self.activation_dtype
+        return dtype if dtype and leaf.is_floating_point else self.main_dtype(leaf)
+
+    @property
+    def activation_dtype(self) -> torch.dtype | None:
+        """The dtype in which a loss function computes; None for that of main parameters."""
+        return (self.activations or torch.bfloat16) if isinstance(self.compute, Blocks) else self.compute
+
+    def of_rounded(self) -> Precision:
+        """The precision of a call that gets plain tensors that have been rounded: without formats of weights."""
+        return replace(self, compute=self.activation_dtype, gather=None, activations=None, strict=False, rounded=False)
+
+    @property
+    def computes_quantised(self) -> bool:
+        """Whether the loss function sees weights of blocks as `fs.Quantised`."""
+        return isinstance(self.compute, Blocks)
 
     def grad_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a leaf are summed and kept."""
         return self.grads or wide(self.main_dtype(leaf))
 
     def moment_dtype(self, leaf: torch.dtype) -> torch.dtype:
-        """The dtype of the optimizer's moments of a leaf."""
-        return self.moments or wide(leaf)
+        """The dtype of the optimizer's moments of a leaf; where moments have a format, of those that are too small."""
+        return self.moments if isinstance(self.moments, torch.dtype) else wide(leaf)
+
+    @property
+    def moment_format(self) -> Blocks | None:
+        """The format of the optimizer's moments; None where they have a dtype."""
+        return self.moments if isinstance(self.moments, Blocks) else None
 
     def sums_natively(self, device_type: str | None) -> bool:
         """Whether the backend sums gradients on a device by its own collectives.
@@ -172,3 +315,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 FP32 = Precision()
 BF16 = Precision(params=torch.float32, compute=torch.bfloat16)
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale())
+FP8 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.TENSORWISE)
+"""As `BF16`; weights of blocks travel as e4m3 with a scale for each matrix."""
+FP8_BLOCK = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.E4M3_128x128)
+"""The same with a scale for each 128 x 128 elements (DeepSeek-V3)."""
+MXFP8 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.MXFP8, reduce=formats.MXFP8)
+"""As `BF16`; weights of blocks and terms of their gradients travel as MXFP8."""
+NVFP4 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.NVFP4, keep=(*KEEP, "blocks[-1]"))
+"""As `BF16`; weights of all blocks but the last one travel as NVFP4."""

@@ -81,6 +81,13 @@ def fold_in(key: Tensor, data: int) -> Tensor:
         return _threefry(_checked(key, "random.fold_in"), count)
 
 
+def fold_in_count(key: Tensor, count: Tensor) -> Tensor:
+    """As `fold_in` of a number that is on a device: int64[2] there, and the host does not read it."""
+    number = count.to(torch.int64)
+    high = 1 + ((number >> 32) & 0x7FFFFFFF)
+    return _threefry(key.to(number.device, non_blocking=True), torch.stack((high, number & _WORD), -1))
+
+
 def _checked(key: Tensor, function: str) -> Tensor:
     if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.shape != (2,):
         is_tensor = isinstance(key, Tensor)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fsharding.checkpoint import coded_weights
 from fsharding.checkpoint.byte_ranges import Range, contiguous, read_range
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import is_plain_name
@@ -89,7 +90,10 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
 
     A `torch.save` file holds a state dict, or dicts of them: `{"model": {"w": ...}}` has the name `model.w`. What DDP
     and torch.compile put before every name (`module.`, `_orig_mod.`) is left out. A directory holds what
-    `torch.distributed.checkpoint.save` wrote, or one `.safetensors` file, or several files and their index.
+    `torch.distributed.checkpoint.save` wrote, or one `.safetensors` file, or several files and their index. Where a
+    `config.json` beside them has a `quantization_config` of fp8 in blocks, each pair of codes and scales is one tensor,
+    float32, of the numbers that they stand for; other kinds are refused. The file or the index itself, as the path,
+    gives codes and scales as they are.
 
     Args:
         path: a file or a directory.
@@ -175,11 +179,23 @@ def _directory(folder: Path, function: str) -> Weights:
     indices = [name for name in names if name.endswith(".index.json")]
     files = [name for name in names if name.endswith(".safetensors")]
     if len(indices) == 1:
-        return _indexed(folder / indices[0])
+        return _as_numbers(_indexed(folder / indices[0]), folder)
     if not indices and len(files) == 1:
-        return open_file(beside(folder, files[0]))
+        return _as_numbers(open_file(beside(folder, files[0])), folder)
     what = f"the indices {listed(indices)}" if indices else f"{len(files)} .safetensors files and no index"
     raise _Refusal(f"it has no {METADATA}, and {what}")
+
+
+def _as_numbers(weights: Weights, folder: Path) -> Weights:
+    """Weights of a directory, with codes as the numbers that they stand for."""
+    try:
+        blocks = coded_weights.blocks_in(folder)
+        if blocks is None:
+            return weights
+        leaves, reader = coded_weights.decoded(weights.leaves, weights.reader, blocks)
+    except ValueError as error:
+        raise _Refusal(*str(error).splitlines(), mend=coded_weights.MEND, where=folder) from error
+    return replace(weights, leaves=leaves, reader=reader)
 
 
 def open_file(file: Path) -> Weights:

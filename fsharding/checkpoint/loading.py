@@ -34,7 +34,7 @@ from fsharding.optim.base import GradientTransformation
 from fsharding.precision import ScaleState
 from fsharding.public import check_path, public, refuse
 from fsharding.sharding.layout import Layout
-from fsharding.train.state import TrainState, sealed, spread
+from fsharding.train.state import TrainState, rounding_key, sealed, spread
 from fsharding.tree import Tree
 
 __all__ = ["load", "load_leaves"]
@@ -266,7 +266,8 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
             raise CheckpointError(message(_FUNCTION, rule, missing, mend))
         return _wanted_leaves(layout, manifest, paths), opt_state
     wanted = _wanted_leaves(layout, manifest, ())
-    state = {"opt_state": opt.start(_meta_main(layout), moments=layout.precision.moments, shardings=layout.main)}
+    moments, whole = layout.precision.moments, layout.meta_main()
+    state = {"opt_state": opt.start(_meta_main(layout), moments=moments, shardings=layout.main, whole=whole)}
     for path, (x, sharding, shape) in leaves_in(state, layout).items():
         wanted[path] = Want(shape, x.dtype, sharding, device_of(layout, _FUNCTION) if x.is_meta else x.device)
     return wanted, tree.map_with_path(lambda path, _: path, state)["opt_state"]
@@ -412,7 +413,12 @@ def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> Train
             scale = ScaleState(read["loss_scale.scale"], read["loss_scale.good_steps"])
     state = TrainState(
         step=read["step"],
-        params=spread(main, tree.unflatten(layout.structure, stored), layout),
+        params=spread(
+            main,
+            tree.unflatten(layout.structure, stored),
+            layout,
+            key=rounding_key(read["key"], read["step"], layout),
+        ),
         main=main if layout.has_main else None,
         opt_state=tree.map(lambda path: read[path], opt_state),
         loss_scale=scale,

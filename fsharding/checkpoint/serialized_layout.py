@@ -17,11 +17,13 @@ import torch
 from fsharding import tree
 from fsharding.checkpoint.manifest import Manifest, dtype_name, is_shape
 from fsharding.errors import CheckpointError, FshardingError, listed, message
+from fsharding.formats import Blocks
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.optim import (
     AdafactorState,
     AdamState,
     ChainState,
+    CodedMoment,
     EmaState,
     EmptyState,
     LionState,
@@ -32,7 +34,8 @@ from fsharding.optim import (
     SgdState,
     TorchState,
 )
-from fsharding.precision import LossScale, Precision, ScaleState
+from fsharding.precision import KEEP, LossScale, Precision, ScaleState
+from fsharding.sharding.block_scales import CODES, scales_name
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.partition_spec import AxisRules, DimName, Fused
 from fsharding.sharding.strategy import Strategy
@@ -92,13 +95,19 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
         "strategy": str(layout.strategy),
         "cuts": dataclasses.asdict(layout.strategy),
         "precision": {
-            **{role: dtype_name(getattr(precision, role)) for role in _ROLES},
+            **{role: _plain_role(getattr(precision, role)) for role in _ROLES},
             "loss_scale": None if precision.loss_scale is None else dataclasses.asdict(precision.loss_scale),
             **({} if precision.sums == "auto" else {"sums": precision.sums}),
+            **({} if precision.gather is None else {"gather": _plain_role(precision.gather)}),
+            **({} if precision.keep == KEEP else {"keep": list(precision.keep)}),
+            **({} if precision.rounding == "nearest" else {"rounding": precision.rounding}),
+            **({} if precision.activations is None else {"activations": dtype_name(precision.activations)}),
+            **({"strict": True} if precision.strict else {}),
         },
         "rules": {name: list(axes) for name, axes in layout.rules.items()},
         "frozen": [leaf.path for leaf in layout.leaves if not leaf.trainable],
         "stages": {path: list(owners) for path, owners in layout.stages},
+        **({"align": True} if layout.align else {}),
         "params": {
             leaf.path: {"shape": list(leaf.shape), "init": dtype_name(leaf.init), "names": plain_names(leaf.names)}
             for leaf in layout.leaves
@@ -147,6 +156,9 @@ def layout_in(
     """`layout_of` for another public function, whose name the errors carry."""
     plain = manifest.layout
     same_size = abstract(mesh).axis_size("pp") == plain.get("mesh", {}).get("pp", 1)
+    shape = abstract(mesh)
+    # On another mesh a cut might go through blocks, which is no reason not to load.
+    same_mesh = dict(zip(shape.names, shape.sizes, strict=True)) == plain.get("mesh") and strategy is None
     try:
         params: dict[str, Any] = plain["params"]
         names = {path: names_from_plain(leaf["names"]) for path, leaf in params.items()}
@@ -167,6 +179,7 @@ def layout_in(
             names=tree.unflatten(tree.flatten(model)[1], [names[path] or () for path in flat]),
             frozen=[path for path in plain["frozen"] if shapes[flat.index(path)].dtype.is_floating_point],
             stages=plain["stages"] if stages is None and same_size else stages,
+            align=plain.get("align") is True and same_mesh,
         )
     except FshardingError:
         raise
@@ -176,9 +189,39 @@ def layout_in(
 
 
 def _precision(plain: dict[str, Any]) -> Precision:
-    dtypes = {role: None if plain[role] is None else getattr(torch, plain[role]) for role in _ROLES}
+    dtypes: dict[str, Any] = {role: _role(plain[role]) for role in _ROLES}
     scale = None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"])
-    return Precision(**dtypes, loss_scale=scale, sums=plain.get("sums", "auto"))
+    gather, keep = _role(plain.get("gather")), tuple(plain.get("keep", KEEP))
+    return Precision(
+        **dtypes, loss_scale=scale, sums=plain.get("sums", "auto"), gather=gather, keep=keep,
+        rounding=plain.get("rounding", "nearest"), activations=_role(plain.get("activations")),
+        strict=plain.get("strict", False),
+    )  # fmt: skip
+
+
+def _plain_role(x: torch.dtype | Blocks | None) -> Any:
+    """A dtype or a format as JSON has it."""
+    if not isinstance(x, Blocks):
+        return dtype_name(x)
+    block = x.block if isinstance(x.block, str) else list(x.block)
+    return {"dtype": dtype_name(x.dtype), "block": block, "scale": x.scale, "rounding": x.rounding}
+
+
+def _role(plain: Any) -> Any:
+    """A dtype or a format, from JSON."""
+    if not isinstance(plain, dict):
+        return None if plain is None else getattr(torch, plain)
+    block: Any = plain["block"] if isinstance(plain["block"], str) else tuple(plain["block"])
+    return Blocks(getattr(torch, plain["dtype"]), block, plain["scale"], plain["rounding"])
+
+
+def _moments_in(plain: dict[str, Any]) -> Blocks | None:
+    """A format of moments, from JSON; None for anything else."""
+    try:
+        format = _role(plain)
+    except (KeyError, TypeError, ValueError, AttributeError, FshardingError):
+        return None
+    return format if isinstance(format, Blocks) and format.for_moments else None
 
 
 # ------------------------------------------------------------------------------------------------------------- trees
@@ -202,7 +245,8 @@ def describe(node: Tree) -> Any:
 
     Returns:
         "leaf", None, or `{"dict": {...}}`, `{"tuple": [...]}`, `{"list": [...]}`,
-        `{"namedtuple": name, "fields": {...}}`; `{"other": name}` for any other node, which only `opt=` can rebuild.
+        `{"namedtuple": name, "fields": {...}}`, `{"coded": format, "root": ...}` for a moment in low precision;
+        `{"other": name}` for any other node, which only `opt=` can rebuild.
     """
     if node is None:
         return None
@@ -213,6 +257,8 @@ def describe(node: Tree) -> Any:
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         fields: tuple[str, ...] = node._fields  # pyright: ignore[reportAttributeAccessIssue]
         return {"namedtuple": _name(type(node)), "fields": {name: describe(getattr(node, name)) for name in fields}}
+    if isinstance(node, CodedMoment):
+        return {"coded": _plain_role(node.format), "root": node.root}
     flat = tree.leaves(node)
     return LEAF if len(flat) == 1 and flat[0] is node else {"other": _name(type(node))}
 
@@ -255,6 +301,9 @@ def rebuild(
                 return tuple(build(value, f"{path}.{i}") for i, value in enumerate(items))
             case {"list": list(items)} if len(plain) == 1:
                 return [build(value, f"{path}.{i}") for i, value in enumerate(items)]
+            case {"coded": dict(format), "root": bool(root)} if len(plain) == 2 and (kept := _moments_in(format)):
+                codes, scales = (leaf(f"{path}.{name}") for name in (CODES, scales_name(kept)))
+                return CodedMoment(codes, scales, kept, root)
             case {"namedtuple": str(name), "fields": dict(fields)} if len(plain) == 2:
                 kind = KNOWN.get(_RENAMED.get(name, name))
                 if kind is not None and tuple(fields) == kind._fields:

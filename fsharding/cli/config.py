@@ -27,6 +27,7 @@ from fsharding.models.presets import recipe
 from fsharding.pipeline.plots import metrics_rows, require_matplotlib
 from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
+from fsharding.precision import FP8, FP8_BLOCK, MXFP8, NVFP4
 from fsharding.sharding.partition_spec import DEFAULT_RULES
 from fsharding.sharding.strategy import STRATEGIES
 from fsharding.train.data import Packed, Tokens, open_data, open_documents, packed
@@ -46,8 +47,14 @@ __all__ = [
     "stages",
 ]
 
-PRECISIONS = {"float32": fs.FP32, "bfloat16": fs.BF16, "float16": fs.FP16}
-"""Precisions by the dtype of compute."""
+PRECISIONS = {
+    "float32": fs.FP32, "bfloat16": fs.BF16, "float16": fs.FP16, "fp8": FP8, "fp8-block": FP8_BLOCK, "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+}  # fmt: skip
+"""Precisions by the dtype of compute, or by the format of weights in low precision."""
+
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Other names of precisions, which `--swap-at` takes."""
 
 _LONGEST_S = 10_000_000
 """Of a timeout: some months."""
@@ -295,24 +302,29 @@ def _check_resume(config: TrainConfig, data: Tokens | Packed) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- swaps
 class Swap(NamedTuple):
-    """A swap of strategy and mesh in mid-run. Options that it leaves out stay as they were; the losses do not change.
+    """A swap of strategy, precision or mesh in mid-run. What it leaves out stays as it was.
+
+    The losses do not change, but for what another precision does to them.
 
     Attributes:
         step: number of updates before it.
-        strategy: name of the new strategy.
+        strategy: name of the new strategy; "" for the strategy as it is.
         mesh: axes of the new mesh, as `--mesh` has them; "" for the mesh as it is.
+        dtype: name of the new precision; "" for the precision as it is.
     """
 
     step: int
     strategy: str
     mesh: str
+    dtype: str = ""
 
 
 def parse_swaps(text: str) -> tuple[Swap, ...]:
     """The swaps of an option, by step.
 
     Raises:
-        ConfigError: text that cannot be read, an unknown strategy, a step below 1 or one that stands twice.
+        ConfigError: text that cannot be read, an unknown strategy or precision, a step below 1 or one that stands
+            twice.
     """
     swaps: list[Swap] = []
     for part in filter(None, text.split(",")):
@@ -320,11 +332,14 @@ def parse_swaps(text: str) -> tuple[Swap, ...]:
             swaps[-1] = swaps[-1]._replace(mesh=f"{swaps[-1].mesh},{part}")
             continue
         step, equals, rest = part.partition("=")
-        strategy, _, mesh = rest.partition(":")
-        if not equals or not step.strip().isdigit() or int(step) < 1 or strategy not in STRATEGIES:
-            mend = f"Write STEP=STRATEGY or STEP=STRATEGY:dp=4, with one of {', '.join(STRATEGIES)}."
+        name, _, mesh = rest.partition(":")
+        dtype = _SHORT.get(name, name)
+        known = name in STRATEGIES or dtype in PRECISIONS
+        if not equals or not step.strip().isdigit() or int(step) < 1 or not known:
+            mend = f"Write STEP=STRATEGY or STEP=STRATEGY:dp=4, with one of {', '.join(STRATEGIES)}; or STEP=PRECISION,"
+            mend += f" with one of {', '.join((*_SHORT, *PRECISIONS))}."
             raise ConfigError(message("fsharding train", f"cannot read {part!r} in --swap-at {text}.", mend=mend))
-        swaps.append(Swap(int(step), strategy, mesh))
+        swaps.append(Swap(int(step), name, mesh) if name in STRATEGIES else Swap(int(step), "", mesh, dtype))
     steps = [swap.step for swap in swaps]
     if twice := sorted({step for step in steps if steps.count(step) > 1}):
         raise ConfigError(message("fsharding train", f"got --swap-at {text}: step {twice[0]} stands twice."))

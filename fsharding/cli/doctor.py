@@ -29,12 +29,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fsharding import formats
 from fsharding.cli.options import DoctorConfig
 from fsharding.comm.pairwise import Pairwise
 from fsharding.comm.transport import choice_for
 from fsharding.errors import RankError
 from fsharding.mesh.device_mesh import everyone, make_mesh
 from fsharding.mesh.launch import launch_ranks
+from fsharding.ops.scaled_mm import scaled_kernel
 
 __all__ = ["Finding", "Socket", "doctor", "listening", "transport"]
 
@@ -124,6 +126,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding("cores", f"{cores} of {os.cpu_count()}")
     yield _memory()
     yield from _devices()
+    yield from _kernels()
     yield _shm()
     yield _open_files()
 
@@ -157,6 +160,21 @@ def _devices() -> Iterator[Finding]:
     needed = "nccl" if count else "gloo"
     wrong = "" if there[needed] else f"{'GPUs need' if count else 'Ranks on the CPU need'} {needed}."
     yield Finding("backends", value, wrong, "Install a build of torch that has it." if wrong else "", bool(wrong))
+
+
+_FORMATS = ("TENSORWISE", "ROWWISE", "E4M3_1x128", "E4M3_128x128", "MXFP8", "MXFP4", "NVFP4")
+
+
+def _kernels() -> Iterator[Finding]:
+    """Which formats of low precision a device has a product for; all others are dequantised first."""
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        kernels = {name: scaled_kernel(getattr(formats, name), device) for name in _FORMATS}
+        for name, kernel in kernels.items():
+            if kernel.exists or device != "cpu":
+                yield Finding(f"{name} on {device}", str(kernel).partition(": ")[2])
+        if device == "cpu":
+            without = ", ".join(name for name, kernel in kernels.items() if not kernel.exists)
+            yield Finding("dequantised on cpu", without)
 
 
 def _shm() -> Finding:

@@ -41,7 +41,8 @@ class TrainConfig:
         gather: a stage's parameters that data axes cut come once a step and stay, or anew for each microbatch.
         attention: how queries meet keys over cp: ring, gather, ulysses.
         strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
-        dtype: of compute: float32, bfloat16 or float16.
+        dtype: of compute: float32, bfloat16 or float16; or in bfloat16 with weights that travel as fp8, fp8-block,
+            mxfp8 or nvfp4.
         steps: total number of steps, also with `resume`.
         microbatches: pieces of a rank's batch whose gradients are accumulated.
         batch: sequences of the global batch.
@@ -60,7 +61,8 @@ class TrainConfig:
         save_every: steps between checkpoints; 0 for one at the end only.
         keep: how many checkpoints stay, the newest; left out, all.
         check_replicas_every: steps between comparisons of what several ranks hold; 0 for those of checkpoints alone.
-        swap_at: steps at which the state moves to another strategy, or mesh: `50=zero1,100=zero3:replica=2,dp=2`.
+        swap_at: steps at which the state moves to another strategy, mesh or precision:
+            `50=zero1,100=zero3:replica=2,dp=2,150=bf16`.
         resume: what to go on from: `auto`, the newest complete checkpoint in `out`, or a new run where there is none;
             `newest`, which has to be there; the number of a step in `out`; or the path of a checkpoint.
         resume_older: go back to the checkpoint before, if the data of the one to go on from turns out to be damaged.
@@ -153,7 +155,8 @@ class PlanConfig:
         preset: a name of `fsharding.models.presets`.
         mesh: sizes of axes, such as `pp=16,dp=4,ep=64,tp=2`; their product is the number of ranks.
         strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
-        dtype: of compute: float32, bfloat16 or float16.
+        dtype: of compute: float32, bfloat16 or float16; or in bfloat16 with weights that travel as fp8, fp8-block,
+            mxfp8 or nvfp4.
         schedule: of the pipeline over pp.
         microbatches: of the schedule; left out, twice as many as ranks along pp.
         json: print one JSON object.
@@ -207,7 +210,8 @@ class GenerateConfig:
         seed: of the draws; the text follows from it, on any number of ranks.
         ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
         mesh: sizes of axes, such as `dp=2`; tp takes what is left.
-        dtype: of compute: float32, bfloat16 or float16.
+        dtype: of compute: float32, bfloat16 or float16; or in bfloat16 with weights that travel as fp8, fp8-block,
+            mxfp8 or nvfp4.
         preset: the model, where the checkpoint does not say it: a name of `fsharding.models.presets`.
         model: the model, where the checkpoint does not say it: a `config.json`.
         tokenizer: a tokenizer.json, or a directory that has one; left out, that of the run, which may be bytes.

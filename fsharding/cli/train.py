@@ -335,25 +335,30 @@ def _mesh(config: TrainConfig, text: str) -> Any:
 
 def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> Layout:
     """The layout that a run begins or goes on with: that of the option, or of the swaps that it has seen."""
-    strategy = swaps[-1].strategy if swaps else config.strategy
+    strategy = next((swap.strategy for swap in reversed(swaps) if swap.strategy), config.strategy)
+    dtype = next((swap.dtype for swap in reversed(swaps) if swap.dtype), config.dtype)
     text = next((swap.mesh for swap in reversed(swaps) if swap.mesh), config.mesh)
     mesh = _mesh(config, text)
     return plan_layout(
         model,
         mesh,
         strategy=parse_strategy(strategy),
-        precision=PRECISIONS[config.dtype],
+        precision=PRECISIONS[dtype],
         stages=stages(config, mesh),
     )
 
 
 def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
-    """Moves the state, which is let go as it leaves, to another strategy or mesh."""
+    """Moves the state, which is let go as it leaves, to another strategy, precision or mesh."""
     layout = state.layout
     if swap.mesh:
         mesh = _mesh(config, swap.mesh)
         layout = layout.with_mesh(mesh, stages(config, mesh) or {})
-    return reshard(state, layout.with_strategy(parse_strategy(swap.strategy)), donate=True)
+    if swap.dtype:
+        layout = layout.with_precision(PRECISIONS[swap.dtype])
+    if swap.strategy:
+        layout = layout.with_strategy(parse_strategy(swap.strategy))
+    return reshard(state, layout, donate=True)
 
 
 def _save(config: TrainConfig, state: TrainState, data: Tokens | Packed, batches: int) -> None:
@@ -369,7 +374,7 @@ def _meter(config: TrainConfig, state: TrainState) -> Meter:
     kind = _device(state.layout.mesh)
     peak = 1e12 * config.peak_tflops if config.peak_tflops is not None else None
     if peak is None and kind == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(), PRECISIONS[config.dtype].compute or torch.float32)
+        peak = peak_flops(torch.cuda.get_device_name(), PRECISIONS[config.dtype].activation_dtype or torch.float32)
     flops = flops_per_token(recipe(config.preset).config, state.layout.leaves, config.seq)
     return Meter(flops, dist.get_world_size() if dist.is_initialized() else 1, kind, peak)
 

@@ -17,7 +17,7 @@ from fsharding.sharding.strategy_names import STRATEGY_NAMES, meant_strategy
 
 __all__ = ["DTYPES", "OPTIMIZERS", "POLICIES", "PRESETS", "SCHEDULES", "TRACKERS", "check_options", "check_values"]
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "fp8", "fp8-block", "mxfp8", "nvfp4")
 OPTIMIZERS = ("adamw", "lion", "muon", "adafactor")
 POLICIES = ("save_except_gathered", "nothing_saveable", "dots_saveable", "everything_saveable")
 PRESETS = (

@@ -17,9 +17,12 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding._compat import cache_on_its_mesh
 from fsharding.comm import bucket as buckets
+from fsharding.comm.coded_sums import CodedReduction, plan_cut_sums, plan_whole_sums
+from fsharding.comm.codes import Noise
 from fsharding.comm.handles import Handle, Memory, Reduction
 from fsharding.comm.native_sums import native_reduction
 from fsharding.comm.transport import transport_for
+from fsharding.formats.blocks import Blocks
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, reduction_group
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
@@ -155,6 +158,8 @@ class SteppedReduction:
         large: leaves are worth being added one by one.
         memory: for what is sent.
         native: sums are the backend's own, see `comm.native_sums`.
+        format: in which terms of the first sum travel, and to which they are rounded; the sum is not native then.
+        noise: for a format whose rounding is keyed, by number of the leaf.
 
     Attributes:
         memory: the same.
@@ -174,6 +179,8 @@ class SteppedReduction:
         large: bool = False,
         memory: Memory | None = None,
         native: bool = False,
+        format: Blocks | None = None,
+        noise: Noise | None = None,
     ) -> None:
         self._native, self.memory = native, memory
         self._steps, self._shapes, self._mesh, self._wholes = steps, shapes, mesh, wholes
@@ -185,9 +192,16 @@ class SteppedReduction:
         if begins_with_sum(steps):
             axes, scatter = steps[0][0].axes, steps[0][0].kind == "scatter"
             cuts = tuple((shape, s[0].dim if scatter else 0) for shape, s in zip(shapes, steps, strict=True))
-            bucket = buckets.plan_bucket(cuts, _sizes(mesh, axes) if scatter else ())
-            group = reduction_group(mesh, axes)
-            if native and group.process_group is not None:
+            group, cut_by = reduction_group(mesh, axes), _sizes(mesh, axes) if scatter else ()
+            bucket = buckets.plan_bucket(cuts, cut_by)
+            if format is not None:
+                coded = (
+                    plan_cut_sums(cuts, cut_by, format)
+                    if scatter
+                    else plan_whole_sums(tuple(shapes), group.size, format)
+                )
+                self._first = CodedReduction(coded, transport_for(group, device), dtype, memory, noise)
+            elif native and group.process_group is not None:
                 self._first = native_reduction(
                     bucket, group, device, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=dtype, memory=memory
                 )

@@ -40,6 +40,7 @@ from fsharding.mesh.failures import called_by_all
 from fsharding.models.decoder import DecoderConfig
 from fsharding.optim.adam import AdamState
 from fsharding.optim.base import GradientTransformation
+from fsharding.optim.coded_moment import is_coded, moment_leaves
 from fsharding.precision import DTYPES
 from fsharding.public import check_path, refuse
 from fsharding.sharding.layout import Layout
@@ -366,6 +367,9 @@ def _adam_of(function: str, opt_state: Any) -> AdamState:
     if len(found) != 1:
         rule = f"needs the moments of one AdamW; the optimizer has {len(found)}."
         raise CheckpointError(message(function, rule, mend="Give fs.adamw(...), also under fs.optim.chain."))
+    if any(map(is_coded, moment_leaves(found[0].mu))):
+        mend = "Train with moments=torch.float32."
+        raise CheckpointError(message(function, "knows no moments in low precision.", mend=mend))
     return found[0]
 
 

@@ -306,7 +306,7 @@ def _gathered_units(model: Model, decode: Decode, params: Tree, precision: Preci
     """The units of a model, gathered one after the other, each once; what the head is tied to is there already."""
 
     def whole(unit: Tree) -> Tree:
-        return gather_unit(unit, dtype=precision.compute)
+        return gather_unit(unit, dtype=precision.activation_dtype)
 
     wholes = {"embed": whole(params["embed"])}
     of_each: list[Any] = [decode.block, decode.prepare, decode.cache, params["blocks"]]
@@ -324,8 +324,8 @@ def _gathered(params: Tree, precision: Precision) -> Tree:
     """Any parameters, one part of the tree after the other, so that buffers are no larger than a part."""
     if isinstance(params, Mapping):
         named = cast("Mapping[str, Tree]", params)
-        return {name: gather_unit(part, dtype=precision.compute) for name, part in named.items()}
-    return gather_unit(params, dtype=precision.compute)
+        return {name: gather_unit(part, dtype=precision.activation_dtype) for name, part in named.items()}
+    return gather_unit(params, dtype=precision.activation_dtype)
 
 
 def _mesh_of(params: Tree) -> DeviceMesh | None:

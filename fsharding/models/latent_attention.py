@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsharding import ops
 from fsharding.errors import ConfigError, message
+from fsharding.formats.quantised import dequantise
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, norm, positions_of, rows, scale_of
 from fsharding.models.cache import attend, has_earlier, store
 from fsharding.ops.rotary import Scaling
@@ -137,8 +138,10 @@ class Latent:
         The product of a plain query and a key, `q (W c)`, is `(q W) c`, and a sum of values `W c` is W times that of c
         (DeepSeek-V2, sec. 2.1.2): the queries go through the weights instead of all keys and values.
         """
-        up_k, up_v = kv_up.unflatten(0, (-1, self.plain_dim + self.value_dim)).split(
-            (self.plain_dim, self.value_dim), 1
+        up_k, up_v = (
+            dequantise(kv_up)
+            .unflatten(0, (-1, self.plain_dim + self.value_dim))
+            .split((self.plain_dim, self.value_dim), 1)
         )
         q_BHTR = torch.cat((torch.einsum("bhte,her->bhtr", q_plain, up_k), q_turned), -1)
         keys_B1SR = latents_BSR[:, None]
@@ -149,7 +152,7 @@ class Latent:
         """The narrow vectors, normalized, and the part of keys that turns, in the region of heads."""
         q_down, kv_down = params["q_down"], params["kv_down"]
         if settings.sequence is not None:  # each rank of tp has other tokens, so gradients of what is whole are summed
-            q_down, kv_down = ops.vary(q_down, "tp"), ops.vary(kv_down, "tp")
+            q_down, kv_down = (ops.vary(dequantise(w), "tp") for w in (q_down, kv_down))
         sizes = (self.q_rank, self.kv_rank, self.rotary_dim)
         kv_BTR, turning_BTE = ops.product(x_BTD, kv_down, 1).split(sizes[1:], -1)
         q_BTR = norm(params["q_norm"], ops.product(x_BTD, q_down, 1), settings)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsharding import ops, random
 from fsharding.errors import ConfigError, message
+from fsharding.formats.quantised import dequantise
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_size
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws
 from fsharding.ops.router import misfits
@@ -145,7 +146,8 @@ def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None
         the loss (0-d).
     """
     cut = params["gate"].shape[1] != c.hidden and axis_size("tp") > 1
-    router_XD = params["router"] if sequence_dim is None else ops.enter(params["router"])
+    router_XD = dequantise(params["router"])
+    router_XD = router_XD if sequence_dim is None else ops.enter(router_XD)
     high = wide(x_BTD.dtype)
     logits_BTX = F.linear(x_BTD.to(high), router_XD.to(high))
     if cut:

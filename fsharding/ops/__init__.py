@@ -12,10 +12,12 @@ from fsharding.ops.moe import combine, dispatch, experts_swiglu
 from fsharding.ops.norm import rms_norm
 from fsharding.ops.rotary import LlamaScaling, YarnScaling, rotary, rotary_frequencies
 from fsharding.ops.router import Routing, balance_loss, expert_counts, next_bias, route, tell_load, z_loss
+from fsharding.ops.scaled_mm import ScaledKernel, scaled_kernel
 
 __all__ = [
     "LlamaScaling",
     "Routing",
+    "ScaledKernel",
     "YarnScaling",
     "all_to_all",
     "all_to_all_rows",
@@ -45,6 +47,7 @@ __all__ = [
     "rotary_frequencies",
     "route",
     "row_linear",
+    "scaled_kernel",
     "scatter",
     "split_parts",
     "tell_load",

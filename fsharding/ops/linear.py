@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fsharding.errors import SpecError, message
+from fsharding.formats.quantised import Quantised
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather, psum, scatter, vary
 from fsharding.ops.matmul import product
@@ -75,13 +76,18 @@ def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
 
 
 def column_linear(
-    x_D: Tensor, *weights_FD: Tensor, axis: str = "tp", sequence_dim: int | None = None, mesh: Mesh | None = None
+    x_D: Tensor,
+    *weights_FD: Tensor | Quantised,
+    axis: str = "tp",
+    sequence_dim: int | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Tensor, ...]:
     """`x @ w.T` for weights of which each rank has some rows, that is, some columns of the product.
 
     Args:
         x_D: [..., D], the same on all ranks of the axis, or cut along `sequence_dim`.
-        *weights_FD: this rank's rows of each weight: [F of this rank, D]. All of them share one `enter`.
+        *weights_FD: this rank's rows of each weight: [F of this rank, D], as a tensor or a `Quantised`. All of them
+            share one `enter`.
         axis: that cuts F.
         sequence_dim: as in `enter`.
         mesh: by default that of `fs.set_mesh`.
@@ -133,13 +139,18 @@ def split_parts(
 
 
 def row_linear(
-    x_F: Tensor, weight_FD: Tensor, *, axis: str = "tp", sequence_dim: int | None = None, mesh: Mesh | None = None
+    x_F: Tensor,
+    weight_FD: Tensor | Quantised,
+    *,
+    axis: str = "tp",
+    sequence_dim: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Tensor:
     """`x @ w` for a weight of which each rank has the rows that meet its part of x, summed over the axis.
 
     Args:
         x_F: [..., F of this rank], as `column_linear` makes it.
-        weight_FD: this rank's rows: [F of this rank, D].
+        weight_FD: this rank's rows: [F of this rank, D], as a tensor or a `Quantised`.
         axis: that cuts F.
         sequence_dim: as in `enter`.
         mesh: by default that of `fs.set_mesh`.

@@ -2,7 +2,9 @@
 
 In: activations, a weight of two dims. Out: their product. In backward the gradient of a large weight that
 `gather_unit` has made is written by the product itself to where others read it; every other one is a fresh tensor.
-Law: values and gradients are those of torch's own product, bit for bit.
+A weight in a format is multiplied by a scaled kernel where the device has one, else it is dequantised. Its gradient is
+always that of unrounded activations. Law: values and gradients are those of torch's own product, bit for bit; of a
+scaled kernel, those of rounded activations.
 """
 
 from __future__ import annotations
@@ -12,30 +14,50 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import Function
+from torch.autograd.function import Function, once_differentiable
 
-from fsharding import _compat
+from fsharding import _compat, _functorch
+from fsharding.errors import ConfigError, message
+from fsharding.formats.codec import Scales
+from fsharding.formats.quantised import Quantised, dequantise
 from fsharding.ops.grad_sink import put_term, takes_terms
+from fsharding.ops.scaled_mm import Codes, ScaledKernel, codes_of, multiply_codes, scaled_kernel, takes_shapes
 
 __all__ = ["product"]
 
 
-def product(x: Tensor, weight: Tensor, dim: int) -> Tensor:
+def product(x: Tensor, weight: Tensor | Quantised, dim: int) -> Tensor:
     """Sums over the last dim of x and a dim of a weight.
 
     Args:
         x: [..., D].
-        weight: [F, D] for dim 1, [D, F] for dim 0.
+        weight: [F, D] for dim 1, [D, F] for dim 0; a `Quantised` too.
         dim: 1 for `x @ weight.T`, 0 for `x @ weight`.
 
     Returns:
         [..., F] in the dtype of both.
+
+    Raises:
+        ConfigError: a strict `Quantised` for which the device has no kernel.
 
     Example:
         >>> x, up, down = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3)
         >>> fs.ops.product(fs.ops.product(x, up, 1), down, 0).shape
         torch.Size([2, 3])
     """
+    return _of_quantised(x, weight, dim) if isinstance(weight, Quantised) else _of_tensor(x, weight, dim)
+
+
+@_compat.outside_of_graphs
+def _of_quantised(x: Tensor, weight: Quantised, dim: int) -> Tensor:
+    kernel = _kernel_for(x, weight, dim)
+    if kernel is None:
+        return _of_tensor(x, dequantise(weight), dim)
+    held = (weight.carrier, weight.values, weight.scales, weight.outer)
+    return cast(Tensor, _ScaledProduct.apply(x, *held, weight, kernel, dim))
+
+
+def _of_tensor(x: Tensor, weight: Tensor, dim: int) -> Tensor:
     if not takes_terms(weight):
         return _multiply(x, weight, dim)
     if x.ndim < 2 or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
@@ -45,6 +67,90 @@ def product(x: Tensor, weight: Tensor, dim: int) -> Tensor:
 
 def _multiply(x: Tensor, weight: Tensor, dim: int) -> Tensor:
     return F.linear(x, weight) if dim else x @ weight
+
+
+def _kernel_for(x: Tensor, weight: Quantised, dim: int) -> ScaledKernel | None:
+    """The kernel for a product; None where it is dequantised, as on the CPU unless it is strict, and by transforms.
+
+    Raises:
+        ConfigError: it is strict, and there is none.
+    """
+    device = weight.device.type
+    if not (weight.strict or device != "cpu") or _functorch.in_functorch():
+        return None
+    if x.ndim < 2 or weight.ndim != 2 or x.dtype != weight.dtype or _compat.is_fake(x):
+        return None
+    if torch.is_autocast_enabled(device):
+        return None
+    kernel = scaled_kernel(weight.format, device, x.dtype)
+    columns, summed = weight.shape if dim else reversed(weight.shape)
+    rows = x.numel() // max(1, x.shape[-1])
+    why = "" if kernel.exists else kernel.reason
+    why = why or takes_shapes(kernel, rows, summed, columns) or takes_shapes(kernel, rows, columns, summed)
+    if any(s and s + n > b for s, n, b in zip(weight.start, weight.shape, weight.block, strict=True)):
+        why = why or f"the part of this rank begins inside of a block, at {list(weight.start)}"
+    if why and weight.strict:
+        text = f"has no kernel for {weight.format} on {device}, which is asked for with strict=True."
+        mend = "Leave strict out, and such products dequantise; `fsharding doctor` says which formats have one."
+        raise ConfigError(message("ops.product", text, [f"{weight!r}: {why}"], mend))
+    return None if why or not (dim or kernel.transposes) else kernel
+
+
+class _ScaledProduct(Function):
+    """By a scaled kernel in forward and, where it takes transposed weights, for the gradient of activations."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        carrier: Tensor | None,
+        values: Tensor | None,
+        scales: Tensor | None,
+        outer: Tensor | None,
+        weight: Quantised,
+        kernel: ScaledKernel,
+        dim: int,
+    ) -> Tensor:
+        ctx.kernel, ctx.dim = kernel, dim
+        ctx.static = (weight.format, weight.columns, weight.dtype, weight.block)
+        ctx.save_for_backward(x, values, scales, outer, carrier if values is None else None)
+        codes = _codes(weight, values, scales, outer)
+        y = multiply_codes(x.flatten(0, -2), codes if dim else codes.t(), kernel)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, values, scales, outer, carrier = ctx.saved_tensors
+        format, columns, dtype, block = ctx.static
+        weight = Quantised(values, scales, format, dtype, block, columns, outer, carrier)
+        grad, towards_x, nothing = grads[0].flatten(0, -2), None, (None,) * 6
+        if ctx.needs_input_grad[0]:
+            if ctx.kernel.transposes or not ctx.dim:
+                codes = _codes(weight, values, scales, outer)
+                towards_x = multiply_codes(grad, codes.t() if ctx.dim else codes, ctx.kernel)
+            else:
+                towards_x = grad.mm(dequantise(weight))
+            towards_x = towards_x.view(x.shape)
+        if not ctx.needs_input_grad[1]:
+            return towards_x, None, *nothing
+        node = ctx.next_functions[1][0]
+        flat = x.flatten(0, -2)
+        left, right = (grad.t(), flat) if ctx.dim else (flat.t(), grad)
+        if not _compat.is_wanted(node):
+            return towards_x, None, *nothing
+        if hasattr(node, "put_term") and put_term(node, left.dtype, lambda home: torch.mm(left, right, out=home)):
+            return towards_x, None, *nothing
+        return towards_x, left.mm(right), *nothing
+
+
+def _codes(weight: Quantised, values: Tensor | None, scales: Tensor | None, outer: Tensor | None) -> Codes:
+    """The codes of a weight; of one that is held as its numbers, those that stand for them."""
+    if values is None:
+        assert weight.carrier is not None
+        return codes_of(weight.carrier.detach(), weight.format)
+    assert scales is not None
+    return Codes(values, Scales(scales, outer), weight.format, weight.columns)
 
 
 class _Product(Function):

@@ -16,6 +16,7 @@ from fsharding.optim.base import (
     local_leaves,
 )
 from fsharding.optim.clip import clip_by_global_norm, global_norm
+from fsharding.optim.coded_moment import CodedMoment
 from fsharding.optim.combine import ChainState, MultiTransformState, chain, multi_transform
 from fsharding.optim.from_torch import TorchState, from_torch
 from fsharding.optim.lion import LionState, lion
@@ -31,6 +32,7 @@ __all__ = [
     "AdafactorState",
     "AdamState",
     "ChainState",
+    "CodedMoment",
     "ContextTransformation",
     "EmaState",
     "EmptyState",

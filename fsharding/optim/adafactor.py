@@ -35,7 +35,7 @@ from fsharding.optim.base import (
 )
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.stacked import STACKS, assigned_shardings, stacked_dims, sum_dims, whole_shape
-from fsharding.optim.validation import ABOVE_0, FROM_0, check_dtype, check_settings
+from fsharding.optim.validation import ABOVE_0, FROM_0, check_dtype, check_settings, refuse_format
 from fsharding.precision import wide
 from fsharding.public import public
 from fsharding.sharding.leaf_plan import mean_over
@@ -142,6 +142,7 @@ def adafactor(
 
     @public("fs.optim.adafactor(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> AdafactorState:
+        kept = own or refuse_format(_NAME, context.moments, "it has means of moments, and no moments")
         flat, spec = tree.flatten(params)
         shardings = assigned_shardings(_NAME, params, context.shardings, known=_STAGES)
 
@@ -149,7 +150,7 @@ def adafactor(
             factored = x.ndim - stacked_dims(path, stacks) >= 2
             if factored == (dim == 0):
                 return None
-            dtype = own or context.moments or wide(x.dtype)
+            dtype = kept or wide(x.dtype)
             return _mean_zeros(x, sharding, dim, dtype) if dim else like_leaf(x, new_zeros(local_of(x), dtype))
 
         named = [*zip(tree.paths(params), flat, shardings, strict=True)]

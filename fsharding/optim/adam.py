@@ -20,6 +20,7 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.comm.redistribute import in_buckets
 from fsharding.errors import LayoutError
+from fsharding.formats import Blocks
 from fsharding.optim.base import (
     ContextTransformation,
     InitContext,
@@ -35,11 +36,21 @@ from fsharding.optim.base import (
     next_count,
     refuse_other_shards,
     writable_leaves,
-    zeros,
 )
+from fsharding.optim.chunked_update import (
+    Chunk,
+    change_leaves,
+    init_moments,
+    leaves_of,
+    rebuilt,
+    rounds_by_key,
+    step_key,
+    write_param,
+)
+from fsharding.optim.coded_moment import carriers, is_coded, moment_leaves
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.updates import change_slices
-from fsharding.optim.validation import BELOW_1, FROM_0, check_dtype, check_settings
+from fsharding.optim.validation import BELOW_1, FROM_0, check_moment_kind, check_settings
 from fsharding.precision import wide
 from fsharding.public import public
 from fsharding.tree import Tree
@@ -88,7 +99,7 @@ def adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    moments: torch.dtype | None = None,
+    moments: torch.dtype | Blocks | None = None,
 ) -> ContextTransformation:
     """AdamW: `-lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * p)`.
 
@@ -99,11 +110,13 @@ def adamw(
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, times the learning rate.
         moments: the dtype in which both are kept; by default that of the layout's `Precision`, or else float32 at
-            least. An update is computed in float32 at least, and moments are rounded after it.
+            least. An update is computed in float32 at least, and moments are rounded after it. Or a format of 8 bits,
+            such as `fs.formats.MXFP8`: the moments of leaves of two dims and more and of 4096 elements and more are
+            `fs.optim.CodedMoment`s. Of the second moment the root is kept, and it is rounded by key.
 
     Raises:
         ConfigError: numbers below 0, or decays of moments of 1 and more; all of them are listed. Moments in a dtype
-            that kernels lack.
+            that kernels lack, or in a format that is none for moments.
         TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
 
     Example:
@@ -115,19 +128,26 @@ def adamw(
     """
     above = {"learning_rate": learning_rate, "eps": eps, "weight_decay": weight_decay}
     check_settings(_NAME, (FROM_0, above), (BELOW_1, {"b1": b1, "b2": b2}))
-    own = check_dtype(_NAME, "moments", moments)
+    own = check_moment_kind(_NAME, moments)
     rate = as_schedule(learning_rate)
 
     @public("fs.adamw(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> AdamState:
-        dtype = own or context.moments
-        return AdamState(torch.zeros((), dtype=torch.int64), zeros(params, dtype), zeros(params, dtype))
+        mu = init_moments(_NAME, params, own, context)
+        return AdamState(torch.zeros((), dtype=torch.int64), mu, init_moments(_NAME, params, own, context, root=True))
 
     @public("fs.adamw(...).update")
     def update(
         updates: Tree, state: AdamState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, AdamState]:
         check_update(_NAME, AdamState, updates, state, params, decay=weight_decay)
+        if any(map(is_coded, moment_leaves(state.mu))):
+            held = carriers(state.mu)
+            deltas = [new_zeros(x, torch.float32) for x in local_leaves(held)]
+            after = in_chunks(deltas, updates, state, context, decay=0.0)
+            if weight_decay:
+                add_decay_(_NAME, deltas, params, held, -rate_at(rate, state.count) * weight_decay)
+            return like(held, deltas), after
         grads, mu, nu = _inputs(updates, state, context.donate)
         deltas = [new_zeros(x, wide(x.dtype)) for x in mu]
         kernel(deltas, grads, mu, nu, state, decay=0.0)
@@ -146,6 +166,16 @@ def adamw(
     ) -> tuple[Tree, AdamState]:
         donate, finite = context.donate, context.finite
         check_update(_NAME, AdamState, updates, state, params, decay=weight_decay)
+        if any(map(is_coded, moment_leaves(state.mu))) or rounds_by_key(params, context):
+            after: list[AdamState] = []
+
+            def change_chunks(slices: list[Tensor]) -> list[Tensor]:
+                main = [p if donate else clone(p) for p in slices]
+                after.append(in_chunks(main, updates, state, context, decay=weight_decay, scale=scale))
+                return main
+
+            held = carriers(state.mu)
+            return change_slices(params, held, change_chunks, donate=donate, function=_NAME), after[0]
         columns = writable_leaves(params, updates, state.mu, state.nu) if donate else None
         if columns is not None:
             main, grads, mu, nu = columns
@@ -162,6 +192,51 @@ def adamw(
 
         changed = change_slices(params, state.mu, change, donate=donate, function=_NAME)
         return changed, _successor(state, mu, nu, finite)
+
+    def in_chunks(
+        values: list[Tensor],
+        updates: Tree,
+        state: AdamState,
+        context: UpdateContext,
+        *,
+        decay: float,
+        scale: float | Tensor = 1.0,
+    ) -> AdamState:
+        """Changes values, and moments of which some are codes, or parameters that are rounded by key."""
+        check_moments(_NAME, mu=state.mu, nu=state.nu)
+        held = carriers(state.mu)
+        grads = local_grads(_NAME, updates, held)
+        shards = (values, grads, local_leaves(held), local_leaves(carriers(state.nu)))
+        refuse_other_shards(_NAME, held, dict(zip(_LABELS, shards, strict=True)))
+        device = values[0].device if values else state.count.device
+        count = state.count.to(device, non_blocking=True)
+        settings: dict[str, Any] = {"lr": rate_at(rate, count), "scale": scale, "finite": context.finite}
+        settings |= {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay}
+        step, key = (count + 1).float(), functools.cache(lambda: step_key(context, state.count))
+        leaves = leaves_of(_NAME, state.mu, context.shardings)
+
+        def change(i: int, chunk: Chunk, parts: list[Tensor], trial: bool) -> None:
+            value, grad = values[i][chunk.place], grads[i][chunk.place]
+            dtype = _computed_in((value.dtype, grad.dtype, *(x.dtype for x in parts)))
+            wide_parts = [x.to(dtype) for x in parts]
+            columns = [x.to(dtype, copy=True).contiguous() for x in (value, grad)] + wide_parts
+            _fused_dense([[x] for x in columns], step, settings)
+            for x, new in zip(parts, wide_parts, strict=True):
+                if x is not new:
+                    x.copy_(new)
+            if not trial:
+                write_param(value, columns[0], context, leaves[i], chunk, key)
+
+        mu, nu = change_leaves(
+            leaves,
+            [moment_leaves(state.mu), moment_leaves(state.nu)],
+            change,
+            roles=("mu", "nu"),
+            key=key,
+            donate=context.donate,
+            finite=context.finite,
+        )
+        return AdamState(next_count(state.count, context.finite), rebuilt(state.mu, mu), rebuilt(state.nu, nu))
 
     def kernel(
         values: list[Tensor],

@@ -19,6 +19,9 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, tree
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import LayoutError, TreeError, message
+from fsharding.formats import Blocks
+from fsharding.formats.blocks import Rounding
+from fsharding.optim.coded_moment import is_coded
 from fsharding.precision import wide
 from fsharding.public import kind_of, refuse_state
 from fsharding.sharding import named_sharding
@@ -52,7 +55,6 @@ __all__ = [
     "where_finite",
     "widen",
     "writable_leaves",
-    "zeros",
 ]
 
 
@@ -61,9 +63,12 @@ class InitContext:
     """Facts about a layout that an `init` may use.
 
     Attributes:
-        moments: the dtype in which the layout's `Precision` keeps moments; None leaves it to the optimizer.
+        moments: the dtype, or the format, in which the layout's `Precision` keeps moments; None leaves it to the
+            optimizer.
         shardings: of the parameters, such as `layout.main`. It says which indices of a leaf with explicit assignments
             this rank has, which the leaf's DTensor cannot.
+        whole: tensors of the shapes of the whole parameters, on the meta device: the DTensor of a leaf that another
+            stage of a pipeline has does not tell its shape. None where each leaf does.
 
     Example:
         >>> context = fs.optim.InitContext(moments=torch.bfloat16)
@@ -71,8 +76,9 @@ class InitContext:
         torch.bfloat16
     """
 
-    moments: torch.dtype | None = None
+    moments: torch.dtype | Blocks | None = None
     shardings: Tree = None
+    whole: Tree = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,6 +92,9 @@ class UpdateContext:
         finite: whether the step counts, bool and 0-d, where the host does not know it. An `apply` that `masks` leaves
             parameters and state as they are where it is false; of other transformations `apply_gradients` takes the old
             values.
+        key: of the run, int64[2], such as `state.key`, for what is rounded by key; None is a key of zeros.
+        step: number of updates of the run so far, 0-d; None takes the optimizer's own count.
+        rounding: of parameters in bfloat16 that an `apply` writes, "nearest" or "keyed".
 
     Example:
         >>> grads, opt = {"w": torch.full((4,), 2.0)}, fs.optim.clip_by_global_norm(1.0)
@@ -98,6 +107,9 @@ class UpdateContext:
     norm: Tensor | None = None
     shardings: Tree = None
     finite: Tensor | None = None
+    key: Tensor | None = None
+    step: Tensor | None = None
+    rounding: Rounding = "nearest"
 
 
 class _Init(Protocol):
@@ -151,15 +163,18 @@ class GradientTransformation:
 
         return ContextTransformation(init, update)
 
-    def start(self, params: Tree, *, moments: torch.dtype | None = None, shardings: Tree = None) -> Tree:
+    def start(
+        self, params: Tree, *, moments: torch.dtype | Blocks | None = None, shardings: Tree = None, whole: Tree = None
+    ) -> Tree:
         """The first state, for a layout.
 
         Args:
             params: main parameters; None for frozen leaves.
             moments: such as `layout.precision.moments`.
             shardings: such as `layout.main`.
+            whole: such as `layout.meta_main()`.
         """
-        return self.with_context().init(params, InitContext(moments=moments, shardings=shardings))
+        return self.with_context().init(params, InitContext(moments=moments, shardings=shardings, whole=whole))
 
 
 @dataclass(frozen=True)
@@ -311,16 +326,6 @@ def like_leaf(x: Tensor, local: Tensor) -> Tensor:
     return named_sharding.like(x, local) if isinstance(x, DTensor) else local
 
 
-def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:
-    """Zeros for every parameter, cut as it is; float32 at least by default.
-
-    Raises:
-        ArgumentError: a whole state is given in their place.
-    """
-    refuse_state("opt.init", params)
-    return like(params, [new_zeros(x, dtype or wide(x.dtype)) for x in local_leaves(params)])
-
-
 def widen(moments: Tree, *, donate: bool) -> list[Tensor]:
     """The local tensors of moments to compute with, in float32 at least; they may be overwritten.
 
@@ -451,10 +456,11 @@ def check_moments(function: str, **moments: Tree) -> None:
         TreeError: there are such moments; all of these leaves are listed.
     """
     (first, values_of_first), *others = moments.items()
-    named = tree.named_leaves(values_of_first)
+    named = tree.named_leaves(values_of_first, is_leaf=is_coded)
     rows = [f"{first}.{path}: {kind_of(x)}" for path, x in named.items() if not _is_moment(x)]
     for name, values in others:
-        flat = tree.flatten_up_to(tree.flatten(values_of_first)[1], values, function, (first, name))
+        spec = tree.flatten(values_of_first, is_leaf=is_coded)[1]
+        flat = tree.flatten_up_to(spec, values, function, (first, name))
         rows += [f"{name}.{path}: {kind_of(x)}" for path, x in zip(named, flat, strict=True) if not _is_moment(x)]
     if rows:
         text = "got moments that are no floating point tensors."
@@ -463,7 +469,7 @@ def check_moments(function: str, **moments: Tree) -> None:
 
 
 def _is_moment(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta
+    return is_coded(x) or (isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta)
 
 
 def check_update(function: str, kind: type, updates: Tree, state: Any, params: Tree, *, decay: float = 0.0) -> None:

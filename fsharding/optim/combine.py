@@ -175,9 +175,9 @@ def multi_transform(
         _check_labels(params, labelled, groups)
         params_of = _split(params, labelled, groups)
         shardings_of = _split(_pruned(context.shardings, params), labelled, groups)
-        return MultiTransformState(
-            {g: t.init(params_of[g], replace(context, shardings=shardings_of[g])) for g, t in members.items()}
-        )
+        whole_of = _split(_pruned(context.whole, params), labelled, groups)
+        contexts = {g: replace(context, shardings=shardings_of[g], whole=whole_of[g]) for g in members}
+        return MultiTransformState({g: t.init(params_of[g], contexts[g]) for g, t in members.items()})
 
     @public("fs.optim.multi_transform(...).update")
     def update(

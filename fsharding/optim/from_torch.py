@@ -34,7 +34,7 @@ from fsharding.optim.base import (
     shardings_of,
 )
 from fsharding.optim.schedules import as_schedule
-from fsharding.optim.validation import check_dtype
+from fsharding.optim.validation import check_dtype, refuse_format
 from fsharding.public import public
 from fsharding.sharding.named_sharding import local_of
 from fsharding.tree import Tree
@@ -115,6 +115,7 @@ def from_torch(
 
     @public("fs.optim.from_torch(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> TorchState:
+        kept = own or refuse_format(_NAME, context.moments, "torch's optimizer has tensors of its own")
         kinds = {x.dtype: kinds_of(x.dtype) for x in tree.leaves(params)}
         names = [list(dict.fromkeys(name for k in kinds.values() for name in k[part])) for part in (0, 1)]
 
@@ -122,7 +123,7 @@ def from_torch(
             return tree.map(lambda x: _zeros(x, stored(kinds[x.dtype].slots[name])), params)
 
         def stored(dtype: torch.dtype) -> torch.dtype:
-            return own or context.moments or dtype if dtype.is_floating_point else dtype
+            return kept or dtype if dtype.is_floating_point else dtype
 
         def scalar(name: str) -> Tree:
             return tree.map(lambda x: _number(0, kinds[x.dtype].scalars[name]), params)

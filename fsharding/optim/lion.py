@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding.formats import Blocks
 from fsharding.optim.base import (
     ContextTransformation,
     InitContext,
@@ -23,11 +24,14 @@ from fsharding.optim.base import (
     like,
     local_grads,
     narrow,
+    new_zeros,
     widen,
-    zeros,
 )
+from fsharding.optim.chunked_update import Chunk, change_moment, init_moments
+from fsharding.optim.coded_moment import carriers, is_coded, moment_leaves
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
-from fsharding.optim.validation import FROM_0, TO_1, check_dtype, check_settings
+from fsharding.optim.validation import FROM_0, TO_1, check_moment_kind, check_settings
+from fsharding.precision import wide
 from fsharding.public import public
 from fsharding.tree import Tree
 
@@ -55,7 +59,7 @@ def lion(
     b1: float = 0.9,
     b2: float = 0.99,
     weight_decay: float = 0.0,
-    moments: torch.dtype | None = None,
+    moments: torch.dtype | Blocks | None = None,
 ) -> ContextTransformation:
     """Lion: update `-lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)`, then `m = b2 * m + (1 - b2) * g`.
 
@@ -65,7 +69,8 @@ def lion(
         b2: decay of the momentum.
         weight_decay: decoupled decay, times the learning rate.
         moments: the dtype in which the momentum is kept; by default that of the layout's `Precision`, or else float32
-            at least. An update is computed in float32 at least, and the momentum is rounded after it.
+            at least. An update is computed in float32 at least, and the momentum is rounded after it. Or a format of 8
+            bits, as in `fs.adamw`.
 
     Raises:
         ConfigError: numbers below 0, or above 1 for the momentum; all of them are listed. A momentum in a dtype that
@@ -80,12 +85,12 @@ def lion(
     """
     above = {"learning_rate": learning_rate, "weight_decay": weight_decay}
     check_settings(_NAME, (FROM_0, above), (TO_1, {"b1": b1, "b2": b2}))
-    own = check_dtype(_NAME, "moments", moments)
+    own = check_moment_kind(_NAME, moments)
     rate = as_schedule(learning_rate)
 
     @public("fs.optim.lion(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> LionState:
-        return LionState(torch.zeros((), dtype=torch.int64), zeros(params, own or context.moments))
+        return LionState(torch.zeros((), dtype=torch.int64), init_moments(_NAME, params, own, context))
 
     @public("fs.optim.lion(...).update")
     def update(
@@ -93,18 +98,33 @@ def lion(
     ) -> tuple[Tree, LionState]:
         check_update(_NAME, LionState, updates, state, params, decay=weight_decay)
         check_moments(_NAME, mu=state.mu)
-        lr, local = rate_at(rate, state.count), local_grads(_NAME, updates, state.mu)
-        mu = widen(state.mu, donate=context.donate)
-        grads = [g.to(m.dtype) for g, m in zip(local, mu, strict=True)]
-        deltas = _compat.foreach_mul(mu, b1)
-        _compat.foreach_add_(deltas, _compat.foreach_mul(grads, 1 - b1))
-        for delta in deltas:
-            delta.sign_()
-        _compat.foreach_mul_(deltas, -lr)
+        held = carriers(state.mu)
+        lr, local = rate_at(rate, state.count), local_grads(_NAME, updates, held)
+
+        def change(mu: list[Tensor], local: list[Tensor]) -> list[Tensor]:
+            grads = [g.to(m.dtype) for g, m in zip(local, mu, strict=True)]
+            deltas = _compat.foreach_mul(mu, b1)
+            _compat.foreach_add_(deltas, _compat.foreach_mul(grads, 1 - b1))
+            for delta in deltas:
+                delta.sign_()
+            _compat.foreach_mul_(deltas, -lr)
+            _compat.foreach_mul_(mu, b2)
+            _compat.foreach_add_(mu, _compat.foreach_mul(grads, 1 - b2))
+            return deltas
+
+        if any(map(is_coded, moment_leaves(state.mu))):
+            deltas = [new_zeros(g, wide(g.dtype)) for g in local]
+
+            def change_chunk(i: int, chunk: Chunk, m: Tensor) -> None:
+                deltas[i][chunk.place].copy_(change([m], [local[i][chunk.place]])[0])
+
+            new_mu = change_moment(_NAME, state.mu, context, state.count, change_chunk)
+        else:
+            mu = widen(state.mu, donate=context.donate)
+            deltas = change(mu, local)
+            new_mu = narrow(state.mu, mu, donate=context.donate)
         if weight_decay:
-            add_decay_(_NAME, deltas, params, state.mu, -lr * weight_decay)
-        _compat.foreach_mul_(mu, b2)
-        _compat.foreach_add_(mu, _compat.foreach_mul(grads, 1 - b2))
-        return like(state.mu, deltas), LionState(state.count + 1, narrow(state.mu, mu, donate=context.donate))
+            add_decay_(_NAME, deltas, params, held, -lr * weight_decay)
+        return like(held, deltas), LionState(state.count + 1, new_mu)
 
     return ContextTransformation(init, update)

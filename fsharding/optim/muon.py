@@ -21,6 +21,7 @@ from fsharding import tree
 from fsharding.comm.reshard_plan import Leaf, plan_routes
 from fsharding.comm.reshard_run import exchange
 from fsharding.errors import ConfigError, LayoutError, message
+from fsharding.formats import Blocks
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, own_rank
 from fsharding.optim.base import (
     ContextTransformation,
@@ -32,12 +33,15 @@ from fsharding.optim.base import (
     like,
     local_grads,
     narrow,
+    new_zeros,
     widen,
-    zeros,
 )
+from fsharding.optim.chunked_update import Chunk, change_moment, init_moments
+from fsharding.optim.coded_moment import carriers, is_coded, moment_leaves
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.stacked import assigned_shardings, whole_shape
-from fsharding.optim.validation import FROM_0, FROM_1, check_dtype, check_settings
+from fsharding.optim.validation import FROM_0, FROM_1, check_dtype, check_moment_kind, check_settings
+from fsharding.precision import wide
 from fsharding.public import public
 from fsharding.sharding import mesh_view
 from fsharding.sharding.named_sharding import NamedSharding
@@ -77,7 +81,7 @@ def muon(
     steps: int = 5,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
-    moments: torch.dtype | None = None,
+    moments: torch.dtype | Blocks | None = None,
 ) -> ContextTransformation:
     """Muon, with the parameters of `torch.optim.Muon` and its numbers, on matrices [..., M, N].
 
@@ -98,7 +102,8 @@ def muon(
         eps: smallest norm that a matrix is divided by.
         dtype: in which the iteration runs, and its matrices travel.
         moments: the dtype in which the momentum is kept; by default that of the layout's `Precision`, or else float32
-            at least. An update is computed in float32 at least, and the momentum is rounded after it.
+            at least. An update is computed in float32 at least, and the momentum is rounded after it. Or a format of 8
+            bits, as in `fs.adamw`.
 
     Raises:
         ConfigError: an unknown `adjust`; numbers below 0, all of them listed. A dtype that kernels lack.
@@ -120,7 +125,7 @@ def muon(
         raise ConfigError(message(_NAME, text, mend=f"Use one of {', '.join(map(repr, _ADJUST))}."))
     above = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay, "eps": eps}
     check_settings(_NAME, (FROM_0, above), (FROM_1, {"steps": steps}))
-    own = check_dtype(_NAME, "moments", moments)
+    own = check_moment_kind(_NAME, moments)
     check_dtype(_NAME, "dtype", dtype)
     rate = as_schedule(learning_rate)
     orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)
@@ -129,7 +134,7 @@ def muon(
     def init(params: Tree, context: InitContext = InitContext()) -> MuonState:
         assigned_shardings(_NAME, params, context.shardings, known=_STAGES)
         _refuse_vectors(params)
-        return MuonState(torch.zeros((), dtype=torch.int64), zeros(params, own or context.moments))
+        return MuonState(torch.zeros((), dtype=torch.int64), init_moments(_NAME, params, own, context))
 
     @public("fs.optim.muon(...).update")
     def update(
@@ -141,22 +146,35 @@ def muon(
     ) -> tuple[Tree, MuonState]:
         check_update(_NAME, MuonState, updates, state, params, decay=weight_decay)
         check_moments(_NAME, mu=state.mu)
-        lr, local = rate_at(rate, state.count), local_grads(_NAME, updates, state.mu)
-        shardings = assigned_shardings(_NAME, state.mu, context.shardings, known=_STAGES)
-        wholes = [_whole(x, sharding) for x, sharding in zip(tree.leaves(state.mu), shardings, strict=True)]
-        mu = widen(state.mu, donate=context.donate)
-        directions: list[Tensor] = []
-        for g, m in zip(local, mu, strict=True):
+        held = carriers(state.mu)
+        lr, local = rate_at(rate, state.count), local_grads(_NAME, updates, held)
+        shardings = assigned_shardings(_NAME, held, context.shardings, known=_STAGES)
+        wholes = [_whole(x, sharding) for x, sharding in zip(tree.leaves(held), shardings, strict=True)]
+
+        def direction(m: Tensor, g: Tensor) -> Tensor:
             grad = g.to(m.dtype)
             m.lerp_(grad, 1 - momentum)
-            directions.append((grad.lerp(m, momentum) if nesterov else m).to(dtype))
+            return (grad.lerp(m, momentum) if nesterov else m).to(dtype)
+
+        if any(map(is_coded, moment_leaves(state.mu))):
+            directions = [new_zeros(g, dtype) for g in local]
+
+            def change_chunk(i: int, chunk: Chunk, m: Tensor) -> None:
+                directions[i][chunk.place].copy_(direction(m, local[i][chunk.place]))
+
+            new_mu = change_moment(_NAME, state.mu, context, state.count, change_chunk)
+        else:
+            mu = widen(state.mu, donate=context.donate)
+            directions = [direction(m, g) for m, g in zip(mu, local, strict=True)]
+            new_mu = narrow(state.mu, mu, donate=context.donate)
+        kinds = [wide(m.dtype) if isinstance(m, Tensor) else torch.float32 for m in moment_leaves(state.mu)]
         deltas = [
-            x.to(m.dtype) * (-lr * _ratio(adjust, whole.shape))
-            for x, m, whole in zip(_on_whole_matrices(orthogonal, directions, wholes), mu, wholes, strict=True)
+            x.to(kind) * (-lr * _ratio(adjust, whole.shape))
+            for x, kind, whole in zip(_on_whole_matrices(orthogonal, directions, wholes), kinds, wholes, strict=True)
         ]
         if weight_decay:
-            add_decay_(_NAME, deltas, params, state.mu, -lr * weight_decay)
-        return like(state.mu, deltas), MuonState(state.count + 1, narrow(state.mu, mu, donate=context.donate))
+            add_decay_(_NAME, deltas, params, held, -lr * weight_decay)
+        return like(held, deltas), MuonState(state.count + 1, new_mu)
 
     return ContextTransformation(init, update)
 

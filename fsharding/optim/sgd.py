@@ -14,6 +14,7 @@ from torch import Tensor
 from fsharding import _compat, tree
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import ConfigError, message
+from fsharding.formats import Blocks
 from fsharding.optim.base import (
     ContextTransformation,
     InitContext,
@@ -24,13 +25,16 @@ from fsharding.optim.base import (
     local_leaves,
     local_params,
     narrow,
+    new_zeros,
     refuse_other_shapes,
     shardings_of,
     widen,
-    zeros,
 )
+from fsharding.optim.chunked_update import Chunk, change_moment, init_moments
+from fsharding.optim.coded_moment import carriers, is_coded, moment_leaves
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
-from fsharding.optim.validation import FROM_0, check_dtype, check_settings
+from fsharding.optim.validation import FROM_0, check_moment_kind, check_settings
+from fsharding.precision import wide
 from fsharding.public import public
 from fsharding.tree import Tree
 
@@ -61,7 +65,7 @@ def sgd(
     dampening: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
-    moments: torch.dtype | None = None,
+    moments: torch.dtype | Blocks | None = None,
 ) -> ContextTransformation:
     """SGD: `t = momentum * t + d`, update `-lr * t`; with Nesterov's, `-lr * (d + momentum * t)`.
 
@@ -74,7 +78,8 @@ def sgd(
         nesterov: look ahead; without dampening only.
         weight_decay: added to the gradient, as in `torch.optim.SGD`.
         moments: the dtype in which the trace is kept; by default that of the layout's `Precision`, or else float32 at
-            least. An update is computed in float32 at least, and it is rounded after it.
+            least. An update is computed in float32 at least, and it is rounded after it. Or a format of 8 bits, as in
+            `fs.adamw`.
 
     Raises:
         ConfigError: Nesterov's with dampening, or without momentum; numbers below 0, all of them listed. A trace in a
@@ -93,12 +98,13 @@ def sgd(
     if nesterov and (dampening or not momentum):
         text = f"got nesterov=True with momentum={momentum} and dampening={dampening}."
         raise ConfigError(message(_NAME, text, mend="Nesterov's needs momentum and no dampening."))
-    own = check_dtype(_NAME, "moments", moments)
+    own = check_moment_kind(_NAME, moments)
     rate = as_schedule(learning_rate)
 
     @public("fs.sgd(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> SgdState:
-        return SgdState(torch.zeros((), dtype=torch.int64), zeros(params, own or context.moments) if momentum else None)
+        trace = init_moments(_NAME, params, own, context) if momentum else None
+        return SgdState(torch.zeros((), dtype=torch.int64), trace)
 
     @public("fs.sgd(...).update")
     def update(
@@ -108,7 +114,8 @@ def sgd(
         if state.trace is not None:
             check_moments(_NAME, trace=state.trace)
         params = tree.prune(params, updates, _NAME, ("parameters", "gradients")) if params is not None else None
-        sharded = next(x for x in (state.trace, params, updates) if x is not None)
+        held = None if state.trace is None else carriers(state.trace)
+        sharded = next(x for x in (held, params, updates) if x is not None)
         refuse_other_shapes(
             _NAME, updates, sharded, ("gradients", "parameters" if state.trace is None else "the trace")
         )
@@ -118,21 +125,31 @@ def sgd(
             main = local_params(_NAME, params, sharded)
             decay = [p.to(g.dtype) for p, g in zip(main, grads, strict=True)]
             grads = _compat.foreach_add(grads, _compat.foreach_mul(decay, weight_decay))
-        trace = state.trace
-        if momentum:
-            momenta = widen(state.trace, donate=context.donate)
+        share: float | Tensor = 1 - dampening
+        if dampening:
+            # The first gradient is added whole.
+            one = torch.ones((), dtype=torch.float64, device=state.count.device)
+            share = torch.where(state.count > 0, share, one)
+
+        def change(momenta: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
             _compat.foreach_mul_(momenta, momentum)
-            if dampening:
-                # The first gradient is added whole.
-                share = torch.where(
-                    state.count > 0, 1 - dampening, torch.ones((), dtype=torch.float64, device=state.count.device)
-                )
-                _compat.foreach_add_(momenta, _compat.foreach_mul(list(grads), share))
-            else:
-                _compat.foreach_add_(momenta, list(grads))
-            trace = narrow(state.trace, momenta, donate=context.donate)
-            grads = _compat.foreach_add(grads, _compat.foreach_mul(momenta, momentum)) if nesterov else momenta
-        deltas = _compat.foreach_mul(list(grads), -rate_at(rate, state.count))
+            _compat.foreach_add_(momenta, _compat.foreach_mul(grads, share) if dampening else grads)
+            return _compat.foreach_add(grads, _compat.foreach_mul(momenta, momentum)) if nesterov else momenta
+
+        trace, grads = state.trace, list(grads)
+        if momentum and any(map(is_coded, moment_leaves(trace))):
+            of_chunks = [new_zeros(g, wide(g.dtype)) for g in grads]
+
+            def change_chunk(i: int, chunk: Chunk, m: Tensor) -> None:
+                of_chunks[i][chunk.place].copy_(change([m], [grads[i][chunk.place]])[0])
+
+            trace = change_moment(_NAME, trace, context, state.count, change_chunk)
+            grads = of_chunks
+        elif momentum:
+            momenta = widen(trace, donate=context.donate)
+            grads = change(momenta, grads)
+            trace = narrow(trace, momenta, donate=context.donate)
+        deltas = _compat.foreach_mul(grads, -rate_at(rate, state.count))
         return like(resharded, deltas), SgdState(state.count + 1, trace)
 
     return ContextTransformation(init, update)

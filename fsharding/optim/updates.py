@@ -7,29 +7,34 @@ Law: without `donate` the parameters that came in are unchanged.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
 from fsharding.comm.redistribute import redistribute
+from fsharding.formats.blocks import Rounding
 from fsharding.optim.base import (
     GradientTransformation,
     UpdateContext,
+    clone,
     local_leaves,
     multiply,
     refuse_other_shapes,
     shardings_of,
     where_finite,
 )
+from fsharding.optim.chunked_update import chunk_size, leaves_of, rounds_by_key, step_key, write_param
 from fsharding.public import check_optimizer, public, refuse, refuse_state
 from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
-__all__ = ["apply_gradients", "apply_updates", "change_slices"]
+__all__ = ["add_updates", "apply_gradients", "apply_updates", "change_slices"]
 
 _NAME = "fs.optim.apply_updates"
 
@@ -45,6 +50,9 @@ def apply_gradients(
     scale: float | Tensor = 1.0,
     shardings: Tree = None,
     finite: Tensor | None = None,
+    key: Tensor | None = None,
+    step: Tensor | None = None,
+    rounding: Rounding = "nearest",
 ) -> tuple[Tree, Tree]:
     """One optimizer step: `update` and `apply_updates`, or the optimizer's own way to do both at once.
 
@@ -60,6 +68,9 @@ def apply_gradients(
             assignments by optimizers that look at more than an element at once.
         finite: bool, 0-d: where it is false, parameters and state come out as they went in, bit for bit. The host does
             not read it.
+        key: of the run, int64[2], such as `state.key`, for what is rounded by key.
+        step: number of updates of the run so far, 0-d.
+        rounding: of bfloat16 parameters: to the "nearest", or "keyed".
 
     Returns:
         (parameters, state), in the shardings and dtypes that they had.
@@ -77,13 +88,21 @@ def apply_gradients(
     transformation = opt.with_context()
     masks = finite is None or (transformation.apply is not None and transformation.masks)
     # Without a mask of its own a transformation may not overwrite the values that it may have to go back to.
-    context = UpdateContext(donate=donate and masks, norm=norm, shardings=shardings, finite=finite if masks else None)
+    context = UpdateContext(
+        donate=donate and masks,
+        norm=norm,
+        shardings=shardings,
+        finite=finite if masks else None,
+        key=key,
+        step=step,
+        rounding=rounding,
+    )
     if transformation.apply is not None:
         new_params, new_state = transformation.apply(grads, state, params, context, scale=scale)
     else:
         updates = multiply(grads, scale, donate=donate)
         updates, new_state = transformation.update(updates, state, params, context)
-        new_params = apply_updates(params, updates, donate=context.donate)
+        new_params = add_updates(params, updates, context, donate=context.donate)
     if masks:
         return new_params, new_state
     return where_finite(finite, new_params, params), where_finite(finite, new_state, state)
@@ -118,6 +137,38 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
 
     def add(slices: list[Tensor]) -> list[Tensor]:
         return [_add(*pair, donate) for pair in zip(slices, deltas, strict=True)]
+
+    return change_slices(params, updates, add, donate=donate)
+
+
+def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: bool = False) -> Tree:
+    """As `apply_updates`; parameters are rounded as the context of the update says.
+
+    Args:
+        params: tree of DTensors or plain tensors.
+        updates: the same tree.
+        context: with a step, where it rounds by key.
+        donate: the parameters may be overwritten.
+    """
+    if not rounds_by_key(params, context):
+        return apply_updates(params, updates, donate=donate)
+    deltas, leaves = local_leaves(updates), leaves_of(_NAME, updates, context.shardings)
+    zero = torch.zeros((), dtype=torch.int64)
+    key = functools.cache(lambda: step_key(context, zero))
+
+    def add(slices: list[Tensor]) -> list[Tensor]:
+        result: list[Tensor] = []
+        for param, delta, leaf in zip(slices, deltas, leaves, strict=True):
+            if param.dtype != torch.bfloat16:
+                result.append(_add(param, delta, donate))
+                continue
+            new = param if donate else clone(param)
+            for chunk in leaf.chunks(chunk_size(new.device)):
+                value = new[chunk.place]
+                wide_sum = value.to(torch.float32) + delta[chunk.place].to(torch.float32)
+                write_param(value, wide_sum, context, leaf, chunk, key)
+            result.append(new)
+        return result
 
     return change_slices(params, updates, add, donate=donate)
 

@@ -14,10 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharding.errors import ConfigError, message
+from fsharding.formats import Blocks
 from fsharding.precision import DTYPES
 from fsharding.public import without_parameters
 
-__all__ = ["ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dtype", "check_settings"]
+__all__ = [
+    "ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dtype", "check_moment_kind", "check_settings",
+    "refuse_format",
+]  # fmt: skip
 
 
 class Needs(NamedTuple):
@@ -86,3 +90,44 @@ def check_dtype(function: str, name: str, dtype: torch.dtype | None) -> torch.dt
         mend = f"Use one of {', '.join(map(str, DTYPES))}, or None for that of the layout."
         raise ConfigError(message(function, f"got {name}={dtype!r}.", mend=mend))
     return dtype
+
+
+def check_moment_kind(function: str, moments: torch.dtype | Blocks | None) -> torch.dtype | Blocks | None:
+    """Refuses what moments cannot be kept in.
+
+    Args:
+        function: that got it.
+        moments: a dtype or a format; None is for the layout to say.
+
+    Returns:
+        The same.
+
+    Raises:
+        ConfigError: a dtype that kernels lack, or a format of other than 8 bits or with a scale of whole matrices.
+    """
+    if not isinstance(moments, Blocks):
+        return check_dtype(function, "moments", moments)
+    if not moments.for_moments:
+        mend = "Use one of 8 bits without a scale of whole matrices, such as fs.formats.MXFP8."
+        raise ConfigError(message(function, f"cannot keep moments as {moments}.", mend=mend))
+    return moments
+
+
+def refuse_format(function: str, moments: torch.dtype | Blocks | None, why: str) -> torch.dtype | None:
+    """Refuses a format of moments for an optimizer that keeps none in one.
+
+    Args:
+        function: the optimizer.
+        moments: of the layout's precision.
+        why: it does not.
+
+    Returns:
+        The dtype of moments.
+
+    Raises:
+        ConfigError: a format.
+    """
+    if isinstance(moments, Blocks):
+        mend = "Give it moments=torch.float32 of its own, or the layout a precision with a dtype of moments."
+        raise ConfigError(message(function, f"cannot keep moments as {moments}: {why}.", mend=mend))
+    return moments

@@ -68,6 +68,7 @@ def pipeline_grads(
     scale: float | Tensor | None = None,
     known: Messages | None = None,
     stop: StopBit | None = None,
+    key: Tensor | None = None,
     prefetch: int = 1,
 ) -> tuple[Tree, Tensor, Tensor]:
     """Runs one step of a schedule. Collective over the whole mesh.
@@ -84,6 +85,7 @@ def pipeline_grads(
         known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
             A receiver is told once what activations look like, for each shape of microbatches.
         stop: as in `value_and_grad`.
+        key: int64[2], for a format of gradients whose rounding is keyed.
         prefetch: how many units of a stage are gathered ahead, where they are gathered for each microbatch.
 
     Returns:
@@ -113,7 +115,9 @@ def pipeline_grads(
     run, known = None, {} if known is None else known
     try:
         with naming_lost("train step", layout.mesh):
-            run = _Run(model, schedule, layout, params, list(pieces), precision, policy, scale, known, prefetch)
+            run = _Run(
+                model, schedule, layout, params, list(pieces), precision, policy, scale, known, prefetch, key=key
+            )
             run.walk()
             return run.stage_state.grads(), *run.sums(stop)
     except BaseException:
@@ -221,6 +225,7 @@ class _Run:
     known: Messages
     prefetch: int
     trains: bool = True
+    key: Tensor | None = None
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
     arrived: dict[Action, tuple[Any, list[Tensor], Handle[None]]] = field(default_factory=dict[Action, Any])
     handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = field(
@@ -251,9 +256,17 @@ class _Run:
             self.uses[stage, m].append(kind)
 
     # ------------------------------------------------------------------------------------------------------ a stage
-    def _tape(self, stage: int) -> Tape:
+    def _tape(self, stage: int, m: int) -> Tape:
         tape = Tape(
-            *self.stage_state.parts(stage), self.precision, self.pool, defers=self.splits, prefetch=self.prefetch
+            *self.stage_state.parts(stage),
+            self.precision,
+            self.pool,
+            defers=self.splits,
+            prefetch=self.prefetch,
+            key=self.key,
+            microbatch=m,
+            layers=self.stage_state.layers(stage),
+            once_for=(self.model.embed, stage),
         )
         assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
         return tape
@@ -339,7 +352,7 @@ class _Run:
             return
         use = self.uses[stage, m].pop(0)
         if use == "F":
-            self.begun[stage, m] = tape = self._tape(stage)
+            self.begun[stage, m] = tape = self._tape(stage, m)
             tape.forward(lambda params: prefetch_unit(self._first(stage, params)))
             return
         flight = self.flights[stage, m]
@@ -353,7 +366,7 @@ class _Run:
         last = stage == self.schedule.stages - 1
         spec, leaves = (None, []) if stage == 0 else self._inputs("F", stage, m)
         x_leaves = [x.detach().requires_grad_(self.trains and x.is_floating_point()) for x in leaves]
-        tape = self.begun.pop((stage, m), None) or self._tape(stage)
+        tape = self.begun.pop((stage, m), None) or self._tape(stage, m)
         flight = self.flights[stage, m] = _Flight(tape, x_leaves)
         x = None if spec is None else tree.unflatten(spec, x_leaves)
         out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])

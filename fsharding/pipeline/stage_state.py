@@ -77,6 +77,7 @@ class StageState:
         self.once = any(a.kind == "GATHER" and a.microbatch is None for a in row)
         self.each = any(a.kind == "SCATTER" and a.microbatch is not None for a in row)
         counts, starts = layers_by_stage(model, schedule, layout), [0] * len(stacks_of(model))
+        self._layers = counts
         self._rows: dict[int, list[tuple[int, int]]] = {}
         for stage in own:
             self._rows[stage] = [(start, start + n) for start, n in zip(starts, counts[stage], strict=True)]
@@ -122,6 +123,12 @@ class StageState:
             part["head"] = values["head"]
             part["tied"] = {name: tree.at(values, path) for name, path in self.model.tied}
         return part
+
+    def layers(self, stage: int) -> Callable[[str], tuple[int, int] | None]:
+        """For a leaf of a stage that is rows of a stack, by path: its first layer, and how many the stack has."""
+        columns = zip((path for path, _ in stacks_of(self.model)), zip(*self._layers, strict=True), strict=True)
+        stacks = [(path, (sum(counts[:stage]), sum(counts))) for path, counts in columns]
+        return lambda leaf: next((place for path, place in stacks if begins(leaf, path)), None)
 
     # ------------------------------------------------------------------------------------------------------- parameters
     def gather(self, stage: int) -> None:

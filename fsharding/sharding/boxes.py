@@ -23,6 +23,7 @@ __all__ = [
     "chunk",
     "covers",
     "cut_runs",
+    "ends_on",
     "full",
     "grid_boxes",
     "grid_of",
@@ -40,6 +41,7 @@ __all__ = [
     "parts",
     "relative",
     "runs",
+    "same_cuts",
     "shape_of",
     "split_outer",
     "split_overlap",
@@ -73,6 +75,37 @@ def nested_chunk(size: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
         low, high = chunk(stop - start, pieces, index)
         start, stop = start + low, start + high
     return start, stop
+
+
+def ends_on(size: int, pieces: Sequence[int], multiple: int) -> bool:
+    """Whether nested ceil-chunks of `range(size)`, `pieces` of them in turn, all end on a multiple, or at its end."""
+    if not pieces or size == 0:
+        return True
+    step = -(-size // pieces[0])
+    if step < size and step % multiple:
+        return False
+    return all(ends_on(length, pieces[1:], multiple) for length in (min(step, size), size % step))
+
+
+def same_cuts(size: int, parts: int, pieces: Sequence[int], factor: int) -> bool:
+    """Whether nested ceil-chunks cut `range(parts)` where they cut `range(size)`, with `factor` indices in a part.
+
+    Args:
+        size: indices.
+        parts: as many as that takes; the last one may stand for fewer indices.
+        pieces: of each cut in turn.
+        factor: indices of a part.
+    """
+    if -(-size // factor) != parts:
+        return False
+    if not pieces or size == 0:
+        return True
+    step, of_parts = -(-size // pieces[0]), -(-parts // pieces[0])
+    if step < size and step != factor * of_parts:
+        return False
+    count = size // step
+    rest = pieces[1:]
+    return same_cuts(step, of_parts, rest, factor) and same_cuts(size % step, parts - count * of_parts, rest, factor)
 
 
 def full(shape: Sequence[int]) -> Box:

@@ -14,20 +14,26 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat, tree
 from fsharding.errors import ArgumentError, LayoutError, TreeError, message
+from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.precision import FP32, Precision
 from fsharding.public import check_optimizer, check_precision, kind_of, public, refuse, refuse_module
+from fsharding.sharding.block_scales import has_codes, plan_scales
 from fsharding.sharding.leaf_plan import (
     LAYERS,
     LeafLayout,
+    NamedLeaf,
     check_leaves,
     check_stages,
     is_trainable,
+    objections_to_cuts,
+    owner_of,
     plan_leaf,
     type_text,
 )
@@ -89,6 +95,7 @@ class Layout:
         leaves: one `LeafLayout` for each parameter.
         structure: of the parameter tree.
         stages: explicit ownership along `pp`, as `stages.normal` gives it.
+        align: data axes cut on the borders of blocks.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -105,6 +112,7 @@ class Layout:
     leaves: tuple[LeafLayout, ...]
     structure: optree.PyTreeSpec
     stages: Stages = ()
+    align: bool = False
 
     @property
     def params(self) -> Tree:
@@ -129,14 +137,41 @@ class Layout:
     def main_apart(self, leaf: LeafLayout) -> bool:
         """Whether the main copy of a leaf cannot be the parameter itself or a slice of it."""
         narrower = self.param_dtype(leaf) != self.precision.main_dtype(leaf.init)
-        return narrower or not _covers(leaf.params, leaf.main)
+        return narrower or self.rounds(leaf) is not None or not _covers(leaf.params, leaf.main)
 
     def param_dtype(self, leaf: LeafLayout) -> torch.dtype:
         """The dtype of a parameter at rest: of the main copy where it is that, else the compute dtype."""
         main, compute = self.precision.main_dtype(leaf.init), self.precision.compute_dtype(leaf.init)
         if not leaf.trainable:
             return main
-        return main if leaf.params == leaf.main and self.strategy.params else compute
+        return main if self._is_main(leaf) else compute
+
+    def _is_main(self, leaf: LeafLayout) -> bool:
+        """Whether a parameter at rest is its own main copy, and not what is computed with."""
+        return leaf.params == leaf.main and self.strategy.params
+
+    def format_of(self, leaf: LeafLayout) -> Blocks | None:
+        """The format of low precision in which the loss function sees a leaf, if it has one."""
+        stacked = bool(leaf.names) and leaf.names[0] == LAYERS
+        return self.precision.format_of(leaf.path, len(leaf.shape) - stacked) if leaf.trainable else None
+
+    def rounds(self, leaf: LeafLayout) -> Blocks | None:
+        """The format that a parameter at rest has been rounded to: one that is not its own main copy."""
+        return None if self._is_main(leaf) else self.format_of(leaf)
+
+    def in_flight(self, precision: Precision) -> Precision:
+        """The precision of a call that gathers parameters of this layout: what is rounded already is not once more.
+
+        Main parameters are rounded on their way to the loss function, copies of them at rest have been, and frozen
+        leaves never are.
+        """
+        if precision.gather is None:
+            return precision
+        rounded = any(self.rounds(leaf) is not None for leaf in self.leaves)
+        if rounded and not precision.computes_quantised:
+            return precision.of_rounded()
+        frozen = tuple(leaf.path for leaf in self.leaves if not leaf.trainable)
+        return replace(precision, keep=(*precision.keep, *frozen), rounded=rounded) if frozen or rounded else precision
 
     def memory(self, opt: Any = None, coord: dict[str, int] | None = None) -> Memory:
         """Exact bytes of one rank.
@@ -158,23 +193,33 @@ class Layout:
         if opt is not None:
             check_optimizer("Layout.memory", opt)
         if opt is None:
-            moments = sum(
-                2 * size(leaf.main, leaf, precision.moment_dtype(precision.main_dtype(leaf.init))) for leaf in trained
-            )
+            moments = sum(2 * self._moment_bytes(leaf, coord) for leaf in trained)
         else:
-            moments = sum(x.nbytes for x in tree.leaves(opt.start(self.meta_main(coord), moments=precision.moments)))
+            state = opt.start(self.meta_main(), moments=precision.moments, shardings=self.main)
+            moments = sum(self._bytes_here(path, x, coord) for path, x in tree.named_leaves(state).items())
         return Memory(params, main if self.has_main else 0, grads, moments)
 
-    def meta_main(self, coord: dict[str, int] | None = None) -> Tree:
-        """Main parameters of one rank as plain tensors on the meta device; None for frozen leaves.
+    def _moment_bytes(self, leaf: LeafLayout, coord: dict[str, int] | None) -> int:
+        """Bytes of one rank's part of a moment in the precision of the layout."""
+        elements, format = math.prod(leaf.main.local_shape(leaf.shape, coord)), self.precision.moment_format
+        if format is None or not has_codes(leaf.shape):
+            return elements * self.precision.moment_dtype(self.precision.main_dtype(leaf.init)).itemsize
+        scales = plan_scales(leaf.main, leaf.shape, format)
+        return elements + math.prod(scales.sharding.local_shape(scales.shape, coord)) * format.scale_dtype.itemsize
 
-        Args:
-            coord: the rank's coordinate, as in `memory`.
-        """
+    def _bytes_here(self, path: str, x: Any, coord: dict[str, int] | None) -> int:
+        """Bytes that one rank has of a leaf of an optimizer state, which is whole on the meta device."""
+        if not isinstance(x, Tensor):
+            return 0
+        owner = owner_of(f"opt_state.{path}", x.shape, self.leaves) if x.is_meta else None
+        if owner is None:
+            return x.nbytes
+        return math.prod(owner.main.local_shape(owner.shape, coord)) * x.dtype.itemsize
+
+    def meta_main(self) -> Tree:
+        """Whole main parameters as plain tensors on the meta device; None for frozen leaves."""
         leaves = [
-            torch.empty(
-                leaf.main.local_shape(leaf.shape, coord), dtype=self.precision.main_dtype(leaf.init), device="meta"
-            )
+            torch.empty(leaf.shape, dtype=self.precision.main_dtype(leaf.init), device="meta")
             if leaf.trainable
             else None
             for leaf in self.leaves
@@ -190,8 +235,8 @@ class Layout:
         return self._replan(strategy=_strategy(strategy))
 
     def with_precision(self, precision: Precision) -> Layout:
-        """The same layout with other dtypes at rest."""
-        return replace(self, precision=precision)
+        """The same layout with other dtypes at rest, and other formats of weights."""
+        return self._replan(precision=precision) if self.align else replace(self, precision=precision)
 
     def with_mesh(self, mesh: Mesh, stages: Mapping[str, Any] | None = None) -> Layout:
         """The layout of the same model on another mesh.
@@ -206,11 +251,43 @@ class Layout:
         new = replace(self, **changes)
         named = [(leaf.path, leaf.shape, leaf.init, leaf.names) for leaf in self.leaves]
         check_stages(named, new.mesh, new.stages)
-        leaves = (
-            plan_leaf(leaf, self.leaves[i].trainable, new.mesh, new.rules, new.strategy, new.stages)
-            for i, leaf in enumerate(named)
+        leaves = tuple(
+            plan_leaf(leaf, old.trainable, new.mesh, new.rules, new.strategy, new.stages, new.blocks_of(leaf))
+            for leaf, old in zip(named, self.leaves, strict=True)
         )
-        return replace(new, leaves=tuple(leaves))
+        new = replace(new, leaves=leaves)
+        new.check_blocks()
+        return new
+
+    def blocks_of(self, leaf: NamedLeaf) -> Blocks | None:
+        """The blocks on whose borders a leaf is cut; None where that does not matter."""
+        path, shape, dtype, names = leaf
+        stacked = bool(names) and names[0] == LAYERS
+        wanted = self.align and dtype.is_floating_point
+        return self.precision.format_of(path, len(shape) - stacked) if wanted else None
+
+    def check_blocks(self) -> None:
+        """Refuses cuts that go through blocks, where they must not; all of them are listed.
+
+        Raises:
+            LayoutError: there are such cuts.
+        """
+        if not self.align:
+            return
+        rows = [
+            row
+            for leaf in self.leaves
+            if (blocks := self.format_of(leaf)) is not None
+            for row in objections_to_cuts(leaf, blocks)
+        ]
+        if rows:
+            mend = "Make the sizes multiples of pieces and blocks, keep such leaves in the dtype of compute, as in"
+            mend += (
+                ' fs.Precision(keep=(..., "wq")), take smaller blocks, or leave align out: then ranks tell each other'
+            )
+            mend += " the largest numbers of the blocks that they share."
+            rule = f"cannot cut {len(rows)} dims on borders of blocks of {self.precision.gather}."
+            raise LayoutError(message("fs.plan_layout", rule, rows, mend))
 
     def __repr__(self) -> str:
         """One line; `print(layout)` has one more for each leaf."""
@@ -239,6 +316,7 @@ def plan_layout(
     names: Tree = None,
     frozen: str | Sequence[str] = (),
     stages: Mapping[str, Any] | None = None,
+    align: bool = False,
 ) -> Layout:
     """Plans where every leaf lives. Pure: allocates nothing, and runs on an `AbstractMesh` of any size.
 
@@ -254,12 +332,15 @@ def plan_layout(
         stages: who owns what along `pp`, by path or beginning of one: for a stack the layers of each coordinate, such
             as `{"blocks": [[0, 2], [1, 3]]}`, else the coordinates that have the leaf, such as `{"embed": 0}`. What
             is left out is cut by the rules.
+        align: data axes cut on the borders of the blocks of `precision.gather`: where the rules say if that is one,
+            else along another dim. Without it a block may be on several ranks, which costs a small collective a unit.
 
     Raises:
         ArgumentError: an argument of another kind, such as an `nn.Module` or an init function, or two are swapped.
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
         ConfigError: the mesh cannot cut a `Model` as the rules ask, or there is no strategy of that name.
-        LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path that no leaf has.
+        LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path that no leaf has; or
+            with `align`, a cut that goes through blocks.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -289,10 +370,14 @@ def plan_layout(
         model.check(mesh, rules)
     owned = normal(stages or {})
     check_stages(named, mesh, owned)
+    layout = Layout(mesh, rules, strategy, precision, (), structure, owned, align)
     leaves = tuple(
-        plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned) for leaf in named
+        plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned, layout.blocks_of(leaf))
+        for leaf in named
     )
-    return Layout(mesh, rules, strategy, precision, leaves, structure, owned)
+    layout = replace(layout, leaves=leaves)
+    layout.check_blocks()
+    return layout
 
 
 def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -18,9 +19,12 @@ import torch
 from torch import Tensor
 
 from fsharding.errors import LayoutError, SpecError, listed, message
+from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.precision import DTYPES
+from fsharding.sharding import boxes
+from fsharding.sharding.block_scales import coded_part, plan_scales
 from fsharding.sharding.named_sharding import Assigned, NamedSharding
 from fsharding.sharding.partition_spec import AxisRules, DimName, Fused, P, rule_name
 from fsharding.sharding.stage_owners import Stages, assignment, begins, objection, stage_of
@@ -37,6 +41,7 @@ __all__ = [
     "is_trainable",
     "kind_text",
     "mean_over",
+    "objections_to_cuts",
     "owner_of",
     "plan_leaf",
     "type_text",
@@ -222,17 +227,39 @@ def is_trainable(path: str, dtype: torch.dtype, frozen: Sequence[str]) -> bool:
 
 
 def plan_leaf(
-    leaf: NamedLeaf, trainable: bool, mesh: Mesh, rules: AxisRules, strategy: Strategy, stages: Stages
+    leaf: NamedLeaf,
+    trainable: bool,
+    mesh: Mesh,
+    rules: AxisRules,
+    strategy: Strategy,
+    stages: Stages,
+    blocks: Blocks | None = None,
 ) -> LeafLayout:
-    """Where one leaf lives, of which it is known that it fits: its axes by rule, its owners, its data axes, in turn."""
+    """Where one leaf lives, of which it is known that it fits: its axes by rule, its owners, its data axes, in turn.
+
+    Args:
+        leaf: what it is.
+        trainable: whether it has gradients.
+        mesh: with devices, or abstract.
+        rules: axes by dim name.
+        strategy: what is cut over the data axes.
+        stages: who owns what along `pp`.
+        blocks: on whose borders data axes cut, along another dim if need be; where none does, as without it.
+    """
     path, shape, init, names = leaf
     axes = _axes_of(leaf, mesh, rules)
     spec, assigned = _assign(leaf, axes.model, mesh, stages)
     dim, data = _data_cut(leaf, axes)
+    if blocks is not None and dim is not None:
+        dims = [dim, *(d for d in _free_dims(leaf, axes) if d != dim)]
+        dim = next((d for d in dims if _ends_on_blocks(leaf, d, axes, data, mesh, strategy, blocks)), dim)
+
+    def cut_over(part: str) -> tuple[str, ...]:
+        return tuple(a for a in data if dim is not None and strategy.cut(part, a))
 
     def sharding(kind: str) -> NamedSharding:
         part = _STRATEGY_PART[kind]
-        cut = tuple(a for a in data if dim is not None and strategy.cut(part, a))
+        cut = cut_over(part)
         cuts = P(*((*model, *cut) if d == dim else model for d, model in enumerate(spec)))
         summed = [a for a in AXES if a in DATA_AXES and a not in (*cut, *axes.owned)] if kind == "grads" else []
         unreduced = tuple(a for a in summed if _leaves_open(a, strategy))
@@ -289,6 +316,46 @@ def _data_cut(leaf: NamedLeaf, axes: _Axes) -> tuple[int | None, tuple[str, ...]
         dim = next((d for d in free if not axes.model[d]), free[-1] if free else None)
         order = tuple(a for a in DATA_AXES if a != "replica")
     return dim, tuple(a for a in (*order, "replica") if a not in axes.owned)
+
+
+def _free_dims(leaf: NamedLeaf, axes: _Axes) -> list[int]:
+    """The dims that data axes may cut alone: those that no model axis cuts, never `layers`."""
+    _, shape, _, names = leaf
+    return [d for d in range(len(shape)) if not (names and names[d] == LAYERS) and not axes.model[d]]
+
+
+def _ends_on_blocks(
+    leaf: NamedLeaf, dim: int, axes: _Axes, data: Sequence[str], mesh: Mesh, strategy: Strategy, blocks: Blocks
+) -> bool:
+    """Whether the pieces of a leaf, at rest and as main copies, end on borders of blocks if data axes cut a dim."""
+    _, shape, _, names = leaf
+    place = dim - (len(shape) - 2)
+    if place < 0:
+        return True
+    if names and isinstance(names[dim], Fused):
+        return False
+    sizes, block = abstract(mesh), blocks.sizes(shape)[place]
+    cuts = ([*axes.model[dim], *(a for a in data if strategy.cut(part, a))] for part in ("params", "opt_state"))
+    return all(boxes.ends_on(shape[dim], [sizes.axis_size(a) for a in cut], block) for cut in cuts)
+
+
+def objections_to_cuts(leaf: LeafLayout, blocks: Blocks) -> list[str]:
+    """Says of each dim of a leaf that axes cut inside of blocks how long it is, and in how many pieces it is cut."""
+    result: list[str] = []
+    for dim in range(max(0, len(leaf.shape) - 2), len(leaf.shape)):
+        size, block = leaf.shape[dim], blocks.sizes(leaf.shape)[dim - (len(leaf.shape) - 2)]
+        for sharding in (leaf.params, leaf.main):
+            pieces = [abstract(sharding.mesh).axis_size(a) for a in sharding.axes(dim)]
+            parts = next((a.ranges for a in sharding.assigned if a.dim == dim), ())
+            borders = {end for runs in parts for run in runs for end in run}
+            if boxes.ends_on(size, pieces, block) and all(end % block == 0 or end == size for end in borders):
+                continue
+            over = (*sharding.axes(dim), *(a.axis for a in sharding.assigned if a.dim == dim))
+            count = math.prod(abstract(sharding.mesh).axis_size(a) for a in over)
+            text = f"{leaf.path} is {type_text(leaf.shape, leaf.init)}, dim {dim}: {size} over {', '.join(over)} are"
+            result.append(f"{text} {count} pieces of {-(-size // count)}, blocks have {block}")
+            break
+    return result
 
 
 def _assign(
@@ -355,7 +422,9 @@ def owner_of(
     """The leaf of a layout that a leaf of a state belongs to, as a parameter, its main copy, or one of its moments.
 
     The path of a moment ends with that of its parameter; of several the longest counts. Under one of the names in
-    `STATISTICS` it is a mean over a dim of the parameter; then shape and sharding are those of the mean.
+    `STATISTICS` it is a mean over a dim of the parameter; then shape and sharding are those of the mean. Of a moment in
+    low precision the path ends with what `block_scales` calls codes and scales; of scales, shape and sharding are
+    theirs.
 
     Args:
         path: of the leaf, such as `params.blocks.wq`, or `opt_state.states.1.mu.blocks.wq`.
@@ -369,7 +438,7 @@ def owner_of(
     field, _, rest = path.partition(".")
     if field in ("params", "main"):
         return next((leaf for leaf in leaves if leaf.path == rest), None)
-    held, result = tuple(shape), list[LeafLayout]()
+    held, result = tuple(shape), list[tuple[int, LeafLayout]]()
     for leaf in leaves:
         ending = f".{leaf.path}" if leaf.path else ""
         if not f".{path}".endswith(ending):
@@ -378,10 +447,21 @@ def owner_of(
         if dim is not None and len(leaf.shape) >= -dim:
             at = len(leaf.shape) + dim
             mean = (*leaf.shape[:at], min(leaf.shape[at], 1), *leaf.shape[at + 1 :])
-            result.append(replace(leaf, shape=mean, main=mean_over(leaf.main, len(mean), dim)))
-        result.append(leaf)
-    fits = (leaf for leaf in result if _can_hold(leaf, held, local))
-    return max(fits, key=lambda leaf: len(leaf.path), default=None)
+            result.append((len(leaf.path), replace(leaf, shape=mean, main=mean_over(leaf.main, len(mean), dim))))
+        result.append((len(leaf.path), leaf))
+    if (coded := coded_part(path)) is not None:
+        moment, blocks = coded
+        for leaf in leaves:
+            if len(leaf.shape) > 1 and f".{moment}".endswith(f".{leaf.path}" if leaf.path else ""):
+                longer = len(leaf.path) + len(path) - len(moment)
+                result.append((longer, leaf if blocks is None else _of_scales(leaf, blocks)))
+    fits = ((length, leaf) for length, leaf in result if _can_hold(leaf, held, local))
+    return max(fits, key=lambda both: both[0], default=(0, None))[1]
+
+
+def _of_scales(leaf: LeafLayout, blocks: Blocks) -> LeafLayout:
+    scales = plan_scales(leaf.main, leaf.shape, blocks)
+    return replace(leaf, shape=scales.shape, main=scales.sharding)
 
 
 def _can_hold(leaf: LeafLayout, held: tuple[int, ...], local: bool) -> bool:

@@ -23,7 +23,7 @@ from fsharding.models.moe import Experts, Mixture
 from fsharding.ops.attention import Kind
 from fsharding.pipeline.schedule import Schedule
 from fsharding.sharding.layout import Layout
-from fsharding.train.traffic import Sender, Stage, parameters, sum_over, update
+from fsharding.train.traffic import Sender, Stage, parameters, round_at_rest, sum_over, update
 from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy, check_policy
 
@@ -108,6 +108,7 @@ def expected_traffic(
         parameters(sender, stage, tied=tied, kept=policy.gathered)
     _messages(step)
     update(sender)
+    round_at_rest(sender)
     return sender.traffic
 
 

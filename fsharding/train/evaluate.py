@@ -24,9 +24,10 @@ from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import to_local
 from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch
-from fsharding.train.state import TrainState
+from fsharding.train.state import TrainState, rounding_key
 from fsharding.train.step import model_loss, planned_schedule, refuse_model
 from fsharding.transforms.value_and_grad import Loss, global_loss
+from fsharding.transforms.weight_formats import round_params
 from fsharding.tree import Tree
 
 __all__ = ["Evaluate", "evaluate"]
@@ -103,19 +104,21 @@ def evaluate(
         refuse_compiled(_NAME, "Compile the loss function, fs.evaluate(torch.compile(loss_fn)), or its blocks.")
         state = params if isinstance(params, TrainState) else None
         values = params if state is None else state.params
-        dtypes = precision or (FP32 if state is None else state.layout.precision)
+        dtypes = precision or (FP32 if state is None else state.layout.in_flight(state.layout.precision))
+        key = None if state is None else rounding_key(state.key, state.step, state.layout)
         pieces = split_batch(_NAME, batch, microbatches)
         mesh = _mesh_of(values)
         if mesh is not None and abstract(mesh).axis_size("pp") > 1:
             _refuse_pipeline(state, is_model)
             assert state is not None and pipeline is not None
-            return pipeline.loss(state.layout, values, pieces, dtypes)
+            values = round_params(values, state.layout, dtypes, key)
+            return pipeline.loss(state.layout, values, pieces, dtypes.of_rounded())
         if is_model and state is not None:
             refuse_model(_NAME, model, state.layout)
         losses: list[Loss] = []
         auxes: list[Any] = []
         for piece in pieces:
-            loss, aux = global_loss(loss_fn, values, (piece,), has_aux=has_aux, precision=dtypes)
+            loss, aux = global_loss(loss_fn, values, (piece,), has_aux=has_aux, precision=dtypes, key=key)
             losses.append(loss)
             auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
         counts = [torch.as_tensor(x.count) for x in losses]

@@ -25,8 +25,9 @@ from fsharding.public import refuse
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, owner_of, type_text
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, local_of, sharding_of, typeof
-from fsharding.train.state import STATE_FIELDS, TrainState
+from fsharding.train.state import STATE_FIELDS, TrainState, rounding_key
 from fsharding.train.state_check import check_state
+from fsharding.transforms.weight_formats import round_leaf
 from fsharding.tree import Tree
 
 __all__ = [
@@ -107,6 +108,9 @@ def check_same_model(a: Layout, b: Layout) -> None:
             was, now = (getattr(x.precision, of)(x.precision.main_dtype(kind)) for x in (a, b))
             if was != now:
                 rows.append(f"{what} of {kind} leaves: {was} in the state, {now} in the layout")
+    if a.precision.moment_format != b.precision.moment_format:
+        formats = [x.precision.moment_format or "a dtype" for x in (a, b)]
+        rows.append(f"moments: {formats[0]} in the state, {formats[1]} in the layout")
     if rows:
         mend = "Plan the layout with the model, frozen leaves and precision of the state; cast in a step of its own."
         raise LayoutError(message(_FUNCTION, "cannot move a state to the layout of another one.", rows, mend))
@@ -119,9 +123,18 @@ class _Parameter(NamedTuple):
     main: Moving | None
 
 
-def _parameter(old: LeafLayout, new: LeafLayout, a: Layout, b: Layout, params: Any, main: Any) -> _Parameter:
+def _parameter(
+    old: LeafLayout, new: LeafLayout, a: Layout, b: Layout, params: Any, main: Any, key: Tensor | None
+) -> _Parameter:
     kept = a.param_dtype(old), old.params, params
     full = (a.precision.main_dtype(old.init), old.main, main) if a.has_main and old.trainable else kept
+    wanted, format = b.param_dtype(new), b.rounds(new)
+    same = a.rounds(old) == format and (format is None or a.precision.keep == b.precision.keep)
+    source = kept if kept[0] == wanted and same else full
+    if format is not None and not same:
+        # It is rounded before it is sent, where its main copy is.
+        x = None if source[2] is None else round_leaf(source[2], old, source[1], format, b.precision, key)
+        source = wanted, source[1], x
 
     def moving(
         field: str, have: tuple[torch.dtype, NamedSharding, Any], to: NamedSharding, dtype: torch.dtype
@@ -129,8 +142,7 @@ def _parameter(old: LeafLayout, new: LeafLayout, a: Layout, b: Layout, params: A
         value = None if have[2] is None else local_of(have[2])
         return Moving(new.path_in(field), new.shape, have[1], to, dtype, value)
 
-    wanted = b.param_dtype(new)
-    moved = moving("params", kept if kept[0] == wanted else full, new.params, wanted)
+    moved = moving("params", source, new.params, wanted)
     if not b.has_main or not new.trainable:
         return _Parameter(moved, None)
     return _Parameter(moved, moving("main", full, new.main, b.precision.main_dtype(new.init)))
@@ -149,9 +161,10 @@ def _parameters(a: Layout, b: Layout, state: TrainState | None) -> list[_Paramet
     if state is not None:
         params = tree.leaves(state.params)
         main = main if state.main is None else tree.flatten_up_to(a.structure, state.main, _FUNCTION)
+    key = None if state is None else rounding_key(state.key, state.step, b)
     olds = {leaf.path: (leaf, p, copy) for leaf, p, copy in zip(a.leaves, params, main, strict=True)}
     pairs = ((new, *olds[new.path]) for new in b.leaves)
-    return [_parameter(old, new, a, b, p, copy) for new, old, p, copy in pairs]
+    return [_parameter(old, new, a, b, p, copy, key) for new, old, p, copy in pairs]
 
 
 def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:

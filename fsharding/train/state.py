@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, random, tree
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import ArgumentError, DonatedError, LayoutError, SpecError, message
+from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import checksum, compare, refuse_differences
 from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.optim.base import GradientTransformation
-from fsharding.precision import ScaleState
+from fsharding.precision import Precision, ScaleState
 from fsharding.public import check_function, check_optimizer, is_optimizer, missing_name, public, refuse
 from fsharding.random import Draw
 from fsharding.sharding import boxes
@@ -33,6 +34,7 @@ from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.leaf_plan import type_text
 from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
 from fsharding.train.state_check import check_leaves, check_main
+from fsharding.transforms.weight_formats import round_copies
 from fsharding.tree import Tree
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "main_of",
     "main_params",
     "refuse_changed",
+    "rounding_key",
     "sealed",
     "spread",
     "spread_main",
@@ -313,11 +316,19 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         run_key = run_key.clone()
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
-    trained = main if main is not None else _slices(params, layout)
-    opt_state = opt.start(trained, moments=layout.precision.moments, shardings=layout.main)
-    scale = layout.precision.init_scale()
     step = torch.zeros((), dtype=torch.int64)
+    if main is not None and any(layout.rounds(leaf) is not None for leaf in layout.leaves):
+        params = spread(main, params, layout, donate=True, key=rounding_key(run_key, step, layout))
+    trained = main if main is not None else _slices(params, layout)
+    opt_state = _first_moments(opt, trained, layout)
+    scale = layout.precision.init_scale()
     return sealed(TrainState(step, params, main, opt_state, scale, run_key, layout))
+
+
+def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -> Tree:
+    """The first state of an optimizer in a layout."""
+    moments, whole = layout.precision.moments, layout.meta_main()
+    return opt.start(trained, moments=moments, shardings=layout.main, whole=whole)
 
 
 def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:
@@ -375,11 +386,11 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
         layout.structure, [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
     )
     check_main("fs.state_from", main, params, layout)
-    computed = spread(main, params, layout)
+    step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
+    computed = spread(main, params, layout, key=rounding_key(run_key, step, layout))
     kept = main if layout.has_main else None
     trained = _slices(computed, layout) if kept is None else kept
-    opt_state = opt.start(trained, moments=layout.precision.moments, shardings=layout.main)
-    step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
+    opt_state = _first_moments(opt, trained, layout)
     return sealed(TrainState(step, computed, kept, opt_state, layout.precision.init_scale(), run_key, layout))
 
 
@@ -413,16 +424,20 @@ def main_of(state: TrainState) -> Tree:
 
 
 @public("fs.spread_main")
-def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = False) -> Tree:
+def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None) -> Tree:
     """Parameters from updated main parameters: cast, and gathered once where they are less cut; frozen leaves stay.
+
+    Where the layout's precision has a format of weights, these parameters are rounded to it.
 
     Args:
         main: the main parameters; None for frozen leaves.
         params: the parameters before.
         layout: of both.
         donate: the memory of `params` may be used.
+        key: int64[2], for a format whose rounding is keyed.
 
     Raises:
+        ConfigError: rounding is keyed, and there is no key.
         LayoutError: leaves that are not what the layout says; all of them are listed.
         TreeError: another tree.
 
@@ -434,15 +449,31 @@ def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = Fals
         tensor([0., 0., 0., 0.])
     """
     check_main("fs.spread_main", main, params, layout)
-    return spread(main, params, layout, donate=donate)
+    return spread(main, params, layout, donate=donate, key=key)
 
 
-def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False) -> Tree:
+def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision | None = None) -> Tensor | None:
+    """The key by which weights after so many steps are rounded: the same wherever they are; None if none is wanted.
+
+    Args:
+        key: of the state.
+        step: its number of updates, on any device; it is not read by the host.
+        layout: of the state.
+        precision: of the call, which may round terms of gradients otherwise; by default that of the layout.
+    """
+    wanted = (layout.precision.gather, (precision or layout.precision).reduce)
+    if not any(isinstance(x, Blocks) and x.keyed for x in wanted):
+        return None
+    return random.fold_in_count(key, step)
+
+
+def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None) -> Tree:
     """`spread_main` of leaves that are known to be in the layout."""
     targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
     dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
     flat = tree.flatten_up_to(layout.structure, main, "fs.spread_main", ("the layout", "main"))
     before = tree.flatten_up_to(layout.structure, params, "fs.spread_main", ("the layout", "params"))
+    flat = round_copies(flat, layout, key)
     merged = [p if m is None else m for p, m in zip(before, flat, strict=True)]
     values, where, kinds = (tree.unflatten(layout.structure, x) for x in (merged, targets, dtypes))
     return redistribute(values, where, dtypes=kinds, into=params if donate else None)

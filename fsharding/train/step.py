@@ -28,8 +28,9 @@ from fsharding.mesh.failures import meet, naming_lost
 from fsharding.models.stacks import first_units, scan_stacks
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
+from fsharding.optim.coded_moment import is_coded
 from fsharding.optim.router_bias import split_loads, update_against_load
-from fsharding.optim.updates import apply_gradients, apply_updates
+from fsharding.optim.updates import add_updates, apply_gradients
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.precision import Precision
@@ -50,7 +51,7 @@ from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import hides_owners
 from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch, uncut, uneven
-from fsharding.train.state import TrainState, main_of, refuse_changed, sealed, spread
+from fsharding.train.state import TrainState, main_of, refuse_changed, rounding_key, sealed, spread
 from fsharding.train.state_check import StateCheck, check_numbers
 from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, PendingVerdict, verdict_of
 from fsharding.transforms import policies
@@ -58,6 +59,7 @@ from fsharding.transforms.gather_context import check_depth
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.value_and_grad import loss_and_grads, refuse_backward
+from fsharding.transforms.weight_formats import round_params
 from fsharding.tree import Tree
 
 __all__ = [
@@ -487,13 +489,15 @@ class TrainStep:
         with _compat.region("optimizer"):
             main, opt_state = self._optimize(state, verdict, counts)
         with _compat.region("spread"):
-            params = spread(main, state.params, layout, donate=self._donate)
+            step_after = next_count(state.step, counts)
+            rounding = rounding_key(state.key, step_after, layout)
+            params = spread(main, state.params, layout, donate=self._donate, key=rounding)
         if loss_scale is not None:
             after_scale = plan.precision.next_scale(loss_scale, finite=True if counts is None else counts)
             # A step that is refused at the least scale leaves the row of good steps as it was, too.
             loss_scale = where_finite(None if counts is None else verdict.code != REFUSED, after_scale, loss_scale)
         return state.replace(
-            step=next_count(state.step, counts),
+            step=step_after,
             params=params,
             main=main if state.main is not None else None,
             opt_state=opt_state,
@@ -509,7 +513,8 @@ class TrainStep:
             layout: of the states.
 
         Raises:
-            ConfigError: a `Model` on a mesh with an axis that it does not compute over.
+            ConfigError: a `Model` on a mesh with an axis that it does not compute over, or a strict precision with a
+                pipeline.
             ScheduleError: the schedule cannot have so many ranks or microbatches.
             TreeError: a layout of a model with other parameters.
         """
@@ -519,7 +524,12 @@ class TrainStep:
             if abstract(layout.mesh).axis_size("pp") > 1:
                 schedule = planned_schedule("train step", self._schedule, layout, self._microbatches)
         check = self._check or ("now" if _device_of(layout) == "cpu" else "next")
-        return StepPlan(_without_devices(layout), self._precision or layout.precision, schedule, check == "now")
+        precision = self._precision or layout.precision
+        _refuse_other_formats(precision, layout)
+        if schedule is not None and precision.strict:
+            text = "cannot be strict with a pipeline: its stages multiply weights that are dequantised."
+            raise ConfigError(message("train step", text, mend="Leave strict out, or keep pp at 1."))
+        return StepPlan(_without_devices(layout), layout.in_flight(precision), schedule, check == "now")
 
     def plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
         """The plan for the layout of a checked state. Collective at the first call in a layout.
@@ -551,17 +561,19 @@ class TrainStep:
         """Forward and backward of all microbatches, through the pipeline or one after the other."""
         if plan.schedule is None:
             return self._accumulate(plan, state, microbatches, loss_scale, stop)
+        rounding = rounding_key(state.key, state.step, state.layout, plan.precision)
         grads, loss, weight = pipeline_grads(
             self._model,
             plan.schedule,
             state.layout,
-            state.params,
+            round_params(state.params, state.layout, plan.precision, rounding),
             microbatches,
-            precision=plan.precision,
+            precision=plan.precision.of_rounded(),
             policy=self._policy,
             scale=loss_scale,
             known=plan.messages,
             stop=stop,
+            key=rounding,
             prefetch=self._prefetch,
         )
         return Sums(grads, loss, weight)
@@ -572,6 +584,7 @@ class TrainStep:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
         layout, has_aux = state.layout, self._loss_fn.has_aux
         key = self._loss_fn.key(state)
+        rounding = rounding_key(state.key, state.step, layout, plan.precision)
         grads: Tree = None
         losses: list[Tensor] = []
         weights: list[Tensor] = []
@@ -590,6 +603,8 @@ class TrainStep:
                 prefetch=self._prefetch,
                 grad_pool=plan.buffers,
                 stop=stop if last else None,
+                key=rounding,
+                microbatch=i,
             )
             if has_aux:
                 result, aux = result
@@ -603,6 +618,7 @@ class TrainStep:
         """The main parameters and the optimizer state after an update, or as they were where `finite` is false."""
         grads, to_mean, norm = verdict.grads, verdict.to_mean, verdict.norm
         main, shardings, donate = main_of(state), state.layout.main, self._donate
+        rounding = state.layout.precision.rounding
         if not self._bias_rates:
             return apply_gradients(
                 self._opt,
@@ -614,13 +630,18 @@ class TrainStep:
                 scale=to_mean,
                 shardings=shardings,
                 finite=finite,
+                key=state.key,
+                step=state.step,
+                rounding=rounding,
             )
         # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
         grads = multiply(grads, to_mean, donate=donate)
         donate = donate and finite is None  # what a refused step goes back to is not overwritten
-        context = UpdateContext(donate=donate, norm=norm, shardings=shardings)
+        context = UpdateContext(donate=donate, norm=norm, shardings=shardings, key=state.key, step=state.step)
+        context = replace(context, rounding=rounding)
         updates, opt_state = self._opt.update(grads, state.opt_state, main, context)
-        new_main = apply_updates(main, update_against_load(updates, verdict.loads, self._bias_rates), donate=donate)
+        updates = update_against_load(updates, verdict.loads, self._bias_rates)
+        new_main = add_updates(main, updates, context, donate=donate)
         return where_finite(finite, new_main, main), where_finite(finite, opt_state, state.opt_state)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
@@ -629,6 +650,19 @@ class TrainStep:
         smaller = plan.precision.next_scale(state.loss_scale, finite=False)
         unchanged = state.donate() if self._donate else tree.map(torch.clone, state)
         return unchanged.replace(loss_scale=smaller)
+
+
+def _refuse_other_formats(precision: Precision, layout: Layout) -> None:
+    """Refuses a step that would round weights otherwise than its states do.
+
+    Raises:
+        ConfigError: it would.
+    """
+    ours, theirs = (precision.gather, precision.keep), (layout.precision.gather, layout.precision.keep)
+    if ours != theirs and (ours[0] or theirs[0]) is not None:
+        rule = f"rounds weights to {ours[0]} except {list(ours[1])}, the layout of the state to {theirs[0]} except"
+        mend = "Leave precision= out, or move the state: fs.reshard(state, layout.with_precision(precision))."
+        raise ConfigError(message("train step", f"{rule} {list(theirs[1])}.", mend=mend))
 
 
 def _device_of(layout: Layout) -> str:
@@ -756,10 +790,12 @@ def _refusal(number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor) -
 def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
     """Refuses a state of another optimizer."""
     try:
-        expected = opt.init(state.layout.meta_main())
+        layout = state.layout
+        expected = opt.start(layout.meta_main(), moments=layout.precision.moments, shardings=layout.main)
     except (NotImplementedError, RuntimeError):
         return  # An init that reads values fails on meta tensors; the update refuses a state that does not fit.
-    spec, other = tree.flatten(expected)[1], tree.flatten(state.opt_state)[1]
+    # An update takes moments as the state has them, whatever the format in which the optimizer would make them.
+    spec, other = (tree.flatten(x, is_leaf=is_coded)[1] for x in (expected, state.opt_state))
     if spec != other:
         tree.flatten_up_to(spec, state.opt_state, "train step", ("its optimizer", "state.opt_state"))
 

@@ -6,6 +6,8 @@ differ), b the bytes of one on the wire, s those of one of the sum.
     gather (k-1)·n·b      scatter, exchange (k-1)/k·n·b      message n·b
     sum    (k-1)·n·b up to 16384 elements, if n·k is at most 2^20, or on 2 ranks, else (k-1)/k·n·(b+s) in two calls;
            of gradients by the backend itself 2·(k-1)/k·n·b
+    maxima 2·(k-1)/k·n·4, of n blocks that several ranks have parts of, or matrices
+For leaves with a format n·b are the bytes of codes and scales, as they are laid out for what travels.
 Law: see `decoder_traffic`.
 """
 
@@ -13,14 +15,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from fsharding.comm.coded_sums import plan_cut_sums, plan_whole_sums
+from fsharding.comm.codes import CodePlan, code_bucket, exchanged_maxima, plan_codes
 from fsharding.comm.counters import Sent, Traffic
 from fsharding.comm.redistribute import in_buckets
 from fsharding.comm.reduce import sums_at_once
 from fsharding.comm.steps import Step, kinds_of, plan_steps, sharding_after
+from fsharding.formats.blocks import Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import abstract, data_axes
 from fsharding.models.stacks import stacks_of
@@ -34,7 +40,7 @@ from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.stage_owners import begins
 from fsharding.transforms.unit_plan import unreduced, whole
 
-__all__ = ["Sender", "Stage", "parameters", "sum_over", "update"]
+__all__ = ["Sender", "Stage", "parameters", "round_at_rest", "sum_over", "update"]
 
 
 class Stage(NamedTuple):
@@ -45,12 +51,14 @@ class Stage(NamedTuple):
         first: it has the embedding.
         last: it has the head.
         walks: how often it goes back in a step: once for each microbatch, or for inputs and again for weights.
+        firsts: which layer of each stack its first one is.
     """
 
     layers: tuple[int, ...]
     first: bool
     last: bool
     walks: int
+    firsts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,15 @@ class Sender:
     def native(self) -> bool:
         """Whether gradients are summed by the backend's own collectives."""
         return self.layout.precision.sums_natively(getattr(self.layout.mesh, "device_type", None))
+
+    @functools.cached_property
+    def rounds(self) -> str:
+        """When weights that have a format are rounded: "in units", "before" or "after" a step; "" for never."""
+        if self.layout.precision.gather is None:
+            return ""
+        if any(self.layout.rounds(leaf) is not None for leaf in self.layout.leaves):
+            return "after"
+        return "in units" if self.schedule is None else "before"
 
     @property
     def once(self) -> bool:
@@ -116,12 +133,13 @@ class Sender:
     def stages(self) -> list[Stage]:
         """The stages of this rank; without a pipeline, one with all layers."""
         if self.schedule is None:
-            return [Stage(self.layers[0], True, True, self.microbatches)]
+            return [Stage(self.layers[0], True, True, self.microbatches, (0,) * len(self.stacks))]
         row = self.schedule.actions_on(self.where["pp"])
         result: list[Stage] = []
         for stage in self.schedule.stages_on(self.where["pp"]):
             walks = sum(a.stage == stage and a.kind in ("B", "I") for a in row)
-            result.append(Stage(self.layers[stage], stage == 0, stage == self.schedule.stages - 1, walks))
+            firsts = tuple(sum(counts[:stage]) for counts in zip(*self.layers, strict=True))
+            result.append(Stage(self.layers[stage], stage == 0, stage == self.schedule.stages - 1, walks, firsts))
         return result
 
     def send(self, axes: Iterable[str], sent: Sent, times: int = 1) -> None:
@@ -197,28 +215,101 @@ def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: 
             [_Move(*move) for move in zip(part, homes, map(whole, homes), [d.itemsize for d in dtypes], strict=True)],
         )
     again = 0 if kept else stage.walks
-    for unit, count, back in (
-        (_leaves(sender, "embed"), int(stage.first), 0),
-        *((_leaves(sender, path), count, again) for path, count in zip(sender.stacks, stage.layers, strict=True)),
-        (_leaves(sender, "head", *tied), int(stage.last), stage.walks if sender.schedule else 0),
+    for unit, count, back, path, start in (
+        (_leaves(sender, "embed"), int(stage.first), 0, None, 0),
+        *(
+            (_leaves(sender, path), count, again, path, start)
+            for path, count, start in zip(sender.stacks, stage.layers, stage.firsts, strict=True)
+        ),
+        (_leaves(sender, "head", *tied), int(stage.last), stage.walks if sender.schedule else 0, None, 0),
     ):
-        _gather(sender, unit, 0 if sender.once else count * (m + back))
-        _reduce(sender, unit, count if sender.each else 0)
+        rows = None if path is None else range(start, start + count)
+        for without_format, number in _alike(sender, unit, rows, count):
+            _gather(sender, unit, without_format, 0 if sender.once else number * (m + back))
+            _reduce(sender, unit, without_format, number if sender.each else 0)
 
 
-def _gather(sender: Sender, unit: Sequence[_Leaf], times: int) -> None:
-    """A unit as one bucket for each set of axes, experts apart from what has other data axes."""
+def _alike(
+    sender: Sender, unit: Sequence[_Leaf], rows: Sequence[int] | None, count: int
+) -> list[tuple[frozenset[str], int]]:
+    """Sorts units of a kind by the leaves in them that have no format although those of other layers have one.
+
+    Args:
+        sender: the rank.
+        unit: any of them.
+        rows: the layers that they are; None where they are none.
+        count: how many there are.
+
+    Returns:
+        Paths of the leaves, and how many such units there are.
+    """
+    if rows is None:
+        return [(frozenset(), count)]
+    precision = sender.layout.precision
+    kept = {leaf.plan.path: precision.kept_rows(leaf.plan.path, leaf.plan.shape[0]) for leaf in unit}
+    return [*Counter(frozenset(path for path, r in kept.items() if row in r) for row in rows).items()]
+
+
+def _gather(sender: Sender, unit: Sequence[_Leaf], without_format: frozenset[str], times: int) -> None:
+    """A unit as one bucket for each set of axes, experts apart from what has other data axes, and so are codes."""
     precision, moves = sender.layout.precision, dict[object, list[_Move]]()
+    coded: dict[object, list[tuple[_Leaf, NamedSharding]]] = {}
     for leaf in unit:
         home, dtype = leaf.cut("params"), precision.compute_dtype(sender.layout.param_dtype(leaf.plan))
-        if steps := plan_steps(home, whole(home)):
-            key = kinds_of(steps), home.data_axes
+        steps = plan_steps(home, whole(home))
+        key = kinds_of(steps), home.data_axes
+        rounded = sender.rounds == "in units" and leaf.plan.path not in without_format
+        if rounded and sender.layout.format_of(leaf.plan) is not None:
+            coded.setdefault(key, []).append((leaf, home))
+        elif steps:
             moves.setdefault(key, []).append(_Move(leaf, home, whole(home), dtype.itemsize))
     for bucket in moves.values():
         _take(sender, bucket, times=times)
+    for bucket in coded.values():
+        _take_codes(sender, bucket, times)
 
 
-def _reduce(sender: Sender, unit: Sequence[_Leaf], count: int) -> None:
+def _take_codes(sender: Sender, bucket: Sequence[tuple[_Leaf, NamedSharding]], times: int) -> None:
+    """A gather of codes and scales, and before it of largest magnitudes."""
+    plans = [_codes(sender, leaf, home) for leaf, home in bucket]
+    _maxima(sender, plans, times)
+    cuts = [plan_steps(home, whole(home)) for _, home in bucket]
+    if cuts[0]:
+        axes = cuts[0][0].axes
+        codes = code_bucket(plans, [steps[0].dim for steps in cuts], tuple(map(sender.size, axes))).bucket
+        sender.send(axes, Sent(1, (sender.size(*axes) - 1) * codes.width) if codes.width else Sent(0, 0), times)
+
+
+def _codes(sender: Sender, leaf: _Leaf, home: NamedSharding) -> CodePlan:
+    """How a leaf that has a format is rounded."""
+    format = sender.layout.format_of(leaf.plan)
+    assert format is not None
+    return plan_codes(home.mesh, home, whole(home), leaf.shape(sender.where), format, (*sender.where.items(),))
+
+
+def _maxima(sender: Sender, plans: Sequence[CodePlan], times: int) -> None:
+    """What ranks tell each other of blocks that several of them have parts of."""
+    for axis, n in exchanged_maxima(plans):
+        k = sender.size(axis)
+        sender.send((axis,), Sent(1, 2 * (k - 1) * -(-n // k) * 4), times * (n > 0))
+
+
+def round_at_rest(sender: Sender) -> None:
+    """Adds what is exchanged to round parameters once a step: copies after an update, or those of a pipeline before it.
+
+    Args:
+        sender: the rank.
+    """
+    kind = {"before": "params", "after": "main"}.get(sender.rounds)
+    for plan in sender.layout.leaves if kind is not None else ():
+        leaf = _here(sender, plan)
+        rounds = sender.layout.rounds(plan) if kind == "main" else sender.layout.format_of(plan)
+        if leaf is not None and rounds is not None:
+            assert kind is not None
+            _maxima(sender, [_codes(sender, leaf, leaf.cut(kind))], 1)
+
+
+def _reduce(sender: Sender, unit: Sequence[_Leaf], without_format: frozenset[str], count: int) -> None:
     """Gradients of a unit: of each microbatch to where they are held, of all of them to where they belong."""
     precision, m = sender.layout.precision, sender.microbatches
     apart, first, second = dict[object, list[_Move]](), dict[object, list[_Move]](), dict[object, list[_Move]]()
@@ -228,12 +319,18 @@ def _reduce(sender: Sender, unit: Sequence[_Leaf], count: int) -> None:
         held = main if m == 1 and sender.schedule is None else held
         main = held if sender.schedule is not None else main
         kinds = tuple(kinds_of(plan_steps(*pair)) for pair in ((source, held), (held, main)))
-        kept = precision.grad_dtype(rest)
-        term = precision.reduce or (kept if sender.native else precision.compute_dtype(rest))
-        move = _Move(leaf, source, held, term.itemsize, kept.itemsize)
-        apart.setdefault(kinds[0], []).append(move)
-        first.setdefault(kinds, []).append(move)
-        second.setdefault(kinds, []).append(_Move(leaf, held, main, (precision.reduce or kept).itemsize, kept.itemsize))
+        format = precision.reduce_format(leaf.plan.path, len(leaf.shape(sender.where)))
+        format = None if leaf.plan.path in without_format else format
+        kept, native = precision.grad_dtype(rest), sender.native and format is None
+        term = precision.reduce_dtype or (kept if native else precision.compute_dtype(rest))
+        move = _Move(leaf, source, held, term.itemsize, kept.itemsize, native, format)
+        late = _Move(
+            leaf, held, main, (precision.reduce_dtype or kept).itemsize, kept.itemsize, native,
+            None if kinds[0] else format,
+        )  # fmt: skip
+        apart.setdefault((kinds[0], format), []).append(move)
+        first.setdefault((kinds, format), []).append(move)
+        second.setdefault((kinds, format), []).append(late)
     # With the last microbatch, only leaves that go on alike travel together.
     for buckets, times in ((apart, count * (m - 1)), (first, count), (second, count)):
         for bucket in buckets.values():
@@ -254,7 +351,7 @@ def update(sender: Sender) -> None:
         for part in _by_scatter(sender, own):
             source = [leaf.cut("grads") if sender.each else unreduced(leaf.cut("params")) for leaf in part]
             moves = zip(part, source, map(size, part), strict=True)
-            _together(sender, [_Move(leaf, s, leaf.cut("main"), b, b) for leaf, s, b in moves])
+            _together(sender, [_Move(leaf, s, leaf.cut("main"), b, b, sender.native) for leaf, s, b in moves])
         for leaf in own:
             whole_at = any(a.axis == "pp" and a.dim is None for a in leaf.plan.main.assigned)
             others = len(owners(leaf.plan.main, sender.size("pp"))) - 1 if whole_at else 0
@@ -310,13 +407,25 @@ def _here(sender: Sender, plan: LeafLayout) -> _Leaf | None:
 
 # ------------------------------------------------------------------------------------------------------------- buckets
 class _Move(NamedTuple):
-    """A leaf from one sharding to another; bytes of an element in the first step, and in those after it."""
+    """A leaf from one sharding to another.
+
+    Attributes:
+        leaf: which one.
+        source: where it is.
+        target: where it goes.
+        first: bytes of an element in the first step.
+        later: the same in those after it.
+        native: sums are the backend's own.
+        format: in which terms of the first step travel.
+    """
 
     leaf: _Leaf
     source: NamedSharding
     target: NamedSharding
     first: int
     later: int = 4
+    native: bool = False
+    format: Blocks | None = None
 
 
 def _together(sender: Sender, moves: Iterable[_Move]) -> None:
@@ -341,6 +450,10 @@ def _take(sender: Sender, bucket: Sequence[_Move], times: int = 1) -> None:
     steps = [plan_steps(move.source, move.target) for move in bucket]
     for place, (kind, axes) in enumerate(kinds_of(steps[0])):
         k, n = sender.size(*axes), 0
+        if place == 0 and bucket[0].format is not None:
+            _take_terms(sender, bucket, [taken[0] for taken in steps], times)
+            now = [sharding_after(move.source, taken[0]) for move, taken in zip(bucket, steps, strict=True)]
+            continue
         for i, move in enumerate(bucket):
             left = sharding_after(now[i], steps[i][place])
             local = (left if kind == "gather" else now[i]).local_shape(move.leaf.shape(sender.where), sender.where)
@@ -348,9 +461,24 @@ def _take(sender: Sender, bucket: Sequence[_Move], times: int = 1) -> None:
             now[i] = left
         b = bucket[0].later if place else bucket[0].first
         if kind == "sum":
-            sender.send(axes, native_sum(n, k, b) if sender.native else sum_over(n, k, b, bucket[0].later), times)
+            sender.send(axes, native_sum(n, k, b) if bucket[0].native else sum_over(n, k, b, bucket[0].later), times)
         elif kind != "slice" and n:
             sender.send(axes, Sent(1, (k - 1) * n * b), times)
+
+
+def _take_terms(sender: Sender, bucket: Sequence[_Move], taken: Sequence[Step], times: int) -> None:
+    """A sum of terms that travel as codes: one exchange, and where all get a large sum a gather of its pieces."""
+    format, axes = bucket[0].format, taken[0].axes
+    assert format is not None
+    k, shapes = sender.size(*axes), [m.source.local_shape(m.leaf.shape(sender.where), sender.where) for m in bucket]
+    if taken[0].kind == "scatter":
+        cuts = tuple((shape, step.dim) for shape, step in zip(shapes, taken, strict=True))
+        plan = plan_cut_sums(cuts, tuple(map(sender.size, axes)), format)
+    else:
+        plan = plan_whole_sums(tuple(shapes), k, format)
+    sender.send(axes, Sent(1, (k - 1) * plan.codes.width), times * (plan.codes.width > 0))
+    if not plan.scatter and not plan.at_once:
+        sender.send(axes, Sent(1, (k - 1) * plan.sums.width * bucket[0].later), times)
 
 
 def _piece(sender: Sender, taken: Step, local: tuple[int, ...]) -> int:

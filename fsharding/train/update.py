@@ -12,7 +12,7 @@ from fsharding.errors import ArgumentError, message
 from fsharding.optim.base import GradientTransformation
 from fsharding.optim.updates import apply_gradients
 from fsharding.public import check_optimizer, is_optimizer, kind_of, public, refuse, refuse_compiled
-from fsharding.train.state import TrainState, main_of, sealed, spread
+from fsharding.train.state import TrainState, main_of, rounding_key, sealed, spread
 from fsharding.tree import Tree
 
 __all__ = ["update"]
@@ -58,7 +58,17 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
     check_optimizer(_NAME, opt)
     layout = state.layout
     placed = redistribute(grads, layout.main)
-    main, opt_state = apply_gradients(opt, placed, state.opt_state, main_of(state), shardings=layout.main)
-    params = spread(main, state.params, layout)
+    main, opt_state = apply_gradients(
+        opt,
+        placed,
+        state.opt_state,
+        main_of(state),
+        shardings=layout.main,
+        key=state.key,
+        step=state.step,
+        rounding=layout.precision.rounding,
+    )
+    step = state.step + 1
+    params = spread(main, state.params, layout, key=rounding_key(state.key, step, layout))
     kept = main if state.main is not None else None
-    return sealed(state.replace(step=state.step + 1, params=params, main=kept, opt_state=opt_state))
+    return sealed(state.replace(step=step, params=params, main=kept, opt_state=opt_state))

@@ -27,8 +27,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -37,15 +38,18 @@ from torch.autograd.function import Function
 
 from fsharding import _compat, _functorch
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.steps import has_slots
 from fsharding.comm.streams import streams_for
 from fsharding.errors import ConfigError, message
+from fsharding.formats.quantised import Quantised, noting_numbers
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
 from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, UnitLeaf, plan_unit
+from fsharding.transforms.weight_formats import WeightFormats
 
 __all__ = [
     "GatherContext", "activate", "check_depth", "current_context", "prefetch_depth", "without_context",
@@ -61,6 +65,24 @@ class _SavedView(NamedTuple):
     unit: GatheredUnit
     buffer: int
     dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Numbers(NamedTuple):
+    """Numbers that were made of codes. The weak reference keeps the id of their storage from being given to others."""
+
+    decode: Callable[..., Tensor]
+    parts: tuple[Tensor | _SavedView | _SavedNumbers, ...]
+    dtype: torch.dtype
+    storage: _compat.WeakStorage
+
+
+class _SavedNumbers(NamedTuple):
+    """Stands for a view of numbers that were made of codes, among the tensors that autograd saves."""
+
+    numbers: _Numbers
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -110,6 +132,7 @@ class GatherContext:
         pool: of buffers, for contexts that share one; whoever gave it closes it.
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
         defers: whether a backward may leave products of weight gradients for later: `deferring`.
+        formats: of leaves that travel in low precision.
         depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
 
     Attributes:
@@ -136,9 +159,11 @@ class GatherContext:
         grad_pool: Pool | None = None,
         *,
         defers: bool = False,
+        formats: WeightFormats | None = None,
         depth: int = 1,
     ) -> None:
-        self.paths, self._targets, self._compute, self.depth = paths, targets, compute, depth
+        self.paths, self._targets, self._compute, self._formats = paths, targets, compute, formats
+        self.depth = depth
         self._row_targets = [
             target.row() if target is not None and leaf is not None and leaf.shape else None
             for target, leaf in zip(targets, leaves, strict=True)
@@ -148,7 +173,7 @@ class GatherContext:
         self._pool, self._owns_pool = pool or Pool(), pool is None
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
         memory = self._pool.memory(self._device)
-        self.reducer = GradReducer(leaves, targets, accumulated, memory, self._device, grad_pool)
+        self.reducer = GradReducer(leaves, targets, accumulated, memory, self._device, grad_pool, self._term_noise_of)
         self._streams = streams_for(self._device)
         if self._streams.several:
             # What was computed so far: shards, and memory that somebody has read and let go.
@@ -163,6 +188,7 @@ class GatherContext:
         self._deferred: _Deferred | None = None
         self._index: dict[int, tuple[Tensor, LeafIndex]] = {}
         self._watched: dict[int, _Watched] = {}
+        self._numbers: dict[int, _Numbers] = {}
         for i, leaf in enumerate(leaves):
             if leaf is not None:
                 self.register(leaf.value, LeafIndex(i, None))
@@ -187,10 +213,14 @@ class GatherContext:
         path = self.paths[leaf].rpartition(".")[0] or self.paths[leaf]
         return path if row is None else f"{path}[{row}]"
 
+    def path_of(self, index: LeafIndex) -> str:
+        """A leaf of the parameters, as an error names it."""
+        return f"params.{self.paths[index.leaf]}{'' if index.row is None else f'[{index.row}]'}"
+
     def gathered_leaves(self) -> list[str]:
         """The leaves of all units that were gathered, with their types, the last unit first; for an error."""
         return [
-            f"params.{self.paths[index.leaf]}{'' if index.row is None else f'[{index.row}]'} is {typeof(leaf)}"
+            f"{self.path_of(index)} is {typeof(leaf)}"
             for unit in reversed(self._units)
             for index, leaf in zip(unit.index, unit.leaves, strict=True)
         ]
@@ -198,7 +228,7 @@ class GatherContext:
     # --------------------------------------------------------------------------------------------------------- forward
     def gather(
         self, leaves: Sequence[Local], index: tuple[LeafIndex, ...], dtype: torch.dtype | None, policy: Policy
-    ) -> list[Tensor]:
+    ) -> list[Tensor | Quantised]:
         """Gathers a unit, as a node of the autograd graph, and releases the one before it.
 
         Args:
@@ -218,7 +248,15 @@ class GatherContext:
             taken = {large.leaf for large in unit.plan.large}
             for i in (i for b in unit.plan.reductions for i in b.leaves if i not in taken):
                 wholes[i] = cast(Tensor, _LeafGrad.apply(wholes[i], self, unit, i))
-        return wholes
+        result: list[Tensor | Quantised] = [*wholes]
+        for i, codes in unit.take_quantised().items():
+            result[i] = replace(codes, carrier=wholes[i] if wholes[i].requires_grad else None)
+        formats = self._formats
+        if formats is not None and formats.precision.rounded:
+            for i, leaf in enumerate(leaves):
+                if (format := formats.of(index[i], len(leaf.shape))) is not None:
+                    result[i] = Quantised.of_numbers(wholes[i], format, strict=formats.precision.strict)
+        return result
 
     def prefetch(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> None:
         """Starts the all-gathers of a unit, for which `gather` will be called later."""
@@ -235,17 +273,39 @@ class GatherContext:
             compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
             target = (self._targets if row is None else self._row_targets)[number]
             misaligned = row is not None and leaf.value.nbytes % _ALIGN != 0
-            described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, compute, target, misaligned))
+            unit_leaf = UnitLeaf(leaf.sharding, leaf.shape, stored, compute, target, misaligned)
+            formats, place = self._formats, LeafIndex(number, row)
+            if formats is not None and not formats.precision.rounded:
+                format, precision = formats.of(place, len(leaf.shape)), formats.precision
+                held = format is not None and precision.computes_quantised
+                unit_leaf = unit_leaf._replace(format=format, quantised=held, strict=held and precision.strict)
+            of_term = None if formats is None else formats.of_term(place, len(leaf.shape))
+            if target is not None and of_term is not None:
+                unit_leaf = unit_leaf._replace(target=replace(target, format=of_term))
+            described.append(unit_leaf)
 
         def name() -> str:
             return self._name_of(index)
 
         return GatheredUnit(
             plan_unit(tuple(described)), leaves, index, self._pool,
-            name=name, on_gather=lambda: self.counts.gathers.append(name()),
+            name=name, on_gather=lambda: self.counts.gathers.append(name()), noise=self._noise_of(leaves, index),
         )  # fmt: skip
 
-    def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor]:
+    def _noise_of(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> Noise | None:
+        formats, device = self._formats, self._device
+        if formats is None:
+            return None
+        return lambda i: formats.noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
+
+    def _term_noise_of(self, unit: GatheredUnit) -> Noise | None:
+        formats, device = self._formats, self._device
+        if formats is None:
+            return None
+        index, leaves = unit.index, unit.leaves
+        return lambda i: formats.term_noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
+
+    def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor | Quantised]:
         """Forward reaches a unit: releases the one before it, and waits for this one.
 
         Returns:
@@ -253,18 +313,20 @@ class GatherContext:
         """
         if self._current is not None:
             self._current.release()
+        self._numbers = {key: x for key, x in self._numbers.items() if not x.storage.expired()}
         self._current, unit.kept, unit.order = unit, policy.gathered, len(self._units)
         self._units.append(unit)
-        wholes = [leaf.value for leaf in unit.leaves]
+        wholes: list[Tensor | Quantised] = [leaf.value for leaf in unit.leaves]
         for i, dtype in unit.plan.aliases:
             # A view, so that autograd refuses to write where the state itself is.
-            wholes[i] = wholes[i].view_as(wholes[i]).to(dtype)
+            value = unit.leaves[i].value
+            wholes[i] = value.view_as(value).to(dtype)
         for b, gathered in zip(unit.plan.gathers, self._wait(unit), strict=True):
             for i, leaf in zip(b.leaves, gathered, strict=True):
                 wholes[i] = leaf
         return wholes
 
-    def _wait(self, unit: GatheredUnit) -> list[list[Tensor]]:
+    def _wait(self, unit: GatheredUnit) -> list[Sequence[Tensor | Quantised]]:
         """Waits for a unit, and watches for tensors that autograd saves of it."""
         wholes = unit.wait()
         for number, buffer in enumerate(unit.buffers):
@@ -280,8 +342,28 @@ class GatherContext:
         self._prefetched.clear()
 
     # ------------------------------------------------------------------------------------------------------- backward
-    def pack(self, x: Tensor) -> Tensor | _SavedView:
-        """Saved-tensors hook: replaces a view of a gathered buffer by a `_SavedView`."""
+    def note_numbers(self, x: Tensor, decode: Callable[..., Tensor], parts: Sequence[Tensor]) -> None:
+        """Notes that numbers were made of codes: autograd is to keep the codes, which it need not do if a unit is kept.
+
+        Args:
+            x: the numbers.
+            decode: makes them of the parts.
+            parts: codes and scales.
+        """
+        kept = tuple(self.pack(part.detach()) for part in parts)
+        self._numbers[_compat.storage_id(x)] = _Numbers(decode, kept, x.dtype, _compat.weak_storage(x))
+
+    def noting(self) -> AbstractContextManager[Any]:
+        """Inside, `note_numbers` is told of what is dequantised, where anything can be."""
+        precision = None if self._formats is None else self._formats.precision
+        quantised = precision is not None and precision.computes_quantised
+        return noting_numbers(self.note_numbers) if quantised else nullcontext()
+
+    def pack(self, x: Tensor) -> Tensor | _SavedView | _SavedNumbers:
+        """Saved-tensors hook: replaces a view of a gathered buffer, or of numbers made of one, by where they are."""
+        numbers = self._numbers.get(_compat.storage_id(x))
+        if numbers is not None and not numbers.storage.expired() and x.dtype == numbers.dtype:
+            return _SavedNumbers(numbers, int(x.storage_offset()), x.size(), x.stride())
         known = self._watched.get(_compat.storage_id(x))
         if known is None or known.unit.kept:
             # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
@@ -289,10 +371,13 @@ class GatherContext:
         known.unit.saved_views += 1
         return _SavedView(known.unit, known.buffer, x.dtype, int(x.storage_offset()), x.size(), x.stride())
 
-    def unpack(self, saved: Tensor | _SavedView) -> Tensor:
+    def unpack(self, saved: Tensor | _SavedView | _SavedNumbers) -> Tensor:
         """Saved-tensors hook: a view of the unit's buffer, which is gathered again if it is not alive."""
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, _SavedNumbers):
+            whole = saved.numbers.decode(*(self.unpack(part) for part in saved.numbers.parts))
+            return whole.as_strided(saved.size, saved.stride, saved.offset)
         unit = saved.unit
         first = not unit.in_backward
         if first:
@@ -302,7 +387,10 @@ class GatherContext:
             self._wait(unit)
         if first:
             self._prefetch_before(unit.order)
-        return unit.buffers[saved.buffer].view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        buffer = unit.buffers[saved.buffer]
+        if buffer.dtype != saved.dtype:  # scales among codes
+            buffer = buffer[: buffer.nbytes // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
+        return buffer.as_strided(saved.size, saved.stride, saved.offset)
 
     def _abandon_passed(self, unit: GatheredUnit) -> None:
         """Backward has reached a unit: lets go the later ones that it has passed without leaving them."""
@@ -356,6 +444,10 @@ class GatherContext:
 
         return put_or_defer
 
+    def is_complete(self, *, has_slot: bool) -> bool:
+        """Whether the gradient that backward has of a large leaf is all of it, or the rest can be added to a slot."""
+        return self._deferred is None or has_slot
+
     @torch.no_grad()
     def run_deferred(self) -> None:
         """Computes what a `deferring` backward has left, and reduces the gradients, in the order of that backward."""
@@ -406,6 +498,7 @@ class GatherContext:
         self._units.clear()
         self._prefetched.clear()
         self._watched.clear()
+        self._numbers.clear()
         self._index.clear()
         self._current = self._deferred = None
         self._streams.wait_all()
@@ -440,7 +533,7 @@ class _GatherUnit(Function):
     ) -> tuple[Tensor, ...]:
         ctx.context, ctx.unit = context, unit
         ctx.set_materialize_grads(False)
-        wholes = context.enter(unit, policy)
+        wholes = unit.give_quantised(context.enter(unit, policy))
         reduced = {i for b in unit.plan.reductions for i in b.leaves}
         ctx.mark_non_differentiable(*(x for i, x in enumerate(wholes) if i not in reduced))
         return tuple(wholes)
@@ -467,8 +560,9 @@ class _LargeLeafGrad(Function):
         reducer, plan, put = context.reducer, unit.plan, None
         ctx.take = functools.partial(reducer.take, unit, plan, large)
         bucket = plan.reductions[large.bucket]
-        if not bucket.native and has_slots(whole, bucket.steps[large.slot], plan.mesh):
+        if not bucket.native and bucket.format is None and has_slots(whole, bucket.steps[large.slot], plan.mesh):
             put = functools.partial(reducer.write, unit, plan, large)
+        ctx.is_complete = functools.partial(context.is_complete, has_slot=put is not None)
         # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
         if (put_term := context.put_term(unit, large.leaf, whole.shape, put)) is not None:
             ctx.put_term = put_term
@@ -477,8 +571,9 @@ class _LargeLeafGrad(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if grads[0] is not None:
-            ctx.take(grads[0])
+        if grads[0] is None or not ctx.is_complete():
+            return grads[0], None, None, None
+        ctx.take(grads[0])
         return None, None, None, None
 
 
@@ -490,7 +585,7 @@ def activate(context: GatherContext) -> Generator[None]:
     """Makes a context the one that `gather_unit` finds, and hooks it into what autograd saves."""
     token = _context.set(context)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(context.pack, context.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(context.pack, context.unpack), context.noting():
             yield
     finally:
         _context.reset(token)

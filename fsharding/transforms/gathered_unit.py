@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.comm import bucket
+from fsharding.comm import bucket, codes
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.codes import Coded, CodedBucket, Noise
 from fsharding.comm.handles import Handle
 from fsharding.comm.streams import streams_for
 from fsharding.comm.transport import transport_for
 from fsharding.errors import TransformError, message
+from fsharding.formats.quantised import Quantised
 from fsharding.mesh.device_mesh import axis_group
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms.unit_plan import GatherBucket, LeafIndex, UnitPlan
@@ -45,6 +47,7 @@ class GatheredUnit:
         leaves: its shards.
         index: of its leaves in the parameter tree.
         pool: of buffers; bytes that the unit has in use are counted there as its own.
+        noise: of a leaf, by its number in the plan, for formats whose rounding is keyed.
         name: says what the unit is called, for an error.
         on_gather: is called when an all-gather starts.
 
@@ -67,9 +70,10 @@ class GatheredUnit:
         *,
         name: Callable[[], str],
         on_gather: Callable[[], None],
+        noise: Noise | None = None,
     ) -> None:
         self.plan, self.leaves, self.index = plan, leaves, index
-        self._name, self._on_gather = name, on_gather
+        self._name, self._on_gather, self._noise = name, on_gather, noise
         # An owner of its own: the unit would hold a memory that holds the unit, until the garbage collector runs.
         device = leaves[0].value.device
         self._memory, self._streams = pool.memory(device, owner=object()), streams_for(device)
@@ -79,6 +83,9 @@ class GatheredUnit:
         self.order, self.saved_views, self.kept, self.in_backward = -1, 0, False, False
         self.buffers: list[Tensor] = []
         self._handles: list[Handle[Tensor] | None] = []
+        self._coded: dict[int, list[Coded]] = {}
+        """By number of the bucket, what this rank gives of leaves that travel as codes, until they are whole."""
+        self._quantised: dict[int, Quantised] = {}
         self._guarded: list[tuple[Tensor, int]] = []
         """Tensors that the loss function sees, and their versions in autograd: they must not be written in place."""
 
@@ -87,16 +94,28 @@ class GatheredUnit:
         """Casts the shards and starts to gather them, if that has not been done."""
         if self.state in (UnitState.PLANNED, UnitState.RELEASED):
             with _compat.region("gather"), self._streams.on("gather"):
-                self._handles = [self._start(b) if b.axes else None for b in self.plan.gathers]
+                for number, b in enumerate(self.plan.gathers):
+                    if b.coded is not None:
+                        self._coded[number] = self._encoded(b, b.coded)
+                self._handles = [self._start(n, b) if b.axes else None for n, b in enumerate(self.plan.gathers)]
             self.state = UnitState.GATHERING
 
-    def _start(self, b: GatherBucket) -> Handle[Tensor]:
+    def _encoded(self, b: GatherBucket, coded: CodedBucket) -> list[Coded]:
+        noise = self._noise
+        drawn = None if noise is None else lambda i: noise(b.leaves[i])
+        return codes.encoded(coded.plans, [self.leaves[i].value for i in b.leaves], self.plan.mesh, drawn)
+
+    def _start(self, number: int, b: GatherBucket) -> Handle[Tensor]:
         group, shards = axis_group(self.plan.mesh, b.axes), [self.leaves[i].value for i in b.leaves]
+        transport = transport_for(group, shards[0].device)
         self._on_gather()
-        return transport_for(group, shards[0].device).all_gather(b.bucket, shards, b.dtype, self._memory)
+        if b.coded is None:
+            return transport.all_gather(b.bucket, shards, b.dtype, self._memory)
+        parts = codes.encoded_bytes(b.coded.plans, self._coded[number])
+        return transport.all_gather(b.coded.bucket, parts, torch.uint8, self._memory)
 
     @torch.no_grad()
-    def wait(self) -> list[list[Tensor]]:
+    def wait(self) -> list[Sequence[Tensor | Quantised]]:
         """Waits for the all-gathers, which it starts if need be.
 
         Returns:
@@ -119,8 +138,14 @@ class GatheredUnit:
         self.state = UnitState.ALIVE
         return wholes
 
-    def _finish(self, number: int, b: GatherBucket) -> list[Tensor]:
+    def _finish(self, number: int, b: GatherBucket) -> Sequence[Tensor | Quantised]:
         handle = self._handles[number]
+        if b.coded is not None:
+            with self._streams.on("gather"):
+                wholes = self._finish_coded(number, b, b.coded, handle)
+                del handle
+                self._memory.retire()  # the codes that came, unless they are what is kept
+            return wholes
         if handle is not None:
             with self._streams.on("gather"):
                 buffer, self._handles[number] = handle.wait(), None
@@ -134,6 +159,67 @@ class GatheredUnit:
         self.buffers.append(buffer)
         return wholes
 
+    def _finish_coded(
+        self, number: int, b: GatherBucket, coded: CodedBucket, handle: Handle[Tensor] | None
+    ) -> Sequence[Tensor | Quantised]:
+        """Whole leaves of a bucket that travels as codes: numbers, or the codes themselves."""
+        if b.quantised:
+            return self._finish_quantised(number, coded, b.dtype, handle)
+        own = self._coded.pop(number)
+        whole = own if handle is None else codes.from_bytes(coded, handle.wait(), own)
+        self._handles[number] = None
+        buffer = self._memory.empty(b.bucket.size, b.dtype)
+        wholes = bucket.whole_views(buffer, b.bucket)
+        codes.decoded(coded.plans, whole, wholes)
+        self.buffers.append(buffer)
+        return wholes
+
+    def _finish_quantised(
+        self, number: int, coded: CodedBucket, dtype: torch.dtype, handle: Handle[Tensor] | None
+    ) -> list[Quantised]:
+        """Codes and scales, of which every tensor is a view of some buffer, in the same order each time."""
+        own = self._coded.pop(number)
+        if handle is not None:
+            flat = handle.wait()
+            self._handles[number] = None
+        else:
+            flat = self._memory.empty(coded.bucket.size, torch.uint8)
+            _compat.foreach_copy_(bucket.whole_views(flat, coded.bucket), codes.encoded_bytes(coded.plans, own))
+        self.buffers.append(flat)
+        result: list[Quantised] = []
+        for plan, (values, scales) in zip(coded.plans, codes.packed_from_bytes(coded, flat, own), strict=True):
+            parts = [self._buffered(x, flat) for x in (values, *scales) if x is not None]
+            start = (plan.whole_start[0] % plan.block[0], plan.whole_start[1] % plan.block[1])
+            outer = parts[2] if len(parts) > 2 else None
+            columns, strict = plan.whole[-1], self.plan.strict
+            leaf = Quantised(parts[0], parts[1], plan.format, dtype, plan.block, columns, outer, None, start, strict)
+            result.append(leaf)
+        return result
+
+    def give_quantised(self, wholes: Sequence[Tensor | Quantised]) -> list[Tensor]:
+        """Whole leaves as autograd takes them: in the place of codes, tensors without memory that have their gradients.
+
+        Until `take_quantised` the unit keeps the codes themselves.
+        """
+        self._quantised = {i: x for i, x in enumerate(wholes) if isinstance(x, Quantised)}
+        return [
+            torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape) if isinstance(x, Quantised) else x
+            for x in wholes
+        ]
+
+    def take_quantised(self) -> dict[int, Quantised]:
+        """The codes that `give_quantised` was given, by number of the leaf."""
+        taken, self._quantised = self._quantised, {}
+        return taken
+
+    def _buffered(self, part: Tensor, flat: Tensor) -> Tensor:
+        """A part of what was gathered; or one that did not travel, as a buffer of its own."""
+        if _compat.storage_id(part) == _compat.storage_id(flat):
+            return part
+        whole = part.contiguous() if part.storage_offset() == 0 else part.clone()
+        self.buffers.append(whole.view(-1))
+        return whole
+
     def release(self, *, failed: bool = False) -> None:
         """Lets the buffers go; a view that somebody still has keeps its own.
 
@@ -145,6 +231,7 @@ class GatheredUnit:
         """
         changed = not failed and any(_compat.version_of(x) != version for x, version in self._guarded)
         self._handles, self.buffers, self._guarded = [], [], []
+        self._coded.clear()
         if self.state is not UnitState.PLANNED:
             self.state = UnitState.RELEASED
             self._memory.retire()

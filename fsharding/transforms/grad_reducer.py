@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fsharding import _compat
 from fsharding.comm.buffer_pool import Pool, PoolMemory
+from fsharding.comm.codes import Noise
 from fsharding.comm.handles import Handle, Memory
 from fsharding.comm.steps import SteppedReduction, plan_steps, run_steps, whole_sizes
 from fsharding.comm.streams import streams_for
@@ -82,6 +83,7 @@ class GradReducer:
         memory: for what is sent.
         device: of the leaves.
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
+        noise_of: of a unit, for formats of terms whose rounding is keyed: the numbers for a leaf, by its number there.
     """
 
     # By number of the leaf: `_result[i]` is the local gradient, None until it is written; rows that are in memory of
@@ -100,9 +102,11 @@ class GradReducer:
         memory: Memory,
         device: torch.device,
         grad_pool: Pool | None = None,
+        noise_of: Callable[[Any], Noise | None] = lambda _: None,
     ) -> None:
         self._leaves, self._targets, self._accumulated = leaves, targets, accumulated
         self._wire_memory, self._device, self._grad_pool = memory, device, grad_pool
+        self._noise_of = noise_of
         self._result: list[Tensor | None] = [
             x if x is not None and target is not None and target.accumulated == target.sharding else None
             for x, target in zip(accumulated, targets, strict=True)
@@ -168,7 +172,7 @@ class GradReducer:
         bucket = self._open.get((unit, large.bucket))
         if bucket is None:
             self.settle(wait=False)
-            bucket = self._make_bucket(plan, plan.reductions[large.bucket])
+            bucket = self._make_bucket(unit, plan, plan.reductions[large.bucket])
             self._open[unit, large.bucket] = bucket
         return bucket
 
@@ -181,15 +185,16 @@ class GradReducer:
             unit: as in `take`.
             plan: of the unit.
             index: of its leaves.
-            grads: of its leaves, whole; None for those that `take` or `write` had, and those without a gradient.
+            grads: of its leaves, whole; None for those without a gradient, and those that `take` or `write` had all of.
         """
         self.settle()
         with _compat.region("scatter"):
             for number, b in enumerate(plan.reductions):
-                bucket = self._open.pop((unit, number), None) or self._make_bucket(plan, b)
-                rest = [(slot, i) for slot, i in enumerate(b.leaves) if slot not in bucket.filled]
+                bucket = self._open.pop((unit, number), None) or self._make_bucket(unit, plan, b)
+                filled = bucket.filled
+                rest = [(slot, i) for slot, i in enumerate(b.leaves) if slot not in filled or grads[i] is not None]
                 bucket.add([slot for slot, _ in rest], [grads[i] for _, i in rest])
-                self._pending.append(self._finish_later(plan, b, [index[i] for i in b.leaves], bucket))
+                self._pending.append(self._finish_later(unit, plan, b, [index[i] for i in b.leaves], bucket))
         if self._streams.several:
             self._hand_over()
 
@@ -252,18 +257,28 @@ class GradReducer:
                 self._pending.pop(0).finish()
 
     # ------------------------------------------------------------------------------------------------------ one bucket
-    def _make_bucket(self, plan: UnitPlan, b: ReduceBucket) -> SteppedReduction:
+    def _make_bucket(self, unit: Hashable, plan: UnitPlan, b: ReduceBucket) -> SteppedReduction:
         return SteppedReduction(
             b.steps, b.shapes, plan.mesh, wire_dtype=b.wire_dtype, dtype=b.dtype, device=self._device,
-            wholes=b.sizes, large=b.large, memory=self._memory_of_bucket(), native=b.native,
+            wholes=b.sizes, large=b.large, memory=self._memory_of_bucket(), native=b.native, format=b.format,
+            noise=self._noise(unit, b),
         )  # fmt: skip
 
     def _memory_of_bucket(self) -> Memory:
         memory = self._wire_memory
         return memory.of_one_user() if self._streams.several and isinstance(memory, PoolMemory) else memory
 
+    def _noise(self, unit: Hashable, b: ReduceBucket) -> Noise | None:
+        noise = self._noise_of(unit) if b.format is not None and b.format.keyed else None
+        return None if noise is None else lambda slot: noise(b.leaves[slot])
+
     def _finish_later(
-        self, plan: UnitPlan, b: ReduceBucket, index: Sequence[LeafIndex], bucket: SteppedReduction
+        self,
+        unit: Hashable,
+        plan: UnitPlan,
+        b: ReduceBucket,
+        index: Sequence[LeafIndex],
+        bucket: SteppedReduction,
     ) -> _Pending:
         """Starts a bucket; the steps that follow its first collective come when that is done."""
         first, several = self._start(bucket), self._streams.several
@@ -276,6 +291,7 @@ class GradReducer:
             late = SteppedReduction(
                 b.late_steps, [tuple(x.shape) for x in terms], plan.mesh, wire_dtype=b.late_wire_dtype, dtype=b.dtype,
                 device=self._device, wholes=b.late_sizes, memory=self._memory_of_bucket(), native=b.native,
+                format=None if b.steps[0] else b.format, noise=self._noise(unit, b),
             )  # fmt: skip
             late.add(range(len(terms)), terms)
             if several:

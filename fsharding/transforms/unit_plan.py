@@ -8,7 +8,7 @@ Law: nothing here communicates, and all ranks of a mesh compute the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -18,7 +18,9 @@ import torch
 
 from fsharding._compat import cache_on_mesh
 from fsharding.comm.bucket import Bucket, plan_bucket
+from fsharding.comm.codes import CodedBucket, CodePlan, code_bucket, plan_codes
 from fsharding.comm.steps import Step, begins_with_sum, kinds_of, plan_steps, whole_sizes
+from fsharding.formats.blocks import Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding.named_sharding import NamedSharding
@@ -57,7 +59,8 @@ class GradTarget:
         dtype: in which it is summed and returned.
         wire_dtype: in which terms are sent; None for the dtype that they have.
         accumulated: the sharding of gradients of earlier microbatches that it is added to; None without any.
-        native: it is summed by the backend's own collectives.
+        native: it is summed by the backend's own collectives, unless there is a format.
+        format: in which terms travel between ranks, and to which they are rounded; None for `wire_dtype`.
     """
 
     sharding: NamedSharding
@@ -65,6 +68,7 @@ class GradTarget:
     wire_dtype: torch.dtype | None = None
     accumulated: NamedSharding | None = None
     native: bool = False
+    format: Blocks | None = None
 
     def row(self) -> GradTarget:
         """The target of one row of a stacked leaf."""
@@ -90,6 +94,9 @@ class UnitLeaf(NamedTuple):
         target: of its gradient; None for a frozen leaf.
         misaligned: a row of a stack that does not begin where a fresh tensor would. Kernels may round differently on
             it, so it is copied to a buffer like the leaves that are gathered.
+        format: in which the leaf travels, and to which it is rounded; None for the dtype of compute.
+        quantised: the loss function gets codes and scales.
+        strict: as in `Quantised`.
     """
 
     sharding: NamedSharding
@@ -98,6 +105,9 @@ class UnitLeaf(NamedTuple):
     compute: torch.dtype
     target: GradTarget | None
     misaligned: bool = False
+    format: Blocks | None = None
+    quantised: bool = False
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,12 +119,16 @@ class GatherBucket:
         axes: over which they are gathered.
         dtype: of the gathered leaves.
         bucket: offsets in rows and in the flat buffer.
+        coded: what travels in its place, for leaves that have a format.
+        quantised: nothing else is made of it: whole leaves are codes and scales.
     """
 
     leaves: tuple[int, ...]
     axes: tuple[str, ...]
     dtype: torch.dtype
     bucket: Bucket
+    coded: CodedBucket | None = None
+    quantised: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +147,8 @@ class ReduceBucket:
         late_wire_dtype: in which terms of `late_steps` are sent.
         large: some leaf is so large that its gradient is taken as soon as it is complete.
         native: sums are the backend's own.
+        format: in which terms of the first sum travel, of `steps` or, where these are none, of `late_steps`; what has
+            been summed over some ranks travels as it is.
     """
 
     leaves: tuple[int, ...]
@@ -146,6 +162,7 @@ class ReduceBucket:
     late_wire_dtype: torch.dtype
     large: bool
     native: bool
+    format: Blocks | None = None
 
 
 class LargeLeaf(NamedTuple):
@@ -172,6 +189,7 @@ class UnitPlan:
         aliases: leaves that are whole already, with the dtype in which they are used.
         reductions: what is reduced.
         large: large leaves of these, one by one.
+        strict: as in `Quantised`, of the leaves that are one.
     """
 
     mesh: Mesh
@@ -179,6 +197,7 @@ class UnitPlan:
     aliases: tuple[tuple[int, torch.dtype], ...]
     reductions: tuple[ReduceBucket, ...]
     large: tuple[LargeLeaf, ...]
+    strict: bool = False
 
 
 def plan_unit(leaves: tuple[UnitLeaf, ...]) -> UnitPlan:
@@ -197,7 +216,7 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
         for slot, (leaf, shape) in enumerate(zip(bucket.leaves, bucket.shapes, strict=True))
         if math.prod(shape) >= large
     )
-    return UnitPlan(mesh, gathers, aliases, reductions, large_leaves)
+    return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, any(leaf.strict for leaf in leaves))
 
 
 def whole(sharding: NamedSharding) -> NamedSharding:
@@ -213,16 +232,17 @@ def unreduced(sharding: NamedSharding) -> NamedSharding:
 
 
 def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...], tuple[tuple[int, torch.dtype], ...]]:
-    result: dict[tuple[torch.dtype, tuple[str, ...], tuple[str, ...]], list[tuple[int, tuple[int, ...], int]]] = {}
+    result: dict[tuple[Any, ...], list[tuple[int, tuple[int, ...], int]]] = {}
     aliases: list[tuple[int, torch.dtype]] = []
     for i, leaf in enumerate(leaves):
         cuts = [(dim, cut) for dim in range(len(leaf.shape)) if (cut := _data_cut(leaf.sharding, dim))]
         assert len(cuts) <= 1, "data axes cut one dim of a leaf"
         shape, everywhere = whole(leaf.sharding).local_shape(leaf.shape), leaf.sharding.data_axes
+        kind = (leaf.format is not None, leaf.quantised)
         if cuts:
-            result.setdefault((leaf.compute, cuts[0][1], everywhere), []).append((i, shape, cuts[0][0]))
-        elif (leaf.compute != leaf.stored or leaf.misaligned) and shape:
-            result.setdefault((leaf.compute, (), everywhere), []).append((i, shape, 0))
+            result.setdefault((leaf.compute, cuts[0][1], everywhere, kind), []).append((i, shape, cuts[0][0]))
+        elif (leaf.compute != leaf.stored or leaf.misaligned or kind[0]) and shape:
+            result.setdefault((leaf.compute, (), everywhere, kind), []).append((i, shape, 0))
         else:
             aliases.append((i, leaf.compute))
     sizes = abstract(leaves[0].sharding.mesh)
@@ -230,10 +250,22 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...
         GatherBucket(
             tuple(i for i, _, _ in members), axes, dtype,
             plan_bucket(tuple((shape, dim) for _, shape, dim in members), tuple(map(sizes.axis_size, axes))),
+            _coded(leaves, members, tuple(map(sizes.axis_size, axes))) if coded else None, quantised,
         )
-        for (dtype, axes, _), members in result.items()
+        for (dtype, axes, _, (coded, quantised)), members in result.items()
     ]  # fmt: skip
     return tuple(gathers), tuple(aliases)
+
+
+def _coded(
+    leaves: tuple[UnitLeaf, ...], members: Sequence[tuple[int, tuple[int, ...], int]], axis_sizes: tuple[int, ...]
+) -> CodedBucket:
+    plans: list[CodePlan] = []
+    for i, _, _ in members:
+        sharding, shape, format = leaves[i].sharding, leaves[i].shape, leaves[i].format
+        assert format is not None
+        plans.append(plan_codes(sharding.mesh, sharding, whole(sharding), shape, format))
+    return code_bucket(plans, [dim for _, _, dim in members], axis_sizes)
 
 
 def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBucket, ...]:
@@ -248,9 +280,11 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         late_steps = plan_steps(middle, target.sharding)
         routes[i] = (middle, steps, late_steps)
         # A backend adds what travels, where ordered sums widen it.
-        first_wire = target.dtype if target.native else leaf.compute
+        format = target.format if begins_with_sum([steps or late_steps]) else None
+        native = target.native and format is None
+        first_wire = target.dtype if native else leaf.compute
         dtypes = (target.dtype, target.wire_dtype or first_wire, target.wire_dtype or target.dtype)
-        result.setdefault((kinds_of(steps), kinds_of(late_steps), *dtypes, target.native), []).append(i)
+        result.setdefault((kinds_of(steps), kinds_of(late_steps), *dtypes, native, format), []).append(i)
 
     def sizes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
         return whole_sizes(source, steps, leaves[i].shape)
@@ -270,8 +304,9 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
             large=begins_with_sum([routes[i][1] for i in members])
             and any(math.prod(shapes[i]) >= large for i in members),
             native=native,
+            format=format,
         )
-        for (_, _, dtype, wire_dtype, late_wire_dtype, native), members in result.items()
+        for (_, _, dtype, wire_dtype, late_wire_dtype, native, format), members in result.items()
     )
 
 

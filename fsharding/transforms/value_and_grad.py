@@ -8,7 +8,7 @@ nodes only. Laws: inputs are never changed; the mean is over all weights, whatev
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
@@ -22,10 +22,12 @@ from fsharding import _compat, _functorch, tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.stop_bit import StopBit
 from fsharding.comm.transport import start_sum
-from fsharding.errors import TransformError, message
+from fsharding.errors import ConfigError, TransformError, message
+from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.mesh.failures import naming_lost
+from fsharding.ops.scaled_mm import scaled_kernel
 from fsharding.precision import FP32, Precision
 from fsharding.public import check_function, check_precision, public, refuse, refuse_compiled
 from fsharding.sharding.layout import Layout
@@ -39,9 +41,11 @@ from fsharding.sharding.named_sharding import (
     to_local,
     typeof,
 )
+from fsharding.transforms.cast_checks import refuse_bare_casts
 from fsharding.transforms.gather_context import GatherContext, activate, check_depth
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.unit_plan import GradTarget
+from fsharding.transforms.weight_formats import WeightFormats, key_of_terms
 from fsharding.tree import Tree
 
 __all__ = ["GradFn", "Loss", "Tape", "global_loss", "loss_and_grads", "refuse_backward", "value_and_grad"]
@@ -97,6 +101,7 @@ def value_and_grad(
     grads: Tree = None,
     precision: Precision = FP32,
     mean: bool = True,
+    key: Tensor | None = None,
     prefetch: int = 1,
 ) -> GradFn:
     """Makes a function that returns a loss and its gradient with respect to the first argument.
@@ -110,8 +115,11 @@ def value_and_grad(
         has_aux: `fn` returns `(loss, aux)`; aux is handed on as it is.
         grads: tree of `NamedSharding` for the gradients; None at a leaf freezes it. By default gradients are sharded as
             the parameters. Axes that are partial in it are left unreduced.
-        precision: dtypes of compute, wire and gradients.
+        precision: dtypes of compute, wire and gradients, and formats of weights. Of parameters that are copies of main
+            parameters kept apart, and rounded already, say `layout.in_flight(precision)`.
         mean: divide by the global weight; else loss and gradients are sums.
+        key: int64[2], for formats whose rounding is keyed: another one in each step, the same on all ranks. Calls with
+            one key round weights alike, and terms of gradients by the same numbers.
         prefetch: how many units are gathered ahead of the one that computes, in forward and in backward, so that at
             most `prefetch + 1` are alive; 0 gathers each when it is needed. No number depends on it.
 
@@ -127,9 +135,10 @@ def value_and_grad(
         ArgumentError: `fn` is no function of at least one argument; or, from the function, is called with arguments
             that it does not take, or that are swapped.
         ConfigError: `prefetch` is no number from 0.
-        TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place; or a
-            plain tensor has a sharding in `grads`.
+        TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place, or casts
+            what is differentiated to 8 bits; or a plain tensor has a sharding in `grads`.
         NotGatheredError: from the function: a leaf was used before it was gathered.
+        ConfigError: from the function: `precision` is strict, and the device has no kernel for its format.
         MissingKeyError: from the function: `fn` asks for an entry that none of its arguments has.
         BatchError: from the function: `fn` failed, and something in the batch is no tensor.
         ShapeError: from the function: `fn` computes with shapes that do not go together.
@@ -159,7 +168,7 @@ def value_and_grad(
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
         return loss_and_grads(
             fn, params, args, accumulate, has_aux=has_aux, grads=grads, precision=precision, mean=mean,
-            prefetch=prefetch,
+            prefetch=prefetch, key=key,
         )  # fmt: skip
 
     return run
@@ -181,6 +190,8 @@ def loss_and_grads(
     prefetch: int = 1,
     grad_pool: Pool | None = None,
     stop: StopBit | None = None,
+    key: Tensor | None = None,
+    microbatch: int = 0,
 ) -> tuple[Any, Tree]:
     """One call of the function that `value_and_grad` returns.
 
@@ -197,8 +208,12 @@ def loss_and_grads(
         grad_pool: of memory for large gradients that are whole on every data rank, used again from call to call as
             soon as nobody holds the gradient that was in it. By default they are in fresh memory.
         stop: the bit of `fs.preemption`, which a train step sends in the sum of loss and weight.
+        key: as in `value_and_grad`.
+        microbatch: the number of this call among those with this key.
     """
-    tape = Tape(params, grads, accumulate, precision, grad_pool=grad_pool, prefetch=prefetch)
+    tape = Tape(
+        params, grads, accumulate, precision, grad_pool=grad_pool, prefetch=prefetch, key=key, microbatch=microbatch
+    )
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux)
@@ -215,7 +230,13 @@ def loss_and_grads(
 
 
 def global_loss(
-    fn: Callable[..., Any], params: Tree, args: Sequence[Any], *, has_aux: bool, precision: Precision
+    fn: Callable[..., Any],
+    params: Tree,
+    args: Sequence[Any],
+    *,
+    has_aux: bool,
+    precision: Precision,
+    key: Tensor | None = None,
 ) -> tuple[Loss, Any]:
     """The loss alone, without gradients: each unit is gathered, used and released, and nothing is kept for backward.
 
@@ -224,14 +245,16 @@ def global_loss(
         params: tree of parameters.
         args: the other arguments of `fn`.
         has_aux: as in `value_and_grad`.
-        precision: dtypes of compute and wire.
+        precision: dtypes of compute and wire, and formats of weights.
+        key: as in `value_and_grad`.
 
     Returns:
         (sum and count over all data ranks, float32 and 0-d; aux of this rank). A bare tensor counts as the mean of its
         rank, with count 1.
     """
     spec = tree.flatten(params)[1]
-    tape = Tape(params, tree.unflatten(spec, [None] * spec.num_leaves), None, precision, function="fs.evaluate")
+    frozen = tree.unflatten(spec, [None] * spec.num_leaves)
+    tape = Tape(params, frozen, None, precision, function="fs.evaluate", key=key)
     try:
         with naming_lost("fs.evaluate", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux, "fs.evaluate")
@@ -257,6 +280,11 @@ class Tape:
         grad_pool: as in `loss_and_grads`.
         function: the public function, for errors.
         defers: whether `backward` may be called with `defers`.
+        key: for formats whose rounding is keyed.
+        microbatch: the number of the call among those with this key.
+        layers: of leaves that are some rows of a stack, by path: the first layer, and how many the stack has in all.
+        once_for: a function and a part of it, whose graph is looked at for casts to 8 bits the first time that it is
+            differentiated; by default the one that `forward` is given.
         prefetch: as in `value_and_grad`.
 
     Attributes:
@@ -265,6 +293,7 @@ class Tape:
         adds_in_place: whether all gradients end in what was given as `accumulate`.
 
     Raises:
+        ConfigError: `precision` is strict, and the device has no kernel for its format.
         TransformError: a leaf has an explicit assignment, and `grads` does not say who owns it.
         TreeError: `grads` or `accumulate` does not match the parameters.
     """
@@ -284,9 +313,14 @@ class Tape:
         function: str = "fs.value_and_grad",
         *,
         defers: bool = False,
+        key: Tensor | None = None,
+        microbatch: int = 0,
+        layers: Callable[[str], tuple[int, int] | None] = lambda _: None,
+        once_for: tuple[Callable[..., Any], Hashable] | None = None,
         prefetch: int = 1,
     ) -> None:
         _refuse_transforms(params, function)
+        self._once_for = once_for
         self._leaves, self._spec = tree.flatten(params)
         leaves, count = self._leaves, len(self._leaves)
         self._shardings = [_as_parameter] * count
@@ -305,13 +339,33 @@ class Tape:
         accumulated = [_compat.local_tensor(x) if isinstance(x, DTensor) else None for x in self._accumulated]
         self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
         paths, compute = tree.paths(params), precision.compute_dtype
+        formats = None
+        if precision.gather is not None:
+            _check_kernel(precision, nodes, function)
+        if precision.gather is not None or isinstance(precision.reduce, Blocks):
+            rows = [
+                layers(path) or (0, x.shape[0] if x is not None and x.shape else 0)
+                for path, x in zip(paths, nodes, strict=True)
+            ]
+            firsts, stacks = [first for first, _ in rows], [count for _, count in rows]
+            term_key = key_of_terms(key, self.mesh, microbatch)
+            formats = WeightFormats(precision, paths, stacks, firsts, key, term_key)
         self.context = GatherContext(
-            nodes, paths, self._targets, compute, accumulated, pool, grad_pool, defers=defers, depth=prefetch
+            nodes,
+            paths,
+            self._targets,
+            compute,
+            accumulated,
+            pool,
+            grad_pool,
+            defers=defers,
+            formats=formats,
+            depth=prefetch,
         )
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
-        params = tree.unflatten(self._spec, self._local)
+        params, self._fn = tree.unflatten(self._spec, self._local), fn
         try:
             with torch.enable_grad(), _on(self.mesh), activate(self.context):
                 return fn(params, *args)
@@ -340,7 +394,12 @@ class Tape:
         Returns:
             The gradients of `inputs`. Gradients of units go to the context's reducer, those of leaves that were used
             otherwise come from autograd.
+
+        Raises:
+            TransformError: the function casts what is differentiated to 8 bits.
         """
+        whose, part = self._once_for or (self._fn, None)
+        refuse_bare_casts(outputs, whose, part)
         direct = [x.value if isinstance(x, Local) else x for x in self._local]
         used = [i for i, x in enumerate(direct) if isinstance(x, Tensor) and x.requires_grad]
         wanted = [*inputs, self.context.anchor, *(direct[i] for i in used)]
@@ -389,6 +448,21 @@ class Tape:
         )
 
 
+def _check_kernel(precision: Precision, nodes: Sequence[Local | None], function: str) -> None:
+    """Refuses a strict precision on a device without a kernel for its format.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    device = next((x.value.device.type for x in nodes if x is not None), "cpu")
+    if not precision.strict or not isinstance(precision.compute, Blocks) or _compat.makes_fakes():
+        return
+    kernel = scaled_kernel(precision.compute, device, precision.activation_dtype or torch.bfloat16)
+    if not kernel.exists:
+        mend = "Leave strict out, and products dequantise; `fsharding doctor` says which formats have a kernel."
+        raise ConfigError(message(function, "has a strict precision without a kernel for it.", [str(kernel)], mend))
+
+
 def _refuse_transforms(params: Tree, function: str) -> None:
     if _functorch.in_functorch():
         mend = "Use torch.func.grad_and_value of a function of local nodes, inside fs.shard_map."
@@ -427,7 +501,7 @@ def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) ->
     # On the slices of the mesh that own a leaf, it is cut as any other.
     dtype = precision.grad_dtype(leaf.dtype)
     native = precision.sums_natively(leaf.device.type)
-    return GradTarget(wanted.slice_of_mesh().simplified(), dtype, precision.reduce, before, native)
+    return GradTarget(wanted.slice_of_mesh().simplified(), dtype, precision.reduce_dtype, before, native)
 
 
 def _as_dtensor(grad: Tensor, target: GradTarget | None, x: Local, sharding: Any) -> DTensor:

@@ -50,7 +50,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fsharding import _compat
 
 def backward(device):
-    with torch.autograd.set_multithreading_enabled(BEFORE is None):
+    with torch.autograd.set_multithreading_enabled(False):
         x = torch.ones(4, 4, device=device, requires_grad=True)
         (grad,) = torch.autograd.grad((x @ x + x.to("cpu").to(device)).sum(), x)
         return grad.device.type, tuple(grad.shape)
@@ -542,3 +542,35 @@ def test_the_compiler_leaves_frames_alone():
         # One before the call and one after; `inside` is a third where the compiler sees what is called.
         assert graphs.frame_count == (3 if compiled else 2)
     assert not _compat.is_compiled_caller()
+
+
+# ------------------------------------------------------------------------------------------------------- low precision
+def test_scaled_products_take_scales_of_rows():
+    a, b = (torch.randn(n, 32).to(torch.float8_e4m3fn) for n in (5, 7))
+    scales = torch.rand(5, 1), torch.rand(1, 7)
+    want = (a.float() * scales[0]) @ (b.float() * scales[1].t()).t()
+    got = _compat.scaled_mm_of_rows(a, b.t(), *scales, torch.float32)
+    torch.testing.assert_close(got, want)
+    assert _compat.has_scaled_mm() == hasattr(torch.nn.functional, "scaled_mm")
+
+
+def test_names_of_recipes_and_swizzles_are_those_of_torch():
+    recipes = {"RowWise", "TensorWise", *(f"BlockWise{x}" for x in ("1x16", "1x32", "1x128", "128x128"))}
+    assert recipes <= {*torch.nn.functional.ScalingType.__members__}
+    assert {"SWIZZLE_32_4_4", "NO_SWIZZLE"} <= {*torch.nn.functional.SwizzleType.__members__}
+    a, one = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.ones(())
+    got = _compat.scaled_mm(a, a.t(), ([one], [one]), (["TensorWise"], ["TensorWise"]), None, torch.bfloat16)
+    torch.testing.assert_close(got, (a.float() @ a.float().t()).bfloat16())
+
+
+def test_a_node_says_what_its_result_is():
+    y = torch.zeros(2, 3, requires_grad=True).to(torch.float8_e5m2)
+    assert y.grad_fn is not None and y.grad_fn.name() == "ToCopyBackward0"
+    assert _compat.result_of(y.grad_fn) == (torch.float8_e5m2, (2, 3))
+
+
+def test_outside_of_modes_nothing_is_fake():
+    with FakeTensorMode():
+        assert _compat.is_fake(torch.ones(1))
+        with _compat.outside_of_modes():
+            assert float(torch.ones(1)) == 1

@@ -12,7 +12,7 @@ import fsharding as fs
 
 NAMESPACES = [
     "checkpoint", "data", "hf", "hf.families", "megatron", "models", "models.presets", "notebook", "ops", "optim", "optim.schedules",
-    "pipeline", "policies", "preemption", "random", "testing", "tree",
+    "pipeline", "policies", "preemption", "random", "te", "testing", "tree",
 ]  # fmt: skip
 
 

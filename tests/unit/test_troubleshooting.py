@@ -192,6 +192,13 @@ MISTAKES = {
     "`torch.func.grad` inside `fs.value_and_grad`": in_loss(
         lambda p, b: torch.func.grad(lambda x: x.sum())(fs.gather_unit(p["head"])["weight"]).sum()
     ),
+    "`x @ w.T`, and the precision computes in a format": lambda at: fs.value_and_grad(
+        lambda p, b: (b["x"].bfloat16() @ fs.gather_unit(p["body"])["w"].T).sum(),
+        precision=fs.Precision(compute=fs.formats.MXFP8),
+    )(at.state.params, at.batch),
+    "`w.to(torch.float8_e4m3fn)` of a gathered weight": in_loss(
+        lambda p, b: (b["x"] @ fs.gather_unit(p["body"])["w"].to(torch.float8_e4m3fn).float().T).sum()
+    ),
     "`policy=\"everything\"`": lambda at: fs.make_train_step(loss_fn, at.opt, policy="everything"),
     # ------------------------------------------------------------------------------------------ optimizers and steps
     "`fs.make_train_step(loss_fn, torch.optim.RMSprop)`": lambda at: fs.make_train_step(loss_fn, torch.optim.RMSprop),

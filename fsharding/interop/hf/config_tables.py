@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsharding.checkpoint.coded_weights import CONFIG_LIMIT, blocks_of
 from fsharding.errors import ConfigError, listed, message
 from fsharding.models.decoder import DecoderConfig
 from fsharding.models.moe import Experts
@@ -109,7 +110,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         # A path that a user named may be any link; an entry of a directory only one inside its own tree.
         real = Path(os.path.realpath(path))
         real = beside(real, "config.json") if real.is_dir() else real
-        entries = read_json(real, most=_CONFIG_LIMIT, finite=False)
+        entries = read_json(real, most=CONFIG_LIMIT, finite=False)
         if not isinstance(entries, dict):
             raise ValueError(f"it holds a {type(entries).__name__}, not an object")
     except (OSError, ValueError) as error:
@@ -119,7 +120,6 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return entries
 
 
-_CONFIG_LIMIT = 16 << 20
 _MOST: dict[str, int] = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
 _MOST_ELSE = 1 << 24
 """Above every model, and below what makes plans of it slow, or its bytes more than a number holds."""
@@ -190,9 +190,13 @@ def _foreign(entries: Mapping[str, Any], family: Family) -> list[str]:
         "mlp_only_layers": on("mlp_only_layers"),
         "decoder_sparse_step": entries.get("decoder_sparse_step", 1) != 1,
         "partial_rotary_factor": entries.get("partial_rotary_factor") not in (None, 1, 1.0),
-        "quantization_config": on("quantization_config"),
     }
-    return [f"{key} is {entries.get(key)!r}: {_LACKS}" for key, is_so in lacked.items() if is_so]
+    rows = [f"{key} is {entries.get(key)!r}: {_LACKS}" for key, is_so in lacked.items() if is_so]
+    try:
+        blocks_of(entries)
+    except ValueError as error:
+        rows.append(str(error))
+    return rows
 
 
 def _rope(entries: Mapping[str, Any]) -> dict[str, Any]:

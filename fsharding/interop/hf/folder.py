@@ -1,6 +1,7 @@
-"""A Hugging Face directory as it lies on the disk: the entries of its `config.json`, and where its tensors are.
+"""A Hugging Face directory as it lies on the disk: where its tensors are, and whether they are numbers or codes.
 
-In: a path. Out: names, shapes and dtypes, and any slice of any tensor. Reads headers alone.
+In: a path. Out: names, shapes and dtypes, and any slice of any tensor. Reads headers alone, and of its `config.json`
+in which format weights are.
 Law: every file that cannot be read is named in one error.
 """
 
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fsharding.checkpoint import coded_weights
+from fsharding.checkpoint.coded_weights import Reader
 from fsharding.checkpoint.directory import StrPath, real_path
 from fsharding.checkpoint.foreign_weights import Weights, open_file, table_of
 from fsharding.checkpoint.manifest import is_plain_name
@@ -38,12 +41,12 @@ class Folder:
     Attributes:
         path: the directory.
         leaves: shape and dtype by name.
-        files: of each tensor, the file that it is in.
+        reader: reads a slice of one; codes as the numbers that they stand for.
     """
 
     path: Path
     leaves: Mapping[str, LeafInfo]
-    files: Mapping[str, Weights]
+    reader: Reader
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
         """Reads a slice of a tensor, a window of 16 MiB at a time.
@@ -56,7 +59,7 @@ class Folder:
         Raises:
             CheckpointError: the file has become shorter.
         """
-        self.files[name].read(name, box, out)
+        self.reader(name, box, out)
 
     def digest(self) -> str:
         """A hash of names, shapes and dtypes, which all ranks have to see alike."""
@@ -71,7 +74,7 @@ def open_folder(path: StrPath) -> Folder:
 
     Raises:
         CheckpointError: no such directory, files that are missing, torn or foreign, tensors that are not where the
-            index says; all of them are listed.
+            index says; all of them are listed. Weights in a format that is not read.
     """
     folder = real_path(path, _FUNCTION)
     rows: list[str] = []
@@ -96,10 +99,24 @@ def open_folder(path: StrPath) -> Folder:
         files |= dict.fromkeys(own, weights)
     lost = [(tensor, name) for tensor, name in (table or {}).items() if name in opened and tensor not in files]
     rows += [f"{tensor} is not in {name}, where the index has it" for tensor, name in lost]
+
+    def reader(name: str, box: Box, out: Tensor) -> None:
+        files[name].read(name, box, out)
+
     if rows:
         mend = "Get the directory again, as save_pretrained(safe_serialization=True) of transformers makes it."
         raise CheckpointError(message(_FUNCTION, f"cannot read {folder}.", rows, mend))
-    return Folder(folder, leaves, files)
+    return Folder(folder, *_as_numbers(folder, leaves, reader))
+
+
+def _as_numbers(folder: Path, leaves: dict[str, LeafInfo], reader: Reader) -> tuple[dict[str, LeafInfo], Reader]:
+    """Tensors with codes as numbers, where the directory has codes."""
+    try:
+        blocks = coded_weights.blocks_in(folder)
+        return (leaves, reader) if blocks is None else coded_weights.decoded(leaves, reader, blocks)
+    except ValueError as error:
+        rows = str(error).splitlines()
+        raise CheckpointError(message(_FUNCTION, f"cannot read {folder}.", rows, coded_weights.MEND)) from error
 
 
 def _table(folder: Path, rows: list[str]) -> dict[str, str] | None:

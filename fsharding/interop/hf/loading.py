@@ -12,13 +12,14 @@ from itertools import islice
 from typing import Any, Literal
 
 from fsharding import _compat, tree
+from fsharding.checkpoint.coded_weights import CONFIG_KEY
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.name_map import SAME_BUFFERS, constants_of, other_constants
 from fsharding.checkpoint.reader import LeafInfo
 from fsharding.checkpoint.state_leaves import Shards, Want, main_wants, staged
 from fsharding.errors import CheckpointError, FshardingError, message
-from fsharding.interop.hf.config_tables import config_of
+from fsharding.interop.hf.config_tables import config_of, read_config
 from fsharding.interop.hf.folder import Folder, open_folder
 from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of
 from fsharding.mesh.failures import called_by_all
@@ -42,10 +43,13 @@ def load(
     """Reads the weights of a Hugging Face directory. Collective over all ranks, which have to see one file system.
 
     Args:
-        path: with `config.json`, and `model.safetensors` or several files and their index.
+        path: with `config.json`, and `model.safetensors` or several files and their index. Weights may be codes, where
+            its `quantization_config` says fp8 in blocks, as DeepSeek-V3 has them: they are read as the numbers that
+            codes and scales stand for, each rank the ranges and the scales that it needs.
         layout: where the leaves go: of `models.decoder(fs.hf.config_of(path))`, or of any tree with `names`.
-        names: where each leaf is; by default `fs.hf.names_of` for the decoder of the `config.json`, which is not read
-            otherwise. A leaf with a `Fused` dim may be `Joined` of tensors that are apart there.
+        names: where each leaf is; by default `fs.hf.names_of` for the decoder of the `config.json`, of which only the
+            format of weights is read otherwise. A leaf with a `Fused` dim may be `Joined` of tensors that are apart
+            there.
         extra: "ignore" lets tensors be that no leaf asks for.
 
     Returns:
@@ -99,7 +103,7 @@ def _opened(path: StrPath, *, with_config: bool) -> tuple[Folder, DecoderConfig 
     """The headers, and the config where it is asked for; what is wrong with both is told at once."""
     result: list[Any] = []
     wrong: list[str] = []
-    for read in (open_folder, config_of) if with_config and os.path.isdir(path) else (open_folder,):
+    for read in (open_folder, _config_at) if with_config and os.path.isdir(path) else (open_folder,):
         try:
             result.append(read(path))
         except FshardingError as error:
@@ -107,6 +111,11 @@ def _opened(path: StrPath, *, with_config: bool) -> tuple[Folder, DecoderConfig 
     if wrong:
         raise CheckpointError("\n".join(wrong))
     return result[0], result[1] if with_config else None
+
+
+def _config_at(path: StrPath) -> DecoderConfig:
+    """The decoder of a directory; about the format of its weights `open_folder` says all."""
+    return config_of({key: value for key, value in read_config(path).items() if key != CONFIG_KEY})
 
 
 def _default_names(config: DecoderConfig, folder: Folder) -> tuple[Names, tuple[str, ...]]:

@@ -8,13 +8,14 @@ Law: loading what was saved gives the same bits; under the final name is everyth
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import tree
 from fsharding.checkpoint.byte_ranges import contiguous, pieces
+from fsharding.checkpoint.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
 from fsharding.checkpoint.foreign_weights import SAFETENSORS
@@ -33,6 +35,8 @@ from fsharding.checkpoint.safetensors_layout import INDEX, TensorFile, index_tex
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import Shards, staged
 from fsharding.errors import CheckpointError, message
+from fsharding.formats import Blocks
+from fsharding.interop.hf.coding import Coding, rule_of
 from fsharding.interop.hf.config_tables import config_json, config_of, decoder_config
 from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of, untiled
 from fsharding.mesh.device_mesh import own_rank, world_size
@@ -90,6 +94,7 @@ def save(
     *,
     names: Names | None = None,
     dtype: torch.dtype | None = None,
+    format: Blocks | None = None,
     max_file_bytes: int = 5 << 30,
 ) -> Saved:
     """Writes a directory for `AutoModelForCausalLM.from_pretrained`. Collective; all ranks see one file system.
@@ -102,11 +107,16 @@ def save(
         names: where each leaf goes; by default `fs.hf.names_of` for the decoder of the config. Those of a
             functionalized module (`net.files`, `net.sources`) bring its persistent buffers along.
         dtype: of the floating point leaves there; by default their own. Buffers keep theirs.
+        format: of the weights of blocks there, such as `fs.formats.E4M3_128x128`: codes of float8 in the place of
+            `X.weight`, and `X.weight_scale_inv` with a float32 for each block, as DeepSeek-V3 is published; the
+            `config.json` says so. Any rectangle of e4m3 with float32 scales can be. Embeddings, head, routers, norms
+            and what the layout's `Precision.keep` names stay as `dtype` says. Codes are made of main parameters.
         max_file_bytes: files of more than one tensor are at most this large.
 
     Raises:
         CheckpointError: on every rank: something is at the path, leaves without a name, names that do not tile their
-            tensors, or that the disk refuses; nothing is left at the path then.
+            tensors, a format that files cannot have, inf or NaN in what is to be codes, or that the disk refuses;
+            nothing is left at the path then.
 
     Example:
         >>> import tempfile
@@ -122,7 +132,7 @@ def save(
     planned: list[_Job] = []
 
     def plan() -> str:
-        planned.append(_plan(path, params, config, layout, names, dtype, max_file_bytes))
+        planned.append(_plan(path, params, config, layout, names, dtype, format, max_file_bytes))
         return planned[0].digest()
 
     seen = together(_FUNCTION, plan)
@@ -130,6 +140,12 @@ def save(
     if rows:
         raise CheckpointError(message(_FUNCTION, "got different things on different ranks.", rows))
     job = planned[0]
+    if job.coding is not None:
+        together(_FUNCTION, job.measure)
+        job.coding.exchange(job.device)
+        if rows := job.coding.not_finite():
+            mend = "Save a state of before it happened, or without format=."
+            raise CheckpointError(message(_FUNCTION, f"cannot write {job.target} in {format}.", rows, mend))
     outputs: list[PartialOutput] = []  # one on rank 0, none on the others
 
     def begin() -> None:
@@ -167,7 +183,7 @@ class _Job:
         files: that hold them.
         leaves: what this rank holds, by path.
         pieces: of each leaf.
-        dtype: to cast to, or None.
+        coding: of the tensors that are written as codes, or None.
     """
 
     target: Path
@@ -176,7 +192,12 @@ class _Job:
     files: list[TensorFile]
     leaves: dict[str, Shards]
     pieces: dict[str, list[Piece]]
-    dtype: torch.dtype | None
+    coding: Coding | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's leaves are."""
+        return next((leaf.local.device for leaf in self.leaves.values()), torch.device("cpu"))
 
     @property
     def partial(self) -> Path:
@@ -198,17 +219,24 @@ class _Job:
             (self.partial / INDEX).write_bytes(index_text(self.files))
         (self.partial / "config.json").write_text(json.dumps(self.entries, indent=2) + "\n", encoding="utf-8")
 
+    def measure(self) -> None:
+        """Finds the largest magnitudes of the blocks of this rank's boxes."""
+        if self.coding is not None:
+            self.coding.measure(self._own_boxes())
+
     def write(self) -> None:
         """Writes the boxes of this rank, each to its place."""
         place = {tensor: (file.name, offset) for file in self.files for tensor, offset in file.offsets.items()}
         opened: dict[str, int] = {}
         with contextlib.ExitStack() as stack:
-            for tensor, box, x in self._own_boxes():
+            for tensor, box, x in chain(self._own_boxes(), self._own_scales()):
                 name, offset = place[tensor]
                 if name not in opened:
                     opened[name] = os.open(self.partial / name, os.O_WRONLY | os.O_CLOEXEC)
                     stack.callback(os.close, opened[name])
-                _write_box(opened[name], offset, self.tensors[tensor], box, x)
+                coding = self.coding if self.coding is not None and tensor in self.coding.tensors else None
+                values = None if coding is None else functools.partial(coding.codes, tensor)
+                _write_box(opened[name], offset, self.tensors[tensor], box, x, values)
             for handle in opened.values():
                 os.fsync(handle)
 
@@ -219,6 +247,13 @@ class _Job:
             for corner, (box, x) in leaf.kept().items():
                 if writers[path][corner] == own_rank():
                     yield from in_tensors(box, x, self.pieces[path])
+
+    def _own_scales(self) -> Iterator[tuple[str, Box, Tensor]]:
+        """The scales that this rank writes: those of every so many tensors."""
+        if self.coding is not None:
+            for name in [*self.coding.tensors][own_rank() :: world_size()]:
+                scales = self.coding.scales(name)
+                yield name + SCALES, boxes.full(tuple(scales.shape)), scales
 
     def commit(self, output: PartialOutput) -> None:
         """Puts the directory in its place. On one rank."""
@@ -238,10 +273,16 @@ def _plan(
     layout: Layout | None,
     names: Names | None,
     dtype: torch.dtype | None,
+    format: Blocks | None,
     max_file_bytes: int,
 ) -> _Job:
     """Checks everything, and says what this rank writes."""
     real_path(path, _FUNCTION)
+    if format is not None and (why := why_not(format)):
+        mend = (
+            "Give e4m3 in rectangles with float32 scales, such as format=fs.formats.E4M3_128x128, or none and dtype=."
+        )
+        raise CheckpointError(message(_FUNCTION, f"got a format that {why}, which files do not have.", mend=mend))
     target = Path(os.path.abspath(path))
     rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
     if isinstance(params, TrainState):
@@ -259,6 +300,8 @@ def _plan(
     rows += [f"{leaf} is no leaf of ours; its name is {name!r}" for leaf, name in names.items() if leaf not in leaves]
     result, by_name = dict[str, list[Piece]](), dict[str, list[Piece]]()
     tensors: dict[str, LeafInfo] = {}
+    coded: dict[str, tuple[int, ...]] = {}
+    rule = None if format is None else rule_of(format, layout)
     for leaf, held in leaves.items():
         kind = dtype if dtype is not None and held.local.dtype.is_floating_point else held.local.dtype
         if kind not in SAFETENSORS.values():
@@ -272,16 +315,23 @@ def _plan(
             rows.append(f"{leaf}: {error}")
             continue
         for piece in result[leaf]:
+            own = kind
+            if rule is not None and kind.is_floating_point and rule.takes(leaf, held.shape, piece):
+                own, coded[piece.name] = rule.format.dtype, piece.shape
             by_name.setdefault(piece.name, []).append(piece)
-            if (other := tensors.setdefault(piece.name, LeafInfo(piece.shape, kind)).dtype) != kind:
-                rows.append(f"{leaf}: {piece.name} would be both {kind} and {other}: give dtype=")
-    kinds = {str(info.dtype).removeprefix("torch.") for info in tensors.values()}
+            if (other := tensors.setdefault(piece.name, LeafInfo(piece.shape, own)).dtype) != own:
+                rows.append(f"{leaf}: {piece.name} would be both {own} and {other}: give dtype=")
+    kinds = {str(info.dtype).removeprefix("torch.") for name, info in tensors.items() if name not in coded}
     for name, buffer in constants_of(names).items():
         rows += [f"{name}: a leaf and a buffer of the module"] if name in tensors else []
         rows += [f"{name}: safetensors has no {buffer.dtype}"] if buffer.dtype not in SAFETENSORS.values() else []
         leaves[name] = staged(tuple(buffer.shape), None, buffer)
         result[name] = list(pieces_of(name, buffer.shape))
         tensors[name] = LeafInfo(tuple(buffer.shape), buffer.dtype)
+    coding = None if rule is None else Coding(rule.format, coded)
+    for name, info in ({} if coding is None else coding.infos()).items():
+        rows += [f"{name}: a leaf, and the scales of another"] if name in tensors else []
+        tensors[name] = info
     rows += untiled(by_name)
     if rows:
         mend = "Give the tree of models.decoder(config), or say where its leaves go: names={ours: theirs}."
@@ -289,8 +339,13 @@ def _plan(
     tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
     entries.pop("torch_dtype", None)
     entries |= {"dtype": kinds.pop()} if len(kinds) == 1 else {}
+    entries.pop(CONFIG_KEY, None)
+    if coding is not None:
+        plain = [name for name, every in by_name.items() if name not in coded and len(every[0].shape) > 1]
+        modules = sorted((name.removesuffix(".weight") for name in plain), key=_natural)
+        entries[CONFIG_KEY] = config_of_blocks(coding.format, modules)
     files = tensor_files(tensors, max_file_bytes)
-    return _Job(target, entries, tensors, files, leaves, result, dtype)
+    return _Job(target, entries, tensors, files, leaves, result, coding)
 
 
 def _sizes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -340,7 +395,9 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 # ------------------------------------------------------------------------------------------------------------ the bytes
-def _write_box(handle: int, start: int, tensor: LeafInfo, box: Box, x: Tensor) -> None:
+def _write_box(
+    handle: int, start: int, tensor: LeafInfo, box: Box, x: Tensor, values: Callable[[Box, Tensor], Tensor] | None
+) -> None:
     """Writes a box of a tensor to its places in a file, a window at a time.
 
     Args:
@@ -349,10 +406,13 @@ def _write_box(handle: int, start: int, tensor: LeafInfo, box: Box, x: Tensor) -
         tensor: all of it, and the dtype that it has in the file.
         box: which part.
         x: its values, strided in any way, on any device.
+        values: makes what is written of a window and its values; by default a cast.
     """
     size, strides = tensor.dtype.itemsize, contiguous(tensor.shape)
-    for piece in pieces(box, size):
-        flat = x[boxes.relative(piece, box)].to("cpu", tensor.dtype).contiguous().reshape(-1)
+    for piece in pieces(box, size if values is None else torch.float32.itemsize):
+        window = x[boxes.relative(piece, box)]
+        window = window if values is None else values(piece, window)
+        flat = window.to("cpu", tensor.dtype).contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().data
         outer = _outer_dims(boxes.shape_of(piece), tensor.shape)
         first = start + sum(a * step for (a, _), step in zip(piece, strides, strict=True)) * size

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -32,7 +32,7 @@ from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy, check_policy
 from fsharding.tree import Tree
 
-__all__ = ["PureModule", "functionalize"]
+__all__ = ["PureModule", "functionalize", "made"]
 
 
 class PureModule:
@@ -130,6 +130,11 @@ class PureModule:
         """
         return Run(self._engine, self._policy, self._leaves(params), random_key).forward(args, kwargs)
 
+    @property
+    def running(self) -> nn.Module:
+        """The copy of the module that is called, whose parameters are put in for each call."""
+        return self._engine.module
+
     def state_dict(self, params: Tree) -> dict[str, Tensor]:
         """The parameters and persistent buffers under the names of the module, for its `load_state_dict`.
 
@@ -167,6 +172,9 @@ def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
 def _there(name: Name, source: str | Rows) -> Name:
     """The name of a leaf in files of its family, whose blocks have the numbers that they have in the module."""
     return renumbered(name, source.keys) if isinstance(source, Rows) else name
+
+
+P = TypeVar("P", bound=PureModule)
 
 
 @public("fs.functionalize")
@@ -222,6 +230,20 @@ def functionalize(
         >>> value.shape
         torch.Size([])
     """
+    return made(PureModule, module, units, names=names, roles=roles, reset=reset, policy=policy)
+
+
+def made(
+    kind: type[P],
+    module: nn.Module,
+    units: UnitPatterns | None = None,
+    *,
+    names: NameTable | None = None,
+    roles: Roles | None = None,
+    reset: Reset | None = None,
+    policy: Policy = policies.save_except_gathered,
+) -> P:
+    """`functionalize`, whose result is of a class that adds to `PureModule`."""
     check_module(FUNCTION, module)
     check_policy(FUNCTION, policy)
     family = family_of(module) if units is None else None
@@ -238,7 +260,7 @@ def functionalize(
     anatomy = plan(module, units, names)
     heads = family.heads_of(module) if family is not None else {}
     files = family.files if family is not None else {}
-    return PureModule(module, anatomy, roles=roles or {}, heads=heads, files=files, reset=reset, policy=policy)
+    return kind(module, anatomy, roles=roles or {}, heads=heads, files=files, reset=reset, policy=policy)
 
 
 def _statistics(module: nn.Module) -> list[FshardingError]:

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding import _compat, _functorch, random, tree
 from fsharding.errors import ConfigError, FshardingError, TransformError, message
+from fsharding.formats.quantised import Quantised, dequantise
 from fsharding.interop.module.initializers import random_state, seed_of
 from fsharding.interop.module.mutation_guard import Watch
 from fsharding.interop.module.problems import FUNCTION
@@ -256,12 +257,13 @@ class Run:
         return tree.unflatten(spec, [next(result) if x is None else x for x in others])
 
     def _gather(self, number: int) -> dict[str, Tensor]:
-        """The weights of a unit by name; the gather of the next unit starts."""
+        """The weights of a unit by name, dequantised: a module takes tensors. The gather of the next unit starts."""
         units = self._engine.units
         policy = self._policy if units[number].stack is not None else policies.save_except_gathered
         ahead = range(number + 1, min(number + 1 + prefetch_depth(), len(units)))
         following = UnitsAhead(self._tree(n) for n in ahead)
-        return gather_unit(self._tree(number), policy=policy, prefetch=following)
+        weights = gather_unit(self._tree(number), policy=policy, prefetch=following)
+        return {name: dequantise(w) if isinstance(w, Quantised) else w for name, w in weights.items()}
 
     def _tree(self, number: int) -> dict[str, Any]:
         if number not in self._trees:

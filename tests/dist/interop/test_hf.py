@@ -242,6 +242,86 @@ def test_a_rank_reads_what_it_holds_and_nothing_else(axes, theirs):
         assert read == held < 0.8 * sum(x.nbytes for x in model.parameters())
 
 
+# ----------------------------------------------------------------------------------------------------------------- codes
+CODES = fs.formats.Blocks(fs.formats.E4M3, (5, 6))
+CODED = fs.models.DecoderConfig(vocab=40, dim=16, layers=2, heads=4, kv_heads=2, hidden=26)
+CODED_LAYOUTS = {
+    "zero3": ({"dp": 4}, fs.zero(3)), "zero1": ({"dp": 4}, fs.zero(1)), "dp_tp": ({"tp": 2, "dp": 2}, fs.zero(3)),
+    "tp4": ({"tp": 4}, fs.zero(0)), "pp_tp": ({"pp": 2, "tp": 2}, fs.zero(3)), "hsdp": ({"replica": 2, "dp": 2}, fs.HSDP),
+}  # fmt: skip
+
+
+def codes_in_and_out(names, folder, out):
+    """Plain weights saved as codes in every layout; what each layout reads of the codes; a refusal."""
+    found = {}
+    for name in names:
+        axes, strategy = CODED_LAYOUTS[name]
+        layout = layout_of(CODED, axes, strategy)
+        hf.save(f"{out}/{name}", hf.load(folder, layout), CODED, layout, format=CODES, max_file_bytes=4000)
+        read = hf.load(f"{out}/{name}", layout)
+        found[name] = {
+            leaf.path: ([] if x.to_local().numel() == 0 else leaf.main.boxes(leaf.shape), x.to_local())
+            for leaf, x in zip(layout.leaves, fs.tree.leaves(read), strict=True)
+            if "pp" not in axes
+        }
+    layout = layout_of(CODED, {"dp": 4}, fs.zero(3))
+    params = hf.load(folder, layout)
+    if dist.get_rank() == 3:
+        params["blocks"]["down"].to_local()[...] = torch.nan
+    try:
+        hf.save(f"{out}/nan", params, CODED, layout, format=CODES)
+    except CheckpointError as error:
+        return found, str(error).splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("dp_tp", "pp_tp"), pytest.param(("zero3", "zero1", "tp4", "hsdp"), marks=full)],
+    ids=lambda x: "-".join(x),
+)
+def test_codes_are_those_of_whole_weights_in_every_layout(names, tmp_path):
+    layout = layout_of(CODED, {"dp": 1}, fs.zero(3))
+    state = fs.init_state(fs.models.decoder(CODED), fs.sgd(0.1), fs.random.key(0), layout)
+    hf.save(tmp_path / "plain", state, CODED)
+    hf.save(tmp_path / "one", state, CODED, format=CODES, max_file_bytes=4000)
+    whole = fs.tree.named_leaves(fs.unshard(hf.load(tmp_path / "one", layout)))
+    (tmp_path / "out").mkdir()
+    for found, refused in run_ranks(codes_in_and_out, 4, names, tmp_path / "plain", tmp_path / "out"):
+        for name, leaves in found.items():
+            for path, (held, local) in leaves.items():
+                parts = [whole[path][tuple(slice(a, b) for a, b in box)] for box in held]
+                assert sum(x.numel() for x in parts) == local.numel(), (name, path)
+                assert len(parts) != 1 or torch.equal(parts[0], local), (name, path)
+        assert refused.startswith("  model.layers.0.mlp.down_proj.weight has inf or NaN in ")
+    assert {*os.listdir(tmp_path / "out")} == {*names}
+    for file in (tmp_path / "one").iterdir():
+        for name in names:
+            assert (tmp_path / "out" / name / file.name).read_bytes() == file.read_bytes(), (name, file.name)
+
+
+def test_transformers_reads_the_same_numbers_out_of_codes(transformers, tmp_path):
+    """By the operation with which it reads such a directory where there is no GPU; the rest of it wants accelerate."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    config = fs.models.DecoderConfig(vocab=40, dim=256, layers=1, heads=4, kv_heads=2, hidden=384)
+    layout = layout_of(config, {"dp": 1}, fs.zero(3))
+    state = fs.init_state(fs.models.decoder(config), fs.sgd(0.1), fs.random.key(0), layout)
+    hf.save(tmp_path / "out", state, config, format=fs.formats.E4M3_128x128)
+    entries = json.loads((tmp_path / "out/config.json").read_text())
+    loaded = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    known = transformers.FineGrainedFP8Config.from_dict(dict(loaded.quantization_config))
+    assert known.weight_block_size in ([128, 128], (128, 128)) and known.activation_scheme == "dynamic"
+    assert known.modules_to_not_convert == entries["quantization_config"]["modules_to_not_convert"]
+    tensors, read = safetensors.torch.load_file(tmp_path / "out/model.safetensors"), Fp8Dequantize(None)
+    ours = checkpoint.open_weights(tmp_path / "out")
+    coded = [name for name, x in tensors.items() if x.dtype == torch.float8_e4m3fn]
+    assert len(coded) == 7
+    for name in coded:
+        pair = {"weight": tensors[name], "weight_scale_inv": tensors[f"{name}_scale_inv"]}
+        ours.read(name, tuple((0, n) for n in tensors[name].shape), out := torch.empty(tensors[name].shape))
+        assert torch.equal(read.convert(pair)["weight"], out), name
+
+
 # -------------------------------------------------------------------------------------------------- modules of any kind
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 HEAD = ("model.norm", "lm_head")

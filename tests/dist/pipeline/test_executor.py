@@ -70,8 +70,8 @@ def followed(name, how, ahead):
     done, calls = [], []
     tape, do = _Run._tape, _Run.do
 
-    def noted(run, stage):
-        made = tape(run, stage)
+    def noted(run, stage, m):
+        made = tape(run, stage, m)
         calls.append((stage, made.context.counts))
         return made
 

@@ -13,6 +13,7 @@ from fsharding.bench.rounds import allocated
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.unit_plan import large_from
+from fsharding.transforms.value_and_grad import Tape
 
 WIDTH, LAYERS = 16, 4
 
@@ -129,6 +130,34 @@ def test_gradients_are_written_where_they_travel_from(level, dtype, policy):
         for want, none in others:
             assert_bitwise_equal(found, want)
             assert none == []
+
+
+def gradients_in_halves(size, transport, sums, defers):
+    """Gradients of a backward whose products of weights come first or last."""
+    mesh, noise = fs.make_mesh(dp=2, transport=transport), torch.Generator().manual_seed(0)
+    draws = {name: torch.randn(2, *shape, generator=noise) / 10 for name, shape in SHAPES.items()}
+    draws["scale"] = torch.ones(2, NARROW)
+    names = {name: ("layers", *("embed", None)[: x.ndim - 1]) for name, x in draws.items()}
+    how = fs.Precision(sums=sums)
+    layout = fs.plan_layout({"blocks": draws}, mesh, names={"blocks": names}, precision=how)
+    x = torch.randn(2, TOKENS, NARROW, generator=noise.manual_seed(1 + mesh.get_local_rank("dp")))
+    with large_from(size):
+        tape = Tape(fs.shard({"blocks": draws}, layout), layout.main, None, how, defers=defers)
+        loss = tape.forward(lambda params, x: products({**params, "policy": "kept"}, x), x)
+        tape.context.end_forward()
+        tape.backward([loss], defers=defers)
+        if defers:
+            tape.weights()
+        return [x.full_tensor() for x in fs.tree.leaves(tape.as_tree(tape.finish()))]
+
+
+@pytest.mark.parametrize(
+    ("transport", "sums"), [("shared_memory", "ordered"), ("pairwise", "ordered"), ("pairwise", "native")]
+)
+def test_terms_that_are_left_for_later_count(transport, sums):
+    """Of a leaf that is used by a product and otherwise a part of the gradient is there before the rest."""
+    want = run_ranks(gradients_in_halves, 2, 1 << 30, transport, sums, False)
+    assert_bitwise_equal(run_ranks(gradients_in_halves, 2, 1, transport, sums, True), want)
 
 
 DEEP, SIDE, MATRICES = 16, 192, 4

@@ -222,14 +222,22 @@ def index(folder: Path) -> tuple[bytes, Reader]:
 
 
 def config(folder: Path) -> tuple[bytes, Reader]:
-    """A `config.json`, and the plan of what it says."""
+    """A `config.json`, the plan of what it says, and weights beside it that it says are codes."""
     file = folder / "config.json"
     decoder = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12, qk_norm=True)
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
     entries = hf.config_json(decoder) | {"rope_parameters": scaled, "layer_types": ["full_attention"] * 2}
+    coded = {"w": torch.ones(4, 6).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(2, 2)}
+    safetensors.torch.save_file(coded, folder / "model.safetensors")
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [2, 3], "activation_scheme": "dynamic"}
+    entries |= {"quantization_config": blocks}
 
     def read(data: bytes) -> None:
         file.write_bytes(data)
+        with contextlib.suppress(FshardingError):
+            weights = ck.open_weights(folder)
+            for name, leaf in weights.leaves.items():
+                weights.read(name, tuple((0, n) for n in leaf.shape), torch.empty(leaf.shape))
         found = hf.config_of(folder)
         fs.plan_layout(fs.models.decoder(found), fs.AbstractMesh(("dp",), (2,)))
         hf.config_json(found)

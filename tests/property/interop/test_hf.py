@@ -1,10 +1,18 @@
-"""Leaves that are stacked, turned and made of parts, against the tensors of the other side put together by hand."""
+"""Leaves that are stacked, turned and made of parts, against the tensors of the other side put together by hand; codes in
+boxes against those of the whole."""
+
+import itertools
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsharding import formats
+from fsharding.checkpoint.coded_weights import SCALES, decoded
+from fsharding.checkpoint.reader import LeafInfo
+from fsharding.formats import codec
 from fsharding.interop import hf
+from fsharding.interop.hf.coding import Coding
 from fsharding.interop.hf.naming import pieces_of, renumbered, untiled
 from fsharding.sharding import boxes
 
@@ -62,3 +70,51 @@ def test_parts_are_joined_here_and_cut_there_and_the_other_way(case):
             assert torch.equal(apart[f"{mark}.{number}"], part.mT if turned else part)
         assert not untiled({"": fused[f"{mark}.all"]})
         assert torch.equal(fused[f"{mark}.all filled"] - 1, whole.mT if turned else whole)
+
+
+@st.composite
+def cuts(draw):
+    """A shape, a block, and boxes that tile the shape: a grid of cuts anywhere."""
+    shape = (*draw(st.lists(st.integers(1, 2), max_size=1)), draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+    block = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    runs = []
+    for size in shape:
+        ends = sorted({0, size, *draw(st.lists(st.integers(1, size), max_size=2))})
+        runs.append(tuple(itertools.pairwise(ends)))
+    return shape, block, [box for box, _ in boxes.grid_boxes(tuple(runs))]
+
+
+@given(cuts(), st.integers(0, 2**31))
+def test_codes_of_boxes_are_those_of_the_whole_and_read_in_boxes_are_its_numbers(case, seed):
+    shape, block, tiles = case
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-9, 9, shape, generator=generator)
+    x = x * (torch.rand(shape, generator=generator) < 0.7)
+    format = formats.Blocks(formats.E4M3, block)
+    scales = codec.scales_of(codec.amaxes(x, block), format)
+    whole = codec.encode(x, scales, format)
+    coding = Coding(format, {"w": shape})
+    parts = [("w", box, x[tuple(slice(a, b) for a, b in box)]) for box in tiles]
+    coding.measure(parts)
+    coding.exchange(torch.device("cpu"))
+    assert torch.equal(coding.scales("w"), scales.blocks) and not coding.not_finite()
+    files = {"w": torch.empty(shape, dtype=torch.float8_e4m3fn), f"w{SCALES}": coding.scales("w")}
+    for name, box, values in parts:
+        files["w"][tuple(slice(a, b) for a, b in box)] = coding.codes(name, box, values)
+    assert torch.equal(files["w"].view(torch.uint8), whole)
+
+    def read(name, box, out):
+        out.copy_(files[name][tuple(slice(a, b) for a, b in box)])
+
+    leaves = {name: LeafInfo(tuple(x.shape), x.dtype) for name, x in files.items()}
+    found, numbers = decoded(leaves, read, format)
+    assert found == {"w": LeafInfo(shape, torch.float32)}
+    wanted = codec.decode(whole, scales, format)
+    for box in tiles:
+        numbers("w", box, out := torch.empty(boxes.shape_of(box)))
+        assert torch.equal(out, wanted[tuple(slice(a, b) for a, b in box)])
+    # Rounding what has been rounded moves nothing, also not the scales.
+    again = Coding(format, {"w": shape})
+    again.measure([("w", boxes.full(shape), wanted)])
+    assert torch.equal(again.scales("w"), scales.blocks)
+    assert torch.equal(again.codes("w", boxes.full(shape), wanted).view(torch.uint8), whole)

@@ -20,10 +20,11 @@ from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import names_from_plain, plain_names
 from fsharding.checkpoint.state_leaves import staged
 from fsharding.checkpoint.writer import METADATA, Writer, write_metadata
-from fsharding.errors import LayoutError
+from fsharding.errors import ConfigError, LayoutError
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal
+from fsharding.train.state import main_of
 from tests.checkpoints import Wrapped, described, draws, planned, refusal, state_of
 
 DTYPES = [
@@ -212,6 +213,46 @@ def test_a_layout_comes_out_of_a_manifest(tmp_path, strategy, precision):
     mesh = fs.AbstractMesh(("pp", "dp", "tp"), (2, 4, 2))
     assert ck.layout_of(manifest, mesh, fs.zero(2)) == layout.with_mesh(mesh).with_strategy(fs.zero(2))
     assert_bitwise_equal(ck.load(tmp_path / "a", again), state_of(layout))
+
+
+FORMATS = ["TENSORWISE", "ROWWISE", "E4M3_1x128", "E4M3_128x128", "MXFP8", "MXFP8_E5M2", "MXFP4", "NVFP4"]
+
+
+@pytest.mark.parametrize("strategy", [fs.zero(1), fs.zero(3)])
+def test_formats_come_out_of_a_manifest(tmp_path, strategy):
+    """Of weights and of gradients, and which leaves have none; and the main parameters are those that were saved."""
+    names = {"table": ("vocab", "embed"), "blocks": {"w": ("layers", "heads", "embed"), "scale": ()},
+             "pair": [("mlp",), (None, None)], "counts": (None,)}  # fmt: skip
+    for number, name in enumerate(FORMATS):
+        format = getattr(fs.formats, name)
+        precision = fs.Precision(
+            params=torch.float32, compute=torch.bfloat16, gather=format.with_rounding("keyed" if number % 2 else "nearest"),
+            reduce=format if number % 2 else torch.bfloat16, keep=("pair", "blocks[-1]") if number % 3 else fs.precision.KEEP,
+        )  # fmt: skip
+        layout = planned(strategy, precision, names=names)
+        ck.save(tmp_path / name, state := state_of(layout))
+        manifest = ck.metadata(tmp_path / name)
+        again = ck.layout_of(manifest, layout.mesh)
+        assert again == layout and again.precision == precision
+        assert manifest.layout["precision"]["gather"]["dtype"] == str(format.dtype).removeprefix("torch.")
+        loaded = ck.load(tmp_path / name, again)
+        assert_bitwise_equal(main_of(loaded), main_of(state))
+        if not precision.gather.keyed:  # the bits of a keyed one follow from the step, which was set here
+            assert_bitwise_equal(loaded.params, state.params)
+    manifest.layout["precision"]["gather"]["scale"] = "e5m2"
+    with pytest.raises(ConfigError, match="scale='e5m2': use one of float32, e8m0, e4m3"):
+        ck.layout_of(manifest, layout.mesh)
+
+
+def test_a_manifest_of_before_there_were_formats(tmp_path):
+    layout = planned(fs.zero(1), fs.BF16)
+    ck.save(tmp_path / "a", state_of(layout))
+    manifest = ck.metadata(tmp_path / "a")
+    roles = manifest.layout["precision"]
+    assert {*roles} == {"params", "compute", "reduce", "grads", "moments", "loss_scale"}, (
+        "as it was, where none is asked for"
+    )
+    assert ck.layout_of(manifest, layout.mesh) == layout
 
 
 def test_dim_names_as_plain_data():

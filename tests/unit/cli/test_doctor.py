@@ -73,3 +73,9 @@ def test_few_open_files_are_told_with_the_command(monkeypatch):
     assert finding.value == "1024, may be raised to 2048" and finding.mend == "Run `ulimit -n 2048` first."
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
     assert not doctor._open_files().wrong
+
+
+def test_which_formats_have_kernels():
+    rows = {finding.name: finding for finding in doctor._kernels()}
+    assert rows["TENSORWISE on cpu"].value.startswith("RowWise, with activations in float8_e4m3fn[row, float32]")
+    assert "MXFP8" in rows["dequantised on cpu"].value and not any(row.wrong or row.grave for row in rows.values())

@@ -18,7 +18,11 @@ def test_swaps_are_read_in_any_order():
 def test_what_cannot_be_read_is_refused(text):
     with pytest.raises(ConfigError, match=r"cannot read .* in --swap-at") as caught:
         parse_swaps(text)
-    assert str(caught.value).endswith("hsdp.") and "Write STEP=STRATEGY or STEP=STRATEGY:dp=4" in str(caught.value)
+    assert str(caught.value).endswith("nvfp4.") and "Write STEP=STRATEGY or STEP=STRATEGY:dp=4" in str(caught.value)
+
+
+def test_a_swap_may_change_the_precision():
+    assert parse_swaps("80=bf16,90=mxfp8:dp=4") == (Swap(80, "", "", "bfloat16"), Swap(90, "", "dp=4", "mxfp8"))
 
 
 def test_a_step_stands_once():

@@ -118,7 +118,8 @@ def test_configs_that_the_decoder_cannot_be(tmp_path):
         "  hidden_act is 'gelu': models.decoder has no such thing",
         "  attention_bias is True: models.decoder has no such thing",
         "  mlp_bias is True: models.decoder has no such thing",
-        "  quantization_config is {'bits': 4}: models.decoder has no such thing",
+        "  quantization_config has quant_method None: what is read is quant_method 'fp8' with weight_block_size [rows, "
+        "columns], fmt 'e4m3' or 'e5m2' and activation_scheme 'dynamic'",
         "  rope_type is 'longrope': types are default, llama3, yarn",
     ]
     windows = {**QWEN_72B, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 80}

@@ -1,6 +1,9 @@
 """What a step sends, by closed formulas, against sums written out by hand. Real ranks are in tests/dist/models/test_mesh_laws.py."""
 
+import torch
+
 import fsharding as fs
+from fsharding import formats
 from fsharding.comm.counters import Sent
 
 L, D, H, E, F, V = 3, 32, 8, 4, 40, 64
@@ -91,3 +94,27 @@ def test_sums_of_two_ranks_are_one_call():
     rows = 80
     x, tokens = rows * T * D, rows * T * 4
     assert sent(rows=rows, tp=2) == {("tp",): Sent(4 * L + 2 + 3 + 1, (4 * L + 2) * x * 4 + 3 * tokens + 10 * 8)}
+
+
+def test_codes_take_half_the_bytes_of_bfloat16():
+    """Of leaves that have a format and whose sizes are multiples of 32 times the ranks, each byte of MX counted."""
+    sizes, k = fs.models.DecoderConfig(vocab=64, dim=256, layers=4, heads=8, kv_heads=8, hidden=512), 4
+    mesh, counted = fs.AbstractMesh(("dp",), (k,)), {}
+    for name, roles in {"bf16": {}, "gather": {"gather": MX}, "both": {"gather": MX, "reduce": MX}}.items():
+        how = fs.Precision(params=torch.float32, compute=torch.bfloat16, **roles)
+        for level in (0, 3):
+            layout = fs.plan_layout(fs.models.decoder(sizes), mesh, strategy=fs.zero(level), precision=how)
+            counted[name, level] = fs.expected_traffic(sizes, layout, rows=1, length=4, coord={"dp": 1}).bytes
+    parameters = 4 * (4 * 256 * 256 + 3 * 256 * 512)
+    # Two gathers and a reduction, of which each rank sends what others have or get: 6 bytes a parameter.
+    of_each = parameters * (k - 1) // k
+    rest = counted["bf16", 3] - 6 * of_each
+    assert (counted["gather", 3] - rest - 2 * of_each) / (4 * of_each) == 1.03125 / 2 <= 0.516
+    assert (counted["both", 3] - rest) / (6 * of_each) == 1.03125 / 2 <= 0.52
+    assert 3.09 <= (counted["both", 3] - rest) / of_each <= 3.1
+    # Of a sum that all ranks get terms are codes, and sums float32. Norms travel by themselves then, all to all ranks.
+    norms = 4 * 2 * 256 * ((k - 1) * 2 - (k - 1) * (2 + 4) / k)
+    assert counted["bf16", 0] - counted["both", 0] == (2 - 1.03125) * of_each - norms
+
+
+MX = formats.MXFP8

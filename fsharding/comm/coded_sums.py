@@ -1,0 +1,325 @@
+"""Terms of gradients that travel in low precision: as codes with scales, widened by the receiver and added in one tree.
+
+In: terms of leaves, each whole over the axes of the sum. Out: the sum of each leaf on every member, or the piece of it
+that is this member's, as from `comm.reduce`.
+A term is rounded first and cut then: each member is sent the codes of its piece, and the scales of the blocks in it.
+Where a cut goes through a block, scales are sent for smaller blocks that no cut goes through, those of one block equal.
+Law: a sum is that of `comm.reduce` for terms that were rounded before, in every bit, whoever gets which piece of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.comm import bucket as buckets
+from fsharding.comm.bucket import Bucket, plan_bucket
+from fsharding.comm.codes import Noise
+from fsharding.comm.handles import Handle, Memory, Rows
+from fsharding.comm.reduce import RowTransport, copy_terms, sum_rows, sums_at_once
+from fsharding.formats import codec
+from fsharding.formats.blocks import Blocks
+from fsharding.formats.codec import Scales
+from fsharding.mesh.device_mesh import index_of
+from fsharding.precision import wide
+from fsharding.sharding import boxes
+
+__all__ = ["CodedReduction", "SumPlan", "TermPlan", "plan_cut_sums", "plan_whole_sums"]
+
+_BLOCK = 1 << 20
+"""Elements of the terms of one leaf that are widened at a time."""
+
+
+class TermPlan(NamedTuple):
+    """How a term of one leaf is rounded, and cut.
+
+    Attributes:
+        shape: of the term, of at least two dims.
+        dim: that members cut.
+        block: rows and columns of the blocks that it is rounded in.
+        sent: rows and columns of the blocks for which scales are sent.
+        packed: two codes of 4 bits travel in a byte.
+        parts: where its codes, its scales and, for some formats, those of its matrices are among the slots of bytes.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    block: tuple[int, int]
+    sent: tuple[int, int]
+    packed: bool
+    parts: range
+
+
+@dataclass(frozen=True)
+class SumPlan:
+    """How the terms of some leaves travel, and who adds what.
+
+    Attributes:
+        format: of the terms.
+        terms: one for each leaf.
+        codes: what is sent: bytes of codes and scales.
+        sums: the leaves, and who adds which piece.
+        scatter: each member keeps its pieces.
+        at_once: every member gets all of all terms, and adds them itself.
+    """
+
+    format: Blocks
+    terms: tuple[TermPlan, ...]
+    codes: Bucket
+    sums: Bucket
+    scatter: bool
+    at_once: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_cut_sums(
+    leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tuple[int, ...], format: Blocks
+) -> SumPlan:
+    """Plans sums of which each member gets its pieces.
+
+    Args:
+        leaves: (shape of a term, dim that is cut) of each leaf, of at least two dims.
+        axis_sizes: sizes of the axes that cut it, major first.
+        format: of the terms.
+    """
+    return _plan(leaves, axis_sizes, format, scatter=True, at_once=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_whole_sums(shapes: tuple[tuple[int, ...], ...], members: int, format: Blocks) -> SumPlan:
+    """Plans sums that all members get: of small leaves all of them add all terms, of large ones each adds its pieces.
+
+    Args:
+        shapes: of a term of each leaf, of at least two dims.
+        members: how many there are.
+        format: of the terms.
+    """
+    if sums_at_once(sum(map(math.prod, shapes)), members):
+        return _plan(tuple((shape, 0) for shape in shapes), (), format, scatter=False, at_once=True)
+    leaves = tuple((shape, _dim_to_cut(shape, members, format)) for shape in shapes)
+    return _plan(leaves, (members,), format, scatter=False, at_once=False)
+
+
+def _plan(
+    leaves: tuple[tuple[tuple[int, ...], int], ...],
+    axis_sizes: tuple[int, ...],
+    format: Blocks,
+    *,
+    scatter: bool,
+    at_once: bool,
+) -> SumPlan:
+    parts: list[tuple[tuple[int, ...], int]] = []
+    terms: list[TermPlan] = []
+    for shape, dim in leaves:
+        first, sent, last = len(parts), [*format.sizes(shape)], len(shape) - 2
+        if dim >= last:
+            sent[dim - last] = _uncut(sent[dim - last], shape[dim], axis_sizes)
+        packed = format.element.bits == 4 and (
+            dim != len(shape) - 1 or boxes.same_cuts(shape[-1], -(-shape[-1] // 2), axis_sizes, 2)
+        )
+        parts.append((format.code_shape(shape, packed=packed), dim))
+        grid = (-(-shape[-2] // sent[0]), -(-shape[-1] // sent[1]))
+        parts.append(((*shape[:-2], *grid, format.scale_dtype.itemsize), dim))
+        if format.has_outer:
+            # Of a matrix that is cut, every member gets the scale.
+            parts.append(
+                ((*shape[:-2], 4), dim) if dim < last else ((math.prod(axis_sizes), *shape[:-2], 4), 0),
+            )
+        terms.append(TermPlan(shape, dim, format.sizes(shape), (sent[0], sent[1]), packed, range(first, len(parts))))
+    codes, sums = plan_bucket(tuple(parts), axis_sizes), plan_bucket(leaves, axis_sizes)
+    return SumPlan(format, tuple(terms), codes, sums, scatter, at_once)
+
+
+def _uncut(block: int, size: int, pieces: Sequence[int]) -> int:
+    """Along a dim, the size of blocks that lie in one block and that no cut goes through."""
+    cuts = _between(size, pieces)
+    if not cuts:
+        return block
+    return cuts if block >= size else math.gcd(block, cuts)
+
+
+def _between(size: int, pieces: Sequence[int]) -> int:
+    """The greatest number of which all places are multiples where nested ceil-chunks cut a dim; 0 if none does."""
+    if not pieces or size == 0:
+        return 0
+    step = -(-size // pieces[0])
+    inner = math.gcd(_between(step, pieces[1:]), _between(size % step, pieces[1:]))
+    return math.gcd(step if step < size else 0, inner)
+
+
+def _dim_to_cut(shape: tuple[int, ...], members: int, format: Blocks) -> int:
+    """The first dim that members can cut into equal pieces of whole blocks, else the longest one."""
+    block = (*(1 for _ in shape[2:]), *format.sizes(shape))
+    even = [dim for dim, size in enumerate(shape) if size % (members * block[dim]) == 0]
+    return even[0] if even else max(range(len(shape)), key=shape.__getitem__)
+
+
+class CodedReduction:
+    """A `Reduction` whose terms travel as codes. It is its own handle.
+
+    A term that is not finite makes all of its block NaN, and so the sum of that block.
+
+    Args:
+        plan: of the leaves.
+        transport: that sends the rows.
+        sum_dtype: of the sums; they are taken in float32 at least.
+        memory: for rows.
+        noise: for a format whose rounding is keyed: the numbers in [0, 1) for a term, by its number in the plan.
+    """
+
+    def __init__(
+        self,
+        plan: SumPlan,
+        transport: RowTransport,
+        sum_dtype: torch.dtype,
+        memory: Memory | None = None,
+        noise: Noise | None = None,
+    ) -> None:
+        assert (noise is not None) or not plan.format.keyed, plan.format
+        self._plan, self._transport, self._sum_dtype, self._noise = plan, transport, sum_dtype, noise
+        self._group, width = transport.group, plan.codes.width
+        self._member = 0 if plan.at_once else self._group.index
+        if plan.at_once:
+            self._exchange = transport.gather_rows(width, torch.uint8)
+            self._slots = buckets.piece_views(self._exchange.own, plan.codes, 0)
+        else:
+            self._exchange = transport.all_to_all(width, torch.uint8, memory)
+            self._slots = []
+        self._handle: Handle[Rows] | None = None
+
+    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
+        """See `Reduction`: codes are made of a whole term, which no kernel can write there."""
+        return None
+
+    def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+        """See `Reduction`: each leaf once, with its complete term."""
+        for i, x in zip(leaves, terms, strict=True):
+            places = self._plan.terms[i].parts
+            parts = [None] * len(places) if x is None else self._encoded(i, x)
+            if self._plan.at_once:
+                copy_terms([self._slots[j] for j in places], parts)
+            else:
+                buckets.copy_in(parts, self._exchange.own, [self._plan.codes.slots[j] for j in places])
+
+    @torch.no_grad()
+    def _encoded(self, i: int, x: Tensor) -> list[Tensor]:
+        """Codes and scales of a term, as bytes."""
+        term, format = self._plan.terms[i], self._plan.format
+        amax = codec.amaxes(x, term.block)
+        of_matrix = None
+        if format.has_outer:
+            flat = amax.flatten(-2)
+            of_matrix = flat.amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[:-1])
+        scales = codec.scales_of(amax, format, of_matrix)
+        noise = self._noise(i) if format.keyed and self._noise is not None else None
+        codes = codec.encode(x, scales, format, block=term.block, noise=noise)
+        blocks = scales.blocks
+        for place, dim in ((0, -2), (1, -1)):
+            if (sent := term.sent[place]) != term.block[place]:
+                count = -(-term.shape[dim] // sent)
+                blocks = blocks.index_select(
+                    dim, torch.arange(count, device=x.device) * sent // term.block[place]
+                )  # fmt: skip
+        result = [codec.pack(codes) if term.packed else codes, _bytes(blocks)]
+        if scales.outer is not None:
+            outer = _bytes(scales.outer)
+            cut = term.dim >= len(term.shape) - 2
+            result.append(outer.expand(self._plan.codes.members, *outer.shape) if cut else outer)
+        return result
+
+    def start(self) -> CodedReduction:
+        """See `Reduction`."""
+        self._handle = self._exchange.start()
+        return self
+
+    def is_ready(self) -> bool:
+        """See `Handle`: a sum in two rounds is not, before its second round has been started."""
+        one_round = self._plan.scatter or self._plan.at_once
+        return one_round and self._handle is not None and self._handle.is_ready()
+
+    @torch.no_grad()
+    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """See `Handle`."""
+        assert self._handle is not None
+        plan, rows = self._plan, self._handle.wait(timeout)
+        if plan.scatter or plan.at_once:
+            sums = [self._sum(i, rows, None if into is None else into[i]) for i in range(len(plan.terms))]
+            self._handle.release()
+            return sums
+        parts = self._transport.gather_rows(plan.sums.width, self._sum_dtype)
+        for i, piece in enumerate(buckets.piece_views(parts.own, plan.sums, self._member)):
+            self._sum(i, rows, piece)
+        self._handle.release()
+        second = parts.start()
+        if into is None:
+            flat = _compat.fresh((plan.sums.size,), self._sum_dtype, parts.own.device)
+            into = buckets.whole_views(flat, plan.sums)
+        result = buckets.fill(second.wait(timeout), list(into), plan.sums)
+        second.release()
+        return result
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        """See `Handle`."""
+        if self._handle is not None:
+            self._handle.release(timeout)
+
+    # ------------------------------------------------------------------------------------------------------------ sums
+    def _sum(self, i: int, rows: Rows, out: Tensor | None) -> Tensor:
+        """The sum of this member's piece of a leaf: in `out`, if that is given."""
+        shape, among = self._plan.sums.slots[i].piece_shape(self._member), wide(self._sum_dtype)
+        if out is None:
+            out = _compat.fresh(shape, self._sum_dtype, rows[0].device)
+        if out.numel() and out.dtype == among:
+            self._add_terms(i, rows, self._group.terms, among, out.view(-1))
+        elif out.numel():
+            out.copy_(self._add_terms(i, rows, self._group.terms, among, None).view(shape))
+        return out
+
+    def _add_terms(self, i: int, rows: Rows, members: Sequence[int], dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        """The tree of `sum_rows` over some members, of which only a few terms are wide at a time."""
+        size = math.prod(self._plan.sums.slots[i].piece_shape(self._member))
+        if len(members) == 1 or len(members) * size <= _BLOCK:
+            terms = self._decoded(i, rows, members, dtype)
+            return sum_rows(terms, range(len(members)), dtype, out=out, donate=True)
+        half = 1 << ((len(members) - 1).bit_length() - 1)
+        left = self._add_terms(i, rows, members[:half], dtype, out)
+        return left.add_(self._add_terms(i, rows, members[half:], dtype, None))
+
+    def _decoded(self, i: int, rows: Rows, members: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Terms of this member's piece of a leaf, one for each of some members: [members, elements]."""
+        plan, term, format = self._plan, self._plan.terms[i], self._plan.format
+        parts = [self._part(rows, members, j) for j in term.parts]
+        codes, blocks = parts[0], parts[1].view(format.scale_dtype).squeeze(-1)
+        if term.packed:
+            codes = codec.unpack(codes, plan.sums.slots[i].piece_shape(self._member)[-1])
+        outer = None
+        if format.has_outer:
+            outer = parts[2].view(torch.float32).squeeze(-1)
+            outer = outer.squeeze(1) if term.dim >= len(term.shape) - 2 else outer
+        numbers = codec.decode(codes, Scales(blocks, outer), format, dtype, block=term.sent)
+        return numbers.reshape(len(members), -1)
+
+    def _part(self, rows: Rows, members: Sequence[int], j: int) -> Tensor:
+        """The bytes of a slot from some members, in memory of their own: [members, ...]."""
+        slot = self._plan.codes.slots[j]
+        shape = slot.piece_shape(self._member)
+        stop = slot.offset + math.prod(shape)
+        if not isinstance(rows, Tensor):
+            return torch.stack([rows[m][slot.offset : stop] for m in members]).view(len(members), *shape)
+        part = rows[:, slot.offset : stop]
+        if isinstance(members, range):
+            # A copy also where it is contiguous: wider types cannot begin at every byte.
+            return part[members.start : members.stop].clone(memory_format=torch.contiguous_format).view(-1, *shape)
+        return part.index_select(0, index_of(members, part.device)).view(-1, *shape)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().unsqueeze(-1).view(torch.uint8)

@@ -1,0 +1,362 @@
+"""Weights that travel in low precision: from the shards of leaves to codes, and from gathered codes to whole leaves.
+
+In: a `Blocks`, the sharding of a leaf, this rank's shard. Out: a cached `CodePlan`, codes and scales as bytes that a
+bucket can gather, and the numbers that they stand for.
+A block that only one rank has parts of gets its scale there, and the scale travels with the codes. Of a block that a
+cut goes through, the ranks first tell each other the largest magnitude, a maximum, which is exact in any order; then
+all of them know its scale, and it does not travel.
+Law: to round shards and gather them gives the bytes of gathering them and rounding the whole, whatever the cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsharding._compat import cache_on_mesh
+from fsharding.comm import bucket as buckets
+from fsharding.comm.bucket import Bucket, plan_bucket
+from fsharding.comm.counters import record_sent
+from fsharding.comm.native import Works
+from fsharding.formats import codec
+from fsharding.formats.blocks import Blocks
+from fsharding.formats.codec import Scales
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
+from fsharding.mesh.failures import among
+from fsharding.sharding import boxes
+from fsharding.sharding.named_sharding import NamedSharding
+
+__all__ = [
+    "CodePlan", "Coded", "CodedBucket", "Noise", "code_bucket", "decoded", "encoded", "encoded_bytes",
+    "exchanged_maxima", "from_bytes", "largest_over", "packed_from_bytes", "plan_codes", "rounded_shards",
+]  # fmt: skip
+
+Noise = Callable[[int], Tensor]
+"""The numbers in [0, 1) for the shard of a leaf, by its number; see `formats.philox.uniform_at`."""
+
+
+class CodePlan(NamedTuple):
+    """How one leaf is rounded and travels. Rows and columns are those of its last two dims.
+
+    Attributes:
+        format: of codes and scales.
+        block: rows and columns of a block.
+        grid: rows and columns of blocks of the whole leaf.
+        start: where this rank's shard begins.
+        held: its shape.
+        whole_start: where the leaf begins that is whole over the data axes.
+        whole: the shape of that.
+        shared: axes over which ranks have parts of one block.
+        outer: axes over which ranks have parts of one matrix, where the format has a scale for that.
+        scales_travel: scales of blocks are gathered with the codes; else every rank knows those of all blocks.
+        outer_travels: so are those of matrices.
+        packed: two codes of 4 bits travel in a byte.
+    """
+
+    format: Blocks
+    block: tuple[int, int]
+    grid: tuple[int, int]
+    start: tuple[int, int]
+    held: tuple[int, ...]
+    whole_start: tuple[int, int]
+    whole: tuple[int, ...]
+    shared: tuple[str, ...]
+    outer: tuple[str, ...]
+    scales_travel: bool
+    outer_travels: bool
+    packed: bool
+
+
+class Coded(NamedTuple):
+    """Codes, one a byte, and the scales of the blocks that they touch."""
+
+    codes: Tensor
+    scales: Scales
+
+
+@dataclass(frozen=True)
+class CodedBucket:
+    """Leaves whose codes and scales are gathered together.
+
+    Attributes:
+        plans: one for each leaf.
+        bucket: of bytes: for each leaf its codes, then its scales and outer scales where these travel.
+    """
+
+    plans: tuple[CodePlan, ...]
+    bucket: Bucket
+
+
+@cache_on_mesh(1024)
+def plan_codes(
+    mesh: Mesh,
+    sharding: NamedSharding,
+    whole: NamedSharding,
+    shape: tuple[int, ...],
+    format: Blocks,
+    where: tuple[tuple[str, int], ...] | None = None,
+) -> CodePlan:
+    """Plans how a leaf of at least two dims is rounded.
+
+    Args:
+        mesh: of the leaf.
+        sharding: of the leaf, without assignments.
+        whole: its sharding once it has been gathered over the data axes.
+        shape: of the leaf.
+        format: of its codes.
+        where: the coordinate of the rank, by axis; by default that of this process.
+    """
+    coord = None if where is None else dict(where)
+    assert len(shape) > 1 and not sharding.assigned, "codes are made of what a slice of the mesh holds"
+    sizes, last = abstract(mesh), len(shape) - 2
+    block, rows = format.sizes(shape), format.grid(shape)
+    held, kept = sharding.local_shape(shape, coord), whole.local_shape(shape, coord)
+    shared: list[str] = []
+    for dim in (0, 1):
+        axes = sharding.axes(last + dim)
+        if not boxes.ends_on(shape[last + dim], tuple(map(sizes.axis_size, axes)), block[dim]):
+            shared += axes
+    cut, cut_axes = _data_cut(sharding, whole, len(shape))
+    over = tuple(map(sizes.axis_size, cut_axes))
+    whole_start = _start(whole, shape, coord)
+    if cut is not None and cut >= last and not set(cut_axes) & {*shared}:
+        dim = cut - last
+        first, stop = codec.touched(whole_start[dim], kept[cut], block[dim])
+        if not boxes.same_cuts(kept[cut], stop - first, over, block[dim]):
+            shared += sharding.axes(cut)
+    outer = [*sharding.axes(last), *sharding.axes(last + 1)] if format.has_outer else []
+    packed = format.element.bits == 4 and (
+        cut != len(shape) - 1 or boxes.same_cuts(kept[-1], -(-kept[-1] // 2), over, 2)
+    )
+    return CodePlan(
+        format, block, (rows[-2], rows[-1]), _start(sharding, shape, coord), held, whole_start, kept, _in_order(shared),
+        _in_order(outer), not set(cut_axes) & {*shared}, cut is not None and cut < last, packed,
+    )  # fmt: skip
+
+
+def _in_order(axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in AXES if axis in axes)
+
+
+def _start(sharding: NamedSharding, shape: tuple[int, ...], coord: dict[str, int] | None) -> tuple[int, int]:
+    """Where a rank's part begins in the last two dims."""
+    grid = sharding.grid(shape, coord)
+    return (0, 0) if grid is None else (grid[-2][0][0], grid[-1][0][0])
+
+
+def _data_cut(sharding: NamedSharding, whole: NamedSharding, ndim: int) -> tuple[int | None, tuple[str, ...]]:
+    """The dim along which a leaf is gathered, and over which axes; at most one dim is."""
+    for dim in range(ndim):
+        if gone := tuple(axis for axis in sharding.axes(dim) if axis not in whole.axes(dim)):
+            return dim, gone
+    return None, ()
+
+
+def code_bucket(plans: Sequence[CodePlan], dims: Sequence[int], axis_sizes: tuple[int, ...]) -> CodedBucket:
+    """Lays codes and scales out in rows of bytes.
+
+    Args:
+        plans: of the leaves.
+        dims: along which each is gathered.
+        axis_sizes: of the axes over which they are.
+    """
+    leaves: list[tuple[tuple[int, ...], int]] = []
+    for plan, dim in zip(plans, dims, strict=True):
+        leaves.append((plan.format.code_shape(plan.whole, packed=plan.packed), dim))
+        if plan.scales_travel:
+            leaves.append(((*_touched(plan, plan.whole, plan.whole_start), plan.format.scale_dtype.itemsize), dim))
+        if plan.outer_travels and plan.format.has_outer:
+            leaves.append(((*plan.whole[:-2], 4), dim))
+    return CodedBucket(tuple(plans), plan_bucket(tuple(leaves), axis_sizes))
+
+
+def _touched(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of the scales of the blocks that a part of a leaf touches."""
+    rows, columns = _places(plan, shape, start)
+    return (*shape[:-2], rows.stop - rows.start, columns.stop - columns.start)
+
+
+def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tuple[slice, slice]:
+    """The blocks that a part of a leaf touches, among those of the whole leaf."""
+    ends = zip(start, shape[-2:], plan.block, strict=True)
+    rows, columns = (slice(*codec.touched(s, n, b)) for s, n, b in ends)
+    return rows, columns
+
+
+# ------------------------------------------------------------------------------------------------------------- rounding
+@torch.no_grad()
+def encoded(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None = None) -> list[Coded]:
+    """Codes and scales of shards; where they share blocks, collective over the axes that the plans name.
+
+    Args:
+        plans: of the leaves.
+        shards: this rank's.
+        mesh: with devices.
+        noise: for formats whose rounding is keyed.
+
+    Returns:
+        For each leaf its codes, and the scales of the blocks that the shard touches; of all blocks where scales do not
+        travel.
+    """
+    amaxes = [_amaxes(plan, shard) for plan, shard in zip(plans, shards, strict=True)]
+    amaxes = largest_over(amaxes, [plan.shared for plan in plans], mesh)
+    with_outer = [i for i, plan in enumerate(plans) if plan.format.has_outer]
+    of_matrix = [amaxes[i].flatten(-2).amax(-1) if amaxes[i].shape[-2:].numel() else
+                 amaxes[i].new_zeros(amaxes[i].shape[:-2]) for i in with_outer]  # fmt: skip
+    outer = dict(zip(with_outer, largest_over(of_matrix, [plans[i].outer for i in with_outer], mesh), strict=True))
+    result: list[Coded] = []
+    for i, (plan, shard, amax) in enumerate(zip(plans, shards, amaxes, strict=True)):
+        scales = codec.scales_of(amax, plan.format, outer.get(i))
+        here = _here(plan, scales, plan.held, plan.start)
+        drawn = noise(i) if plan.format.keyed and noise is not None else None
+        codes = codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn)
+        result.append(Coded(codes, here if plan.scales_travel else scales))
+    return result
+
+
+def _amaxes(plan: CodePlan, shard: Tensor) -> Tensor:
+    """The largest magnitudes of the blocks that a shard touches; of all blocks, 0 elsewhere, where ranks share them."""
+    own = codec.amaxes(shard, plan.block, plan.start)
+    if not plan.shared:
+        return own
+    every = own.new_zeros(*plan.held[:-2], *plan.grid)
+    every[(..., *_places(plan, plan.held, plan.start))] = own
+    return every
+
+
+def _here(plan: CodePlan, scales: Scales, shape: Sequence[int], start: tuple[int, int]) -> Scales:
+    """The scales of the blocks that a part touches, out of those of all blocks where every rank has them."""
+    if not plan.shared:
+        return scales
+    return Scales(scales.blocks[(..., *_places(plan, shape, start))], scales.outer)
+
+
+def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh: Mesh) -> list[Tensor]:
+    """Maxima over axes of numbers that are not negative: one sum-like call for each axis and set of axes.
+
+    Args:
+        values: float32.
+        axes: of the mesh, for each of them.
+        mesh: with devices.
+    """
+    result = list(values)
+    for over in dict.fromkeys(a for a in axes if a):
+        taken = [i for i, a in enumerate(axes) if a == over]
+        flat = torch.cat([result[i].reshape(-1) for i in taken])
+        for axis in over:
+            flat = _largest(flat, mesh, axis)
+        sizes = [result[i].numel() for i in taken]
+        for i, part in zip(taken, flat.split(sizes), strict=True):
+            result[i] = part.view(result[i].shape)
+    return result
+
+
+def exchanged_maxima(plans: Sequence[CodePlan]) -> list[tuple[str, int]]:
+    """For each call of `encoded`, the axis that it goes over, and of how many numbers it takes the maxima."""
+    matrices = [math.prod(plan.held[:-2]) for plan in plans]
+    of_blocks = [(plan.shared, n * math.prod(plan.grid)) for plan, n in zip(plans, matrices, strict=True)]
+    of_matrices = [(plan.outer, n) for plan, n in zip(plans, matrices, strict=True) if plan.format.has_outer]
+    return [
+        (axis, sum(n for axes, n in counts if axes == over))
+        for counts in (of_blocks, of_matrices)
+        for over in dict.fromkeys(axes for axes, _ in counts)
+        for axis in over
+    ]
+
+
+def _largest(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    group = axis_group(mesh, (axis,))
+    if group.process_group is None or x.numel() == 0:
+        return x
+    # As whole numbers their bits have the same order, and NaN is the largest: gloo would lose it among floats.
+    bits = x.contiguous().view(torch.int32)
+    record_sent(2 * (group.size - 1) * -(-bits.numel() // group.size) * 4, group.axes)
+    with among(group.ranks):
+        work = dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
+    assert work is not None
+    Works((work,), (bits,), (group.ranks,)).wait()
+    return bits.view(torch.float32)
+
+
+def rounded_shards(
+    plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh, dtype: torch.dtype, noise: Noise | None = None
+) -> list[Tensor]:
+    """Shards of numbers that codes can stand for; arguments as in `encoded`.
+
+    Returns:
+        The shards in `dtype`: those of the whole leaves that `decoded` gives.
+    """
+    result: list[Tensor] = []
+    for plan, (codes, scales) in zip(plans, encoded(plans, shards, mesh, noise), strict=True):
+        here = scales if plan.scales_travel else _here(plan, scales, plan.held, plan.start)
+        result.append(codec.decode(codes, here, plan.format, dtype, block=plan.block, start=plan.start))
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------------- as bytes
+def encoded_bytes(plans: Sequence[CodePlan], coded: Sequence[Coded]) -> list[Tensor]:
+    """Shards of a `CodedBucket`: codes and scales as bytes."""
+    result: list[Tensor] = []
+    for plan, (codes, scales) in zip(plans, coded, strict=True):
+        result.append(codec.pack(codes) if plan.packed else codes)
+        if plan.scales_travel:
+            result.append(_bytes(scales.blocks))
+        if plan.outer_travels and scales.outer is not None:
+            result.append(_bytes(scales.outer))
+    return result
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[Coded]:
+    """Codes and scales of leaves that are whole over the data axes.
+
+    Args:
+        coded: the bucket.
+        flat: what was gathered.
+        own: what this rank gave, of which the scales are taken that do not travel.
+    """
+    packed = packed_from_bytes(coded, flat, own)
+    return [
+        Coded(codec.unpack(codes, plan.whole[-1]) if plan.format.element.bits == 4 else codes, scales)
+        for plan, (codes, scales) in zip(coded.plans, packed, strict=True)
+    ]
+
+
+def packed_from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[Coded]:
+    """As `from_bytes`, with two codes of 4 bits in a byte: views of what was gathered where they travelled so."""
+    parts, result = iter(buckets.whole_views(flat, coded.bucket)), list[Coded]()
+    for plan, (_, known) in zip(coded.plans, own, strict=True):
+        codes = next(parts)
+        if plan.format.element.bits == 4 and not plan.packed:
+            codes = codec.pack(codes)
+        if plan.scales_travel:
+            blocks = next(parts).contiguous().view(plan.format.scale_dtype).squeeze(-1)
+        else:
+            blocks = _here(plan, known, plan.whole, plan.whole_start).blocks
+        outer = known.outer
+        if plan.outer_travels and outer is not None:
+            outer = next(parts).contiguous().view(torch.float32).squeeze(-1)
+        result.append(Coded(codes, Scales(blocks, outer)))
+    return result
+
+
+def decoded(plans: Sequence[CodePlan], coded: Sequence[Coded], into: Sequence[Tensor]) -> None:
+    """Writes the numbers that codes stand for.
+
+    Args:
+        plans: of the leaves.
+        coded: of leaves that are whole over the data axes, with the scales of the blocks that these touch.
+        into: as many whole leaves, of any dtype.
+    """
+    for plan, (codes, scales), leaf in zip(plans, coded, into, strict=True):
+        leaf.copy_(codec.decode(codes, scales, plan.format, leaf.dtype, block=plan.block, start=plan.whole_start))

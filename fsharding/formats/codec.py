@@ -1,0 +1,260 @@
+"""Codes and scales of tensors in low precision: plain functions on plain tensors.
+
+In: a `Blocks`, a tensor or a piece of one, and for keyed rounding its numbers in [0, 1). Out: largest magnitudes of
+blocks, scales made of them, codes as uint8; and from codes and scales the numbers again.
+Scales are made by arithmetic on exponents: a cast to a type of powers of two rounds, and a logarithm is not exact.
+Law: a piece has the codes that the whole tensor has there, if it is given the scales of the whole. What is not finite
+makes all of its block NaN: no cast hides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsharding.formats.blocks import E2M1, Blocks
+
+__all__ = [
+    "Scales", "amaxes", "decode", "encode", "factors", "pack", "rounded", "scales_of", "to_bfloat16", "touched",
+    "unpack",
+]  # fmt: skip
+
+_EXPONENT = 0xFF
+"""The exponent bits of a float32, shifted down; all ones is what is not finite."""
+_NAN_E8M0 = 255
+_TINY = 2.0**-126
+_LEAST_E4M3 = 2.0**-9
+_VALUES_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Scales(NamedTuple):
+    """The scales of a tensor.
+
+    Attributes:
+        blocks: one for each block: float32, or a byte as the format says.
+        outer: of whole matrices: float32 in the shape of the dims before the last two; None for most formats.
+    """
+
+    blocks: Tensor
+    outer: Tensor | None = None
+
+
+# --------------------------------------------------------------------------------------------------------------- blocks
+def touched(start: int, size: int, block: int) -> tuple[int, int]:
+    """The blocks of a dim that a part of it touches, first and last plus 1; none if it is empty."""
+    return start // block, -(-(start + size) // block) if size else start // block
+
+
+def _bounds(shape: Sequence[int], block: tuple[int, int], start: tuple[int, int]) -> tuple[int, int, int, int]:
+    """The blocks that a piece touches: first and last row of blocks, then columns."""
+    (r0, r1), (c0, c1) = (touched(s, n, b) for s, n, b in zip(start, (1, *shape)[-2:], block, strict=True))
+    return r0, r1, c0, c1
+
+
+def amaxes(x: Tensor, block: tuple[int, int], start: tuple[int, int] = (0, 0)) -> Tensor:
+    """The largest magnitude in each block that a piece touches, of its own elements.
+
+    Args:
+        x: [..., rows, columns], or [columns].
+        block: rows and columns of a block.
+        start: where the piece begins in the last two dims of the whole tensor.
+
+    Returns:
+        float32, one number for each block touched, in the dims of x. NaN where there is one.
+    """
+    matrix = x.unsqueeze(0) if x.ndim == 1 else x
+    r0, r1, c0, c1 = _bounds(matrix.shape, block, start)
+    above, before = start[0] - r0 * block[0], start[1] - c0 * block[1]
+    below = (r1 - r0) * block[0] - above - matrix.shape[-2]
+    after = (c1 - c0) * block[1] - before - matrix.shape[-1]
+    size = matrix.abs().to(torch.float32)
+    if size.numel() == 0:
+        result = size.new_zeros(*matrix.shape[:-2], r1 - r0, c1 - c0)
+    else:
+        if above or below or before or after:
+            size = F.pad(size, (before, after, above, below))
+        result = size.reshape(*matrix.shape[:-2], r1 - r0, block[0], c1 - c0, block[1]).amax((-3, -1))
+    return result[0] if x.ndim == 1 else result
+
+
+def scales_of(amax: Tensor, format: Blocks, outer_amax: Tensor | None = None) -> Scales:
+    """The scales of blocks, from the largest magnitudes in them.
+
+    Args:
+        amax: float32, one for each block.
+        format: of the scales.
+        outer_amax: of whole matrices, for a format that has an outer scale.
+    """
+    finite, element = amax.isfinite(), format.element
+    if format.scale == "e8m0":
+        exponent = (amax.view(torch.int32) >> 23) & _EXPONENT
+        scale = (exponent - element.exponent).clamp(0, _NAN_E8M0 - 1)
+        return Scales(torch.where(finite, scale, _NAN_E8M0).to(torch.uint8))
+    if format.scale == "float32":
+        return Scales(_over(amax, element.largest))
+    assert outer_amax is not None
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    outer = _over(outer_amax, largest * element.largest)
+    inner = (amax / element.largest) / outer[..., None, None].reshape(*outer.shape, *(1,) * (amax.ndim - outer.ndim))
+    inner = torch.where(finite, inner, torch.nan).clamp(_LEAST_E4M3, largest)
+    return Scales(inner.to(torch.float8_e4m3fn).view(torch.uint8), outer)
+
+
+def _over(amax: Tensor, largest: float) -> Tensor:
+    """The factor by which a number of that size becomes `largest`; 1 for zeros, NaN for what is not finite."""
+    scale = torch.where(amax > 0, (amax / largest).clamp(min=_TINY), 1.0)
+    return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def factors(scales: Scales, format: Blocks) -> Tensor:
+    """Scales as float32: what a code is multiplied by, one for each block."""
+    blocks = scales.blocks
+    if format.scale == "float32":
+        return blocks
+    if format.scale == "e8m0":
+        exponent = blocks.to(torch.int32)
+        bits = torch.where(exponent == 0, 0x00400000, exponent << 23)  # 2^-127 is a subnormal number
+        return torch.where(exponent == _NAN_E8M0, 0x7FC00000, bits).view(torch.float32)
+    assert scales.outer is not None
+    inner = blocks.view(torch.float8_e4m3fn).to(torch.float32)
+    return inner * scales.outer.reshape(*scales.outer.shape, *(1,) * (inner.ndim - scales.outer.ndim))
+
+
+def _apply(x: Tensor, factor: Tensor, block: tuple[int, int], start: tuple[int, int], *, divide: bool) -> Tensor:
+    """A piece, times or over the factors of the blocks that it touches."""
+    matrix, of_block = (x.unsqueeze(0), factor.unsqueeze(0)) if x.ndim == 1 else (x, factor)
+    rows, columns = matrix.shape[-2:]
+    if rows % block[0] == 0 and columns % block[1] == 0 and start[0] % block[0] == 0 and start[1] % block[1] == 0:
+        parts = matrix.reshape(*matrix.shape[:-2], rows // block[0], block[0], columns // block[1], block[1])
+        each = of_block[..., :, None, :, None]
+        return (parts / each if divide else parts * each).reshape(x.shape)
+    for dim, first, size, along in ((-2, start[0], rows, block[0]), (-1, start[1], columns, block[1])):
+        place = torch.arange(first, first + size, device=x.device) // along - first // along
+        of_block = of_block.index_select(dim, place)
+    return (matrix / of_block if divide else matrix * of_block).reshape(x.shape)
+
+
+# ------------------------------------------------------------------------------------------------------------- elements
+def rounded(x: Tensor, format: Blocks, noise: Tensor | None = None) -> Tensor:
+    """Numbers over their scales, rounded to those that a code can stand for.
+
+    Args:
+        x: float32.
+        format: of the elements.
+        noise: for each of them a number in [0, 1): it is rounded up if its distance to the number below is larger.
+            None rounds to the nearest, ties to even.
+
+    Returns:
+        float32. Larger numbers become the largest; NaN stays.
+    """
+    element = format.element
+    if noise is None and element.bits == 8:
+        return x.clamp(-element.largest, element.largest).to(format.dtype).to(torch.float32)
+    size = x.abs()
+    exponent = ((size.view(torch.int32) >> 23) & _EXPONENT).clamp(127 + element.least) - element.mantissa
+    step = (exponent << 23).view(torch.float32)
+    steps = size / step
+    if noise is None:
+        whole = steps.round()
+    else:
+        whole = steps.floor()
+        whole += noise < steps - whole
+    return torch.copysign((whole * step).clamp(max=element.largest), x)
+
+
+def to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
+    """Numbers rounded to bfloat16, up or down with the probability that makes the mean exact.
+
+    Args:
+        x: float32.
+        noise: for each of them a number in [0, 1), in steps of 2^-16 or finer.
+
+    Returns:
+        bfloat16: what a bfloat16 can stand for stays, and so does what is not finite.
+    """
+    bits = x.view(torch.int32) + (noise * 65536).to(torch.int32)
+    # A carry goes from the mantissa into the exponent, as it should.
+    return torch.where(x.isfinite(), (bits & -65536).view(torch.float32), x).to(torch.bfloat16)
+
+
+def encode(
+    x: Tensor,
+    scales: Scales,
+    format: Blocks,
+    *,
+    block: tuple[int, int] | None = None,
+    start: tuple[int, int] = (0, 0),
+    noise: Tensor | None = None,
+) -> Tensor:
+    """The codes of a tensor, or of a piece of one, one a byte.
+
+    Args:
+        x: floating point; computed in float32.
+        scales: of the blocks that it touches.
+        format: of the codes.
+        block: rows and columns of a block; by default those of a tensor of this shape.
+        start: where the piece begins in the last two dims of the whole tensor.
+        noise: for keyed rounding, see `rounded`.
+
+    Returns:
+        uint8 in the shape of x.
+    """
+    assert (noise is not None) == format.keyed, format
+    block = block or format.sizes(tuple(x.shape))
+    over = _apply(x.to(torch.float32), factors(scales, format), block, start, divide=True)
+    if noise is None and format.element.bits == 8:
+        largest = format.element.largest
+        return over.clamp_(-largest, largest).to(format.dtype).view(torch.uint8)
+    numbers = rounded(over, format, noise)
+    if format.dtype != E2M1:
+        return numbers.to(format.dtype).view(torch.uint8)
+    # The scale is NaN where a number is: this type has no code for it.
+    size = numbers.abs().nan_to_num(0.0)
+    code = torch.where(size < 2, size * 2, torch.where(size < 4, size + 2, 4 + size / 2)).to(torch.uint8)
+    code = torch.where(size == 6, 7, code)
+    return code | (torch.signbit(numbers).to(torch.uint8) << 3)
+
+
+def decode(
+    codes: Tensor,
+    scales: Scales,
+    format: Blocks,
+    dtype: torch.dtype = torch.float32,
+    *,
+    block: tuple[int, int] | None = None,
+    start: tuple[int, int] = (0, 0),
+) -> Tensor:
+    """The numbers that codes stand for, times their scales: computed in float32 and rounded once.
+
+    Args:
+        codes: uint8, one a byte.
+        scales: of the blocks that they touch.
+        format: of both.
+        dtype: of the result.
+        block: as in `encode`.
+        start: as in `encode`.
+    """
+    block = block or format.sizes(tuple(codes.shape))
+    if format.dtype == E2M1:
+        table = torch.tensor([*_VALUES_E2M1, *(-x for x in _VALUES_E2M1)], device=codes.device)
+        numbers = table[codes.to(torch.int64)]
+    else:
+        numbers = codes.view(format.dtype).to(torch.float32)
+    return _apply(numbers, factors(scales, format), block, start, divide=False).to(dtype)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two codes of 4 bits in a byte, the first one low; the last byte of an odd row has one."""
+    if codes.shape[-1] % 2:
+        codes = F.pad(codes, (0, 1))
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(packed: Tensor, columns: int) -> Tensor:
+    """The codes of `pack`, one a byte; `columns` says how many there are in a row."""
+    both = torch.stack((packed & 0xF, packed >> 4), -1)
+    return both.flatten(-2)[..., :columns]

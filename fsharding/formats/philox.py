@@ -1,0 +1,86 @@
+"""Random bits for keyed rounding: a function of key, stream and place, computed where the tensor is.
+
+In: a key of two 32-bit words on any device, a number that names the tensor, the box that is wanted. Out: numbers in
+[0, 1) for its elements, by Philox-4x32-10 (Salmon et al. 2011) in integer operations of torch, so that nothing is read
+by the host and a graph of a device can hold it.
+Law: an element gets the same number whoever asks for it, in whatever box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["philox", "uniform_at"]
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_CHUNK = 1 << 16
+"""Counters at a time, so that what is in between stays in the cache of a core."""
+
+
+def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor | int]) -> tuple[Tensor, ...]:
+    """Philox-4x32 with 10 rounds.
+
+    Args:
+        counter: four words below 2^32 as int64, of shapes that fit each other; at least one is a tensor.
+        key: two words.
+
+    Returns:
+        Four words below 2^32 as int64.
+    """
+    words = list(counter)
+    first, second = key
+    for _ in range(10):
+        # A product of two words can pass 2^63: its low 64 bits are what wraps around, as unsigned ones would.
+        a, b = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
+        words = [
+            ((b >> 32) & _WORD) ^ words[1] ^ first,
+            b & _WORD,
+            ((a >> 32) & _WORD) ^ words[3] ^ second,
+            a & _WORD,
+        ]
+        first, second = (first + _WEYL[0]) & _WORD, (second + _WEYL[1]) & _WORD
+    return tuple(words)  # pyright: ignore[reportReturnType]  # one tensor in the counter is in all words by then
+
+
+def uniform_at(
+    key: Tensor, stream: int, shape: tuple[int, ...], ranges: Sequence[Sequence[tuple[int, int]]], device: torch.device
+) -> Tensor:
+    """Numbers in [0, 1), in steps of 2^-24, for a part of a tensor.
+
+    Args:
+        key: int64[2] of 32-bit words, as `fs.random.key` makes it, on any device.
+        stream: below 2^32; names the tensor.
+        shape: of the whole tensor, of at least one dim.
+        ranges: for each dim the index ranges that the part has, one after the other.
+        device: of the result.
+
+    Returns:
+        float32 in the shape of the part.
+    """
+    held = [sum(stop - start for start, stop in runs) for runs in ranges]
+    out = torch.empty(held, dtype=torch.float32, device=device)
+    if out.numel() == 0:
+        return out
+    words = key.to(device, non_blocking=True).unbind(-1)
+    rows = torch.zeros((), dtype=torch.int64, device=device)
+    for size, runs in zip(shape[:-1], ranges[:-1], strict=True):
+        places = torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
+        rows = (rows.unsqueeze(-1) * size + places) if rows.ndim else places
+    rows, flat, column = rows.reshape(-1), out.view(-1, held[-1]), 0
+    for start, stop in ranges[-1]:
+        first, last = start // 4, -(-stop // 4)
+        counters = torch.arange(first, last, device=device)
+        step = max(1, _CHUNK // max(1, last - first))
+        for at in range(0, len(rows), step):
+            of_row = rows[at : at + step, None]
+            drawn = torch.stack(philox((counters, of_row & _WORD, (of_row >> 32) & _WORD, stream), words), -1)
+            bits = drawn.view(len(of_row), -1)[:, start - 4 * first : stop - 4 * first]
+            flat[at : at + step, column : column + stop - start] = (bits >> 8).to(torch.float32)
+        column += stop - start
+    return out.mul_(math.ldexp(1.0, -24))

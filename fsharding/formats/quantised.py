@@ -1,0 +1,470 @@
+"""`Quantised`: a tensor that is held as codes and scales, and how it is made and read, with gradients.
+
+In: a tensor and a `Blocks`. Out: a node of plain tensors, no tensor itself; and the numbers again.
+Codes are whole numbers, through which no gradient goes. So where something is differentiated, a node has one child
+more: a tensor without memory, in the shape and dtype of the numbers, which takes their place in autograd's graph.
+Law: gradients are straight-through: that of the numbers is that of the tensor, and is rounded nowhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor, overrides
+from torch.autograd import forward_ad
+from torch.autograd.function import Function
+from torch.utils import _pytree as torch_pytree
+
+from fsharding import _compat, _functorch, tree
+from fsharding.errors import ArgumentError, ConfigError, NotDequantisedError, message
+from fsharding.formats import codec
+from fsharding.formats.blocks import Blocks
+from fsharding.formats.codec import Scales
+from fsharding.formats.philox import uniform_at
+
+__all__ = ["Quantised", "dequantise", "noting_numbers", "quantise"]
+
+Note: TypeAlias = Callable[[Tensor, Callable[..., Tensor], Sequence[Tensor]], None]
+"""Is told of numbers, of a function that makes them of codes and scales, and of these."""
+
+_note: ContextVar[Note | None] = ContextVar("fsharding_note_numbers", default=None)
+
+
+@contextmanager
+def noting_numbers(note: Note) -> Generator[None]:
+    """Inside, a function is told of all that is dequantised, so that autograd may keep codes in its place."""
+    token = _note.set(note)
+    try:
+        yield
+    finally:
+        _note.reset(token)
+
+
+def _refuses(use: str) -> Any:
+    """A method of a node that says what to do first."""
+
+    def refuse(self: Quantised, *_: Any, **__: Any) -> Any:
+        raise _not_dequantised(self, use)
+
+    return refuse
+
+
+def _not_dequantised(node: Quantised, use: str) -> NotDequantisedError:
+    mend = "Write fs.dequantise(w) for its numbers, or fs.ops.product(x, w, 1) for x @ w.T, and 0 for x @ w."
+    return NotDequantisedError(message("fs.dequantise", f"was not called for a tensor that {use}.", [repr(node)], mend))
+
+
+@dataclass(frozen=True, eq=False)
+class Quantised:
+    """A tensor that is held as codes and scales: a node of trees, whose children are plain tensors.
+
+    `fs.dequantise`, `fs.ops.product`, `column_linear` and `row_linear` take it. It is no tensor: all other functions
+    of torch refuse it, and say what to write.
+
+    Attributes:
+        values: codes, uint8 in the shape of the tensor; of 4 bits two in a byte of the last dim. None where the tensor
+            is held as its numbers, which codes could stand for.
+        scales: of blocks: float32, or a byte as the format says; as many dims as the codes. None without codes.
+        format: of both.
+        dtype: in which it is dequantised.
+        block: rows and columns of a block; of a tensor of one dim, one row.
+        columns: size of the last dim.
+        outer: float32, scales of whole matrices, for a format that has them.
+        carrier: a tensor of the shape and dtype of the numbers, through which gradients go: without memory of its own
+            where there are codes, and None where nothing is differentiated; else the numbers themselves.
+        start: row and column of the block that the tensor begins in, counted from its first one, where it is a part of
+            a larger tensor.
+        strict: products refuse it where the device has no kernel for its format.
+
+    Example:
+        >>> w = fs.quantise(torch.eye(64), fs.formats.MXFP8, dtype=torch.bfloat16)
+        >>> w
+        Quantised(bfloat16[64, 64] as float8_e4m3fn[1x32, e8m0])
+        >>> w.values.shape, w.scales.shape, w.nbytes
+        (torch.Size([64, 64]), torch.Size([64, 2]), 4224)
+        >>> fs.ops.product(torch.ones(1, 64, dtype=torch.bfloat16), w, 1).sum()
+        tensor(64., dtype=torch.bfloat16)
+    """
+
+    values: Tensor | None
+    scales: Tensor | None
+    format: Blocks
+    dtype: torch.dtype
+    block: tuple[int, int]
+    columns: int
+    outer: Tensor | None = None
+    carrier: Tensor | None = None
+    start: tuple[int, int] = (0, 0)
+    strict: bool = False
+
+    @classmethod
+    def of_numbers(cls, x: Tensor, format: Blocks, *, strict: bool = False) -> Quantised:
+        """A tensor whose numbers have been rounded to a format already, held as they are.
+
+        Args:
+            x: at least one dim.
+            format: to which it was rounded.
+            strict: as in the class.
+        """
+        return cls(None, None, format, x.dtype, _block(format, tuple(x.shape)), x.shape[-1], carrier=x, strict=strict)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the numbers."""
+        if self.values is None:
+            assert self.carrier is not None
+            return self.carrier.shape
+        return torch.Size((*self.values.shape[:-1], self.columns))
+
+    @property
+    def ndim(self) -> int:
+        """How many dims it has."""
+        return len(self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._held().device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients go through it."""
+        return self.carrier is not None and self.carrier.requires_grad
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, or of the numbers that are held in their place."""
+        return sum(x.nbytes for x in (self.values, self.scales, self.outer) if x is not None) or self._held().nbytes
+
+    def _held(self) -> Tensor:
+        held = self.carrier if self.values is None else self.values
+        assert held is not None
+        return held
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"Quantised({dtype}[{', '.join(map(str, self.shape))}] as {self.format})"
+
+    def __getattr__(self, name: str) -> Any:
+        # Python itself asks for names that begin so, and for fields of a node that is not there yet.
+        if name.startswith("_") or name in self.__dataclass_fields__:
+            raise AttributeError(name)
+        raise _not_dequantised(self, f"is asked for .{name}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """No function of torch takes a node."""
+        given = torch_pytree.tree_leaves([args, kwargs or {}], is_leaf=lambda x: isinstance(x, Quantised))
+        node = next(x for x in given if isinstance(x, Quantised))
+        raise _not_dequantised(node, f"goes into {overrides.resolve_name(func) or func.__name__}")
+
+    # Not `==`: nodes are compared, and kept in dicts, by identity.
+    __add__ = __radd__ = __sub__ = __rsub__ = _refuses("is an operand of + or -")
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuses("is an operand of * or /")
+    __matmul__ = __rmatmul__ = _refuses("is an operand of @")
+    __pow__ = __rpow__ = __neg__ = __abs__ = _refuses("is an operand of ** or -")
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuses("is an operand of // or %")
+    __lt__ = __le__ = __gt__ = __ge__ = _refuses("is compared")
+    __float__ = __int__ = __bool__ = __len__ = _refuses("is taken for a number")
+    __iter__ = __getitem__ = __setitem__ = _refuses("is indexed")
+    __array__ = _refuses("goes into NumPy")
+
+
+_CHILDREN = ("values", "scales", "outer", "carrier")
+
+
+class _Held(NamedTuple):
+    """What is static about a node."""
+
+    format: Blocks
+    dtype: torch.dtype
+    block: tuple[int, int]
+    columns: int
+    start: tuple[int, int]
+    strict: bool
+
+
+_Aux: TypeAlias = tuple[_Held, tuple[str, ...]]
+
+
+def _held(node: Quantised) -> _Held:
+    return _Held(node.format, node.dtype, node.block, node.columns, node.start, node.strict)
+
+
+def _flatten(node: Quantised) -> tuple[list[Tensor], _Aux]:
+    names = tuple(name for name in _CHILDREN if getattr(node, name) is not None)
+    return [getattr(node, name) for name in names], (_held(node), names)
+
+
+def _unflatten(children: Iterable[Any], aux: _Aux) -> Quantised:
+    held, names = aux
+    given = dict(zip(names, children, strict=True))
+    codes = given.get("values")
+    if isinstance(codes, Tensor) and codes.dtype != torch.uint8:
+        rule = f"cannot have codes in {codes.dtype}: a function of trees has changed them."
+        mend = "Dequantise first, fs.dequantise(w), and quantise the result."
+        raise ArgumentError(message("fs.Quantised", rule, mend=mend))
+    return Quantised(
+        given.get("values"), given.get("scales"), held.format, held.dtype, held.block, held.columns, given.get("outer"),
+        given.get("carrier"), held.start, held.strict,
+    )  # fmt: skip
+
+
+def _flatten_in_ours(node: Quantised) -> tuple[list[Tensor], _Aux, tuple[str, ...]]:
+    children, aux = _flatten(node)
+    return children, aux, aux[1]
+
+
+tree.register_node(Quantised, _flatten_in_ours, lambda aux, children: _unflatten(children, aux), fields=True)
+torch_pytree.register_pytree_node(Quantised, _flatten, _unflatten)
+
+
+# ----------------------------------------------------------------------------------------------------------- in and out
+@_compat.outside_of_graphs
+def quantise(
+    x: Tensor,
+    format: Blocks,
+    *,
+    key: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = False,
+) -> Quantised:
+    """Rounds a tensor to a format, and holds it as codes and scales.
+
+    The gradient of what is dequantised is that of x, in the dtype of x and rounded no further. A cast,
+    `x.to(torch.float8_e4m3fn)`, would round the gradient as well, and without a scale.
+
+    Args:
+        x: floating point, of at least one dim.
+        format: of codes and scales.
+        key: int64[2], for a format whose rounding is keyed.
+        dtype: in which it is dequantised; by default that of x.
+        strict: products refuse the result where the device has no kernel for the format.
+
+    Returns:
+        The node. Its numbers in a block are NaN where any of the block's in x is not finite.
+
+    Raises:
+        ArgumentError: x is no plain floating point tensor, or `format` is none.
+        ConfigError: a keyed format without a key, or a key for another one.
+
+    Example:
+        >>> x = torch.tensor([1.0, 0.3, -0.1, 2.0])
+        >>> fs.dequantise(fs.quantise(x, fs.formats.MXFP8))
+        tensor([ 1.0000,  0.3125, -0.1016,  2.0000])
+        >>> torch.func.grad(lambda x: (fs.dequantise(fs.quantise(x, fs.formats.MXFP8)) * 700).sum())(x)
+        tensor([700., 700., 700., 700.])
+    """
+    _check(x, format, key)
+    shape = tuple(x.shape)
+    noise = None if key is None else cast(Tensor, _Noise.apply(key, shape, x.device))
+    block = _block(format, shape)
+    matrix = x.detach()
+    if x.ndim == 1:
+        matrix, noise = matrix.unsqueeze(0), None if noise is None else noise.unsqueeze(0)
+    parts = list(cast("tuple[Tensor, ...]", _Encode.apply(matrix, noise, format, block)))
+    if x.ndim == 1:
+        parts[:2] = [part.squeeze(-2) for part in parts[:2]]
+    wide = dtype or x.dtype
+    carrier = cast(Tensor, _Carrier.apply(x, wide, _has_tangent(x))) if _is_differentiated(x) else None
+    return Quantised(parts[0], parts[1], format, wide, block, shape[-1], *parts[2:], carrier=carrier, strict=strict)
+
+
+@_compat.outside_of_graphs
+def dequantise(q: Quantised | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The numbers that a node holds; a plain tensor is its own.
+
+    Args:
+        q: the node; a tensor is returned as it is, so that one function serves weights with a format and without.
+        dtype: of the result; by default that of the node.
+
+    Returns:
+        A tensor of the node's shape, computed in float32 and rounded once.
+
+    Raises:
+        ArgumentError: something else.
+
+    Example:
+        >>> w = fs.quantise(torch.tensor([[3.0, 0.7]]), fs.formats.MXFP4, dtype=torch.bfloat16)
+        >>> fs.dequantise(w), fs.dequantise(torch.ones(1))
+        (tensor([[3.0000, 0.7500]], dtype=torch.bfloat16), tensor([1.]))
+    """
+    if isinstance(q, Tensor):
+        return q if dtype is None else q.to(dtype)
+    if not isinstance(q, Quantised):
+        mend = "Give what fs.quantise gives, or a tensor."
+        raise ArgumentError(message("fs.dequantise", f"takes a Quantised, got {type(q).__name__}.", mend=mend))
+    if q.values is None:
+        assert q.carrier is not None
+        return q.carrier if dtype is None else q.carrier.to(dtype)
+    carrier = q.carrier
+    if dtype is not None and dtype != q.dtype:
+        q, carrier = replace(q, dtype=dtype), None if carrier is None else carrier.to(dtype)
+    result = cast(Tensor, _Decode.apply(carrier, q.values, q.scales, q.outer, _held(q)))
+    if (note := _note.get()) is not None and not _functorch.in_functorch():
+        assert q.scales is not None
+        parts = [x for x in (q.values, q.scales, q.outer) if x is not None]
+        note(result, functools.partial(_numbers, _held(q)), parts)
+    return result
+
+
+def _check(x: Any, format: Any, key: Any) -> None:
+    mend = "Call it as fs.quantise(x, fs.formats.MXFP8)."
+    if not isinstance(format, Blocks):
+        raise ArgumentError(message("fs.quantise", f"takes a format, got {type(format).__name__}.", mend=mend))
+    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim or hasattr(x, "device_mesh"):
+        kind = type(x).__name__
+        what = f"{kind} {str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else kind
+        rule = f"takes a plain floating point tensor of at least one dim, got {what}."
+        raise ArgumentError(message("fs.quantise", rule, mend=mend))
+    if format.keyed and key is None:
+        rule = f"rounds to {format} by key, and has none."
+        raise ConfigError(message("fs.quantise", rule, mend="Give a key, such as key=fs.random.key(0)."))
+    if key is not None and not format.keyed:
+        mend = 'Leave the key out, or say format.with_rounding("keyed").'
+        raise ConfigError(message("fs.quantise", f"rounds to {format} without a key, and got one.", mend=mend))
+
+
+def _block(format: Blocks, shape: tuple[int, ...]) -> tuple[int, int]:
+    rows, columns = format.sizes(shape)
+    return (rows if len(shape) > 1 else 1, columns)
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    return _functorch.in_functorch() or (torch.is_grad_enabled() and x.requires_grad) or _has_tangent(x)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return _functorch.in_jvp() or forward_ad.unpack_dual(x).tangent is not None
+
+
+# ----------------------------------------------------------------------------------------------------------- functions
+def _batched(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """An argument of a function under a vmap, with the dim that is mapped over as its first one."""
+    if x is None:
+        return None
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+class _Noise(Function):
+    """The numbers of `uniform_at` for a whole tensor."""
+
+    @staticmethod
+    def forward(key: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        return uniform_at(key, 0, shape, [((0, size),) for size in shape], device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], key: Tensor, shape: Any, device: Any) -> tuple[Tensor, int]:
+        assert in_dims[0] is not None
+        return torch.stack([cast(Tensor, _Noise.apply(k, shape, device)) for k in key.unbind(in_dims[0])]), 0
+
+
+class _Encode(Function):
+    """Codes and scales of [..., rows, columns], and the outer scales where there are any: nothing of it is smooth."""
+
+    @staticmethod
+    def forward(x: Tensor, noise: Tensor | None, format: Blocks, block: tuple[int, int]) -> tuple[Tensor, ...]:
+        amax = codec.amaxes(x, block)
+        matrix = amax.flatten(-2)
+        of_matrix = (matrix.amax(-1) if matrix.shape[-1] else matrix.sum(-1)) if format.has_outer else None
+        scales = codec.scales_of(amax, format, of_matrix)
+        codes = codec.encode(x, scales, format, block=block, noise=noise)
+        codes = codec.pack(codes) if format.element.bits == 4 else codes
+        return (codes, *(part for part in scales if part is not None))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        ctx.outputs = len(output)
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return (None,) * ctx.outputs
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, noise: Tensor | None, format: Blocks, block: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        out = cast(
+            "tuple[Tensor, ...]",
+            _Encode.apply(
+                _batched(x, in_dims[0], info.batch_size), _batched(noise, in_dims[1], info.batch_size), format, block
+            ),
+        )
+        return out, (0,) * len(out)
+
+
+class _Carrier(Function):
+    """A tensor that has the gradient of x. In forward mode it needs memory: its tangent has the strides that it has."""
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype, has_tangent: bool) -> Tensor:
+        return torch.zeros_like(x, dtype=dtype) if has_tangent else x.new_zeros((), dtype=dtype).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.dtypes = inputs[0].dtype, inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].to(ctx.dtypes[0]), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].to(ctx.dtypes[1], copy=True)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, dtype: torch.dtype, has_tangent: bool
+    ) -> tuple[Any, int]:
+        return _Carrier.apply(_batched(x, in_dims[0], info.batch_size), dtype, has_tangent), 0
+
+
+class _Decode(Function):
+    """The numbers of codes and scales; their gradient is the carrier's."""
+
+    @staticmethod
+    def forward(carrier: Tensor | None, values: Tensor, scales: Tensor, outer: Tensor | None, held: _Held) -> Tensor:
+        return _numbers(held, values, scales, outer)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.set_materialize_grads(False)
+        # Products of `ops` look for this attribute: the gradient goes where that of the carrier goes.
+        if (put_term := getattr(getattr(inputs[0], "grad_fn", None), "put_term", None)) is not None:
+            ctx.put_term = put_term
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].view_as(tangents[0])
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], carrier: Any, values: Any, scales: Any, outer: Any, held: _Held
+    ) -> tuple[Any, int]:
+        parts = zip((carrier, values, scales, outer), in_dims, strict=False)
+        return _Decode.apply(*(_batched(x, dim, info.batch_size) for x, dim in parts), held), 0
+
+
+def _numbers(held: _Held, values: Tensor, scales: Tensor, outer: Tensor | None = None) -> Tensor:
+    """The numbers of codes, two in a byte where they have 4 bits."""
+    codes = codec.unpack(values, held.columns) if held.format.element.bits == 4 else values
+    return codec.decode(codes, Scales(scales, outer), held.format, held.dtype, block=held.block, start=held.start)

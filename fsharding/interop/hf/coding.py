@@ -1,0 +1,144 @@
+"""Which tensors of a directory are written as codes, and the codes: each rank makes those of its own boxes.
+
+In: a format, the tensors to be and the boxes of them that this rank has. Out: the largest magnitude of every block over
+all ranks, from which every rank knows every scale; and the codes of any window.
+Law: the codes and scales are those of whole tensors, whatever the layout: a maximum is exact in any order.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsharding.checkpoint.byte_ranges import pieces
+from fsharding.checkpoint.coded_weights import SCALES, touched_by
+from fsharding.checkpoint.reader import LeafInfo
+from fsharding.comm.redistribute import in_buckets
+from fsharding.formats import Blocks, codec
+from fsharding.formats.codec import Scales
+from fsharding.interop.hf.naming import Piece
+from fsharding.precision import KEEP, Precision
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+from fsharding.sharding.layout import Layout
+
+__all__ = ["Coding", "Rule", "rule_of"]
+
+_PLAIN = ("*embed*", "lm_head*", "*router*", "*.mlp.gate.weight", "*.block_sparse_moe.gate.weight")
+"""Tensors of which no reader expects codes: tables that are looked up, and routers."""
+_BUCKET = 4 << 20
+"""How many magnitudes the ranks tell each other at once."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which leaves are written as codes.
+
+    Attributes:
+        format: of them.
+        precision: the same format and the leaves that are kept, as `Precision` says them.
+    """
+
+    format: Blocks
+    precision: Precision
+
+    def takes(self, path: str, shape: tuple[int, ...], piece: Piece) -> bool:
+        """Whether a piece of a leaf is codes.
+
+        Args:
+            path: of the leaf.
+            shape: of the leaf.
+            piece: of it; its dims are those of the tensor in the files.
+        """
+        if any(fnmatch.fnmatchcase(piece.name, pattern) for pattern in _PLAIN):
+            return False
+        if self.precision.format_of(path, len(piece.shape)) is None:
+            return False
+        return not piece.lead or piece.box[0][0] not in self.precision.kept_rows(path, shape[0])
+
+
+def rule_of(format: Blocks, layout: Layout | None) -> Rule:
+    """The rule for a format; what is kept is said by the precision of the layout, if there is one."""
+    keep = KEEP if layout is None else layout.precision.keep
+    return Rule(format, Precision(gather=format, keep=keep))
+
+
+class Coding:
+    """The codes of one save: the largest magnitudes of all blocks, and what is made of them."""
+
+    def __init__(self, format: Blocks, tensors: Mapping[str, tuple[int, ...]]) -> None:
+        """Begins with zeros.
+
+        Args:
+            format: of the codes.
+            tensors: the shapes of those that are written as codes, by name, alike on all ranks.
+        """
+        self.format, self.tensors = format, dict(tensors)
+        self._amaxes = {name: torch.zeros(format.grid(shape)) for name, shape in tensors.items()}
+
+    def infos(self) -> dict[str, LeafInfo]:
+        """The tensors of scales, by name."""
+        return {name + SCALES: LeafInfo(tuple(x.shape), torch.float32) for name, x in self._amaxes.items()}
+
+    def measure(self, parts: Iterable[tuple[str, Box, Tensor]]) -> None:
+        """Takes the boxes that this rank has: names of tensors, boxes of them, and values."""
+        for name, box, x in parts:
+            if name not in self.tensors:
+                continue
+            shape = self.tensors[name]
+            for piece in pieces(box, torch.float32.itemsize):
+                values = x[boxes.relative(piece, box)]
+                found = codec.amaxes(values, self.format.sizes(shape), _start(piece))
+                there = self._amaxes[name][
+                    boxes.relative(touched_by(piece, shape, self.format), boxes.full(self._grid(name)))
+                ]
+                there.copy_(torch.maximum(there, found.cpu()))
+
+    def exchange(self, device: torch.device) -> None:
+        """Makes the magnitudes those of all ranks. Collective, if there is a process group."""
+        if not dist.is_initialized():
+            return
+        for names in in_buckets(list(self.tensors), lambda name: self._amaxes[name].numel(), _BUCKET):
+            flat = torch.cat([self._amaxes[name].reshape(-1) for name in names]).to(device)
+            # As whole numbers their bits have the same order, and NaN is the largest: gloo would lose it among floats.
+            dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX)
+            sizes = [self._amaxes[name].numel() for name in names]
+            for name, part in zip(names, flat.cpu().split(sizes), strict=True):
+                self._amaxes[name] = part.view(self._grid(name))
+
+    def not_finite(self) -> list[str]:
+        """One row for each tensor with blocks that no scale fits."""
+        counts = {name: int(x.isfinite().logical_not().sum()) for name, x in self._amaxes.items()}
+        blocks = "x".join(map(str, self.format.block))
+        return [
+            f"{name} has inf or NaN in {count} of its {self._amaxes[name].numel()} blocks of {blocks}"
+            for name, count in counts.items()
+            if count
+        ]
+
+    def scales(self, name: str) -> Tensor:
+        """The scales of all of a tensor."""
+        return codec.scales_of(self._amaxes[name], self.format).blocks
+
+    def codes(self, name: str, box: Box, x: Tensor) -> Tensor:
+        """The codes of a box of a tensor, as float8 on the device of the values."""
+        shape = self.tensors[name]
+        touched = touched_by(box, shape, self.format)
+        amax = self._amaxes[name][boxes.relative(touched, boxes.full(self._grid(name)))]
+        scales = Scales(codec.scales_of(amax, self.format).blocks.to(x.device))
+        block = self.format.sizes(shape)
+        return codec.encode(x, scales, self.format, block=block, start=_start(box)).view(self.format.dtype)
+
+    def _grid(self, name: str) -> tuple[int, ...]:
+        return self.format.grid(self.tensors[name])
+
+
+def _start(box: Box) -> tuple[int, int]:
+    """Where a box begins in the last two dims."""
+    rows, columns = (0, *(first for first, _ in box))[-2:]
+    return rows, columns

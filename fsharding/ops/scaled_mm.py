@@ -1,0 +1,273 @@
+"""Products of codes by the scaled kernels of torch, and which of them a device has.
+
+In: a format and a device; or activations and codes of a weight. Out: a printable `ScaledKernel`; or the product.
+Activations are rounded as the weight is, in blocks along the dim that is summed, each token by itself: numbers of a
+token do not depend on which others a rank has. A kernel counts as there once it has multiplied two matrices and come
+to what their dequantised product is. Law: a product is that of what the codes of both sides stand for, up to the
+order of float32 sums and one rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.formats import E4M3, Blocks, codec
+from fsharding.formats.codec import Scales
+
+__all__ = ["Codes", "ScaledKernel", "codes_of", "multiply_codes", "scaled_kernel", "takes_shapes"]
+
+_WORST = 2.0**-6
+"""Of the norm of a product: by how much a kernel that is right may differ from its reference."""
+
+
+@dataclass(frozen=True)
+class ScaledKernel:
+    """Which kernel multiplies activations with a weight in a format.
+
+    Attributes:
+        format: of the weight.
+        activations: format of the other side.
+        device: a type of devices, such as "cuda".
+        recipe: torch's name for how both sides are scaled; "" where there is no kernel.
+        transposes: it also sums over the rows of a weight, as the gradient of the activations does. Formats whose
+            blocks lie along one dim cannot: such products are of dequantised weights.
+        reason: why there is none.
+
+    Example:
+        >>> print(fs.ops.scaled_kernel(fs.formats.ROWWISE))
+        float8_e4m3fn[row, float32] on cpu: RowWise, with activations in float8_e4m3fn[row, float32]
+        >>> fs.ops.scaled_kernel(fs.formats.NVFP4).exists
+        False
+    """
+
+    format: Blocks
+    activations: Blocks
+    device: str
+    recipe: str
+    transposes: bool
+    reason: str = ""
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a kernel."""
+        return bool(self.recipe)
+
+    def __str__(self) -> str:
+        if not self.exists:
+            return f"{self.format} on {self.device}: none, {self.reason}"
+        both = ", both ways" if self.transposes else ""
+        return f"{self.format} on {self.device}: {self.recipe}, with activations in {self.activations}{both}"
+
+
+class _Recipe(NamedTuple):
+    name: str
+    activations: Blocks
+    transposes: bool
+
+
+def _recipe(format: Blocks) -> _Recipe | None:
+    """How torch names a format, and what goes with it; None for one that no kernel of torch takes."""
+    nearest, bits, key = format.with_rounding("nearest"), format.element.bits, (format.block, format.scale)
+    if bits == 8 and key in (("tensor", "float32"), ("row", "float32")):
+        return _Recipe("RowWise", Blocks(E4M3, "row"), format.block == "tensor")
+    if bits == 8 and key == ((128, 128), "float32"):
+        return _Recipe("BlockWise128x128", Blocks(E4M3, (1, 128)), True)
+    if bits == 8 and key == ((1, 128), "float32"):
+        return _Recipe("BlockWise1x128", Blocks(E4M3, (1, 128)), False)
+    if key == ((1, 32), "e8m0"):
+        return _Recipe("BlockWise1x32", nearest if bits == 4 else Blocks(E4M3, (1, 32), "e8m0"), False)
+    if bits == 4 and key == ((1, 16), "e4m3"):
+        return _Recipe("BlockWise1x16", nearest, False)
+    return None
+
+
+def scaled_kernel(format: Blocks, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> ScaledKernel:
+    """Which kernel a device has for products with weights in a format.
+
+    It is tried out once in a process. On the CPU products do not use it unless they are strict: it dequantises, too.
+
+    Args:
+        format: of the weight.
+        device: a type of devices: "cpu" or "cuda".
+        dtype: of activations and of the product.
+
+    Example:
+        >>> print(fs.ops.scaled_kernel(fs.formats.MXFP8))
+        float8_e4m3fn[1x32, e8m0] on cpu: none, torch has no such kernel for the CPU
+    """
+    return _scaled_kernel(format.with_rounding("nearest"), device, dtype)
+
+
+@functools.cache
+def _scaled_kernel(format: Blocks, device: str, dtype: torch.dtype) -> ScaledKernel:
+    recipe = _recipe(format)
+    if recipe is None:
+        return ScaledKernel(format, format, device, "", False, "torch has no recipe for it")
+    kernel = ScaledKernel(format, recipe.activations, device, recipe.name, recipe.transposes)
+    reason = _why_not(kernel, dtype)
+    return replace(kernel, recipe="", transposes=False, reason=reason) if reason else kernel
+
+
+def _why_not(kernel: ScaledKernel, dtype: torch.dtype) -> str:
+    """Why a device lacks a kernel: it is tried on two matrices; "" if it is right."""
+    if kernel.device == "cpu" and kernel.recipe != "RowWise":
+        return "torch has no such kernel for the CPU"
+    if kernel.device == "cuda" and not torch.cuda.is_available():
+        return "this machine has no GPU"
+    if kernel.recipe != "RowWise" and not _compat.has_scaled_mm():
+        return "this torch has no torch.nn.functional.scaled_mm"
+    # A selective checkpoint would take this product for the first one of the function that it is to recompute.
+    with _compat.outside_of_modes(), torch.no_grad():
+        numbers = torch.arange(256 * 256, dtype=torch.float32)
+        x = (numbers * 0.7).sin().view(256, 256).to(kernel.device, dtype)
+        w = codes_of((numbers * 1.3).cos().view(256, 256).to(kernel.device), kernel.format)
+        try:
+            result = multiply_codes(x, w, kernel)
+        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+            return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        rounded = _numbers(codes_of(x, kernel.activations))
+        want = rounded @ _numbers(w).t()
+        away = float((result.double() - want).norm() / want.norm())
+    return "" if away <= _WORST else f"it is {away:.1%} away from the dequantised product"
+
+
+def takes_shapes(kernel: ScaledKernel, rows: int, summed: int, columns: int) -> str:
+    """Why a kernel does not take matrices of a size; "" if it does.
+
+    Args:
+        kernel: of the product.
+        rows: of the activations.
+        summed: columns of both sides.
+        columns: of the product.
+    """
+    if kernel.device == "cpu":
+        return ""
+    block = {"RowWise": 16, "BlockWise1x16": 32, "BlockWise1x32": 32}.get(kernel.recipe, 128)
+    least = 16 if kernel.recipe != "BlockWise128x128" else 128
+    if summed % block or columns % least:
+        return f"[{columns}, {summed}] is not in multiples of [{least}, {block}]"
+    if kernel.recipe != "RowWise" and rows % 16:
+        return f"{rows} tokens are no multiple of 16"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+class Codes(NamedTuple):
+    """A matrix in a format: [rows, columns], its scales, and how blocks lie.
+
+    Attributes:
+        values: uint8, two codes of 4 bits in a byte.
+        scales: of blocks.
+        format: of both.
+        columns: of the matrix.
+    """
+
+    values: Tensor
+    scales: Scales
+    format: Blocks
+    columns: int
+
+    def t(self) -> Codes:
+        """The transposed matrix, of a format whose blocks are square or all of it."""
+        assert self.format.element.bits == 8, self.format
+        return Codes(self.values.t(), Scales(self.scales.blocks.t()), self.format, self.values.shape[0])
+
+
+def codes_of(x: Tensor, format: Blocks) -> Codes:
+    """A matrix, rounded to the nearest number of a format."""
+    format, shape = format.with_rounding("nearest"), tuple(x.shape)
+    amax = codec.amaxes(x, format.sizes(shape))
+    outer = (amax.amax() if amax.numel() else amax.new_zeros(())) if format.has_outer else None
+    scales = codec.scales_of(amax, format, outer)
+    values = codec.encode(x, scales, format)
+    return Codes(codec.pack(values) if format.element.bits == 4 else values, scales, format, shape[-1])
+
+
+def _numbers(codes: Codes) -> Tensor:
+    values = codec.unpack(codes.values, codes.columns) if codes.format.element.bits == 4 else codes.values
+    return codec.decode(values, codes.scales, codes.format, torch.float64)
+
+
+def multiply_codes(x_MK: Tensor, w_NK: Codes, kernel: ScaledKernel) -> Tensor:
+    """`x @ w.T` by a kernel, with x rounded to its format of activations.
+
+    Args:
+        x_MK: floating point.
+        w_NK: codes of the weight.
+        kernel: that the device has.
+
+    Returns:
+        [M, N] in the dtype of x.
+    """
+    return _CALLS[kernel.recipe](codes_of(x_MK, kernel.activations), w_NK, x_MK.dtype)
+
+
+def _typed(codes: Codes) -> Tensor:
+    return codes.values.contiguous().view(codes.format.dtype)
+
+
+def _by_rows(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+    count = b.values.shape[0]
+    rows = [a.scales.blocks, b.scales.blocks.expand(count, 1).reshape(1, count)]
+    return _compat.scaled_mm_of_rows(_typed(a), _typed(b).t(), rows[0], rows[1].contiguous(), dtype)
+
+
+def _by_squares(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+    """Scales of tokens are given token by token; those of squares column by column, in fours."""
+    squares = F.pad(b.scales.blocks, (0, -b.scales.blocks.shape[-1] % 4)).contiguous().t()
+    tokens = a.scales.blocks.t().contiguous().t()
+    recipes = (["BlockWise1x128"], ["BlockWise128x128"])
+    return _compat.scaled_mm(_typed(a), _typed(b).t(), ([tokens], [squares]), recipes, None, dtype)
+
+
+def _by_stripes(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+    scales = [x.scales.blocks.t().contiguous().t() for x in (a, b)]
+    recipes = (["BlockWise1x128"], ["BlockWise1x128"])
+    return _compat.scaled_mm(_typed(a), _typed(b).t(), ([scales[0]], [scales[1]]), recipes, None, dtype)
+
+
+def _by_bytes(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+    scales = [[swizzled(x.scales.blocks).view(torch.float8_e8m0fnu)] for x in (a, b)]
+    recipes = (["BlockWise1x32"], ["BlockWise1x32"])
+    return _compat.scaled_mm(_typed(a), _typed(b).t(), (scales[0], scales[1]), recipes, ["SWIZZLE_32_4_4"], dtype)
+
+
+def _by_bytes_and_outer(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+    scales: list[list[Tensor]] = []
+    for x in (a, b):
+        assert x.scales.outer is not None
+        scales.append([swizzled(x.scales.blocks).view(torch.float8_e4m3fn), x.scales.outer])
+    recipes = (["BlockWise1x16", "TensorWise"], ["BlockWise1x16", "TensorWise"])
+    swizzles = ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
+    return _compat.scaled_mm(_typed(a), _typed(b).t(), (scales[0], scales[1]), recipes, swizzles, dtype)
+
+
+_CALLS: dict[str, Callable[[Codes, Codes, torch.dtype], Tensor]] = {
+    "RowWise": _by_rows,
+    "BlockWise128x128": _by_squares,
+    "BlockWise1x128": _by_stripes,
+    "BlockWise1x32": _by_bytes,
+    "BlockWise1x16": _by_bytes_and_outer,
+}
+
+
+def swizzled(scales: Tensor) -> Tensor:
+    """Scales of rows as Blackwell reads them: tiles of 128 x 4 scales, in each of them rows 32 apart side by side.
+
+    Args:
+        scales: a byte each, [rows, blocks of a row].
+
+    Returns:
+        Flat, padded with zeros to whole tiles: scale (r, c) of a tile is at 16 (r mod 32) + 4 (r div 32) + c.
+    """
+    rows, blocks = scales.shape
+    tiles = F.pad(scales, (0, -blocks % 4, 0, -rows % 128))
+    return tiles.unflatten(0, (-1, 4, 32)).unflatten(-1, (-1, 4)).permute(0, 3, 2, 1, 4).flatten()

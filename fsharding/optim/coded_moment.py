@@ -1,0 +1,73 @@
+"""A moment of an optimizer in low precision, as the state holds it between updates: codes, and scales of their blocks.
+
+In: two tensors, or DTensors at rest, and their format. Out: a node of a tree, whose leaves reshards and checkpoints
+take as they take any other: the path of the codes ends with `codes`, that of the scales with `scales_1x32`, say, which
+tells where they are. See `fsharding.sharding.block_scales`.
+Law: a state that is moved or read again has the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fsharding import tree
+from fsharding.formats import Blocks
+from fsharding.sharding.block_scales import CODES, scales_name
+from fsharding.tree import Tree
+
+__all__ = ["CodedMoment", "carriers", "is_coded", "moment_leaves"]
+
+
+@dataclass(frozen=True, eq=False)
+class CodedMoment:
+    """A moment of one leaf in low precision: a node of a state's tree, with two leaves.
+
+    Attributes:
+        codes: uint8, in the shape and the sharding of the parameter.
+        scales: of its blocks: cut as the parameter along dims whose cuts are on borders of blocks, else whole.
+        format: of both.
+        root: what is kept is the root of the moment.
+
+    Example:
+        >>> opt = fs.adamw(1e-3, moments=fs.formats.MXFP8)
+        >>> nu = opt.init({"w": torch.zeros(64, 64)}).nu["w"]
+        >>> nu.codes.dtype, nu.scales.shape, nu.root
+        (torch.uint8, torch.Size([64, 2]), True)
+    """
+
+    codes: Tensor
+    scales: Tensor
+    format: Blocks
+    root: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        # The path of the scales says of which blocks they are.
+        if not name.startswith("_") and name == scales_name(self.format):
+            return self.scales
+        raise AttributeError(name)
+
+
+tree.register_node(
+    CodedMoment,
+    lambda m: ((m.codes, m.scales), (m.format, m.root), (CODES, scales_name(m.format))),
+    lambda static, children: CodedMoment(*children, *static),
+    fields=True,
+)
+
+
+def is_coded(x: Any) -> bool:
+    """Whether something is a moment in low precision."""
+    return isinstance(x, CodedMoment)
+
+
+def moment_leaves(moments: Tree) -> list[Any]:
+    """The moments of a tree, in order: tensors, and moments in low precision."""
+    return tree.leaves(moments, is_leaf=is_coded)
+
+
+def carriers(moments: Tree) -> Tree:
+    """A tree of tensors in the shapes and shardings of moments: in the place of one in low precision its codes."""
+    return tree.map(lambda m: m.codes if is_coded(m) else m, moments, is_leaf=is_coded)

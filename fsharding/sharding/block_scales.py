@@ -1,0 +1,130 @@
+"""Where the scales of a leaf's blocks are at rest: beside its codes, as a leaf of their own.
+
+In: the sharding and the shape of a leaf, a `Blocks`. Out: the sharding of its scales, and the axes whose ranks have
+parts of one block.
+Scales are cut as the leaf is along each dim whose cuts are on borders of blocks; along another dim they are whole, so
+that each rank knows the scale of every block that it has a part of.
+Law: the boxes of the scales tile the grid of blocks, and those of a rank cover all blocks that it touches.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fsharding._compat import cache_on_mesh
+from fsharding.formats import E4M3, Blocks
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Runs
+from fsharding.sharding.named_sharding import NamedSharding
+from fsharding.sharding.partition_spec import P
+
+__all__ = ["CODES", "SMALLEST", "BlockScales", "coded_part", "has_codes", "plan_scales", "scales_name"]
+
+SMALLEST = 4096
+"""Elements of a leaf from which on its moments are kept as codes."""
+
+CODES = "codes"
+"""The last part of the path of codes."""
+
+_SCALES = re.compile(r"scales_(?:(\d+)x(\d+)|(row|tensor))")
+
+
+class BlockScales(NamedTuple):
+    """Scales of a leaf.
+
+    Attributes:
+        sharding: of them, on the mesh of the leaf.
+        shape: of all of them.
+        shared: axes over which ranks have parts of one block, in the order of `AXES`.
+    """
+
+    sharding: NamedSharding
+    shape: tuple[int, ...]
+    shared: tuple[str, ...]
+
+
+def has_codes(shape: Sequence[int]) -> bool:
+    """Whether moments of a leaf are kept as codes where there is a format: the others are too small to count."""
+    return len(shape) > 1 and math.prod(shape) >= SMALLEST
+
+
+def scales_name(format: Blocks) -> str:
+    """The last part of the path of scales, which says of which blocks they are, such as `scales_1x32`."""
+    return f"scales_{format.block_text}"
+
+
+def coded_part(path: str) -> tuple[str, Blocks | None] | None:
+    """The path of a moment, from that of its codes or scales; None for another one.
+
+    Args:
+        path: such as `opt_state.mu.blocks.wq.scales_1x32`.
+
+    Returns:
+        The path, and for scales some format with their blocks.
+    """
+    moment, _, last = path.rpartition(".")
+    if last == CODES:
+        return moment, None
+    taken = _SCALES.fullmatch(last)
+    if taken is None:
+        return None
+    if taken[3]:
+        return moment, Blocks(E4M3, taken[3])  # pyright: ignore[reportArgumentType]  # one of the two words
+    rows, columns = int(taken[1]), int(taken[2])
+    return (moment, Blocks(E4M3, (rows, columns))) if rows and columns else None
+
+
+def plan_scales(sharding: NamedSharding, shape: Sequence[int], format: Blocks) -> BlockScales:
+    """Plans where the scales of a leaf of at least two dims are.
+
+    Args:
+        sharding: of the leaf, with its assignments.
+        shape: of the leaf.
+        format: of its codes; only the blocks count.
+    """
+    return _plan(sharding.mesh, sharding, tuple(shape), format)
+
+
+@cache_on_mesh(1024)
+def _plan(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], format: Blocks) -> BlockScales:
+    grid, block, last = format.grid(shape), format.sizes(shape), len(shape) - 2
+    spec = [sharding.axes(dim) for dim in range(len(shape))]
+    assigned, shared = list(sharding.assigned), list[str]()
+    for dim, factor in ((last, block[0]), (last + 1, block[1])):
+        owners = next((a for a in assigned if a.dim == dim), None)
+        held = ((((0, shape[dim]),),) if owners is None else owners.ranges) if factor > 1 else ()
+        of_grid = [_of_blocks(runs, factor) for runs in held]
+        pieces = tuple(abstract(mesh).axis_size(axis) for axis in spec[dim])
+        if all(
+            scales is not None and boxes.same_cuts(boxes.length(runs), boxes.length(scales), pieces, factor)
+            for runs, scales in zip(held, of_grid, strict=True)
+        ):
+            if owners is not None and factor > 1:
+                ranges = tuple(x for x in of_grid if x is not None)
+                assigned[assigned.index(owners)] = replace(owners, ranges=ranges)
+            continue
+        shared += spec[dim]
+        spec[dim] = ()
+        if owners is not None:
+            shared.append(owners.axis)
+            assigned.remove(owners)
+    kept = P(*spec)
+    owned = tuple(axis for axis in sharding.owned if axis in kept.all_axes)
+    of_scales = replace(sharding, spec=kept, assigned=tuple(assigned), owned=owned).simplified()
+    return BlockScales(of_scales, grid, tuple(axis for axis in AXES if axis in shared))
+
+
+def _of_blocks(runs: Runs, factor: int) -> Runs | None:
+    """The blocks of index ranges, in their order; None where one of them begins or ends inside a block.
+
+    The last one may: it ends with the dim, or else the scales do not tile the grid, and the cuts are not the same.
+    """
+    if any(start % factor for start, _ in runs) or any(stop % factor for _, stop in runs[:-1]):
+        return None
+    return tuple((start // factor, -(-stop // factor)) for start, stop in runs)

@@ -1,0 +1,102 @@
+"""Casts to 8 bits that autograd differentiates: their gradient would be rounded without a scale, so they are refused.
+
+In: the graph of a loss. Out: nothing, or an error that names the weights. The graph of a function is looked at when
+it is differentiated for the first time, since to look at a node costs about what it costs to run it; later calls are
+free.
+Law: a cast in a graph of autograd is found, whatever it is part of; one inside of a compiled graph or of an
+autograd Function of the user is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from fsharding import _compat
+from fsharding.errors import TransformError, message
+
+__all__ = ["refuse_bare_casts"]
+
+_CAST = "ToCopyBackward0"
+_UNIT = "_GatherUnitBackward"
+_NEAR = 16
+"""Nodes between a cast and the weight that it is of, at most, for the weight to be named."""
+
+_looked_at: WeakKeyDictionary[Callable[..., Any], set[Hashable]] = WeakKeyDictionary()
+
+
+def refuse_bare_casts(
+    outputs: Sequence[Tensor] | Sequence[GradientEdge], fn: Callable[..., Any], part: Hashable = None
+) -> None:
+    """Looks for differentiated casts to 8 bits, if the graph of a function has not been looked at before.
+
+    Args:
+        outputs: that will be differentiated.
+        fn: whose they are; of one that wraps another the latter counts.
+        part: of the function, where it is differentiated in parts.
+
+    Raises:
+        TransformError: there is one; up to ten are named.
+    """
+    while callable(inner := getattr(fn, "__wrapped__", None)):
+        fn = inner
+    try:
+        seen = _looked_at.setdefault(fn, set())
+    except TypeError:  # one that cannot be referred to weakly, or has no hash
+        return
+    if part in seen:
+        return
+    casts = _casts([x.node if isinstance(x, GradientEdge) else x.grad_fn for x in outputs])
+    if not casts:
+        seen.add(part)
+        return
+    kinds = sorted({str(_compat.result_of(node)[0]).removeprefix("torch.") for node in casts})
+    rule = f"differentiates casts to {', '.join(kinds)}, which round the gradient without a scale: 700 becomes 448, and"
+    mend = (
+        "Write w = fs.quantise(w, fs.formats.TENSORWISE), then fs.dequantise(w) or fs.ops.product(x, w, 1), whose"
+        " gradient is not rounded; or cast w.detach(), of which there is none."
+    )
+    raise TransformError(message("fs.value_and_grad", f"{rule} 1e-4 becomes 0.", map(_describe, casts), mend))
+
+
+def _casts(roots: Sequence[Node | None]) -> list[Node]:
+    todo, seen, found = [node for node in roots if node is not None], set[Node](), list[Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == _CAST and _compat.result_of(node)[0] in _BITS_8:
+            found.append(node)
+        todo += [before for before, _ in node.next_functions if before is not None]
+    return found
+
+
+_BITS_8 = {
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+}
+
+
+def _describe(cast: Node) -> str:
+    """A cast, with the gathered weight that is near it in the graph."""
+    dtype, shape = _compat.result_of(cast)
+    what, todo = f"a tensor {list(shape)}", [*cast.next_functions]
+    for _ in range(_NEAR):
+        if not todo:
+            break
+        node, number = todo.pop(0)
+        if node is None:
+            continue
+        if node.name() == _UNIT and _compat.result_of(node, number)[1].numel() == shape.numel():
+            unit: Any = node
+            what = f"{unit.context.path_of(unit.unit.index[number])} {list(shape)}"
+            break
+        todo += node.next_functions
+    return f"{what} is cast to {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,187 @@
+"""Moments in low precision on one process: what a state holds, what an update makes of it, what is refused."""
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding import formats, optim
+from fsharding.checkpoint.serialized_layout import describe, rebuild
+from fsharding.errors import CheckpointError, ConfigError
+from fsharding.formats import codec
+from fsharding.optim.chunked_update import decoded, leaves_of
+from fsharding.precision import Precision
+from fsharding.testing import assert_bitwise_equal
+from tests.helpers import normal_tree, refusal
+
+SHAPES = {"blocks": {"w": (3, 48, 40)}, "odd": (70, 61), "bias": (5000,), "small": (8, 16)}
+MX = formats.MXFP8
+
+
+def moments_of(function, moments):
+    return [decoded(m, leaf) for m, leaf in zip(optim_leaves(moments), leaves_of(function, moments), strict=True)]
+
+
+def optim_leaves(moments):
+    return fs.tree.leaves(moments, is_leaf=lambda x: isinstance(x, optim.CodedMoment))
+
+
+def test_large_leaves_of_two_dims_are_codes_and_scales():
+    state = fs.adamw(1e-3, moments=MX).init(normal_tree(SHAPES, 0))
+    named = {path: (str(x.dtype)[6:], tuple(x.shape)) for path, x in fs.tree.named_leaves(state.nu).items()}
+    assert named == {
+        "bias": ("float32", (5000,)),
+        "blocks.w.codes": ("uint8", (3, 48, 40)),
+        "blocks.w.scales_1x32": ("uint8", (3, 48, 2)),
+        "odd.codes": ("uint8", (70, 61)),
+        "odd.scales_1x32": ("uint8", (70, 2)),
+        "small": ("float32", (8, 16)),
+    }
+    assert (state.mu["odd"].root, state.nu["odd"].root) == (False, True)
+    assert fs.tree.at(state, "nu.odd.scales_1x32") is state.nu["odd"].scales
+
+
+OPTIMIZERS = {
+    "adamw": (fs.adamw, {"weight_decay": 0.1}),
+    "lion": (optim.lion, {"weight_decay": 0.1}),
+    "sgd": (fs.sgd, {"momentum": 0.9, "dampening": 0.1}),
+    "nesterov": (fs.sgd, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("format", [MX, formats.E4M3_128x128.with_rounding("keyed")], ids=str)
+def test_updates_are_those_of_moments_in_float32_but_for_the_rounding(name, format):
+    make, settings = OPTIMIZERS[name]
+    params = normal_tree(SHAPES, 0)
+    coded, plain = make(0.01, moments=format, **settings), make(0.01, **settings)
+    states = [coded.init(params), plain.init(params)]
+    for i in range(3):
+        grads = normal_tree(SHAPES, i + 1)
+        kept = fs.tree.map(torch.clone, (states[0], grads))
+        (one, states[0]), (other, states[1]), (again, _) = (
+            opt.update(grads, state, params)
+            for opt, state in ((coded, states[0]), (plain, states[1]), (coded, kept[0]))
+        )
+        assert_bitwise_equal(again, one, "the same state gives the same update")
+        assert_bitwise_equal(grads, kept[1], "nothing is overwritten")
+        if i == 0:
+            assert_bitwise_equal(one, other, "the first update rounds nothing")
+            continue
+        for path, x in fs.tree.named_leaves(other).items():
+            error = (fs.tree.at(one, path) - x).norm() / x.norm()
+            assert error < (0.25 if name == "lion" else 0.05), (path, error)
+            if path in ("bias", "small"):
+                assert_bitwise_equal(fs.tree.at(one, path), x)
+
+
+def test_apply_is_update_and_add():
+    params, grads = normal_tree(SHAPES, 0), normal_tree(SHAPES, 1)
+    opt = fs.adamw(0.01, weight_decay=0.1, moments=MX)
+    state = opt.init(params)
+    applied, after = optim.apply_gradients(opt, grads, state, params)
+    updates, other = opt.update(grads, state, params)
+    assert_bitwise_equal(after, other)
+    for x, y in zip(fs.tree.leaves(applied), fs.tree.leaves(optim.apply_updates(params, updates)), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
+    donated = optim.apply_gradients(opt, grads, *fs.tree.map(torch.clone, (state, params)), donate=True)
+    assert_bitwise_equal(donated, (applied, after))
+
+
+def test_a_muon_keeps_its_momentum_so_too():
+    params = {"w": normal_tree(SHAPES, 0)["odd"]}
+    opts = [optim.muon(0.01, moments=moments) for moments in (MX, None)]
+    states = [opt.init(params) for opt in opts]
+    for i in range(2):
+        grads = {"w": normal_tree(SHAPES, i + 1)["odd"]}
+        results = [opt.update(grads, state, params) for opt, state in zip(opts, states, strict=True)]
+        states = [state for _, state in results]
+    one, other = (updates["w"] for updates, _ in results)
+    assert isinstance(states[0].mu["w"], optim.CodedMoment)
+    assert (one - other).norm() / other.norm() < 0.1
+
+
+def test_a_second_moment_decays_when_gradients_end():
+    """To the nearest, a root that falls by 2.5 % would stay where it is for ever."""
+    params = {"w": torch.zeros(64, 64)}
+    opt = fs.adamw(0.0, b2=0.95, moments=MX)
+    _, state = opt.update({"w": torch.ones(64, 64)}, opt.init(params))
+    (before,) = moments_of("test", state.nu)
+    for _ in range(20):
+        _, state = opt.update({"w": torch.zeros(64, 64)}, state)
+    (after,) = moments_of("test", state.nu)
+    assert abs(float(after.sqrt().mean() / before.sqrt().mean()) / 0.95**10 - 1) < 0.05
+
+
+def test_a_second_moment_above_zero_stays_so_beside_a_large_one():
+    params = {"w": torch.zeros(64, 64)}
+    grads = {"w": torch.full((64, 64), 1e-7)}
+    grads["w"][:, ::32], grads["w"][:, 1::32] = 1e3, 0.0
+    opt = fs.adamw(1.0, moments=MX)
+    state = opt.init(params)
+    for _ in range(3):
+        updates, state = opt.update(grads, state)
+    (nu,) = moments_of("test", state.nu)
+    assert torch.equal(nu > 0, grads["w"] > 0)
+    assert float(updates["w"].abs().max()) < 1.2, "an update is not divided by zero"
+
+
+def test_what_cannot_be_kept_is_refused():
+    assert refusal(fs.adamw, 1e-3, moments=formats.NVFP4, kind=ConfigError) == (
+        "fs.adamw cannot keep moments as float4_e2m1fn_x2[1x16, e4m3].\n"
+        "Use one of 8 bits without a scale of whole matrices, such as fs.formats.MXFP8."
+    )
+    assert "got dtypes that kernels lack.\n  moments=float4" in refusal(Precision, moments=formats.MXFP4)
+    context, params = optim.InitContext(moments=MX), {"w": torch.ones(64, 64)}
+    assert refusal(optim.adafactor().init, params, context, kind=ConfigError) == (
+        "fs.optim.adafactor cannot keep moments as float8_e4m3fn[1x32, e8m0]: it has means of moments, and no moments."
+        "\nGive it moments=torch.float32 of its own, or the layout a precision with a dtype of moments."
+    )
+    text = refusal(optim.from_torch(torch.optim.Adam, lr=1e-3).init, params, context, kind=ConfigError)
+    assert text.startswith("fs.optim.from_torch cannot keep moments as float8_e4m3fn[1x32, e8m0]: torch's optimizer")
+    assert refusal(Precision, rounding="keyed") == (
+        'Precision got rounding="keyed" with params=None.\n'
+        "Write params=torch.bfloat16; wider main parameters lose nothing, and others have no such rounding."
+    )
+    assert refusal(Precision, rounding="up") == "Precision got rounding='up'.\nUse one of nearest, keyed."
+
+
+def test_a_state_is_rebuilt_from_its_description():
+    state = fs.adamw(1e-3, moments=formats.ROWWISE.with_rounding("keyed")).init(normal_tree(SHAPES, 0))
+    named, plain = fs.tree.named_leaves({"opt_state": state}), describe(state)
+    again = rebuild(plain, lambda path: named[path])
+    assert fs.tree.flatten(again)[1] == fs.tree.flatten(state)[1]
+    plain["fields"]["mu"]["dict"]["odd"]["coded"]["dtype"] = "float8_e4m3"
+    text = refusal(rebuild, plain, lambda path: named[path], kind=CheckpointError)
+    assert "opt_state.mu.odd is a " in text
+
+
+# ------------------------------------------------------------------------------------------ bfloat16 parameters, by key
+def test_the_mean_of_rounding_by_key_is_exact():
+    x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0))
+    generator, draws = torch.Generator().manual_seed(1), 64
+    mean = torch.stack(
+        [codec.to_bfloat16(x, torch.rand(x.shape, generator=generator)).float() for _ in range(draws)]
+    ).mean(0)
+    nearest = (x.bfloat16().float() - x).abs().mean()
+    assert (mean - x).abs().mean() < nearest / 4
+    exact = torch.tensor([0.0, -0.0, 1.0, -3.0, torch.inf, -torch.inf, 2.0**-133])
+    assert_bitwise_equal(codec.to_bfloat16(exact, torch.full((7,), 0.999)), exact.bfloat16())
+    assert codec.to_bfloat16(torch.tensor([torch.nan]), torch.zeros(1)).isnan().all()
+    up, down = (codec.to_bfloat16(torch.tensor([1.0 + 2**-9]), torch.tensor([u])) for u in (0.99, 0.01))
+    assert (float(up), float(down)) == (1.0 + 2**-7, 1.0)
+
+
+@pytest.mark.parametrize("opt", [fs.sgd(2.0**-10), fs.adamw(2.0**-10, eps=0.0)], ids=["sgd", "adamw"])
+def test_an_update_below_half_a_step_is_not_lost(opt):
+    grads = {"w": torch.full((64, 64), -1.0)}
+    ends = []
+    for rounding in ("nearest", "keyed"):
+        params = {"w": torch.ones(64, 64, dtype=torch.bfloat16)}
+        state = opt.init(params)
+        for step in range(16):
+            params, state = optim.apply_gradients(
+                opt, grads, state, params, key=fs.random.key(3), step=torch.tensor(step), rounding=rounding
+            )
+        assert params["w"].dtype == torch.bfloat16
+        ends.append(float(params["w"].float().mean()))
+    assert ends[0] == 1.0 and abs(ends[1] - (1.0 + 16 * 2.0**-10)) < 1e-3

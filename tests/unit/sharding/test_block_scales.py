@@ -1,0 +1,89 @@
+"""Where scales of blocks are: laws over shapes, cuts and owners, and the leaves that paths mean."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsharding as fs
+from fsharding import formats
+from fsharding.optim.chunked_update import Leaf
+from fsharding.sharding import boxes
+from fsharding.sharding.block_scales import coded_part, has_codes, plan_scales, scales_name
+from fsharding.sharding.leaf_plan import owner_of
+from fsharding.sharding.named_sharding import Assigned, NamedSharding
+from fsharding.sharding.partition_spec import P
+from tests.helpers import examples
+
+MESH = fs.AbstractMesh(("pp", "dp", "tp"), (2, 3, 2))
+COORDS = [dict(zip(MESH.names, c, strict=True)) for c in itertools.product(*map(range, MESH.sizes))]
+FORMATS = [formats.MXFP8, formats.ROWWISE, formats.TENSORWISE, formats.Blocks(formats.E4M3, (4, 8))]
+
+
+@st.composite
+def leaves(draw):
+    """A leaf of a stack, cut and owned in some way."""
+    parts = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    shape = (draw(st.integers(1, 3)), draw(st.integers(1, 40)), sum(parts))
+    axes = draw(st.permutations(["dp", "tp", None, None]))
+    spec, assigned = list(axes[:3]), []
+    if draw(st.booleans()):
+        layers = [*range(shape[0])]
+        cut = draw(st.integers(0, len(layers)))
+        assigned.append(Assigned.indices("pp", 0, (layers[:cut], layers[cut:])))
+    if "tp" not in spec and draw(st.booleans()):
+        assigned.append(Assigned.parts("tp", 2, parts, 2))
+    return NamedSharding(MESH, P(*spec), (), tuple(assigned)), shape
+
+
+@given(leaves(), st.sampled_from(FORMATS), st.integers(1, 300))
+@examples(40, 1000)
+def test_scales_tile_the_blocks_and_cover_what_a_rank_has(leaf, format, limit):
+    sharding, shape = leaf
+    scales = plan_scales(sharding, shape, format)
+    assert scales.shape == format.grid(shape)
+    whole = [box for coord in COORDS for box in scales.sharding.boxes(scales.shape, coord)]
+    assert boxes.is_tiling({box for box in whole if boxes.volume(box)}, scales.shape)
+    block = format.sizes(shape)
+    for coord in COORDS:
+        grid, held = sharding.grid(shape, coord), scales.sharding.grid(scales.shape, coord)
+        part = Leaf("w", shape, block, grid, held, scales.shared, MESH)
+        chunks = [*part.chunks(limit)]
+        assert sum(boxes.volume(chunk.box) for chunk in chunks) == boxes.volume(
+            boxes.full(sharding.local_shape(shape, coord))
+        )
+        indices = [[i for run in runs for i in range(*run)] for runs in held]
+        for chunk in chunks:
+            touched = [range(a // f, -(-b // f)) for (a, b), f in zip(chunk.box, (1, *block), strict=True)]
+            seen = [i[place] for i, place in zip(indices, chunk.of_scales, strict=True)]
+            assert seen == [*map(list, touched)], "the scales of a chunk are those of its blocks"
+            assert boxes.volume(chunk.box) <= max(limit, block[0] * block[1])
+
+
+def test_paths_of_codes_and_scales_mean_leaves():
+    names = {"wq": ("embed", "heads"), "codes": ("embed", "heads")}
+    model = {name: torch.empty(64, 96, device="meta") for name in names}
+    layout = fs.plan_layout(model, fs.AbstractMesh(("dp", "tp"), (2, 3)), strategy=fs.zero(3), names=names)
+    leaf = next(leaf for leaf in layout.leaves if leaf.path == "wq")
+    codes = owner_of("opt_state.mu.wq.codes", (64, 96), layout.leaves)
+    scales = owner_of("opt_state.mu.wq.scales_1x32", (64, 3), layout.leaves)
+    assert codes == leaf
+    assert scales is not None and (scales.shape, str(scales.main)) == ((64, 3), "P('dp', 'tp')")
+    wide = owner_of("opt_state.mu.wq.scales_1x64", (64, 2), layout.leaves)
+    assert wide is not None and str(wide.main) == "P('dp')", "a cut goes through a block"
+    assert owner_of("opt_state.mu.wq.scales_1x32", (64, 4), layout.leaves) is None
+    named = owner_of("opt_state.mu.codes.codes", (64, 96), layout.leaves)
+    assert named is not None and named.path == "codes"
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_name_tells_the_blocks(format):
+    moment, blocks = coded_part(f"mu.w.{scales_name(format)}") or ("", None)
+    assert moment == "mu.w" and blocks is not None and blocks.block == format.block
+
+
+def test_other_names_tell_none():
+    assert coded_part("mu.w.scales_0x32") is None and coded_part("mu.w.scales") is None and coded_part("mu.w") is None
+    assert has_codes((64, 64)) and not has_codes((63, 64)) and not has_codes((5000,))
