@@ -6,8 +6,9 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
-# 0 runs the tests one after the other: tests of eight ranks fill the cores by themselves, and get slow beside others.
-WORKERS ?= 0
+# Files of tests that run beside each other: ranks wait for each other and for their start much of the time. 0 runs one
+# after the other, as times want it.
+WORKERS ?= 2
 BIN := .venv/bin
 # What ranks of several machines do too: training, meshes, experts, pipelines, reshards.
 WIRED := $(addprefix tests/,dist/train/test_one_process.py dist/train/test_bitwise.py dist/train/test_exact_sums.py \
