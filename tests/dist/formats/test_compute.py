@@ -88,7 +88,7 @@ def test_policies_keep_codes_and_change_no_bit():
     same_on_ranks([("dense", axes, ZERO3, numbers, KEPT), *(("dense", axes, ZERO3, codes, policy) for policy in every)])
 
 
-@pytest.mark.parametrize("model", ["experts", "latent"])
+@pytest.mark.parametrize("model", ["experts", pytest.param("latent", marks=full)])
 @pytest.mark.parametrize("axes", [pytest.param(DP, marks=full), TP], ids=str)
 def test_experts_and_latent_attention_dequantise(model, axes):
     every = Precision(params=torch.float32, compute=formats.MXFP8, keep=("*norm*",))

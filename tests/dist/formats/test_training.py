@@ -48,7 +48,8 @@ PRECISIONS["nvfp4"] = (NVFP4, 0.02)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("steps", [10, pytest.param(200, marks=full)])
+@full
+@pytest.mark.parametrize("steps", [10, 200])
 def test_losses_stay_near_those_of_bfloat16(steps):
     losses = run_ranks(final_losses, 2, steps, timeout=500)[0]
     for name, (_, most) in PRECISIONS.items():
