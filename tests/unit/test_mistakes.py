@@ -825,7 +825,7 @@ MISTAKES = {
     "argnums=": (
         ArgumentError,
         "fs.value_and_grad cannot be called so: got an unexpected keyword argument 'argnums'.\n"
-        "Call it as fs.value_and_grad(fn). Its arguments are fn, has_aux, grads, precision, mean, key.",
+        "Call it as fs.value_and_grad(fn). Its arguments are fn, has_aux, grads, precision, mean, key, prefetch.",
         lambda at: fs.value_and_grad(loss_fn, argnums=0),
     ),
     "a layout for the shardings of gradients": (

@@ -76,5 +76,6 @@ def test_dtypes_that_kernels_lack():
         "  compute=torch.float8_e4m3fn\n"
         "  grads=torch.int8\n"
         "Use one of torch.float16, torch.bfloat16, torch.float32, torch.float64; compute, gather and reduce take an"
-        " fs.Blocks, such as fs.formats.MXFP8: 8 bits without scales lose small numbers."
+        " fs.Blocks, such as fs.formats.MXFP8: 8 bits without scales lose small numbers. Moments take one of 8 bits"
+        " without a scale of whole matrices."
     )

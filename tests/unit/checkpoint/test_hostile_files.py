@@ -479,7 +479,7 @@ def test_inspect_says_what_a_directory_is_instead(saved, tmp_path, capsys):
             assert status == 0 and text.startswith(f"{path}: 1 checkpoint\n") and text.endswith(f"{run}/ckpt/0\n")
         else:
             assert (status, text) == (
-                2, f"CheckpointError: fs.checkpoint.inspect finds no checkpoint at {path}: {what}.\n{mend}\n"
+                2, f"CheckpointError: fsharding inspect: fs.checkpoint.inspect finds no checkpoint at {path}: {what}.\n{mend}\n"
             )  # fmt: skip
         assert refusal(ck.load, path, planned()) == f"fs.checkpoint.load finds no checkpoint at {path}: {what}.\n{mend}"
 

@@ -318,10 +318,10 @@ def test_a_damaged_checkpoint_has_status_1_and_its_file_is_named(saved, capsys):
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["inspect", "{0}/nothing"], "CheckpointError: fs.checkpoint.inspect finds no checkpoint at "),
+        (["inspect", "{0}/nothing"], "CheckpointError: fsharding inspect: fs.checkpoint.inspect finds no checkpoint at "),
         (["reshard", "{0}/12", "{0}/b", "--mesh", "dp"], "ConfigError: fsharding reshard cannot read 'dp' in --mesh dp."),
-        (["reshard", "{0}/12", "{0}/b", "--mesh", "dp=2", "--strategy", "zero4"], "ConfigError: fs.parse_strategy knows no"),
-        (["export", "{0}/12", "{0}/12", "--format", "dcp"], "CheckpointError: fs.checkpoint.export cannot write."),
+        (["reshard", "{0}/12", "{0}/b", "--mesh", "dp=2", "--strategy", "zero4"], "ConfigError: fsharding reshard knows no strategy"),
+        (["export", "{0}/12", "{0}/12", "--format", "dcp"], "CheckpointError: fsharding export: fs.checkpoint.export cannot write."),
         (["export", "{0}/12", "{0}/b", "--format", "dcp", "--names", "{0}/no"], "ConfigError: fsharding export cannot read --names"),
     ],
 )  # fmt: skip

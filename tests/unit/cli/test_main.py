@@ -86,7 +86,7 @@ def test_a_verb_that_is_not_there(args: list[str], rule: str, near: str, capsys:
         ("--verson", " first. Did you mean '--version'?"),
         (
             "generate x --dtype bf16",
-            "fsharding generate knows no --dtype 'bf16'.\nUse one of float32, bfloat16, float16.",
+            "fsharding generate knows no --dtype 'bf16'.\nUse one of float32, bfloat16, float16, fp8, fp8-block, mxfp8, nvfp4.",
         ),
         ("plan tiny --strategy FULL_SHARD", "fsharding plan knows no strategy 'FULL_SHARD'.\nStrategies are zero0, "),
         ("plan tiny --strategy FULL_SHARD", " Here that is 'zero3'."),
