@@ -128,7 +128,7 @@ class GatheredUnit:
         assert self.state is UnitState.GATHERING, self.state
         with _compat.region("gather"):
             wholes = [self._finish(number, b) for number, b in enumerate(self.plan.gathers)]
-        if self._streams.several and any(b.axes for b in self.plan.gathers):
+        if self._streams.several and any(b.axes or b.coded is not None for b in self.plan.gathers):
             with self._streams.on("gather"):
                 gathered = self._streams.record("gathered")
             self._streams.wait(gathered)

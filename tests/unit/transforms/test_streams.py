@@ -87,6 +87,9 @@ ODD = {
     "kept": {"policy": fs.policies.everything_saveable},
     "remat": {"policy": fs.policies.nothing_saveable, "depth": 2},
     "direct": {"direct": True, "precision": fs.FP32},
+    "fp8": {"precision": fs.FP8},
+    "mxfp8": {"precision": fs.MXFP8, "microbatches": 2, "large": 32},
+    "fp8 of whole weights": {"precision": fs.FP8, "axes": {"tp": 4}},
     "in vain": {"in_vain": True, "policy": fs.policies.everything_saveable},
 }
 
@@ -102,7 +105,7 @@ def test_nothing_is_read_before_it_is_written_nor_written_while_a_reader_is_due(
 @pytest.mark.parametrize("name", ODD)
 def test_nor_in_odd_steps(name):
     for strategy, axes in ((fs.zero(3), DP), (fs.zero(0), DP), (fs.HFSDP, OUTER)):
-        rows, _ = stepped(strategy, axes=axes, **ODD[name])
+        rows, _ = stepped(strategy, **{"axes": axes, **ODD[name]})
         assert violations(rows) == [] and unjoined(rows) == [], strategy
 
 
