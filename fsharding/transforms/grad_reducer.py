@@ -73,6 +73,10 @@ class _Memory(NamedTuple):
     by_row: bool
 
 
+def _no_noise(unit: object) -> Noise | None:
+    return None
+
+
 class GradReducer:
     """See the module.
 
@@ -102,7 +106,7 @@ class GradReducer:
         memory: Memory,
         device: torch.device,
         grad_pool: Pool | None = None,
-        noise_of: Callable[[Any], Noise | None] = lambda _: None,
+        noise_of: Callable[[Any], Noise | None] = _no_noise,
     ) -> None:
         self._leaves, self._targets, self._accumulated = leaves, targets, accumulated
         self._wire_memory, self._device, self._grad_pool = memory, device, grad_pool
@@ -438,3 +442,4 @@ class GradReducer:
         self._open.clear()
         self._pending.clear()
         self._reduced.clear()
+        self._noise_of = _no_noise  # that of a context holds the context, which holds this
