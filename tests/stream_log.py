@@ -195,6 +195,18 @@ def _missing(before: Clock, now: Clock) -> list[str]:
     return [stream for stream, tick in before.items() if now.get(stream, 0) < tick]
 
 
+def _advance(row: Row, clocks: dict[str, Clock], events: dict[int, Clock]) -> Clock:
+    """The clock of a row's queue, after what the row is of."""
+    now = clocks.setdefault(row.stream, {})
+    if row.kind == "record":
+        events[row.event] = dict(now)
+    elif row.kind == "wait":
+        _join(now, events[row.event])
+    elif row.kind == "run":
+        now[row.stream] = now.get(row.stream, 0) + 1
+    return now
+
+
 def violations(rows: Iterable[Row]) -> list[str]:
     """Operations that a device may do too early, in words: reads before writes, and writes before reads."""
     clocks: dict[str, Clock] = {}
@@ -203,19 +215,14 @@ def violations(rows: Iterable[Row]) -> list[str]:
     free: dict[str, Clock] = {}
     found: list[str] = []
     for row in rows:
-        now = clocks.setdefault(row.stream, {})
-        if row.kind == "record":
-            events[row.event] = dict(now)
-        elif row.kind == "wait":
-            _join(now, events[row.event])
-        elif row.kind == "take":
+        now = _advance(row, clocks, events)
+        if row.kind == "take":
             memory[row.writes[0]] = _Memory(row.stream, dict(free.get(row.stream, {})))
         elif row.kind == "free":
             gone = memory.pop(row.writes[0])
             for done in (gone.reads, gone.writes, gone.due):
                 _join(free.setdefault(gone.stream, {}), done)
-        else:
-            now[row.stream] = now.get(row.stream, 0) + 1
+        elif row.kind == "run":
             for number in row.reads:
                 late = _missing(memory[number].writes, now) + _missing(memory[number].due, now)
                 found += [f"{row}: storage {number} may not have been written by {stream}" for stream in late]
@@ -233,13 +240,7 @@ def unjoined(rows: Iterable[Row]) -> list[str]:
     clocks: dict[str, Clock] = {}
     events: dict[int, Clock] = {}
     for row in rows:
-        now = clocks.setdefault(row.stream, {})
-        if row.kind == "record":
-            events[row.event] = dict(now)
-        elif row.kind == "wait":
-            _join(now, events[row.event])
-        elif row.kind == "run":
-            now[row.stream] = now.get(row.stream, 0) + 1
+        _advance(row, clocks, events)
     done = clocks[COMPUTE]
     return [stream for stream, now in clocks.items() if _missing({stream: now.get(stream, 0)}, done)]
 

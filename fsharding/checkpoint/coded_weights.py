@@ -184,4 +184,4 @@ def touched_by(box: Box, shape: tuple[int, ...], blocks: Blocks) -> Box:
     """The box of the scales that a box of a tensor needs."""
     sizes = blocks.sizes(shape)[-len(box) :]
     lead = len(box) - len(sizes)
-    return (*box[:lead], *((a // n, -(-b // n)) for (a, b), n in zip(box[lead:], sizes, strict=True)))
+    return (*box[:lead], *(codec.touched(a, b - a, n) for (a, b), n in zip(box[lead:], sizes, strict=True)))

@@ -22,7 +22,7 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
-from fsharding.comm.codes import Noise
+from fsharding.comm.codes import Noise, is_packed
 from fsharding.comm.handles import Handle, Memory, Rows
 from fsharding.comm.reduce import RowTransport, copy_terms, sum_rows, sums_at_once
 from fsharding.formats import codec
@@ -122,9 +122,7 @@ def _plan(
         first, sent, last = len(parts), [*format.sizes(shape)], len(shape) - 2
         if dim >= last:
             sent[dim - last] = _uncut(sent[dim - last], shape[dim], axis_sizes)
-        packed = format.element.bits == 4 and (
-            dim != len(shape) - 1 or boxes.same_cuts(shape[-1], -(-shape[-1] // 2), axis_sizes, 2)
-        )
+        packed = is_packed(format, shape, dim, axis_sizes)
         parts.append((format.code_shape(shape, packed=packed), dim))
         grid = (-(-shape[-2] // sent[0]), -(-shape[-1] // sent[1]))
         parts.append(((*shape[:-2], *grid, format.scale_dtype.itemsize), dim))
@@ -140,19 +138,10 @@ def _plan(
 
 def _uncut(block: int, size: int, pieces: Sequence[int]) -> int:
     """Along a dim, the size of blocks that lie in one block and that no cut goes through."""
-    cuts = _between(size, pieces)
+    cuts = boxes.common_step(size, pieces)
     if not cuts:
         return block
     return cuts if block >= size else math.gcd(block, cuts)
-
-
-def _between(size: int, pieces: Sequence[int]) -> int:
-    """The greatest number of which all places are multiples where nested ceil-chunks cut a dim; 0 if none does."""
-    if not pieces or size == 0:
-        return 0
-    step = -(-size // pieces[0])
-    inner = math.gcd(_between(step, pieces[1:]), _between(size % step, pieces[1:]))
-    return math.gcd(step if step < size else 0, inner)
 
 
 def _dim_to_cut(shape: tuple[int, ...], members: int, format: Blocks) -> int:
@@ -213,14 +202,8 @@ class CodedReduction:
     def _encoded(self, i: int, x: Tensor) -> list[Tensor]:
         """Codes and scales of a term, as bytes."""
         term, format = self._plan.terms[i], self._plan.format
-        amax = codec.amaxes(x, term.block)
-        of_matrix = None
-        if format.has_outer:
-            flat = amax.flatten(-2)
-            of_matrix = flat.amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[:-1])
-        scales = codec.scales_of(amax, format, of_matrix)
         noise = self._noise(i) if format.keyed and self._noise is not None else None
-        codes = codec.encode(x, scales, format, block=term.block, noise=noise)
+        codes, scales = codec.coded(x, format, block=term.block, noise=noise)
         blocks = scales.blocks
         for place, dim in ((0, -2), (1, -1)):
             if (sent := term.sent[place]) != term.block[place]:
@@ -228,9 +211,9 @@ class CodedReduction:
                 blocks = blocks.index_select(
                     dim, torch.arange(count, device=x.device) * sent // term.block[place]
                 )  # fmt: skip
-        result = [codec.pack(codes) if term.packed else codes, _bytes(blocks)]
+        result = [codec.pack(codes) if term.packed else codes, codec.as_bytes(blocks)]
         if scales.outer is not None:
-            outer = _bytes(scales.outer)
+            outer = codec.as_bytes(scales.outer)
             cut = term.dim >= len(term.shape) - 2
             result.append(outer.expand(self._plan.codes.members, *outer.shape) if cut else outer)
         return result
@@ -319,7 +302,3 @@ class CodedReduction:
             # A copy also where it is contiguous: wider types cannot begin at every byte.
             return part[members.start : members.stop].clone(memory_format=torch.contiguous_format).view(-1, *shape)
         return part.index_select(0, index_of(members, part.device)).view(-1, *shape)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().unsqueeze(-1).view(torch.uint8)

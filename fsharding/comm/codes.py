@@ -35,7 +35,7 @@ from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
     "CodePlan", "Coded", "CodedBucket", "Noise", "code_bucket", "decoded", "encoded", "encoded_bytes",
-    "exchanged_maxima", "from_bytes", "largest_over", "packed_from_bytes", "plan_codes", "rounded_shards",
+    "exchanged_maxima", "from_bytes", "is_packed", "largest_over", "packed_from_bytes", "plan_codes", "rounded_shards",
 ]  # fmt: skip
 
 Noise = Callable[[int], Tensor]
@@ -132,13 +132,24 @@ def plan_codes(
         if not boxes.same_cuts(kept[cut], stop - first, over, block[dim]):
             shared += sharding.axes(cut)
     outer = [*sharding.axes(last), *sharding.axes(last + 1)] if format.has_outer else []
-    packed = format.element.bits == 4 and (
-        cut != len(shape) - 1 or boxes.same_cuts(kept[-1], -(-kept[-1] // 2), over, 2)
-    )
+    packed = is_packed(format, kept, cut, over)
     return CodePlan(
         format, block, (rows[-2], rows[-1]), _start(sharding, shape, coord), held, whole_start, kept, _in_order(shared),
         _in_order(outer), not set(cut_axes) & {*shared}, cut is not None and cut < last, packed,
     )  # fmt: skip
+
+
+def is_packed(format: Blocks, shape: tuple[int, ...], dim: int | None, pieces: tuple[int, ...]) -> bool:
+    """Whether two codes travel in a byte: they have 4 bits, and no cut goes between two that share one.
+
+    Args:
+        format: of the codes.
+        shape: of what is cut.
+        dim: that is cut, if one is.
+        pieces: of each cut in turn.
+    """
+    is_last = dim == len(shape) - 1
+    return format.element.bits == 4 and (not is_last or boxes.same_cuts(shape[-1], -(-shape[-1] // 2), pieces, 2))
 
 
 def _in_order(axes: Sequence[str]) -> tuple[str, ...]:
@@ -208,8 +219,7 @@ def encoded(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh, noi
     amaxes = [_amaxes(plan, shard) for plan, shard in zip(plans, shards, strict=True)]
     amaxes = largest_over(amaxes, [plan.shared for plan in plans], mesh)
     with_outer = [i for i, plan in enumerate(plans) if plan.format.has_outer]
-    of_matrix = [amaxes[i].flatten(-2).amax(-1) if amaxes[i].shape[-2:].numel() else
-                 amaxes[i].new_zeros(amaxes[i].shape[:-2]) for i in with_outer]  # fmt: skip
+    of_matrix = [codec.of_matrices(amaxes[i]) for i in with_outer]
     outer = dict(zip(with_outer, largest_over(of_matrix, [plans[i].outer for i in with_outer], mesh), strict=True))
     result: list[Coded] = []
     for i, (plan, shard, amax) in enumerate(zip(plans, shards, amaxes, strict=True)):
@@ -307,14 +317,10 @@ def encoded_bytes(plans: Sequence[CodePlan], coded: Sequence[Coded]) -> list[Ten
     for plan, (codes, scales) in zip(plans, coded, strict=True):
         result.append(codec.pack(codes) if plan.packed else codes)
         if plan.scales_travel:
-            result.append(_bytes(scales.blocks))
+            result.append(codec.as_bytes(scales.blocks))
         if plan.outer_travels and scales.outer is not None:
-            result.append(_bytes(scales.outer))
+            result.append(codec.as_bytes(scales.outer))
     return result
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[Coded]:

@@ -19,8 +19,8 @@ from torch import Tensor
 from fsharding.formats.blocks import E2M1, Blocks
 
 __all__ = [
-    "Scales", "amaxes", "decode", "encode", "factors", "pack", "rounded", "scales_of", "to_bfloat16", "touched",
-    "unpack",
+    "Scales", "amaxes", "as_bytes", "coded", "decode", "encode", "factors", "of_matrices", "pack", "rounded",
+    "scales_of", "to_bfloat16", "touched", "unpack",
 ]  # fmt: skip
 
 _EXPONENT = 0xFF
@@ -79,6 +79,12 @@ def amaxes(x: Tensor, block: tuple[int, int], start: tuple[int, int] = (0, 0)) -
             size = F.pad(size, (before, after, above, below))
         result = size.reshape(*matrix.shape[:-2], r1 - r0, block[0], c1 - c0, block[1]).amax((-3, -1))
     return result[0] if x.ndim == 1 else result
+
+
+def of_matrices(amax: Tensor) -> Tensor:
+    """The largest magnitudes of whole matrices, from those of their blocks: [..., rows, columns] to [...]."""
+    flat = amax.flatten(-2)
+    return flat.amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[:-1])
 
 
 def scales_of(amax: Tensor, format: Blocks, outer_amax: Tensor | None = None) -> Scales:
@@ -219,6 +225,16 @@ def encode(
     return code | (torch.signbit(numbers).to(torch.uint8) << 3)
 
 
+def coded(
+    x: Tensor, format: Blocks, *, block: tuple[int, int] | None = None, noise: Tensor | None = None
+) -> tuple[Tensor, Scales]:
+    """The codes of a whole tensor, one a byte, and its scales; arguments as in `encode`."""
+    block = block or format.sizes(tuple(x.shape))
+    amax = amaxes(x, block)
+    scales = scales_of(amax, format, of_matrices(amax) if format.has_outer else None)
+    return encode(x, scales, format, block=block, noise=noise), scales
+
+
 def decode(
     codes: Tensor,
     scales: Scales,
@@ -245,6 +261,11 @@ def decode(
     else:
         numbers = codes.view(format.dtype).to(torch.float32)
     return _apply(numbers, factors(scales, format), block, start, divide=False).to(dtype)
+
+
+def as_bytes(scales: Tensor) -> Tensor:
+    """Scales as bytes, in a last dim of their own: uint8[..., bytes of one]."""
+    return scales.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def pack(codes: Tensor) -> Tensor:

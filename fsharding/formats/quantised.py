@@ -374,11 +374,7 @@ class _Encode(Function):
 
     @staticmethod
     def forward(x: Tensor, noise: Tensor | None, format: Blocks, block: tuple[int, int]) -> tuple[Tensor, ...]:
-        amax = codec.amaxes(x, block)
-        matrix = amax.flatten(-2)
-        of_matrix = (matrix.amax(-1) if matrix.shape[-1] else matrix.sum(-1)) if format.has_outer else None
-        scales = codec.scales_of(amax, format, of_matrix)
-        codes = codec.encode(x, scales, format, block=block, noise=noise)
+        codes, scales = codec.coded(x, format, block=block, noise=noise)
         codes = codec.pack(codes) if format.element.bits == 4 else codes
         return (codes, *(part for part in scales if part is not None))
 

@@ -183,12 +183,9 @@ class Codes(NamedTuple):
 
 def codes_of(x: Tensor, format: Blocks) -> Codes:
     """A matrix, rounded to the nearest number of a format."""
-    format, shape = format.with_rounding("nearest"), tuple(x.shape)
-    amax = codec.amaxes(x, format.sizes(shape))
-    outer = (amax.amax() if amax.numel() else amax.new_zeros(())) if format.has_outer else None
-    scales = codec.scales_of(amax, format, outer)
-    values = codec.encode(x, scales, format)
-    return Codes(codec.pack(values) if format.element.bits == 4 else values, scales, format, shape[-1])
+    format = format.with_rounding("nearest")
+    values, scales = codec.coded(x, format)
+    return Codes(codec.pack(values) if format.element.bits == 4 else values, scales, format, x.shape[-1])
 
 
 def _numbers(codes: Codes) -> Tensor:

@@ -21,6 +21,7 @@ __all__ = [
     "Runs",
     "are_disjoint",
     "chunk",
+    "common_step",
     "covers",
     "cut_runs",
     "ends_on",
@@ -77,14 +78,23 @@ def nested_chunk(size: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return start, stop
 
 
+def common_step(size: int, pieces: Sequence[int]) -> int:
+    """The largest number that divides all places inside of `range(size)` where nested ceil-chunks cut it; 0 for none.
+
+    Args:
+        size: indices.
+        pieces: of each cut in turn.
+    """
+    if not pieces or size == 0:
+        return 0
+    step = -(-size // pieces[0])
+    inner = math.gcd(common_step(step, pieces[1:]), common_step(size % step, pieces[1:]))
+    return math.gcd(step if step < size else 0, inner)
+
+
 def ends_on(size: int, pieces: Sequence[int], multiple: int) -> bool:
     """Whether nested ceil-chunks of `range(size)`, `pieces` of them in turn, all end on a multiple, or at its end."""
-    if not pieces or size == 0:
-        return True
-    step = -(-size // pieces[0])
-    if step < size and step % multiple:
-        return False
-    return all(ends_on(length, pieces[1:], multiple) for length in (min(step, size), size % step))
+    return common_step(size, pieces) % multiple == 0
 
 
 def same_cuts(size: int, parts: int, pieces: Sequence[int], factor: int) -> bool:

@@ -31,6 +31,7 @@ from fsharding.sharding.leaf_plan import (
     NamedLeaf,
     check_leaves,
     check_stages,
+    is_stacked,
     is_trainable,
     objections_to_cuts,
     owner_of,
@@ -152,12 +153,13 @@ class Layout:
 
     def format_of(self, leaf: LeafLayout) -> Blocks | None:
         """The format of low precision in which the loss function sees a leaf, if it has one."""
-        stacked = bool(leaf.names) and leaf.names[0] == LAYERS
-        return self.precision.format_of(leaf.path, len(leaf.shape) - stacked) if leaf.trainable else None
+        ndim = len(leaf.shape) - is_stacked(leaf.names)
+        return self.precision.format_of(leaf.path, ndim) if leaf.trainable else None
 
     def rounds(self, leaf: LeafLayout) -> Blocks | None:
         """The format that a parameter at rest has been rounded to: one that is not its own main copy."""
-        return None if self._is_main(leaf) else self.format_of(leaf)
+        format = self.format_of(leaf)
+        return None if format is None or self._is_main(leaf) else format
 
     def in_flight(self, precision: Precision) -> Precision:
         """The precision of a call that gathers parameters of this layout: what is rounded already is not once more.
@@ -262,9 +264,8 @@ class Layout:
     def blocks_of(self, leaf: NamedLeaf) -> Blocks | None:
         """The blocks on whose borders a leaf is cut; None where that does not matter."""
         path, shape, dtype, names = leaf
-        stacked = bool(names) and names[0] == LAYERS
         wanted = self.align and dtype.is_floating_point
-        return self.precision.format_of(path, len(shape) - stacked) if wanted else None
+        return self.precision.format_of(path, len(shape) - is_stacked(names)) if wanted else None
 
     def check_blocks(self) -> None:
         """Refuses cuts that go through blocks, where they must not; all of them are listed.

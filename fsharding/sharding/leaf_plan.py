@@ -38,6 +38,7 @@ __all__ = [
     "STATISTICS",
     "check_leaves",
     "check_stages",
+    "is_stacked",
     "is_trainable",
     "kind_text",
     "mean_over",
@@ -94,6 +95,11 @@ class LeafLayout:
 
 NamedLeaf: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, tuple[DimName, ...] | None]
 """Path, shape, dtype, dim names."""
+
+
+def is_stacked(names: Sequence[DimName] | None) -> bool:
+    """Whether units of a leaf with such dim names are its rows."""
+    return bool(names) and names[0] == LAYERS
 
 
 def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, frozen: Sequence[str]) -> None:

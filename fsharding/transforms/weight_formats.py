@@ -25,7 +25,7 @@ from fsharding.mesh.device_mesh import Mesh, data_position
 from fsharding.precision import Precision
 from fsharding.sharding.boxes import Runs
 from fsharding.sharding.layout import Layout
-from fsharding.sharding.leaf_plan import LAYERS, LeafLayout
+from fsharding.sharding.leaf_plan import LeafLayout, is_stacked
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, to_local
 from fsharding.transforms.unit_plan import LeafIndex, whole
 from fsharding.tree import Tree
@@ -150,6 +150,8 @@ def round_copies(leaves: Sequence[DTensor | None], layout: Layout, key: Tensor |
         DTensors where the main parameters are, rounded ones in the dtype of compute; others as they were. Collective
         where a block is on several ranks.
     """
+    if layout.precision.gather is None:
+        return list(leaves)
     return [
         x if x is None or format is None else round_leaf(x, leaf, leaf.main, format, layout.precision, key)
         for x, leaf, format in zip(leaves, layout.leaves, map(layout.rounds, layout.leaves), strict=True)
@@ -192,7 +194,7 @@ def round_leaf(
     if grid is None:
         return like(x, local.to(dtype))
     sharding, shape = node.sharding, tuple(node.shape)
-    stacked = leaf.names is not None and leaf.names[0] == LAYERS
+    stacked = is_stacked(leaf.names)
 
     def noise(_: int) -> Tensor:
         ranges, whole_shape = list(sharding.grid(shape) or ()), shape
