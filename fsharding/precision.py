@@ -68,8 +68,9 @@ class ScaleState(NamedTuple):
 Sums: TypeAlias = Literal["auto", "ordered", "native"]
 """How gradients are summed over ranks; see `Precision`."""
 
-KEEP = ("*embed*", "*head", "*router*", "*norm*", "*bias*")
-"""Parts of the paths of leaves that stay in the dtype of compute, where nothing else is said."""
+KEEP = ("*embed*", "*head", "*router*", "*.mlp.gate.weight", "*shared_expert_gate*", "*norm*", "*bias*")
+"""Parts of the paths of leaves that stay in the dtype of compute, where nothing else is said; modules of Hugging Face
+call a router `mlp.gate`."""
 
 _ROWS = re.compile(r"(.*)\[(-?\d*)(:?)(-?\d*)\]")
 

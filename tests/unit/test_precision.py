@@ -79,3 +79,22 @@ def test_dtypes_that_kernels_lack():
         " fs.Blocks, such as fs.formats.MXFP8: 8 bits without scales lose small numbers. Moments take one of 8 bits"
         " without a scale of whole matrices."
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "taken"),
+    [
+        ("blocks.wq", True),
+        ("blocks.gate", True),
+        ("blocks.experts.router", False),
+        ("embed", False),
+        ("model.layers.mlp.gate_proj.weight", True),
+        ("model.layers.mlp.gate.weight", False),  # a router
+        ("model.layers.mlp.shared_expert_gate.weight", False),
+        ("model.layers.input_layernorm.weight", False),
+        ("lm_head.weight", False),
+    ],
+)
+def test_leaves_that_have_no_format_by_default(path, taken):
+    assert (fs.MXFP8.format_of(path, 2) is not None) == taken
+    assert fs.MXFP8.format_of(path, 1) is None

@@ -105,5 +105,5 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
         "Numbers are at least 1; contenders are compute-only, ddp, fsdp2, fsdp2-default, fsdp2-bf16-sums, simple-fsdp, "
         "simple-fsdp-compiled, deepspeed-zero1, "
         "deepspeed-zero2, deepspeed-zero3, fsharding-zero0, fsharding-zero1, fsharding-zero2, fsharding-zero3, "
-        "fsharding-hybrid."
+        "fsharding-zero3-captured, fsharding-hybrid."
     )

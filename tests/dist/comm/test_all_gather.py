@@ -120,8 +120,8 @@ def test_memory_is_given_in_turns_and_used_again(ranks):
     one = segments.size_of(4 << 15)
     with RankPool(ranks) as pool:
         sizes = pool.run(a_long_run, ranks, 40)
-    # Two alive, one offered, one or two that a slow rank still reads; and small blocks of the introduction.
-    assert sum(sizes) < 6 * one, sizes
+    # Of 40: two alive, one offered, up to three that slow ranks still read; and small blocks of the introduction.
+    assert sum(sizes) < 7 * one, sizes
     assert all(size >= one for size in sizes), "everybody's turn comes"
 
 

@@ -176,7 +176,7 @@ def garbage(strategy, precision):
     layout = fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
     state = fs.init_state(MODEL, opt, fs.random.key(0), layout)
     step, (batch,) = fs.make_train_step(MODEL, opt, microbatches=2), batches(1, mesh)
-    with large_from(1):
+    with large_from(1), point_to_point():
         state, _ = step(state, batch)
         gc.collect()
         gc.disable()
