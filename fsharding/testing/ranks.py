@@ -52,7 +52,11 @@ _UNGUARDED = 97
 _GRACE = 1.0
 _CROWD = 40
 """Threads: a gloo group has two or three, one of which wakes a hundred times a second. A new pool takes 0.1 s."""
-_PRELOAD = ("torch", "torch.distributed.tensor", "fsharding", "numpy", "hypothesis", "pytest", "torch._dynamo")
+_PRELOAD = (
+    "torch", "torch.distributed.tensor", "numpy", "hypothesis", "pytest", "torch._dynamo", "fsharding.testing",
+    "fsharding.api",
+)  # fmt: skip
+"""What the fork server imports once for all ranks; `fsharding` alone would import next to nothing."""
 
 
 # ------------------------------------------------------------------------------------------------ in the rank's process

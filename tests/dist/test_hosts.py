@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fsharding as fs
 from fsharding.bench.hosts import arguments_of, on_two_hosts
 from fsharding.bench.options import StepConfig
 from fsharding.errors import ConfigError, RankError
@@ -79,11 +80,13 @@ def test_a_host_sees_its_own_processes_memory_and_files_and_the_other_by_address
     a, b = first.stdout.split("\n"), second.stdout.split("\n")
     assert (a[0], b[0], first.stderr, second.stderr) == ("host0", "host1", "", "")
     assert int(a[1]) < 8, "its own processes alone"
-    assert a[2:6] == b[2:6] == ["/dev/shm:", "", "/tmp:", str(tmp_path).split("/")[2]], (
-        "nothing in them but what is shared"
-    )
-    assert a[7] != b[7] and a[7] != os.readlink("/proc/self/ns/ipc")
-    assert a[8] == os.getcwd()
+    # The checkout and its Python are shared too, which matters where they are below /tmp.
+    places = [Path(x).resolve().parts for x in (tmp_path, sys.prefix, sys.base_prefix, fs.__path__[0], os.getcwd())]
+    shared = ["/dev/shm:", "", "/tmp:", *sorted({parts[2] for parts in places if parts[1] == "tmp"})]
+    end = 2 + len(shared)
+    assert a[2:end] == b[2:end] == shared, "nothing in them but what is shared"
+    assert a[end + 1] != b[end + 1] and a[end + 1] != os.readlink("/proc/self/ns/ipc")
+    assert a[end + 2] == os.getcwd()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["host0", "host1"]
 
 

@@ -32,6 +32,13 @@ def pid():
     return os.getpid()
 
 
+def imported_by_itself():
+    """Modules that are not from the fork server: what a process needs to be one comes first of all."""
+    names = [*sys.modules]
+    own = names[names.index("multiprocessing.popen_fork") :]
+    return [name for name in own if name.split(".")[0] in ("torch", "fsharding")]
+
+
 def environment():
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_GLOO_LAZY_INIT")
     return {name: os.environ[name] for name in names} | {"threads": torch.get_num_threads()}
@@ -123,6 +130,12 @@ def failure(fn, n, *args, **kwargs):
         run_ranks(fn, n, *args, **kwargs)
     assert isinstance(caught.value, RankFailure)
     return caught.value
+
+
+def test_ranks_have_torch_and_the_library_from_the_fork_server():
+    """Each rank would take half a second for them."""
+    with RankPool(2) as pool:
+        assert pool.run(imported_by_itself) == [[], []]
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
