@@ -154,11 +154,7 @@ class NamedSharding:
 
     def drop(self, dim: int = 0) -> NamedSharding:
         """The sharding of one index along a dim, such as one block of a stacked leaf."""
-        left = tuple(
-            a if a.dim is None or a.dim < dim else replace(a, dim=a.dim - 1) for a in self.assigned if a.dim != dim
-        )
-        owned = tuple(axis for axis in self.owned if axis not in self.spec.axes(dim))
-        return replace(self, spec=self.spec.drop(dim), assigned=left, owned=owned)
+        return _dropped(self, dim)
 
     def slice_of_mesh(self) -> NamedSharding:
         """Without its assignments: how a leaf is cut on the slice of the mesh that holds it."""
@@ -282,6 +278,15 @@ def _simplified(sharding: NamedSharding) -> NamedSharding:
     spec = P(*(sharding.axes(dim) for dim in range(len(sharding.spec))))
     partial, owned = (tuple(a for a in x if shape.axis_size(a) > 1) for x in (sharding.partial, sharding.owned))
     return replace(sharding, spec=spec, partial=partial, owned=owned)
+
+
+@cache_on_its_mesh()
+def _dropped(sharding: NamedSharding, dim: int) -> NamedSharding:
+    left = tuple(
+        a if a.dim is None or a.dim < dim else replace(a, dim=a.dim - 1) for a in sharding.assigned if a.dim != dim
+    )
+    owned = tuple(axis for axis in sharding.owned if axis not in sharding.spec.axes(dim))
+    return replace(sharding, spec=sharding.spec.drop(dim), assigned=left, owned=owned)
 
 
 @cache_on_its_mesh()
