@@ -93,8 +93,8 @@ class PartialOutput:
 
     def discard(self) -> None:
         """Removes what a failed save left; the next save removes what cannot be removed now."""
-        if _is_at(self._lock, self.path):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if _is_at(self._lock, self.path):
                 _remove(self.path)
 
     def close(self) -> None:

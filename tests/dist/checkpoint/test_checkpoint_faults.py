@@ -147,8 +147,8 @@ class Faults:
 
     @contextmanager
     def at(self, number):
-        """Inside, operation `number` fails."""
-        self.left, self.failed, self.armed = number, "", True
+        """Inside, operation `number` fails; none for -1."""
+        self.left, self.failed, self.armed = number, "", number >= 0
         try:
             yield
         finally:
