@@ -216,19 +216,32 @@ def encoded(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh, noi
         For each leaf its codes, and the scales of the blocks that the shard touches; of all blocks where scales do not
         travel.
     """
+    scales = _scales(plans, shards, mesh)
+    result: list[Coded] = []
+    for i, (plan, shard, of_all) in enumerate(zip(plans, shards, scales, strict=True)):
+        codes, here = _encode(plan, shard, of_all, noise, i)
+        result.append(Coded(codes, here if plan.scales_travel else of_all))
+    return result
+
+
+def _scales(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh) -> list[Scales]:
+    """The scales of the blocks that each shard touches; of all blocks where ranks share them."""
     amaxes = [_amaxes(plan, shard) for plan, shard in zip(plans, shards, strict=True)]
     amaxes = largest_over(amaxes, [plan.shared for plan in plans], mesh)
     with_outer = [i for i, plan in enumerate(plans) if plan.format.has_outer]
     of_matrix = [codec.of_matrices(amaxes[i]) for i in with_outer]
     outer = dict(zip(with_outer, largest_over(of_matrix, [plans[i].outer for i in with_outer], mesh), strict=True))
-    result: list[Coded] = []
-    for i, (plan, shard, amax) in enumerate(zip(plans, shards, amaxes, strict=True)):
-        scales = codec.scales_of(amax, plan.format, outer.get(i))
-        here = _here(plan, scales, plan.held, plan.start)
-        drawn = noise(i) if plan.format.keyed and noise is not None else None
-        codes = codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn)
-        result.append(Coded(codes, here if plan.scales_travel else scales))
-    return result
+    return [
+        codec.scales_of(amax, plan.format, outer.get(i))
+        for i, (plan, amax) in enumerate(zip(plans, amaxes, strict=True))
+    ]
+
+
+def _encode(plan: CodePlan, shard: Tensor, scales: Scales, noise: Noise | None, number: int) -> Coded:
+    """The codes of a shard, and the scales of the blocks that it touches."""
+    here = _here(plan, scales, plan.held, plan.start)
+    drawn = noise(number) if plan.format.keyed and noise is not None else None
+    return Coded(codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn), here)
 
 
 def _amaxes(plan: CodePlan, shard: Tensor) -> Tensor:
@@ -295,18 +308,30 @@ def _largest(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     return bits.view(torch.float32)
 
 
+@torch.no_grad()
 def rounded_shards(
-    plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh, dtype: torch.dtype, noise: Noise | None = None
+    plans: Sequence[CodePlan],
+    shards: Sequence[Tensor],
+    mesh: Mesh,
+    dtypes: Sequence[torch.dtype],
+    noise: Noise | None = None,
 ) -> list[Tensor]:
-    """Shards of numbers that codes can stand for; arguments as in `encoded`.
+    """Shards of numbers that codes can stand for; the codes of one are there at a time. Arguments as in `encoded`.
+
+    Args:
+        plans: of the leaves.
+        shards: this rank's.
+        mesh: with devices.
+        dtypes: of the results.
+        noise: for formats whose rounding is keyed.
 
     Returns:
-        The shards in `dtype`: those of the whole leaves that `decoded` gives.
+        The shards of the whole leaves that `decoded` gives.
     """
     result: list[Tensor] = []
-    for plan, (codes, scales) in zip(plans, encoded(plans, shards, mesh, noise), strict=True):
-        here = scales if plan.scales_travel else _here(plan, scales, plan.held, plan.start)
-        result.append(codec.decode(codes, here, plan.format, dtype, block=plan.block, start=plan.start))
+    for i, (plan, shard, scales) in enumerate(zip(plans, shards, _scales(plans, shards, mesh), strict=True)):
+        codes, here = _encode(plan, shard, scales, noise, i)
+        result.append(codec.decode(codes, here, plan.format, dtypes[i], block=plan.block, start=plan.start))
     return result
 
 

@@ -27,7 +27,7 @@ from fsharding.sharding.leaf_plan import LeafLayout, owner_of, type_text
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, local_of, sharding_of, typeof
 from fsharding.train.state import STATE_FIELDS, TrainState, rounding_key
 from fsharding.train.state_check import check_state
-from fsharding.transforms.weight_formats import round_leaf
+from fsharding.transforms.weight_formats import AtRest, round_leaves
 from fsharding.tree import Tree
 
 __all__ = [
@@ -133,8 +133,8 @@ def _parameter(
     source = kept if kept[0] == wanted and same else full
     if format is not None and not same:
         # It is rounded before it is sent, where its main copy is.
-        x = None if source[2] is None else round_leaf(source[2], old, source[1], format, b.precision, key)
-        source = wanted, source[1], x
+        at = [] if source[2] is None else [AtRest(source[2], old, source[1], format)]
+        source = wanted, source[1], next(iter(round_leaves(at, b.precision, key)), None)
 
     def moving(
         field: str, have: tuple[torch.dtype, NamedSharding, Any], to: NamedSharding, dtype: torch.dtype

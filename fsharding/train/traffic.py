@@ -301,12 +301,14 @@ def round_at_rest(sender: Sender) -> None:
         sender: the rank.
     """
     kind = {"before": "params", "after": "main"}.get(sender.rounds)
+    plans: list[CodePlan] = []
     for plan in sender.layout.leaves if kind is not None else ():
         leaf = _here(sender, plan)
         rounds = sender.layout.rounds(plan) if kind == "main" else sender.layout.format_of(plan)
         if leaf is not None and rounds is not None:
             assert kind is not None
-            _maxima(sender, [_codes(sender, leaf, leaf.cut(kind))], 1)
+            plans.append(_codes(sender, leaf, leaf.cut(kind)))
+    _maxima(sender, plans, 1)
 
 
 def _reduce(sender: Sender, unit: Sequence[_Leaf], without_format: frozenset[str], count: int) -> None:

@@ -7,9 +7,12 @@ Law: a weight is rounded once, from its main copy, to the same bits under every 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +29,11 @@ from fsharding.precision import Precision
 from fsharding.sharding.boxes import Runs
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, is_stacked
-from fsharding.sharding.named_sharding import NamedSharding, like, local_of, to_local
+from fsharding.sharding.named_sharding import Local, NamedSharding, like, local_of, to_local
 from fsharding.transforms.unit_plan import LeafIndex, whole
 from fsharding.tree import Tree
 
-__all__ = ["WeightFormats", "key_of_terms", "plan_weight", "round_copies", "round_leaf", "round_params"]
+__all__ = ["AtRest", "WeightFormats", "key_of_terms", "plan_weight", "round_copies", "round_leaves", "round_params"]
 
 
 _GIVE_A_KEY = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
@@ -138,6 +141,22 @@ def plan_weight(sharding: NamedSharding, shape: tuple[int, ...], format: Blocks)
     return codes.plan_codes(sharding.mesh, sharding, whole(sharding), tuple(shape), format)
 
 
+class AtRest(NamedTuple):
+    """A main parameter at rest, and how it is to be rounded.
+
+    Attributes:
+        x: the leaf.
+        leaf: its layout.
+        home: where it is, which says what layers of a stack the rank has.
+        format: that it is rounded to.
+    """
+
+    x: DTensor
+    leaf: LeafLayout
+    home: NamedSharding
+    format: Blocks
+
+
 def round_copies(leaves: Sequence[DTensor | None], layout: Layout, key: Tensor | None) -> list[DTensor | None]:
     """Main parameters, each rounded as its copy at rest is, where there is one that has a format.
 
@@ -152,10 +171,14 @@ def round_copies(leaves: Sequence[DTensor | None], layout: Layout, key: Tensor |
     """
     if layout.precision.gather is None:
         return list(leaves)
-    return [
-        x if x is None or format is None else round_leaf(x, leaf, leaf.main, format, layout.precision, key)
-        for x, leaf, format in zip(leaves, layout.leaves, map(layout.rounds, layout.leaves), strict=True)
+    formats = [None if x is None else layout.rounds(leaf) for x, leaf in zip(leaves, layout.leaves, strict=True)]
+    taken = [
+        AtRest(x, leaf, leaf.main, format)
+        for x, leaf, format in zip(leaves, layout.leaves, formats, strict=True)
+        if x is not None and format is not None
     ]
+    rounded = iter(round_leaves(taken, layout.precision, key))
+    return [x if format is None else next(rounded) for x, format in zip(leaves, formats, strict=True)]
 
 
 def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
@@ -169,42 +192,64 @@ def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor
     """
     if precision.gather is None or precision.rounded:
         return params
-    result: list[Tensor] = []
-    for x, leaf in zip(tree.leaves(params), layout.leaves, strict=True):
-        format = layout.format_of(leaf)
-        result.append(x if format is None else round_leaf(x, leaf, leaf.params, format, precision, key))
+    formats = [layout.format_of(leaf) for leaf in layout.leaves]
+    leaves = tree.leaves(params)
+    taken = [
+        AtRest(x, leaf, leaf.params, format)
+        for x, leaf, format in zip(leaves, layout.leaves, formats, strict=True)
+        if format is not None
+    ]
+    rounded = iter(round_leaves(taken, precision, key))
+    result = [x if format is None else next(rounded) for x, format in zip(leaves, formats, strict=True)]
     return tree.unflatten(layout.structure, result)
 
 
-def round_leaf(
-    x: DTensor, leaf: LeafLayout, home: NamedSharding, format: Blocks, precision: Precision, key: Tensor | None
-) -> DTensor:
-    """A main parameter at rest as a loss function sees it, in the dtype of compute; cut as it was.
+def round_leaves(given: Sequence[AtRest], precision: Precision, key: Tensor | None) -> list[DTensor]:
+    """Main parameters at rest as a loss function sees them, in the dtype of compute; cut as they were.
 
     Args:
-        x: the leaf.
-        leaf: its layout.
-        home: where it is, which says what layers of a stack the rank has.
-        format: that it is rounded to.
-        precision: which layers have none.
+        given: those of one layout. Ranks that share blocks of some of them exchange the magnitudes of all at once.
+        precision: which layers of a stack have no format.
         key: for keyed rounding.
     """
-    node, local, dtype = to_local(x), local_of(x), precision.compute_dtype(leaf.init)
-    grid = home.grid(leaf.shape)
-    if grid is None:
-        return like(x, local.to(dtype))
-    sharding, shape = node.sharding, tuple(node.shape)
-    stacked = is_stacked(leaf.names)
+    present = [at.home.grid(at.leaf.shape) is not None for at in given]
+    held = [*itertools.compress(given, present)]
+    nodes, locals_ = [to_local(at.x) for at in held], [local_of(at.x) for at in held]
+    plans = [plan_weight(node.sharding, node.shape, at.format) for node, at in zip(nodes, held, strict=True)]
+    dtypes = [precision.compute_dtype(at.leaf.init) for at in given]
+    rounded: list[Tensor] = []
+    if held:
+        of_held = [*itertools.compress(dtypes, present)]
+        noise = functools.partial(_noise_at_rest, held, nodes, key)
+        rounded = codes.rounded_shards(plans, locals_, nodes[0].sharding.mesh, of_held, noise)
+        for at, local, out in zip(held, locals_, rounded, strict=True):
+            _keep_rows(at, local, out, precision)
+    results = iter(rounded)
+    return [
+        like(at.x, next(results) if there else local_of(at.x).to(dtype))
+        for at, there, dtype in zip(given, present, dtypes, strict=True)
+    ]
 
-    def noise(_: int) -> Tensor:
-        ranges, whole_shape = list(sharding.grid(shape) or ()), shape
-        if stacked:
-            ranges[0], whole_shape = grid[0], (leaf.shape[0], *shape[1:])
-        return _noise(key, leaf.path, whole_shape, ranges, local.device)
 
-    (out,) = codes.rounded_shards([plan_weight(sharding, shape, format)], [local], sharding.mesh, dtype, noise)
-    if stacked and (kept := precision.kept_rows(leaf.path, leaf.shape[0])):
-        here = [row for start, stop in grid[0] for row in range(start, stop)]
-        for place in (place for place, row in enumerate(here) if row in kept):
-            out[place] = local[place].to(dtype)
-    return like(x, out)
+def _noise_at_rest(held: Sequence[AtRest], nodes: Sequence[Local], key: Tensor | None, number: int) -> Tensor:
+    """The numbers by which a main parameter at rest is rounded: those of its place in the whole leaf."""
+    leaf, node = held[number].leaf, nodes[number]
+    ranges, shape = list(node.sharding.grid(node.shape) or ()), tuple(node.shape)
+    if is_stacked(leaf.names):
+        ranges[0], shape = _layers(held[number]), (leaf.shape[0], *shape[1:])
+    return _noise(key, leaf.path, shape, ranges, node.value.device)
+
+
+def _keep_rows(at: AtRest, local: Tensor, out: Tensor, precision: Precision) -> None:
+    """Writes the layers of a stack that have no format as they were."""
+    kept = precision.kept_rows(at.leaf.path, at.leaf.shape[0]) if is_stacked(at.leaf.names) else ()
+    here = [row for start, stop in _layers(at) for row in range(start, stop)] if kept else []
+    for place in (place for place, row in enumerate(here) if row in kept):
+        out[place] = local[place].to(out.dtype)
+
+
+def _layers(at: AtRest) -> Runs:
+    """The layers of a stack that the rank has."""
+    grid = at.home.grid(at.leaf.shape)
+    assert grid is not None
+    return grid[0]
