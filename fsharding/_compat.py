@@ -706,6 +706,11 @@ def all_gather_flat(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Wo
     return op(out, x, group=group, async_op=True)
 
 
+def all_gather_several(outs: Sequence[Tensor], xs: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Starts the backend's own all-gathers of several flat shards as one collective."""
+    return group.allgather_into_tensor_coalesced(list(outs), list(xs))
+
+
 def reduce_scatter_flat(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts the backend's own reduce-scatter of equal flat shards (renamed in torch 2.13)."""
     op: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -25,6 +25,8 @@ from fsharding.comm.native import Works
 from fsharding.comm.streams import use_streams
 
 COMPUTE = "compute"
+_RESULTS_FIRST = ("_allgather_base", "allgather_into_tensor_coalesced", "alltoall_base", "_reduce_scatter")
+"""Collectives that write their first argument alone."""
 
 
 class Row(NamedTuple):
@@ -109,11 +111,7 @@ class RecordingStreams:
         schema, given = func._schema, (*args, *kwargs.values())
         written = {id(x) for a, x in zip(schema.arguments, given, strict=False) if _is_written(a) for x in tensors(x)}
         if collective:
-            outs = (
-                1
-                if func.name().split("::")[1].startswith(("_allgather_base", "alltoall_base", "_reduce_scatter"))
-                else 9
-            )
+            outs = 1 if func.name().split("::")[1].startswith(_RESULTS_FIRST) else 9
             written = {id(x) for x in tensors(given[:outs])}
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         if is_view and not written:

@@ -9,6 +9,7 @@ Law: copy-in then copy-out is the identity, for even, uneven and empty pieces; p
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ from fsharding import _compat
 from fsharding.sharding import boxes
 
 __all__ = [
-    "Bucket", "PieceGrid", "Slot", "copy_in", "copy_out", "fill", "piece_views", "pieces_of", "plan_bucket",
-    "whole_views",
+    "Bucket", "Parted", "PieceGrid", "Slot", "copy_in", "copy_out", "fill", "part", "piece_views", "pieces_of",
+    "plan_bucket", "whole_views",
 ]  # fmt: skip
 
 _ALIGN = 64
@@ -92,6 +93,13 @@ class Slot:
     def grids(self) -> tuple[PieceGrid, ...]:
         """All pieces that are not empty: at most 2 to the power of the number of axes, one where the cuts are even."""
         return tuple(_piece_grids(self.shape[self.dim] if self.shape else 1, self.axis_sizes))
+
+    @functools.cached_property
+    def joined(self) -> bool:
+        """Whether the pieces of all members, one after the other, are the whole leaf as it lies in memory."""
+        grid = self.grids[0] if len(self.grids) == 1 else None
+        whole = grid is not None and math.prod(grid.counts) == math.prod(self.axis_sizes)
+        return self.before == 1 and grid is not None and whole and grid.follows
 
     def piece(self, member: int) -> tuple[int, int]:
         """The piece of a member: (start, stop) along `dim`."""
@@ -189,6 +197,39 @@ def plan_bucket(leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tup
         width += math.prod(slot.piece_shape(0))  # the first one is the longest
         size += -(-math.prod(shape) // _ALIGN) * _ALIGN
     return Bucket(tuple(slots), math.prod(axis_sizes), width, size)
+
+
+class Parted(NamedTuple):
+    """The leaves of a bucket that a backend can gather to where they are whole, and the others.
+
+    Attributes:
+        direct: numbers of leaves whose gathered pieces are the leaf.
+        others: numbers of those that travel in rows.
+        rest: a bucket of these, whose flat buffer is that of the whole bucket.
+    """
+
+    direct: tuple[int, ...]
+    others: tuple[int, ...]
+    rest: Bucket
+
+
+@functools.lru_cache(maxsize=4096)
+def part(bucket: Bucket, least: int) -> Parted:
+    """Tells leaves of a bucket apart by whether they have to be put together from rows.
+
+    Args:
+        bucket: the plan.
+        least: elements of a piece below which a leaf is not worth a message of its own.
+    """
+    slots = [*enumerate(bucket.slots)]
+    direct = tuple(i for i, slot in slots if slot.joined and math.prod(slot.piece_shape(0)) >= least)
+    others = tuple(i for i, _ in slots if i not in direct)
+    rest: list[Slot] = []
+    width = 0
+    for i in others:
+        rest.append(dataclasses.replace(bucket.slots[i], offset=width))
+        width += math.prod(bucket.slots[i].piece_shape(0))
+    return Parted(direct, others, Bucket(tuple(rest), bucket.members, width, bucket.size))
 
 
 def piece_views(row: Tensor, bucket: Bucket, member: int) -> list[Tensor]:

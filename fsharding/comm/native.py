@@ -27,6 +27,9 @@ from fsharding.mesh.failures import among
 
 __all__ = ["Message", "Native", "Works", "as_bytes", "receive", "receive_object", "send", "send_object"]
 
+_WORTH = 1 << 14
+"""Bytes of a piece from which a leaf is gathered to where it is whole: smaller messages cost more than the copies."""
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -105,6 +108,10 @@ class Native:
     ) -> Handle[Tensor]:
         """See `Transport`."""
         memory = memory or FreshMemory(self.device)
+        if self._gathers_in_place(bucket, dtype):
+            flat = memory.empty(bucket.size, dtype)
+            rows = self._start_in_place(bucket, shards, buckets.whole_views(flat, bucket), memory)
+            return _Joined(rows, lambda _: flat)
         rows = self._start_gather(bucket, shards, dtype, memory)
 
         def join(rows: Rows) -> Tensor:
@@ -120,8 +127,44 @@ class Native:
         """See `Transport`."""
         own = buckets.pieces_of(leaves, bucket, self.group.index)
         there = self.group.index if all(map(_compat.is_same_view, own, shards)) else None
+        if there is None and self._gathers_in_place(bucket, leaves[0].dtype):
+            return _Joined(self._start_in_place(bucket, shards, leaves, FreshMemory(self.device)), lambda _: leaves)
         rows = self._start_gather(bucket, shards, leaves[0].dtype, None)
         return _Joined(rows, lambda rows: buckets.fill(rows, list(leaves), bucket, there=there))
+
+    def _gathers_in_place(self, bucket: Bucket, dtype: torch.dtype) -> bool:
+        """Whether the backend can gather some leaves to where they are whole."""
+        ordered = self.group.process_group is not None and self.group.in_order
+        return ordered and bool(buckets.part(bucket, _WORTH // dtype.itemsize).direct)
+
+    def _start_in_place(
+        self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor], memory: Memory
+    ) -> Handle[Sequence[Tensor]]:
+        """Starts one collective that gathers each leaf that it can to where it is whole, and rows of the others.
+
+        Args:
+            bucket: with a leaf that can.
+            shards: of this rank, of any dtype.
+            leaves: contiguous, of one dtype: the results.
+            memory: for the rows.
+        """
+        group, dtype = self.group, leaves[0].dtype
+        direct, others, rest = buckets.part(bucket, _WORTH // dtype.itemsize)
+        # A shard that needs no cast is sent from where it is.
+        own = [shards[i].to(dtype).contiguous().view(-1) for i in direct]
+        outs = [leaves[i].view(-1) for i in direct]
+        rows = self._rows(rest.width, dtype, memory)
+        if rest.width:
+            row = self._own_row(rows)
+            _compat.foreach_copy_(buckets.piece_views(row, rest, group.index), [shards[i] for i in others])
+            own.append(row)
+            outs.append(rows.view(-1))
+        record_sent((group.size - 1) * sum(x.nbytes for x in own), group.axes)
+        assert group.process_group is not None
+        with among(group.ranks):
+            work = _compat.all_gather_several(outs, own, group.process_group)
+        works = _SentRows(rows, lambda: (rows, Works((work,), (*own, *outs), (group.ranks,)))).start()
+        return _Joined(works, lambda rows: buckets.fill(rows, [leaves[i] for i in others], rest))
 
     def _start_gather(
         self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None

@@ -24,6 +24,8 @@ SIZES = {
     "even": (((8, 6), 0), ((4, 12), 1)),
     "uneven": (((7, 5), 0), ((3, 5, 2), 1)),
     "empty": (((1, 9), 0), ((2,), 0)),
+    # The first and the third are gathered by a backend to where they are whole.
+    "large": (((4096, 16), 0), ((7, 5), 0), ((1 << 16,), 0), ((8, 4096), 1)),
 }
 LONG = ((((1 << 14), 2), 0),)
 
@@ -37,14 +39,19 @@ class Garbage(FreshMemory):
         return torch.full((size,), torch.nan, dtype=dtype)
 
 
-def start(group, leaves, fill, dtype=torch.float32):
-    """This rank's pieces of leaves that count up from `fill`, on their way."""
-    bucket = plan_bucket(leaves, (group.size,))
-    pieces = []
+def pieces_of(group, leaves, fill):
+    """This rank's pieces of leaves that count up from `fill`."""
+    bucket, pieces = plan_bucket(leaves, (group.size,)), []
     for slot in bucket.slots:
         whole = torch.arange(float(torch.Size(slot.shape).numel())).view(slot.shape) + fill
         first, stop = slot.piece(group.index)
         pieces.append(whole.narrow(slot.dim, first, stop - first).contiguous())
+    return bucket, pieces
+
+
+def start(group, leaves, fill, dtype=torch.float32):
+    """The same, on their way."""
+    bucket, pieces = pieces_of(group, leaves, fill)
     return bucket, transport_for(group, CPU).all_gather(bucket, pieces, dtype, Garbage(CPU))
 
 
@@ -62,7 +69,12 @@ def whole_leaves(ranks, leaves, dtype, transport):
     with counting_bytes() as traffic:
         bucket, handle = start(group, leaves, 3, dtype)
         flat = handle.wait()
-    return transport_for(group, CPU).name, [leaf.clone() for leaf in whole_views(flat, bucket)], traffic.bytes
+        into = [torch.full(shape, torch.nan, dtype=dtype) for shape, _ in leaves]
+        own = [piece.to(dtype) for piece in pieces_of(group, leaves, 3)[1]]
+        transport_for(group, CPU).all_gather_into(bucket, own, into).wait()
+    wholes = [leaf.clone() for leaf in whole_views(flat, bucket)]
+    assert_bitwise_equal(into, wholes)
+    return transport_for(group, CPU).name, wholes, traffic.bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
