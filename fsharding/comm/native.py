@@ -150,13 +150,17 @@ class Native:
         """
         group, dtype = self.group, leaves[0].dtype
         direct, others, rest = buckets.part(bucket, _WORTH // dtype.itemsize)
-        # A shard that needs no cast is sent from where it is.
-        own = [shards[i].to(dtype).contiguous().view(-1) for i in direct]
-        outs = [leaves[i].view(-1) for i in direct]
         rows = self._rows(rest.width, dtype, memory)
+        # A shard that needs no cast is sent from where it is; the others are copied, all at once.
+        copied = [i for i in direct if shards[i].dtype != dtype or not shards[i].is_contiguous()]
+        sizes = [rest.width, *(shards[i].numel() for i in copied)]
+        row, *casts = _compat.fresh((sum(sizes),), dtype, self.device).split(sizes)
+        targets = [*buckets.piece_views(row, rest, group.index), *casts]
+        _compat.foreach_copy_(targets, [*(shards[i] for i in others), *(shards[i].reshape(-1) for i in copied)])
+        sent = dict(zip(copied, casts, strict=True))
+        own = [sent[i] if i in sent else shards[i].view(-1) for i in direct]
+        outs = [leaves[i].view(-1) for i in direct]
         if rest.width:
-            row = self._own_row(rows)
-            _compat.foreach_copy_(buckets.piece_views(row, rest, group.index), [shards[i] for i in others])
             own.append(row)
             outs.append(rows.view(-1))
         record_sent((group.size - 1) * sum(x.nbytes for x in own), group.axes)

@@ -28,7 +28,7 @@ PLACES = {
     "do": (executor._Run, "do"),
     "beside": (executor._Run, "_b"),
     "sums": (executor._Run, "sums"),
-    "norm": (step_module, "norm_with_stop_bit"),
+    "norm": (step_module, "square_sums"),
 }
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
 
