@@ -27,9 +27,6 @@ from fsharding.mesh.failures import among
 
 __all__ = ["Message", "Native", "Works", "as_bytes", "receive", "receive_object", "send", "send_object"]
 
-_WORTH = 1 << 14
-"""Bytes of a piece from which a leaf is gathered to where it is whole: smaller messages cost more than the copies."""
-
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -98,6 +95,8 @@ class Native:
     """
 
     name = "native"
+    worth = 1 << 14
+    """Bytes of a piece from which a leaf is gathered to where it is whole: smaller messages cost more than copies."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -135,7 +134,7 @@ class Native:
     def _gathers_in_place(self, bucket: Bucket, dtype: torch.dtype) -> bool:
         """Whether the backend can gather some leaves to where they are whole."""
         ordered = self.group.process_group is not None and self.group.in_order
-        return ordered and bool(buckets.part(bucket, _WORTH // dtype.itemsize).direct)
+        return ordered and bool(buckets.part(bucket, self.worth // dtype.itemsize).direct)
 
     def _start_in_place(
         self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor], memory: Memory
@@ -149,7 +148,7 @@ class Native:
             memory: for the rows.
         """
         group, dtype = self.group, leaves[0].dtype
-        direct, others, rest = buckets.part(bucket, _WORTH // dtype.itemsize)
+        direct, others, rest = buckets.part(bucket, self.worth // dtype.itemsize)
         rows = self._rows(rest.width, dtype, memory)
         # A shard that needs no cast is sent from where it is; the others are copied, all at once.
         copied = [i for i in direct if shards[i].dtype != dtype or not shards[i].is_contiguous()]
@@ -164,11 +163,18 @@ class Native:
             own.append(row)
             outs.append(rows.view(-1))
         record_sent((group.size - 1) * sum(x.nbytes for x in own), group.axes)
-        assert group.process_group is not None
-        with among(group.ranks):
-            work = _compat.all_gather_several(outs, own, group.process_group)
-        works = _SentRows(rows, lambda: (rows, Works((work,), (*own, *outs), (group.ranks,)))).start()
-        return _Joined(works, lambda rows: buckets.fill(rows, [leaves[i] for i in others], rest))
+        works = self._gather_several(outs, own)
+        return _Joined(
+            _SentRows(rows, lambda: (rows, works)).start(),
+            lambda rows: buckets.fill(rows, [leaves[i] for i in others], rest),
+        )
+
+    def _gather_several(self, outs: Sequence[Tensor], own: Sequence[Tensor]) -> Works:
+        """Starts to fill flat tensors with the data of all members, whose bytes are not counted here."""
+        assert self.group.process_group is not None
+        with among(self.group.ranks):
+            work = _compat.all_gather_several(outs, own, self.group.process_group)
+        return Works((work,), (*own, *outs), (self.group.ranks,))
 
     def _start_gather(
         self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None

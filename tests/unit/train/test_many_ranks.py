@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsharding as fs
 from fsharding.bench.options import RanksConfig
 from fsharding.bench.ranks import measure_ranks
-from fsharding.comm import native
 from fsharding.comm.bucket import plan_bucket
+from fsharding.comm.native import Native
 from fsharding.comm.reduce import sums_at_once
 from fsharding.comm.transport import start_sum
 from fsharding.mesh.abstract_mesh import AbstractMesh
@@ -102,7 +102,7 @@ CASES |= {"hsdp": (fs.hybrid(fs.zero(3)), 2), "hfsdp": (fs.hybrid(fs.zero(3), op
 @pytest.mark.parametrize(("strategy", "replicas"), CASES.values(), ids=CASES)
 def test_a_step_of_many_ranks_does_as_much_as_one_of_few(strategy, replicas, monkeypatch):
     # Few ranks have pieces long enough to be gathered to where they are whole, without rows.
-    monkeypatch.setattr(native, "_WORTH", 1 << 40)
+    monkeypatch.setattr(Native, "worth", 1 << 40)
     few, many = (
         step_of(strategy, {**({"replica": replicas} if replicas > 1 else {}), "dp": ranks // replicas})
         for ranks in (8, 1024)
