@@ -112,21 +112,29 @@ def check(config: StepConfig, command: str) -> None:
         require_matplotlib("fsharding bench", "bars", instead=", or leave --plot out")
 
 
-def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -> list[dict[str, Any]]:
+def measure(
+    config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None, *, sends: bool = True
+) -> list[dict[str, Any]]:
     """One row for each contender: time, memory, loss, and the least time of ours. Collective.
 
     Args:
         config: what to measure.
         mesh: with the one axis `dp`.
         sizes: of the decoder; by default those of the preset.
+        sends: where ranks share memory, measure ours in turn with a mesh that sends every byte too.
     """
     task = make_task(config, mesh, recipe(config.preset).config if sizes is None else sizes)
+    transport = choice_for(axis_group(mesh, ("dp",)), torch.device(mesh.device_type)).kind.name
     built: dict[str, Built] = {}
     wires: dict[str, float] = {}
+    sending: dict[str, str] = {}
     for name in config.contenders:
         built[name] = build(task, name)
         if name in OURS and not OURS[name].captured:  # in a graph nothing is counted
             wires[name] = _wire_time(task, built[name].sent)
+            if sends and transport == "shared_memory":
+                sending[name] = f"{name}, every byte sent"
+                built[sending[name]] = build(task, name, sends=True)
     steps = take_turns({name: result.run for name, result in built.items()}, config.rounds)
     agree(_together(built, steps), _TOLERANCE[config.dtype])
     if config.trace is not None:
@@ -134,7 +142,6 @@ def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -
     alone = steps["compute-only"].median if "compute-only" in steps else None
     # Of a launcher for several machines, torchrun.
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    transport = choice_for(axis_group(mesh, ("dp",)), torch.device(mesh.device_type)).kind.name
     return [
         {
             "contender": name, "compiled": config.compiled, "dtype": config.dtype, "ranks": mesh.size(),
@@ -142,8 +149,9 @@ def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -
             "median_ms": result.median, "iqr_ms": result.iqr, "peak_bytes": built[name].peak, "loss": result.losses[-1],
             "wire_ms": wires.get(name),
             "floor_ms": alone + wires[name] if alone is not None and name in wires else None,
+            "sent_ms": steps[sending[name]].median if name in sending else None,
         }
-        for name, result in steps.items()
+        for name, result in ((name, steps[name]) for name in config.contenders)
     ]  # fmt: skip
 
 
@@ -168,8 +176,10 @@ def _batch(config: StepConfig, sizes: DecoderConfig, mesh: Any) -> dict[str, Ten
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def _ours(kind: Ours, task: Task) -> Callable[[], Tensor]:
-    mesh = make_mesh(replica=kind.replicas, dp=-1) if kind.replicas > 1 else task.mesh
+def _ours(kind: Ours, task: Task, *, sends: bool = False) -> Callable[[], Tensor]:
+    mesh = task.mesh
+    if kind.replicas > 1 or sends:
+        mesh = make_mesh(replica=kind.replicas, dp=-1, transport="pairwise" if sends else "auto")
     precision = fs.Precision(compute=task.dtype)
     layout = plan_layout(task.draws(), mesh, strategy=kind.strategy, names=task.model.names, precision=precision)
     opt = fs.optim.adamw(RATE, b1=B1, b2=B2)
@@ -203,12 +213,18 @@ class Built(NamedTuple):
     sent: int
 
 
-def build(task: Task, name: str) -> Built:
+def build(task: Task, name: str, *, sends: bool = False) -> Built:
     """Makes a contender and lets it do two steps. Collective.
 
     What it keeps is what building it and its first step left behind; what it needs besides shows in its second.
+
+    Args:
+        task: what it trains.
+        name: of the contender.
+        sends: one of ours sends every byte, as between machines, also where ranks share memory.
     """
-    make = functools.partial(PEERS[name] if name in PEERS else functools.partial(_ours, OURS[name]), task)
+    ours = name not in PEERS
+    make = functools.partial(functools.partial(_ours, OURS[name], sends=sends) if ours else PEERS[name], task)
     made: list[Callable[[], Tensor]] = []
     losses: list[Tensor] = []
     kept, _ = allocated(lambda: made.append(make()))
@@ -280,6 +296,7 @@ def _show(config: StepConfig, rows: list[dict[str, Any]]) -> None:
         "iqr ms": lambda row: f"{row['iqr_ms']:.1f}",
         "to fsdp2": ratio("fsdp2"),
         "to ddp": ratio("ddp"),
+        "without shared memory": lambda row: f"{row['sent_ms']:.1f}" if row["sent_ms"] else "-",
         "floor ms": lambda row: f"{row['floor_ms']:.1f}" if row["floor_ms"] else "-",
         "to floor": lambda row: f"{row['median_ms'] / row['floor_ms']:.2f}" if row["floor_ms"] else "-",
         "peak MiB": lambda row: f"{row['peak_bytes'] / 2**20:.0f}",

@@ -32,7 +32,7 @@ def test_everyone_trains_the_same_and_is_measured():
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
     for name, row in rows.items():
         assert row["median_ms"] > 0 and row["ranks"] == 2
-        assert (row["floor_ms"] is not None) == name.startswith("fsharding")
+        assert (row["floor_ms"] is not None) == (row["sent_ms"] is not None) == name.startswith("fsharding")
         assert row["floor_ms"] is None or row["floor_ms"] > row["wire_ms"] > 0
     peak = {name: row["peak_bytes"] for name, row in rows.items()}
     assert peak["fsharding-zero3"] < peak["fsharding-zero0"] < 1.5 * peak["ddp"]
