@@ -107,7 +107,7 @@ class Native:
     ) -> Handle[Tensor]:
         """See `Transport`."""
         memory = memory or FreshMemory(self.device)
-        if self._gathers_in_place(bucket, dtype):
+        if self._gathers_in_place(bucket, shards, dtype):
             flat = memory.empty(bucket.size, dtype)
             rows = self._start_in_place(bucket, shards, buckets.whole_views(flat, bucket), memory)
             return _Joined(rows, lambda _: flat)
@@ -126,15 +126,17 @@ class Native:
         """See `Transport`."""
         own = buckets.pieces_of(leaves, bucket, self.group.index)
         there = self.group.index if all(map(_compat.is_same_view, own, shards)) else None
-        if there is None and self._gathers_in_place(bucket, leaves[0].dtype):
+        if there is None and self._gathers_in_place(bucket, shards, leaves[0].dtype):
             return _Joined(self._start_in_place(bucket, shards, leaves, FreshMemory(self.device)), lambda _: leaves)
         rows = self._start_gather(bucket, shards, leaves[0].dtype, None)
         return _Joined(rows, lambda rows: buckets.fill(rows, list(leaves), bucket, there=there))
 
-    def _gathers_in_place(self, bucket: Bucket, dtype: torch.dtype) -> bool:
+    def _gathers_in_place(self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype) -> bool:
         """Whether the backend can gather some leaves to where they are whole."""
         ordered = self.group.process_group is not None and self.group.in_order
-        return ordered and bool(buckets.part(bucket, self.worth // dtype.itemsize).direct)
+        if not ordered or not buckets.part(bucket, self.worth // dtype.itemsize).direct:
+            return False
+        return not _compat.is_fake(shards[0])  # torch cannot trace a coalesced gather; rows are as many bytes
 
     def _start_in_place(
         self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor], memory: Memory
