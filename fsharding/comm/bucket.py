@@ -9,11 +9,10 @@ Law: copy-in then copy-out is the identity, for even, uneven and empty pieces; p
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -224,12 +223,10 @@ def part(bucket: Bucket, least: int) -> Parted:
     slots = [*enumerate(bucket.slots)]
     direct = tuple(i for i, slot in slots if slot.joined and math.prod(slot.piece_shape(0)) >= least)
     others = tuple(i for i, _ in slots if i not in direct)
-    rest: list[Slot] = []
-    width = 0
-    for i in others:
-        rest.append(dataclasses.replace(bucket.slots[i], offset=width))
-        width += math.prod(bucket.slots[i].piece_shape(0))
-    return Parted(direct, others, Bucket(tuple(rest), bucket.members, width, bucket.size))
+    axis_sizes = bucket.slots[0].axis_sizes if bucket.slots else ()
+    rows = plan_bucket(tuple((bucket.slots[i].shape, bucket.slots[i].dim) for i in others), axis_sizes)
+    rest = tuple(replace(slot, start=bucket.slots[i].start) for i, slot in zip(others, rows.slots, strict=True))
+    return Parted(direct, others, replace(rows, slots=rest, members=bucket.members, size=bucket.size))
 
 
 def piece_views(row: Tensor, bucket: Bucket, member: int) -> list[Tensor]:

@@ -166,10 +166,7 @@ class Native:
             outs.append(rows.view(-1))
         record_sent((group.size - 1) * sum(x.nbytes for x in own), group.axes)
         works = self._gather_several(outs, own)
-        return _Joined(
-            _SentRows(rows, lambda: (rows, works)).start(),
-            lambda rows: buckets.fill(rows, [leaves[i] for i in others], rest),
-        )
+        return _Joined(works, lambda _: buckets.fill(rows, [leaves[i] for i in others], rest))
 
     def _gather_several(self, outs: Sequence[Tensor], own: Sequence[Tensor]) -> Works:
         """Starts to fill flat tensors with the data of all members, whose bytes are not counted here."""
