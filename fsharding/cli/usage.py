@@ -1,13 +1,14 @@
-"""What is wrong with the arguments of a command by themselves: options and names that there are not, small numbers.
+"""What is wrong with the arguments of a command by themselves: options, names and paths that there are not, numbers.
 
 In: arguments, or the options that the parser has made of them. Out: one error with all that is wrong.
 The names that options take stand here apart from what they stand for; tests compare the two.
-Law: no torch is imported here, so that a mistyped option or name is answered at once.
+Law: no torch is imported here, so that a mistyped option, name or path is answered at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ TRACKERS = ("tensorboard", "wandb", "json")
 _NAMES = {"dtype": DTYPES, "policy": POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 _COUNTS = {"microbatches", "batch", "seq_len", "rounds", "units", "leaves", "size", "mb", "budget_mb", "blocks"}
 """Numbers of a measurement, each at least 1."""
+_ARGUMENTS = ("path", "source")
+"""Checkpoints, which are given without a name."""
+_READ = (*_ARGUMENTS, "data", "val_data", "tokenizer", "model", "names")
+"""Files and directories that a command reads; `default` is data that comes with Python."""
 
 
 def check_options(command: str, options: type[Any], args: Sequence[str]) -> None:
@@ -67,14 +72,14 @@ def _options(options: type[Any]) -> list[str]:
 
 
 def check_values(command: str, config: Any) -> None:
-    """Refuses names that options do not take, axes that there are not, and numbers of measurements below 1.
+    """Refuses names that options do not take, axes and paths that there are not, and numbers of measurements below 1.
 
     Args:
         command: such as `fsharding train`.
         config: its options.
 
     Raises:
-        ConfigError: an unknown name, or a number that is too small.
+        ConfigError: an unknown name, nothing at a path, or a number that is too small.
         MeshError: an unknown axis.
     """
     given = vars(config)
@@ -93,6 +98,12 @@ def check_values(command: str, config: Any) -> None:
     for axis in parse_axes(given.get("mesh", ""), command):
         if axis not in AXES:
             raise MeshError(message(f"{command} --mesh {given['mesh']}", unknown_axis(axis)))
+    read = {name: given.get(name) for name in _READ}
+    lost = [(name, path) for name, path in read.items() if path and path != "default" and not os.path.lexists(path)]
+    if lost:
+        rows = [str(path) if name in _ARGUMENTS else f"--{name.replace('_', '-')} {path}" for name, path in lost]
+        mend = f"Correct them; relative ones begin at {os.getcwd()}, and fsharding downloads nothing."
+        raise ConfigError(message(command, f"finds nothing at {len(rows)} of its paths.", rows, mend))
     if command.startswith("fsharding bench"):
         rows = [f"{name}: {n}" for name, n in given.items() if name in _COUNTS and _least(n) < 1]
         if rows:

@@ -156,7 +156,7 @@ def test_half_a_character_waits_for_its_other_half(capsys):
 
 
 WRONG = {
-    "no such path": (["nothing"], "finds no checkpoint at", "there is no such directory"),
+    "no such path": (["nothing"], "finds nothing at 1 of its paths.", "  nothing\nCorrect them"),
     "no tokens": (["run", "--tokens", "0"], "fsharding generate got numbers out of range", "--tokens 0: at least 1"),
     "numbers": (["run", "--top-k", "0", "--top-p", "2", "--temperature", "-1"], "--top-k 0: at least 1", "--top-p 2.0:"),
     "dtype": (["run", "--dtype", "float23"], "knows no --dtype 'float23'", "Did you mean 'float32'?"),
@@ -164,7 +164,7 @@ WRONG = {
     "another model": (["noted", "--preset", "tiny"], "finds other parameters in", "params.blocks.down is [2, 48, 32]"),
     "no such preset": (["bare", "--preset", "tny"], "knows no preset 'tny'", "Did you mean 'tiny'?"),
     "an empty prompt": (["run", "--prompt", ""], "got a prompt without tokens", "Give --prompt"),
-    "outside": (["words", "--tokenizer", "none.json"], "cannot read the tokenizer none.json", "Give a tokenizer.json"),
+    "outside": (["words", "--tokenizer", "none.json"], "finds nothing at 1 of its paths.", "--tokenizer none.json"),
     "no tokenizer": (["words"], "cannot tell the tokenizer", "--tokenizer tokenizer.json"),
     "ids": (["ids"], "cannot tell the tokenizer", "--tokenizer tokenizer.json"),
     "stages": (["run", "--ranks", "2", "--mesh", "pp=2"], "cannot generate in stages: --mesh has pp=2", "Use tp or dp"),

@@ -45,7 +45,7 @@ def test_a_checkpoint_is_shown_as_before(a_run, capsys):
     status, out, _ = run(capsys, "inspect", str(a_run / "ckpt" / "10"))
     assert status == 0 and out.startswith(f"{a_run / 'ckpt' / '10'}: whole\nstep 10, ")
     status, _, err = run(capsys, "inspect", str(a_run / "nothing"))
-    assert status == 2 and err.startswith("CheckpointError: fsharding inspect: fs.checkpoint.inspect finds no")
+    assert status == 2 and err.startswith("ConfigError: fsharding inspect finds nothing at 1 of its paths.")
 
 
 def test_the_version(capsys):

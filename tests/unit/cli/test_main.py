@@ -40,6 +40,7 @@ from fsharding.sharding.strategy_names import STRATEGY_NAMES
         ("train --out x --log tensorbord", 2),
         ("plan tiny --mesh data=2", 2),
         ("bench step --rounds 0", 2),
+        ("inspect nowhere", 2),
     ],
 )
 def test_help_and_usage_errors_wait_for_no_torch(line: str, status: int):
@@ -94,7 +95,9 @@ def test_a_verb_that_is_not_there(args: list[str], rule: str, near: str, capsys:
         ("reshard a b --mesh dpp=2", "MeshError: fsharding reshard --mesh dpp=2 knows no axis 'dpp'."),
         ("bench scaling --units 0 2", "fsharding bench scaling cannot measure this.\n  units: (0, 2)\nNumbers are "),
         ("bench step --contenders ours", "fsharding bench step cannot measure this.\n  ours: not known\n"),
-        ("inspect nowhere", "CheckpointError: fsharding inspect: fs.checkpoint.inspect finds no checkpoint at "),
+        ("inspect nowhere", "fsharding inspect finds nothing at 1 of its paths.\n  nowhere\nCorrect them; relative "),
+        ("generate . --model a --tokenizer b", "finds nothing at 2 of its paths.\n  --tokenizer b\n  --model a\n"),
+        ("train --out x --data no --val-data nil", "ConfigError: fsharding train finds nothing at 2 of its paths.\n"),
     ],
 )
 def test_an_error_names_the_command_and_what_is_near(line: str, text: str, capsys: pytest.CaptureFixture[str]):

@@ -1,6 +1,7 @@
 """Runs on text with a tokenizer: data sets of all kinds, validation on them, and positions that are gone on from."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -88,7 +89,7 @@ def test_kinds_of_data(config, folder):
         ({"data": "DIR/saved", "tokenizer": None}, ConfigError, "fsharding train cannot read the data set --data DIR/saved byte by byte.\nGive its tokenizer: --tokenizer tokenizer.json."),
         ({"data": "DIR/a.bin"}, ConfigError, "fsharding train got --tokenizer DIR/tokenizer.json, and --data DIR/a.bin has tokens already.\nLeave --tokenizer out."),
         ({"text_column": "text"}, DataError, "fs.data.packed finds no column 'text' in the documents.\nGive one of 'body'."),
-        ({"val_data": "DIR/nowhere"}, DataError, "fs.data.open_documents cannot read DIR/nowhere: it is not there.\nGive a file or a directory that is on this machine; fsharding downloads nothing."),
+        ({"val_data": "DIR/nowhere"}, ConfigError, f"fsharding train finds nothing at 1 of its paths.\n  --val-data DIR/nowhere\nCorrect them; relative ones begin at {os.getcwd()}, and fsharding downloads nothing."),
         ({"eos": "<end>"}, DataError, "fs.data.packed got eos '<end>', which is no token of the tokenizer.\nGive the id, such as eos=0."),
         ({"seq": 2000}, DataError, "fs.data.packed got 1320 tokens in all documents; a row takes 2001.\nGive more documents, or seq_len 1319 or less."),
     ],
@@ -96,6 +97,7 @@ def test_kinds_of_data(config, folder):
 )  # fmt: skip
 def test_mistakes(config, folder, change, kind, text):
     change = {k: v.replace("DIR", str(folder)) if isinstance(v, str) else v for k, v in change.items()}
+    (folder / "a.bin").touch()
     assert refusal(check, replace(config, **change), 1, kind=kind).replace(str(folder), "DIR") == text
     assert not config.out.exists()
 
