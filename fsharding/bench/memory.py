@@ -18,7 +18,7 @@ import fsharding as fs
 from fsharding.bench.options import MemoryConfig, StepConfig
 from fsharding.bench.peers import Task, forward_bytes
 from fsharding.bench.rounds import counted_rounds, print_rows
-from fsharding.bench.step import OURS, build, check, make_task
+from fsharding.bench.step import OURS, build, check, make_task, transport_of
 from fsharding.mesh.device_mesh import make_mesh, own_rank
 from fsharding.models.presets import recipe
 from fsharding.models.stacks import stacks_of
@@ -66,9 +66,12 @@ def check_memory(config: MemoryConfig) -> StepConfig:
 
 
 def measure(step: StepConfig, mesh: Any) -> list[dict[str, Any]]:
-    """One row for each contender: bytes that it keeps, most at once, and what its strategy has to hold. Collective."""
+    """One row for each contender: bytes that it keeps, most at once, and what its strategy has to hold. Collective.
+
+    Where ranks share memory, ours are counted a second time, with every byte sent.
+    """
     task = make_task(step, mesh, recipe(step.preset).config)
-    forward = forward_bytes(task)
+    forward, shares = forward_bytes(task), transport_of(mesh) == "shared_memory"
     rows: list[dict[str, Any]] = []
     for number in counted_rounds(len(step.contenders) - 1, 1, "one contender a round"):
         name = step.contenders[number]
@@ -81,6 +84,7 @@ def measure(step: StepConfig, mesh: Any) -> list[dict[str, Any]]:
             }
         )  # fmt: skip
         del built
+        rows[-1]["sent_peak_bytes"] = build(task, name, sends=True).peak if shares and name in OURS else None
     return rows
 
 
@@ -118,6 +122,7 @@ def _show(config: MemoryConfig, rows: list[dict[str, Any]]) -> None:
         "peak MiB": mib("peak_bytes"),
         "to fsdp2": ratio("fsdp2"),
         "to ddp": ratio("ddp"),
+        "without shared memory": mib("sent_peak_bytes"),
         "has to hold MiB": mib("needed_bytes"),
         "to that": lambda row: f"{row['peak_bytes'] / row['needed_bytes']:.2f}" if row["needed_bytes"] else "-",
     }

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import fsharding as fs
 from fsharding.bench.options import OverheadConfig
 from fsharding.bench.rounds import agree, print_rows, take_turns
+from fsharding.bench.step import sending_mesh, transport_of
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh, own_rank
 from fsharding.sharding.layout import plan_layout
@@ -32,6 +33,7 @@ __all__ = ["measure", "overhead"]
 
 _RATE = 1e-5
 """Low enough that no loss comes near zero, where it would have no digits left to compare."""
+_SENT = "fsharding-zero3, every byte sent"
 
 
 def overhead(config: OverheadConfig) -> None:
@@ -53,18 +55,24 @@ def overhead(config: OverheadConfig) -> None:
 
 
 def measure(config: OverheadConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """One row for each contender: its median and quartiles in milliseconds, and its last loss. Collective."""
+    """One row for each contender: its median and quartiles in milliseconds, and its last loss. Collective.
+
+    Where ranks share memory, ours is measured a second time in turn, with every byte sent.
+    """
     contenders = {"fsharding-zero3": _ours(config, mesh)}
     if dist.is_initialized():
         contenders["fsdp2"] = _fsdp2(config, mesh)
+        if transport_of(mesh) == "shared_memory":
+            contenders[_SENT] = _ours(config, sending_mesh())
     steps = take_turns(contenders, config.rounds)
     agree({name: result.losses for name, result in steps.items()}, 1e-5)
     return [
         {
             "contender": name, "ranks": mesh.size(), "units": config.units, "leaves": config.leaves,
             "median_ms": result.median, "iqr_ms": result.iqr, "loss": result.losses[-1],
+            "sent_ms": steps[_SENT].median if name == "fsharding-zero3" and _SENT in steps else None,
         }
-        for name, result in steps.items()
+        for name, result in steps.items() if name != _SENT
     ]  # fmt: skip
 
 
@@ -130,6 +138,8 @@ def _show(config: OverheadConfig, rows: list[dict[str, Any]], ranks: int) -> Non
         "iqr ms": lambda row: f"{row['iqr_ms']:.1f}",
         "a unit, us": lambda row: f"{1e3 * row['median_ms'] / config.units:.0f}",
         "to fsdp2": lambda row: f"{row['median_ms'] / peer:.2f}" if peer else "-",
+        "without shared memory": lambda row: f"{row['sent_ms']:.1f}" if row["sent_ms"] else "-",
+        "that to fsdp2": lambda row: f"{row['sent_ms'] / peer:.2f}" if row["sent_ms"] and peer else "-",
     }
     title = f"host overhead of a step: {config.units} units of {config.leaves} leaves, {ranks} ranks"
     print_rows(title, columns, rows, as_json=config.json)

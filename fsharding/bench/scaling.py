@@ -62,7 +62,7 @@ def points(config: ScalingConfig) -> list[dict[str, Any]]:
             for units in config.units:
                 sizes = DecoderConfig(vocab=256, dim=dim, layers=units, heads=2, kv_heads=2, hidden=2 * dim)
                 say(f"{mesh.size()} ranks, width {dim}, {units} units")
-                rows += [{**row, "units": units, "dim": dim} for row in measure(step, mesh, sizes, sends=False)]
+                rows += [{**row, "units": units, "dim": dim} for row in measure(step, mesh, sizes)]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -107,6 +107,7 @@ def _show(config: ScalingConfig, rows: list[dict[str, Any]]) -> None:
         "units": lambda row: str(row["units"]),
         "median ms": number("median_ms", 1),
         "iqr ms": number("iqr_ms", 1),
+        "without shared memory": number("sent_ms", 1),
         "line: ms a step": number("fixed_ms", 1),
         "ms a unit": number("unit_ms", 2),
         "r2": number("r2", 3),

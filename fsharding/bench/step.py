@@ -41,7 +41,18 @@ from fsharding.sharding.strategy import HSDP, Strategy, parse_strategy
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
 
-__all__ = ["OURS", "Built", "Ours", "bench_step", "build", "check", "make_task", "measure"]
+__all__ = [
+    "OURS",
+    "Built",
+    "Ours",
+    "bench_step",
+    "build",
+    "check",
+    "make_task",
+    "measure",
+    "sending_mesh",
+    "transport_of",
+]
 
 
 class Ours(NamedTuple):
@@ -112,19 +123,28 @@ def check(config: StepConfig, command: str) -> None:
         require_matplotlib("fsharding bench", "bars", instead=", or leave --plot out")
 
 
-def measure(
-    config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None, *, sends: bool = True
-) -> list[dict[str, Any]]:
+def transport_of(mesh: Any) -> str:
+    """How the ranks of `dp` send, such as `shared_memory`. Collective."""
+    return choice_for(axis_group(mesh, ("dp",)), torch.device(mesh.device_type)).kind.name
+
+
+def sending_mesh(replicas: int = 1) -> Any:
+    """All ranks along `replica` and `dp`, which send every byte, as between machines, also where they share memory."""
+    return make_mesh(replica=replicas, dp=-1, transport="pairwise")
+
+
+def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -> list[dict[str, Any]]:
     """One row for each contender: time, memory, loss, and the least time of ours. Collective.
+
+    Where ranks share memory, ours are measured a second time in turn, with every byte sent.
 
     Args:
         config: what to measure.
         mesh: with the one axis `dp`.
         sizes: of the decoder; by default those of the preset.
-        sends: where ranks share memory, measure ours in turn with a mesh that sends every byte too.
     """
     task = make_task(config, mesh, recipe(config.preset).config if sizes is None else sizes)
-    transport = choice_for(axis_group(mesh, ("dp",)), torch.device(mesh.device_type)).kind.name
+    transport = transport_of(mesh)
     built: dict[str, Built] = {}
     wires: dict[str, float] = {}
     sending: dict[str, str] = {}
@@ -132,7 +152,7 @@ def measure(
         built[name] = build(task, name)
         if name in OURS and not OURS[name].captured:  # in a graph nothing is counted
             wires[name] = _wire_time(task, built[name].sent)
-            if sends and transport == "shared_memory":
+            if transport == "shared_memory":
                 sending[name] = f"{name}, every byte sent"
                 built[sending[name]] = build(task, name, sends=True)
     steps = take_turns({name: result.run for name, result in built.items()}, config.rounds)
@@ -178,8 +198,10 @@ def _batch(config: StepConfig, sizes: DecoderConfig, mesh: Any) -> dict[str, Ten
 
 def _ours(kind: Ours, task: Task, *, sends: bool = False) -> Callable[[], Tensor]:
     mesh = task.mesh
-    if kind.replicas > 1 or sends:
-        mesh = make_mesh(replica=kind.replicas, dp=-1, transport="pairwise" if sends else "auto")
+    if sends:
+        mesh = sending_mesh(kind.replicas)
+    elif kind.replicas > 1:
+        mesh = make_mesh(replica=kind.replicas, dp=-1)
     precision = fs.Precision(compute=task.dtype)
     layout = plan_layout(task.draws(), mesh, strategy=kind.strategy, names=task.model.names, precision=precision)
     opt = fs.optim.adamw(RATE, b1=B1, b2=B2)

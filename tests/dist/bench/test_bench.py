@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 
-from fsharding.bench import pipeline
+from fsharding.bench import memory, overhead, pipeline
 from fsharding.bench.optimizer import bench_optimizer
-from fsharding.bench.options import OptimizerConfig, PipelineConfig, StepConfig
+from fsharding.bench.options import OptimizerConfig, OverheadConfig, PipelineConfig, StepConfig
 from fsharding.bench.rounds import agree
 from fsharding.bench.step import bench_step, measure
 from fsharding.errors import ConfigError
@@ -42,6 +42,20 @@ def test_a_peer_as_an_expert_sets_it_up_trains_what_it_trains_by_default():
     config = StepConfig(**SMALL, contenders=("fsdp2", "fsdp2-default"))
     rows = run_ranks(measured, 2, config)[0]
     assert rows[0]["loss"] == rows[1]["loss"]
+
+
+def counted(config):
+    mesh = make_mesh(dp=-1, device="cpu", timeout=timedelta(seconds=20))
+    return (memory if isinstance(config, StepConfig) else overhead).measure(config, mesh)
+
+
+def test_ours_are_also_measured_with_every_byte_sent():
+    times = {row["contender"]: row for row in run_ranks(counted, 2, OverheadConfig(units=2, leaves=2, rounds=1))[0]}
+    assert [*times] == ["fsharding-zero3", "fsdp2"]
+    assert times["fsharding-zero3"]["sent_ms"] > 0 and times["fsdp2"]["sent_ms"] is None
+    config = StepConfig(**SMALL, contenders=("fsdp2", "fsharding-zero3"))
+    bytes_ = {row["contender"]: row["sent_peak_bytes"] for row in run_ranks(counted, 2, config)[0]}
+    assert bytes_["fsdp2"] is None and bytes_["fsharding-zero3"] > 0
 
 
 def schedules(config):
