@@ -12,7 +12,7 @@ import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from fsharding.tree import Tree
 
 __all__ = ["AtRest", "WeightFormats", "key_of_terms", "plan_weight", "round_copies", "round_leaves", "round_params"]
 
-
+_T = TypeVar("_T")
 _GIVE_A_KEY = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
 
 
@@ -171,14 +171,11 @@ def round_copies(leaves: Sequence[DTensor | None], layout: Layout, key: Tensor |
     """
     if layout.precision.gather is None:
         return list(leaves)
-    formats = [None if x is None else layout.rounds(leaf) for x, leaf in zip(leaves, layout.leaves, strict=True)]
-    taken = [
-        AtRest(x, leaf, leaf.main, format)
-        for x, leaf, format in zip(leaves, layout.leaves, formats, strict=True)
-        if x is not None and format is not None
+    given = [
+        None if x is None or (format := layout.rounds(leaf)) is None else AtRest(x, leaf, leaf.main, format)
+        for x, leaf in zip(leaves, layout.leaves, strict=True)
     ]
-    rounded = iter(round_leaves(taken, layout.precision, key))
-    return [x if format is None else next(rounded) for x, format in zip(leaves, formats, strict=True)]
+    return _round_given(leaves, given, layout.precision, key)
 
 
 def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
@@ -192,16 +189,20 @@ def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor
     """
     if precision.gather is None or precision.rounded:
         return params
-    formats = [layout.format_of(leaf) for leaf in layout.leaves]
-    leaves = tree.leaves(params)
-    taken = [
-        AtRest(x, leaf, leaf.params, format)
-        for x, leaf, format in zip(leaves, layout.leaves, formats, strict=True)
-        if format is not None
+    leaves: list[DTensor] = tree.leaves(params)
+    given = [
+        None if (format := layout.format_of(leaf)) is None else AtRest(x, leaf, leaf.params, format)
+        for x, leaf in zip(leaves, layout.leaves, strict=True)
     ]
-    rounded = iter(round_leaves(taken, precision, key))
-    result = [x if format is None else next(rounded) for x, format in zip(leaves, formats, strict=True)]
-    return tree.unflatten(layout.structure, result)
+    return tree.unflatten(layout.structure, _round_given(leaves, given, precision, key))
+
+
+def _round_given(
+    leaves: Sequence[_T], given: Sequence[AtRest | None], precision: Precision, key: Tensor | None
+) -> list[_T | DTensor]:
+    """Leaves, those that have an `AtRest` rounded."""
+    rounded = iter(round_leaves([at for at in given if at is not None], precision, key))
+    return [x if at is None else next(rounded) for x, at in zip(leaves, given, strict=True)]
 
 
 def round_leaves(given: Sequence[AtRest], precision: Precision, key: Tensor | None) -> list[DTensor]:
