@@ -75,7 +75,7 @@ def stream(documents, size):
     whole = [(x, number) for number, d in enumerate(filter(None, documents)) for x in (*d, EOS)]
     ids, owners = zip(*itertools.islice(itertools.cycle(whole), size), strict=True)
     epochs = np.arange(size) // len(whole)
-    return np.array(ids), np.array(owners) + epochs * len(documents)
+    return np.array(ids), np.array(owners) + epochs * (whole[-1][1] + 1)
 
 
 @given(arguments(), st.sampled_from(sorted(KINDS)), NUMBERS)
