@@ -44,8 +44,15 @@ __all__ = ["bench_ranks", "measure_ranks"]
 
 _Level: TypeAlias = Literal[0, 1, 2, 3]
 
-_LEVELS: tuple[_Level, ...] = (3, 1)
-"""Of ZeRO, those that are measured."""
+_Sums: TypeAlias = Literal["ordered", "native"]
+
+_OURS: dict[str, tuple[_Level, _Sums]] = {
+    "fsharding-zero3": (3, "ordered"),
+    "fsharding-zero1": (1, "ordered"),
+    "fsharding-zero3-native": (3, "native"),
+    "fsharding-zero1-native": (1, "native"),
+}
+"""Our contenders: levels of ZeRO, and who adds up gradients: each rank in one order, or the backend, as on CUDA."""
 
 _RANK = 1
 """Of the process that is measured: it has a part of every leaf that is cut in more than one."""
@@ -89,7 +96,7 @@ def measure_ranks(config: RanksConfig, ranks: int) -> list[dict[str, Any]]:
         tokens = torch.randint(sizes.vocab, (1, config.seq_len + 1), generator=torch.Generator().manual_seed(0))
         batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
         task = Task(decoder(sizes), mesh, batch, torch.float32)
-        contenders = {"fsdp2": _fsdp2(task), **{f"fsharding-zero{n}": _ours(n, task) for n in _LEVELS}}
+        contenders = {"fsdp2": _fsdp2(task), **{name: _ours(*kind, task) for name, kind in _OURS.items()}}
         first = {name: _timed(run) for name, run in contenders.items()}
         times: dict[str, list[float]] = {name: [] for name in contenders}
         gc.collect()
@@ -136,7 +143,7 @@ def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
         for b in unit.reductions:
             plan_bucket(tuple((x, steps[0].dim) for x, steps in zip(b.shapes, b.steps, strict=True)), (ranks,))
 
-    return {f"fsharding-zero{level}": _timed(functools.partial(plan, level)) for level in _LEVELS}
+    return {name: _timed(functools.partial(plan, level)) for name, (level, _) in _OURS.items()}
 
 
 def _names(model: Model) -> fs.tree.Tree:
@@ -148,11 +155,11 @@ def _names(model: Model) -> fs.tree.Tree:
     )
 
 
-def _ours(level: _Level, task: Task) -> Callable[[], object]:
+def _ours(level: _Level, sums: _Sums, task: Task) -> Callable[[], object]:
     draws = task.draws()
     layout = plan_layout(draws, task.mesh, strategy=zero(level), names=_names(task.model))
     params = init_params(draws, layout)
-    call = value_and_grad(model_loss(task.model), grads=layout.main)
+    call = value_and_grad(model_loss(task.model), grads=layout.main, precision=fs.Precision(sums=sums))
     return lambda: call(params, task.batch)
 
 
