@@ -34,9 +34,9 @@ class StepConfig:
         hosts: 2 has the ranks start on two hosts, half of them on each: namespaces of this machine, joined by a cable,
             in which no memory is shared between hosts. Needs root.
         preset: the decoder; see `fsharding train`.
-        contenders: who takes part; left out, all but fsharding-hybrid, fsharding-zero3-captured (one CUDA graph),
-            fsdp2-default (without prefetches that its user asks for), fsdp2-bf16-sums, simple-fsdp,
-            simple-fsdp-compiled and deepspeed-zero1 to 3.
+        contenders: who takes part; left out, all but fsharding-hybrid, fsharding-zero3-first-dims (cut as FSDP2 cuts),
+            fsharding-zero3-captured (one CUDA graph), fsdp2-default (without prefetches that its user asks for),
+            fsdp2-bf16-sums, simple-fsdp, simple-fsdp-compiled and deepspeed-zero1 to 3.
         dtype: of compute.
         compiled: whether blocks go through torch.compile.
         batch: sequences of a rank.

@@ -24,8 +24,9 @@ import fsharding as fs
 from fsharding.bench.rounds import allocated
 from fsharding.models.model import Model
 from fsharding.models.stacks import stacks_of
+from fsharding.sharding.leaf_plan import LAYERS
 
-__all__ = ["B1", "B2", "PEERS", "RATE", "Task", "forward_bytes", "fsdp2_module", "missing"]
+__all__ = ["B1", "B2", "PEERS", "RATE", "Task", "first_dims", "forward_bytes", "fsdp2_module", "missing"]
 
 RATE, B1, B2 = 1e-3, 0.9, 0.95
 """Of everyone's AdamW, without weight decay."""
@@ -50,6 +51,19 @@ class Task:
     def draws(self) -> fs.tree.Tree:
         """Everyone's first weights, lazily: those that `init_state` draws with `random.key(0)`."""
         return self.model.init(fs.random.split(fs.random.key(0))[0])
+
+
+def first_dims(names: fs.tree.Tree) -> fs.tree.Tree:
+    """Names of dims without rules for data axes, so that these cut the first dim of each leaf, as FSDP2 does.
+
+    Args:
+        names: of a model; those of layers stay.
+    """
+    return fs.tree.map(
+        lambda of_leaf: tuple(name if name == LAYERS else None for name in of_leaf),
+        names,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
 
 
 class _Unit(nn.Module):

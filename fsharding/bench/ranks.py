@@ -25,15 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsharding as fs
 from fsharding import _compat
 from fsharding.bench.options import RanksConfig
-from fsharding.bench.peers import Task, fsdp2_module
+from fsharding.bench.peers import Task, first_dims, fsdp2_module
 from fsharding.bench.rounds import in_turn, print_rows
 from fsharding.comm.bucket import plan_bucket
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.launch import under_launcher
 from fsharding.models.decoder import DecoderConfig, decoder
-from fsharding.models.model import Model
 from fsharding.sharding.layout import plan_layout
-from fsharding.sharding.leaf_plan import LAYERS
 from fsharding.sharding.strategy import zero
 from fsharding.train.state import init_params
 from fsharding.train.step import model_loss
@@ -130,7 +128,7 @@ def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
     draws = model.init(fs.random.key(0))
 
     def plan(level: _Level) -> None:
-        layout = plan_layout(draws, mesh, strategy=zero(level), names=_names(model))
+        layout = plan_layout(draws, mesh, strategy=zero(level), names=first_dims(model.names))
         of_block = [leaf for leaf in layout.leaves if leaf.path.startswith("blocks.")]
         unit = plan_unit(
             tuple(
@@ -146,18 +144,9 @@ def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
     return {name: _timed(functools.partial(plan, level)) for name, (level, _) in _OURS.items()}
 
 
-def _names(model: Model) -> fs.tree.Tree:
-    """Names of dims without rules for data axes, so that these cut the first dim of each leaf, as FSDP2 does."""
-    return fs.tree.map(
-        lambda names: tuple(name if name == LAYERS else None for name in names),
-        model.names,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-
-
 def _ours(level: _Level, sums: _Sums, task: Task) -> Callable[[], object]:
     draws = task.draws()
-    layout = plan_layout(draws, task.mesh, strategy=zero(level), names=_names(task.model))
+    layout = plan_layout(draws, task.mesh, strategy=zero(level), names=first_dims(task.model.names))
     params = init_params(draws, layout)
     call = value_and_grad(model_loss(task.model), grads=layout.main, precision=fs.Precision(sums=sums))
     return lambda: call(params, task.batch)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fsharding as fs
 from fsharding.bench.options import StepConfig
-from fsharding.bench.peers import B1, B2, PEERS, RATE, Task, missing
+from fsharding.bench.peers import B1, B2, PEERS, RATE, Task, first_dims, missing
 from fsharding.bench.rounds import Steps, agree, allocated, print_rows, take_turns
 from fsharding.comm.counters import counting_bytes
 from fsharding.comm.native import Native
@@ -62,15 +62,18 @@ class Ours(NamedTuple):
         strategy: its own.
         replicas: how many the mesh has.
         captured: the step is one CUDA graph.
+        first: data axes cut the first dim of each leaf, as FSDP2 does, and not the one that the default rules name.
     """
 
     strategy: Strategy
     replicas: int = 1
     captured: bool = False
+    first: bool = False
 
 
 OURS: dict[str, Ours] = {f"fsharding-zero{level}": Ours(parse_strategy(f"zero{level}")) for level in range(4)}
 """Our contenders by name."""
+OURS["fsharding-zero3-first-dims"] = Ours(parse_strategy("zero3"), first=True)
 OURS["fsharding-zero3-captured"] = Ours(parse_strategy("zero3"), captured=True)
 OURS["fsharding-hybrid"] = Ours(HSDP, 2)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -203,7 +206,8 @@ def _ours(kind: Ours, task: Task, *, sends: bool = False) -> Callable[[], Tensor
     elif kind.replicas > 1:
         mesh = make_mesh(replica=kind.replicas, dp=-1)
     precision = fs.Precision(compute=task.dtype)
-    layout = plan_layout(task.draws(), mesh, strategy=kind.strategy, names=task.model.names, precision=precision)
+    names = first_dims(task.model.names) if kind.first else task.model.names
+    layout = plan_layout(task.draws(), mesh, strategy=kind.strategy, names=names, precision=precision)
     opt = fs.optim.adamw(RATE, b1=B1, b2=B2)
     state = init_state(task.model.init, opt, fs.random.key(0), layout)
     step: Callable[..., Any] = make_train_step(task.model, opt, donate=True)
