@@ -318,11 +318,13 @@ def test_a_damaged_checkpoint_has_status_1_and_its_file_is_named(saved, capsys):
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["inspect", "{0}/nothing"], "CheckpointError: fsharding inspect: fs.checkpoint.inspect finds no checkpoint at "),
+        (["inspect", "{0}/nothing"], "ConfigError: fsharding inspect finds nothing at 1 of its paths."),
+        (["inspect", "{0}/12/manifest.json"], "CheckpointError: fsharding inspect: fs.checkpoint.inspect finds no checkpoint at "),
         (["reshard", "{0}/12", "{0}/b", "--mesh", "dp"], "ConfigError: fsharding reshard cannot read 'dp' in --mesh dp."),
         (["reshard", "{0}/12", "{0}/b", "--mesh", "dp=2", "--strategy", "zero4"], "ConfigError: fsharding reshard knows no strategy"),
         (["export", "{0}/12", "{0}/12", "--format", "dcp"], "CheckpointError: fsharding export: fs.checkpoint.export cannot write."),
-        (["export", "{0}/12", "{0}/b", "--format", "dcp", "--names", "{0}/no"], "ConfigError: fsharding export cannot read --names"),
+        (["export", "{0}/12", "{0}/b", "--format", "dcp", "--names", "{0}/no"], "ConfigError: fsharding export finds nothing at 1 of its paths."),
+        (["export", "{0}/12", "{0}/b", "--format", "dcp", "--names", "{0}/12"], "ConfigError: fsharding export cannot read --names"),
     ],
 )  # fmt: skip
 def test_bad_arguments_have_status_2_and_one_message(args, text, saved, tmp_path, capsys):
