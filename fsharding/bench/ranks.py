@@ -31,6 +31,7 @@ from fsharding.comm.bucket import plan_bucket
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.launch import under_launcher
 from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.precision import Sums
 from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.strategy import zero
 from fsharding.train.state import init_params
@@ -42,9 +43,7 @@ __all__ = ["bench_ranks", "measure_ranks"]
 
 _Level: TypeAlias = Literal[0, 1, 2, 3]
 
-_Sums: TypeAlias = Literal["ordered", "native"]
-
-_OURS: dict[str, tuple[_Level, _Sums]] = {
+_OURS: dict[str, tuple[_Level, Sums]] = {
     "fsharding-zero3": (3, "ordered"),
     "fsharding-zero1": (1, "ordered"),
     "fsharding-zero3-native": (3, "native"),
@@ -141,10 +140,12 @@ def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
         for b in unit.reductions:
             plan_bucket(tuple((x, steps[0].dim) for x, steps in zip(b.shapes, b.steps, strict=True)), (ranks,))
 
-    return {name: _timed(functools.partial(plan, level)) for name, (level, _) in _OURS.items()}
+    levels: dict[_Level, None] = {level: None for level, _ in _OURS.values()}
+    by_level = {level: _timed(functools.partial(plan, level)) for level in levels}
+    return {name: by_level[level] for name, (level, _) in _OURS.items()}
 
 
-def _ours(level: _Level, sums: _Sums, task: Task) -> Callable[[], object]:
+def _ours(level: _Level, sums: Sums, task: Task) -> Callable[[], object]:
     draws = task.draws()
     layout = plan_layout(draws, task.mesh, strategy=zero(level), names=first_dims(task.model.names))
     params = init_params(draws, layout)

@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a command by themselves: options, names and paths that there are not, numbers.
+"""Refuses arguments of a command that are wrong by themselves: options, names and paths that there are not, numbers.
 
 In: arguments, or the options that the parser has made of them. Out: one error with all that is wrong.
 The names that options take stand here apart from what they stand for; tests compare the two.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fsharding.errors import ConfigError, MeshError, did_you_mean, message
@@ -34,7 +34,7 @@ _NAMES = {"dtype": DTYPES, "policy": POLICIES, "optimizer": OPTIMIZERS, "schedul
 _COUNTS = {"microbatches", "batch", "seq_len", "rounds", "units", "leaves", "size", "mb", "budget_mb", "blocks"}
 """Numbers of a measurement, each at least 1."""
 _ARGUMENTS = ("path", "source")
-"""Checkpoints, which are given without a name."""
+"""Checkpoints, which stand on the command line without a name."""
 _READ = (*_ARGUMENTS, "data", "val_data", "tokenizer", "model", "names")
 """Files and directories that a command reads; `default` is data that comes with Python."""
 
@@ -82,32 +82,37 @@ def check_values(command: str, config: Any) -> None:
         ConfigError: an unknown name, nothing at a path, or a number that is too small.
         MeshError: an unknown axis.
     """
-    given = vars(config)
+    values = vars(config)
     for option, known in _NAMES.items():
-        if option in given and given[option] not in known:
-            _refuse(command, f"--{option}", given[option], known)
-    if given.get("preset") and _plain(given["preset"]) not in map(_plain, PRESETS):
-        known = f"Presets are {', '.join(PRESETS)}.{did_you_mean(given['preset'], PRESETS)}"
-        raise ConfigError(message(command, f"knows no preset {given['preset']!r}.", mend=known))
-    if given.get("strategy") is not None and given["strategy"] not in STRATEGY_NAMES:
-        known = f"Strategies are {', '.join(STRATEGY_NAMES)}.{meant_strategy(given['strategy'])}"
-        raise ConfigError(message(command, f"knows no strategy {given['strategy']!r}.", mend=known))
-    for name in (name.strip() for text in given.get("log", ()) for name in text.split(",")):
+        if option in values and values[option] not in known:
+            _refuse(command, f"--{option}", values[option], known)
+    if values.get("preset") and _plain(values["preset"]) not in map(_plain, PRESETS):
+        known = f"Presets are {', '.join(PRESETS)}.{did_you_mean(values['preset'], PRESETS)}"
+        raise ConfigError(message(command, f"knows no preset {values['preset']!r}.", mend=known))
+    if values.get("strategy") is not None and values["strategy"] not in STRATEGY_NAMES:
+        known = f"Strategies are {', '.join(STRATEGY_NAMES)}.{meant_strategy(values['strategy'])}"
+        raise ConfigError(message(command, f"knows no strategy {values['strategy']!r}.", mend=known))
+    for name in (name.strip() for text in values.get("log", ()) for name in text.split(",")):
         if name and name not in TRACKERS:
             _refuse(command, "--log", name, TRACKERS)
-    for axis in parse_axes(given.get("mesh", ""), command):
+    for axis in parse_axes(values.get("mesh", ""), command):
         if axis not in AXES:
-            raise MeshError(message(f"{command} --mesh {given['mesh']}", unknown_axis(axis)))
-    read = {name: given.get(name) for name in _READ}
-    lost = [(name, path) for name, path in read.items() if path and path != "default" and not os.path.lexists(path)]
+            raise MeshError(message(f"{command} --mesh {values['mesh']}", unknown_axis(axis)))
+    _check_paths(command, values)
+    if command.startswith("fsharding bench"):
+        rows = [f"{name}: {n}" for name, n in values.items() if name in _COUNTS and _least(n) < 1]
+        if rows:
+            raise ConfigError(message(command, "cannot measure this.", rows, "Numbers are at least 1."))
+
+
+def _check_paths(command: str, values: Mapping[str, Any]) -> None:
+    """Refuses paths to read where nothing is."""
+    paths = {name: values.get(name) for name in _READ}
+    lost = [(name, path) for name, path in paths.items() if path and path != "default" and not os.path.lexists(path)]
     if lost:
         rows = [str(path) if name in _ARGUMENTS else f"--{name.replace('_', '-')} {path}" for name, path in lost]
         mend = f"Correct them; relative ones begin at {os.getcwd()}, and fsharding downloads nothing."
         raise ConfigError(message(command, f"finds nothing at {len(rows)} of its paths.", rows, mend))
-    if command.startswith("fsharding bench"):
-        rows = [f"{name}: {n}" for name, n in given.items() if name in _COUNTS and _least(n) < 1]
-        if rows:
-            raise ConfigError(message(command, "cannot measure this.", rows, "Numbers are at least 1."))
 
 
 def _refuse(command: str, option: str, value: str, known: Iterable[str]) -> None:

@@ -165,6 +165,7 @@ WRONG = {
     "no such preset": (["bare", "--preset", "tny"], "knows no preset 'tny'", "Did you mean 'tiny'?"),
     "an empty prompt": (["run", "--prompt", ""], "got a prompt without tokens", "Give --prompt"),
     "outside": (["words", "--tokenizer", "none.json"], "finds nothing at 1 of its paths.", "--tokenizer none.json"),
+    "no tokenizer there": (["words", "--tokenizer", "words"], "cannot read", "Give a tokenizer.json"),
     "no tokenizer": (["words"], "cannot tell the tokenizer", "--tokenizer tokenizer.json"),
     "ids": (["ids"], "cannot tell the tokenizer", "--tokenizer tokenizer.json"),
     "stages": (["run", "--ranks", "2", "--mesh", "pp=2"], "cannot generate in stages: --mesh has pp=2", "Use tp or dp"),
