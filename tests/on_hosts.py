@@ -18,7 +18,7 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding.comm.transport import choice_for
 from fsharding.mesh.device_mesh import axis_group, own_rank
-from tests.helpers import mesh_of, token_batch
+from tests.helpers import mesh_of, token_batch, until
 from tests.training import train
 
 CONFIG = fs.models.DecoderConfig(vocab=32, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
@@ -133,6 +133,8 @@ def lost(folder):
     except fs.errors.RankError as error:
         text = {"ranks": error.ranks, "text": str(error), "seconds": time.monotonic() - begin}
         (folder / f"error-{own_rank()}.json").write_text(json.dumps(text))
+        # torchrun ends the other ranks of a host as soon as one has failed, while they may still look for the cause.
+        until(lambda: all((folder / f"error-{rank}.json").exists() for rank in (0, 1)), 10)
         raise
 
 

@@ -353,7 +353,8 @@ class _Listener(threading.Thread):
                     return
             error = getattr(sys, "last_value", None)
             ended = "has ended" if error is None else f"has ended: {_in_one_line(error)}"
-            self._store.set(_KEY.format(self._rank), json.dumps({"raised": ended}))
+            # Kept beside what it has found out: others may still be on their way to the same cause.
+            self._store.set(_KEY.format(self._rank), json.dumps({**_own_note, "raised": ended}))
             if _host() == self._rank:
                 # torch writes a page on each rank whose store is gone while it looks.
                 self._store.set(_QUESTION, _OVER)
@@ -405,11 +406,13 @@ def _end_listener() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- the notes
-_posted = threading.Event()
+_own_note: Mapping[str, Any] = {}
+"""The latest that this rank has written of itself and not taken back."""
 
 
 def _post(note: Mapping[str, Any]) -> None:
-    _posted.set()
+    global _own_note
+    _own_note = note
     store = _compat.default_store()
     if store is not None:
         store.set(_KEY.format(own_rank()), json.dumps(note))
@@ -417,10 +420,11 @@ def _post(note: Mapping[str, Any]) -> None:
 
 def _forget() -> None:
     """Takes back what was written at an earlier failure, after which this rank goes on all the same."""
-    if not _posted.is_set():
+    global _own_note
+    if not _own_note:
         return
     store = _compat.default_store()
-    _posted.clear()
+    _own_note = {}
     if store is not None:
         with suppress(RuntimeError, NotImplementedError):
             for key in (_KEY.format(own_rank()), _QUESTION):
@@ -504,7 +508,8 @@ def follow(
         peers: whom this rank blames.
         me: this rank.
         read: the note of a rank, None if there is none. One that has failed: {"peers": whom it blames}, with "causes",
-            what it has found out, once it has; or {"raised": what}. One that lives: {"waits": for whom}, or neither.
+            what it has found out, once it has; or {"raised": what}, which of one that ends after it has failed stands
+            beside its causes. One that lives: {"waits": for whom}, or neither.
             Both say where it is: "function", "call" and "now".
         function: where this rank is.
     """
@@ -518,7 +523,7 @@ def follow(
         note = read(rank)
         if note is None:
             result.silent.append(rank)
-        elif "raised" in note:
+        elif "raised" in note and not (note.get("causes") and note.get("function", function) == function):
             result.causes[rank] = Cause("raised", note["raised"])
         elif "sizes" in note and note.get("function", function) == function:
             result.causes[rank] = Cause("sizes", note["sizes"])

@@ -33,6 +33,14 @@ def test_a_rank_that_knows_or_has_raised_ends_the_search():
     assert followed([1], {1: {"peers": [0], "causes": {}}}) == ({}, []), "each has lost the other, both live"
 
 
+def test_a_rank_that_ends_of_the_failure_of_others_is_not_blamed_for_it():
+    lost = {"function": "step", "call": "step 3", "peers": [2], "causes": {"2": ["gone", "is gone"]}}
+    ended = "has ended: RankError: step lost rank 2."
+    assert followed([1, 2], {1: {**lost, "raised": ended}}) == ({2: Cause("gone", "is gone")}, [2])
+    for note in ({**lost, "causes": {}}, {**lost, "function": "save"}, {}):
+        assert followed([1], {1: {**note, "raised": ended}}) == ({1: Cause("raised", ended)}, [])
+
+
 def test_a_rank_that_lives_is_followed_where_it_waits_in_the_same_function():
     here = {"function": "step", "call": "step 3 at a.py:1", "now": "a.py:9 (f)"}
     notes = {1: {**here, "waits": [0, 2]}, 2: here}
@@ -86,3 +94,15 @@ def test_the_listener_answers_takes_its_answer_back_and_says_when_the_process_en
     assert until(lambda: not store.check([answer]), 5)
     listener.end()
     assert not listener.is_alive() and json.loads(store.get(note)) == {"raised": "has ended"}
+
+
+def test_what_a_rank_has_found_out_outlives_it(monkeypatch):
+    store, found = dist.HashStore(), {"peers": [2], "causes": {"2": ["gone", "is gone"]}}
+    monkeypatch.setattr(failures._compat, "default_store", lambda: store)
+    failures._post(found)
+    for note in (found, {}):
+        listener = failures._Listener(dist.group.WORLD, store)
+        listener.start()
+        listener.end()
+        assert json.loads(store.get(failures._KEY.format(0))) == {**note, "raised": "has ended"}
+        failures._forget()
