@@ -29,6 +29,17 @@ __all__ = [
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of floating point parameters, gradients and moments."""
 
+_TAKES = {
+    "params": "a dtype: optimizers update numbers, not codes",
+    "compute": "a dtype or a format",
+    "reduce": "a dtype or a format",
+    "grads": "a dtype: sums are not rounded to codes",
+    "moments": "a dtype, or a format of 8 bits without a scale of whole matrices",
+    "gather": "a format: weights without one travel in the dtype of compute",
+    "activations": "a dtype",
+}
+"""By role of a `Precision`."""
+
 
 @dataclass(frozen=True)
 class LossScale:
@@ -84,8 +95,9 @@ class Precision:
         compute: what the loss function sees, and the wire dtype of a gather; by default that of the main parameter. Or
             a format: the loss function sees weights of blocks as `fs.Quantised`, which products of `ops` take, and
             `activations` is the dtype of all else.
-        gather: the format in which weights travel, or None for the dtype of compute. Weights are rounded to it, and the
-            loss function sees these numbers in the dtype of compute, under every strategy: also where nothing travels.
+        gather: the format in which weights travel; None, or the dtype of compute itself, for that dtype. Weights are
+            rounded to it, and the loss function sees these numbers in the dtype of compute, under every strategy: also
+            where nothing travels.
             Where compute is a format, it is that one.
         keep: which leaves have no format: patterns as in a shell, each for one part of a dotted path, such as "*norm*",
             or for all of it; "blocks[-2:]" is the last two layers of a stack. Leaves with fewer than two dims, and
@@ -133,7 +145,7 @@ class Precision:
     moments: torch.dtype | Blocks | None = None
     loss_scale: LossScale | None = None
     sums: Sums = "auto"
-    gather: Blocks | None = None
+    gather: torch.dtype | Blocks | None = None
     keep: tuple[str, ...] = KEEP
     rounding: Rounding = "nearest"
     activations: torch.dtype | None = None
@@ -144,10 +156,11 @@ class Precision:
         if self.sums not in get_args(Sums):
             mend = f"Use one of {', '.join(get_args(Sums))}."
             raise ConfigError(message("Precision", f"got sums={self.sums!r}.", mend=mend))
-        names = ("params", "compute", "reduce", "grads", "moments", "gather", "activations")
-        roles = {role: getattr(self, role) for role in names}
+        if isinstance(self.gather, torch.dtype) and self.gather == self.compute:
+            object.__setattr__(self, "gather", None)
+        roles = {role: getattr(self, role) for role in _TAKES}
         wrong = [
-            f"{role}={x}"
+            f"{role}={x}, which takes {_TAKES[role]}"
             for role, x in roles.items()
             if x is not None
             and not (isinstance(x, torch.dtype) and x in DTYPES and role != "gather")
@@ -155,10 +168,11 @@ class Precision:
             and not (isinstance(x, Blocks) and role == "moments" and x.for_moments)
         ]
         if wrong:
-            mend = f"Use one of {', '.join(map(str, DTYPES))}; compute, gather and reduce take an fs.Blocks, such as"
-            mend += " fs.formats.MXFP8: 8 bits without scales lose small numbers. Moments take one of 8 bits without a"
-            mend += " scale of whole matrices."
-            raise ConfigError(message("Precision", "got dtypes that kernels lack.", wrong, mend))
+            mend = (
+                f"Dtypes are {', '.join(map(str, DTYPES))}. A format is an fs.Blocks, such as fs.formats.MXFP8: 8 bits"
+            )
+            mend += " without scales lose small numbers."
+            raise ConfigError(message("Precision", "got what its roles do not take.", wrong, mend))
         if self.rounding not in get_args(Rounding):
             mend = f"Use one of {', '.join(get_args(Rounding))}."
             raise ConfigError(message("Precision", f"got rounding={self.rounding!r}.", mend=mend))
@@ -193,7 +207,9 @@ class Precision:
             path: dotted, of the leaf.
             ndim: dims of it in one unit: of a stacked leaf, without that of the layers.
         """
-        return None if self.gather is None or ndim < 2 or self._keeps(path) else self.gather
+        if not isinstance(self.gather, Blocks) or ndim < 2 or self._keeps(path):
+            return None
+        return self.gather
 
     def reduce_format(self, path: str, ndim: int) -> Blocks | None:
         """The format in which terms of a leaf's gradient travel; arguments as in `format_of`."""

@@ -68,17 +68,22 @@ def test_scales_that_cannot_be(wrong):
         LossScale(**wrong)
 
 
-def test_dtypes_that_kernels_lack():
+def test_each_role_says_what_it_takes():
     with pytest.raises(ConfigError) as caught:
-        Precision(compute=torch.float8_e4m3fn, grads=torch.int8)
+        Precision(compute=torch.float8_e4m3fn, grads=fs.formats.MXFP8, gather=torch.bfloat16, moments=fs.formats.MXFP4)
     assert str(caught.value) == (
-        "Precision got dtypes that kernels lack.\n"
-        "  compute=torch.float8_e4m3fn\n"
-        "  grads=torch.int8\n"
-        "Use one of torch.float16, torch.bfloat16, torch.float32, torch.float64; compute, gather and reduce take an"
-        " fs.Blocks, such as fs.formats.MXFP8: 8 bits without scales lose small numbers. Moments take one of 8 bits"
-        " without a scale of whole matrices."
+        "Precision got what its roles do not take.\n"
+        "  compute=torch.float8_e4m3fn, which takes a dtype or a format\n"
+        "  grads=float8_e4m3fn[1x32, e8m0], which takes a dtype: sums are not rounded to codes\n"
+        "  moments=float4_e2m1fn_x2[1x32, e8m0], which takes a dtype, or a format of 8 bits without a scale of whole matrices\n"
+        "  gather=torch.bfloat16, which takes a format: weights without one travel in the dtype of compute\n"
+        "Dtypes are torch.float16, torch.bfloat16, torch.float32, torch.float64. A format is an fs.Blocks, such as"
+        " fs.formats.MXFP8: 8 bits without scales lose small numbers."
     )
+
+
+def test_weights_travel_in_the_dtype_of_compute_whether_that_is_said_or_not():
+    assert Precision(compute=torch.bfloat16, gather=torch.bfloat16) == Precision(compute=torch.bfloat16)
 
 
 @pytest.mark.parametrize(

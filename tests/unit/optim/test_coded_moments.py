@@ -130,7 +130,9 @@ def test_what_cannot_be_kept_is_refused():
         "fs.adamw cannot keep moments as float4_e2m1fn_x2[1x16, e4m3].\n"
         "Use one of 8 bits without a scale of whole matrices, such as fs.formats.MXFP8."
     )
-    assert "got dtypes that kernels lack.\n  moments=float4" in refusal(Precision, moments=formats.MXFP4)
+    assert "  moments=float4_e2m1fn_x2[1x32, e8m0], which takes a dtype, or a format of 8 bits" in refusal(
+        Precision, moments=formats.MXFP4
+    )
     context, params = optim.InitContext(moments=MX), {"w": torch.ones(64, 64)}
     assert refusal(optim.adafactor().init, params, context, kind=ConfigError) == (
         "fs.optim.adafactor cannot keep moments as float8_e4m3fn[1x32, e8m0]: it has means of moments, and no moments."
