@@ -48,8 +48,8 @@ def files(folder):
         try:
             if any(holds(x) for x in list(frame.f_locals.values())):
                 found.add(str(path.relative_to(ROOT)))
-        except (TypeError, RuntimeError, AttributeError):  # objects that are being made, or are gone
-            pass
+        except (TypeError, RuntimeError, AttributeError):
+            pass  # an object that is being made, or is gone: it is looked at again in the next call
         finally:
             looking[0] = False
 

@@ -135,7 +135,7 @@ def calls(folder, axes, begin, each):
     except RankError as error:
         return error.ranks, str(error), time.monotonic() - start
     except KeyError:
-        pass
+        pass  # what one of the calls ends with, for the other ranks to be told of
     finally:
         if each[dist.get_rank()] != "nothing":
             Path(folder, "told").touch()

@@ -124,9 +124,8 @@ def test_every_option_of_every_verb_is_known():
             named = [
                 key for key, hint in config.items() if tyro.conf.Positional not in getattr(hint, "__metadata__", ())
             ]
-            usage.check_options(
-                name, kind, [f"--{key}=x" for key in named] + [f"--{key.replace('_', '-')}" for key in named]
-            )
+            given = [f"--{key}=x" for key in named] + [f"--{key.replace('_', '-')}" for key in named]
+            assert usage.check_options(name, kind, given) is None, name
 
 
 def test_every_verb_has_a_function():
