@@ -91,6 +91,27 @@ class AdamState(NamedTuple):
     nu: Tree
 
 
+class _Rule(NamedTuple):
+    """The numbers of an AdamW that are the same in each update, by the names of its arguments."""
+
+    rate: Schedule
+    b1: float
+    b2: float
+    eps: float
+
+    def settings(self, count: Tensor, *, decay: float, scale: float | Tensor, finite: Tensor | None) -> dict[str, Any]:
+        """Those of torch's kernel for one update.
+
+        Args:
+            count: of the updates before, where the leaves are.
+            decay: of the weights.
+            scale: that gradients are multiplied with.
+            finite: whether anything is updated at all; None for yes.
+        """
+        settings: dict[str, Any] = {"lr": rate_at(self.rate, count), "scale": scale, "finite": finite}
+        return settings | {"beta1": self.b1, "beta2": self.b2, "eps": self.eps, "weight_decay": decay}
+
+
 @public("fs.adamw")
 def adamw(
     learning_rate: float | Schedule,
@@ -129,7 +150,7 @@ def adamw(
     above = {"learning_rate": learning_rate, "eps": eps, "weight_decay": weight_decay}
     check_settings(_NAME, (FROM_0, above), (BELOW_1, {"b1": b1, "b2": b2}))
     own = check_moment_kind(_NAME, moments)
-    rate = as_schedule(learning_rate)
+    rule = _Rule(as_schedule(learning_rate), b1, b2, eps)
 
     @public("fs.adamw(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> AdamState:
@@ -144,15 +165,15 @@ def adamw(
         if any(map(is_coded, moment_leaves(state.mu))):
             held = carriers(state.mu)
             deltas = [new_zeros(x, torch.float32) for x in local_leaves(held)]
-            after = in_chunks(deltas, updates, state, context, decay=0.0)
+            after = _change_in_chunks(rule, deltas, updates, state, context, decay=0.0)
             if weight_decay:
-                add_decay_(_NAME, deltas, params, held, -rate_at(rate, state.count) * weight_decay)
+                add_decay_(_NAME, deltas, params, held, -rate_at(rule.rate, state.count) * weight_decay)
             return like(held, deltas), after
         grads, mu, nu = _inputs(updates, state, context.donate)
         deltas = [new_zeros(x, wide(x.dtype)) for x in mu]
-        kernel(deltas, grads, mu, nu, state, decay=0.0)
+        _change_whole(rule, deltas, grads, mu, nu, state, decay=0.0)
         if weight_decay:
-            add_decay_(_NAME, deltas, params, state.mu, -rate_at(rate, state.count) * weight_decay)
+            add_decay_(_NAME, deltas, params, state.mu, -rate_at(rule.rate, state.count) * weight_decay)
         return like(state.mu, deltas), _successor(state, mu, nu, None)
 
     @public("fs.adamw(...).apply")
@@ -171,7 +192,7 @@ def adamw(
 
             def change_chunks(slices: list[Tensor]) -> list[Tensor]:
                 main = [p if donate else clone(p) for p in slices]
-                after.append(in_chunks(main, updates, state, context, decay=weight_decay, scale=scale))
+                after.append(_change_in_chunks(rule, main, updates, state, context, decay=weight_decay, scale=scale))
                 return main
 
             held = carriers(state.mu)
@@ -179,7 +200,7 @@ def adamw(
         columns = writable_leaves(params, updates, state.mu, state.nu) if donate else None
         if columns is not None:
             main, grads, mu, nu = columns
-            kernel(main, grads, mu, nu, state, decay=weight_decay, scale=scale, finite=finite)
+            _change_whole(rule, main, grads, mu, nu, state, decay=weight_decay, scale=scale, finite=finite)
             return params, AdamState(next_count(state.count, finite), state.mu, state.nu)
         grads, mu, nu = _inputs(updates, state, donate)
         if not donate and (isinstance(scale, Tensor) or scale != 1.0):
@@ -187,75 +208,78 @@ def adamw(
 
         def change(slices: list[Tensor]) -> list[Tensor]:
             main = [p if donate else clone(p) for p in slices]
-            kernel(main, grads, mu, nu, state, decay=weight_decay, scale=scale, finite=finite)
+            _change_whole(rule, main, grads, mu, nu, state, decay=weight_decay, scale=scale, finite=finite)
             return main
 
         changed = change_slices(params, state.mu, change, donate=donate, function=_NAME)
         return changed, _successor(state, mu, nu, finite)
 
-    def in_chunks(
-        values: list[Tensor],
-        updates: Tree,
-        state: AdamState,
-        context: UpdateContext,
-        *,
-        decay: float,
-        scale: float | Tensor = 1.0,
-    ) -> AdamState:
-        """Changes values, and moments of which some are codes, or parameters that are rounded by key."""
-        check_moments(_NAME, mu=state.mu, nu=state.nu)
-        held = carriers(state.mu)
-        grads = local_grads(_NAME, updates, held)
-        shards = (values, grads, local_leaves(held), local_leaves(carriers(state.nu)))
-        refuse_other_shards(_NAME, held, dict(zip(_LABELS, shards, strict=True)))
-        device = values[0].device if values else state.count.device
-        count = state.count.to(device, non_blocking=True)
-        settings: dict[str, Any] = {"lr": rate_at(rate, count), "scale": scale, "finite": context.finite}
-        settings |= {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay}
-        step, key = (count + 1).float(), functools.cache(lambda: step_key(context, state.count))
-        leaves = leaves_of(_NAME, state.mu, context.shardings)
-
-        def change(i: int, chunk: Chunk, parts: list[Tensor], trial: bool) -> None:
-            value, grad = values[i][chunk.place], grads[i][chunk.place]
-            dtype = _computed_in((value.dtype, grad.dtype, *(x.dtype for x in parts)))
-            wide_parts = [x.to(dtype) for x in parts]
-            columns = [x.to(dtype, copy=True).contiguous() for x in (value, grad)] + wide_parts
-            _fused_dense([[x] for x in columns], step, settings)
-            for x, new in zip(parts, wide_parts, strict=True):
-                if x is not new:
-                    x.copy_(new)
-            if not trial:
-                write_param(value, columns[0], context, leaves[i], chunk, key)
-
-        mu, nu = change_leaves(
-            leaves,
-            [moment_leaves(state.mu), moment_leaves(state.nu)],
-            change,
-            roles=("mu", "nu"),
-            key=key,
-            donate=context.donate,
-            finite=context.finite,
-        )
-        return AdamState(next_count(state.count, context.finite), rebuilt(state.mu, mu), rebuilt(state.nu, nu))
-
-    def kernel(
-        values: list[Tensor],
-        grads: list[Tensor],
-        mu: list[Tensor],
-        nu: list[Tensor],
-        state: AdamState,
-        *,
-        decay: float,
-        scale: float | Tensor = 1.0,
-        finite: Tensor | None = None,
-    ) -> None:
-        device = values[0].device if values else state.count.device
-        count = state.count.to(device, non_blocking=True)
-        settings: dict[str, Any] = {"lr": rate_at(rate, count), "scale": scale, "finite": finite}
-        settings |= {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay}
-        _fused((values, grads, mu, nu), state.mu, (count + 1).float(), settings)
-
     return ContextTransformation(init, update, apply, masks=True)
+
+
+def _change_whole(
+    rule: _Rule,
+    values: list[Tensor],
+    grads: list[Tensor],
+    mu: list[Tensor],
+    nu: list[Tensor],
+    state: AdamState,
+    *,
+    decay: float,
+    scale: float | Tensor = 1.0,
+    finite: Tensor | None = None,
+) -> None:
+    """Changes values and moments in place, all leaves at once where the kernel takes them so."""
+    device = values[0].device if values else state.count.device
+    count = state.count.to(device, non_blocking=True)
+    settings = rule.settings(count, decay=decay, scale=scale, finite=finite)
+    _fused((values, grads, mu, nu), state.mu, (count + 1).float(), settings)
+
+
+def _change_in_chunks(
+    rule: _Rule,
+    values: list[Tensor],
+    updates: Tree,
+    state: AdamState,
+    context: UpdateContext,
+    *,
+    decay: float,
+    scale: float | Tensor = 1.0,
+) -> AdamState:
+    """Changes values, and moments of which some are codes, or parameters that are rounded by key."""
+    check_moments(_NAME, mu=state.mu, nu=state.nu)
+    held = carriers(state.mu)
+    grads = local_grads(_NAME, updates, held)
+    shards = (values, grads, local_leaves(held), local_leaves(carriers(state.nu)))
+    refuse_other_shards(_NAME, held, dict(zip(_LABELS, shards, strict=True)))
+    device = values[0].device if values else state.count.device
+    count = state.count.to(device, non_blocking=True)
+    settings = rule.settings(count, decay=decay, scale=scale, finite=context.finite)
+    step, key = (count + 1).float(), functools.cache(lambda: step_key(context, state.count))
+    leaves = leaves_of(_NAME, state.mu, context.shardings)
+
+    def change(i: int, chunk: Chunk, parts: list[Tensor], trial: bool) -> None:
+        value, grad = values[i][chunk.place], grads[i][chunk.place]
+        dtype = _computed_in((value.dtype, grad.dtype, *(x.dtype for x in parts)))
+        wide_parts = [x.to(dtype) for x in parts]
+        columns = [x.to(dtype, copy=True).contiguous() for x in (value, grad)] + wide_parts
+        _fused_dense([[x] for x in columns], step, settings)
+        for x, new in zip(parts, wide_parts, strict=True):
+            if x is not new:
+                x.copy_(new)
+        if not trial:
+            write_param(value, columns[0], context, leaves[i], chunk, key)
+
+    mu, nu = change_leaves(
+        leaves,
+        [moment_leaves(state.mu), moment_leaves(state.nu)],
+        change,
+        roles=("mu", "nu"),
+        key=key,
+        donate=context.donate,
+        finite=context.finite,
+    )
+    return AdamState(next_count(state.count, context.finite), rebuilt(state.mu, mu), rebuilt(state.nu, nu))
 
 
 def _inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
