@@ -41,6 +41,9 @@ __all__ = [
     "plan_codes", "shared_scales",
 ]  # fmt: skip
 
+_DECODED = 1 << 20
+"""Elements of a stack that are decoded at a time: float32 numbers between codes and results stay in caches."""
+
 Noise = Callable[[int], Tensor]
 """The numbers in [0, 1) for the shard of a leaf, by its number; see `formats.philox.uniform_at`."""
 
@@ -399,7 +402,7 @@ def packed_from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) ->
 
 
 def decoded(plans: Sequence[CodePlan], coded: Sequence[Coded], into: Sequence[Tensor]) -> None:
-    """Writes the numbers that codes stand for.
+    """Writes the numbers that codes stand for, of a stack of matrices some at a time.
 
     Args:
         plans: of the leaves.
@@ -407,4 +410,15 @@ def decoded(plans: Sequence[CodePlan], coded: Sequence[Coded], into: Sequence[Te
         into: as many such leaves, of any dtype.
     """
     for plan, (codes, scales), leaf in zip(plans, coded, into, strict=True):
-        leaf.copy_(codec.decode(codes, scales, plan.format, leaf.dtype, block=plan.block, start=plan.whole_start))
+        step = max(1, _DECODED // max(1, math.prod(plan.whole[1:]))) if len(plan.whole) > 2 else 1
+        if len(plan.whole) <= 2 or step >= plan.whole[0]:
+            _decode(plan, codes, scales, leaf)
+            continue
+        for first in range(0, plan.whole[0], step):
+            some = slice(first, first + step)
+            outer = None if scales.outer is None else scales.outer[some]
+            _decode(plan, codes[some], Scales(scales.blocks[some], outer), leaf[some])
+
+
+def _decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> None:
+    into.copy_(codec.decode(codes, scales, plan.format, into.dtype, block=plan.block, start=plan.whole_start))

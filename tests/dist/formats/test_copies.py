@@ -65,7 +65,7 @@ def planned(axes, strategy, precision, transport="auto"):
 
 def rounded_whole(x, leaf, layout, key):
     """A main parameter, put together by torch, rounded as one tensor, and the copy's part of it."""
-    whole, dtype = x.full_tensor(), layout.precision.compute_dtype(leaf.init)
+    whole, dtype = x.full_tensor(), layout.param_dtype(leaf)
     result, format = whole.to(dtype), layout.rounds(leaf)
     layers = [i for a, b in leaf.main.grid(leaf.shape)[0] for i in range(a, b)] if is_stacked(leaf.names) else None
     if format is None:
