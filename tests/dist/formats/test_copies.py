@@ -1,5 +1,6 @@
 """Copies of parameters at rest, of which codes travel: they are main parameters gathered by torch and rounded whole."""
 
+import itertools
 import math
 import zlib
 from dataclasses import replace
@@ -12,6 +13,7 @@ from fsharding import formats
 from fsharding.comm import rounded_moves
 from fsharding.comm.counters import counting_bytes
 from fsharding.formats import Blocks, codec
+from fsharding.mesh.abstract_mesh import AXES
 from fsharding.precision import KEEP, Precision
 from fsharding.sharding.leaf_plan import is_stacked
 from fsharding.sharding.named_sharding import local_of
@@ -143,6 +145,17 @@ def test_copies_in_every_format_are_the_whole_main_parameters_rounded(place):
     run_ranks(spread, math.prod(axes.values()), cases, timeout=1700)
 
 
+CROSSED = [*itertools.combinations(AXES, 2), *itertools.combinations([axis for axis in AXES if axis != "replica"], 3)]
+
+
+@full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("names", CROSSED, ids="-".join)
+def test_copies_on_meshes_of_all_axes(names):
+    axes, strategies = dict.fromkeys(names, 2), [*STRATEGIES] if "replica" in names else ["zero1", "zero2"]
+    run_ranks(spread, 2 ** len(names), cases_on(axes, ["mx", "nvfp4 keyed", "row"], strategies), timeout=1700)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_no_transport_changes_a_copy(transport):
     run_ranks(spread, 2, cases_on({"dp": 2}, ["mx", "mxfp4"], ["zero1"], transport=transport))
@@ -151,21 +164,21 @@ def test_no_transport_changes_a_copy(transport):
 # ----------------------------------------------------------------------------------------------------------------- bytes
 ODD = fs.models.DecoderConfig(vocab=48, dim=48, layers=4, heads=4, kv_heads=4, hidden=72)
 EVEN = fs.models.DecoderConfig(vocab=64, dim=128, layers=4, heads=4, kv_heads=4, hidden=256)
-RUNS = {
-    "dp3": {"dp": 3}, "dp2tp2": {"dp": 2, "tp": 2}, "replica2dp2": {"replica": 2, "dp": 2}, "pp2dp2": {"pp": 2, "dp": 2},
-}  # fmt: skip
 
 
 def trained(cases):
     return [case.train() for case in cases]
 
 
-@pytest.mark.parametrize("place", RUNS)
-def test_a_step_sends_what_is_foreseen_and_no_strategy_changes_a_bit(place):
+@pytest.mark.parametrize(
+    "axes",
+    [*PLACES.values(), *(pytest.param(dict.fromkeys(axes, 2), marks=full) for axes in CROSSED)],
+    ids="-".join,
+)
+def test_a_step_sends_what_is_foreseen_and_no_strategy_changes_a_bit(axes):
     """`DecoderCase.train` compares each step with its formula."""
-    axes = RUNS[place]
     pipe = {"microbatches": 2} if "pp" in axes else {}
-    case = DecoderCase(ODD, fs.AbstractMesh(tuple(axes), tuple(axes.values())), rows=12, length=4, steps=2, **pipe)
+    case = DecoderCase(ODD, fs.AbstractMesh(tuple(axes), tuple(axes.values())), rows=24, length=4, steps=2, **pipe)
     strategies = [fs.zero(level) for level in range(4)] + ([fs.HSDP, fs.HFSDP, INNER] if "replica" in axes else [])
     for name, keep in (("mx", "all"), ("nvfp4 keyed", "some")):
         precision = with_format(name, keep=KEEPS[keep])
@@ -173,8 +186,8 @@ def test_a_step_sends_what_is_foreseen_and_no_strategy_changes_a_bit(place):
         first, *others = run_ranks(trained, case.ranks, cases)
         for other in others:
             assert_bitwise_equal(other, first, "the ranks' results")
-        by_norm = [x for s, x in zip(strategies, first, strict=True) if not (pipe or "replica" in axes)]
-        assert all(torch.equal(x, by_norm[0]) for x in by_norm)
+        if not pipe and "replica" not in axes:
+            assert all(torch.equal(x, first[0]) for x in first)
 
 
 def sent(precisions, strategy, axes):
