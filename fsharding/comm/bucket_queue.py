@@ -11,9 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
+from typing import Any, NamedTuple, Protocol
 
 from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
@@ -24,8 +22,8 @@ __all__ = ["Bucketed", "BucketQueue", "Started"]
 class Started(NamedTuple):
     """A bucket in flight: its handle, and what takes its results."""
 
-    handle: Handle[list[Tensor]]
-    take: Callable[[list[Tensor]], None]
+    handle: Handle[Any]
+    take: Callable[[Any], None]
 
 
 class Bucketed(Protocol):

@@ -23,20 +23,26 @@ from fsharding._compat import cache_on_mesh
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.counters import record_sent
+from fsharding.comm.handles import Handle, Memory
 from fsharding.comm.native import Works
+from fsharding.comm.transport import transport_for
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
+from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group
 from fsharding.mesh.failures import among
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
-    "CodePlan", "Coded", "CodedBucket", "Noise", "code_bucket", "decoded", "encoded", "encoded_bytes",
-    "exchanged_maxima", "from_bytes", "is_packed", "largest_over", "packed_from_bytes", "plan_codes", "rounded_shards",
+    "CodePlan", "Coded", "CodedBucket", "Noise", "bytes_of_codes", "code_bucket", "decoded", "encode_shards", "encoded",
+    "encoded_bytes", "exchanged_maxima", "from_bytes", "gather_codes", "is_packed", "largest_over", "packed_from_bytes",
+    "plan_codes", "shared_scales",
 ]  # fmt: skip
+
+_DECODED = 1 << 20
+"""Elements of a stack that are decoded at a time: float32 numbers between codes and results stay in caches."""
 
 Noise = Callable[[int], Tensor]
 """The numbers in [0, 1) for the shard of a leaf, by its number; see `formats.philox.uniform_at`."""
@@ -51,7 +57,7 @@ class CodePlan(NamedTuple):
         grid: rows and columns of blocks of the whole leaf.
         start: where this rank's shard begins.
         held: its shape.
-        whole_start: where the leaf begins that is whole over the data axes.
+        whole_start: where the leaf begins that has been gathered.
         whole: the shape of that.
         shared: axes over which ranks have parts of one block.
         outer: axes over which ranks have parts of one matrix, where the format has a scale for that.
@@ -108,7 +114,7 @@ def plan_codes(
     Args:
         mesh: of the leaf.
         sharding: of the leaf, without assignments.
-        whole: its sharding once it has been gathered over the data axes.
+        whole: its sharding once it has been gathered, over all data axes or some; the same where nothing is gathered.
         shape: of the leaf.
         format: of its codes.
         where: the coordinate of the rank, by axis; by default that of this process.
@@ -178,14 +184,23 @@ def code_bucket(plans: Sequence[CodePlan], dims: Sequence[int], axis_sizes: tupl
         dims: along which each is gathered.
         axis_sizes: of the axes over which they are.
     """
-    leaves: list[tuple[tuple[int, ...], int]] = []
-    for plan, dim in zip(plans, dims, strict=True):
-        leaves.append((plan.format.code_shape(plan.whole, packed=plan.packed), dim))
-        if plan.scales_travel:
-            leaves.append(((*_touched(plan, plan.whole, plan.whole_start), plan.format.scale_dtype.itemsize), dim))
-        if plan.outer_travels and plan.format.has_outer:
-            leaves.append(((*plan.whole[:-2], 4), dim))
-    return CodedBucket(tuple(plans), plan_bucket(tuple(leaves), axis_sizes))
+    leaves = tuple((shape, dim) for plan, dim in zip(plans, dims, strict=True) for shape in _shapes_of_bytes(plan))
+    return CodedBucket(tuple(plans), plan_bucket(leaves, axis_sizes))
+
+
+def bytes_of_codes(plan: CodePlan) -> int:
+    """Bytes of the codes of a leaf that has been gathered, and of the scales that travel with them."""
+    return sum(map(math.prod, _shapes_of_bytes(plan)))
+
+
+def _shapes_of_bytes(plan: CodePlan) -> list[tuple[int, ...]]:
+    """The shapes of `encoded_bytes` of a leaf that has been gathered."""
+    shapes = [plan.format.code_shape(plan.whole, packed=plan.packed)]
+    if plan.scales_travel:
+        shapes.append((*_touched(plan, plan.whole, plan.whole_start), plan.format.scale_dtype.itemsize))
+    if plan.outer_travels and plan.format.has_outer:
+        shapes.append((*plan.whole[:-2], 4))
+    return shapes
 
 
 def _touched(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tuple[int, ...]:
@@ -202,30 +217,54 @@ def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tup
 
 
 # ------------------------------------------------------------------------------------------------------------- rounding
-@torch.no_grad()
 def encoded(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None = None) -> list[Coded]:
-    """Codes and scales of shards; where they share blocks, collective over the axes that the plans name.
+    """`encode_shards` by scales that ranks tell each other where they share blocks, see `shared_scales`.
 
     Args:
         plans: of the leaves.
         shards: this rank's.
         mesh: with devices.
         noise: for formats whose rounding is keyed.
+    """
+    return encode_shards(plans, shards, shared_scales(plans, shards, mesh), noise)
+
+
+@torch.no_grad()
+def encode_shards(
+    plans: Sequence[CodePlan], shards: Sequence[Tensor], scales: Sequence[Scales], noise: Noise | None = None
+) -> list[Coded]:
+    """Codes and scales of shards.
+
+    Args:
+        plans: of the leaves.
+        shards: this rank's.
+        scales: `shared_scales` of them.
+        noise: for formats whose rounding is keyed.
 
     Returns:
         For each leaf its codes, and the scales of the blocks that the shard touches; of all blocks where scales do not
         travel.
     """
-    scales = _scales(plans, shards, mesh)
     result: list[Coded] = []
-    for i, (plan, shard, of_all) in enumerate(zip(plans, shards, scales, strict=True)):
-        codes, here = _encode(plan, shard, of_all, noise, i)
-        result.append(Coded(codes, here if plan.scales_travel else of_all))
+    for i, (plan, shard, given) in enumerate(zip(plans, shards, scales, strict=True)):
+        here = _here(plan, given, plan.held, plan.start)
+        drawn = noise(i) if plan.format.keyed and noise is not None else None
+        codes = codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn)
+        result.append(Coded(codes, here if plan.scales_travel else given))
     return result
 
 
-def _scales(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh) -> list[Scales]:
-    """The scales of the blocks that each shard touches; of all blocks where ranks share them."""
+@torch.no_grad()
+def shared_scales(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh) -> list[Scales]:
+    """The scales of the blocks that each shard touches; of all blocks where ranks share them.
+
+    Collective over the axes that the plans name, for all shards together.
+
+    Args:
+        plans: of the leaves.
+        shards: this rank's.
+        mesh: with devices.
+    """
     amaxes = [_amaxes(plan, shard) for plan, shard in zip(plans, shards, strict=True)]
     amaxes = largest_over(amaxes, [plan.shared for plan in plans], mesh)
     with_outer = [i for i, plan in enumerate(plans) if plan.format.has_outer]
@@ -235,13 +274,6 @@ def _scales(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh) -> 
         codec.scales_of(amax, plan.format, outer.get(i))
         for i, (plan, amax) in enumerate(zip(plans, amaxes, strict=True))
     ]
-
-
-def _encode(plan: CodePlan, shard: Tensor, scales: Scales, noise: Noise | None, number: int) -> Coded:
-    """The codes of a shard, and the scales of the blocks that it touches."""
-    here = _here(plan, scales, plan.held, plan.start)
-    drawn = noise(number) if plan.format.keyed and noise is not None else None
-    return Coded(codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn), here)
 
 
 def _amaxes(plan: CodePlan, shard: Tensor) -> Tensor:
@@ -308,33 +340,6 @@ def _largest(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     return bits.view(torch.float32)
 
 
-@torch.no_grad()
-def rounded_shards(
-    plans: Sequence[CodePlan],
-    shards: Sequence[Tensor],
-    mesh: Mesh,
-    dtypes: Sequence[torch.dtype],
-    noise: Noise | None = None,
-) -> list[Tensor]:
-    """Shards of numbers that codes can stand for; the codes of one are there at a time. Arguments as in `encoded`.
-
-    Args:
-        plans: of the leaves.
-        shards: this rank's.
-        mesh: with devices.
-        dtypes: of the results.
-        noise: for formats whose rounding is keyed.
-
-    Returns:
-        The shards of the whole leaves that `decoded` gives.
-    """
-    result: list[Tensor] = []
-    for i, (plan, shard, scales) in enumerate(zip(plans, shards, _scales(plans, shards, mesh), strict=True)):
-        codes, here = _encode(plan, shard, scales, noise, i)
-        result.append(codec.decode(codes, here, plan.format, dtypes[i], block=plan.block, start=plan.start))
-    return result
-
-
 # ------------------------------------------------------------------------------------------------------------- as bytes
 def encoded_bytes(plans: Sequence[CodePlan], coded: Sequence[Coded]) -> list[Tensor]:
     """Shards of a `CodedBucket`: codes and scales as bytes."""
@@ -348,8 +353,23 @@ def encoded_bytes(plans: Sequence[CodePlan], coded: Sequence[Coded]) -> list[Ten
     return result
 
 
+def gather_codes(
+    coded: CodedBucket, own: Sequence[Coded], group: Group, memory: Memory | None = None
+) -> Handle[Tensor]:
+    """Starts to gather codes and scales; `from_bytes` takes what the handle gives.
+
+    Args:
+        coded: the bucket, the same on every member.
+        own: what this rank has of its leaves.
+        group: the members.
+        memory: as in `Transport.all_gather`.
+    """
+    parts = encoded_bytes(coded.plans, own)
+    return transport_for(group, parts[0].device).all_gather(coded.bucket, parts, torch.uint8, memory)
+
+
 def from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[Coded]:
-    """Codes and scales of leaves that are whole over the data axes.
+    """Codes and scales of leaves that have been gathered.
 
     Args:
         coded: the bucket.
@@ -382,12 +402,23 @@ def packed_from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) ->
 
 
 def decoded(plans: Sequence[CodePlan], coded: Sequence[Coded], into: Sequence[Tensor]) -> None:
-    """Writes the numbers that codes stand for.
+    """Writes the numbers that codes stand for, of a stack of matrices some at a time.
 
     Args:
         plans: of the leaves.
-        coded: of leaves that are whole over the data axes, with the scales of the blocks that these touch.
-        into: as many whole leaves, of any dtype.
+        coded: of leaves that have been gathered, with the scales of the blocks that these touch.
+        into: as many such leaves, of any dtype.
     """
     for plan, (codes, scales), leaf in zip(plans, coded, into, strict=True):
-        leaf.copy_(codec.decode(codes, scales, plan.format, leaf.dtype, block=plan.block, start=plan.whole_start))
+        step = max(1, _DECODED // max(1, math.prod(plan.whole[1:]))) if len(plan.whole) > 2 else 1
+        if len(plan.whole) <= 2 or step >= plan.whole[0]:
+            _decode(plan, codes, scales, leaf)
+            continue
+        for first in range(0, plan.whole[0], step):
+            some = slice(first, first + step)
+            outer = None if scales.outer is None else scales.outer[some]
+            _decode(plan, codes[some], Scales(scales.blocks[some], outer), leaf[some])
+
+
+def _decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> None:
+    into.copy_(codec.decode(codes, scales, plan.format, into.dtype, block=plan.block, start=plan.whole_start))

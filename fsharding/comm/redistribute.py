@@ -29,7 +29,8 @@ from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sha
 from fsharding.tree import Tree
 
 __all__ = [
-    "BUCKET_BYTES", "Moving", "in_buckets", "redistribute", "reduce_grads", "start_redistribute", "start_reduce_grads",
+    "BUCKET_BYTES", "Moving", "Route", "in_buckets", "memory_for", "redistribute", "reduce_grads", "route_of",
+    "start_redistribute", "start_reduce_grads",
 ]  # fmt: skip
 
 Item = TypeVar("Item")
@@ -92,15 +93,21 @@ class Moving(NamedTuple):
         return self.result()
 
 
-def _home(x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
+def memory_for(x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that can take a result: that of a leaf where it fits, else some of its own.
 
     Whether it fits may differ between ranks, and so may not decide what they send together.
+
+    Args:
+        x: a DTensor whose memory may be used, or anything else.
+        shape: of the result.
+        dtype: of the result.
+        device: of memory of its own.
     """
     local = local_of(x) if isinstance(x, DTensor) else None
-    if local is not None and local.dtype == like.dtype and local.shape == shape and local.is_contiguous():
+    if local is not None and local.dtype == dtype and local.shape == shape and local.is_contiguous():
         return local
-    return _compat.fresh(shape, like.dtype, like.device)
+    return _compat.fresh(shape, dtype, device)
 
 
 @public("fs.redistribute")
@@ -167,17 +174,14 @@ def start_redistribute(
         local = local_of(leaf) if dtype is None else local_of(leaf).to(dtype)
         if not isinstance(target, NamedSharding):
             raise refuse("fs.redistribute", "shardings", target, "Give a tree of NamedShardings, such as layout.main.")
-        base = mesh_view.base(leaf.device_mesh)
-        # A cache of a mesh holds no other mesh, also none that is equal.
-        find = _route if (base.whole or base.mesh) is target.mesh else _find_route
-        route = find(target, sharding_of(leaf), tuple(leaf.shape))
+        route = route_of(leaf, target)
         if route is None:
             wrong.append(i)
         elif not route.steps:
             result[i] = like(leaf, local) if route.stays else route.target.at_rest(local, tuple(leaf.shape))
         else:
             nbytes = math.prod(route.shape) * local.element_size()
-            home = None if into is None else _home(homes[i], route.shape, local)
+            home = None if into is None else memory_for(homes[i], route.shape, local.dtype, local.device)
             move = _Move(i, local, route.steps, route.wholes, nbytes, home)
             groups.setdefault((route.mesh, kinds_of(route.steps), local.dtype), []).append(move)
     if wrong:
@@ -195,7 +199,7 @@ def start_redistribute(
     return Moving(queue, queue.add(batches), lambda: tree.unflatten(spec, result))
 
 
-class _Route(NamedTuple):
+class Route(NamedTuple):
     """How a leaf gets from one sharding to another.
 
     Attributes:
@@ -215,11 +219,19 @@ class _Route(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-def _find_route(target: NamedSharding, source: NamedSharding, shape: tuple[int, ...]) -> _Route | None:
-    """None where no steps along data axes of one mesh lead there."""
+def route_of(leaf: DTensor, target: NamedSharding) -> Route | None:
+    """How a leaf gets to a sharding; None where no steps along data axes of one mesh lead there."""
+    base = mesh_view.base(leaf.device_mesh)
+    # A cache of a mesh holds no other mesh, also none that is equal.
+    find = _route if (base.whole or base.mesh) is target.mesh else _find_route
+    return find(target, sharding_of(leaf), tuple(leaf.shape))
+
+
+def _find_route(target: NamedSharding, source: NamedSharding, shape: tuple[int, ...]) -> Route | None:
+    """See `route_of`."""
     rest = target.simplified()
     if not is_member(rest.mesh):
-        return _Route(rest, False, rest.mesh)
+        return Route(rest, False, rest.mesh)
     stays = (source.mesh, rest.placements()) == (rest.device_mesh(), source.placements())
     # On the slices of the mesh that own an assigned leaf, it is cut as any other.
     target = rest.slice_of_mesh()
@@ -230,7 +242,7 @@ def _find_route(target: NamedSharding, source: NamedSharding, shape: tuple[int, 
     if any(axis not in source.data_axes for step in steps for axis in step.axes):
         return None
     wholes = whole_sizes(source, steps, shape)
-    return _Route(rest, stays, target.mesh, steps, wholes, target.local_shape(shape))
+    return Route(rest, stays, target.mesh, steps, wholes, target.local_shape(shape))
 
 
 _route = cache_on_its_mesh()(_find_route)

@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, random, tree
+from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.redistribute import redistribute
+from fsharding.comm.rounded_moves import start_rounded
 from fsharding.errors import ArgumentError, DonatedError, LayoutError, SpecError, message
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AbstractMesh
@@ -34,7 +36,7 @@ from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.leaf_plan import type_text
 from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
 from fsharding.train.state_check import check_leaves, check_main
-from fsharding.transforms.weight_formats import round_copies
+from fsharding.transforms.weight_formats import roundings_of_copies
 from fsharding.tree import Tree
 
 __all__ = [
@@ -473,10 +475,13 @@ def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, ke
     dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
     flat = tree.flatten_up_to(layout.structure, main, "fs.spread_main", ("the layout", "main"))
     before = tree.flatten_up_to(layout.structure, params, "fs.spread_main", ("the layout", "params"))
-    flat = round_copies(flat, layout, key)
     merged = [p if m is None else m for p, m in zip(before, flat, strict=True)]
     values, where, kinds = (tree.unflatten(layout.structure, x) for x in (merged, targets, dtypes))
-    return redistribute(values, where, dtypes=kinds, into=params if donate else None)
+    into = params if donate else None
+    if layout.precision.gather is None:
+        return redistribute(values, where, dtypes=kinds, into=into)
+    roundings = roundings_of_copies(flat, layout, key)
+    return start_rounded(values, where, roundings, BucketQueue(0), dtypes=kinds, into=into).wait()
 
 
 @public("fs.state_bytes")

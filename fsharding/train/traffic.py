@@ -25,6 +25,7 @@ from fsharding.comm.codes import CodePlan, code_bucket, exchanged_maxima, plan_c
 from fsharding.comm.counters import Sent, Traffic
 from fsharding.comm.redistribute import in_buckets
 from fsharding.comm.reduce import sums_at_once
+from fsharding.comm.rounded_moves import Part, batches_of, plan_parts, travels_as_codes
 from fsharding.comm.steps import Step, kinds_of, plan_steps, sharding_after
 from fsharding.formats.blocks import Blocks
 from fsharding.mesh.abstract_mesh import AXES
@@ -39,6 +40,7 @@ from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.stage_owners import begins
 from fsharding.transforms.unit_plan import unreduced, whole
+from fsharding.transforms.weight_formats import kept_rows
 
 __all__ = ["Sender", "Stage", "parameters", "round_at_rest", "sum_over", "update"]
 
@@ -90,6 +92,11 @@ class Sender:
     def native(self) -> bool:
         """Whether gradients are summed by the backend's own collectives."""
         return self.layout.precision.sums_natively(getattr(self.layout.mesh, "device_type", None))
+
+    @property
+    def place(self) -> tuple[tuple[str, int], ...]:
+        """The coordinate, as a value that caches take."""
+        return tuple(self.where.items())
 
     @functools.cached_property
     def rounds(self) -> str:
@@ -271,20 +278,21 @@ def _gather(sender: Sender, unit: Sequence[_Leaf], without_format: frozenset[str
 
 def _take_codes(sender: Sender, bucket: Sequence[tuple[_Leaf, NamedSharding]], times: int) -> None:
     """A gather of codes and scales, and before it of largest magnitudes."""
-    plans = [_codes(sender, leaf, home) for leaf, home in bucket]
+    plans: list[CodePlan] = []
+    for leaf, home in bucket:
+        format = sender.layout.format_of(leaf.plan)
+        assert format is not None
+        plans.append(plan_codes(home.mesh, home, whole(home), leaf.shape(sender.where), format, sender.place))
     _maxima(sender, plans, times)
-    cuts = [plan_steps(home, whole(home)) for _, home in bucket]
-    if cuts[0]:
-        axes = cuts[0][0].axes
-        codes = code_bucket(plans, [steps[0].dim for steps in cuts], tuple(map(sender.size, axes))).bucket
+    _gather_codes(sender, plans, [plan_steps(home, whole(home)) for _, home in bucket], times)
+
+
+def _gather_codes(sender: Sender, plans: Sequence[CodePlan], steps: Sequence[tuple[Step, ...]], times: int = 1) -> None:
+    """A gather of codes and scales of leaves that travel by the same steps, if by any."""
+    if steps[0]:
+        axes = steps[0][0].axes
+        codes = code_bucket(plans, [taken[0].dim for taken in steps], tuple(map(sender.size, axes))).bucket
         sender.send(axes, Sent(1, (sender.size(*axes) - 1) * codes.width) if codes.width else Sent(0, 0), times)
-
-
-def _codes(sender: Sender, leaf: _Leaf, home: NamedSharding) -> CodePlan:
-    """How a leaf that has a format is rounded."""
-    format = sender.layout.format_of(leaf.plan)
-    assert format is not None
-    return plan_codes(home.mesh, home, whole(home), leaf.shape(sender.where), format, (*sender.where.items(),))
 
 
 def _maxima(sender: Sender, plans: Sequence[CodePlan], times: int) -> None:
@@ -295,20 +303,64 @@ def _maxima(sender: Sender, plans: Sequence[CodePlan], times: int) -> None:
 
 
 def round_at_rest(sender: Sender) -> None:
-    """Adds what is exchanged to round parameters once a step: copies after an update, or those of a pipeline before it.
+    """Adds what is exchanged to round the parameters of a pipeline once, before a step.
 
     Args:
         sender: the rank.
     """
-    kind = {"before": "params", "after": "main"}.get(sender.rounds)
-    plans: list[CodePlan] = []
-    for plan in sender.layout.leaves if kind is not None else ():
-        leaf = _here(sender, plan)
-        rounds = sender.layout.rounds(plan) if kind == "main" else sender.layout.format_of(plan)
-        if leaf is not None and rounds is not None:
-            assert kind is not None
-            plans.append(_codes(sender, leaf, leaf.cut(kind)))
-    _maxima(sender, plans, 1)
+    if sender.rounds != "before":
+        return
+    own = [leaf for plan in sender.layout.leaves if (leaf := _here(sender, plan)) is not None]
+    formats = [(leaf, sender.layout.format_of(leaf.plan)) for leaf in own]
+    _round(sender, [_Rounded(leaf, "params", "params", format) for leaf, format in formats if format is not None])
+
+
+class _Rounded(NamedTuple):
+    """A leaf that is rounded at rest, and maybe on its way to a copy.
+
+    Attributes:
+        leaf: which one.
+        kind: of the sharding that it is in.
+        target: of the sharding that it goes to.
+        format: that it is rounded to.
+    """
+
+    leaf: _Leaf
+    kind: str
+    target: str
+    format: Blocks
+
+    def kept(self, sender: Sender) -> tuple[int, ...] | None:
+        """See `Rounding`."""
+        return kept_rows(self.leaf.plan, getattr(self.leaf.plan, self.kind), sender.layout.precision, sender.where)
+
+    def travels(self, sender: Sender) -> bool:
+        """Whether it travels as codes; else it is rounded where it is."""
+        return travels_as_codes(plan_steps(self.leaf.cut(self.kind), self.leaf.cut(self.target)), self.kept(sender))
+
+    def parts(self, sender: Sender) -> Sequence[Part]:
+        """See `plan_parts`."""
+        home, there = self.leaf.cut(self.kind), self.leaf.cut(self.target if self.travels(sender) else self.kind)
+        shape, dtype = self.leaf.shape(sender.where), sender.layout.precision.compute_dtype(self.leaf.plan.init)
+        return plan_parts(home, there, shape, self.format, self.kept(sender) or (), dtype, sender.place)
+
+
+def _round(sender: Sender, leaves: Sequence[_Rounded]) -> None:
+    """Rounds leaves, and gathers the codes of those that travel, and their rows that have no format."""
+    pairs = [(leaf, part) for leaf in leaves for part in leaf.parts(sender)]
+    _maxima(sender, [part.plan for _, part in pairs if part.plan is not None], 1)
+    for batch in batches_of([part for _, part in pairs]):
+        bucket = [pairs[i] for i in batch]
+        plans = [part.plan for _, part in bucket if part.plan is not None]
+        if plans:
+            _gather_codes(sender, plans, [part.steps for _, part in bucket])
+            continue
+        moves: list[_Move] = []
+        for leaf, part in bucket:
+            assert part.rows is not None, "other leaves have codes"
+            rows = _Leaf(leaf.leaf.plan, part.rows[1] - part.rows[0])
+            moves.append(_Move(rows, rows.cut(leaf.kind), rows.cut(leaf.target), part.dtype.itemsize))
+        _take(sender, moves)
 
 
 def _reduce(sender: Sender, unit: Sequence[_Leaf], without_format: frozenset[str], count: int) -> None:
@@ -359,9 +411,17 @@ def update(sender: Sender) -> None:
             others = len(owners(leaf.plan.main, sender.size("pp"))) - 1 if whole_at else 0
             n = math.prod(leaf.cut("main").local_shape(leaf.shape(sender.where), sender.where))
             sender.send(("pp",), Sent(1, others * n * size(leaf)), int(others > 0))
+    formats = [(leaf, layout.rounds(leaf.plan)) for leaf in own]
+    rounded = [_Rounded(leaf, "main", "params", format) for leaf, format in formats if format is not None]
+    _round(sender, rounded)
+    coded = {leaf.leaf.plan.path for leaf in rounded if leaf.travels(sender)}
     _together(
         sender,
-        [_Move(leaf, leaf.cut("main"), leaf.cut("params"), layout.param_dtype(leaf.plan).itemsize) for leaf in own],
+        [
+            _Move(leaf, leaf.cut("main"), leaf.cut("params"), layout.param_dtype(leaf.plan).itemsize)
+            for leaf in own
+            if leaf.plan.path not in coded
+        ],
     )
     norms: dict[tuple[str, ...], int] = {}
     for leaf in trained:

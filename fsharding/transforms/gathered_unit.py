@@ -107,12 +107,10 @@ class GatheredUnit:
 
     def _start(self, number: int, b: GatherBucket) -> Handle[Tensor]:
         group, shards = axis_group(self.plan.mesh, b.axes), [self.leaves[i].value for i in b.leaves]
-        transport = transport_for(group, shards[0].device)
         self._on_gather()
-        if b.coded is None:
-            return transport.all_gather(b.bucket, shards, b.dtype, self._memory)
-        parts = codes.encoded_bytes(b.coded.plans, self._coded[number])
-        return transport.all_gather(b.coded.bucket, parts, torch.uint8, self._memory)
+        if b.coded is not None:
+            return codes.gather_codes(b.coded, self._coded[number], group, self._memory)
+        return transport_for(group, shards[0].device).all_gather(b.bucket, shards, b.dtype, self._memory)
 
     @torch.no_grad()
     def wait(self) -> list[Sequence[Tensor | Quantised]]:

@@ -7,35 +7,34 @@ Law: a weight is rounded once, from its main copy, to the same bits under every 
 
 from __future__ import annotations
 
-import functools
-import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import random, tree
-from fsharding.comm import codes
-from fsharding.comm.codes import CodePlan
+from fsharding.comm.bucket_queue import BucketQueue
+from fsharding.comm.rounded_moves import Rounding, start_rounded
 from fsharding.errors import ConfigError, message
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.philox import uniform_at
 from fsharding.mesh.device_mesh import Mesh, data_position
 from fsharding.precision import Precision
-from fsharding.sharding.boxes import Runs
+from fsharding.sharding.boxes import Runs, cut_runs
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, is_stacked
-from fsharding.sharding.named_sharding import Local, NamedSharding, like, local_of, to_local
+from fsharding.sharding.named_sharding import NamedSharding, to_local
 from fsharding.transforms.unit_plan import LeafIndex, whole
 from fsharding.tree import Tree
 
-__all__ = ["AtRest", "WeightFormats", "key_of_terms", "plan_weight", "round_copies", "round_leaves", "round_params"]
+__all__ = [
+    "AtRest", "WeightFormats", "kept_rows", "key_of_terms", "round_leaves", "round_params", "roundings_of_copies",
+]  # fmt: skip
 
-_T = TypeVar("_T")
 _GIVE_A_KEY = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
 
 
@@ -136,11 +135,6 @@ def _noise(
     return uniform_at(key, zlib.crc32(path.encode()), shape, ranges, device)
 
 
-def plan_weight(sharding: NamedSharding, shape: tuple[int, ...], format: Blocks) -> CodePlan:
-    """How a leaf with a sharding is rounded; one that has explicit owners, as the slice of the mesh that has it."""
-    return codes.plan_codes(sharding.mesh, sharding, whole(sharding), tuple(shape), format)
-
-
 class AtRest(NamedTuple):
     """A main parameter at rest, and how it is to be rounded.
 
@@ -157,25 +151,19 @@ class AtRest(NamedTuple):
     format: Blocks
 
 
-def round_copies(leaves: Sequence[DTensor | None], layout: Layout, key: Tensor | None) -> list[DTensor | None]:
-    """Main parameters, each rounded as its copy at rest is, where there is one that has a format.
+def roundings_of_copies(leaves: Sequence[DTensor | None], layout: Layout, key: Tensor | None) -> list[Rounding | None]:
+    """How copies at rest are made of main parameters, where there is one that has a format.
 
     Args:
         leaves: main parameters as the layout has them, None for frozen ones.
         layout: of both.
         key: for keyed rounding.
-
-    Returns:
-        DTensors where the main parameters are, rounded ones in the dtype of compute; others as they were. Collective
-        where a block is on several ranks.
     """
-    if layout.precision.gather is None:
-        return list(leaves)
-    given = [
-        None if x is None or (format := layout.rounds(leaf)) is None else AtRest(x, leaf, leaf.main, format)
-        for x, leaf in zip(leaves, layout.leaves, strict=True)
+    formats = [None if x is None else layout.rounds(leaf) for x, leaf in zip(leaves, layout.leaves, strict=True)]
+    return [
+        None if x is None or format is None else _rounding(AtRest(x, leaf, leaf.main, format), layout.precision, key)
+        for x, leaf, format in zip(leaves, layout.leaves, formats, strict=True)
     ]
-    return _round_given(leaves, given, layout.precision, key)
 
 
 def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
@@ -190,19 +178,14 @@ def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor
     if precision.gather is None or precision.rounded:
         return params
     leaves: list[DTensor] = tree.leaves(params)
-    given = [
-        None if (format := layout.format_of(leaf)) is None else AtRest(x, leaf, leaf.params, format)
-        for x, leaf in zip(leaves, layout.leaves, strict=True)
-    ]
-    return tree.unflatten(layout.structure, _round_given(leaves, given, precision, key))
-
-
-def _round_given(
-    leaves: Sequence[_T], given: Sequence[AtRest | None], precision: Precision, key: Tensor | None
-) -> list[_T | DTensor]:
-    """Leaves, those that have an `AtRest` rounded."""
-    rounded = iter(round_leaves([at for at in given if at is not None], precision, key))
-    return [x if at is None else next(rounded) for x, at in zip(leaves, given, strict=True)]
+    formats = map(layout.format_of, layout.leaves)
+    given = {
+        i: AtRest(x, leaf, leaf.params, format)
+        for i, (x, leaf, format) in enumerate(zip(leaves, layout.leaves, formats, strict=True))
+        if format is not None
+    }
+    rounded = dict(zip(given, round_leaves([*given.values()], precision, key), strict=True))
+    return tree.unflatten(layout.structure, [rounded.get(i, x) for i, x in enumerate(leaves)])
 
 
 def round_leaves(given: Sequence[AtRest], precision: Precision, key: Tensor | None) -> list[DTensor]:
@@ -213,44 +196,46 @@ def round_leaves(given: Sequence[AtRest], precision: Precision, key: Tensor | No
         precision: which layers of a stack have no format.
         key: for keyed rounding.
     """
-    present = [at.home.grid(at.leaf.shape) is not None for at in given]
-    held = [*itertools.compress(given, present)]
-    nodes, locals_ = [to_local(at.x) for at in held], [local_of(at.x) for at in held]
-    plans = [plan_weight(node.sharding, node.shape, at.format) for node, at in zip(nodes, held, strict=True)]
+    values, homes = [at.x for at in given], [at.home for at in given]
     dtypes = [precision.compute_dtype(at.leaf.init) for at in given]
-    rounded: list[Tensor] = []
-    if held:
-        of_held = [*itertools.compress(dtypes, present)]
-        noise = functools.partial(_noise_at_rest, held, nodes, key)
-        rounded = codes.rounded_shards(plans, locals_, nodes[0].sharding.mesh, of_held, noise)
-        for at, local, out in zip(held, locals_, rounded, strict=True):
-            _keep_rows(at, local, out, precision)
-    results = iter(rounded)
-    return [
-        like(at.x, next(results) if there else local_of(at.x).to(dtype))
-        for at, there, dtype in zip(given, present, dtypes, strict=True)
-    ]
+    roundings = [_rounding(at, precision, key) for at in given]
+    return start_rounded(values, homes, roundings, BucketQueue(0), dtypes=dtypes).wait()
 
 
-def _noise_at_rest(held: Sequence[AtRest], nodes: Sequence[Local], key: Tensor | None, number: int) -> Tensor:
-    """The numbers by which a main parameter at rest is rounded: those of its place in the whole leaf."""
-    leaf, node = held[number].leaf, nodes[number]
-    ranges, shape = list(node.sharding.grid(node.shape) or ()), tuple(node.shape)
-    if is_stacked(leaf.names):
-        ranges[0], shape = _layers(held[number]), (leaf.shape[0], *shape[1:])
-    return _noise(key, leaf.path, shape, ranges, node.value.device)
+def _rounding(at: AtRest, precision: Precision, key: Tensor | None) -> Rounding | None:
+    """How a main parameter at rest is rounded; None on a rank that has nothing of it."""
+    if at.home.grid(at.leaf.shape) is None:
+        return None
+    return Rounding(at.format, kept_rows(at.leaf, at.home, precision), _noise_at_rest(at, key))
 
 
-def _keep_rows(at: AtRest, local: Tensor, out: Tensor, precision: Precision) -> None:
-    """Writes the layers of a stack that have no format as they were."""
-    kept = precision.kept_rows(at.leaf.path, at.leaf.shape[0]) if is_stacked(at.leaf.names) else ()
-    here = [row for start, stop in _layers(at) for row in range(start, stop)] if kept else []
-    for place in (place for place, row in enumerate(here) if row in kept):
-        out[place] = local[place].to(out.dtype)
+def kept_rows(
+    leaf: LeafLayout, home: NamedSharding, precision: Precision, where: dict[str, int] | None = None
+) -> tuple[int, ...] | None:
+    """Which of a rank's rows of a stack have no format although others have one; None where no rank has such rows.
+
+    Args:
+        leaf: that has a format.
+        home: where it is.
+        precision: which layers of a stack have no format.
+        where: the coordinate of the rank, by axis; by default that of this process.
+    """
+    kept = precision.kept_rows(leaf.path, leaf.shape[0]) if is_stacked(leaf.names) else ()
+    if not kept:
+        return None
+    grid = home.grid(leaf.shape, where)
+    here = [row for start, stop in (grid[0] if grid is not None else ()) for row in range(start, stop)]
+    return tuple(place for place, row in enumerate(here) if row in kept)
 
 
-def _layers(at: AtRest) -> Runs:
-    """The layers of a stack that the rank has."""
-    grid = at.home.grid(at.leaf.shape)
+def _noise_at_rest(at: AtRest, key: Tensor | None) -> Callable[[int, int], Tensor] | None:
+    """The numbers by which rows of a main parameter at rest are rounded: those of their place in the whole leaf."""
+    if not at.format.keyed:
+        return None
+    node, grid = to_local(at.x), at.home.grid(at.leaf.shape)
     assert grid is not None
-    return grid[0]
+    ranges, shape = list(node.sharding.grid(node.shape) or ()), tuple(node.shape)
+    if is_stacked(at.leaf.names):
+        ranges[0], shape = grid[0], (at.leaf.shape[0], *shape[1:])
+    device = node.value.device
+    return lambda start, stop: _noise(key, at.leaf.path, shape, [cut_runs(ranges[0], start, stop), *ranges[1:]], device)

@@ -22,6 +22,7 @@ from tests.training import ALONE, DP, MODEL, OUTER, ZEROS, batches, optimizer
 
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale(2.0**17, interval=2))
 CASES = [(zero, (fs.FP32, FP16)[i % 2], bool(i & 2), 1 + i % 2) for i, zero in enumerate(ZEROS)]
+CASES += [(ZEROS[1], fs.MXFP8, True, 1)]
 EVERY = [(z, p, d, m) for z in ZEROS for p in (fs.FP32, fs.BF16, FP16) for d in (False, True) for m in (1, 2)]
 
 
@@ -268,7 +269,12 @@ def on_fake_cuda():
     with FakeTensorMode():
         mesh = fs.make_mesh(device="cuda", dp=4)
         tokens = torch.zeros(4, 8, dtype=torch.int64, device="cuda")
-        for strategy, precision in ((fs.zero(0), FP16), (fs.zero(1), fs.FP32), (fs.zero(3), FP16)):
+        for strategy, precision in (
+            (fs.zero(0), FP16),
+            (fs.zero(1), fs.FP32),
+            (fs.zero(1), fs.MXFP8),
+            (fs.zero(3), FP16),
+        ):
             layout = fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
             state = fs.init_state(MODEL, optimizer("adamw"), fs.random.key(0), layout)
             step = fs.make_train_step(MODEL, optimizer("adamw"), microbatches=2, donate=precision == FP16)
@@ -286,9 +292,9 @@ def test_no_step_takes_tensors_of_the_host_to_the_device():
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert lines[:3] == ["yes"] * 3
+    assert lines[:4] == ["yes"] * 4
     assert (
-        lines[3]
+        lines[4]
         == "fs.capture cannot capture a step that takes tensors of the host: a graph would keep what they are now."
     )
-    assert lines[4].startswith("  aten.mul.Tensor(float32[] on cuda, float32[] on cpu) at test_capture.py:")
+    assert lines[5].startswith("  aten.mul.Tensor(float32[] on cuda, float32[] on cpu) at test_capture.py:")

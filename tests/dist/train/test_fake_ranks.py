@@ -176,7 +176,7 @@ SOME = [
     Case({"dp": 2}, "zero0", donate=True),
     Case({"dp": 2}, "zero3", FP16, donate=True, steps=2),
     Case({"tp": 2}, "zero2", fs.BF16),
-    *(Case({"dp": 2}, level, fs.MXFP8, donate=True) for level in ("zero0", "zero3")),
+    *(Case({"dp": 2}, level, fs.MXFP8, donate=True) for level in ("zero0", "zero1", "zero3")),
     Case({"ep": 2}, "zero3", model="every expert", large=True),
     of_mesh("pp2 zbv", "zero1", steps=2),
     of_mesh("tp2 pp2", "zero3", model="experts"),

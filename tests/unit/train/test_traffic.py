@@ -102,7 +102,7 @@ def test_codes_take_half_the_bytes_of_bfloat16():
     mesh, counted = fs.AbstractMesh(("dp",), (k,)), {}
     for name, roles in {"bf16": {}, "gather": {"gather": MX}, "both": {"gather": MX, "reduce": MX}}.items():
         how = fs.Precision(params=torch.float32, compute=torch.bfloat16, **roles)
-        for level in (0, 3):
+        for level in range(4):
             layout = fs.plan_layout(fs.models.decoder(sizes), mesh, strategy=fs.zero(level), precision=how)
             counted[name, level] = fs.expected_traffic(sizes, layout, rows=1, length=4, coord={"dp": 1}).bytes
     parameters = 4 * (4 * 256 * 256 + 3 * 256 * 512)
@@ -110,6 +110,9 @@ def test_codes_take_half_the_bytes_of_bfloat16():
     of_each = parameters * (k - 1) // k
     rest = counted["bf16", 3] - 6 * of_each
     assert (counted["gather", 3] - rest - 2 * of_each) / (4 * of_each) == 1.03125 / 2 <= 0.516
+    # Copies take one gather after the update.
+    for level in (1, 2):
+        assert counted["bf16", level] - counted["gather", level] == (2 - 1.03125) * of_each
     assert (counted["both", 3] - rest) / (6 * of_each) == 1.03125 / 2 <= 0.52
     assert 3.09 <= (counted["both", 3] - rest) / of_each <= 3.1
     # Of a sum that all ranks get terms are codes, and sums float32. Norms travel by themselves then, all to all ranks.
