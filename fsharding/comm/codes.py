@@ -36,9 +36,9 @@ from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
-    "CodePlan", "Coded", "CodedBucket", "Noise", "bytes_of_codes", "code_bucket", "decoded", "encode_shards", "encoded",
-    "encoded_bytes", "exchanged_maxima", "from_bytes", "gather_codes", "is_packed", "largest_over", "packed_from_bytes",
-    "plan_codes", "shared_scales",
+    "CodePlan", "Coded", "CodedBucket", "Noise", "code_bucket", "decoded", "encode_shards", "encoded",
+    "encoded_bytes", "exchanged_maxima", "from_bytes", "gather_codes", "gathered_bytes", "is_packed", "largest_over",
+    "packed_from_bytes", "plan_codes", "shared_scales",
 ]  # fmt: skip
 
 _DECODED = 1 << 20
@@ -188,9 +188,9 @@ def code_bucket(plans: Sequence[CodePlan], dims: Sequence[int], axis_sizes: tupl
     return CodedBucket(tuple(plans), plan_bucket(leaves, axis_sizes))
 
 
-def bytes_of_codes(plan: CodePlan) -> int:
-    """Bytes of the codes of a leaf that has been gathered, and of the scales that travel with them."""
-    return sum(map(math.prod, _shapes_of_bytes(plan)))
+def gathered_bytes(plan: CodePlan) -> int:
+    """Memory of a leaf that arrives: its codes, the scales that travel with them, and codes of 4 bits unpacked."""
+    return sum(map(math.prod, _shapes_of_bytes(plan))) + (math.prod(plan.whole) if plan.packed else 0)
 
 
 def _shapes_of_bytes(plan: CodePlan) -> list[tuple[int, ...]]:

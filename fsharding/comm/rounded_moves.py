@@ -66,7 +66,7 @@ class Part(NamedTuple):
         steps: to where it goes.
         plan: of its codes; None for rows that have no format.
         dtype: of the result.
-        bytes: of all that arrives.
+        bytes: of memory for all that arrives.
     """
 
     rows: tuple[int, int] | None
@@ -119,11 +119,12 @@ def _plan_parts(
     steps, coord = plan_steps(source, target), None if where is None else dict(where)
     if len(shape) == 2 or source.axes(0) != target.axes(0):
         plan = codes.plan_codes(mesh, source, target, shape, format, where)
-        return (Part(None, steps, plan, dtype, codes.bytes_of_codes(plan)),)
+        return (Part(None, steps, plan, dtype, codes.gathered_bytes(plan)),)
     count = target.local_shape(shape, coord)[0]
     source, target = _of_rows(source), _of_rows(target)
-    row = max(1, math.prod(target.local_shape((1, *shape[1:]), coord)))
-    longest, parts = max(1, limit // row), list[Part]()
+    row, parts = math.prod(target.local_shape((1, *shape[1:]), coord)), list[Part]()
+    of_a_row = codes.gathered_bytes(codes.plan_codes(mesh, source, target, (1, *shape[1:]), format, where))
+    longest = max(1, limit // max(1, of_a_row))
     for is_kept, run in itertools.groupby(range(count), lambda i: i in kept):
         rows = [*run]
         for n in range(0, len(rows), len(rows) if is_kept else longest):
@@ -131,7 +132,7 @@ def _plan_parts(
             part, plan, size = (len(some), *shape[1:]), None, len(some) * row * dtype.itemsize
             if not is_kept:
                 plan = codes.plan_codes(mesh, source, target, part, format, where)
-                size = codes.bytes_of_codes(plan)
+                size = codes.gathered_bytes(plan)
             parts.append(Part((some[0], some[-1] + 1), steps, plan, dtype, size))
     return tuple(parts)
 

@@ -30,7 +30,7 @@ def test_parts_are_all_rows_in_order_and_no_more_than_a_bucket(layers, kept, mat
         rows = range(*part.rows)
         assert {i in kept for i in rows} == {part.plan is None}, "rows that have the format, or rows that have none"
         if part.plan is not None:
-            assert part.bytes <= BUCKET_BYTES * 5 // 4 or len(rows) == 1, "codes, and scales beside them"
+            assert part.bytes <= BUCKET_BYTES or len(rows) == 1, "codes, and scales beside them"
             assert part.plan.whole == (len(rows), *target.local_shape((1, *matrix), dict(where))[1:])
     batches = batches_of(parts)
     assert sorted(i for batch in batches for i in batch) == ([] if stays else [*range(len(parts))])
