@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -183,6 +183,12 @@ class Precision:
             mend = 'Give patterns of parts of paths, such as keep=("embed", "head", "*norm*", "blocks[-1]").'
             raise ConfigError(message("Precision", f"got keep={self.keep!r}.", mend=mend))
         self._check_compute()
+
+    def __repr__(self) -> str:
+        """The arguments that are not the default ones."""
+        values = {field: getattr(self, field.name) for field in fields(self)}
+        given = [f"{field.name}={value!r}" for field, value in values.items() if value != field.default]
+        return f"Precision({', '.join(given)})"
 
     def _check_compute(self) -> None:
         """A format of compute is that of gathers, and goes with a dtype of activations.

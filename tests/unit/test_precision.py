@@ -82,6 +82,12 @@ def test_each_role_says_what_it_takes():
     )
 
 
+def test_it_prints_as_it_is_written():
+    assert repr(Precision()) == "Precision()"
+    assert repr(fs.BF16) == "Precision(params=torch.float32, compute=torch.bfloat16)"
+    assert eval(repr(fs.NVFP4), {"Precision": Precision, "Blocks": fs.Blocks, "torch": torch}) == fs.NVFP4
+
+
 def test_weights_travel_in_the_dtype_of_compute_whether_that_is_said_or_not():
     assert Precision(compute=torch.bfloat16, gather=torch.bfloat16) == Precision(compute=torch.bfloat16)
 
