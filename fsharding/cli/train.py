@@ -492,7 +492,8 @@ class _Log:
             return
         text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
         last = f"{text} after {steps} steps" if steps else "no steps"
-        print(f"{last}; metrics, plot and checkpoints in {self.config.out}", flush=True)
+        files = "metrics, plot and checkpoints" if self.config.plot else "metrics and checkpoints"
+        print(f"{last}; {files} in {self.config.out}", flush=True)
 
     def close(self) -> None:
         self.progress.stop()

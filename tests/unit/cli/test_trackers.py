@@ -102,6 +102,14 @@ def test_the_validation_is_the_loss_of_those_batches(config, tmp_path):
     assert row["val_loss"] == pytest.approx(row["loss"], rel=1e-6)
 
 
+def test_the_last_line_names_what_was_written(config, tmp_path, capsys):
+    for plot, files in ((False, "metrics and checkpoints"), (True, "metrics, plot and checkpoints")):
+        out = tmp_path / str(plot)
+        ran(replace(config, out=out, steps=1, plot=plot))
+        assert capsys.readouterr().out.rstrip().endswith(f" after 1 steps; {files} in {out}")
+        assert (out / "loss.png").exists() == plot and (out / "ckpt" / "1").exists()
+
+
 def test_tensorboard_has_each_step_once(tracked):
     scalars, rows = events(tracked.out), read_metrics(tracked.metrics)
     assert scalars["train/loss"] == [(row["step"], pytest.approx(row["loss"], rel=1e-6)) for row in rows]
