@@ -132,7 +132,9 @@ def lost(folder):
         (folder / f"second-{own_rank()}.json").write_text(json.dumps(losses))
     except fs.errors.RankError as error:
         text = {"ranks": error.ranks, "text": str(error), "seconds": time.monotonic() - begin}
-        (folder / f"error-{own_rank()}.json").write_text(json.dumps(text))
+        written = folder / f"error-{own_rank()}.new"
+        written.write_text(json.dumps(text))
+        written.rename(written.with_suffix(".json"))
         # torchrun ends the other ranks of a host as soon as one has failed, while they may still look for the cause.
         until(lambda: all((folder / f"error-{rank}.json").exists() for rank in (0, 1)), 10)
         raise

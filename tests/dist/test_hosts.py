@@ -254,12 +254,13 @@ def test_a_lost_host_is_named_and_its_successor_goes_on(tmp_path, how):
         assert until(lambda: all((tmp_path / f"stopped-{rank}").exists() for rank in (2, 3)), 60)
         if how == "host":
             pair[1].kill()
+            # torchrun ends the ranks of the other host as soon as a successor is there.
+            assert until(lambda: {*errors(tmp_path)} == {0, 1}, 30), (tmp_path / "host0.log").read_text()[-3000:]
             pair[1].start()
             runs[1] = start(pair[1])
         assert_both_end_well(runs, tmp_path, 150)
     found = errors(tmp_path)
     if how == "host":
-        assert {*found} == {0, 1}
         for error in found.values():
             assert {*error["ranks"]} <= {2, 3} and error["seconds"] < 20, error["text"]
             assert error["text"].startswith("train step lost rank")
