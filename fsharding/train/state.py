@@ -96,7 +96,7 @@ class TrainState:
         raise ArgumentError(message("TrainState", f"is neither a dict nor a tuple, got [{name!r}].", mend=mend))
 
     def __repr__(self) -> str:
-        """What the state is and how much of it is here, without its numbers."""
+        """Says which state it is and how much of it is here, without its numbers."""
         if "layout" not in vars(self):
             return "TrainState(donated)"
         layout, parts = self.layout, {"params": self.params, "main": self.main, "opt_state": self.opt_state}
@@ -147,7 +147,7 @@ _ELSEWHERE = {
     "to": "Make one elsewhere: fs.reshard(state, layout).",
     "cuda": 'Its layout says where it is: fs.plan_layout(model, fs.make_mesh(device="cuda")).',
 }
-"""What a state does not have, by the names that other libraries give it."""
+"""Attributes that a state does not have, by the names that other libraries give them."""
 
 _FIELDS = tuple(f.name for f in fields(TrainState))
 STATE_FIELDS = _FIELDS[:-1]

@@ -296,7 +296,7 @@ def _gather_codes(sender: Sender, plans: Sequence[CodePlan], steps: Sequence[tup
 
 
 def _maxima(sender: Sender, plans: Sequence[CodePlan], times: int) -> None:
-    """What ranks tell each other of blocks that several of them have parts of."""
+    """Adds the exchange of largest magnitudes of blocks that several ranks have parts of."""
     for axis, n in exchanged_maxima(plans):
         k = sender.size(axis)
         sender.send((axis,), Sent(1, 2 * (k - 1) * -(-n // k) * 4), times * (n > 0))
