@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding import _compat, _functorch
 from fsharding.errors import ArgumentError, LayoutError, RandomKeyError, message
 from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
 from fsharding.public import missing_name, public
@@ -32,6 +32,7 @@ BLOCK = 1 << 18
 """Largest number of elements that are drawn at once."""
 
 _WORD = 0xFFFFFFFF
+_Words = TypeVar("_Words", Tensor, int)
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
@@ -76,9 +77,13 @@ def fold_in(key: Tensor, data: int) -> Tensor:
         >>> torch.equal(masks[0], masks[1]), torch.equal(masks[0], masks[2])
         (True, False)
     """
+    count = (1 + ((data >> 32) & 0x7FFFFFFF), data & _WORD)
     with _compat.with_values():
-        count = torch.tensor([1 + ((data >> 32) & 0x7FFFFFFF), data & _WORD], dtype=torch.int64)
-        return _threefry(_checked(key, "random.fold_in"), count)
+        if _is_readable(_checked(key, "random.fold_in")):
+            # A model derives hundreds of keys, and a hundred operations on two elements each take a hundred times as long.
+            high, low = key.tolist()
+            return torch.tensor(_rounds((high, low), count), dtype=torch.int64)
+        return _threefry(key, torch.tensor(count, dtype=torch.int64))
 
 
 def fold_in_count(key: Tensor, count: Tensor) -> Tensor:
@@ -99,11 +104,22 @@ def _checked(key: Tensor, function: str) -> Tensor:
     return key
 
 
+def _is_readable(key: Tensor) -> bool:
+    """Whether a key has its numbers on the host: it is no value of a transform, of a graph or of a device."""
+    return type(key) is Tensor and key.is_cpu and not (_functorch.in_functorch() or torch.compiler.is_compiling())
+
+
 def _threefry(key: Tensor, count: Tensor) -> Tensor:
-    """Threefry-2x32 with 20 rounds of int64[..., 2] counters under an int64[2] key."""
+    """Threefry-2x32 of int64[..., 2] counters under an int64[2] key."""
     k0, k1 = key.unbind(-1)
-    schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
     x0, x1 = count.unbind(-1)
+    return torch.stack(_rounds((k0, k1), (x0, x1)), -1)
+
+
+def _rounds(key: tuple[_Words, _Words], count: tuple[_Words, _Words]) -> tuple[_Words, _Words]:
+    """The 20 rounds of Threefry-2x32 on words of 32 bits each: tensors of them, or numbers."""
+    (k0, k1), (x0, x1) = key, count
+    schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
     x0, x1 = (x0 + k0) & _WORD, (x1 + k1) & _WORD
     for group in range(5):
         for turn in _ROTATIONS[group % 2]:
@@ -111,7 +127,7 @@ def _threefry(key: Tensor, count: Tensor) -> Tensor:
             x1 = (((x1 << turn) | (x1 >> (32 - turn))) & _WORD) ^ x0
         x0 = (x0 + schedule[(group + 1) % 3]) & _WORD
         x1 = (x1 + schedule[(group + 2) % 3] + group + 1) & _WORD
-    return torch.stack((x0, x1), -1)
+    return x0, x1
 
 
 _VALUES = (

@@ -294,6 +294,7 @@ def _sizes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(abstract(mesh).axis_size(axis) for axis in axes)
 
 
+@cache_on_its_mesh()
 def sharding_after(source: NamedSharding, step: Step) -> NamedSharding:
     """The sharding that a step leaves."""
     cut = source.spec.axes(step.dim) if step.kind != "sum" else ()

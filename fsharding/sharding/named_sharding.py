@@ -158,7 +158,7 @@ class NamedSharding:
 
     def slice_of_mesh(self) -> NamedSharding:
         """Without its assignments: how a leaf is cut on the slice of the mesh that holds it."""
-        return replace(self, assigned=()) if self.assigned else self
+        return _on_slice(self) if self.assigned else self
 
     def grid(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> Grid | None:
         """The index ranges that a rank holds along each dim; None if it holds nothing of the leaf at all.
@@ -258,7 +258,7 @@ class NamedSharding:
         """The global shape of the DTensor at rest: along assigned dims, what this slice of the mesh holds."""
         if not self.assigned or not is_member(self.mesh):
             return tuple(shape)
-        grid = replace(self, spec=P(), owned=()).grid(shape)
+        grid = _assignments_alone(self).grid(shape)
         return (0, *shape[1:]) if grid is None else boxes.grid_shape(grid)
 
     def __str__(self) -> str:
@@ -287,6 +287,16 @@ def _dropped(sharding: NamedSharding, dim: int) -> NamedSharding:
     )
     owned = tuple(axis for axis in sharding.owned if axis not in sharding.spec.axes(dim))
     return replace(sharding, spec=sharding.spec.drop(dim), assigned=left, owned=owned)
+
+
+@cache_on_its_mesh()
+def _on_slice(sharding: NamedSharding) -> NamedSharding:
+    return replace(sharding, assigned=())
+
+
+@cache_on_its_mesh()
+def _assignments_alone(sharding: NamedSharding) -> NamedSharding:
+    return replace(sharding, spec=P(), owned=())
 
 
 @cache_on_its_mesh()
@@ -499,12 +509,19 @@ def to_local(x: DTensor) -> Local:
 
     One that is on a slice of a mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
     """
-    base, sharding = mesh_view.base(x.device_mesh), sharding_of(x)
+    sharding, slices = _in_flight(x.device_mesh, tuple(x.placements))
+    return Local(local_of(x), sharding, tuple(x.shape), slices)
+
+
+@cache_on_mesh()
+def _in_flight(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[NamedSharding, tuple[str, ...]]:
+    """The sharding of a `Local`, on the whole mesh, and the axes of its slices, for a DTensor so placed."""
+    base, sharding = mesh_view.base(mesh), _from_placements(mesh, placements)
     if base.whole is None:
-        return Local(local_of(x), sharding, tuple(x.shape))
+        return sharding, ()
     here = () if base.axes == ("dp",) and abstract(base.mesh).size == 1 else base.axes
     slices = tuple(axis for axis in abstract(base.whole).names if axis not in here)
-    return Local(local_of(x), replace(sharding, mesh=base.whole), tuple(x.shape), slices)
+    return replace(sharding, mesh=base.whole), slices
 
 
 def opened(values: tree.Tree) -> tuple[list[Any], Callable[[Sequence[Any]], tree.Tree]]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding._compat import cache_on_mesh
+from fsharding._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.codes import CodedBucket, CodePlan, code_bucket, plan_codes
 from fsharding.comm.steps import Step, begins_with_sum, kinds_of, plan_steps, whole_sizes
@@ -219,6 +219,7 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
     return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, any(leaf.strict for leaf in leaves))
 
 
+@cache_on_its_mesh()
 def whole(sharding: NamedSharding) -> NamedSharding:
     """The sharding of a leaf once it has been gathered over its data axes."""
     data = sharding.data_axes
@@ -226,6 +227,7 @@ def whole(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, P(*kept), owned=sharding.owned)
 
 
+@cache_on_its_mesh()
 def unreduced(sharding: NamedSharding) -> NamedSharding:
     """The sharding of a leaf's gradient as it comes out of backward: whole, each data rank with its own term."""
     return replace(whole(sharding), partial=tuple(sorted(sharding.data_axes, key=AXES.index)))

@@ -28,6 +28,15 @@ def words(text):
 def test_threefry_gives_the_known_vectors(key, count, out):
     found = random._threefry(torch.tensor(words(key)), torch.tensor(words(count)))
     assert found.tolist() == words(out)
+    assert list(random._rounds(tuple(words(key)), tuple(words(count)))) == words(out)
+
+
+@pytest.mark.parametrize("data", [0, 1, 2**32 - 1, 2**32 + 5, 2**63 - 1, -1])
+def test_keys_in_a_transform_are_those_outside(data):
+    """The host reads a key where it can; a transform sees tensors."""
+    keys = random.split(random.key(7), 3)
+    inside = torch.func.vmap(lambda key: random.fold_in(key, data))(keys)
+    assert_bitwise_equal(inside, torch.stack([random.fold_in(key, data) for key in keys]))
 
 
 def test_keys_hold_the_seed():
