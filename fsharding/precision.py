@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
@@ -121,6 +122,11 @@ class Precision:
             format, and of those that are dequantised; by default bfloat16.
         strict: products with weights in the format of compute are refused where the device has no kernel for it, see
             `fs.ops.scaled_kernel`; else they are then dequantised and multiplied.
+        columnwise: where blocks of compute lie along one dim, the leaves that backward gathers a second time in blocks
+            along their other dim, as the gradient of x in `x @ w.T` sums: patterns as in `keep`, such as
+            ("wq", "wk", "wv", "gate", "up"). `fs.ops.product(x, w, 1)` multiplies by these numbers there; all other
+            uses have those of forward. Weights are rounded to both from main parameters, so it takes a strategy
+            that keeps no copies of them, zero(3) or HSDP, and no pipeline.
         rounded: weights have been rounded already; `Layout.in_flight` says so of copies at rest.
 
     With a format in `reduce` a sum over k ranks is off by at most the sum of the k errors of its terms. That of a term
@@ -150,6 +156,7 @@ class Precision:
     rounding: Rounding = "nearest"
     activations: torch.dtype | None = None
     strict: bool = False
+    columnwise: tuple[str, ...] = ()
     rounded: bool = False
 
     def __post_init__(self) -> None:
@@ -179,9 +186,11 @@ class Precision:
         if self.rounding == "keyed" and self.params != torch.bfloat16:
             mend = "Write params=torch.bfloat16; wider main parameters lose nothing, and others have no such rounding."
             raise ConfigError(message("Precision", f'got rounding="keyed" with params={self.params}.', mend=mend))
-        if not isinstance(self.keep, tuple) or not all(isinstance(x, str) for x in self.keep):
-            mend = 'Give patterns of parts of paths, such as keep=("embed", "head", "*norm*", "blocks[-1]").'
-            raise ConfigError(message("Precision", f"got keep={self.keep!r}.", mend=mend))
+        for role, example in (("keep", '("embed", "head", "*norm*", "blocks[-1]")'), ("columnwise", '("wq", "up")')):
+            given: Any = getattr(self, role)
+            if not isinstance(given, tuple) or not all(isinstance(x, str) for x in cast("tuple[Any, ...]", given)):
+                mend = f"Give patterns of parts of paths, such as {role}={example}."
+                raise ConfigError(message("Precision", f"got {role}={given!r}.", mend=mend))
         self._check_compute()
 
     def __repr__(self) -> str:
@@ -205,6 +214,10 @@ class Precision:
             given = f"activations={self.activations}" if self.activations is not None else "strict=True"
             mend = "Give the dtype as compute=, or a format with it: compute=fs.formats.MXFP8."
             raise ConfigError(message("Precision", f"got {given} and no format to compute in.", mend=mend))
+        if self.columnwise and not (isinstance(self.compute, Blocks) and self.compute.one_way):
+            rule = f"got columnwise={self.columnwise!r} with compute={self.compute}."
+            mend = "Leave it out: it is for a format of compute whose blocks lie along one dim, such as"
+            raise ConfigError(message("Precision", rule, mend=f"{mend} compute=fs.formats.MXFP8; others serve both."))
 
     def format_of(self, path: str, ndim: int) -> Blocks | None:
         """The format in which a leaf travels; None for one that travels in the dtype of compute.
@@ -228,9 +241,13 @@ class Precision:
         """The wire dtype of gradients without a format; None for that in which they come out of backward."""
         return None if isinstance(self.reduce, Blocks) else self.reduce
 
+    def takes_columns(self, path: str, ndim: int) -> bool:
+        """Whether backward gathers a leaf that has a format in blocks along its other dim; arguments as there."""
+        return ndim == 2 and _matches(path, self.columnwise)
+
     def _keeps(self, path: str) -> bool:
         """Whether all of a leaf has no format."""
-        return any(fnmatch.fnmatchcase(part, name) for part in (path, *path.split(".")) for name in self.keep)
+        return _matches(path, self.keep)
 
     def kept_rows(self, path: str, count: int) -> tuple[int, ...]:
         """The layers of a stack that have no format although others have one.
@@ -267,7 +284,10 @@ class Precision:
 
     def of_rounded(self) -> Precision:
         """The precision of a call that gets plain tensors that have been rounded: without formats of weights."""
-        return replace(self, compute=self.activation_dtype, gather=None, activations=None, strict=False, rounded=False)
+        return replace(
+            self, compute=self.activation_dtype, gather=None, activations=None, strict=False, columnwise=(),
+            rounded=False,
+        )  # fmt: skip
 
     @property
     def computes_quantised(self) -> bool:
@@ -316,6 +336,11 @@ class Precision:
         larger = torch.where(doubled, scale * 2.0, scale)
         smaller = (scale * 0.5).clamp(min=self.loss_scale.least)
         return ScaleState(torch.where(was_finite, larger, smaller), good * doubled.logical_not())
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns is of a path, or of a part of it."""
+    return any(fnmatch.fnmatchcase(part, pattern) for part in (path, *path.split(".")) for pattern in patterns)
 
 
 def scaled_loss(loss: Tensor, scale: Tensor | float | None) -> Tensor:

@@ -80,7 +80,7 @@ def fold_in(key: Tensor, data: int) -> Tensor:
     count = (1 + ((data >> 32) & 0x7FFFFFFF), data & _WORD)
     with _compat.with_values():
         if _is_readable(_checked(key, "random.fold_in")):
-            # A model derives hundreds of keys, and a hundred operations on two elements each take a hundred times as long.
+            # A model derives hundreds of keys, and a hundred operations on tensors of two elements take a while.
             high, low = key.tolist()
             return torch.tensor(_rounds((high, low), count), dtype=torch.int64)
         return _threefry(key, torch.tensor(count, dtype=torch.int64))

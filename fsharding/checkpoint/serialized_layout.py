@@ -103,6 +103,7 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
             **({} if precision.rounding == "nearest" else {"rounding": precision.rounding}),
             **({} if precision.activations is None else {"activations": dtype_name(precision.activations)}),
             **({"strict": True} if precision.strict else {}),
+            **({"columnwise": list(precision.columnwise)} if precision.columnwise else {}),
         },
         "rules": {name: list(axes) for name, axes in layout.rules.items()},
         "frozen": [leaf.path for leaf in layout.leaves if not leaf.trainable],
@@ -195,7 +196,7 @@ def _precision(plain: dict[str, Any]) -> Precision:
     return Precision(
         **dtypes, loss_scale=scale, sums=plain.get("sums", "auto"), gather=gather, keep=keep,
         rounding=plain.get("rounding", "nearest"), activations=_role(plain.get("activations")),
-        strict=plain.get("strict", False),
+        strict=plain.get("strict", False), columnwise=tuple(plain.get("columnwise", ())),
     )  # fmt: skip
 
 

@@ -151,6 +151,24 @@ class Blocks:
         outer = 4 * math.prod(shape[:-2]) if self.has_outer else 0
         return math.prod(self.code_shape(shape)) + scales + outer
 
+    @property
+    def one_way(self) -> bool:
+        """Whether blocks lie along one dim, so that they serve sums along that dim alone."""
+        return self.block == "row" or (isinstance(self.block, tuple) and (1 in self.block) and self.block != (1, 1))
+
+    def across(self, shape: tuple[int, ...]) -> Blocks:
+        """The same format with blocks along the other one of the last two dims: that of the transposed tensor.
+
+        Args:
+            shape: of a tensor of at least two dims, whose rows are a block where a block is a row.
+
+        Example:
+            >>> fs.formats.MXFP8.across((64, 96)).block, fs.formats.ROWWISE.across((64, 96)).block
+            ((32, 1), (64, 1))
+        """
+        rows, columns = (max(1, shape[-2]), 1) if self.block == "row" else self.sizes(shape)[::-1]
+        return replace(self, block=(rows, columns))
+
     def with_rounding(self, rounding: Rounding) -> Blocks:
         """The same format with another rounding of elements."""
         return replace(self, rounding=rounding)

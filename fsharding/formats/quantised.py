@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, overrides
@@ -28,10 +28,23 @@ from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
 from fsharding.formats.philox import uniform_at
 
-__all__ = ["Quantised", "dequantise", "noting_numbers", "quantise"]
+__all__ = ["Columnwise", "Quantised", "dequantise", "noting_numbers", "numbers_of", "quantise"]
 
 Note: TypeAlias = Callable[[Tensor, Callable[..., Tensor], Sequence[Tensor]], None]
 """Is told of numbers, of a function that makes them of codes and scales, and of these."""
+
+
+class Columnwise(Protocol):
+    """How a backward pass comes by a weight once more, in blocks along its other dim, rounded from the same numbers."""
+
+    def want(self) -> None:
+        """Says in forward that backward will ask for it."""
+        ...
+
+    def gathered(self) -> Quantised:
+        """The weight; in backward. Collective over the axes along which it is cut."""
+        ...
+
 
 _note: ContextVar[Note | None] = ContextVar("fsharding_note_numbers", default=None)
 
@@ -81,6 +94,7 @@ class Quantised:
         start: row and column of the block that the tensor begins in, counted from its first one, where it is a part of
             a larger tensor.
         strict: products refuse it where the device has no kernel for its format.
+        columnwise: of a weight that `Precision.columnwise` names: where backward finds it in blocks along its rows.
 
     Example:
         >>> w = fs.quantise(torch.eye(64), fs.formats.MXFP8, dtype=torch.bfloat16)
@@ -102,6 +116,7 @@ class Quantised:
     carrier: Tensor | None = None
     start: tuple[int, int] = (0, 0)
     strict: bool = False
+    columnwise: Columnwise | None = None
 
     @classmethod
     def of_numbers(cls, x: Tensor, format: Blocks, *, strict: bool = False) -> Quantised:
@@ -188,13 +203,14 @@ class _Held(NamedTuple):
     columns: int
     start: tuple[int, int]
     strict: bool
+    columnwise: Columnwise | None
 
 
 _Aux: TypeAlias = tuple[_Held, tuple[str, ...]]
 
 
 def _held(node: Quantised) -> _Held:
-    return _Held(node.format, node.dtype, node.block, node.columns, node.start, node.strict)
+    return _Held(node.format, node.dtype, node.block, node.columns, node.start, node.strict, node.columnwise)
 
 
 def _flatten(node: Quantised) -> tuple[list[Tensor], _Aux]:
@@ -212,7 +228,7 @@ def _unflatten(children: Iterable[Any], aux: _Aux) -> Quantised:
         raise ArgumentError(message("fs.Quantised", rule, mend=mend))
     return Quantised(
         given.get("values"), given.get("scales"), held.format, held.dtype, held.block, held.columns, given.get("outer"),
-        given.get("carrier"), held.start, held.strict,
+        given.get("carrier"), held.start, held.strict, held.columnwise,
     )  # fmt: skip
 
 
@@ -312,6 +328,12 @@ def dequantise(q: Quantised | Tensor, dtype: torch.dtype | None = None) -> Tenso
         parts = [x for x in (q.values, q.scales, q.outer) if x is not None]
         note(result, functools.partial(_numbers, _held(q)), parts)
     return result
+
+
+def numbers_of(q: Quantised) -> Tensor:
+    """The numbers of codes, without gradients, for one who keeps neither them nor the codes for backward."""
+    assert q.values is not None and q.scales is not None
+    return _numbers(_held(q), q.values, q.scales, q.outer)
 
 
 def _check(x: Any, format: Any, key: Any) -> None:

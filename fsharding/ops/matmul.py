@@ -3,8 +3,10 @@
 In: activations, a weight of two dims. Out: their product. In backward the gradient of a large weight that
 `gather_unit` has made is written by the product itself to where others read it; every other one is a fresh tensor.
 A weight in a format is multiplied by a scaled kernel where the device has one, else it is dequantised. Its gradient is
-always that of unrounded activations. Law: values and gradients are those of torch's own product, bit for bit; of a
-scaled kernel, those of rounded activations.
+always that of unrounded activations. One that `Precision.columnwise` names is gathered once more for the gradient of
+the activations, in blocks along the dim that this one sums.
+Law: values and gradients are those of torch's own product, bit for bit; of a scaled kernel, those of rounded
+activations.
 """
 
 from __future__ import annotations
@@ -18,10 +20,19 @@ from torch.autograd.function import Function, once_differentiable
 
 from fsharding import _compat, _functorch
 from fsharding.errors import ConfigError, message
+from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
-from fsharding.formats.quantised import Quantised, dequantise
+from fsharding.formats.quantised import Quantised, dequantise, numbers_of
 from fsharding.ops.grad_sink import put_term, takes_terms
-from fsharding.ops.scaled_mm import Codes, ScaledKernel, codes_of, multiply_codes, scaled_kernel, takes_shapes
+from fsharding.ops.scaled_mm import (
+    Codes,
+    ScaledKernel,
+    codes_of,
+    multiply_codes,
+    scaled_kernel,
+    takes_shapes,
+    transposed,
+)
 
 __all__ = ["product"]
 
@@ -51,10 +62,10 @@ def product(x: Tensor, weight: Tensor | Quantised, dim: int) -> Tensor:
 @_compat.outside_of_graphs
 def _of_quantised(x: Tensor, weight: Quantised, dim: int) -> Tensor:
     kernel = _kernel_for(x, weight, dim)
-    if kernel is None:
+    if kernel is None and not _takes_columns(x, weight, dim):
         return _of_tensor(x, dequantise(weight), dim)
     held = (weight.carrier, weight.values, weight.scales, weight.outer)
-    return cast(Tensor, _ScaledProduct.apply(x, *held, weight, kernel, dim))
+    return cast(Tensor, _QuantisedProduct.apply(x, *held, weight, kernel, dim))
 
 
 def _of_tensor(x: Tensor, weight: Tensor, dim: int) -> Tensor:
@@ -76,11 +87,7 @@ def _kernel_for(x: Tensor, weight: Quantised, dim: int) -> ScaledKernel | None:
         ConfigError: it is strict, and there is none.
     """
     device = weight.device.type
-    if not (weight.strict or device != "cpu") or _functorch.in_functorch():
-        return None
-    if x.ndim < 2 or weight.ndim != 2 or x.dtype != weight.dtype or _compat.is_fake(x):
-        return None
-    if torch.is_autocast_enabled(device):
+    if not (weight.strict or device != "cpu") or not _is_plain(x, weight) or _compat.is_fake(x):
         return None
     kernel = scaled_kernel(weight.format, device, x.dtype)
     columns, summed = weight.shape if dim else reversed(weight.shape)
@@ -96,8 +103,23 @@ def _kernel_for(x: Tensor, weight: Quantised, dim: int) -> ScaledKernel | None:
     return None if why or not (dim or kernel.transposes) else kernel
 
 
-class _ScaledProduct(Function):
-    """By a scaled kernel in forward and, where it takes transposed weights, for the gradient of activations."""
+def _takes_columns(x: Tensor, weight: Quantised, dim: int) -> bool:
+    """Whether backward gathers a weight once more for a product, in blocks along the dim that it sums."""
+    return weight.columnwise is not None and dim == 1 and _is_plain(x, weight)
+
+
+def _is_plain(x: Tensor, weight: Quantised) -> bool:
+    """Whether a product is one of matrices in one dtype, outside of transforms and of autocast."""
+    fits = x.ndim >= 2 and weight.ndim == 2 and x.dtype == weight.dtype
+    return fits and not _functorch.in_functorch() and not torch.is_autocast_enabled(weight.device.type)
+
+
+class _QuantisedProduct(Function):
+    """A product that keeps codes for backward, or nothing of a weight that is gathered once more.
+
+    By a scaled kernel where there is one: in forward, and for the gradient of activations where it takes transposed
+    weights or has codes that lie as it sums.
+    """
 
     @staticmethod
     def forward(
@@ -108,12 +130,20 @@ class _ScaledProduct(Function):
         scales: Tensor | None,
         outer: Tensor | None,
         weight: Quantised,
-        kernel: ScaledKernel,
+        kernel: ScaledKernel | None,
         dim: int,
     ) -> Tensor:
         ctx.kernel, ctx.dim = kernel, dim
         ctx.static = (weight.format, weight.columns, weight.dtype, weight.block)
-        ctx.save_for_backward(x, values, scales, outer, carrier if values is None else None)
+        ctx.columnwise = weight.columnwise if _takes_columns(x, weight, dim) else None
+        if ctx.columnwise is None:
+            ctx.save_for_backward(x, values, scales, outer, carrier if values is None else None)
+        else:
+            ctx.save_for_backward(x, None, None, None, None)
+            if ctx.needs_input_grad[0]:
+                ctx.columnwise.want()
+        if kernel is None:
+            return _multiply(x, numbers_of(weight), dim)
         codes = _codes(weight, values, scales, outer)
         y = multiply_codes(x.flatten(0, -2), codes if dim else codes.t(), kernel)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -123,14 +153,17 @@ class _ScaledProduct(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, values, scales, outer, carrier = ctx.saved_tensors
         format, columns, dtype, block = ctx.static
-        weight = Quantised(values, scales, format, dtype, block, columns, outer, carrier)
         grad, towards_x, nothing = grads[0].flatten(0, -2), None, (None,) * 6
         if ctx.needs_input_grad[0]:
-            if ctx.kernel.transposes or not ctx.dim:
-                codes = _codes(weight, values, scales, outer)
-                towards_x = multiply_codes(grad, codes.t() if ctx.dim else codes, ctx.kernel)
+            if ctx.columnwise is not None:
+                towards_x = _by_columns(grad, ctx.columnwise.gathered(), format, ctx.kernel)
             else:
-                towards_x = grad.mm(dequantise(weight))
+                weight = Quantised(values, scales, format, dtype, block, columns, outer, carrier)
+                if ctx.kernel.transposes or not ctx.dim:
+                    codes = _codes(weight, values, scales, outer)
+                    towards_x = multiply_codes(grad, codes.t() if ctx.dim else codes, ctx.kernel)
+                else:
+                    towards_x = grad.mm(dequantise(weight))
             towards_x = towards_x.view(x.shape)
         if not ctx.needs_input_grad[1]:
             return towards_x, None, *nothing
@@ -142,6 +175,14 @@ class _ScaledProduct(Function):
         if hasattr(node, "put_term") and put_term(node, left.dtype, lambda home: torch.mm(left, right, out=home)):
             return towards_x, None, *nothing
         return towards_x, left.mm(right), *nothing
+
+
+def _by_columns(grad: Tensor, weight: Quantised, format: Blocks, kernel: ScaledKernel | None) -> Tensor:
+    """`grad @ weight`, whose blocks lie along the dim that is summed; by a kernel for `format`, or dequantised."""
+    whole_blocks = not any(start % size for start, size in zip(weight.start, weight.block, strict=True))
+    if kernel is None or not whole_blocks:
+        return grad.mm(numbers_of(weight))
+    return multiply_codes(grad, transposed(weight, format), kernel)
 
 
 def _codes(weight: Quantised, values: Tensor | None, scales: Tensor | None, outer: Tensor | None) -> Codes:

@@ -21,8 +21,9 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.formats import E4M3, Blocks, codec
 from fsharding.formats.codec import Scales
+from fsharding.formats.quantised import Quantised
 
-__all__ = ["Codes", "ScaledKernel", "codes_of", "multiply_codes", "scaled_kernel", "takes_shapes"]
+__all__ = ["Codes", "ScaledKernel", "codes_of", "multiply_codes", "scaled_kernel", "takes_shapes", "transposed"]
 
 _WORST = 2.0**-6
 """Of the norm of a product: by how much a kernel that is right may differ from its reference."""
@@ -179,6 +180,21 @@ class Codes(NamedTuple):
         """The transposed matrix, of a format whose blocks are square or all of it."""
         assert self.format.element.bits == 8, self.format
         return Codes(self.values.t(), Scales(self.scales.blocks.t()), self.format, self.values.shape[0])
+
+
+def transposed(weight: Quantised, format: Blocks) -> Codes:
+    """The transposed matrix of a weight whose blocks lie along its rows: there they lie along columns, as usual.
+
+    Args:
+        weight: [N, K], of codes.
+        format: of the result [K, N].
+    """
+    assert weight.values is not None and weight.scales is not None
+    if weight.format.element.bits == 4:
+        values = codec.pack(codec.unpack(weight.values, weight.columns).t().contiguous())
+    else:
+        values = weight.values.t().contiguous()
+    return Codes(values, Scales(weight.scales.t().contiguous(), weight.outer), format, weight.shape[0])
 
 
 def codes_of(x: Tensor, format: Blocks) -> Codes:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat, tree
-from fsharding.errors import ArgumentError, LayoutError, TreeError, message
+from fsharding.errors import ArgumentError, ConfigError, LayoutError, TreeError, message
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
@@ -170,6 +170,10 @@ class Layout:
         if precision.gather is None:
             return precision
         rounded = any(self.rounds(leaf) is not None for leaf in self.leaves)
+        if rounded and precision.columnwise:
+            rule = f"cannot serve copies of weights, which {self.strategy} keeps: they have one orientation."
+            mend = "Use fs.zero(3) or fs.HSDP, which round main parameters; or leave columnwise out."
+            raise ConfigError(message("Precision.columnwise", rule, mend=mend))
         if rounded and not precision.computes_quantised:
             return precision.of_rounded()
         frozen = tuple(leaf.path for leaf in self.leaves if not leaf.trainable)

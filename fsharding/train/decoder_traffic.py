@@ -23,7 +23,7 @@ from fsharding.models.moe import Experts, Mixture
 from fsharding.ops.attention import Kind
 from fsharding.pipeline.schedule import Schedule
 from fsharding.sharding.layout import Layout
-from fsharding.train.traffic import Sender, Stage, parameters, round_at_rest, sum_over, update
+from fsharding.train.traffic import Backward, Sender, Stage, parameters, round_at_rest, sum_over, update
 from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy, check_policy
 
@@ -105,7 +105,7 @@ def expected_traffic(
     for stage in sender.stages:
         stage = stage._replace(walks=microbatches) if policy.activations == "dots" else stage
         _activations(step, stage)
-        parameters(sender, stage, tied=tied, kept=policy.gathered)
+        parameters(sender, stage, _backward(step), tied=tied)
     _messages(step)
     update(sender)
     round_at_rest(sender)
@@ -156,6 +156,27 @@ class _Calls(NamedTuple):
     last: _Sends = ()
     backward: _Sends = ()
     weights: _Sends = ()
+
+
+_MULTIPLIED = ("wq", "wk", "wv", "wqkv", "q_down", "q_up", "kv_down", "kv_up", "gate", "up", "gate_up")
+"""Names of weights of blocks that are used for `x @ w.T`, as that of the head is."""
+
+
+def _backward(step: _Step) -> Backward:
+    """What backward does with weights: of which of them it has products alone."""
+    kinds = dict(zip(step.sender.stacks, step.config.kinds(), strict=True))
+
+    def by_columns(path: str) -> bool:
+        stack, _, name = path.rpartition(".")
+        attention = kinds[stack][0] if stack in kinds else None
+        if name in ("wk", "wv") and isinstance(attention, Grouped):
+            k = step.sender.size("tp") if step.is_cut(f"{stack}.wo") else 1
+            return _has_its_keys(step, stack, attention, k)
+        if name in ("q_down", "kv_down") and step.sequence:
+            return False
+        return path == "head.weight" or name in _MULTIPLIED
+
+    return Backward(step.policy.gathered, step.policy.activations != "all", by_columns)
 
 
 def _activations(step: _Step, stage: Stage) -> None:
@@ -291,13 +312,18 @@ def _grouped(step: _Step, path: str, c: Grouped) -> _Calls:
 
 def _key_heads(step: _Step, path: str, c: Grouped, k: int) -> tuple[int, _Sends, _Sends]:
     """The key heads of a rank; gathers of rows where its own are not those, and sums where all are there."""
-    if c.fused or k == 1 or (c.kv_heads % k == 0 and step.is_cut(f"{path}.wk")):
+    if _has_its_keys(step, path, c, k):
         return c.kv_heads // k, (), ()
     needed, rows = max(c.heads // k // (c.heads // c.kv_heads), 1), c.kv_heads * c.head_dim
     widths = [step.config.dim, step.config.dim, *[1, 1] * c.bias]
     if step.is_cut(f"{path}.wk"):
         return needed, _tp(*(Sent(1, (k - 1) * -(-rows // k) * n * step.width) for n in widths)), ()
     return needed, (), _sums(step, *(rows * n for n in widths))
+
+
+def _has_its_keys(step: _Step, path: str, c: Grouped, k: int) -> bool:
+    """Whether the rows of keys and values that a rank has are those of its query heads, which k ranks share."""
+    return c.fused or k == 1 or (c.kv_heads % k == 0 and step.is_cut(f"{path}.wk"))
 
 
 def _latent(step: _Step, path: str, c: Latent) -> _Calls:

@@ -529,6 +529,9 @@ class TrainStep:
         if schedule is not None and precision.strict:
             text = "cannot be strict with a pipeline: its stages multiply weights that are dequantised."
             raise ConfigError(message("train step", text, mend="Leave strict out, or keep pp at 1."))
+        if schedule is not None and precision.columnwise:
+            text = "cannot gather weights in a second orientation with a pipeline: its stages round them once."
+            raise ConfigError(message("train step", text, mend="Leave columnwise out, or keep pp at 1."))
         return StepPlan(_without_devices(layout), layout.in_flight(precision), schedule, check == "now")
 
     def plan_of(self, state: TrainState, batch: Tree) -> StepPlan:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -202,14 +202,28 @@ def _rows(sender: Sender, stage: Stage) -> list[_Leaf]:
     return [leaf for path, count in counts if count for leaf in _leaves(sender, path, rows=count)]
 
 
-def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: bool = False) -> None:
+class Backward(NamedTuple):
+    """What backward does with the weights of a model.
+
+    Attributes:
+        kept: the policy keeps the gathered weights of blocks.
+        recomputes: it computes products of forward again.
+        by_columns: whether a weight is used for `x @ w.T` alone, by its path, so that `Precision.columnwise` counts.
+    """
+
+    kept: bool
+    recomputes: bool
+    by_columns: Callable[[str], bool]
+
+
+def parameters(sender: Sender, stage: Stage, backward: Backward, *, tied: Sequence[str] = ()) -> None:
     """Adds the gathers of a stage's units over the data axes, and the reductions of their gradients.
 
     Args:
         sender: the rank.
         stage: of a `Model` whose embedding is differentiated without its weights.
+        backward: what it does with weights.
         tied: paths of leaves that the head has from others.
-        kept: the policy keeps the gathered weights of blocks.
     """
     m, precision = sender.microbatches, sender.layout.precision
     if sender.once:
@@ -221,7 +235,7 @@ def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: 
             sender,
             [_Move(*move) for move in zip(part, homes, map(whole, homes), [d.itemsize for d in dtypes], strict=True)],
         )
-    again = 0 if kept else stage.walks
+    again = 0 if backward.kept else stage.walks
     for unit, count, back, path, start in (
         (_leaves(sender, "embed"), int(stage.first), 0, None, 0),
         *(
@@ -232,7 +246,8 @@ def parameters(sender: Sender, stage: Stage, *, tied: Sequence[str] = (), kept: 
     ):
         rows = None if path is None else range(start, start + count)
         for without_format, number in _alike(sender, unit, rows, count):
-            _gather(sender, unit, without_format, 0 if sender.once else number * (m + back))
+            if not sender.once:
+                _gather(sender, unit, without_format, backward, _Times(number * m, number * back, number * stage.walks))
             _reduce(sender, unit, without_format, number if sender.each else 0)
 
 
@@ -257,32 +272,55 @@ def _alike(
     return [*Counter(frozenset(path for path, r in kept.items() if row in r) for row in rows).items()]
 
 
-def _gather(sender: Sender, unit: Sequence[_Leaf], without_format: frozenset[str], times: int) -> None:
-    """A unit as one bucket for each set of axes, experts apart from what has other data axes, and so are codes."""
+class _Times(NamedTuple):
+    """How often units are gathered in forward and again in backward, and how often backward goes through them."""
+
+    forward: int
+    again: int
+    walks: int
+
+
+def _gather(
+    sender: Sender, unit: Sequence[_Leaf], without_format: frozenset[str], backward: Backward, times: _Times
+) -> None:
+    """A unit as one bucket for each set of axes, experts apart from what has other data axes, and so are codes.
+
+    Weights that backward may gather in blocks along their other dim are apart, too: it does for products, and gathers
+    them again as they were for all other uses.
+    """
     precision, moves = sender.layout.precision, dict[object, list[_Move]]()
-    coded: dict[object, list[tuple[_Leaf, NamedSharding]]] = {}
+    coded: dict[tuple[object, object, bool], list[tuple[_Leaf, NamedSharding]]] = {}
     for leaf in unit:
         home, dtype = leaf.cut("params"), precision.compute_dtype(sender.layout.param_dtype(leaf.plan))
         steps = plan_steps(home, whole(home))
-        key = kinds_of(steps), home.data_axes
+        columnwise = precision.takes_columns(leaf.plan.path, len(leaf.shape(sender.where)))
+        key = kinds_of(steps), home.data_axes, columnwise
         rounded = sender.rounds == "in units" and leaf.plan.path not in without_format
         if rounded and sender.layout.format_of(leaf.plan) is not None:
             coded.setdefault(key, []).append((leaf, home))
         elif steps:
-            moves.setdefault(key, []).append(_Move(leaf, home, whole(home), dtype.itemsize))
+            moves.setdefault(key[:2], []).append(_Move(leaf, home, whole(home), dtype.itemsize))
     for bucket in moves.values():
-        _take(sender, bucket, times=times)
-    for bucket in coded.values():
-        _take_codes(sender, bucket, times)
+        _take(sender, bucket, times=times.forward + times.again)
+    for (_, _, columnwise), bucket in coded.items():
+        by_columns = [columnwise and backward.by_columns(leaf.plan.path) for leaf, _ in bucket]
+        as_it_was = backward.recomputes or not all(by_columns)
+        _take_codes(sender, bucket, times.forward + (times.again if as_it_was else 0))
+        _take_codes(sender, bucket, times.walks if any(by_columns) else 0, across=True)
 
 
-def _take_codes(sender: Sender, bucket: Sequence[tuple[_Leaf, NamedSharding]], times: int) -> None:
-    """A gather of codes and scales, and before it of largest magnitudes."""
+def _take_codes(
+    sender: Sender, bucket: Sequence[tuple[_Leaf, NamedSharding]], times: int, *, across: bool = False
+) -> None:
+    """A gather of codes and scales, and before it of largest magnitudes; `across`, in blocks along the other dim."""
     plans: list[CodePlan] = []
-    for leaf, home in bucket:
-        format = sender.layout.format_of(leaf.plan)
+    for leaf, home in bucket if times else ():
+        format, shape = sender.layout.format_of(leaf.plan), leaf.shape(sender.where)
         assert format is not None
-        plans.append(plan_codes(home.mesh, home, whole(home), leaf.shape(sender.where), format, sender.place))
+        format = format.across(shape) if across else format
+        plans.append(plan_codes(home.mesh, home, whole(home), shape, format, sender.place))
+    if not plans:
+        return
     _maxima(sender, plans, times)
     _gather_codes(sender, plans, [plan_steps(home, whole(home)) for _, home in bucket], times)
 

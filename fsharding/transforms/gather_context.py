@@ -16,7 +16,8 @@ collective, which runs under the computation after it, and `wait` ends one:
 The gradient of a large leaf does not wait for `>reduce`: it is copied into its bucket as soon as it is complete, so
 that its memory is free while the rest of the unit's backward runs. Autograd drives backward: `_GatherUnit` is the node
 of a unit in the graph, and its backward is `>reduce`. A tensor that autograd saves, and that views a gathered buffer,
-is replaced by a `_SavedView`; the first one of a unit that backward unpacks gathers the unit again.
+is replaced by a `_SavedView`; the first one of a unit that backward unpacks gathers the unit again. A product with a
+weight that `Precision.columnwise` names saves no view, and asks for `unit.columns` in backward, which goes along.
 
 Laws: at most `depth + 1` units are alive at once, and none after the call; the depth changes no number; every gather
 and every reduction is counted.
@@ -29,7 +30,7 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -110,6 +111,24 @@ class _Deferred(NamedTuple):
 
     units: list[tuple[GatheredUnit, Sequence[Tensor | None]]]
     terms: dict[int, list[_Term]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Columnwise:
+    """A weight of a unit in blocks along its other dim: `leaf` is its number in `unit.columns`."""
+
+    context: GatherContext
+    unit: GatheredUnit
+    leaf: int
+
+    def want(self) -> None:
+        """See `Columnwise`."""
+        assert self.unit.columns is not None
+        self.unit.columns.saved_views += 1
+
+    def gathered(self) -> Quantised:
+        """See `Columnwise`."""
+        return self.context.columns_of(self.unit, self.leaf)
 
 
 class _Watched(NamedTuple):
@@ -249,8 +268,10 @@ class GatherContext:
             for i in (i for b in unit.plan.reductions for i in b.leaves if i not in taken):
                 wholes[i] = cast(Tensor, _LeafGrad.apply(wholes[i], self, unit, i))
         result: list[Tensor | Quantised] = [*wholes]
+        across = {i: number for number, i in enumerate(unit.plan.columnwise)}
         for i, codes in unit.take_quantised().items():
-            result[i] = replace(codes, carrier=wholes[i] if wholes[i].requires_grad else None)
+            columnwise = _Columnwise(self, unit, across[i]) if i in across else None
+            result[i] = replace(codes, carrier=wholes[i] if wholes[i].requires_grad else None, columnwise=columnwise)
         formats = self._formats
         if formats is not None and formats.precision.rounded:
             for i, leaf in enumerate(leaves):
@@ -278,7 +299,10 @@ class GatherContext:
             if formats is not None and not formats.precision.rounded:
                 format, precision = formats.of(place, len(leaf.shape)), formats.precision
                 held = format is not None and precision.computes_quantised
-                unit_leaf = unit_leaf._replace(format=format, quantised=held, strict=held and precision.strict)
+                across = held and precision.takes_columns(self.paths[number], len(leaf.shape))
+                unit_leaf = unit_leaf._replace(
+                    format=format, quantised=held, strict=held and precision.strict, columnwise=across
+                )
             of_term = None if formats is None else formats.of_term(place, len(leaf.shape))
             if target is not None and of_term is not None:
                 unit_leaf = unit_leaf._replace(target=replace(target, format=of_term))
@@ -287,10 +311,18 @@ class GatherContext:
         def name() -> str:
             return self._name_of(index)
 
-        return GatheredUnit(
-            plan_unit(tuple(described)), leaves, index, self._pool,
-            name=name, on_gather=lambda: self.counts.gathers.append(name()), noise=self._noise_of(leaves, index),
-        )  # fmt: skip
+        def gathered(
+            chosen: Sequence[int], described: Sequence[UnitLeaf], columns: GatheredUnit | None
+        ) -> GatheredUnit:
+            shards, places = [leaves[i] for i in chosen], tuple(index[i] for i in chosen)
+            return GatheredUnit(
+                plan_unit(tuple(described)), shards, places, self._pool, name=name, columns=columns,
+                on_gather=lambda: self.counts.gathers.append(name()), noise=self._noise_of(shards, places),
+            )  # fmt: skip
+
+        across = [i for i, leaf in enumerate(described) if leaf.columnwise]
+        columns = gathered(across, [described[i].across() for i in across], None) if across else None
+        return gathered(range(len(leaves)), described, columns)
 
     def _noise_of(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> Noise | None:
         formats, device = self._formats, self._device
@@ -368,7 +400,7 @@ class GatherContext:
         if known is None or known.unit.kept:
             # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
             return x if x.grad_fn is None else x.detach()
-        known.unit.saved_views += 1
+        known.unit.note_view(known.buffer)
         return _SavedView(known.unit, known.buffer, x.dtype, int(x.storage_offset()), x.size(), x.stride())
 
     def unpack(self, saved: Tensor | _SavedView | _SavedNumbers) -> Tensor:
@@ -379,10 +411,7 @@ class GatherContext:
             whole = saved.numbers.decode(*(self.unpack(part) for part in saved.numbers.parts))
             return whole.as_strided(saved.size, saved.stride, saved.offset)
         unit = saved.unit
-        first = not unit.in_backward
-        if first:
-            unit.in_backward = True
-            self._abandon_passed(unit)
+        first = self._reach(unit)
         if unit.state is not UnitState.ALIVE:
             self._wait(unit)
         if first:
@@ -391,6 +420,28 @@ class GatherContext:
         if buffer.dtype != saved.dtype:  # scales among codes
             buffer = buffer[: buffer.nbytes // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
         return buffer.as_strided(saved.size, saved.stride, saved.offset)
+
+    def columns_of(self, unit: GatheredUnit, leaf: int) -> Quantised:
+        """A weight in blocks along its other dim, which backward gathers.
+
+        Args:
+            unit: of the weight.
+            leaf: its number in `unit.columns`.
+        """
+        assert unit.columns is not None
+        first = self._reach(unit)
+        unit.columns.wait_for_codes()
+        if first:
+            self._prefetch_before(unit.order)
+        return unit.columns.codes[leaf]
+
+    def _reach(self, unit: GatheredUnit) -> bool:
+        """Backward needs a unit; returns whether that is the first time."""
+        if unit.in_backward:
+            return False
+        unit.in_backward = True
+        self._abandon_passed(unit)
+        return True
 
     def _abandon_passed(self, unit: GatheredUnit) -> None:
         """Backward has reached a unit: lets go the later ones that it has passed without leaving them."""
@@ -401,17 +452,17 @@ class GatherContext:
 
     def _prefetch_before(self, order: int) -> None:
         """Starts to gather the units that backward needs after the one of this order, as many as the depth says."""
-        before = itertools.islice((u for u in reversed(self._units[:order]) if u.saved_views), self.depth)
+        before = itertools.islice((u for u in reversed(self._units[:order]) if u.again), self.depth)
         for earlier in before:
             # Backward goes no further than the first unit that has gradients.
             if any(u.plan.reductions for u in self._units[: earlier.order + 1]):
-                earlier.start()
+                earlier.start_again()
 
     def prefetch_backward(self) -> None:
         """Starts to gather the unit that backward needs first, unless the depth is 0."""
-        last = next((unit for unit in reversed(self._units) if unit.saved_views), None)
+        last = next((unit for unit in reversed(self._units) if unit.again), None)
         if last is not None and self.depth:
-            last.start()
+            last.start_again()
 
     @contextmanager
     def deferring(self) -> Generator[None]:

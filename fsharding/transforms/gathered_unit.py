@@ -50,13 +50,17 @@ class GatheredUnit:
         noise: of a leaf, by its number in the plan, for formats whose rounding is keyed.
         name: says what the unit is called, for an error.
         on_gather: is called when an all-gather starts.
+        columns: a gather of some of its leaves in blocks along their other dim, for backward; it ends with this one.
 
     Attributes:
         state: see `UnitState`. All-gathers are under way only while it is GATHERING, and `buffers` has elements only
             while it is ALIVE or when waiting for one of several has failed.
         buffers: the flat buffer of each bucket of the plan.
         order: position among the units of a forward pass; -1 until the loss function has used it.
-        saved_views: how many tensors autograd has saved that view the buffers.
+        saved_views: how many tensors autograd has saved that view the buffers; of `columns`, how many products ask for
+            it.
+        columns: the same.
+        codes: the whole leaves of a unit of codes alone while it is ALIVE, by their number in the plan.
         kept: the buffers are kept for backward.
         in_backward: backward has needed it.
     """
@@ -71,6 +75,7 @@ class GatheredUnit:
         name: Callable[[], str],
         on_gather: Callable[[], None],
         noise: Noise | None = None,
+        columns: GatheredUnit | None = None,
     ) -> None:
         self.plan, self.leaves, self.index = plan, leaves, index
         self._name, self._on_gather, self._noise = name, on_gather, noise
@@ -81,7 +86,15 @@ class GatheredUnit:
             self._memory = self._memory.of_one_user()
         self.state = UnitState.PLANNED
         self.order, self.saved_views, self.kept, self.in_backward = -1, 0, False, False
+        self.columns = columns
+        self.codes: dict[int, Quantised] = {}
         self.buffers: list[Tensor] = []
+        self._bucket_of: list[int] = []
+        """By number of the buffer, that of the bucket that it came with the first time."""
+        self._viewed: set[int] = set()
+        """The buckets that autograd has saved views of."""
+        self._passed_over: set[int] = set()
+        """The buckets that are not gathered again, since nothing has views of them."""
         self._handles: list[Handle[Tensor] | None] = []
         self._coded: dict[int, list[Coded]] = {}
         """By number of the bucket, what this rank gives of leaves that travel as codes, until they are whole."""
@@ -93,12 +106,32 @@ class GatheredUnit:
     def start(self) -> None:
         """Casts the shards and starts to gather them, if that has not been done."""
         if self.state in (UnitState.PLANNED, UnitState.RELEASED):
+            if self.state is UnitState.RELEASED and self._bucket_of:
+                columnwise = {number for number, b in enumerate(self.plan.gathers) if b.columnwise}
+                self._passed_over = columnwise - self._viewed
+            taken = {n: b for n, b in enumerate(self.plan.gathers) if n not in self._passed_over}
             with _compat.region("gather"), self._streams.on("gather"):
-                for number, b in enumerate(self.plan.gathers):
+                for number, b in taken.items():
                     if b.coded is not None:
                         self._coded[number] = self._encoded(b, b.coded)
-                self._handles = [self._start(n, b) if b.axes else None for n, b in enumerate(self.plan.gathers)]
+                started = {number: self._start(number, b) for number, b in taken.items() if b.axes}
+                self._handles = [started.get(number) for number in range(len(self.plan.gathers))]
             self.state = UnitState.GATHERING
+
+    @property
+    def again(self) -> list[GatheredUnit]:
+        """What backward needs of a unit, in the order in which it is started: itself, and its columns."""
+        return [unit for unit in (self, self.columns) if unit is not None and unit.saved_views]
+
+    def start_again(self) -> None:
+        """Starts what backward needs of a unit."""
+        for unit in self.again:
+            unit.start()
+
+    def note_view(self, buffer: int) -> None:
+        """Notes that autograd has saved a view of a buffer, so that backward needs what is in it."""
+        self.saved_views += 1
+        self._viewed.add(self._bucket_of[buffer])
 
     def _encoded(self, b: GatherBucket, coded: CodedBucket) -> list[Coded]:
         noise = self._noise
@@ -125,7 +158,7 @@ class GatheredUnit:
         self.start()
         assert self.state is UnitState.GATHERING, self.state
         with _compat.region("gather"):
-            wholes = [self._finish(number, b) for number, b in enumerate(self.plan.gathers)]
+            wholes = [self._take(number, b) for number, b in enumerate(self.plan.gathers)]
         if self._streams.several and any(b.axes or b.coded is not None for b in self.plan.gathers):
             with self._streams.on("gather"):
                 gathered = self._streams.record("gathered")
@@ -134,6 +167,25 @@ class GatheredUnit:
         shown = [*self.buffers, *(self.leaves[i].value for i, _ in self.plan.aliases)]
         self._guarded = [(x, _compat.version_of(x)) for x in shown]
         self.state = UnitState.ALIVE
+        return wholes
+
+    def wait_for_codes(self) -> None:
+        """Waits for a unit of codes alone, if that has not been done: `codes` has them then."""
+        if self.state is not UnitState.ALIVE:
+            wholes = self.wait()
+            for b, leaves in zip(self.plan.gathers, wholes, strict=True):
+                pairs = zip(b.leaves, leaves, strict=True)
+                self.codes |= {i: x for i, x in pairs if isinstance(x, Quantised)}
+
+    def _take(self, number: int, b: GatherBucket) -> Sequence[Tensor | Quantised]:
+        """The whole leaves of a bucket; none of one that is passed over, whose buffers keep their numbers."""
+        if number in self._passed_over:
+            self.buffers += [torch.empty(0, dtype=torch.uint8)] * self._bucket_of.count(number)
+            return ()
+        before = len(self.buffers)
+        wholes = self._finish(number, b)
+        if before == len(self._bucket_of):
+            self._bucket_of += [number] * (len(self.buffers) - before)
         return wholes
 
     def _finish(self, number: int, b: GatherBucket) -> Sequence[Tensor | Quantised]:
@@ -230,6 +282,9 @@ class GatheredUnit:
         changed = not failed and any(_compat.version_of(x) != version for x, version in self._guarded)
         self._handles, self.buffers, self._guarded = [], [], []
         self._coded.clear()
+        self.codes.clear()
+        if self.columns is not None:
+            self.columns.release(failed=failed)
         if self.state is not UnitState.PLANNED:
             self.state = UnitState.RELEASED
             self._memory.retire()
@@ -242,6 +297,8 @@ class GatheredUnit:
 
     def abandon(self, *, failed: bool = False) -> None:
         """Releases a unit in any state: all-gathers that nobody needs are waited for; after a failure, not for long."""
+        if self.columns is not None:
+            self.columns.abandon(failed=failed)
         if self._handles:
             with self._streams.on("gather"):
                 self._end_gathers(failed=failed)

@@ -97,6 +97,7 @@ class UnitLeaf(NamedTuple):
         format: in which the leaf travels, and to which it is rounded; None for the dtype of compute.
         quantised: the loss function gets codes and scales.
         strict: as in `Quantised`.
+        columnwise: backward may gather it in blocks along its other dim, see `Precision.columnwise`.
     """
 
     sharding: NamedSharding
@@ -108,6 +109,12 @@ class UnitLeaf(NamedTuple):
     format: Blocks | None = None
     quantised: bool = False
     strict: bool = False
+    columnwise: bool = False
+
+    def across(self) -> UnitLeaf:
+        """The same leaf in blocks along its other dim, as backward gathers it."""
+        assert self.format is not None
+        return self._replace(format=self.format.across(self.shape), target=None, columnwise=False)
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ class GatherBucket:
         bucket: offsets in rows and in the flat buffer.
         coded: what travels in its place, for leaves that have a format.
         quantised: nothing else is made of it: whole leaves are codes and scales.
+        columnwise: backward needs it again only where something else than a product has kept views of it.
     """
 
     leaves: tuple[int, ...]
@@ -129,6 +137,7 @@ class GatherBucket:
     bucket: Bucket
     coded: CodedBucket | None = None
     quantised: bool = False
+    columnwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,6 +199,7 @@ class UnitPlan:
         reductions: what is reduced.
         large: large leaves of these, one by one.
         strict: as in `Quantised`, of the leaves that are one.
+        columnwise: leaves that backward may gather in blocks along their other dim.
     """
 
     mesh: Mesh
@@ -198,6 +208,7 @@ class UnitPlan:
     reductions: tuple[ReduceBucket, ...]
     large: tuple[LargeLeaf, ...]
     strict: bool = False
+    columnwise: tuple[int, ...] = ()
 
 
 def plan_unit(leaves: tuple[UnitLeaf, ...]) -> UnitPlan:
@@ -216,7 +227,9 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
         for slot, (leaf, shape) in enumerate(zip(bucket.leaves, bucket.shapes, strict=True))
         if math.prod(shape) >= large
     )
-    return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, any(leaf.strict for leaf in leaves))
+    columnwise = tuple(i for i, leaf in enumerate(leaves) if leaf.columnwise)
+    strict = any(leaf.strict for leaf in leaves)
+    return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, strict, columnwise)
 
 
 @cache_on_its_mesh()
@@ -240,7 +253,7 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...
         cuts = [(dim, cut) for dim in range(len(leaf.shape)) if (cut := _data_cut(leaf.sharding, dim))]
         assert len(cuts) <= 1, "data axes cut one dim of a leaf"
         shape, everywhere = whole(leaf.sharding).local_shape(leaf.shape), leaf.sharding.data_axes
-        kind = (leaf.format is not None, leaf.quantised)
+        kind = (leaf.format is not None, leaf.quantised, leaf.columnwise)
         if cuts:
             result.setdefault((leaf.compute, cuts[0][1], everywhere, kind), []).append((i, shape, cuts[0][0]))
         elif (leaf.compute != leaf.stored or leaf.misaligned or kind[0]) and shape:
@@ -252,9 +265,9 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...
         GatherBucket(
             tuple(i for i, _, _ in members), axes, dtype,
             plan_bucket(tuple((shape, dim) for _, shape, dim in members), tuple(map(sizes.axis_size, axes))),
-            _coded(leaves, members, tuple(map(sizes.axis_size, axes))) if coded else None, quantised,
+            _coded(leaves, members, tuple(map(sizes.axis_size, axes))) if coded else None, quantised, columnwise,
         )
-        for (dtype, axes, _, (coded, quantised)), members in result.items()
+        for (dtype, axes, _, (coded, quantised, columnwise)), members in result.items()
     ]  # fmt: skip
     return tuple(gathers), tuple(aliases)
 
