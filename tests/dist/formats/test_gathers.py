@@ -29,6 +29,7 @@ SMALL = Blocks(formats.E4M3, (32, 32))
 FORMATS = {
     "tensor": formats.TENSORWISE, "row": formats.ROWWISE, "blocks": SMALL, "mx": formats.MXFP8, "nvfp4": formats.NVFP4,
     "mxfp4": formats.MXFP4, "1x128": formats.E4M3_1x128, "e5m2": formats.MXFP8_E5M2,
+    "mx across": formats.MXFP8.across((32, 32)), "nvfp4 across": formats.NVFP4.across((16, 16)),
 }  # fmt: skip
 KEYED = {f"{name} keyed": FORMATS[name].with_rounding("keyed") for name in ("mx", "nvfp4", "tensor")}
 

@@ -205,8 +205,22 @@ def test_arguments_of_the_kernels_of_a_gpu(monkeypatch, name, shape):
         torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(32, 128), (20, 66), (1, 48)], ids=str)
+@pytest.mark.parametrize("name", ["ROWWISE", "E4M3_1x128", "MXFP8", "MXFP4", "NVFP4"])
+def test_codes_along_columns_are_those_of_the_transposed_matrix(name, shape):
+    format, w = getattr(formats, name), torch.randn(shape)
+    got = scaled_mm.transposed(fs.quantise(w, format.across(shape)), format)
+    want = scaled_mm.codes_of(w.t().contiguous(), format)
+    assert got.format == want.format and got.columns == want.columns == shape[0]
+    assert torch.equal(got.values, want.values) and torch.equal(got.scales.blocks, want.scales.blocks)
+    assert (got.scales.outer is None and want.scales.outer is None) or torch.equal(got.scales.outer, want.scales.outer)
+
+
 def test_precisions_that_do_not_go_together():
     for given, said in (
+        ({"columnwise": ("wq",), "compute": formats.E4M3_128x128}, "others serve both."),
+        ({"columnwise": ("wq",), "gather": formats.MXFP8, "compute": torch.bfloat16}, "with compute=torch.bfloat16."),
+        ({"columnwise": "wq", "compute": formats.MXFP8}, "Give patterns of parts of paths, such as columnwise="),
         ({"compute": formats.MXFP8, "gather": formats.NVFP4}, "weights are rounded once"),
         ({"activations": torch.bfloat16}, "got activations=torch.bfloat16 and no format to compute in."),
         ({"strict": True}, "got strict=True and no format to compute in."),
