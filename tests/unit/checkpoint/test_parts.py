@@ -244,6 +244,17 @@ def test_formats_come_out_of_a_manifest(tmp_path, strategy):
         ck.layout_of(manifest, layout.mesh)
 
 
+def test_how_weights_are_computed_with_comes_out_of_a_manifest(tmp_path):
+    names = {"table": ("vocab", "embed"), "blocks": {"w": ("layers", "heads", "embed"), "scale": ()},
+             "pair": [("mlp",), (None, None)], "counts": (None,)}  # fmt: skip
+    precision = fs.Precision(
+        params=torch.float32, compute=fs.formats.MXFP8, activations=torch.float16, strict=True, columnwise=("w", "up*")
+    )
+    layout = planned(fs.zero(3), precision, names=names)
+    ck.save(tmp_path / "a", state_of(layout))
+    assert ck.layout_of(ck.metadata(tmp_path / "a"), layout.mesh).precision == precision
+
+
 def test_a_manifest_of_before_there_were_formats(tmp_path):
     layout = planned(fs.zero(1), fs.BF16)
     ck.save(tmp_path / "a", state_of(layout))
