@@ -151,20 +151,9 @@ class _QuantisedProduct(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, values, scales, outer, carrier = ctx.saved_tensors
-        format, columns, dtype, block = ctx.static
-        grad, towards_x, nothing = grads[0].flatten(0, -2), None, (None,) * 6
-        if ctx.needs_input_grad[0]:
-            if ctx.columnwise is not None:
-                towards_x = _by_columns(grad, ctx.columnwise.gathered(), format, ctx.kernel)
-            else:
-                weight = Quantised(values, scales, format, dtype, block, columns, outer, carrier)
-                if ctx.kernel.transposes or not ctx.dim:
-                    codes = _codes(weight, values, scales, outer)
-                    towards_x = multiply_codes(grad, codes.t() if ctx.dim else codes, ctx.kernel)
-                else:
-                    towards_x = grad.mm(dequantise(weight))
-            towards_x = towards_x.view(x.shape)
+        x, *held = ctx.saved_tensors
+        grad, nothing = grads[0].flatten(0, -2), (None,) * 6
+        towards_x = _towards_x(ctx, grad, *held).view(x.shape) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return towards_x, None, *nothing
         node = ctx.next_functions[1][0]
@@ -175,6 +164,20 @@ class _QuantisedProduct(Function):
         if hasattr(node, "put_term") and put_term(node, left.dtype, lambda home: torch.mm(left, right, out=home)):
             return towards_x, None, *nothing
         return towards_x, left.mm(right), *nothing
+
+
+def _towards_x(
+    ctx: Any, grad: Tensor, values: Tensor | None, scales: Tensor | None, outer: Tensor | None, carrier: Tensor | None
+) -> Tensor:
+    """The gradient of the activations of a `_QuantisedProduct`, from what it has saved."""
+    format, columns, dtype, block = ctx.static
+    if ctx.columnwise is not None:
+        return _by_columns(grad, ctx.columnwise.gathered(), format, ctx.kernel)
+    weight = Quantised(values, scales, format, dtype, block, columns, outer, carrier)
+    if ctx.dim and not ctx.kernel.transposes:
+        return grad.mm(dequantise(weight))
+    codes = _codes(weight, values, scales, outer)
+    return multiply_codes(grad, codes.t() if ctx.dim else codes, ctx.kernel)
 
 
 def _by_columns(grad: Tensor, weight: Quantised, format: Blocks, kernel: ScaledKernel | None) -> Tensor:
