@@ -57,6 +57,12 @@ class Rounding:
     kept: tuple[int, ...] | None = None
     noise: Callable[[int, int], Tensor] | None = None
 
+    def of_rows(self, start: int, stop: int) -> Rounding:
+        """That of some of the rows of a stack."""
+        kept, noise = self.kept, self.noise
+        some = None if kept is None else tuple(row - start for row in kept if start <= row < stop)
+        return Rounding(self.format, some, None if noise is None else lambda a, b: noise(start + a, start + b))
+
 
 class Part(NamedTuple):
     """A part of a leaf that travels by itself, or is rounded where it is.

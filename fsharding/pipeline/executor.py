@@ -79,13 +79,13 @@ def pipeline_grads(
         layout: planned with `stages=stages_of(model, schedule)`.
         params: at rest in this layout.
         pieces: the microbatches of this rank's data position; the same on all ranks along `pp`.
-        precision: dtypes of compute, wire and gradients.
+        precision: dtypes of compute, wire and gradients, and formats: as `Layout.in_flight` gives it.
         policy: what the blocks keep for backward.
         scale: of the loss, for fp16: a number, or a 0-d tensor, which the host does not read.
         known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
             A receiver is told once what activations look like, for each shape of microbatches.
         stop: as in `value_and_grad`.
-        key: int64[2], for a format of gradients whose rounding is keyed.
+        key: int64[2], for formats whose rounding is keyed.
         prefetch: how many units of a stage are gathered ahead, where they are gathered for each microbatch.
 
     Returns:
@@ -135,6 +135,7 @@ def pipeline_loss(
     *,
     precision: Precision,
     known: Messages | None = None,
+    key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss alone: the forwards of a schedule, without gradients. Collective over the whole mesh.
 
@@ -144,8 +145,9 @@ def pipeline_loss(
         layout: planned with `stages=stages_of(model, schedule)`.
         params: at rest in this layout.
         pieces: as in `pipeline_grads`.
-        precision: dtypes of compute and wire.
-        known: as in `pipeline_grads`, and its own: messages of a step are others.
+        precision: dtypes of compute and wire, and formats of weights: as in `pipeline_grads`.
+        known: as there, and its own: messages of a step are others.
+        key: for formats whose rounding is keyed.
 
     Returns:
         (sum of losses, sum of weights), float32, 0-d, the same on all ranks.
@@ -160,7 +162,9 @@ def pipeline_loss(
         with naming_lost("fs.evaluate", layout.mesh):
             forward = forward_only(schedule)
             policy = policies.save_except_gathered
-            run = _Run(model, forward, layout, params, list(pieces), precision, policy, None, known, 1, trains=False)
+            run = _Run(
+                model, forward, layout, params, list(pieces), precision, policy, None, known, 1, trains=False, key=key
+            )
             run.walk()
             return run.sums(None)
     except BaseException:
@@ -248,7 +252,7 @@ class _Run:
         self.partner = Partner(self.device)
         check_ends(self.model, self.schedule, self.layout)
         self.stage_state = StageState(
-            self.model, self.schedule, self.layout, self.params, self.precision, trains=self.trains
+            self.model, self.schedule, self.layout, self.params, self.precision, self.key, trains=self.trains
         )
         # Each GATHER of a microbatch is for the next of its computes that uses parameters.
         self.uses = defaultdict[tuple[int, int | None], list[str]](list)
@@ -259,7 +263,7 @@ class _Run:
     def _tape(self, stage: int, m: int) -> Tape:
         tape = Tape(
             *self.stage_state.parts(stage),
-            self.precision,
+            self.stage_state.precision,
             self.pool,
             defers=self.splits,
             prefetch=self.prefetch,

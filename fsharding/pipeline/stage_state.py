@@ -3,6 +3,7 @@
 In: parameters at rest, a schedule that says when a stage is gathered and when its sums are reduced. Out: for each stage
 what a tape takes, and at the end all gradients where the optimizer wants them.
 Parameters and sums are as at rest, or whole and unreduced from the stage's GATHER to its last use and to its SCATTER.
+Where a stage is gathered once, its weights in a format travel as codes; else all of them are rounded before the step.
 GATHER and SCATTER start collectives, of as many buckets as there is room for; `advance`, after each compute, goes on
 with the others; `parts` and `grads` wait. All of that follows from the row alone, so data ranks send in one order.
 Law: each leaf is reduced once, with the last SCATTER of the stages that have it, by the same tree of terms.
@@ -23,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, tree
 from fsharding.comm.bucket_queue import BucketQueue, Started
 from fsharding.comm.events import note
-from fsharding.comm.redistribute import BUCKET_BYTES, Moving, start_redistribute, start_reduce_grads
+from fsharding.comm.redistribute import BUCKET_BYTES, Moving, start_reduce_grads
+from fsharding.comm.rounded_moves import Rounding, start_rounded
 from fsharding.mesh.device_mesh import axis_group, axis_index
 from fsharding.models.stacks import map_stacks, stacks_of
 from fsharding.pipeline.actions import Action, uses_parameters
@@ -35,6 +37,7 @@ from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import NamedSharding, local_of
 from fsharding.sharding.stage_owners import begins
 from fsharding.transforms.unit_plan import unreduced, whole
+from fsharding.transforms.weight_formats import round_params, roundings_in_flight
 from fsharding.tree import Tree
 
 __all__ = ["IN_FLIGHT_BYTES", "StageState"]
@@ -51,7 +54,8 @@ class StageState:
         schedule: of the step.
         layout: whose stages are those of the schedule.
         params: at rest in this layout.
-        precision: dtypes of compute and gradients.
+        precision: dtypes of compute and gradients, and formats of weights.
+        key: int64[2], for formats whose rounding is keyed.
         trains: whether there are gradients; else no sums are kept.
 
     Attributes:
@@ -67,15 +71,18 @@ class StageState:
         layout: Layout,
         params: Tree,
         precision: Precision,
+        key: Tensor | None,
         *,
         trains: bool = True,
     ) -> None:
-        """Makes sums that are zero; nothing is sent."""
-        self.model, self.schedule, self.layout, self.params, self.precision = model, schedule, layout, params, precision
+        """Makes sums that are zero, and rounds parameters that are not gathered by the stage."""
+        self.model, self.schedule, self.layout, self.precision = model, schedule, layout, precision.of_rounded()
         self.rank = axis_index("pp", layout.mesh)
         row, own = schedule.actions_on(self.rank), schedule.stages_on(self.rank)
         self.once = any(a.kind == "GATHER" and a.microbatch is None for a in row)
         self.each = any(a.kind == "SCATTER" and a.microbatch is not None for a in row)
+        self.params = params if self.once else round_params(params, layout, precision, key)
+        self._roundings = roundings_in_flight(params, layout, precision, key) if self.once else []
         counts, starts = layers_by_stage(model, schedule, layout), [0] * len(stacks_of(model))
         self._layers = counts
         self._rows: dict[int, list[tuple[int, int]]] = {}
@@ -101,7 +108,7 @@ class StageState:
         self._gathers, self._reductions = BucketQueue(IN_FLIGHT_BYTES), BucketQueue(IN_FLIGHT_BYTES)
         self._gathering: dict[int, Moving] = {}
         self._reducing: dict[int, tuple[list[int], Moving]] = {}
-        self.work = {} if self.once else {stage: self._work(stage, self._part(params, stage)) for stage in own}
+        self.work = {} if self.once else {stage: self._work(stage, self._part(self.params, stage)) for stage in own}
 
     def _grad_dtype(self, leaf: LeafLayout) -> torch.dtype:
         return self.precision.grad_dtype(self.layout.param_dtype(leaf))
@@ -144,8 +151,10 @@ class StageState:
             )
         )
         part, to, kinds = (self._part(values, stage) for values in (self.params, homes, dtypes))
+        own = self._part(tree.unflatten(self.layout.structure, self._roundings), stage)
+        roundings = tree.flatten_up_to(tree.flatten(part)[1], own, "fs.pipeline")
         with _compat.region("gather"):
-            moving = self._gathering[stage] = start_redistribute(part, to, self._gathers, dtypes=kinds)
+            moving = self._gathering[stage] = start_rounded(part, to, roundings, self._gathers, dtypes=kinds)
         if moving.is_done():
             self.parts(stage)
 
@@ -272,7 +281,9 @@ class _Before:
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:
-    """Some rows of a stacked leaf; a sharding or dtype of the stack is that of its rows."""
+    """Some rows of a stacked leaf, or how they are rounded; a sharding or dtype of the stack is that of its rows."""
+    if isinstance(x, Rounding):
+        return x.of_rows(start, stop)
     if not isinstance(x, DTensor):
         return x
     local = local_of(x)[start:stop]

@@ -27,7 +27,6 @@ from fsharding.train.microbatches import split_batch
 from fsharding.train.state import TrainState, rounding_key
 from fsharding.train.step import model_loss, planned_schedule, refuse_model
 from fsharding.transforms.value_and_grad import Loss, global_loss
-from fsharding.transforms.weight_formats import round_params
 from fsharding.tree import Tree
 
 __all__ = ["Evaluate", "evaluate"]
@@ -111,8 +110,7 @@ def evaluate(
         if mesh is not None and abstract(mesh).axis_size("pp") > 1:
             _refuse_pipeline(state, is_model)
             assert state is not None and pipeline is not None
-            values = round_params(values, state.layout, dtypes, key)
-            return pipeline.loss(state.layout, values, pieces, dtypes.of_rounded())
+            return pipeline.loss(state.layout, values, pieces, dtypes, key)
         if is_model and state is not None:
             refuse_model(_NAME, model, state.layout)
         losses: list[Loss] = []
@@ -139,14 +137,15 @@ class _Pipeline:
         self._layout: Layout | None = None
         self._messages: Messages = {}
 
-    def loss(self, layout: Layout, params: Tree, pieces: list[Tree], precision: Precision) -> Loss:
+    def loss(self, layout: Layout, params: Tree, pieces: list[Tree], precision: Precision, key: Tensor | None) -> Loss:
         """The global loss of parameters in a layout with stages."""
         if layout is not self._layout:
             refuse_model(_NAME, self._model, layout)
             self._layout, self._messages = layout, {}
         planned = planned_schedule(_NAME, self._schedule, layout, self._microbatches)
+        known = self._messages
         return Loss(
-            *pipeline_loss(self._model, planned, layout, params, pieces, precision=precision, known=self._messages)
+            *pipeline_loss(self._model, planned, layout, params, pieces, precision=precision, known=known, key=key)
         )
 
 

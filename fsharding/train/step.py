@@ -59,7 +59,6 @@ from fsharding.transforms.gather_context import check_depth
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.value_and_grad import loss_and_grads, refuse_backward
-from fsharding.transforms.weight_formats import round_params
 from fsharding.tree import Tree
 
 __all__ = [
@@ -569,9 +568,9 @@ class TrainStep:
             self._model,
             plan.schedule,
             state.layout,
-            round_params(state.params, state.layout, plan.precision, rounding),
+            state.params,
             microbatches,
-            precision=plan.precision.of_rounded(),
+            precision=plan.precision,
             policy=self._policy,
             scale=loss_scale,
             known=plan.messages,

@@ -100,12 +100,12 @@ class Sender:
 
     @functools.cached_property
     def rounds(self) -> str:
-        """When weights that have a format are rounded: "in units", "before" or "after" a step; "" for never."""
+        """When weights in a format are rounded: "in units" or "in stages", "before" or "after" a step; "" for never."""
         if self.layout.precision.gather is None:
             return ""
         if any(self.layout.rounds(leaf) is not None for leaf in self.layout.leaves):
             return "after"
-        return "in units" if self.schedule is None else "before"
+        return "in units" if self.schedule is None else "in stages" if self.once else "before"
 
     @property
     def once(self) -> bool:
@@ -225,16 +225,9 @@ def parameters(sender: Sender, stage: Stage, backward: Backward, *, tied: Sequen
         backward: what it does with weights.
         tied: paths of leaves that the head has from others.
     """
-    m, precision = sender.microbatches, sender.layout.precision
+    m = sender.microbatches
     if sender.once:
-        part = _rows(sender, stage)
-        part += _leaves(sender, "embed") * stage.first + _leaves(sender, "head", *tied) * stage.last
-        dtypes = [precision.compute_dtype(sender.layout.param_dtype(leaf.plan)) for leaf in part]
-        homes = [leaf.cut("params") for leaf in part]
-        _together(
-            sender,
-            [_Move(*move) for move in zip(part, homes, map(whole, homes), [d.itemsize for d in dtypes], strict=True)],
-        )
+        _stage(sender, stage, tied)
     again = 0 if backward.kept else stage.walks
     for unit, count, back, path, start in (
         (_leaves(sender, "embed"), int(stage.first), 0, None, 0),
@@ -270,6 +263,30 @@ def _alike(
     precision = sender.layout.precision
     kept = {leaf.plan.path: precision.kept_rows(leaf.plan.path, leaf.plan.shape[0]) for leaf in unit}
     return [*Counter(frozenset(path for path, r in kept.items() if row in r) for row in rows).items()]
+
+
+def _stage(sender: Sender, stage: Stage, tied: Sequence[str]) -> None:
+    """The gather of a whole stage: of codes, where weights have a format."""
+    part, precision = _rows(sender, stage), sender.layout.precision
+    part += _leaves(sender, "embed") * stage.first + _leaves(sender, "head", *tied) * stage.last
+    before = sender.stages[: sender.stages.index(stage)]
+    starts = dict(
+        zip(sender.stacks, [sum(s.layers[i] for s in before) for i in range(len(sender.stacks))], strict=True)
+    )
+    formats = [(leaf, sender.layout.format_of(leaf.plan)) for leaf in part if sender.rounds == "in stages"]
+    rounded: list[_Rounded] = []
+    for leaf, format in formats:
+        if format is not None:
+            start = next((start for path, start in starts.items() if begins(leaf.plan.path, path)), None)
+            rounded.append(_Rounded(leaf, "params", "", format, start))
+    _round(sender, rounded)
+    coded = {leaf.leaf.plan.path for leaf in rounded if leaf.travels(sender)}
+    moves: list[_Move] = []
+    for leaf in part:
+        if leaf.plan.path not in coded:
+            home, dtype = leaf.cut("params"), precision.compute_dtype(sender.layout.param_dtype(leaf.plan))
+            moves.append(_Move(leaf, home, whole(home), dtype.itemsize))
+    _together(sender, moves)
 
 
 class _Times(NamedTuple):
@@ -359,26 +376,36 @@ class _Rounded(NamedTuple):
     Attributes:
         leaf: which one.
         kind: of the sharding that it is in.
-        target: of the sharding that it goes to.
+        target: of the sharding that it goes to; "" for whole over the data axes.
         format: that it is rounded to.
+        start: of a stack that is a stage's, which of this rank's rows the first one is; None for all rows.
     """
 
     leaf: _Leaf
     kind: str
     target: str
     format: Blocks
+    start: int | None = None
 
     def kept(self, sender: Sender) -> tuple[int, ...] | None:
         """See `Rounding`."""
-        return kept_rows(self.leaf.plan, getattr(self.leaf.plan, self.kind), sender.layout.precision, sender.where)
+        kept = kept_rows(self.leaf.plan, getattr(self.leaf.plan, self.kind), sender.layout.precision, sender.where)
+        if kept is None or self.start is None or self.leaf.rows is None:
+            return kept
+        return tuple(row - self.start for row in kept if self.start <= row < self.start + self.leaf.rows)
+
+    def there(self, leaf: _Leaf) -> NamedSharding:
+        """Where a leaf goes that is this one, or rows of it."""
+        return leaf.cut(self.target) if self.target else whole(leaf.cut(self.kind))
 
     def travels(self, sender: Sender) -> bool:
         """Whether it travels as codes; else it is rounded where it is."""
-        return travels_as_codes(plan_steps(self.leaf.cut(self.kind), self.leaf.cut(self.target)), self.kept(sender))
+        return travels_as_codes(plan_steps(self.leaf.cut(self.kind), self.there(self.leaf)), self.kept(sender))
 
     def parts(self, sender: Sender) -> Sequence[Part]:
         """See `plan_parts`."""
-        home, there = self.leaf.cut(self.kind), self.leaf.cut(self.target if self.travels(sender) else self.kind)
+        home = self.leaf.cut(self.kind)
+        there = self.there(self.leaf) if self.travels(sender) else home
         shape, dtype = self.leaf.shape(sender.where), sender.layout.precision.compute_dtype(self.leaf.plan.init)
         return plan_parts(home, there, shape, self.format, self.kept(sender) or (), dtype, sender.place)
 
@@ -397,7 +424,7 @@ def _round(sender: Sender, leaves: Sequence[_Rounded]) -> None:
         for leaf, part in bucket:
             assert part.rows is not None, "other leaves have codes"
             rows = _Leaf(leaf.leaf.plan, part.rows[1] - part.rows[0])
-            moves.append(_Move(rows, rows.cut(leaf.kind), rows.cut(leaf.target), part.dtype.itemsize))
+            moves.append(_Move(rows, rows.cut(leaf.kind), leaf.there(rows), part.dtype.itemsize))
         _take(sender, moves)
 
 

@@ -32,7 +32,8 @@ from fsharding.transforms.unit_plan import LeafIndex, whole
 from fsharding.tree import Tree
 
 __all__ = [
-    "AtRest", "WeightFormats", "kept_rows", "key_of_terms", "round_leaves", "round_params", "roundings_of_copies",
+    "AtRest", "WeightFormats", "kept_rows", "key_of_terms", "round_leaves", "round_params", "roundings_in_flight",
+    "roundings_of_copies",
 ]  # fmt: skip
 
 _GIVE_A_KEY = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
@@ -163,6 +164,26 @@ def roundings_of_copies(leaves: Sequence[DTensor | None], layout: Layout, key: T
     return [
         None if x is None or format is None else _rounding(AtRest(x, leaf, leaf.main, format), layout.precision, key)
         for x, leaf, format in zip(leaves, layout.leaves, formats, strict=True)
+    ]
+
+
+def roundings_in_flight(
+    params: Tree, layout: Layout, precision: Precision, key: Tensor | None
+) -> list[Rounding | None]:
+    """How parameters at rest that are main parameters are rounded on their way to the loss function; None for others.
+
+    Args:
+        params: of a state in the layout.
+        layout: of the state.
+        precision: of the call, as `Layout.in_flight` gives it.
+        key: for keyed rounding.
+    """
+    if precision.gather is None or precision.rounded:
+        return [None] * len(layout.leaves)
+    pairs = [(x, leaf, layout.format_of(leaf)) for x, leaf in zip(tree.leaves(params), layout.leaves, strict=True)]
+    return [
+        None if format is None else _rounding(AtRest(x, leaf, leaf.params, format), precision, key)
+        for x, leaf, format in pairs
     ]
 
 
