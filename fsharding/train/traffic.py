@@ -42,7 +42,7 @@ from fsharding.sharding.stage_owners import begins
 from fsharding.transforms.unit_plan import unreduced, whole
 from fsharding.transforms.weight_formats import kept_rows
 
-__all__ = ["Sender", "Stage", "parameters", "round_at_rest", "sum_over", "update"]
+__all__ = ["Backward", "Sender", "Stage", "parameters", "round_at_rest", "sum_over", "update"]
 
 
 class Stage(NamedTuple):
@@ -54,6 +54,7 @@ class Stage(NamedTuple):
         last: it has the head.
         walks: how often it goes back in a step: once for each microbatch, or for inputs and again for weights.
         firsts: which layer of each stack its first one is.
+        starts: which of the layers that this rank has of each stack that is.
     """
 
     layers: tuple[int, ...]
@@ -61,6 +62,7 @@ class Stage(NamedTuple):
     last: bool
     walks: int
     firsts: tuple[int, ...]
+    starts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -140,13 +142,16 @@ class Sender:
     def stages(self) -> list[Stage]:
         """The stages of this rank; without a pipeline, one with all layers."""
         if self.schedule is None:
-            return [Stage(self.layers[0], True, True, self.microbatches, (0,) * len(self.stacks))]
+            zeros = (0,) * len(self.stacks)
+            return [Stage(self.layers[0], True, True, self.microbatches, zeros, zeros)]
         row = self.schedule.actions_on(self.where["pp"])
-        result: list[Stage] = []
+        result, starts = list[Stage](), (0,) * len(self.stacks)
         for stage in self.schedule.stages_on(self.where["pp"]):
             walks = sum(a.stage == stage and a.kind in ("B", "I") for a in row)
             firsts = tuple(sum(counts[:stage]) for counts in zip(*self.layers, strict=True))
-            result.append(Stage(self.layers[stage], stage == 0, stage == self.schedule.stages - 1, walks, firsts))
+            ends, layers = (stage == 0, stage == self.schedule.stages - 1), self.layers[stage]
+            result.append(Stage(layers, *ends, walks, firsts, starts))
+            starts = tuple(map(sum, zip(starts, layers, strict=True)))
         return result
 
     def send(self, axes: Iterable[str], sent: Sent, times: int = 1) -> None:
@@ -269,15 +274,11 @@ def _stage(sender: Sender, stage: Stage, tied: Sequence[str]) -> None:
     """The gather of a whole stage: of codes, where weights have a format."""
     part, precision = _rows(sender, stage), sender.layout.precision
     part += _leaves(sender, "embed") * stage.first + _leaves(sender, "head", *tied) * stage.last
-    before = sender.stages[: sender.stages.index(stage)]
-    starts = dict(
-        zip(sender.stacks, [sum(s.layers[i] for s in before) for i in range(len(sender.stacks))], strict=True)
-    )
-    formats = [(leaf, sender.layout.format_of(leaf.plan)) for leaf in part if sender.rounds == "in stages"]
     rounded: list[_Rounded] = []
-    for leaf, format in formats:
-        if format is not None:
-            start = next((start for path, start in starts.items() if begins(leaf.plan.path, path)), None)
+    for leaf in part if sender.rounds == "in stages" else ():
+        if (format := sender.layout.format_of(leaf.plan)) is not None:
+            starts = zip(sender.stacks, stage.starts, strict=True)
+            start = next((start for path, start in starts if begins(leaf.plan.path, path)), None)
             rounded.append(_Rounded(leaf, "params", "", format, start))
     _round(sender, rounded)
     coded = {leaf.leaf.plan.path for leaf in rounded if leaf.travels(sender)}

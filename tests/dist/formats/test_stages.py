@@ -28,7 +28,7 @@ CASES = {
     "microbatch": ({"pp": 2, "dp": 2}, {"gather": "microbatch"}),
     "alone": ({"pp": 2}, {"schedule": "zbv", "config": replace(CONFIG, tied=True)}),
     "zbv": ({"pp": 2, "dp": 2}, {"schedule": "zbv", "config": replace(CONFIG, tied=True)}),
-    "tp": ({"pp": 2, "dp": 2, "tp": 2}, {}),
+    "tp": ({"pp": 2, "dp": 2, "tp": 2}, {"policy": "dots_saveable"}),
     "experts": ({"pp": 2, "ep": 2}, {"config": replace(CONFIG, experts=fs.models.Experts(4, 4, 24, shared=1))}),
 }
 DEFAULT = {
