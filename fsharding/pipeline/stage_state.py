@@ -75,7 +75,7 @@ class StageState:
         *,
         trains: bool = True,
     ) -> None:
-        """Makes sums that are zero, and rounds parameters that are not gathered by the stage."""
+        """Makes sums that are zero, and rounds parameters that are not gathered by the stage, which is collective."""
         self.model, self.schedule, self.layout, self.precision = model, schedule, layout, precision.of_rounded()
         self.rank = axis_index("pp", layout.mesh)
         row, own = schedule.actions_on(self.rank), schedule.stages_on(self.rank)
