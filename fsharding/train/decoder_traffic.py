@@ -68,12 +68,13 @@ def expected_traffic(
     What a policy computes again is sent again, but for the last sum of each block. Of a backward in two halves I is all
     but the reductions of gradients, which come with W.
 
-    Over the data axes a unit is gathered forward, and backward unless it is the last one or the embedding; gradients
-    take the steps of `comm.steps`, for each microbatch from unreduced to `layout.grads` and once a step to
-    `layout.main`; what `layout.params` has more of is gathered at the end. A schedule that gathers once a step does so
-    for each stage, one that scatters once reduces each stage's sums at its SCATTER. Over `pp` a stage sends x to the
-    next one, and its gradient to the one before, for each microbatch. Two float64 for the loss, the stop bit and one a
-    leaf for the norm come on top.
+    Over the data axes a unit is gathered forward, and backward unless it is the last one or the embedding; weights that
+    `Precision.columnwise` names come backward in blocks along their other dim, and as they were only where that is
+    needed. Gradients take the steps of `comm.steps`, for each microbatch from unreduced to `layout.grads` and once a
+    step to `layout.main`; what `layout.params` has more of is gathered at the end. A schedule that gathers once a step
+    does so for each stage, one that scatters once reduces each stage's sums at its SCATTER. Over `pp` a stage sends x
+    to the next one, and its gradient to the one before, for each microbatch. Two float64 for the loss, the stop bit and
+    one a leaf for the norm come on top.
 
     Args:
         config: sizes of the decoder.
