@@ -178,13 +178,8 @@ def roundings_in_flight(
         precision: of the call, as `Layout.in_flight` gives it.
         key: for keyed rounding.
     """
-    if precision.gather is None or precision.rounded:
-        return [None] * len(layout.leaves)
-    pairs = [(x, leaf, layout.format_of(leaf)) for x, leaf in zip(tree.leaves(params), layout.leaves, strict=True)]
-    return [
-        None if format is None else _rounding(AtRest(x, leaf, leaf.params, format), precision, key)
-        for x, leaf, format in pairs
-    ]
+    given = _mains_in_flight(params, layout, precision)
+    return [_rounding(given[i], precision, key) if i in given else None for i in range(len(layout.leaves))]
 
 
 def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
@@ -196,17 +191,23 @@ def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor
         precision: of the call, as `Layout.in_flight` gives it.
         key: for keyed rounding.
     """
-    if precision.gather is None or precision.rounded:
+    given = _mains_in_flight(params, layout, precision)
+    if not given:
         return params
-    leaves: list[DTensor] = tree.leaves(params)
-    formats = map(layout.format_of, layout.leaves)
-    given = {
-        i: AtRest(x, leaf, leaf.params, format)
-        for i, (x, leaf, format) in enumerate(zip(leaves, layout.leaves, formats, strict=True))
-        if format is not None
-    }
     rounded = dict(zip(given, round_leaves([*given.values()], precision, key), strict=True))
-    return tree.unflatten(layout.structure, [rounded.get(i, x) for i, x in enumerate(leaves)])
+    return tree.unflatten(layout.structure, [rounded.get(i, x) for i, x in enumerate(tree.leaves(params))])
+
+
+def _mains_in_flight(params: Tree, layout: Layout, precision: Precision) -> dict[int, AtRest]:
+    """The main parameters at rest that have a format and have not been rounded, by number of the leaf."""
+    if precision.gather is None or precision.rounded:
+        return {}
+    pairs = zip(tree.leaves(params), layout.leaves, strict=True)
+    return {
+        i: AtRest(x, leaf, leaf.params, format)
+        for i, (x, leaf) in enumerate(pairs)
+        if (format := layout.format_of(leaf)) is not None
+    }
 
 
 def round_leaves(given: Sequence[AtRest], precision: Precision, key: Tensor | None) -> list[DTensor]:
