@@ -59,7 +59,7 @@ def merged(params):
     """The base with the adapters added. Leaves are DTensors, so this is plain torch, one whole change at a time."""
     blocks = dict(params["blocks"]["base"])
     for name, lora in params["blocks"]["lora"].items():
-        change, w = SCALE * lora["up"].full_tensor() @ lora["down"].full_tensor(), blocks[name]
+        change, w = SCALE * fs.unshard(lora["up"]) @ fs.unshard(lora["down"]), blocks[name]
         blocks[name] = w + distribute_tensor(change, w.device_mesh, w.placements, src_data_rank=None)
     return {**params, "blocks": blocks}
 

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,17 +40,17 @@ from fsharding.errors import LayoutError, message
 
 __all__ = [
     "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
-    "call_first_at_exit", "clone", "close_group", "default_store", "describe_mesh", "device_mesh_of", "drop_local",
-    "fake_cuda", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul",
-    "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm",
+    "call_first_at_exit", "clone", "close_group", "copy_of_mesh", "default_store", "describe_mesh", "device_mesh_of",
+    "drop_local", "fake_cuda", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_",
+    "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm",
     "has_scaled_mm", "holders_of", "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view",
-    "is_served_by_rank", "is_wanted", "kept_by", "launchers_store", "left_to_python", "like_dtensor",
-    "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh", "never_inlined", "new_group",
-    "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers", "reduce_scatter_flat",
-    "refuse_backward", "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data",
+    "is_served_by_rank", "is_wanted", "kept_by", "launchers_store", "left_to_python", "like_dtensor", "local_tensor",
+    "make_dtensor", "makes_fakes", "meshless_device_mesh", "never_inlined", "new_group", "outside_of_graphs",
+    "outside_of_modes", "packed", "persistent_buffers", "reduce_scatter_flat", "refuse_backward",
+    "refuse_full_tensor", "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data",
     "scaled_mm", "scaled_mm_of_rows", "set_group_timeout", "shapes_only", "storage_id", "storage_users",
-    "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first",
-    "weak_storage", "WeakStorage", "with_values",
+    "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first", "weak_storage",
+    "WeakStorage", "with_values",
 ]  # fmt: skip
 
 
@@ -670,6 +670,31 @@ def _described_repr(mesh: DeviceMesh) -> str:
     assert _plain_repr is not None
     text, describe = _plain_repr(mesh), kept_by(mesh).get("describe")
     return text if describe is None else f"{text.removesuffix(')')}, {describe()})"
+
+
+def copy_of_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Another DeviceMesh of the same ranks and process groups, with caches of its own."""
+    result = DeviceMesh.__new__(DeviceMesh)
+    vars(result).update({name: value for name, value in vars(mesh).items() if name != _NAME})
+    return result
+
+
+def refuse_full_tensor(mesh: DeviceMesh, refuse: Callable[[DTensor], NoReturn]) -> None:
+    """Has `full_tensor` of every DTensor on a mesh, also those that torch makes of others, call something else."""
+    global _plain_full_tensor
+    if _plain_full_tensor is None:
+        _plain_full_tensor = DTensor.full_tensor
+        DTensor.full_tensor = functools.update_wrapper(_full_tensor, _plain_full_tensor)
+    kept_by(mesh)["full_tensor"] = refuse
+
+
+_plain_full_tensor: Callable[..., Tensor] | None = None
+
+
+def _full_tensor(self: DTensor, **kwargs: Any) -> Tensor:
+    assert _plain_full_tensor is not None
+    refuse = kept_by(self.device_mesh).get("full_tensor")
+    return _plain_full_tensor(self, **kwargs) if refuse is None else refuse(self)
 
 
 def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor, rank: int) -> DeviceMesh:

@@ -86,7 +86,7 @@ def load(
         >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), opt, fs.random.key(0), layout)
         >>> with tempfile.TemporaryDirectory() as run:
         ...     fs.checkpoint.save(f"{run}/5", state)
-        ...     fs.checkpoint.load(f"{run}/5", other, opt=opt).params["w"].full_tensor()
+        ...     fs.unshard(fs.checkpoint.load(f"{run}/5", other, opt=opt).params["w"])
         tensor([1., 1., 1., 1.])
     """
     check_path(_FUNCTION, "a path, then a Layout", path, "fs.checkpoint.load(path, layout)")

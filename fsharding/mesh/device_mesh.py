@@ -374,7 +374,7 @@ def is_main() -> bool:
 def print0(*values: Any, **options: Any) -> None:
     """`print` on rank 0; nothing on the others.
 
-    Values are computed on every rank all the same, so those that need all ranks, such as `x.full_tensor()`, may be
+    Values are computed on every rank all the same, so those that need all ranks, such as `fs.unshard(x)`, may be
     printed.
 
     Args:

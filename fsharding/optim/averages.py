@@ -123,7 +123,7 @@ def ema_of(opt_state: Tree) -> Tree:
         >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
         >>> state = fs.state_from(fs.shard({"w": torch.ones(2)}, layout), opt, fs.random.key(0), layout)
         >>> averaged = fs.spread_main(fs.optim.ema_of(state.opt_state), state.params, state.layout)
-        >>> averaged["w"].full_tensor()
+        >>> fs.unshard(averaged["w"])
         tensor([1., 1.])
     """
     averages = [x for x in tree.leaves(opt_state, is_leaf=_is_ema) if _is_ema(x)]

@@ -297,7 +297,7 @@ def like(values: Tree, local: Sequence[Tensor]) -> Tree:
         >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
         >>> params = fs.shard({"w": torch.ones(2)}, layout)
         >>> doubled = fs.optim.like(params, [2 * x for x in fs.optim.local_leaves(params)])
-        >>> doubled["w"].full_tensor()
+        >>> fs.unshard(doubled["w"])
         tensor([2., 2.])
     """
     leaves, spec = tree.flatten(values)

@@ -24,8 +24,9 @@ from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.precision import DTYPES
 from fsharding.sharding import boxes
+from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.block_scales import coded_part, plan_scales
-from fsharding.sharding.named_sharding import Assigned, NamedSharding
+from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import AxisRules, DimName, Fused, P, rule_name
 from fsharding.sharding.stage_owners import Stages, assignment, begins, objection, stage_of
 from fsharding.sharding.strategy import Strategy

@@ -1,21 +1,24 @@
 """The `DeviceMesh` that a leaf is on at rest: a view of its mesh that lets DTensor say exactly what the leaf has.
 
-In: a mesh, the axes by dim, the axes that are assigned or owned. Out: the same ranks and groups, with the dims in the
-order in which the leaf is cut, without assigned axes, and with owned axes under a name of their own.
+In: a mesh, the axes by dim, the assignments, the axes that are owned. Out: the same ranks and groups, with the dims in
+the order in which the leaf is cut, without assigned axes, and with owned axes under a name of their own.
 Law: `base(view(...))` is the mesh, and every torch operation on a DTensor keeps what its view says.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsharding import _compat
 from fsharding._compat import cache_on_mesh, kept_by
+from fsharding.errors import LayoutError, message
 from fsharding.mesh.device_mesh import abstract, is_member, of_same_groups, own_rank
+from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.partition_spec import PartitionSpec
 
 __all__ = ["Base", "base", "order", "slice_of", "view"]
@@ -32,12 +35,14 @@ class Base(NamedTuple):
         axes: the axes in the order of the view.
         owned: those that the leaf owns.
         whole: the mesh that `mesh` is a slice of; None where it is no slice.
+        assigned: the assignments of the leaf along the axes that the slice lacks.
     """
 
     mesh: DeviceMesh
     axes: tuple[str, ...]
     owned: tuple[str, ...] = ()
     whole: DeviceMesh | None = None
+    assigned: tuple[Assigned, ...] = ()
 
 
 def order(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]) -> tuple[str, ...]:
@@ -52,35 +57,51 @@ def order(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]
 
 
 def view(
-    mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[str, ...] = (), owned: tuple[str, ...] = ()
+    mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[Assigned, ...] = (), owned: tuple[str, ...] = ()
 ) -> DeviceMesh:
     """The mesh at rest of a leaf; the mesh itself where that says enough.
 
     Args:
         mesh: where the leaf lives.
         spec: axes by dim.
-        assigned: axes whose coordinates own explicitly; the view is of this rank's slice along the others.
+        assigned: explicit ownership along some axes; the view is of this rank's slice along the others.
         owned: axes of the spec under whose own name the leaf would be taken for one that is gathered over them.
     """
     return _found(mesh, spec, assigned, owned)
 
 
 @cache_on_mesh()
-def _found(mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
+def _found(mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[Assigned, ...], owned: tuple[str, ...]) -> DeviceMesh:
     names = abstract(mesh).names
-    axes = order(names, spec, assigned)
-    return mesh if axes == names and not owned else _view(mesh, axes, owned)
+    axes = order(names, spec, tuple(a.axis for a in assigned))
+    return mesh if axes == names and not owned else _view(mesh, axes, assigned, owned)
 
 
 @cache_on_mesh()
-def _view(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
+def _view(
+    mesh: DeviceMesh, axes: tuple[str, ...], assigned: tuple[Assigned, ...], owned: tuple[str, ...]
+) -> DeviceMesh:
     names = abstract(mesh).names
     kept = tuple(name for name in names if name in axes)
     part = mesh if kept == names else slice_of(mesh, kept)
     result = part if not axes or (axes == kept and not owned) else _renamed(part, axes, owned)
+    if assigned:
+        # Leaves of one slice may have different owners, and each view names the owners of its leaves.
+        result = of_same_groups(_compat.copy_of_mesh(result), result)
+        _compat.refuse_full_tensor(result, _refuse_full_tensor)
     # Of this view and no other mesh: one of somebody's own may be equal to it.
-    kept_by(result)[Base] = Base(part, axes or ("dp",), owned, None if part is mesh else mesh)
+    whole = None if part is mesh else mesh
+    kept_by(result)[Base] = Base(part, axes or ("dp",), owned, whole, assigned)
     return result
+
+
+def _refuse_full_tensor(x: DTensor) -> NoReturn:
+    """A DTensor describes this rank's slice of the mesh, so torch would return one slice of the leaf."""
+    assigned = base(x.device_mesh).assigned
+    row = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} is one part of a leaf with explicit owners over "
+    row += ", ".join(a.axis for a in assigned)
+    mend = "Use fs.unshard(leaf), which gathers all parts, also of a tree of leaves; x.to_local() is this rank's part."
+    raise LayoutError(message("DTensor.full_tensor", "would return one rank's part of a leaf.", [row], mend))
 
 
 @cache_on_mesh()

@@ -28,6 +28,7 @@ from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, unknown_
 from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, is_member
 from fsharding.public import public, refuse
 from fsharding.sharding import boxes, mesh_view
+from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.boxes import Box, Grid, Runs
 from fsharding.sharding.partition_spec import P, PartitionSpec
 
@@ -37,6 +38,7 @@ __all__ = [
     "Local",
     "NamedSharding",
     "hides_owners",
+    "home_of",
     "like",
     "local_of",
     "of_sums",
@@ -45,47 +47,6 @@ __all__ = [
     "to_local",
     "typeof",
 ]
-
-
-@dataclass(frozen=True)
-class Assigned:
-    """Explicit ownership along one axis, where ceil-chunks do not say enough.
-
-    Attributes:
-        axis: the mesh axis whose coordinates own things.
-        dim: the tensor dim whose indices are owned, or None when the leaf is owned whole.
-        ranges: for each coordinate, the index ranges that it holds, in the order in which it holds them; with
-            `dim=None`, `((0, 1),)` where the leaf is and `()` where it is not.
-
-    Example:
-        >>> layout = fs.plan_layout(
-        ...     {"blocks": fs.random.normal(fs.random.key(0), (3, 4))},
-        ...     fs.AbstractMesh(("pp",), (2,)),
-        ...     names={"blocks": ("layers", None)},
-        ...     stages={"blocks": [[0, 1], [2]]},
-        ... )
-        >>> [owned.axis for owned in layout.leaves[0].params.assigned]
-        ['pp']
-    """
-
-    axis: str
-    dim: int | None
-    ranges: tuple[Runs, ...]
-
-    @classmethod
-    def indices(cls, axis: str, dim: int, owned: Sequence[Sequence[int]]) -> Assigned:
-        """Ownership by index, in `owned` by coordinate: layers `((0, 2), (1, 3))` on two stages, say."""
-        return cls(axis, dim, tuple(boxes.runs(indices) for indices in owned))
-
-    @classmethod
-    def whole(cls, axis: str, owners: Sequence[int], size: int) -> Assigned:
-        """A leaf that some coordinates of an axis of a given size have whole, and the others not at all."""
-        return cls(axis, None, tuple(((0, 1),) if c in owners else () for c in range(size)))
-
-    @classmethod
-    def parts(cls, axis: str, dim: int, sizes: Sequence[int], pieces: int) -> Assigned:
-        """A fused dim: each of its parts, such as q, k and v, is cut in ceil-chunks over the axis."""
-        return cls(axis, dim, tuple(boxes.parts(sum(sizes), sizes, pieces, c) for c in range(pieces)))
 
 
 @dataclass(frozen=True)
@@ -227,7 +188,7 @@ class NamedSharding:
         if isinstance(self.mesh, AbstractMesh):
             text = f"cannot place a tensor on the abstract mesh {self.mesh}."
             raise SpecError(message("NamedSharding", text, mend="Use fs.make_mesh."))
-        return mesh_view.view(self.mesh, self.spec, tuple(a.axis for a in self.assigned), self.owned)
+        return mesh_view.view(self.mesh, self.spec, self.assigned, self.owned)
 
     def placements(self) -> tuple[Placement, ...]:
         """DTensor placements on `device_mesh()`, one for each of its dims."""
@@ -311,7 +272,7 @@ def _placements(sharding: NamedSharding) -> tuple[Placement, ...]:
 
 
 def hides_owners(x: DTensor | Local) -> bool:
-    """Whether a leaf is a slice of one whose owners are explicit: a layout alone knows which part that is."""
+    """Whether a leaf is a slice of one whose owners are explicit; see `home_of`."""
     return bool(x.slices) if isinstance(x, Local) else mesh_view.base(x.device_mesh).whole is not None
 
 
@@ -322,6 +283,16 @@ def sharding_of(x: DTensor) -> NamedSharding:
         SpecError: a placement that no spec expresses.
     """
     return _from_placements(x.device_mesh, tuple(x.placements))
+
+
+def home_of(x: DTensor) -> NamedSharding:
+    """The sharding of a DTensor on its whole mesh, with its explicit owners.
+
+    Raises:
+        SpecError: a placement that no spec expresses.
+    """
+    base, sharding = mesh_view.base(x.device_mesh), sharding_of(x)
+    return sharding if base.whole is None else replace(sharding, mesh=base.whole, assigned=base.assigned)
 
 
 @cache_on_mesh()

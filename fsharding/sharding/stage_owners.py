@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from fsharding.sharding.named_sharding import Assigned
+from fsharding.sharding.assigned import Assigned
 
 __all__ = ["Owners", "Stages", "assignment", "begins", "normal", "objection", "stage_of"]
 

@@ -28,8 +28,9 @@ except ModuleNotFoundError as error:
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.precision import BF16, FP32, Precision
+from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.layout import LAYERS, Layout
-from fsharding.sharding.named_sharding import Assigned, NamedSharding
+from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec
 from fsharding.sharding.strategy import Strategy, hybrid, zero
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase

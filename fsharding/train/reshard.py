@@ -51,9 +51,8 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
             leaves a leaf alone.
         donate: what is given is let go as its parts leave. A donated state raises `DonatedError` when it is used again,
             donated DTensors of a tree are empty.
-        source: for a tree with leaves of pipeline stages or with `Fused` dims, whose owners a DTensor cannot tell: the
-            `Layout` in which it is. A tree of `NamedSharding`s does as well, if `layout` is a `Layout`, which knows the
-            global shapes. A state carries its layout.
+        source: the `Layout`, or tree of `NamedSharding`s, in which a tree is. Leaves at rest know it themselves; only
+            `Local` leaves of pipeline stages, and of `Fused` dims, need it. A state carries its layout.
         budget: bytes a rank for buffers. Besides the old and the new values no more memory is needed.
 
     Returns:
@@ -77,7 +76,8 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
     if isinstance(tree_or_state, TrainState):
         moved, rebuild = reshard_leaves.of_state(tree_or_state, layout)
     else:
-        moved, rebuild = reshard_leaves.of_tree(tree_or_state, layout, source)
+        sizes = _sizes("fs.reshard", tree_or_state) if source is None else None
+        moved, rebuild = reshard_leaves.of_tree(tree_or_state, layout, source, sizes=sizes)
     return _run(moved, rebuild, "fs.reshard", given=tree_or_state if donate else None, budget=budget)
 
 
@@ -200,21 +200,29 @@ def _cut(x: Tensor, sharding: NamedSharding) -> DTensor:
 
 @public("fs.unshard")
 def unshard(values: Tree, *, source: Any = None) -> Tree:
-    """Whole plain tensors on every rank of the mesh; what is no DTensor stays as it is. Collective.
+    """Gather a leaf, or every leaf of a tree, into a plain tensor on every rank of its mesh. Collective.
+
+    Use it instead of `DTensor.full_tensor()`, which cannot gather leaves that are owned by pipeline stages or fused
+    over `tp`, and refuses them.
 
     Args:
-        values: tree of DTensors, or a `TrainState`. A state of whole tensors is for reading: nothing takes it for a
-            state in its layout.
-        source: as in `reshard`, for leaves of pipeline stages and with `Fused` dims; a state needs none.
+        values: a DTensor, a tree of them, or a `TrainState`; other leaves stay as they are. An unsharded state is for
+            reading: no function accepts it as a state in its layout.
+        source: as in `reshard`; leaves at rest do not need it.
+
+    Returns:
+        The same tree with plain tensors of the global shapes.
 
     Raises:
-        LayoutError: such leaves, and nobody says where they are; all of them are listed.
+        LayoutError: leaves that are unreduced, or are not in `source`; all of them are listed.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
         >>> params = fs.shard({"w": torch.arange(4.0)}, layout)
-        >>> fs.unshard(params)["w"]
+        >>> fs.unshard(params["w"])
         tensor([0., 1., 2., 3.])
+        >>> fs.unshard(params)
+        {'w': tensor([0., 1., 2., 3.])}
     """
     flat, spec = tree.flatten(values)
     if isinstance(values, TrainState):
@@ -224,9 +232,20 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
         NamedSharding(reshard_leaves.home(x, s)) if isinstance(x, DTensor) else None
         for x, s in zip(flat, known, strict=True)
     ]
-    moved, rebuild = reshard_leaves.of_tree(values, tree.unflatten(spec, targets), source, function="fs.unshard")
+    sizes = None if source is not None or isinstance(values, TrainState) else _sizes("fs.unshard", values)
+    targets = tree.unflatten(spec, targets)
+    moved, rebuild = reshard_leaves.of_tree(values, targets, source, function="fs.unshard", sizes=sizes)
     whole = _run(moved, rebuild, "fs.unshard")
     return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, whole)
+
+
+def _sizes(function: str, values: Tree) -> list[tuple[int, ...] | None] | None:
+    """The global shapes of leaves that some stages lack; None if there is no such leaf. Collective."""
+    staged = [x for x in tree.leaves(values) if isinstance(x, DTensor) and reshard_leaves.is_staged(x)]
+    if not staged:
+        return None
+    with naming_lost(function, reshard_leaves.home(staged[0], None)):
+        return reshard_leaves.sizes_of_staged(values)
 
 
 # ------------------------------------------------------------------------------------------------------------- in words

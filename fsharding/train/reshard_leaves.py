@@ -20,11 +20,13 @@ from fsharding.comm import reshard_plan
 from fsharding.comm.reshard_plan import Leaf
 from fsharding.errors import LayoutError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.mesh.device_mesh import Mesh, abstract, is_member
+from fsharding.mesh.consistency import gather_numbers
+from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, is_member
+from fsharding.optim.stacked import whole_shape
 from fsharding.public import refuse
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, owner_of, type_text
-from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, local_of, sharding_of, typeof
+from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, home_of, local_of, sharding_of, typeof
 from fsharding.train.state import STATE_FIELDS, TrainState, rounding_key
 from fsharding.train.state_check import check_state
 from fsharding.transforms.weight_formats import AtRest, round_leaves
@@ -36,12 +38,14 @@ __all__ = [
     "check_same_model",
     "devices",
     "home",
+    "is_staged",
     "let_go",
     "of_layouts",
     "of_state",
     "of_tree",
     "origins",
     "shardings",
+    "sizes_of_staged",
 ]
 
 _FUNCTION = "fs.reshard"
@@ -230,7 +234,12 @@ def _held(moving: Moving, local: Tensor) -> Tensor:
 
 
 def of_tree(
-    values: Tree, layout: Any, source: Any = None, *, function: str = _FUNCTION
+    values: Tree,
+    layout: Any,
+    source: Any = None,
+    *,
+    function: str = _FUNCTION,
+    sizes: Sequence[tuple[int, ...] | None] | None = None,
 ) -> tuple[list[Moving], Rebuild]:
     """The leaves of a tree on their way to shardings, and what makes the new tree.
 
@@ -239,10 +248,11 @@ def of_tree(
         layout: a `Layout`, for its params, or a tree of `NamedSharding`s, or one for all; None leaves a leaf.
         source: the same, for where the leaves are; by default what they say themselves.
         function: the public function, for the error.
+        sizes: by leaf, the global shape of a leaf that some stages lack, as `sizes_of_staged` finds it.
 
     Raises:
-        LayoutError: an unreduced leaf; one of a pipeline stage or with a Fused dim, of which nobody says where it is;
-            or one that is elsewhere.
+        LayoutError: an unreduced leaf; one in flight on a slice of its mesh, or one that some stages lack, of which
+            neither `source` nor `sizes` says more; or one that is elsewhere.
         TreeError: the trees do not match.
     """
     flat, spec = tree.flatten(values)
@@ -256,21 +266,23 @@ def of_tree(
         target = targets[i]
         if target is None or not isinstance(x, DTensor | Local):
             continue
-        if sources[i] is None and hides_owners(x):
-            rows.append(f"{path} is {typeof(x)} on a slice of its mesh; a layout alone knows which part that is")
+        told = sizes[i] if known[i] is None and sizes is not None else known[i]
+        if sources[i] is None and hides_owners(x) and (isinstance(x, Local) or (told is None and is_staged(x))):
+            rows.append(f"{path or 'the leaf'} is {typeof(x)} on a slice of its mesh, and its full shape is unknown")
             continue
-        here = sources[i] or (x.sharding if isinstance(x, Local) else sharding_of(x))
-        shape = x.shape if isinstance(x, Local) else known[i] or (shapes[i] if here.assigned else tuple(x.shape))
+        here = sources[i] or (x.sharding if isinstance(x, Local) else home_of(x))
+        told = shapes[i] if told is None and here.assigned else told
+        shape = x.shape if isinstance(x, Local) else whole_shape(x, here) if told is None else told
         local = x.value if isinstance(x, Local) else local_of(x)
         if here.partial or target.partial:
             rows.append(f"{path}: from {here} to {target}: take the sum first")
-        elif shape is None or here.local_shape(shape) != tuple(local.shape) or not _is_at(x, here):
-            rows.append(f"{path}: {here} of {list(shape or x.shape)} is not what this rank holds, {list(local.shape)}")
+        elif here.local_shape(shape) != tuple(local.shape) or not _is_at(x, here):
+            rows.append(f"{path}: {here} of {list(shape)} is not what this rank holds, {list(local.shape)}")
         else:
             places.append(i)
             moved.append(Moving(path, tuple(shape), here, target.simplified(), local.dtype, local))
     if rows:
-        mend = f"Say where leaves of pipeline stages and with Fused dims are: {function}(..., source=layout)."
+        mend = f"Pass the layout in which the leaves are: {function}(..., source=layout)."
         if all("unreduced" in row for row in rows):
             mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
         raise LayoutError(message(function, f"cannot move {len(rows)} leaves.", rows, mend))
@@ -285,6 +297,36 @@ def of_tree(
         return tree.unflatten(spec, result)
 
     return moved, rebuild
+
+
+def is_staged(x: DTensor) -> bool:
+    """Whether some ranks of the mesh have nothing of a leaf, and see a size of 0 along its first dim."""
+    return any(a.dim is None for a in home_of(x).assigned)
+
+
+def sizes_of_staged(values: Tree) -> list[tuple[int, ...] | None]:
+    """By leaf, the global shape of a leaf that `is_staged`, which its owners send to the others. Collective.
+
+    None for every other leaf.
+    """
+    return [_size_of_staged(x) if isinstance(x, DTensor) and is_staged(x) else None for x in tree.leaves(values)]
+
+
+_SCALAR = 1 << 62
+"""What the owner of a leaf without dims sends in place of its first size."""
+
+
+def _size_of_staged(x: DTensor) -> tuple[int, ...]:
+    sharding, shape = home_of(x), whole_shape(x, home_of(x))
+    if not is_member(sharding.mesh):
+        return shape
+    axis = next(a.axis for a in sharding.assigned if a.dim is None)
+    group, owns = axis_group(sharding.mesh, (axis,)), sharding.grid(x.shape) is not None
+    own = (1 + shape[0] if shape else _SCALAR) if owns else 0
+    if group.process_group is None:
+        return shape
+    first = max(gather_numbers(own, group.size, group.process_group, x.device_mesh.device_type))
+    return () if first == _SCALAR else (first - 1, *shape[1:])
 
 
 def _is_at(x: DTensor | Local, sharding: NamedSharding) -> bool:
@@ -363,4 +405,4 @@ def let_go(moved: Sequence[Moving]) -> None:
 
 def home(x: DTensor, sharding: NamedSharding | None) -> Mesh:
     """The mesh of a leaf: what was said of it, or what it says itself."""
-    return sharding_of(x).mesh if sharding is None else sharding.mesh
+    return home_of(x).mesh if sharding is None else sharding.mesh

@@ -447,7 +447,7 @@ def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = Fals
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(1))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
         >>> main = fs.tree.map(lambda x: x - 1, fs.main_params(params, layout))
-        >>> fs.spread_main(main, params, layout)["w"].full_tensor()
+        >>> fs.unshard(fs.spread_main(main, params, layout)["w"])
         tensor([0., 0., 0., 0.])
     """
     check_main("fs.spread_main", main, params, layout)

@@ -45,7 +45,7 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
         >>> state, _ = fs.setup(lambda key: {"w": fs.random.ones((4,))}, loss, opt, fs.random.key(0))
         >>> value, grads = fs.value_and_grad(loss, grads=state.layout.main)(state.params, torch.ones(2, 4))
         >>> state = fs.update(state, grads, opt)
-        >>> int(state.step), [round(x, 4) for x in state.params["w"].full_tensor().tolist()]
+        >>> int(state.step), [round(x, 4) for x in fs.unshard(state.params["w"]).tolist()]
         (1, [0.2, 0.2, 0.2, 0.2])
     """
     refuse_compiled(_NAME, "Call it as it is: its kernels are fused already.")

@@ -338,7 +338,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
-        >>> fs.scatter_grads({"w": torch.arange(4.0)}, like=params)["w"].full_tensor()
+        >>> fs.unshard(fs.scatter_grads({"w": torch.arange(4.0)}, like=params)["w"])
         tensor([0., 1., 2., 3.])
     """
     if _functorch.in_functorch():

@@ -111,7 +111,7 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
         >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, layout)
         >>> def f(params):
         ...     return (fs.gather_unit(params)["w"] ** 3).sum()
-        >>> fs.shard_map(lambda params: fs.hessian(f)(params)["w"]["w"])(params).full_tensor()
+        >>> fs.unshard(fs.shard_map(lambda params: fs.hessian(f)(params)["w"]["w"])(params))
         tensor([[ 6.,  0.],
                 [ 0., 12.]])
     """

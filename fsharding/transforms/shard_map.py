@@ -55,7 +55,7 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
         >>> grads = fs.shard_map(torch.func.grad(lambda p: fs.gather_unit(p)["w"].square().sum()))(params)
-        >>> grads["w"].full_tensor()
+        >>> fs.unshard(grads["w"])
         tensor([2., 2., 2., 2.])
     """
     check_function("fs.shard_map", "a function of trees", fn, 0)

@@ -151,7 +151,7 @@ def value_and_grad(
         >>> def loss(params, x):
         ...     return (x @ fs.gather_unit(params)["w"]).sum()
         >>> value, grads = fs.value_and_grad(loss)(params, torch.ones(3, 4))
-        >>> float(value), grads["w"].full_tensor()[0].tolist()
+        >>> float(value), fs.unshard(grads["w"])[0].tolist()
         (24.0, [3.0, 3.0])
     """
     check_function("fs.value_and_grad", "a loss function (params, *args)", fn, 1)

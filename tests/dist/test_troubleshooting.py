@@ -48,6 +48,13 @@ def other_shapes(mesh):
     fs.make_train_step(loss_fn, opt)(state, torch.ones(4, 4 + dist.get_rank()))
 
 
+def full_tensor_of_a_part(mesh):
+    names = {"qkv": (fs.Fused("heads", (4, 2, 2)), None)}
+    tp = fs.make_mesh(tp=2, device="cpu", timeout=timedelta(seconds=20))
+    layout = fs.plan_layout({"qkv": torch.zeros(8, 4)}, tp, names=names)
+    fs.shard({"qkv": torch.ones(8, 4)}, layout)["qkv"].full_tensor()
+
+
 def saved_by_one(mesh):
     state, opt = started(mesh)
     step = fs.make_train_step(loss_fn, opt)
@@ -62,6 +69,7 @@ MISTAKES = {
     "ranks that make other meshes": other_meshes,
     "ranks with other settings": other_microbatches,
     "parameters drawn by `torch.randn`": other_draws,
+    "`leaf.full_tensor()` of a leaf that is fused over `tp`, or owned by a pipeline stage": full_tensor_of_a_part,
     "a batch that fails on one rank": other_shapes,
     "`if rank == 0: fs.checkpoint.save(...)`": saved_by_one,
 }

@@ -269,6 +269,22 @@ def test_a_mesh_needs_no_process_group():
     assert _compat.local_tensor(x).data_ptr() == x.to_local().data_ptr()
 
 
+def test_a_copy_of_a_mesh_equals_it_and_alone_refuses_full_tensor():
+    mesh = _compat.meshless_device_mesh("cpu", ("dp",), torch.zeros(1, dtype=torch.int64), 0)
+    _compat.kept_by(mesh)["of"] = mesh
+    copied = _compat.copy_of_mesh(mesh)
+    assert copied == mesh and copied is not mesh and "of" not in _compat.kept_by(copied)
+
+    def refuse(x):
+        raise KeyError(tuple(x.shape))
+
+    _compat.refuse_full_tensor(copied, refuse)
+    x, y = (DTensor.from_local(torch.ones(2), where, [Replicate()], run_check=False) for where in (mesh, copied))
+    assert_bitwise_equal(x.full_tensor(grad_placements=[Replicate()]), torch.ones(2))
+    with pytest.raises(KeyError):
+        (y + y).full_tensor()
+
+
 def test_the_fused_kernel_takes_what_we_give_it():
     param, grad = torch.zeros(64), torch.linspace(-1, 1, 64)
     mu, nu, step = torch.zeros(64), torch.zeros(64), torch.tensor(1.0)

@@ -11,7 +11,7 @@ from fsharding.comm import reshard_plan
 from fsharding.errors import DonatedError, FshardingError, LayoutError
 from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
-from tests.helpers import crossed, mesh_of, token_batch
+from tests.helpers import crossed, mesh_of, refusal, token_batch
 
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20)
 MODEL = fs.models.decoder(CONFIG)
@@ -203,6 +203,42 @@ def cut_and_join():
     assert all(local_of(x).numel() == 0 for x in cut.values())
     assert_bitwise_equal(fs.unshard(donated, source=layout), whole)
     return tuple(local_of(donated["w"]).shape)
+
+
+def leaves_with_owners():
+    mesh = mesh_of({"pp": 2, "tp": 2})
+    names = {
+        "both": ("layers", "embed", fs.Fused("heads", (4, 2, 2))),
+        "fused": (fs.Fused("heads", (4, 2, 2)), None),
+        "owned": (None, fs.Fused("heads", (2, 2))),
+        "scalar": (),
+        "plain": ("heads",),
+    }
+    whole = {
+        "both": torch.arange(192.0).view(4, 6, 8),
+        "fused": torch.arange(24.0).view(8, 3),
+        "owned": torch.arange(12).view(3, 4),
+        "scalar": torch.tensor(True),
+        "plain": torch.arange(5.0),
+    }
+    layout = fs.plan_layout(whole, mesh, names=names, stages={"both": [[0, 3], [2, 1]], "owned": 1, "scalar": 0})
+    cut = fs.shard(whole, layout)
+    for name, leaf in cut.items():
+        assert_bitwise_equal(fs.unshard(leaf), whole[name])
+        assert_bitwise_equal(fs.unshard(leaf.clone()), whole[name])
+    moved = fs.reshard(cut, fs.NamedSharding(mesh))
+    assert_bitwise_equal({name: leaf.full_tensor() for name, leaf in moved.items()}, whole)
+    return [refusal(leaf.full_tensor) for leaf in (cut["both"], cut["fused"] * 2, cut["owned"], cut["scalar"])]
+
+
+def test_a_leaf_with_owners_is_unsharded_alone_and_refuses_full_tensor():
+    for texts in run_ranks(leaves_with_owners, 4):
+        assert texts[1] == (
+            "DTensor.full_tensor would return one rank's part of a leaf.\n"
+            "  float32[4, 3] is one part of a leaf with explicit owners over tp\n"
+            "Use fs.unshard(leaf), which gathers all parts, also of a tree of leaves; x.to_local() is this rank's part."
+        )
+        assert [text.split(" over ")[1].split("\n")[0] for text in texts] == ["pp, tp", "tp", "pp, tp", "pp"]
 
 
 def test_shard_and_unshard_are_inverse():

@@ -187,16 +187,15 @@ def unsharded(make):
     draws = (model.init if hasattr(model, "init") else model)(fs.random.split(fs.random.key(0))[0])
     want = fs.tree.map(lambda draw: draw.tensor(), draws)
     texts = [
-        typed_refusal(lambda: fs.unshard(state.params)),
-        typed_refusal(lambda: fs.reshard(state.params, fs.NamedSharding(layout.mesh, fs.P()))),
-        typed_refusal(lambda: fs.unshard(state.opt_state)),
-        typed_refusal(lambda: fs.explain_reshard(state.params, layout)),
         typed_refusal(lambda: fs.global_norm(state.params)),
         typed_refusal(lambda: fs.tree.vdot(state.params, state.params)),
         typed_refusal(lambda: fs.value_and_grad(lambda p: p)(state.params)),
         typed_refusal(lambda: fs.shard_map(lambda p: p)(state.params)),
     ]
     assert_bitwise_equal(fs.unshard(state.params, source=layout), want)
+    assert_bitwise_equal(fs.unshard(state.params), want)
+    assert_bitwise_equal(fs.unshard(state.opt_state.nu), fs.tree.map(torch.zeros_like, want))
+    assert_bitwise_equal(fs.unshard(fs.reshard(state.params, fs.NamedSharding(layout.mesh, fs.P()))), want)
     whole = fs.unshard(state)
     assert_bitwise_equal(whole.params, want)
     assert_bitwise_equal(whole.opt_state.nu, fs.tree.map(torch.zeros_like, want))
@@ -207,16 +206,5 @@ def unsharded(make):
 @pytest.mark.parametrize("make", [staged_layout, fused_layout])
 def test_a_slice_is_not_taken_for_the_leaf(make):
     for texts in run_ranks(unsharded, 2, make):
-        first = "blocks" if make is staged_layout else "qkv"
-        assert texts[0].startswith("LayoutError: fs.unshard cannot move ") and f"\n  {first}" in texts[0]
-        assert "on a slice of its mesh; a layout alone knows which part that is\n" in texts[0]
-        assert texts[0].endswith(
-            "Say where leaves of pipeline stages and with Fused dims are: fs.unshard(..., source=layout)."
-        )
-        assert texts[1].startswith("LayoutError: fs.reshard cannot move ") and texts[1].endswith(
-            "fs.reshard(..., source=layout)."
-        )
-        assert texts[2].startswith("LayoutError: fs.unshard cannot move ")
-        assert texts[3].startswith("LayoutError: fs.reshard cannot move ")
-        assert all("who owns" in text for text in texts[4:8])
-        assert texts[8].startswith("LayoutError: fs.reshard got a state of which")
+        assert all("who owns" in text for text in texts[:4])
+        assert texts[4].startswith("LayoutError: fs.reshard got a state of which")
