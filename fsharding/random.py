@@ -8,7 +8,9 @@ Law: every layout gives bitwise the same values, and no rank holds more than its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,8 +26,8 @@ from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
 __all__ = [
-    "BLOCK", "Draw", "bernoulli", "dropout", "fold_in", "for_rank", "full", "key", "normal", "ones", "split", "uniform",
-    "zeros",
+    "BLOCK", "Draw", "bernoulli", "dropout", "fold_in", "for_rank", "full", "key", "normal", "ones",
+    "split", "uniform", "zeros",
 ]  # fmt: skip
 
 BLOCK = 1 << 18
@@ -261,7 +263,22 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
 def _draw(key: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str, low: float, scale: float) -> Draw:
     with _compat.with_values():
         high_word, low_word = _checked(key, f"random.{kind}").tolist()
+    if (observe := _observer.get()) is not None:
+        observe((high_word, low_word))
     return Draw(_sizes(shape), dtype, kind, low, scale, (high_word, low_word))
+
+
+_observer: ContextVar[Callable[[tuple[int, int]], None] | None] = ContextVar("fsharding_draws", default=None)
+
+
+@contextmanager
+def observing_draws(observe: Callable[[tuple[int, int]], None]) -> Generator[None]:
+    """Call `observe` with the key of each draw that is made inside the block."""
+    token = _observer.set(observe)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 @public("fs.random.normal")

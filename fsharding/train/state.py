@@ -20,7 +20,7 @@ from fsharding import _compat, random, tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.redistribute import redistribute
 from fsharding.comm.rounded_moves import start_rounded
-from fsharding.errors import ArgumentError, DonatedError, LayoutError, SpecError, message
+from fsharding.errors import ArgumentError, ConfigError, DonatedError, LayoutError, SpecError, message
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import checksum, compare, refuse_differences
@@ -292,7 +292,8 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         ArgumentError: an argument of another kind, such as an `nn.Module` or an optimizer of torch; or two are swapped.
         LayoutError: the layout was planned for other shapes or dtypes; all such leaves are listed.
         TreeError: the layout was planned for another tree.
-        ConfigError: on every rank: ranks have other keys, or other first values; all such leaves are listed.
+        ConfigError: on every rank: ranks have different keys, or different first values; or one random draw stands at
+            several leaves. All such leaves are listed.
 
     Example:
         >>> def init(key):
@@ -314,6 +315,7 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     with _compat.with_values():
         init_key, run_key = random.split(key).unbind(0)
         draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
+        _refuse_shared_draws(draws)
         _refuse_other_draws(draws, run_key, layout)
         run_key = run_key.clone()
     params = init_params(draws, layout)
@@ -331,6 +333,20 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
     """The first state of an optimizer in a layout."""
     moments, whole = layout.precision.moments, layout.meta_main()
     return opt.start(trained, moments=moments, shardings=layout.main, whole=whole)
+
+
+def _refuse_shared_draws(draws: Tree) -> None:
+    """Refuse one random draw at two leaves, which would start equal and be trained apart."""
+    paths: dict[int, list[str]] = {}
+    for path, x in tree.named_leaves(draws).items():
+        if isinstance(x, Draw) and x.kind != "full":
+            paths.setdefault(id(x), []).append(f"params.{path}")
+    if rows := [f"{', '.join(same)} are one draw" for same in paths.values() if len(same) > 1]:
+        mend = (
+            "Draw each with a key of its own: first, second = fs.random.split(key). Leaves that are to start equal are"
+            " two draws with one key."
+        )
+        raise ConfigError(message("fs.init_state", "got one lazy draw at several leaves.", rows, mend))
 
 
 def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:

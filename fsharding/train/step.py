@@ -55,10 +55,11 @@ from fsharding.train.state import TrainState, main_of, refuse_changed, rounding_
 from fsharding.train.state_check import StateCheck, check_numbers
 from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, PendingVerdict, verdict_of
 from fsharding.transforms import policies
+from fsharding.transforms.first_call import FirstCall
 from fsharding.transforms.gather_context import check_depth
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy, check_policy
-from fsharding.transforms.value_and_grad import loss_and_grads, refuse_backward
+from fsharding.transforms.value_and_grad import is_divisor, loss_and_grads, refuse_backward
 from fsharding.tree import Tree
 
 __all__ = [
@@ -230,7 +231,8 @@ def make_train_step(
             all ranks raise if one does; at later ones a rank alone, which the others wait for until the timeout of the
             mesh.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling or at
-            the least scale; see `check`.
+            the least scale; or no token of the batch counts, or the sum of all weights is negative, NaN or infinite.
+            See `check`.
 
     Example:
         >>> def init(key):
@@ -280,6 +282,7 @@ class StepPlan:
         check_now: whether the host reads the verdict in the step.
         messages: shapes of the pipeline's activations, learnt in the first step.
         buffers: memory of whole gradients, used again by the next step.
+        first: the checks of the first step; None afterwards.
         check: of states in this layout; None after the step was called with another layout.
     """
 
@@ -289,6 +292,7 @@ class StepPlan:
     check_now: bool
     messages: Messages = field(default_factory=Messages)
     buffers: Pool = field(default_factory=Pool)
+    first: FirstCall | None = None
     check: StateCheck | None = None
 
     def release(self) -> None:
@@ -330,7 +334,7 @@ class Verdict(NamedTuple):
         squares: of the gradients.
         norm: of the mean gradient (float32, 0-d).
         loss: mean over the batch (float32, 0-d).
-        finite: whether loss and norm are (bool, 0-d).
+        finite: whether loss and norm are finite, and the weight is above 0 (bool, 0-d).
         code: of `train.verdict` (int64, 0-d).
     """
 
@@ -350,7 +354,7 @@ class Verdict(NamedTuple):
         Args:
             number: of the step.
         """
-        return functools.partial(_refusal, number, self.squares, self.loss, self.norm)
+        return functools.partial(_refusal, number, self.squares, self.loss, self.norm, self.sums.weight)
 
 
 class TrainStep:
@@ -434,6 +438,7 @@ class TrainStep:
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         plan, stop, number = self.plan_of(state, batch), StopBit(state.layout.mesh), state.step
         verdict = self.judge(plan, state, batch, stop)
+        plan.first = None
         # A step without values counts.
         result = None if not plan.check_now else GOOD if _compat.is_fake(verdict.code) else int(verdict.code)
         stop.settle(verdict.loss.device)
@@ -469,9 +474,9 @@ class TrainStep:
             squares = square_sums(stop, grads, layout.main)
             norm = (squares.norm().double() * to_mean).float()
         loss = refuse_backward((sums.loss.double() / weight).float())
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        code = verdict_of(finite, scale, plan.precision.loss_scale)
-        return Verdict(sums, grads, loads, to_mean, squares, norm, loss, finite, code)
+        finite, weighted = torch.isfinite(loss) & torch.isfinite(norm), is_divisor(sums.weight)
+        code = verdict_of(finite, weighted, scale, plan.precision.loss_scale)
+        return Verdict(sums, grads, loads, to_mean, squares, norm, loss, finite & weighted, code)
 
     def update(self, plan: StepPlan, state: TrainState, verdict: Verdict, counts: Tensor | None) -> TrainState:
         """The second half of a step: the state after it. The host reads nothing.
@@ -547,6 +552,7 @@ class TrainStep:
                 check_numbers("train step", state)
                 _agree(state, self._settings, batch, self._microbatches)
                 plan = self.prepare(layout)
+                plan.first = FirstCall("train step", layout.mesh)
                 _refuse_other_state(self._opt, state)
                 self._plans.append(plan)
             plan.check = StateCheck(layout)
@@ -585,7 +591,9 @@ class TrainStep:
     ) -> Sums:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
         layout, has_aux = state.layout, self._loss_fn.has_aux
-        key = self._loss_fn.key(state)
+        key, loss_fn = self._loss_fn.key(state), self._loss_fn
+        if plan.first is not None:
+            loss_fn = loss_fn._replace(loss_fn=plan.first.watched(loss_fn.loss_fn, has_aux=has_aux))
         rounding = rounding_key(state.key, state.step, layout, plan.precision)
         grads: Tree = None
         losses: list[Tensor] = []
@@ -594,7 +602,7 @@ class TrainStep:
         for i, microbatch in enumerate(microbatches):
             last = i + 1 == len(microbatches)
             result, grads = loss_and_grads(
-                self._loss_fn.scaled(loss_scale, fold_in(key, i) if key is not None else None),
+                loss_fn.scaled(loss_scale, fold_in(key, i) if key is not None else None),
                 state.params,
                 (microbatch,),
                 grads,
@@ -607,6 +615,7 @@ class TrainStep:
                 stop=stop if last else None,
                 key=rounding,
                 microbatch=i,
+                first=plan.first,
             )
             if has_aux:
                 result, aux = result
@@ -778,8 +787,10 @@ def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
     return state.loss_scale.scale.to(_device_of(state.layout), non_blocking=True)
 
 
-def _refusal(number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor) -> str:
-    """Names the step, and every leaf whose gradient is not finite on some rank: its sum of squares says so."""
+def _refusal(number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor, weight: Tensor) -> str:
+    """Name the step, and its weight if that is the cause, else every leaf whose gradient is not finite on some rank."""
+    if not bool(is_divisor(weight)):
+        return _refusal_of_weight(int(number), float(weight))
     rows = [f"step {int(number)}: loss {float(loss)}, gradient norm {float(norm)}"]
     bad = torch.isfinite(squares.sums).logical_not().tolist()
     rows += [
@@ -787,6 +798,18 @@ def _refusal(number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor) -
     ]
     mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
     return message("train step", "refused: loss or gradients are not finite.", rows, mend)
+
+
+def _refusal_of_weight(number: int, weight: float) -> str:
+    """Explain a step whose mean has no divisor."""
+    row = f"step {number}: the weights of all microbatches and data ranks sum to {weight:g}"
+    if weight == 0:
+        rule = "refused: no token of this batch counts, so its loss has no mean."
+        mend = "The state is as before. Leave such batches out before you call the step."
+    else:
+        rule = f"refused: the weight of this batch is {weight:g}."
+        mend = "The state is as before. Return (sum, weight) with the number of tokens that count as the weight."
+    return message("train step", rule, [row], mend)
 
 
 def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:

@@ -1,6 +1,6 @@
 """Whether a step counts: a number that the device computes, and its way to the host.
 
-In: loss and norm of a step, the loss scale. Out: 0, the step counts; 1, it is skipped; 2, it is refused. With
+In: loss, norm and weight of a step, the loss scale. Out: 0, the step counts; 1, it is skipped; 2, it is refused. With
 `check="now"` the host reads it in the step. With `check="next"` it is copied to memory of the host behind the back of
 the step, and looked at when the step is called again, when `metrics.loss` is asked for, or when the program ends.
 Law: all ranks have the same number, since loss and norm are the same on all.
@@ -26,18 +26,21 @@ __all__ = ["GOOD", "REFUSED", "SKIPPED", "PendingVerdict", "verdict_of"]
 GOOD, SKIPPED, REFUSED = 0, 1, 2
 
 
-def verdict_of(finite: Tensor, scale: Tensor | None, loss_scale: LossScale | None) -> Tensor:
-    """The verdict on a step, int64, 0-d, on the device of `finite`; the host reads nothing.
+def verdict_of(finite: Tensor, weighted: Tensor, scale: Tensor | None, loss_scale: LossScale | None) -> Tensor:
+    """Decide whether a step counts: int64, 0-d, on the device of `finite`. The host reads nothing.
 
     Args:
-        finite: whether loss and norm are, bool, 0-d.
-        scale: of the loss, float32, 0-d.
-        loss_scale: its rules; without, a step that is not finite is refused, and so it is at the least scale.
+        finite: whether loss and norm are finite (bool, 0-d).
+        weighted: whether the weight is a number that a mean can be divided by (bool, 0-d); see `is_divisor`.
+        scale: the loss scale (float32, 0-d).
+        loss_scale: its rules. Without them a step that is not finite is refused, as it is at the least scale.
     """
-    wrong = finite.logical_not()
+    wrong = (finite & weighted).logical_not()
     if scale is None or loss_scale is None:
         return wrong * REFUSED
-    return wrong * ((scale <= loss_scale.least) * (REFUSED - SKIPPED) + SKIPPED)
+    # A smaller scale does not mend a weight, so such a step is refused at any scale.
+    hopeless = weighted.logical_not() | (scale <= loss_scale.least)
+    return wrong * (hopeless * (REFUSED - SKIPPED) + SKIPPED)
 
 
 class PendingVerdict:

@@ -40,7 +40,7 @@ from fsharding.sharding.named_sharding import Local, of_sums, typeof
 from fsharding.transforms.gather_context import GatherContext
 from fsharding.tree import Tree
 
-__all__ = ["explained"]
+__all__ = ["explained", "line_of_user"]
 
 _NAME = "fs.value_and_grad"
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
@@ -250,9 +250,14 @@ def _code(accessor: optree.PyTreeAccessor, root: str) -> str:
 
 def _line_of(error: BaseException) -> list[str]:
     """The line of the user's own that failed, if there is one."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
-    last = frames[-1] if frames else None
-    return [f"{Path(last.filename).name}:{last.lineno}: {last.line}"] if last is not None and last.line else []
+    line = line_of_user(traceback.extract_tb(error.__traceback__))
+    return [line] if line else []
+
+
+def line_of_user(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line of a stack that is neither torch's, Python's nor our own; "" if there is none."""
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own and own[-1].line else ""
 
 
 def _joined(name: str, path: str) -> str:

@@ -7,7 +7,6 @@ nodes only. Laws: inputs are never changed; the mean is over all weights, whatev
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +21,7 @@ from fsharding import _compat, _functorch, tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.stop_bit import StopBit
 from fsharding.comm.transport import start_sum
-from fsharding.errors import ConfigError, TransformError, message
+from fsharding.errors import ConfigError, NonFiniteError, TransformError, message
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
@@ -42,13 +41,14 @@ from fsharding.sharding.named_sharding import (
     typeof,
 )
 from fsharding.transforms.cast_checks import refuse_bare_casts
+from fsharding.transforms.first_call import FirstCall, first_call
 from fsharding.transforms.gather_context import GatherContext, activate, check_depth
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.unit_plan import GradTarget
 from fsharding.transforms.weight_formats import WeightFormats, key_of_terms
 from fsharding.tree import Tree
 
-__all__ = ["GradFn", "Loss", "Tape", "global_loss", "loss_and_grads", "refuse_backward", "value_and_grad"]
+__all__ = ["GradFn", "Loss", "Tape", "global_loss", "is_divisor", "loss_and_grads", "refuse_backward", "value_and_grad"]
 
 
 class GradFn(Protocol):
@@ -80,8 +80,22 @@ class Loss(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        """The sum over the count."""
-        return self.sum / self.count
+        """The sum over the count, on the device of the sum.
+
+        Raises:
+            NonFiniteError: the count is 0, negative, NaN or infinite. A count on a device is not read: the mean is NaN.
+        """
+        count = self.count
+        if not isinstance(count, Tensor) or (
+            count.is_cpu and not _functorch.in_functorch() and not _compat.is_fake(count)
+        ):
+            count = float(count)
+            if not 0 < count < float("inf"):
+                what = "no token counts" if count == 0 else f"its count is {count:g}"
+                mend = "Count the tokens that the sum is over, and add up batches before you ask for their mean."
+                raise NonFiniteError(message("fs.Loss", f"has no mean: {what}.", mend=mend))
+            return self.sum / self.count
+        return self.sum / _divisor(count)
 
 
 class _Loss(NamedTuple):
@@ -126,10 +140,13 @@ def value_and_grad(
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
         `fn` returns a bare tensor; with `has_aux` the first item is `(that, aux)`. Loss and weight are 0-d float32, the
-        same on all data ranks. `accumulate` holds summed gradients of earlier calls, which the new ones are added to;
-        with `donate=True` in their own memory, so that they must not be used again.
+        same on all data ranks. A mean loss and its gradients are NaN if the weights do not sum to a positive number.
+        `accumulate` holds summed gradients of earlier calls, which the new ones are added to; with `donate=True` in
+        their own memory, so that they must not be used again.
 
-    A loss whose last operation is a mean, returned with a weight above 1, is divided twice; that is warned of once.
+    The first call of `fn` warns of a loss that depends on no parameter, whose gradients are all 0; of a mean returned
+    with a weight above 1, which is divided twice; of random numbers from torch's global generator; and of two draws
+    with one key.
 
     Raises:
         ArgumentError: `fn` is no function of at least one argument; or, from the function, is called with arguments
@@ -166,9 +183,10 @@ def value_and_grad(
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
         refuse_compiled("fs.value_and_grad", _COMPILE)
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
+        first = first_call("fs.value_and_grad", fn)
         return loss_and_grads(
-            fn, params, args, accumulate, has_aux=has_aux, grads=grads, precision=precision, mean=mean,
-            prefetch=prefetch, key=key,
+            fn if first is None else first.watched(fn, has_aux=has_aux), params, args, accumulate, has_aux=has_aux,
+            grads=grads, precision=precision, mean=mean, prefetch=prefetch, key=key, first=first,
         )  # fmt: skip
 
     return run
@@ -192,6 +210,7 @@ def loss_and_grads(
     stop: StopBit | None = None,
     key: Tensor | None = None,
     microbatch: int = 0,
+    first: FirstCall | None = None,
 ) -> tuple[Any, Tree]:
     """One call of the function that `value_and_grad` returns.
 
@@ -210,6 +229,7 @@ def loss_and_grads(
         stop: the bit of `fs.preemption`, which a train step sends in the sum of loss and weight.
         key: as in `value_and_grad`.
         microbatch: the number of this call among those with this key.
+        first: is shown the loss before its backward.
     """
     tape = Tape(
         params, grads, accumulate, precision, grad_pool=grad_pool, prefetch=prefetch, key=key, microbatch=microbatch
@@ -217,6 +237,8 @@ def loss_and_grads(
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux)
+            if first is not None:
+                first.look(loss.total, tape.context, tape.differentiated())
             if loss.total.requires_grad:
                 tape.backward([loss.total])
             totals = _global_sums(loss, tape.mesh, stop)
@@ -225,7 +247,7 @@ def loss_and_grads(
         tape.close()
         raise
     if mean:
-        _compat.foreach_mul_([g for g in local if g is not None], 1.0 / totals[1])
+        _compat.foreach_mul_([g for g in local if g is not None], 1.0 / _divisor(totals[1]))
     return _result(loss, totals, mean, has_aux), tape.as_tree(local)
 
 
@@ -411,6 +433,11 @@ class Tape:
             self._direct[i] = grad
         return result[: len(inputs)]
 
+    def differentiated(self) -> list[Tensor]:
+        """The local tensors of the leaves that are not frozen."""
+        values = (x.value if isinstance(x, Local) else x for x in self._local)
+        return [x for x in values if isinstance(x, Tensor) and x.requires_grad]
+
     def weights(self) -> None:
         """Computes the gradients of weights that `backward` has left, and starts their reductions."""
         with _on(self.mesh):
@@ -537,8 +564,6 @@ def _take_apart(result: Any, has_aux: bool, function: str = "fs.value_and_grad")
         rule = f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {_kind(loss)}."
         raise TransformError(message(function, rule, mend=_mend(total)))
     if weight is not None:
-        if _is_mean(total) and float(weight) > 1:
-            _warn_of_mean(float(weight))
         if isinstance(weight, Tensor):
             weight = weight.to(total.device, torch.float64).detach()
         else:
@@ -553,28 +578,6 @@ def _mend(total: Any) -> str:
     if isinstance(getattr(total, "loss", None), Tensor):
         return "Return its .loss, with the number of tokens that it is the sum of."
     return "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True."
-
-
-_PASSED_ON = {"ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0", "CloneBackward0"}
-_MEAN = 1
-"""How nodes of torch's losses note `reduction="mean"`."""
-
-
-def _is_mean(total: Tensor) -> bool:
-    """Whether the last operation of a loss is a mean. Its graph says so; its value never does for sure."""
-    node = total.grad_fn
-    while node is not None and node.name() in _PASSED_ON:
-        node = node.next_functions[0][0]
-    return node is not None and (
-        node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
-    )
-
-
-def _warn_of_mean(weight: float) -> None:
-    """Python shows it once."""
-    rule = f"got (mean, {weight:g}) where it takes (sum, weight): the mean is divided by the weight again."
-    mend = 'Return (losses.sum(), number of tokens), as reduction="sum" gives it; or the mean alone.'
-    warnings.warn(message("fs.value_and_grad", rule, mend=mend), stacklevel=3)
 
 
 def _kind(x: Any) -> str:
@@ -616,9 +619,19 @@ def _copy(x: Any) -> Any:
 
 
 def _result(loss: _Loss, totals: Tensor, mean: bool, has_aux: bool) -> Any:
-    value = refuse_backward((totals[0] / totals[1] if mean else totals[0]).float())
+    value = refuse_backward((totals[0] / _divisor(totals[1]) if mean else totals[0]).float())
     result = value if loss.weight is None else (value, totals[1].float())
     return (result, loss.aux) if has_aux else result
+
+
+def is_divisor(weight: Tensor) -> Tensor:
+    """Whether a sum of weights can divide a mean: above 0 and finite (bool, 0-d)."""
+    return torch.isfinite(weight) & (weight > 0)
+
+
+def _divisor(weight: Tensor) -> Tensor:
+    """The weight, or NaN in place of one that would make a finite mean of nothing: inf would make it 0."""
+    return torch.where(is_divisor(weight), weight, torch.nan)
 
 
 def refuse_backward(loss: Tensor) -> Tensor:

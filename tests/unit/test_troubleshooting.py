@@ -57,6 +57,20 @@ def in_loss(fn):
     return lambda at: fs.value_and_grad(fn)(at.state.params, at.batch)
 
 
+def in_step(fn):
+    return lambda at: fs.make_train_step(fn, at.opt)(at.state, at.batch)
+
+
+def drawn_twice(params, batch, key):
+    x = fs.random.dropout(batch["y"], 0.5, key)
+    return fs.random.dropout(x @ fs.gather_unit(params["head"])["weight"], 0.5, key).sum()
+
+
+def one_draw(key):
+    w = fs.random.normal(key, (8, 4))
+    return {"first": w, "second": w}
+
+
 def in_place(params, batch):
     head = fs.gather_unit(params["head"])
     head["weight"].mul_(2)
@@ -174,6 +188,7 @@ MISTAKES = {
         at.state.params, at.opt, at.key, at.layout
     ),
     "`state.params` changed in place": at_rest,
+    "one lazy draw at two leaves": lambda at: fs.setup(one_draw, loss_fn, at.opt, at.key, mesh=at.mesh),
     # ------------------------------------------------------------------------------------------------ loss functions
     "a leaf used without `gather_unit`": in_loss(lambda p, b: F.linear(b["x"], p["body"]["w"]).sum()),
     "an L2 penalty over `fs.tree.leaves(params)`": in_loss(lambda p, b: p["body"]["w"].square().sum()),
@@ -185,6 +200,9 @@ MISTAKES = {
     "`return loss, logits`": in_loss(lambda p, b: (torch.zeros(()), torch.zeros(2))),
     "`return loss.item()`": in_loss(lambda p, b: loss_fn(p, b)[0].item()),
     "`return losses.mean(), n`": in_loss(lambda p, b: ((b["y"] @ fs.gather_unit(p["head"])["weight"]).mean(), 6)),
+    "a step whose loss is detached, or of other weights": in_step(lambda p, b: loss_fn(p, b)[0].detach()),
+    "`F.dropout` in a loss": in_step(lambda p, b: F.dropout(b["y"] @ fs.gather_unit(p["head"])["weight"]).sum()),
+    "one key for two draws": in_step(drawn_twice),
     "`loss.backward()`": lambda at: at.grads[0][0].backward(),
     "`torch.func.grad(f)(state.params)`": lambda at: torch.func.grad(lambda p: loss_fn(p, at.batch)[0])(
         at.state.params
@@ -215,6 +233,8 @@ MISTAKES = {
     "a donated state used again": donated,
     '`metrics["loss"]`': lambda at: at.step(at.state, at.batch)[1]["loss"],
     "loss or gradients are NaN": lambda at: at.step(at.state, {**at.batch, "x": at.batch["x"] * float("nan")}),
+    "a batch in which no token counts": in_step(lambda p, b: (loss_fn(p, b)[0], 0)),
+    "a weight that is infinite": in_step(lambda p, b: (loss_fn(p, b)[0], float("inf"))),
     # ------------------------------------------------------------------------------------------------------- batches
     "arrays of NumPy in a batch": lambda at: at.step(at.state, fs.tree.map(lambda x: x.numpy(), at.batch)),
     "microbatches that do not divide the batch": lambda at: fs.make_train_step(loss_fn, at.opt, microbatches=4)(

@@ -200,7 +200,8 @@ def test_plain_tensors_have_gradients_too():
     )
     assert (float(loss), float(weight)) == (9 / 4, 4.0)
     assert_bitwise_equal(grads, {"w": torch.full((3,), 0.75), "n": None, "frozen": None})
-    loss, grads = fs.value_and_grad(lambda p: torch.tensor(1.0))(params)
+    with pytest.warns(UserWarning, match="does not depend on its parameters"):
+        loss, grads = fs.value_and_grad(lambda p: torch.tensor(1.0))(params)
     assert float(loss) == 1 and grads["w"].tolist() == [0, 0, 0], "a loss that depends on nothing"
     assert not params["w"].requires_grad
 

@@ -1,0 +1,252 @@
+"""Checks of a loss function at its first call: what it depends on, and where its random numbers come from.
+
+In: the first call of a loss function over sharded parameters. Out: nothing, one warning for each habit by which runs
+come to differ, or one error on every rank. Later calls are not looked at and cost nothing.
+Law: a train step whose loss depends on no parameter, on any rank, is refused by all ranks before its backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsharding import _compat, random
+from fsharding.errors import TransformError, message
+from fsharding.mesh.consistency import gather_numbers
+from fsharding.mesh.device_mesh import Mesh, everyone, world_size
+from fsharding.mesh.failures import meet
+from fsharding.transforms.gather_context import GatherContext
+from fsharding.transforms.loss_checks import line_of_user
+
+__all__ = ["FirstCall", "first_call"]
+
+_UNIT = "_GatherUnitBackward"
+_LEAF = "torch::autograd::AccumulateGrad"
+_PASSED_ON = {"ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0", "CloneBackward0"}
+_MEAN = 1
+"""The value of `reduction="mean"` in the nodes of torch's losses."""
+_MOST_ALIKE = 8
+"""A loop may make its loss function anew in each step: of one code, only the first few functions are checked."""
+
+
+class FirstCall:
+    """The checks of one call of a loss function, or of one for each microbatch.
+
+    Args:
+        function: the public function, for errors and warnings.
+        mesh: whose ranks refuse together a loss that depends on no parameter; without one this rank warns of it.
+    """
+
+    def __init__(self, function: str, mesh: Mesh | None = None) -> None:
+        self._function, self._mesh = function, mesh
+        self._lines: dict[tuple[int, int], str] = {}  # of the user, where a key was first drawn with
+        self._warned: set[str] = set()
+
+    def watched(self, fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
+        """Wrap a loss function to warn of random numbers without a key, of keys used twice, and of divided means.
+
+        Args:
+            fn: the loss function.
+            has_aux: whether it returns `(loss, aux)`.
+        """
+
+        @functools.wraps(fn, updated=())
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if _compat.makes_fakes():
+                return fn(*args, **kwargs)
+            before = _generators()
+            with random.observing_draws(self._note_draw):
+                result = fn(*args, **kwargs)
+            if any(not torch.equal(x, y) for x, y in zip(before, _generators(), strict=True)):
+                self._warn_of_generator()
+            loss = result[0] if has_aux and _is_pair(result) else result
+            if _is_pair(loss):
+                self._look_at_weight(*loss)
+            return result
+
+        return run
+
+    def look(self, total: Tensor, context: GatherContext, leaves: Sequence[Tensor]) -> None:
+        """Refuse a loss that depends on no parameter, or warn of it. With a mesh collective over all its ranks.
+
+        Args:
+            total: the loss, before its backward.
+            context: the one that gathered its units.
+            leaves: local tensors of the parameters that are differentiated.
+
+        Raises:
+            TransformError: with a mesh, on every rank: on some rank the loss depends on no parameter.
+        """
+        depends = _reaches(total.grad_fn, context, leaves)
+        if _compat.makes_fakes():
+            return
+        if self._mesh is None:
+            wrong = [] if depends else [0]
+        else:
+            wrong = [rank for rank, answer in enumerate(_of_all_ranks(depends, self._mesh)) if not answer]
+        if not wrong:
+            return
+        mend = (
+            'Compute it from the first argument, such as w = fs.gather_unit(params["head"]), or call the function that'
+            " fs.functionalize returns, net(params, x), instead of the module. Leave detach and no_grad out."
+        )
+        if not leaves:
+            row = "every leaf is frozen"
+            mend = "Leave at least one leaf out of frozen=, or of the None in grads=; fs.evaluate gives a loss alone."
+        elif depends:
+            row = f"it does on this rank, but not on rank {', '.join(map(str, wrong[:8]))}"
+            mend = "Where a batch has no token that counts, return (losses * mask).sum() instead of a constant."
+        elif total.requires_grad:
+            row = "it was computed from other tensors that require grad, such as those of an nn.Module"
+        else:
+            row = "it does not require grad: it was detached, computed under torch.no_grad, or from other parameters"
+        if self._mesh is None:
+            self._warn(
+                "constant", "has a loss that does not depend on its parameters: all gradients are 0.", [row], mend
+            )
+        else:
+            rule = "has a loss that does not depend on its parameters, so nothing would be trained."
+            raise TransformError(message(self._function, rule, [row], mend))
+
+    def _note_draw(self, words: tuple[int, int]) -> None:
+        line = line_of_user(traceback.extract_stack())
+        if words not in self._lines:
+            self._lines[words] = line
+            return
+        rule = "has a loss function that draws twice with one key, which gives the same numbers."
+        mend = (
+            "Give each draw its own key: first, second = fs.random.split(key), or fs.random.fold_in(key, i) in layer i."
+            " To use one mask twice, draw it once with fs.random.bernoulli."
+        )
+        self._warn("key", rule, dict.fromkeys(filter(None, (self._lines[words], line))), mend)
+
+    def _warn_of_generator(self) -> None:
+        rule = (
+            "has a loss function that draws from torch's global generator, so its numbers change with the layout, when"
+            " a run is resumed, and with torch.manual_seed."
+        )
+        mend = (
+            "Draw by key: give the loss function a parameter key, then call fs.random.dropout(x, p, key), or"
+            " fs.random.normal(key, x.shape).tensor(device=x.device)."
+        )
+        self._warn("generator", rule, (), mend)
+
+    def _look_at_weight(self, total: Any, weight: Any) -> None:
+        if (
+            not isinstance(total, Tensor)
+            or not isinstance(weight, int | float | Tensor)
+            or torch.as_tensor(weight).ndim
+        ):
+            return
+        number = float(weight)
+        if number > 1 and _is_mean(total, number):
+            rule = f"got (mean, {number:g}) where it takes (sum, weight): the mean is divided by the weight again."
+            mend = 'Return (losses.sum(), number of tokens), as reduction="sum" gives it; or the mean alone.'
+            self._warn("mean", rule, (), mend)
+
+    def _warn(self, kind: str, rule: str, rows: Iterable[str], mend: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message(self._function, rule, rows, mend), stacklevel=2)
+
+
+class _Checked:
+    """The loss functions that have had their first call, and how many there were of one code."""
+
+    def __init__(self) -> None:
+        self.functions: WeakSet[Callable[..., Any]] = WeakSet()
+        self.alike: Counter[Any] = Counter()
+
+
+_checked = _Checked()
+
+
+def first_call(function: str, fn: Callable[..., Any]) -> FirstCall | None:
+    """The checks of a call of a loss function; None if it was called before.
+
+    Args:
+        function: the public function, for warnings.
+        fn: the loss function; if it wraps another, the inner one counts.
+    """
+    while callable(inner := getattr(fn, "__wrapped__", None)):
+        fn = inner
+    code = getattr(fn, "__code__", type(fn))
+    if _checked.alike[code] >= _MOST_ALIKE or not _is_weakly_hashable(fn) or fn in _checked.functions:
+        return None
+    _checked.functions.add(fn)
+    _checked.alike[code] += 1
+    return FirstCall(function)
+
+
+def _is_weakly_hashable(fn: Callable[..., Any]) -> bool:
+    try:
+        hash(weakref.ref(fn))
+    except TypeError:
+        return False
+    return True
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, tuple) and len(cast("tuple[Any, ...]", x)) == 2
+
+
+def _generators() -> list[Tensor]:
+    """The states of torch's default generators: the CPU's, and the current device's where one has been used."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _of_all_ranks(depends: bool, mesh: Mesh) -> list[int]:
+    """The answer of every rank of a mesh: 1 where the loss depends on the parameters. Collective."""
+    ranks = everyone(mesh)
+    if ranks.process_group is None or not isinstance(mesh, DeviceMesh):
+        return [int(depends)]
+    if ranks.size == world_size():
+        return meet(int(depends))
+    return gather_numbers(int(depends), ranks.size, ranks.process_group, mesh.device_type)
+
+
+def _reaches(root: Node | None, context: GatherContext, leaves: Iterable[Tensor]) -> bool:
+    """Whether a graph leads to a unit that a context gathered, or to a leaf that was used otherwise."""
+    ours = {id(x) for x in leaves}
+    todo, seen = [root], set[Node | None]((None,))
+    while todo:
+        node: Any = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == _UNIT and node.context is context:
+            return True
+        if node.name() == _LEAF and id(node.variable) in ours:
+            return True
+        todo += [before for before, _ in node.next_functions]
+    return False
+
+
+def _is_mean(total: Tensor, weight: float) -> bool:
+    """Whether the last operation of a loss is a mean, or a division by its weight. The graph tells, not the value."""
+    node: Any = total.grad_fn
+    while node is not None and node.name() in _PASSED_ON:
+        node = node.next_functions[0][0]
+    if node is None:
+        return False
+    if node.name() in ("DivBackward0", "MulBackward0"):
+        factor = node._saved_other
+        if not isinstance(factor, Tensor) or factor.numel() != 1:
+            return False
+        wanted = weight if node.name() == "DivBackward0" else 1 / weight
+        return abs(float(factor) / wanted - 1) < 1e-6
+    return node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
