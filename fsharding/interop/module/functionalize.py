@@ -20,11 +20,12 @@ from fsharding.errors import ConfigError, FshardingError, TransformError, messag
 from fsharding.interop.hf.naming import Name, renumbered
 from fsharding.interop.module.hf_tables import family_of
 from fsharding.interop.module.initializers import Reset, lazy_leaves, real_buffers
+from fsharding.interop.module.layers import Roles, check_options, check_roles, layer_roles
 from fsharding.interop.module.probe import unfit_roles
 from fsharding.interop.module.problems import FUNCTION, check_module
 from fsharding.interop.module.runtime import Engine, Run
 from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested, plan_module
-from fsharding.interop.module.tensor_parallel import Roles, check_axes, check_roles
+from fsharding.interop.module.tensor_parallel import check_axes
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.public import public
 from fsharding.sharding.partition_spec import AxisRules
@@ -42,7 +43,7 @@ class PureModule:
         anatomy: leaves and units, printable.
         names: tree of tuples of dim names, for `plan_layout`.
         frozen: paths of leaves whose parameters do not require gradients; `plan_layout` freezes them.
-        roles: of its layers over `tp`.
+        roles: of its layers over `tp`, by path, and which layers cannot have theirs.
         sources: what the leaves are called in a state dict of the module, for `checkpoint.load_weights` and `export`:
             `layers.up.weight` is `layers.{i}.up.weight`, or `Rows` where blocks have other numbers than 0, 1, 2.
         files: what they are called in files of Hugging Face, for `hf.load` and `hf.save`: the same, but for families
@@ -78,11 +79,11 @@ class PureModule:
         self.frozen = tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable)
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
         self._module, self._reset, self._policy = module, reset, policy
-        self.roles, self._heads = dict(roles), dict(heads)
-        self._tried = functools.cache(functools.partial(unfit_roles, module, self.roles))
+        self.roles, self._heads = layer_roles(module, roles), dict(heads)
+        self._tried = functools.cache(functools.partial(unfit_roles, module, self.roles.roles))
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
         self._order: list[int] = order
-        self._engine = Engine(module, anatomy, roles, real_buffers(module, reset))
+        self._engine = Engine(module, anatomy, self.roles.roles, real_buffers(module, reset))
         self._engine.open()
         self.sources = ModuleNames(sources, self._engine.persistent(), _aliases(module))
         named = {path: _there(files[path], name) if path in files else name for path, name in sources.items()}
@@ -203,7 +204,8 @@ def functionalize(
             `{"*.up.weight": ("mlp", "embed"), "*": None}`. By default those of the family, or none; a leaf without
             names is cut along its first dim.
         roles: of layers over `tp`, by pattern of the path; see `fsharding.interop.module.tensor_parallel`. By default
-            those of the family.
+            those of the family. Only plain layers can have one: a layer with a forward of its own, or with hooks,
+            computes with full weights, so `tp` cannot cut it.
         reset: fills the parameters and buffers of a submodule that are on the meta device, in place; it gets one
             submodule at a time, without its children. By default its own `reset_parameters`, or the family's.
         policy: what blocks of stacks keep for backward.
@@ -251,7 +253,7 @@ def made(
         children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]
         mend = "Say which modules are gathered together, such as units='layers.*'."
         raise ConfigError(message(FUNCTION, f"does not know the units of {type(module).__name__}.", children, mend))
-    problems = [*_statistics(module), *check_roles(module, roles or {})]
+    problems = [*_statistics(module), *check_options(module), *check_roles(module, roles or {})]
     plan = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
     if family is not None:
         units, names, roles = units or family.units, names or family.names, family.roles if roles is None else roles

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fsharding import ops
 from fsharding.interop.hf.naming import Joined, Name
+from fsharding.interop.module.layers import Roles
 from fsharding.interop.module.structure import NameTable
-from fsharding.interop.module.tensor_parallel import Roles
 from fsharding.mesh.device_mesh import axis_size
 from fsharding.tree import Tree
 

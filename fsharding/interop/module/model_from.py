@@ -24,12 +24,13 @@ from fsharding import ops, tree
 from fsharding.errors import ConfigError, TransformError, message
 from fsharding.interop.module.hf_tables import Parts, family_of
 from fsharding.interop.module.initializers import LazyLeaf, Reset, lazy_leaves, real_buffers
+from fsharding.interop.module.layers import Roles, check_options, check_roles, layer_roles
 from fsharding.interop.module.mutation_guard import unlike_blocks
 from fsharding.interop.module.probe import unfit_roles
 from fsharding.interop.module.problems import check_module
 from fsharding.interop.module.runtime import Engine, computing
 from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested, plan_module
-from fsharding.interop.module.tensor_parallel import Bare, Roles, check_axes, check_roles
+from fsharding.interop.module.tensor_parallel import Bare, check_axes
 from fsharding.mesh.device_mesh import axis_size
 from fsharding.models.model import Model
 from fsharding.sharding.leaf_plan import type_text
@@ -144,7 +145,7 @@ def model_from(
         ['blocks', 'embed', 'head']
     """
     check_module(_FUNCTION, module)
-    problems = check_roles(module, roles or {})
+    problems = [*check_options(module), *check_roles(module, roles or {})]
     family = family_of(module) if units is None else None
     plan_units = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
     if family is not None and parts is None and (rows := family.objections(module)):
@@ -158,10 +159,10 @@ def model_from(
         raise ConfigError(
             message(_FUNCTION, f"does not know the units and parts of {type(module).__name__}.", mend=mend)
         )
-    roles = roles or {}
+    found = layer_roles(module, roles or {})
     plan = _plan(module, plan_units(module, units, names))
     idle = [member for run in plan.runs for member in run.members[1:]]
-    engine = Engine(module, plan.anatomy, roles, real_buffers(module, reset), idle=idle)
+    engine = Engine(module, plan.anatomy, found.roles, real_buffers(module, reset), idle=idle)
     layers = [{path: engine.module.get_submodule(path) for path in run.members} for run in plan.runs]
     if rows := [row for blocks in layers for row in unlike_blocks(blocks)]:
         mend = "Make what differs an input of the blocks, or functionalize the module, which runs each block as itself."
@@ -175,7 +176,7 @@ def model_from(
         layer = engine.module.get_submodule(run.members[0])
         return _part(engine, functools.partial(parts.block, engine.module, layer), run.places)
 
-    tried = functools.cache(functools.partial(unfit_roles, module, roles))
+    tried = functools.cache(functools.partial(unfit_roles, module, found.roles))
     over = ("pp", "cp") if parts.cp else ("pp",)
     blocks = {run.name: block(run) for run in plan.runs}
     return Model(
@@ -186,7 +187,7 @@ def model_from(
         names=plan.spread({leaf.path: leaf.names for leaf in plan.anatomy.leaves}, lambda names, _: names),
         tied=tuple((name, f"embed.{path}") for name, path in plan.head.tied.items()),
         axes=("cp", "tp") if parts.cp else ("tp",),
-        check=lambda mesh, rules: check_axes(plan.anatomy, roles, mesh, rules, heads, tried=tried, over=over),
+        check=lambda mesh, rules: check_axes(plan.anatomy, found, mesh, rules, heads, tried=tried, over=over),
     )
 
 

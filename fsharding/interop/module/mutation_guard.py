@@ -8,6 +8,7 @@ watched: a module may count its calls.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -73,8 +74,14 @@ def _state(block: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield lead + key, value
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two values make two blocks compute alike, as far as can be seen."""
+def _alike(a: Any, b: Any, depth: int = 4) -> bool:
+    """Whether two values make two blocks compute alike, as far as can be seen.
+
+    Args:
+        a: of a block.
+        b: of another one.
+        depth: how many functions inside each other's closures are compared; a function may be in its own.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _equal(a, b)
     if isinstance(a, type) or isinstance(b, type):
@@ -82,14 +89,22 @@ def _alike(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
+        return len(a) == len(b) and all(_alike(x, y, depth) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
-        return [*a] == [*b] and all(map(_alike, a.values(), b.values()))
+        return [*a] == [*b] and _alike([*a.values()], [*b.values()], depth)
     if isinstance(a, _SIMPLE):
         return a == b or (a != a and b != b)
     if (code := getattr(a, "__code__", None)) is not None:
-        return code is b.__code__
+        return code is b.__code__ and (depth == 0 or _alike(_carried(a), _carried(b), depth - 1))
+    if isinstance(a, functools.partial):
+        return _alike((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), depth)
     return not isinstance(a, type(len)) or a == b  # functions of C, such as torch.relu
+
+
+def _carried(function: Any) -> list[Any]:
+    """The closure and the defaults of a function."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

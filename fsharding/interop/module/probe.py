@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsharding import tree
-from fsharding.interop.module.tensor_parallel import Roles, role_of
+from fsharding.interop.module.layers import Role
 from fsharding.sharding import boxes
 
 __all__ = ["unfit_roles"]
@@ -57,17 +57,17 @@ _SAME = {"clone", "_to_copy", "detach", "alias", "contiguous"}
 _VIEWS = {"view", "_unsafe_view", "reshape"}
 
 
-def unfit_roles(module: nn.Module, roles: Roles, cut: Collection[str], tp: int) -> list[str]:
+def unfit_roles(module: nn.Module, roles: Mapping[str, Role], cut: Collection[str], tp: int) -> list[str]:
     """Why the forward of a module cannot have its roles on `tp`: one row for each layer, of equal blocks the first.
 
     Args:
         module: with real or meta tensors; it is not changed.
-        roles: of its layers.
+        roles: of its layers, by path.
         cut: names of the weights that `tp` cuts.
         tp: size of the axis.
     """
     paths = {path for path in dict(module.named_modules()) if f"{path}.weight" in cut}
-    regions = {path: role for path in paths if (role := role_of(path, roles)) in ("column", "row")}
+    regions = {path: role for path in paths if (role := roles.get(path)) in ("column", "row")}
     inputs = getattr(module, "dummy_inputs", None) if regions else None
     if not isinstance(inputs, Mapping):
         return []

@@ -8,7 +8,6 @@ Law: a forward that changes tensors of the module, or draws without a key, is re
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -20,13 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding import _compat, _functorch, random, tree
-from fsharding.errors import ConfigError, FshardingError, TransformError, message
+from fsharding.errors import FshardingError, TransformError, message
 from fsharding.formats.quantised import Quantised, dequantise
+from fsharding.interop.module.copying import copy_module
 from fsharding.interop.module.initializers import random_state, seed_of
+from fsharding.interop.module.layers import Role
 from fsharding.interop.module.mutation_guard import Watch
 from fsharding.interop.module.problems import FUNCTION
 from fsharding.interop.module.structure import Anatomy, ModuleUnit
-from fsharding.interop.module.tensor_parallel import Bare, Entrances, Roles, install
+from fsharding.interop.module.tensor_parallel import Bare, Entrances, install
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size, set_mesh
 from fsharding.sharding.named_sharding import Local, typeof
@@ -72,15 +73,6 @@ def _absent(name: str, parameter: nn.Parameter) -> Any:
     return result
 
 
-def _copied(module: nn.Module, absent: dict[int, Any]) -> nn.Module:
-    try:
-        return copy.deepcopy(module, absent)
-    except (RuntimeError, TypeError) as error:
-        mend = "Take out what cannot be copied; the weight_norm of torch.nn.utils.parametrizations can be."
-        rows = [str(error).split(".  ")[0]]
-        raise ConfigError(message(FUNCTION, f"cannot copy {type(module).__name__}.", rows, mend)) from error
-
-
 _ODD = 0x9E3779B97F4A7C15
 """Between seeds that follow each other, so that all their bits differ (the step of splitmix64)."""
 
@@ -95,7 +87,7 @@ class Engine:
         self,
         module: nn.Module,
         anatomy: Anatomy,
-        roles: Roles,
+        roles: Mapping[str, Role],
         buffers: Mapping[str, Tensor],
         idle: Sequence[str] = (),
     ) -> None:
@@ -104,7 +96,7 @@ class Engine:
         Args:
             module: as in `fs.functionalize`.
             anatomy: of it.
-            roles: of its layers.
+            roles: of its layers, by path.
             buffers: values of those on the meta device.
             idle: paths of blocks that never run, since another one runs for them.
 
@@ -120,7 +112,7 @@ class Engine:
             raise TransformError(message(*_recomputing(rows)))
         absent = {id(p): _absent(name, p) for name, p in module.named_parameters()}
         self._absent = list(absent.values())
-        self.module: nn.Module = _copied(module, absent)
+        self.module: nn.Module = copy_module(module, absent)
         for name, value in buffers.items():
             owner, _, last = name.rpartition(".")
             setattr(self.module.get_submodule(owner), last, value)

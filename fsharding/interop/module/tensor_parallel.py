@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsharding import ops
-from fsharding.errors import ConfigError, FshardingError, message
+from fsharding.errors import ConfigError, message
 from fsharding.interop.module.initializers import random_state, reseed, seeded, set_random_state
-from fsharding.interop.module.problems import FUNCTION
+from fsharding.interop.module.layers import LayerRoles, Role
 from fsharding.interop.module.structure import Anatomy
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_index, axis_size
@@ -29,11 +28,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.leaf_plan import EXPERT, type_text
 from fsharding.sharding.partition_spec import AxisRules, rule_name
 
-__all__ = ["Role", "Roles", "check_axes", "check_roles", "install", "role_of"]
-
-Role: TypeAlias = Literal["column", "row", "inside", "vocab", "logits"]
-Roles: TypeAlias = Mapping[str, Role]
-"""Roles by pattern of a module's path; `*` stands for anything, and the first pattern that fits counts."""
+__all__ = ["Bare", "Entrances", "check_axes", "install"]
 
 _CUT: dict[str, dict[str, int]] = {
     "column": {"weight": 0, "bias": 0},
@@ -43,11 +38,6 @@ _CUT: dict[str, dict[str, int]] = {
     "logits": {"weight": 0, "bias": 0},
 }
 """For each role the dim of each parameter that `tp` may cut."""
-
-
-def role_of(path: str, roles: Roles) -> Role | None:
-    """The role of a module."""
-    return next((role for pattern, role in roles.items() if fnmatchcase(path, pattern)), None)
 
 
 @dataclass
@@ -65,8 +55,8 @@ class _Unit:
 
     seed: int | None = None
     devices: tuple[torch.device, ...] = ()
-    known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    inside: list[str] = field(default_factory=list)
+    known: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    inside: list[nn.Module] = field(default_factory=list)
     outside: list[Tensor] = field(default_factory=list)
     regions: int = 0
 
@@ -92,7 +82,7 @@ class Entrances:
         finally:
             self._unit = around
 
-    def begin(self, parent: str) -> None:
+    def begin(self, parent: nn.Module) -> None:
         """A column begins a region, or goes on with it."""
         unit = self._unit
         if unit.seed is not None and not unit.inside:
@@ -103,7 +93,7 @@ class Entrances:
             unit.regions += 1
         unit.inside += [parent] if parent not in unit.inside else []
 
-    def end(self, parent: str) -> None:
+    def end(self, parent: nn.Module) -> None:
         """A row ends the region of its parent, or all where its parent has begun none."""
         unit = self._unit
         unit.inside = [p for p in unit.inside if p != parent] if parent in unit.inside else []
@@ -112,7 +102,7 @@ class Entrances:
                 set_random_state(state, device)
             unit.outside = []
 
-    def enter(self, parent: str, x: Tensor) -> Tensor:
+    def enter(self, parent: nn.Module, x: Tensor) -> Tensor:
         """What `ops.enter` makes of x, once for each x of a parent."""
         known = self._unit.known.get(parent)
         if known is None or known[0] is not x:
@@ -128,50 +118,29 @@ _ODD = 0xD1342543DE82EF95
 """Between seeds of regions (a multiplier of a linear congruential generator of 64 bits, Steele and Vigna 2021)."""
 
 
-def install(module: nn.Module, roles: Roles) -> Entrances:
-    """Replaces the forwards of the layers that have a role; `check_roles` says whether they can have it."""
+def install(module: nn.Module, roles: Mapping[str, Role]) -> Entrances:
+    """Replace the forwards of the layers that have a role, by path."""
     entrances = Entrances()
     for path, layer in list(module.named_modules()):
-        role = role_of(path, roles)
+        role = roles.get(path)
         if role is None:
             continue
-        parent = path.rpartition(".")[0]
+        parent = module.get_submodule(path.rpartition(".")[0])
         if isinstance(layer, nn.Linear) and role in ("column", "row", "logits"):
             make = {"column": _column, "row": _row, "logits": _logits}[role]
             layer.forward = make(layer, layer.forward, parent, entrances)
         elif isinstance(layer, nn.Embedding) and role == "vocab":
             layer.forward = _vocab(layer, layer.forward)
         else:
-            siblings = [child for child in module.get_submodule(parent).children() if isinstance(child, nn.Linear)]
+            siblings = [child for child in parent.children() if isinstance(child, nn.Linear)]
             layer.forward = _inside(layer, layer.forward, siblings)
     return entrances
-
-
-def check_roles(module: nn.Module, roles: Roles, *, general: bool = False) -> list[FshardingError]:
-    """Objections to roles: unknown ones, those of layers that are not there, and those that a layer cannot have.
-
-    Args:
-        module: with the layers.
-        roles: of them.
-        general: they are those of a family, not all of which every module has.
-    """
-    layers = dict(module.named_modules())
-    wrong = [f"{pattern!r} has role {role!r}: there is none" for pattern, role in roles.items() if role not in _CUT]
-    for path, layer in layers.items():
-        role = role_of(path, roles)
-        wanted = nn.Embedding if role == "vocab" else nn.Module if role in ("inside", None) else nn.Linear
-        if role in _CUT and not isinstance(layer, wanted):
-            wrong.append(f"{path} is {type(layer).__name__}, role {role!r} needs {wanted.__name__}")
-    fits = {pattern for pattern in roles if any(fnmatchcase(path, pattern) for path in layers)}
-    wrong += [f"{pattern!r} fits no module" for pattern in roles if pattern not in fits and not general]
-    mend = f"Give plain nn.Linear and nn.Embedding one of the roles {', '.join(map(repr, _CUT))}, and others none."
-    return [ConfigError(message(FUNCTION, "cannot compute some layers over tp.", wrong, mend))] if wrong else []
 
 
 _Forward: TypeAlias = Callable[..., Any]
 
 
-def _column(layer: nn.Linear, whole: _Forward, parent: str, entrances: Entrances) -> _Forward:
+def _column(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Entrances) -> _Forward:
     def forward(x: Tensor) -> Tensor:
         if layer.weight.shape[0] == layer.out_features:
             return whole(x)
@@ -181,7 +150,7 @@ def _column(layer: nn.Linear, whole: _Forward, parent: str, entrances: Entrances
     return forward
 
 
-def _row(layer: nn.Linear, whole: _Forward, parent: str, entrances: Entrances) -> _Forward:
+def _row(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Entrances) -> _Forward:
     def forward(x: Tensor) -> Tensor:
         if layer.weight.shape[1] == layer.in_features:
             return whole(x)
@@ -193,7 +162,7 @@ def _row(layer: nn.Linear, whole: _Forward, parent: str, entrances: Entrances) -
     return forward
 
 
-def _logits(layer: nn.Linear, whole: _Forward, parent: str, entrances: Entrances) -> _Forward:
+def _logits(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Entrances) -> _Forward:
     def forward(x: Tensor) -> Tensor:
         if layer.weight.shape[0] == layer.out_features:
             return whole(x)
@@ -243,7 +212,7 @@ class Bare(nn.Module):
 
 def check_axes(
     anatomy: Anatomy,
-    roles: Roles,
+    roles: LayerRoles,
     mesh: Mesh,
     rules: AxisRules,
     heads: Mapping[str, int],
@@ -286,12 +255,15 @@ def check_axes(
             cut_heads |= bool(cuts) and called in ("heads", "kv_heads")
             cut_weights |= {*called_by[i]} if "tp" in cuts else set()
             inner = dim - 1 if leaf.stacked else dim
-            bad = next((source for source in called_by[i] if not _can_cut(source, roles, inner)), None)
+            bad = next((source for source in called_by[i] if not _can_cut(source, roles.roles, inner)), None)
+            where = f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}, dim {dim} ({called!r}) over {', '.join(cuts)}"
             if cuts and (bad or cuts != ["tp"]):
-                where = f"dim {dim} ({called!r}) over {', '.join(cuts)}"
-                role = role_of((source := bad or leaf.sources[0]).rpartition(".")[0], roles)
+                owner = (source := bad or leaf.sources[0]).rpartition(".")[0]
+                role, why = roles.roles.get(owner), roles.refused.get(owner)
                 whose = f"{source} is of a layer with {f'role {role!r}' if role else 'no role'}"
-                wrong.append(f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}, {where}: {whose}")
+                wrong.append(f"{where}: " + (whose if why is None else f"{owner} is {why}"))
+            elif cuts and leaf.shape[dim] == 1:  # a rank tells by its sizes whether it has a shard
+                wrong.append(f"{where}: one rank would have all of it")
     tp = shape.axis_size("tp")
     wrong += [f"{name} is {count}: no multiple of tp={tp}" for name, count in heads.items() if cut_heads and count % tp]
     wrong = wrong or (tried(frozenset(cut_weights), tp) if cut_weights else [])
@@ -300,8 +272,8 @@ def check_axes(
         raise ConfigError(message("fs.plan_layout", f"cannot cut this module on mesh {shape}.", wrong, mend))
 
 
-def _can_cut(source: str, roles: Roles, dim: int) -> bool:
+def _can_cut(source: str, roles: Mapping[str, Role], dim: int) -> bool:
     """Whether the layer that has a parameter computes with a part of it along a dim."""
     path, _, last = source.rpartition(".")
-    role = role_of(path, roles)
+    role = roles.get(path)
     return role is not None and _CUT[role].get(last) == dim

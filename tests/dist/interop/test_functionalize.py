@@ -257,7 +257,7 @@ def check_module(name, module, batch, want, losses, trained, folder):
     import transformers
 
     net = fs.functionalize(module)
-    for axes in ({"dp": 2}, {"tp": 2}) if net.roles else ({"dp": 2},):
+    for axes in ({"dp": 2}, {"tp": 2}) if net.roles.roles else ({"dp": 2},):
         layout = fs.plan_layout(net, fs.make_mesh(**axes))
         assert {axis for leaf in layout.leaves for axis in leaf.params.spec.all_axes} == {*axes}
         state = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout)

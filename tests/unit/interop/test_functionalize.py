@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fsharding as fs
 from fsharding.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
 from fsharding.interop.module.hf_tables import Parts
+from fsharding.interop.module.layers import layer_roles
 from fsharding.interop.module.tensor_parallel import check_axes
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.modules import UNITS, VOCAB, Net, Shared
@@ -727,7 +728,7 @@ def test_heads_that_tp_cannot_share_are_refused():
     with pytest.raises(ConfigError, match="num_key_value_heads is 2: no multiple of tp=4"):
         check_axes(
             anatomy,
-            {"*.up": "column"},
+            layer_roles(Net(), {"*.up": "column"}),
             fs.AbstractMesh(("tp",), (4,)),
             fs.DEFAULT_RULES,
             {"num_key_value_heads": 2},
