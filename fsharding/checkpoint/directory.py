@@ -49,7 +49,8 @@ _LATEST = "fs.checkpoint.latest"
 _ASIDE = re.compile(r"\.(.+)\.replaced")
 _STALE = re.compile(r"\.(\d+)\.(partial|replaced|retired)")
 _OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
-_WRITTEN = re.compile(rf"{_OURS.pattern}|config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+_TENSORS = r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+_WRITTEN = re.compile(rf"{_OURS.pattern}|{_TENSORS}|(generation_)?config\.json")
 
 
 def _aside(target: Path) -> Path:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -82,6 +82,8 @@ class DecoderConfig:
         attention: another attention than the grouped-query one of the numbers above.
         experts: in the place of the dense feed-forward part.
         stacks: of unlike blocks, in order; by default all blocks are one stack, at `blocks`.
+        published: entries of the files that `fs.hf.config_of` read it from, by file name, such as `config.json`;
+            `fs.hf.save` writes token ids and other entries again that compute nothing. Not compared.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab=256, dim=64, layers=4, heads=8, kv_heads=2, hidden=192)
@@ -111,6 +113,7 @@ class DecoderConfig:
     attention: Grouped | Latent | None = None
     experts: Experts | None = None
     stacks: tuple[Stack, ...] = ()
+    published: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = {"vocab": self.vocab, "dim": self.dim, "layers": self.layers, "heads": self.heads}
@@ -213,6 +216,7 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         check=functools.partial(_check, config, sequence, attention),
         balanced=_balanced(config),
         decode=_decode(config, attention),
+        config=config,
     )
 
 

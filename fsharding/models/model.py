@@ -56,6 +56,7 @@ class Model(NamedTuple):
         balanced: (path, rate) of biases whose gradient is a load (`ops.tell_load`): a step moves them by the rate
             against its sign, apart from optimizer, norm and clipping.
         decode: how `generate` computes one token after the other; None for a model that cannot.
+        config: what it was made of, such as a `DecoderConfig`; `fs.hf` compares it with a `config.json`.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
@@ -74,6 +75,7 @@ class Model(NamedTuple):
     check: Callable[[Any, Any], None] | None = None
     balanced: tuple[tuple[str, float], ...] = ()
     decode: Decode | None = None
+    config: Any = None
 
     def __getattr__(self, name: str) -> Any:
         raise missing_name("Model", name, self._fields, _ELSEWHERE)

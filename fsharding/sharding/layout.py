@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -97,6 +97,7 @@ class Layout:
         structure: of the parameter tree.
         stages: explicit ownership along `pp`, as `stages.normal` gives it.
         align: data axes cut on the borders of blocks.
+        config: what the model was made of, if it says so, such as a `DecoderConfig`. Not compared.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -114,6 +115,7 @@ class Layout:
     structure: optree.PyTreeSpec
     stages: Stages = ()
     align: bool = False
+    config: Any = field(default=None, compare=False)
 
     @property
     def params(self) -> Tree:
@@ -375,7 +377,8 @@ def plan_layout(
         model.check(mesh, rules)
     owned = normal(stages or {})
     check_stages(named, mesh, owned)
-    layout = Layout(mesh, rules, strategy, precision, (), structure, owned, align)
+    config = getattr(model, "config", None) if hasattr(model, "init") else None
+    layout = Layout(mesh, rules, strategy, precision, (), structure, owned, align, config)
     leaves = tuple(
         plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned, layout.blocks_of(leaf))
         for leaf in named

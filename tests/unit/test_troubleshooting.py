@@ -275,6 +275,9 @@ MISTAKES = {
     "a checkpoint of another optimizer": lambda at: fs.checkpoint.load(
         at.folder / "7", at.layout, opt=fs.sgd(0.1, momentum=0.9)
     ),
+    "a `config.json` that is not the layout's model, in `fs.hf.load` or `fs.hf.save`": lambda at: fs.hf.save(
+        at.folder / "hf", DECODER.init(fs.random.key(0)), dataclasses.replace(CONFIG, eps=0.1), fs.plan_layout(DECODER, at.mesh)
+    ),
     "`fs.reshard(state, mesh)`": lambda at: fs.reshard(at.state, at.mesh),
     # ------------------------------------------------------------------------------------------------------ pipelines
     '`schedule="1F1B"`': lambda at: fs.pipeline.plan_schedule("1F1B", 2, 4),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,14 @@ from fsharding.models.moe import Experts
 from fsharding.ops.rotary import LlamaScaling, Scaling, YarnScaling
 from fsharding.untrusted import beside, read_json
 
-__all__ = ["FAMILIES", "Family", "config_json", "config_of"]
+__all__ = ["FAMILIES", "GENERATION", "Family", "config_json", "config_of"]
+
+GENERATION = "generation_config.json"
+_KEPT = (
+    "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache",
+    "max_window_layers", "sliding_window", "use_sliding_window", "attention_dropout", "pretraining_tp",
+)  # fmt: skip
+"""Entries that a decoder computes nothing with, and that are written as they were read."""
 
 _MEND = "Use another model, or bring its weights into a tree of your own: fs.hf.load(path, layout, names)."
 
@@ -68,7 +75,8 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
     """The decoder that a `config.json` means.
 
     A router's balance loss counts where transformers would add it, that is with `output_router_logits`; shares of
-    experts are those of one layer here, and those of all layers there.
+    experts are those of one layer here, and those of all layers there. The config keeps the entries of `config.json`
+    and `generation_config.json`: `fs.hf.save` writes those again that compute nothing, such as token ids.
 
     Args:
         source: the entries; or a directory with a `config.json`, or the path of such a file.
@@ -84,6 +92,9 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
         (32, 32, 500000.0)
     """
     entries = source if isinstance(source, Mapping) else read_config(source)
+    published = {"config.json": dict(entries)}
+    if not isinstance(source, Mapping) and (generation := _read_generation(source)) is not None:
+        published["generation_config.json"] = generation
     kind = entries.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -95,7 +106,29 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
     scaling = _scaling(entries, rows)
     if rows:
         raise ConfigError(message("fs.hf.config_of", f"cannot make a decoder of this {kind}.", rows, _MEND))
-    return _decoder(entries, family, scaling)
+    return replace(_decoder(entries, family, scaling), published=published)
+
+
+def _read_generation(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The entries of the `generation_config.json` of a directory; None if there is none.
+
+    Raises:
+        ConfigError: there is one that is no JSON object.
+    """
+    folder = Path(os.path.realpath(path))
+    if not os.path.lexists(folder / GENERATION):
+        return None
+    try:
+        entries = read_json(beside(folder, GENERATION), most=CONFIG_LIMIT, finite=False)
+        if not isinstance(entries, dict):
+            raise ValueError(f"it holds a {type(entries).__name__}, not an object")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        mend = "Get the file again, or remove it: the model computes the same without it."
+        raise ConfigError(
+            message("fs.hf.config_of", f"cannot read {folder / GENERATION}.", [str(why)], mend)
+        ) from error
+    return entries
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -296,6 +329,8 @@ def decoder_config(config: Any, function: str) -> DecoderConfig:
 def config_json(config: Any, **entries: Any) -> dict[str, Any]:
     """The `config.json` of a decoder: that of the family that computes the same.
 
+    A config of `config_of` has the token ids, `max_position_embeddings` and the like of the file that it was read from.
+
     Args:
         config: a `DecoderConfig`, or a recipe that has one.
         **entries: more entries, or others, such as `max_position_embeddings` or `eos_token_id`.
@@ -335,7 +370,18 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
         }
         both = {"moe_intermediate_size": experts.hidden, "norm_topk_prob": experts.normalize}
         result |= both if kind == "qwen3_moe" else {"intermediate_size": experts.hidden}
-    return result | entries
+    return result | _kept(config, kind) | entries
+
+
+def _kept(config: DecoderConfig, kind: str) -> dict[str, Any]:
+    """The entries of the `config.json` that a decoder was read from, as far as it computes nothing with them."""
+    before = (config.published or {}).get("config.json", {})
+    if before.get("model_type") != kind:
+        return {}
+    kept = {key: before[key] for key in _KEPT if key in before}
+    if config_of(before).rope_scaling != config.rope_scaling:
+        kept.pop("max_position_embeddings", None)  # it follows from the scaling
+    return kept
 
 
 def _rope_json(config: DecoderConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fsharding.checkpoint.name_map import SAME_BUFFERS, constants_of, other_cons
 from fsharding.checkpoint.reader import LeafInfo
 from fsharding.checkpoint.state_leaves import Shards, Want, main_wants, staged
 from fsharding.errors import CheckpointError, FshardingError, message
+from fsharding.interop.hf.comparison import differences
 from fsharding.interop.hf.config_tables import config_of, read_config
 from fsharding.interop.hf.folder import Folder, open_folder
 from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of
@@ -43,9 +44,10 @@ def load(
     """Reads the weights of a Hugging Face directory. Collective over all ranks, which have to see one file system.
 
     Args:
-        path: with `config.json`, and `model.safetensors` or several files and their index. Weights may be codes, where
-            its `quantization_config` says fp8 in blocks, as DeepSeek-V3 has them: they are read as the numbers that
-            codes and scales stand for, each rank the ranges and the scales that it needs.
+        path: with `config.json`, and `model.safetensors` or several files and their index. Every entry of `config.json`
+            that changes what the model computes is compared with the model that the layout was planned for. Weights
+            may be codes, where its `quantization_config` says fp8 in blocks, as DeepSeek-V3 has them: they are read as
+            the numbers that codes and scales stand for, each rank the ranges and the scales that it needs.
         layout: where the leaves go: of `models.decoder(fs.hf.config_of(path))`, or of any tree with `names`.
         names: where each leaf is; by default `fs.hf.names_of` for the decoder of the `config.json`, of which only the
             format of weights is read otherwise. A leaf with a `Fused` dim may be `Joined` of tensors that are apart
@@ -58,7 +60,8 @@ def load(
 
     Raises:
         CheckpointError: on every rank, and before anything is read: a directory or files that cannot be read, a model
-            that the decoder cannot be, tensors that are missing, extra, or of another shape or kind; all of them.
+            that the decoder cannot be, or that is not the layout's, tensors that are missing, extra, or of another
+            shape or kind; all of them.
         LayoutError: the layout is on an abstract mesh.
 
     Example:
@@ -79,6 +82,7 @@ def load(
     def look() -> str:
         folder, config = _opened(path, with_config=names is None)
         result = (names or {}, ()) if config is None else _default_names(config, folder)
+        _check_config(folder, layout)
         looked.append((folder, _compare(folder, layout, wants, *result, strict=extra == "refuse")))
         return folder.digest()
 
@@ -116,6 +120,17 @@ def _opened(path: StrPath, *, with_config: bool) -> tuple[Folder, DecoderConfig 
 def _config_at(path: StrPath) -> DecoderConfig:
     """The decoder of a directory; about the format of its weights `open_folder` says all."""
     return config_of({key: value for key, value in read_config(path).items() if key != CONFIG_KEY})
+
+
+def _check_config(folder: Folder, layout: Layout) -> None:
+    """Refuses a `config.json` that says another model than the layout was planned for."""
+    if not os.path.lexists(folder.path / "config.json"):
+        return
+    entries = {key: value for key, value in read_config(folder.path).items() if key != CONFIG_KEY}
+    if rows := differences(entries, layout.config):
+        mend = "Plan the layout with the model of the directory, such as models.decoder(fs.hf.config_of(path))."
+        rule = f"cannot use {folder.path}: its config.json and the model of the layout compute different things."
+        raise CheckpointError(message(_FUNCTION, rule, rows, mend))
 
 
 def _default_names(config: DecoderConfig, folder: Folder) -> tuple[Names, tuple[str, ...]]:

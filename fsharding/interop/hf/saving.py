@@ -37,7 +37,8 @@ from fsharding.checkpoint.state_leaves import Shards, staged
 from fsharding.errors import CheckpointError, message
 from fsharding.formats import Blocks
 from fsharding.interop.hf.coding import Coding, rule_of
-from fsharding.interop.hf.config_tables import config_json, config_of, decoder_config
+from fsharding.interop.hf.comparison import differences, generation_of
+from fsharding.interop.hf.config_tables import GENERATION, config_json, config_of, decoder_config
 from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of, untiled
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
@@ -102,7 +103,10 @@ def save(
     Args:
         path: the directory to be; nothing may be there yet.
         params: the tree of `models.decoder`, or of `names`; of a state, the main parameters.
-        config: of the decoder, or a recipe that has one, or the entries of the `config.json` to be.
+        config: of the decoder, or a recipe that has one, or the entries of the `config.json` to be. It has to compute
+            what the layout's model computes. Of `fs.hf.config_of(path)`, token ids, `max_position_embeddings` and
+            `generation_config.json` are written again; those of a functionalized module come from its own. Only `dtype`
+            and `quantization_config` always describe the files that are written.
         layout: of the parameters. It is needed where a leaf is assigned, by stages or parts, or `Joined`.
         names: where each leaf goes; by default `fs.hf.names_of` for the decoder of the config. Those of a
             functionalized module (`net.files`, `net.sources`) bring its persistent buffers along.
@@ -114,9 +118,9 @@ def save(
         max_file_bytes: files of more than one tensor are at most this large.
 
     Raises:
-        CheckpointError: on every rank: something is at the path, leaves without a name, names that do not tile their
-            tensors, a format that files cannot have, inf or NaN in what is to be codes, or that the disk refuses;
-            nothing is left at the path then.
+        CheckpointError: on every rank: something is at the path, a config that is not the layout's, leaves without a
+            name, names that do not tile their tensors, a format that files cannot have, inf or NaN in what is to be
+            codes, or that the disk refuses; nothing is left at the path then.
 
     Example:
         >>> import tempfile
@@ -178,7 +182,7 @@ class _Job:
 
     Attributes:
         target: the directory to be.
-        entries: of `config.json`.
+        entries: of `config.json`, and of `generation_config.json` if there is one, by file name.
         tensors: shape and dtype by name.
         files: that hold them.
         leaves: what this rank holds, by path.
@@ -187,7 +191,7 @@ class _Job:
     """
 
     target: Path
-    entries: dict[str, Any]
+    entries: dict[str, Mapping[str, Any]]
     tensors: dict[str, LeafInfo]
     files: list[TensorFile]
     leaves: dict[str, Shards]
@@ -217,7 +221,8 @@ class _Job:
                 stream.truncate(file.size)
         if len(self.files) > 1:
             (self.partial / INDEX).write_bytes(index_text(self.files))
-        (self.partial / "config.json").write_text(json.dumps(self.entries, indent=2) + "\n", encoding="utf-8")
+        for name, entries in self.entries.items():
+            (self.partial / name).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
 
     def measure(self) -> None:
         """Finds the largest magnitudes of the blocks of this rank's boxes."""
@@ -289,6 +294,12 @@ def _plan(
         layout, params = params.layout, stored_params(params)
     config = config if isinstance(config, Mapping) else decoder_config(config, _FUNCTION)
     entries = dict(config_json(config) if isinstance(config, DecoderConfig) else config)
+    made_of = None if layout is None else layout.config
+    if contrary := differences(entries, made_of):
+        mend = "Pass the config that the layout's model was made of."
+        rule = f"cannot write {target}: the config and the model of the layout compute different things."
+        raise CheckpointError(message(_FUNCTION, rule, contrary, mend))
+    generation = generation_of(config) or generation_of(made_of)
     sizes: dict[str, tuple[int, ...]] = {}
     if names is None:
         meant = config if isinstance(config, DecoderConfig) else config_of(entries)
@@ -345,7 +356,8 @@ def _plan(
         modules = sorted((name.removesuffix(".weight") for name in plain), key=_natural)
         entries[CONFIG_KEY] = config_of_blocks(coding.format, modules)
     files = tensor_files(tensors, max_file_bytes)
-    return _Job(target, entries, tensors, files, leaves, result, coding)
+    written = {"config.json": entries, **({GENERATION: generation} if generation is not None else {})}
+    return _Job(target, written, tensors, files, leaves, result, coding)
 
 
 def _sizes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

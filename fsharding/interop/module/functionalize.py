@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fsharding import tree
 from fsharding.checkpoint.name_map import ModuleNames, Rows
 from fsharding.errors import ConfigError, FshardingError, TransformError, message
+from fsharding.interop.hf.comparison import config_of_module
 from fsharding.interop.hf.naming import Name, renumbered
 from fsharding.interop.module.hf_tables import family_of
 from fsharding.interop.module.initializers import Reset, lazy_leaves, real_buffers
@@ -49,6 +50,7 @@ class PureModule:
         files: what they are called in files of Hugging Face, for `hf.load` and `hf.save`: the same, but for families
             whose experts are apart there. Both carry the module's persistent buffers, which are constants: who writes
             by these names writes them, too, and who reads refuses files that have other ones.
+        config: the config of the module, with which `hf.load` and `hf.save` compare a `config.json`; None without one.
 
     Example:
         >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
@@ -78,6 +80,7 @@ class PureModule:
         self.names = nested({leaf.path: leaf.names for leaf in anatomy.leaves})
         self.frozen = tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable)
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
+        self.config = config_of_module(module)
         self._module, self._reset, self._policy = module, reset, policy
         self.roles, self._heads = layer_roles(module, roles), dict(heads)
         self._tried = functools.cache(functools.partial(unfit_roles, module, self.roles.roles))

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsharding import ops, tree
 from fsharding.errors import ConfigError, TransformError, message
+from fsharding.interop.hf.comparison import config_of_module
 from fsharding.interop.module.hf_tables import Parts, family_of
 from fsharding.interop.module.initializers import LazyLeaf, Reset, lazy_leaves, real_buffers
 from fsharding.interop.module.layers import Roles, check_options, check_roles, layer_roles
@@ -188,6 +189,7 @@ def model_from(
         tied=tuple((name, f"embed.{path}") for name, path in plan.head.tied.items()),
         axes=("cp", "tp") if parts.cp else ("tp",),
         check=lambda mesh, rules: check_axes(plan.anatomy, found, mesh, rules, heads, tried=tried, over=over),
+        config=config_of_module(module),
     )
 
 

@@ -296,8 +296,68 @@ def test_tensors_that_are_not_as_they_should_be(saved):
         "the rest."
     )
     other = layout_of(CONFIGS["qwen2"])
+    other = dataclasses.replace(other, config=None)
     rows = refusal(hf.load, folder, other, extra="ignore", kind=CheckpointError).splitlines()
     assert "  blocks.q_bias has no name there" in rows and not any(" is extra: " in row for row in rows)
+
+
+def test_a_config_that_is_not_the_layouts_is_refused_with_every_field(tmp_path):
+    config = CONFIGS["llama"]
+    layout, folder = layout_of(config), tmp_path / "model"
+    hf.save(folder, params_of(layout), config, layout)
+    entries = json.loads((folder / "config.json").read_text())
+    other = {
+        **entries, "num_attention_heads": 2, "head_dim": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_scaling": None,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(other))
+    rows = [
+        "  num_attention_heads is 2 in config.json, and 4 in the layout's model",
+        "  rope_theta is 500.0 in config.json, and 10000.0 in the layout's model",
+        "  rms_norm_eps is 1e-05 in config.json, and 1e-06 in the layout's model",
+        "  head_dim is 4 in config.json, and 2 in the layout's model",
+        f"  rope_scaling is None in config.json, and {config.rope_scaling} in the layout's model",
+    ]
+    head, *found, mend = refusal(hf.load, folder, layout, kind=CheckpointError).splitlines()
+    assert head == (
+        f"fs.hf.load cannot use {folder}: its config.json and the model of the layout compute different things."
+    )
+    assert found == rows
+    assert mend == "Plan the layout with the model of the directory, such as models.decoder(fs.hf.config_of(path))."
+    head, *found, mend = refusal(hf.save, tmp_path / "out", params_of(layout), other, layout).splitlines()
+    assert head == (
+        f"fs.hf.save cannot write {tmp_path / 'out'}: the config and the model of the layout compute different things."
+    )
+    assert found == rows and mend == "Pass the config that the layout's model was made of."
+    # Choices of training, and how leaves are stored, are not the model's.
+    routed = layout_of(dataclasses.replace(CONFIGS["mixtral"], experts=Experts(4, 2, 12)))
+    hf.save(tmp_path / "routed", params_of(routed), CONFIGS["mixtral"], routed)
+
+
+def test_what_computes_nothing_is_written_as_it_was_read(tmp_path):
+    config = CONFIGS["qwen2"]
+    folder, layout = tmp_path / "model", layout_of(config)
+    kept = {"max_position_embeddings": 777, "bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 6}
+    hf.save(folder, params_of(layout), hf.config_json(config, **kept, note="ours"))
+    generation = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [4, 5]}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    read = hf.config_of(folder)
+    assert read == config and hash(read) == hash(config)
+    state = fs.state_from(params_of(layout), fs.sgd(0.1), fs.random.key(0), layout_of(read))
+    for number, given in enumerate([read, {**hf.config_json(read)}]):
+        out = hf.save(tmp_path / f"out{number}", state, given).path
+        entries = json.loads((out / "config.json").read_text())
+        assert entries == {**hf.config_json(config), **kept, "dtype": "float32"}
+        assert json.loads((out / "generation_config.json").read_text()) == generation
+    # Another scaling of positions has another length.
+    longer = dataclasses.replace(read, rope_scaling=ops.YarnScaling(8.0, 32))
+    assert hf.config_json(longer)["max_position_embeddings"] == 256 and hf.config_json(longer)["bos_token_id"] == 3
+    assert "bos_token_id" not in hf.config_json(dataclasses.replace(read, bias=False))  # of another family
+    (folder / "generation_config.json").write_text("[1]")
+    assert refusal(hf.config_of, folder, kind=ConfigError) == (
+        f"fs.hf.config_of cannot read {folder / 'generation_config.json'}.\n  it holds a list, not an object\n"
+        "Get the file again, or remove it: the model computes the same without it."
+    )
 
 
 def test_a_tied_model_may_have_its_head_twice(tmp_path):

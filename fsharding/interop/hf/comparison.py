@@ -1,0 +1,140 @@
+"""Compare a `config.json` with the model of a layout: every field that changes what the model computes.
+
+In: the entries of a `config.json`, and what the layout's model was made of: a `DecoderConfig`, or a module's config.
+Out: one row for each field that differs.
+A field of a module's config counts unless it is known to change nothing: `from_dict` of the config's own class fills in
+defaults and reads the entries of older versions. Choices of training (dropout, balance losses) don't count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fsharding.errors import ConfigError
+from fsharding.interop.hf.config_tables import FAMILIES, config_of
+from fsharding.models.decoder import DecoderConfig
+
+__all__ = ["ModuleConfig", "config_of_module", "differences", "generation_of"]
+
+_ABSENT: Any = "nothing"
+_CALLED = {
+    "vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "hidden": "intermediate_size", "tied": "tie_word_embeddings",
+    "rope_base": "rope_theta", "eps": "rms_norm_eps", "head_dim": "head_dim",
+}  # fmt: skip
+"""The fields of a `DecoderConfig` that have one entry in a `config.json`, and the name of the entry."""
+
+_TRAINING_OF_EXPERTS = ("balance", "z", "bias_rate")
+_HARMLESS = re.compile(
+    r"_.*|architectures|auto_map|.*dropout.*|.*_pdrop|.*drop_rate|.*jitter.*|dtype|torch_dtype|id2label|label2id|num_labels"
+    r"|problem_type|initializer_.*|router_aux_loss_coef|output_.*|return_dict|use_cache|bos_token_id|eos_token_id"
+    r"|transformers_version|quantization_config|summary_.*"
+)
+"""Fields of a module's config that are names, or that only training, first values or the form of outputs depend on."""
+
+
+@dataclass(frozen=True)
+class ModuleConfig:
+    """The config that a module was made with.
+
+    Attributes:
+        entries: those that its `config.json` would have.
+        kind: the class of the config, whose `from_dict` reads such entries.
+        generation: entries of its `generation_config.json`; None if it has none.
+    """
+
+    entries: Mapping[str, Any]
+    kind: Any
+    generation: Mapping[str, Any] | None
+
+
+def config_of_module(module: nn.Module) -> ModuleConfig | None:
+    """The config of a module of transformers, or of one that has a config of the same form; None for any other."""
+    config: Any = getattr(module, "config", None)
+    if not callable(getattr(config, "to_dict", None)) or not callable(getattr(type(config), "from_dict", None)):
+        return None
+    generation: Any = getattr(module, "generation_config", None)
+    text = generation.to_json_string() if hasattr(generation, "to_json_string") else None
+    return ModuleConfig(_plain(config.to_dict()), type(config), None if text is None else json.loads(text))
+
+
+def generation_of(config: Any) -> Mapping[str, Any] | None:
+    """The entries of the `generation_config.json` that belongs to a config; None if there is none."""
+    if isinstance(config, DecoderConfig):
+        return (config.published or {}).get("generation_config.json")
+    return config.generation if isinstance(config, ModuleConfig) else None
+
+
+def differences(entries: Mapping[str, Any], config: Any) -> list[str]:
+    """The fields in which a `config.json` and the model of a layout compute different things; one row each.
+
+    Args:
+        entries: of the `config.json`.
+        config: of the layout; of an unknown kind, as None is, nothing is compared.
+    """
+    if isinstance(config, DecoderConfig):
+        return _of_decoders(entries, config) if entries.get("model_type") in [*FAMILIES] else []
+    if isinstance(config, ModuleConfig) and "model_type" in entries:
+        return _of_modules(entries, config)
+    return []
+
+
+def _of_decoders(entries: Mapping[str, Any], config: DecoderConfig) -> list[str]:
+    try:
+        theirs = config_of(entries)
+    except ConfigError as error:
+        return [row.strip() for row in str(error).splitlines()[1:-1]]
+    return _rows(dict(_computed(theirs)), dict(_computed(config)))
+
+
+def _computed(config: DecoderConfig) -> Iterator[tuple[str, Any]]:
+    """The fields of a decoder that change what it computes."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name == "experts" and value is not None:
+            for part in dataclasses.fields(value):
+                if part.name not in _TRAINING_OF_EXPERTS:
+                    yield f"experts.{part.name}", getattr(value, part.name)
+        elif field.name == "head_size":
+            yield "head_dim", config.head_dim
+        # Experts in all blocks leave no dense part that could have this size.
+        elif field.compare and field.name != "fused" and not (field.name == "hidden" and config.experts is not None):
+            yield _CALLED.get(field.name, field.name), value
+
+
+def _of_modules(entries: Mapping[str, Any], config: ModuleConfig) -> list[str]:
+    ours = dict(config.entries)
+    if entries["model_type"] != ours.get("model_type"):
+        return _rows({"model_type": entries["model_type"]}, {"model_type": ours.get("model_type")})
+    try:
+        theirs = _plain(config.kind.from_dict(dict(entries)).to_dict())
+    except Exception as error:  # whatever a class of another library raises for entries that it cannot have
+        return [f"{config.kind.__name__} cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+    kept = [key for key in ours if not _HARMLESS.fullmatch(key)]
+    return _rows(*(dict(_flat({key: of[key] for key in kept if key in of})) for of in (theirs, ours)))
+
+
+def _flat(entries: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested entries by dotted name."""
+    for key, value in entries.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _plain(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries as JSON gives them back."""
+    return json.loads(json.dumps(entries, default=str))
+
+
+def _rows(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    pairs = {name: (theirs.get(name, _ABSENT), ours.get(name, _ABSENT)) for name in [*theirs, *ours]}
+    return [f"{name} is {a} in config.json, and {b} in the layout's model" for name, (a, b) in pairs.items() if a != b]
