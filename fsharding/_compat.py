@@ -39,26 +39,62 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fsharding.errors import LayoutError, message
 
 __all__ = [
-    "all_gather_flat", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
-    "call_first_at_exit", "clone", "close_group", "copy_of_mesh", "default_store", "describe_mesh", "device_mesh_of",
-    "drop_local", "fake_cuda", "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_",
-    "foreach_mul", "foreach_mul_", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "grouped_mm",
-    "has_scaled_mm", "holders_of", "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view",
-    "is_served_by_rank", "is_wanted", "kept_by", "launchers_store", "left_to_python", "like_dtensor", "local_tensor",
+    "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh", "call_first_at_exit", "clone",
+    "close_group", "copy_of_mesh", "describe_mesh", "device_mesh_of", "drop_local", "fake_cuda", "file_offset",
+    "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_",
+    "fresh", "fused_adamw_", "glance", "group_timeout", "holders_of", "is_compiled_caller", "is_elementwise",
+    "is_fake", "is_same_view", "is_wanted", "kept_by", "left_to_python", "like_dtensor", "local_tensor",
     "make_dtensor", "makes_fakes", "meshless_device_mesh", "never_inlined", "new_group", "outside_of_graphs",
-    "outside_of_modes", "packed", "persistent_buffers", "reduce_scatter_flat", "refuse_backward",
-    "refuse_full_tensor", "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data",
-    "scaled_mm", "scaled_mm_of_rows", "set_group_timeout", "shapes_only", "storage_id", "storage_users",
-    "takes_grouped_mm", "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first", "weak_storage",
+    "outside_of_modes", "packed", "persistent_buffers", "refuse_backward", "refuse_full_tensor", "region",
+    "result_of", "same_glances", "same_kind", "save_record", "save_without_data", "shapes_only", "storage_id",
+    "storage_users", "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first", "weak_storage",
     "WeakStorage", "with_values",
 ]  # fmt: skip
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+# -------------------------------------------------------------------------------------------------------- torch.compile
+# The compiler is a callback that Python calls for each new frame while a compiled function runs. Each code object says
+# for its own frame, and for all that are below it, whether the callback sees them. That is read by torch itself, so
+# nothing is paid where nothing is compiled, and `torch._dynamo`, which takes seconds to import, is not needed.
+_frames = torch._C._dynamo.eval_frame
+_DEFAULT, _SKIP = _frames._FrameAction.DEFAULT, _frames._FrameAction.SKIP
+
+
+def left_to_python(fn: _Function) -> _Function:
+    """Has `torch.compile` leave the frame of a function alone, and look at those that it calls; others inline it."""
+    _frames.set_code_exec_strategy(fn.__code__, _frames._FrameExecStrategy(_SKIP, _DEFAULT))
+    return fn
+
+
+def outside_of_graphs(fn: _Function) -> _Function:
+    """Has `torch.compile` call a function, and all that it calls, as plain Python between two graphs.
+
+    A function that is compiled by itself, such as a block, still is where this one calls it.
+    """
+    _frames.set_code_exec_strategy(fn.__code__, _frames._FrameExecStrategy(_SKIP, _SKIP))
+    vars(fn)["_torchdynamo_disable"] = True
+    return fn
+
+
+def never_inlined(fn: _Function) -> _Function:
+    """As `left_to_python`, and no other function's graph has it inside either."""
+    vars(fn)["_torchdynamo_disable"] = True
+    return left_to_python(fn)
+
+
+@left_to_python
+def is_compiled_caller() -> bool:
+    """Whether a function that is compiled has called this one, which is `never_inlined`."""
+    return _frames.get_eval_frame_callback() is not None
 
 
 # ----------------------------------------------------------------------------------------------- what a mesh keeps
 # A cache keyed by meshes would keep them alive, also one with weak keys, as most results hold the mesh that they are
-# of. So a mesh has its caches in itself, and is collected with them; an equal mesh has caches of its own.
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
+# of. So a mesh has its caches in itself, and is collected with them; an equal mesh has caches of its own. The compiler
+# knows the attributes that torch gives a mesh, and from torch 2.15 on raises at any other: whatever reads the caches is
+# `outside_of_graphs`.
 _NAME = "_fsharding_kept"
 """The attribute of a mesh; read by this name where every call would pay for a look."""
 
@@ -70,6 +106,7 @@ class _Kept(dict[Hashable, Any]):
         return OrderedDict, ()
 
 
+@outside_of_graphs
 def kept_by(mesh: DeviceMesh) -> dict[Hashable, Any]:
     """The cache of a mesh, by any keys; values may hold the mesh."""
     kept = vars(mesh).get(_NAME)
@@ -140,6 +177,7 @@ def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
         valued = _valued(fn)
         without = functools.lru_cache(maxsize)(valued)
 
+        @outside_of_graphs
         @functools.wraps(fn)
         def run(mesh: Any, *args: Any) -> Any:
             try:
@@ -166,6 +204,7 @@ def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
         valued = _valued(fn)
         without = functools.lru_cache(maxsize)(valued)
 
+        @outside_of_graphs
         @functools.wraps(fn)
         def run(value: Any, *args: Any) -> Any:
             try:
@@ -459,70 +498,9 @@ def region(name: str) -> AbstractContextManager[Any]:
 _NOWHERE: AbstractContextManager[Any] = nullcontext()
 
 
-def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """torch's grouped matrix product, of `[M, K]` with `[X, K, N]`, or of `[K, M]` with `[M, N]`; int32 offsets [X]."""
-    return torch.nn.functional.grouped_mm(a, b, offs=offsets)
-
-
-def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
-    """Whether `grouped_mm` has a kernel for two tensors: their device, dtype, alignment and strides."""
-    if a.device.type != "cpu" and b.ndim == 2:
-        return False  # groups along the summed dim have to be aligned there, and groups of tokens are not
-    if is_fake(a) and a.dtype != torch.bfloat16:
-        return False  # also where the kernel itself takes others
-    return a.numel() > 0 and b.numel() > 0 and _has_grouped_mm(a.device.type, a.dtype) and _dense(a) and _dense(b)
-
-
-def _dense(x: Tensor) -> bool:
-    """Whether rows, or columns, are dense and begin at multiples of 16 bytes."""
-    *outer, inner, longer = (*x.stride()[:-2], *sorted(x.stride()[-2:]))
-    start = 0 if is_fake(x) else x.data_ptr()
-    return inner == 1 and all(n % 16 == 0 for n in (start, *(s * x.itemsize for s in (*outer, longer))))
-
-
-@functools.cache
-def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        return False
-    if device == "cuda" and not torch.cuda.is_available():  # of a fake tensor
-        return dtype == torch.bfloat16
-    # A selective checkpoint would take this product for the first one of the function that it is to recompute.
-    with _disable_current_modes():
-        a, b = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(1, 8, 8, dtype=dtype, device=device)
-        try:
-            return bool((grouped_mm(a, b, torch.tensor([8], dtype=torch.int32, device=device)) == 8).all())
-        except RuntimeError:
-            return False
-
-
 def outside_of_modes() -> AbstractContextManager[Any]:
     """Under it no dispatch mode sees what is computed, such as a selective checkpoint or fake tensors."""
     return _disable_current_modes()
-
-
-def scaled_mm_of_rows(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product of 8-bit floats [M, K] and [K, N], the latter column by column; scales are float32 [M, 1], [1, N]."""
-    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype)
-
-
-def has_scaled_mm() -> bool:
-    """Whether this torch has `torch.nn.functional.scaled_mm`, which takes blocks."""
-    return hasattr(torch.nn.functional, "scaled_mm")
-
-
-def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scales: tuple[list[Tensor], list[Tensor]],
-    recipes: tuple[list[str], list[str]],
-    swizzles: list[str] | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The product of [M, K] and [K, N] in low precision; the names of recipes and swizzles are torch's."""
-    f = torch.nn.functional
-    first, second = ([getattr(f.ScalingType, name) for name in names] for names in recipes)
-    swizzle = None if swizzles is None else [getattr(f.SwizzleType, name) for name in swizzles]
-    return f.scaled_mm(a, b, scales[0], first, scales[1], second, swizzle, swizzle, output_dtype=dtype)
 
 
 def shapes_only() -> AbstractContextManager[Any]:
@@ -553,12 +531,6 @@ def start_fake_group(rank: int, size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
 
 
-def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Gives a group that torch made with its 30 minute default another timeout."""
-    if not has_fake_backend(group):  # which waits for nobody
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
 def new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
     """A group of some ranks, with the backend of the default one; None on a rank outside. All ranks call it."""
     group = dist.new_group(list(ranks), timeout=timeout)
@@ -580,49 +552,10 @@ def close_group(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
-def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend that serves a group's tensors on a device, such as gloo or nccl; "" where none does.
-
-    A group may have one for each type of device, and `dist.get_backend` gives all of them in one text.
-    """
-    try:
-        return group._get_backend(torch.device(device_type)).name()
-    except RuntimeError:
-        return ""
-
-
-def has_fake_backend(group: dist.ProcessGroup) -> bool:
-    """Whether some of a group's ranks are torch's fake ones, of which only this one is there."""
-    return any(group._get_backend(device).name() == "fake" for device in group._device_types)
-
-
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """The timeout of a group's collectives, which all of its backends have."""
     host = torch.device("cpu")
     return group._get_backend(host if host in group._device_types else group._device_types[0]).options._timeout
-
-
-def default_store() -> dist.Store | None:
-    """The store of the default process group, which all ranks can read and write; None without one."""
-    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-
-
-def launchers_store(prefix: str) -> dist.Store:
-    """The store that a launcher's environment names, with a prefix to every key."""
-    store, _, _ = next(iter(dist.rendezvous("env://")))
-    return dist.PrefixStore(prefix, store)
-
-
-def own_connection(store: Any) -> Any:
-    """The same store for another thread, which does not wait where this one waits for a key."""
-    return store.clone()
-
-
-def is_served_by_rank(store: dist.Store | None) -> bool:
-    """Whether a store is in the memory of one of the processes that use it, and so is gone with it."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.TCPStore)
 
 
 def flight_record() -> str | None:
@@ -699,7 +632,9 @@ def _full_tensor(self: DTensor, **kwargs: Any) -> Tensor:
 
 def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor, rank: int) -> DeviceMesh:
     """A DeviceMesh without process groups, as seen by one of the ranks in its grid."""
-    return DeviceMesh(device_type, grid, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    mesh = DeviceMesh(device_type, grid, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    mesh._dim_group_names = []
+    return mesh
 
 
 def torch_pipeline_order(
@@ -723,23 +658,6 @@ def torch_pipeline_order(
     rows = [[action.sub_actions or (action,) for action in order[rank] if action] for rank in range(ranks)]
     numbers_of = operator.attrgetter("computation_type.value", "stage_index", "microbatch_index")
     return [[tuple(map(numbers_of, parts)) for parts in row] for row in rows]
-
-
-def all_gather_flat(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts the backend's own all-gather of equal flat shards (renamed in torch 2.13)."""
-    op: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return op(out, x, group=group, async_op=True)
-
-
-def all_gather_several(outs: Sequence[Tensor], xs: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
-    """Starts the backend's own all-gathers of several flat shards as one collective."""
-    return group.allgather_into_tensor_coalesced(list(outs), list(xs))
-
-
-def reduce_scatter_flat(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts the backend's own reduce-scatter of equal flat shards (renamed in torch 2.13)."""
-    op: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return op(out, x, group=group, async_op=True)
 
 
 def fused_adamw_(
@@ -847,30 +765,6 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     size = k.shape[2]
     padded = torch.nn.functional.pad(mask, (0, -size % 16))[..., :size]
     return padded.expand(q.shape[0], q.shape[1], q.shape[2], size)
-
-
-# -------------------------------------------------------------------------------------------------------- torch.compile
-# The compiler is a callback that Python calls for each new frame while a compiled function runs. Each code object says
-# for its own frame, and for all that are below it, whether the callback sees them. That is read by torch itself, so
-# nothing is paid where nothing is compiled, and `torch._dynamo`, which takes seconds to import, is not needed.
-_frames = torch._C._dynamo.eval_frame
-_DEFAULT, _SKIP = _frames._FrameAction.DEFAULT, _frames._FrameAction.SKIP
-
-
-def left_to_python(fn: _Function) -> _Function:
-    """Has `torch.compile` leave the frame of a function alone, and look at those that it calls; others inline it."""
-    _frames.set_code_exec_strategy(fn.__code__, _frames._FrameExecStrategy(_SKIP, _DEFAULT))
-    return fn
-
-
-def outside_of_graphs(fn: _Function) -> _Function:
-    """Has `torch.compile` call a function, and all that it calls, as plain Python between two graphs.
-
-    A function that is compiled by itself, such as a block, still is where this one calls it.
-    """
-    _frames.set_code_exec_strategy(fn.__code__, _frames._FrameExecStrategy(_SKIP, _SKIP))
-    vars(fn)["_torchdynamo_disable"] = True
-    return fn
 
 
 def call_first_at_exit(function: Callable[[], bool]) -> None:
@@ -986,15 +880,3 @@ def _is_writable(address: int) -> bool:
         if start <= address < stop:
             return "w" in kind
     return False
-
-
-def never_inlined(fn: _Function) -> _Function:
-    """As `left_to_python`, and no other function's graph has it inside either."""
-    vars(fn)["_torchdynamo_disable"] = True
-    return left_to_python(fn)
-
-
-@left_to_python
-def is_compiled_caller() -> bool:
-    """Whether a function that is compiled has called this one, which is `never_inlined`."""
-    return _frames.get_eval_frame_callback() is not None

@@ -22,6 +22,7 @@ from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import Exchange, FreshMemory, Handle, Memory, Reduction, Rows
 from fsharding.comm.reduce import AllReduce, ReduceScatter
+from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
 
@@ -172,7 +173,7 @@ class Native:
         """Starts to fill flat tensors with the data of all members, whose bytes are not counted here."""
         assert self.group.process_group is not None
         with among(self.group.ranks):
-            work = _compat.all_gather_several(outs, own, self.group.process_group)
+            work = self.group.process_group.all_gather_single_coalesced(list(outs), list(own))
         return Works((work,), (*own, *outs), (self.group.ranks,))
 
     def _start_gather(
@@ -245,7 +246,7 @@ class Native:
     def _all_gather_flat(self, out: Tensor, own: Tensor) -> dist.Work:
         assert self.group.process_group is not None
         with among(self.group.ranks):
-            return _compat.all_gather_flat(out.view(-1), own, self.group.process_group)
+            return _started(dist.all_gather_single(out.view(-1), own, group=self.group.process_group, async_op=True))
 
     def _all_to_all(self, sent: Tensor, received: Tensor) -> Works:
         """Starts to send row i to member i, and to receive row i from member i."""
@@ -299,7 +300,7 @@ class Native:
         peers = [(m.rank,) for m in (*receives, *sends)]
         if group.process_group is None:
             assert not peers, "one rank has nobody to send to"
-        elif _compat.backend_of(group.process_group, self.device.type) == "gloo":
+        elif backend_of(group.process_group, self.device.type) == "gloo":
             works = [*(receive(m, group) for m in receives), *(send(m, group) for m in sends)]
         elif peers:
             ops = [dist.P2POp(dist.irecv, m.data, m.rank, group.process_group, m.tag) for m in receives]
@@ -357,7 +358,7 @@ class _Joined(Generic[S, T]):
 # -------------------------------------------------------------------------------------------------- between two ranks
 def message_limit(group: Group, device: torch.device) -> timedelta | None:
     """The timeout that gloo's messages have to be given: they go by one that the group had when it was made."""
-    if group.process_group is None or _compat.backend_of(group.process_group, device.type) != "gloo":
+    if group.process_group is None or backend_of(group.process_group, device.type) != "gloo":
         return None  # any other backend would have the host wait for the device
     return _compat.group_timeout(group.process_group)
 

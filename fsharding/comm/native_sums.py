@@ -122,7 +122,8 @@ class _ReduceScatter(_Native):
             if not group.in_order:
                 rows = rows.index_select(0, index_of(group.by_rank, rows.device))
             with among(group.ranks):
-                work = _compat.reduce_scatter_flat(self._sums, rows.view(-1), self._process_group)
+                work = dist.reduce_scatter_single(self._sums, rows.view(-1), group=self._process_group, async_op=True)
+            assert work is not None
             self._track(work, rows)
         return self
 

@@ -14,13 +14,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsharding import _compat
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.handles import Exchange, Handle, Memory, Reduction
 from fsharding.comm.native import Message, Native
 from fsharding.comm.pairwise import Pairwise
 from fsharding.comm.shared_memory.transport import SharedMemory, can_share
 from fsharding.errors import MeshError, message
+from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group
 
 __all__ = ["Choice", "Transport", "choice_for", "send_recv", "start_sum", "transport_for"]
@@ -157,7 +157,7 @@ def choice_for(group: Group, device: torch.device) -> Choice:
     """
     if group.process_group is None:
         return Choice(Native, "a rank alone sends nothing")
-    backend, asked = _compat.backend_of(group.process_group, device.type), group.transport
+    backend, asked = backend_of(group.process_group, device.type), group.transport
     why = f'transport="{asked}"'
     if asked == "native":
         return Choice(Native, why)

@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from fsharding import _compat
 from fsharding.errors import ConfigError, message
+from fsharding.mesh.backends import backend_of
 
 __all__ = ["agree", "checksum", "compare", "digest", "facts_of", "gather_numbers", "refuse_differences"]
 
@@ -94,10 +94,10 @@ def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -
         group: with or without a backend for the CPU.
         device: the type of device on which it sends tensors.
     """
-    where = "cpu" if _compat.backend_of(group, "cpu") else device
+    where = "cpu" if backend_of(group, "cpu") else device
     term = torch.full((1,), own, dtype=torch.int64, device=where)
     result = term.expand(size).contiguous()  # of its own, where the other ranks are not there
-    _compat.all_gather_flat(result, term, group).wait()
+    dist.all_gather_single(result, term, group=group)
     return result.tolist()
 
 

@@ -27,6 +27,7 @@ from fsharding import _compat
 from fsharding._compat import cache_on_mesh, kept_by
 from fsharding.errors import MeshError, RankError, message
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
+from fsharding.mesh.backends import backend_of, has_fake_backend
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.failures import meet, naming_lost, own_rank, set_meeting, world_size
 from fsharding.mesh.groups import close_unused, find_group, group_among
@@ -181,7 +182,7 @@ def make_mesh(
     with naming_lost("fs.make_mesh", range(world)):
         facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
         facts |= {"transport": transport, "communicators": str(communicators)}
-        count = communicators or communicators_for(_compat.backend_of(_world(), device))
+        count = communicators or communicators_for(backend_of(_world(), device))
         with _compat.with_values():
             mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout, count)
         kept_by(mesh)["transport"] = transport
@@ -219,7 +220,7 @@ def _own_gpu() -> int | None:
         MeshError: no GPU, or fewer than processes of this machine.
     """
     visible = torch.cuda.device_count()
-    if not visible and dist.group.WORLD is not None and _compat.has_fake_backend(dist.group.WORLD):
+    if not visible and dist.group.WORLD is not None and has_fake_backend(dist.group.WORLD):
         if not _compat.fake_cuda():
             rule = f'cannot have fake tensors of device="cuda" in torch {torch.__version__} without a GPU.'
             mend = (
@@ -579,6 +580,7 @@ def _families(shape: AbstractMesh, axes: Collection[str]) -> list[list[int]]:
 _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)
 
 
+@_compat.outside_of_graphs
 def axis_index(axis: str, mesh: Mesh | None = None) -> int:
     """This process's coordinate along an axis of a mesh, by default of that of `set_mesh`; 0 where there is none."""
     here = mesh if mesh is not None else _current.get()
@@ -606,11 +608,13 @@ def set_mesh(mesh: Mesh) -> Generator[None]:
         _current.reset(token)
 
 
+@_compat.outside_of_graphs
 def mesh_here() -> Mesh | None:
     """The mesh of the innermost `set_mesh`, if there is one."""
     return _current.get()
 
 
+@_compat.outside_of_graphs
 def current_mesh(function: str) -> Mesh:
     """The mesh of the innermost `set_mesh`.
 
@@ -624,6 +628,7 @@ def current_mesh(function: str) -> Mesh:
     return mesh
 
 
+@_compat.outside_of_graphs
 def axis_size(axis: str, mesh: Mesh | None = None, *, function: str = "fs.axis_size") -> int:
     """The size of an axis of a mesh, by default that of `set_mesh`; 1 where the mesh lacks it, or there is no mesh.
 

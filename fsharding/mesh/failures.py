@@ -37,6 +37,7 @@ from fsharding import _compat
 from fsharding.errors import CheckpointError, RankError, message
 from fsharding.mesh import call_stacks
 from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.backends import default_store, has_fake_backend, is_served_by_rank, own_connection
 
 __all__ = [
     "Cause",
@@ -390,14 +391,14 @@ def _listen() -> None:
         return
     if _listener is None:
         atexit.register(_end_listener)
-    _listener = _Listener(world, _compat.own_connection(_compat.default_store()))
+    _listener = _Listener(world, own_connection(default_store()))
     _listener.start()
 
 
 def _is_fake() -> bool:
     """Whether the ranks are torch's fake ones, of which only this one is there."""
     world = dist.group.WORLD
-    return world is not None and _compat.has_fake_backend(world)
+    return world is not None and has_fake_backend(world)
 
 
 def _end_listener() -> None:
@@ -413,7 +414,7 @@ _own_note: Mapping[str, Any] = {}
 def _post(note: Mapping[str, Any]) -> None:
     global _own_note
     _own_note = note
-    store = _compat.default_store()
+    store = default_store()
     if store is not None:
         store.set(_KEY.format(own_rank()), json.dumps(note))
 
@@ -423,7 +424,7 @@ def _forget() -> None:
     global _own_note
     if not _own_note:
         return
-    store = _compat.default_store()
+    store = default_store()
     _own_note = {}
     if store is not None:
         with suppress(RuntimeError, NotImplementedError):
@@ -433,7 +434,7 @@ def _forget() -> None:
 
 def _read(rank: int, asked: str, function: str, *, at: Any = None) -> Mapping[str, Any] | None:
     """The report of a rank that failed, else its answer; that of a thread in the same function, if it has one."""
-    store = _compat.default_store() if at is None else at
+    store = default_store() if at is None else at
     assert store is not None
     note, answer = (
         json.loads(store.get(key)) if store.check([key]) else None
@@ -581,7 +582,7 @@ def _asked(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[s
 
 def _stacks(asked: str, known: Mapping[int, str], silent: Sequence[int]) -> dict[int, str]:
     """The reports of all ranks, once each has looked whether it is asked; of very many ranks, the first ones."""
-    result, store = dict(known), _compat.default_store()
+    result, store = dict(known), default_store()
     assert store is not None
     until = time.monotonic() + 2 * max(_LOOK_S, world_size() / 2000)
     left = [rank for rank in range(min(world_size(), _MOST_STACKS)) if rank not in {*result, *silent}]
@@ -618,7 +619,7 @@ def _in_lines(places: Sequence[Mapping[str, Any]]) -> str:
 
 def _ask(question: str, again: bool = False, *, at: Any = None) -> str:
     """Has all ranks say where they are; the question that stands now, in the store of all, or a connection to it."""
-    store = _compat.default_store() if at is None else at
+    store = default_store() if at is None else at
     assert store is not None
     if again or not store.check([_QUESTION]):
         store.set(_QUESTION, question)
@@ -638,13 +639,13 @@ def _causes(result: Followed, call: _Call) -> dict[int, Cause]:
 def _host() -> int | None:
     """The rank whose end is that of the store."""
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return 0 if _compat.is_served_by_rank(_compat.default_store()) and not agents else None
+    return 0 if is_served_by_rank(default_store()) and not agents else None
 
 
 def _linger(lost: Mapping[int, Cause]) -> None:
     others = {*range(world_size())} - {own_rank(), *lost}
     until = time.monotonic() + _LINGER_S
-    store = _compat.default_store()
+    store = default_store()
     assert store is not None
     while others and time.monotonic() < until:
         notes = {rank: store.get(key) for rank in others if store.check([key := _KEY.format(rank)])}
@@ -816,7 +817,7 @@ def set_meeting(timeout: timedelta, mesh: DeviceMesh | None = None) -> None:
     global _timeout, _latest_mesh
     _timeout = timeout
     if _meeting is not None and _meeting[0] is dist.group.WORLD:
-        _compat.set_group_timeout(_meeting[1], timeout)
+        _meeting[1].set_timeout(timeout)
     if mesh is not None:
         _latest_mesh = weakref.ref(mesh)
 
@@ -846,7 +847,7 @@ def meet(number: int = 0) -> list[int]:
     own = torch.tensor([call, number], dtype=torch.int64, device="cpu")
     everyone = torch.empty(world_size(), 2, dtype=torch.int64, device="cpu")
     with among(range(world_size())), _reminding(entry):
-        _compat.all_gather_flat(everyone.view(-1), own, _meeting_group()).wait()
+        dist.all_gather_single(everyone.view(-1), own, group=_meeting_group())
     calls, numbers = everyone.unbind(1)
     if others := (calls != call).nonzero().flatten().tolist():
         with among(others):
@@ -888,7 +889,7 @@ def _reminding(entry: naming_lost) -> Generator[None]:
 
 def _remind(call: _Call, mesh: Any) -> None:
     with suppress(RuntimeError):
-        store = _compat.own_connection(_compat.default_store())
+        store = own_connection(default_store())
         asked = _ask(f"{time.time_ns()} {own_rank()}", again=True, at=store)
         until = time.monotonic() + _LEAST_S
         read = functools.partial(_read, asked=asked, function=call.function, at=store)

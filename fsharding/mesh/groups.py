@@ -76,7 +76,7 @@ class _Groups:
             and len(ranks) == world_size()
             and all(kept.group is not self.world for kept in self.by_key.values())
         ):
-            _compat.set_group_timeout(self.world, timeout)
+            self.world.set_timeout(timeout)
             return _Kept(self.world)
         return _Kept(_compat.new_group(ranks, timeout))
 

@@ -12,8 +12,8 @@ import socket
 import sys
 from typing import Any
 
-from fsharding import _compat
 from fsharding.errors import ConfigError, message
+from fsharding.mesh.backends import launchers_store
 
 __all__ = ["FRESH_STORE", "INIT_METHOD", "init_arguments", "local_variables", "loopback", "shares_launchers_store"]
 
@@ -63,7 +63,7 @@ def init_arguments() -> dict[str, Any]:
     if method:
         where: dict[str, Any] = {"init_method": method}
     elif start != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        where = {"store": _compat.launchers_store(f"start_{start}")}
+        where = {"store": launchers_store(f"start_{start}")}
     else:
         return {}
     return {**where, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}

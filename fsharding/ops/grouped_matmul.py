@@ -7,12 +7,14 @@ Law: both ways give what a product for each row with the matrix of its group giv
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
@@ -57,8 +59,8 @@ class _Groups:
 
     def rows(self, x_MK: Tensor, w_XKN: Tensor) -> Tensor:
         """Each row times the matrix of its group: `[M, N]`."""
-        if _compat.takes_grouped_mm(x_MK, w_XKN):
-            return _compat.grouped_mm(x_MK, w_XKN, self.offsets(x_MK.device))
+        if _takes_kernel(x_MK, w_XKN):
+            return F.grouped_mm(x_MK, w_XKN, offs=self.offsets(x_MK.device))
         out_MN = x_MK.new_empty(x_MK.shape[0], w_XKN.shape[-1])
         for w_KN, (start, stop) in zip(w_XKN, self.bounds(x_MK.shape[0]), strict=True):
             torch.mm(x_MK[start:stop], w_KN, out=out_MN[start:stop])
@@ -66,12 +68,41 @@ class _Groups:
 
     def sums(self, x_MK: Tensor, y_MN: Tensor) -> Tensor:
         """For each group the sum of outer products of its rows: `[X, K, N]`."""
-        if _compat.takes_grouped_mm(x_MK.mT, y_MN):
-            return _compat.grouped_mm(x_MK.mT, y_MN, self.offsets(x_MK.device))
+        if _takes_kernel(x_MK.mT, y_MN):
+            return F.grouped_mm(x_MK.mT, y_MN, offs=self.offsets(x_MK.device))
         out_XKN = x_MK.new_empty(self.counts.numel(), x_MK.shape[-1], y_MN.shape[-1])
         for out_KN, (start, stop) in zip(out_XKN, self.bounds(x_MK.shape[0]), strict=True):
             torch.mm(x_MK[start:stop].mT, y_MN[start:stop], out=out_KN)
         return out_XKN
+
+
+def _takes_kernel(a: Tensor, b: Tensor) -> bool:
+    """Whether `grouped_mm` has a kernel for two tensors: their device, dtype, alignment and strides."""
+    if a.device.type != "cpu" and b.ndim == 2:
+        return False  # groups along the summed dim have to be aligned there, and groups of tokens are not
+    if _compat.is_fake(a) and a.dtype != torch.bfloat16:
+        return False  # also where the kernel itself takes others
+    return a.numel() > 0 and b.numel() > 0 and _has_kernel(a.device.type, a.dtype) and _dense(a) and _dense(b)
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether rows, or columns, are dense and begin at multiples of 16 bytes."""
+    *outer, inner, longer = (*x.stride()[:-2], *sorted(x.stride()[-2:]))
+    start = 0 if _compat.is_fake(x) else x.data_ptr()
+    return inner == 1 and all(n % 16 == 0 for n in (start, *(s * x.itemsize for s in (*outer, longer))))
+
+
+@functools.cache
+def _has_kernel(device: str, dtype: torch.dtype) -> bool:
+    if device == "cuda" and not torch.cuda.is_available():  # of a fake tensor
+        return dtype == torch.bfloat16
+    # A selective checkpoint would take this product for the first one of the function that it is to recompute.
+    with _compat.outside_of_modes():
+        a, b = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(1, 8, 8, dtype=dtype, device=device)
+        try:
+            return bool((F.grouped_mm(a, b, offs=torch.tensor([8], dtype=torch.int32, device=device)) == 8).all())
+        except RuntimeError:
+            return False
 
 
 class _Grouped(Function):

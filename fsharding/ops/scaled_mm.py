@@ -123,8 +123,6 @@ def _why_not(kernel: ScaledKernel, dtype: torch.dtype) -> str:
         return "torch has no such kernel for the CPU"
     if kernel.device == "cuda" and not torch.cuda.is_available():
         return "this machine has no GPU"
-    if kernel.recipe != "RowWise" and not _compat.has_scaled_mm():
-        return "this torch has no torch.nn.functional.scaled_mm"
     # A selective checkpoint would take this product for the first one of the function that it is to recompute.
     with _compat.outside_of_modes(), torch.no_grad():
         numbers = torch.arange(256 * 256, dtype=torch.float32)
@@ -227,10 +225,24 @@ def _typed(codes: Codes) -> Tensor:
     return codes.values.contiguous().view(codes.format.dtype)
 
 
+def _product(
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[list[Tensor], list[Tensor]],
+    recipes: tuple[list[str], list[str]],
+    swizzles: list[str] | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`torch.nn.functional.scaled_mm` of [M, K] and [K, N], with recipes and swizzles by torch's names."""
+    first, second = ([getattr(F.ScalingType, name) for name in names] for names in recipes)
+    swizzle = None if swizzles is None else [getattr(F.SwizzleType, name) for name in swizzles]
+    return F.scaled_mm(a, b, scales[0], first, scales[1], second, swizzle, swizzle, output_dtype=dtype)
+
+
 def _by_rows(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     count = b.values.shape[0]
-    rows = [a.scales.blocks, b.scales.blocks.expand(count, 1).reshape(1, count)]
-    return _compat.scaled_mm_of_rows(_typed(a), _typed(b).t(), rows[0], rows[1].contiguous(), dtype)
+    columns = b.scales.blocks.expand(count, 1).reshape(1, count).contiguous()
+    return _product(_typed(a), _typed(b).t(), ([a.scales.blocks], [columns]), (["RowWise"], ["RowWise"]), None, dtype)
 
 
 def _by_squares(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
@@ -238,19 +250,19 @@ def _by_squares(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     squares = F.pad(b.scales.blocks, (0, -b.scales.blocks.shape[-1] % 4)).contiguous().t()
     tokens = a.scales.blocks.t().contiguous().t()
     recipes = (["BlockWise1x128"], ["BlockWise128x128"])
-    return _compat.scaled_mm(_typed(a), _typed(b).t(), ([tokens], [squares]), recipes, None, dtype)
+    return _product(_typed(a), _typed(b).t(), ([tokens], [squares]), recipes, None, dtype)
 
 
 def _by_stripes(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     scales = [x.scales.blocks.t().contiguous().t() for x in (a, b)]
     recipes = (["BlockWise1x128"], ["BlockWise1x128"])
-    return _compat.scaled_mm(_typed(a), _typed(b).t(), ([scales[0]], [scales[1]]), recipes, None, dtype)
+    return _product(_typed(a), _typed(b).t(), ([scales[0]], [scales[1]]), recipes, None, dtype)
 
 
 def _by_bytes(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     scales = [[swizzled(x.scales.blocks).view(torch.float8_e8m0fnu)] for x in (a, b)]
     recipes = (["BlockWise1x32"], ["BlockWise1x32"])
-    return _compat.scaled_mm(_typed(a), _typed(b).t(), (scales[0], scales[1]), recipes, ["SWIZZLE_32_4_4"], dtype)
+    return _product(_typed(a), _typed(b).t(), (scales[0], scales[1]), recipes, ["SWIZZLE_32_4_4"], dtype)
 
 
 def _by_bytes_and_outer(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
@@ -260,7 +272,7 @@ def _by_bytes_and_outer(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
         scales.append([swizzled(x.scales.blocks).view(torch.float8_e4m3fn), x.scales.outer])
     recipes = (["BlockWise1x16", "TensorWise"], ["BlockWise1x16", "TensorWise"])
     swizzles = ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
-    return _compat.scaled_mm(_typed(a), _typed(b).t(), (scales[0], scales[1]), recipes, swizzles, dtype)
+    return _product(_typed(a), _typed(b).t(), (scales[0], scales[1]), recipes, swizzles, dtype)
 
 
 _CALLS: dict[str, Callable[[Codes, Codes, torch.dtype], Tensor]] = {

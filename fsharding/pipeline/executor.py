@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from fsharding import _compat, tree
+from fsharding import tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.counters import uncounted
 from fsharding.comm.events import note
@@ -29,6 +29,7 @@ from fsharding.comm.transport import send_recv, start_sum
 from fsharding.comm.turns import Partner
 from fsharding.errors import TransformError, message
 from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.backends import has_fake_backend
 from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes, set_mesh
 from fsharding.mesh.failures import among, naming_lost
 from fsharding.models.stacks import first_unit, first_units, scan_stacks
@@ -243,9 +244,7 @@ class _Run:
     def __post_init__(self) -> None:
         mesh = self.layout.mesh
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
-        self.others_are_fake = self.group.process_group is not None and _compat.has_fake_backend(
-            self.group.process_group
-        )
+        self.others_are_fake = self.group.process_group is not None and has_fake_backend(self.group.process_group)
         actions = self.schedule.actions_on(self.rank)
         self.splits = any(action.kind == "I" for action in actions)
         self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device

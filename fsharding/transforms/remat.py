@@ -9,6 +9,7 @@ Law: no derivative of any order depends on it, also with respect to what the fun
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -43,6 +44,14 @@ _DOTS = frozenset(
         "_scaled_dot_product_efficient_attention",
     )
 )
+
+
+_BESIDE_HOOKS: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": False}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
+"""Products are saved beside the saved-tensor hooks around them, as in every torch; newer ones ask for a decision."""
 
 
 def _keep_dots(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -94,7 +103,7 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
             return _functional(flat, leaves, captured)
         if policy.activations == "dots":
             context = functools.partial(create_selective_checkpoint_contexts, _keep_dots)
-            return checkpoint(flat, *leaves, use_reentrant=False, context_fn=context)
+            return checkpoint(flat, *leaves, use_reentrant=False, context_fn=context, **_BESIDE_HOOKS)
         return checkpoint(flat, *leaves, use_reentrant=False)
 
     return run

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsharding import _compat
-from fsharding.mesh import failures
+from fsharding.mesh import backends, failures
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
@@ -19,20 +19,22 @@ def collectives():
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     assert group is not None
-    gathered = torch.zeros(2 * size)
-    _compat.all_gather_flat(gathered, torch.full((2,), float(rank)), group).wait()
+    gathered, several = torch.zeros(2 * size), [torch.zeros(2 * size), torch.zeros(size)]
+    dist.all_gather_single(gathered, torch.full((2,), float(rank)), group=group)
+    group.all_gather_single_coalesced(several, [torch.full((n,), float(rank)) for n in (2, 1)]).wait()
     piece = torch.zeros(2)
-    _compat.reduce_scatter_flat(piece, torch.arange(2.0 * size) + rank, group).wait()
-    _compat.set_group_timeout(group, timedelta(seconds=17))
+    dist.reduce_scatter_single(piece, torch.arange(2.0 * size) + rank, group=group)
+    assert torch.equal(several[0], gathered) and several[1].tolist() == [*range(size)]
+    group.set_timeout(timedelta(seconds=17))
     timeout = dist.distributed_c10d._get_default_timeout("gloo")
     own = group._get_backend(torch.device("cpu")).options._timeout
     assert _compat.group_timeout(group) == own
-    _compat.set_group_timeout(group, timedelta(seconds=20))
+    group.set_timeout(timedelta(seconds=20))
     return gathered, piece, own, timeout
 
 
 @pytest.mark.parametrize("ranks", [2])
-def test_collectives_by_either_name(ranks):
+def test_collectives_of_one_tensor_and_the_timeout_of_a_group(ranks):
     for rank, (gathered, piece, own, default) in enumerate(run_ranks(collectives, ranks)):
         assert_bitwise_equal(gathered, torch.tensor([0.0, 0.0, 1.0, 1.0]))
         assert_bitwise_equal(piece, torch.arange(4.0).chunk(2)[rank] * 2 + 1)
@@ -43,9 +45,9 @@ def several_backends():
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     group = dist.new_group(backend="cpu:gloo,cuda:fake", timeout=timedelta(seconds=15))
     assert isinstance(group, dist.ProcessGroup)
-    names = [_compat.backend_of(group, device) for device in ("cpu", "cuda", "xpu")]
+    names = [backends.backend_of(group, device) for device in ("cpu", "cuda", "xpu")]
     world = dist.group.WORLD
-    assert world is not None and not _compat.has_fake_backend(world) and _compat.has_fake_backend(group)
+    assert world is not None and not backends.has_fake_backend(world) and backends.has_fake_backend(group)
     return (
         names,
         _compat.group_timeout(group),
@@ -60,7 +62,7 @@ def test_a_group_may_have_a_backend_for_each_device():
 
 
 def stores():
-    store = _compat.default_store()
+    store = backends.default_store()
     assert store is not None
     own = f"a{dist.get_rank()}"
     store.set(own, "here")
@@ -68,7 +70,7 @@ def stores():
     found = (
         [store.check([name]) for name in ("a0", "a1", "b")],
         bytes(store.get("a0")),
-        _compat.is_served_by_rank(store),
+        backends.is_served_by_rank(store),
     )
     dist.barrier()
     store.delete_key(own)
@@ -82,7 +84,7 @@ def stores():
 def test_the_store_of_all_ranks_and_errors_of_its_groups():
     assert run_ranks(stores, 2) == [([True, True, False], b"here", False, True, False)] * 2
     served = dist.PrefixStore("a", dist.TCPStore("127.0.0.1", 0, 1, True))
-    assert _compat.is_served_by_rank(served) and not _compat.is_served_by_rank(dist.HashStore())
+    assert backends.is_served_by_rank(served) and not backends.is_served_by_rank(dist.HashStore())
     assert failures.is_network_error(dist.DistNetworkError()) and not failures.is_network_error(RuntimeError("shape"))
 
 

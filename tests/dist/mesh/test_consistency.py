@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import fsharding as fs
 from fsharding.cli.options import TrainConfig
 from fsharding.cli.train import _train
 from fsharding.errors import BatchError, ConfigError
-from fsharding.mesh import consistency
 from fsharding.testing import RankPool, run_ranks
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)
@@ -120,17 +120,14 @@ def make_mesh(how):
 def asked(compared):
     """How often ranks compare, over steps in one layout, in another, and in the first one again."""
     step, state, batch = step_of(DEFAULT)
-    calls, found, real = [], [], consistency._compat.all_gather_flat
-    consistency._compat.all_gather_flat = lambda *args: calls.append(1) or real(*args)
-    try:
+    calls, found, real = [], [], dist.all_gather_single
+    with patch.object(dist, "all_gather_single", lambda *args, **how: calls.append(1) or real(*args, **how)):
         for strategy in compared:
             state = fs.reshard(state, state.layout.with_strategy(strategy))
             calls.clear()
             for _ in range(2):
                 state, _ = step(state, batch)
             found.append(len(calls))
-    finally:
-        consistency._compat.all_gather_flat = real
     return found
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding import _compat
 from fsharding.checkpoint import loading, saving
 from fsharding.errors import CheckpointError, RankError
 from fsharding.mesh import device_mesh as mesh_module
+from fsharding.mesh import failures
 from fsharding.pipeline import executor
 from fsharding.testing import ranks, run_ranks
 from fsharding.train import reshard as reshard_module
@@ -192,7 +192,7 @@ def served_by_rank(folder, port):
     dist.barrier()
     if rank == 0:
         leave("dies")
-    with patch.object(_compat, "default_store", lambda: dist.PrefixStore("a", store)):
+    with patch.object(failures, "default_store", lambda: dist.PrefixStore("a", store)):
         try:
             step(state, batch)
         except RankError as error:

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding import _compat, ops
+from fsharding import ops
 from fsharding.errors import RankError
 from fsharding.mesh import failures
+from fsharding.mesh.backends import default_store
 from fsharding.testing import RankPool
 from tests.helpers import full
 
@@ -324,7 +325,7 @@ def reminded(folder):
         if dist.get_rank() == 1:
             time.sleep(1.2)
         run.save()
-    return said, _compat.default_store().check([failures._QUESTION])
+    return said, default_store().check([failures._QUESTION])
 
 
 def test_a_rank_that_waits_long_says_for_whom(tmp_path):
@@ -344,7 +345,7 @@ def nothing_left(folder):
         getattr(run, call)()
     time.sleep(0.5)
     names = [key.format(rank) for key in (failures._KEY, failures._PLACE_KEY) for rank in range(2)]
-    return [name for name in (*names, failures._QUESTION) if _compat.default_store().check([name])]
+    return [name for name in (*names, failures._QUESTION) if default_store().check([name])]
 
 
 def test_where_nothing_fails_nothing_is_written(tmp_path):

@@ -98,7 +98,7 @@ def test_the_listener_answers_takes_its_answer_back_and_says_when_the_process_en
 
 def test_what_a_rank_has_found_out_outlives_it(monkeypatch):
     store, found = dist.HashStore(), {"peers": [2], "causes": {"2": ["gone", "is gone"]}}
-    monkeypatch.setattr(failures._compat, "default_store", lambda: store)
+    monkeypatch.setattr(failures, "default_store", lambda: store)
     failures._post(found)
     for note in (found, {}):
         listener = failures._Listener(dist.group.WORLD, store)

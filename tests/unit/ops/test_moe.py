@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsharding import _compat, ops
+from fsharding import ops
 from fsharding.errors import MeshError, SpecError, TransformError
-from fsharding.ops.grouped_matmul import even_shares
+from fsharding.ops.grouped_matmul import _takes_kernel, even_shares
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import refusal
 
@@ -34,7 +34,7 @@ def test_products_of_groups(counts, dims, by_column):
     w = (
         values(3, f, d, seed=1, dtype=torch.float32).mT if by_column else values(3, d, f, seed=1, dtype=torch.float32)
     ).requires_grad_()
-    assert _compat.takes_grouped_mm(x, w) == (dims == (4, 8)), "both ways are tested"
+    assert _takes_kernel(x, w) == (dims == (4, 8)), "both ways are tested"
     y, want = ops.grouped_matmul(x, w, torch.tensor(counts)), one_by_one(x, w, counts)
     ahead = values(7, f, seed=2, dtype=torch.float32)
     found = torch.autograd.grad(y, [x, w], ahead)

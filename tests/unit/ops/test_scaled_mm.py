@@ -189,7 +189,7 @@ def stand_in(a, b, scales, recipes, swizzles, dtype):
 @pytest.mark.parametrize("shape", [(128, 256), (48, 640), (272, 64)], ids=str)
 @pytest.mark.parametrize("name", ["E4M3_1x128", "E4M3_128x128", "MXFP8", "NVFP4"])
 def test_arguments_of_the_kernels_of_a_gpu(monkeypatch, name, shape):
-    monkeypatch.setattr("fsharding._compat.scaled_mm", stand_in)
+    monkeypatch.setattr(scaled_mm, "_product", stand_in)
     format, recipe = getattr(formats, name), scaled_mm._recipe(getattr(formats, name))
     kernel = ScaledKernel(format, recipe.activations, "cuda", recipe.name, recipe.transposes)
     w, x = torch.randn(shape), torch.randn(64, shape[1])
