@@ -17,6 +17,7 @@ import contextvars
 import dataclasses
 import functools
 import importlib.util
+import io
 import itertools
 import linecache
 import os
@@ -28,12 +29,13 @@ import sys
 import sysconfig
 import threading
 import traceback
-import types
 import uuid
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, Generic, NoReturn, Self, TypeVar, cast
+from types import CodeType, ModuleType
+from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -66,7 +68,7 @@ _MOST_FRAMES = 8
 
 # ------------------------------------------------------------------------------------------------ in the rank's process
 
-_main = types.ModuleType("__main__")
+_main = ModuleType("__main__")
 """Names that `%%ranks` cells have assigned on this rank."""
 _objects: dict[str, Any] = {}
 """Objects that `keep` has left on this rank, by the keys of their references."""
@@ -201,14 +203,35 @@ def _described(x: Any) -> str:
     return f"{type(x).__name__} of {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements"
 
 
-def _sendable(result: Any) -> bytes:
+def _pickled(x: Any) -> bytes:
+    """Pickle a value with the functions in it. Their code keeps its file names, which cloudpickle 3.1.3 replaces."""
     import cloudpickle  # lazy: an extra
 
+    class Pickler(cloudpickle.CloudPickler):
+        dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduced_code}, cloudpickle.CloudPickler.dispatch_table)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(x)
+    return buffer.getvalue()
+
+
+def _reduced_code(code: CodeType) -> tuple[Any, ...]:
+    import cloudpickle  # lazy: an extra
+
+    make, arguments = cloudpickle.CloudPickler.dispatch_table[CodeType](code)
+    return _code_of_file, (make, arguments, code.co_filename)
+
+
+def _code_of_file(make: Callable[..., CodeType], arguments: Sequence[Any], file: str) -> CodeType:
+    return make(*arguments).replace(co_filename=file)
+
+
+def _sendable(result: Any) -> bytes:
     cut = [f"{path or 'it'} is a DTensor" for path, x in tree.named_leaves(result).items() if isinstance(x, DTensor)]
     if cut:  # pickle would send rank 0's part, in the form of a whole that nobody can ask for
         raise _UnsendableError(type(result).__name__, cut)
     try:
-        return cloudpickle.dumps(result)
+        return _pickled(result)
     except Exception as error:
         raise _UnsendableError(type(result).__name__, [f"{type(error).__name__}: {error}"]) from None
 
@@ -655,10 +678,8 @@ def _run_cell(line: str, cell: str) -> None:
 
 
 def _packed(name: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    import cloudpickle  # lazy: an extra
-
     try:
-        return cloudpickle.dumps((fn, tuple(args), kwargs))
+        return _pickled((fn, tuple(args), kwargs))
     except ArgumentError:
         raise
     except Exception as error:

@@ -71,6 +71,13 @@ def refusal(call: Callable[..., Any], *args: Any, kind: type[Exception] = Fshard
     return str(caught.value)
 
 
+def words_of_torch(function: Callable[..., Any], *shapes: Sequence[int]) -> str:
+    """What torch says, as a sentence, of a call with tensors of these shapes: its words differ between releases."""
+    with pytest.raises(RuntimeError) as caught:
+        function(*map(torch.zeros, shapes))
+    return f"{str(caught.value).partition(chr(10))[0].rstrip('.')}."
+
+
 # -------------------------------------------------------------------------------------------------------------- ranks
 def mesh_of(
     axes: Mapping[str, int],

@@ -2,7 +2,8 @@
 # torch documents the stores of torch.distributed, and its stubs do not export them.
 """Queries about process groups: the backend of each device type, and the store in which all ranks read and write.
 
-In: a process group, or none for the default one. Out: names of backends, stores.
+In: a process group, or the environment of a launcher. Out: names of backends, stores.
+Law: every rank of a group gets the same answer.
 """
 
 from __future__ import annotations

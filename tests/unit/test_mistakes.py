@@ -34,6 +34,7 @@ from fsharding.errors import (
 )
 from fsharding.models import model
 from fsharding.train import state as train_state
+from tests.helpers import words_of_torch
 from tests.modules import Module
 
 CONFIG = fs.models.DecoderConfig(vocab=8, dim=8, layers=2, heads=2, kv_heads=1, hidden=8)
@@ -337,7 +338,7 @@ MISTAKES = {
     ),
     "shapes in the model": (
         ShapeError,
-        "fs.value_and_grad has a loss function that failed: mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8).\n"
+        f"fs.value_and_grad has a loss function that failed: {words_of_torch(F.linear, (6, 5), (8, 4), (8,))}\n"
         "  ...\n  batch.x is float32[6, 5]\n  batch.y is float32[6, 3]\n"
         "  params.head.weight is float32[3, 8]\n  params.body.b is float32[8]\n  params.body.w is float32[8, 4]\n"
         "Give the batch the shapes that the weights take, or the weights those of the batch.",

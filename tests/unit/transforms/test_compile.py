@@ -184,6 +184,22 @@ def test_a_compiled_loss_of_a_model(graphs):
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_compiled_function_reads_meshes(graphs):
+    """torch knows what attributes a mesh has, and raises where compiled code asks for another."""
+    mesh, table = fs.make_mesh(device="cpu"), torch.randn(16, 8)
+
+    def on_mesh(ids, mesh=None):
+        scale = 1 if mesh is None else sum(fs.data_position(mesh))
+        return scale * fs.ops.embedding(ids, table, mesh=mesh) + fs.ops.psum(table[:4], ("dp", "tp"), mesh=mesh)
+
+    ids = torch.arange(4)
+    for argument in (mesh, None):
+        with fs.set_mesh(mesh):
+            found = torch.compile(on_mesh, backend=graphs)(ids, argument)
+        assert torch.equal(found, table[:4] * 2)
+    assert graphs.frame_count > 0
+
+
 # ----------------------------------------------------------------------------------------------------- it is refused by name
 STEP = (
     "train step cannot run inside of torch.compile.\n"
