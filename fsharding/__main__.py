@@ -1,6 +1,23 @@
-"""`python -m fsharding`: the command line, also under torchrun."""
+"""`python -m fsharding`, and the script of that name: the command line, also under torchrun.
 
-from fsharding.cli.main import main
+In: the arguments of the process. Out: its exit status.
+Signals are blocked before anything else is imported: a run that is told to stop while it starts ends as it was told to.
+"""
+
+import sys
+
+from fsharding.cli.starting import hold
+
+__all__ = ["run"]
+
+
+def run() -> None:
+    """Run the command line of this process and exit."""
+    hold(sys.argv[1:])
+    from fsharding.cli.main import main  # lazy: it takes a while, in which signals may come
+
+    main()
+
 
 if __name__ == "__main__":
-    main()
+    run()

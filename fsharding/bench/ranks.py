@@ -29,7 +29,7 @@ from fsharding.bench.peers import Task, first_dims, fsdp2_module
 from fsharding.bench.rounds import in_turn, print_rows
 from fsharding.comm.bucket import plan_bucket
 from fsharding.errors import ConfigError, message
-from fsharding.mesh.launch import under_launcher
+from fsharding.mesh.rendezvous import under_launcher
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.precision import Sums
 from fsharding.sharding.layout import plan_layout

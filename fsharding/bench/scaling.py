@@ -20,7 +20,8 @@ from fsharding.bench.rounds import print_rows, say
 from fsharding.bench.step import check, measure
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
-from fsharding.mesh.launch import launch_ranks, under_launcher
+from fsharding.mesh.launch import launch_ranks
+from fsharding.mesh.rendezvous import under_launcher
 from fsharding.models.decoder import DecoderConfig
 
 __all__ = ["bench_scaling", "fit"]

@@ -39,6 +39,7 @@ from fsharding.cli.options import (
     ReshardConfig,
     TrainConfig,
 )
+from fsharding.cli.starting import quit_on_signals
 from fsharding.cli.usage import check_options, check_values
 from fsharding.errors import ConfigError, FshardingError, did_you_mean, message
 from fsharding.version import own_version
@@ -108,6 +109,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             description="Functional sharding for PyTorch. fsharding --version prints the version.",
         )
         check_values(command, config)
+        if isinstance(config, TrainConfig):
+            quit_on_signals(config.preempt_status)
         from fsharding.cli.verbs import run  # lazy: it imports torch, for which no help and no mistyped option waits
 
         status = run(config)
@@ -120,8 +123,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         # The reader of the output is gone, as `head` is when it has enough; Python would complain again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("Interrupted; complete checkpoints are intact.", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as error:
+        print(f"Interrupted. {error}".rstrip(), file=sys.stderr, flush=True)
         sys.exit(130)
     sys.exit(status)
 

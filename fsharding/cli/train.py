@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -84,7 +85,7 @@ def train(config: TrainConfig) -> int:
         RankError: a rank is lost; where the others stand is in the file of `out` that the text names.
     """
     deadline = preemption.parse_deadline(config.deadline) if config.deadline else None
-    with preemption.watch(deadline=deadline) as watch:
+    with preemption.watch((*preemption.SIGNALS, signal.SIGINT), deadline=deadline) as watch:
         try:
             stopped = _train(config, watch)
         except RankError as error:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fsharding import checkpoint
 from fsharding.bench.checkpoint import bench_checkpoint
 from fsharding.bench.hosts import on_two_hosts
 from fsharding.bench.memory import bench_memory, check_memory
@@ -50,10 +51,12 @@ from fsharding.cli.options import (
     TrainConfig,
 )
 from fsharding.cli.plan import preview
+from fsharding.cli.starting import hold_again
 from fsharding.cli.train import train
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, RankError, message
 from fsharding.mesh import preemption
-from fsharding.mesh.launch import launch_ranks, under_launcher
+from fsharding.mesh.launch import launch_ranks
+from fsharding.mesh.rendezvous import under_launcher
 
 __all__ = ["run"]
 
@@ -76,12 +79,26 @@ def _train(config: TrainConfig) -> int:
         return 0
     ranks = _ranks(config.ranks, default=1)
     check(config, ranks)
-    if under_launcher() or ranks == 1:
-        return train(config)
-    if config.deadline:
-        # Counted from here, and the same on all ranks.
-        config = replace(config, deadline=preemption.parse_deadline(config.deadline).isoformat())
-    return max(launch_ranks(train, ranks, config, grace=config.grace))
+    hold_again()
+    try:
+        if under_launcher() or ranks == 1:
+            return train(config)
+        if config.deadline:
+            # Counted from here, and the same on all ranks.
+            config = replace(config, deadline=preemption.parse_deadline(config.deadline).isoformat())
+        return max(launch_ranks(train, ranks, config, grace=config.grace))
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(_what_is_left(config)) from error
+    except RankError as error:
+        raise RankError(f"{error}\n{_what_is_left(config)}", error.ranks, error.stacks) from error
+
+
+def _what_is_left(config: TrainConfig) -> str:
+    """What a run that ended without saving has left behind."""
+    newest = checkpoint.latest(config.checkpoints)
+    if newest is None:
+        return f"There is no complete checkpoint in {config.checkpoints}."
+    return f"The newest complete checkpoint is {newest}; the same command with --resume auto continues from it."
 
 
 def _generate(config: GenerateConfig) -> int:

@@ -1,56 +1,60 @@
-"""Local ranks: starts a function on n processes through torchrun's own launcher.
+"""Local ranks: start a function on n processes, and end all of them together.
 
 In: an importable function, its arguments, a number of ranks. Out: what each rank returned.
-A rank that dies ends all others, and its error comes up here. Launcher and ranks meet in files of a directory that only
-their user can enter, and listen on loopback alone. Laws: no rank outlives the launcher; neither does the directory,
-unless the launcher is killed: then it is left to whoever cleans the system's temporary files.
+A rank that dies ends all others, and its error is raised here. Ranks meet in a file of a directory that only their
+user can enter, and listen on loopback alone. Laws: no rank outlives the launcher; neither does the directory, unless
+the launcher is killed. A rank that has answered is done: how it exits afterwards changes nothing.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import multiprocessing
 import os
-import select
+import pickle
 import signal
 import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, cast
+from types import FrameType
+from typing import Any, NamedTuple, cast
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from fsharding import errors
 from fsharding.errors import RankError, message
-from fsharding.mesh.preemption import SIGNALS
+from fsharding.mesh.preemption import SIGNALS, announce
+from fsharding.mesh.rank_process import Answer, run_rank
 from fsharding.mesh.rendezvous import INIT_METHOD, local_variables
 
-__all__ = ["launch_ranks", "under_launcher"]
+__all__ = ["launch_ranks"]
 
+_FORWARDED = (*SIGNALS, signal.SIGINT)
+"""Signals after which ranks save and end, where there is a grace."""
 
-def under_launcher() -> bool:
-    """Whether a launcher such as torchrun has started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end ranks and launcher at once, unless they are forwarded."""
+
+_NOTICE_S = 8.0
+"""After a failure the other ranks have so long to find out whom they lost, and to write where they are."""
+
+_EXIT_S = 10.0
+"""A rank that has answered has so long to exit."""
 
 
 def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | None = None) -> list[Any]:
-    """Runs `fn(*args)` on local ranks and waits for them.
+    """Run `fn(*args)` on local ranks and wait for them.
 
     Args:
         fn: a module-level function; sent by name.
         ranks: how many processes.
         *args: what can be pickled.
-        grace: sends `preemption.SIGNALS` on to the ranks, which begin with them blocked until `preemption.watch` lets
-            them through, and waits so many seconds for the ranks to end. By default SIGTERM ends ranks and launcher.
+        grace: forward SIGTERM, SIGUSR1 and SIGINT to the ranks, which start with these signals blocked until
+            `preemption.watch` unblocks them, and wait so many seconds for the ranks to end. A second SIGINT ends the
+            ranks at once. By default any of these signals does.
 
     Returns:
         What each rank returned, in order.
@@ -59,46 +63,25 @@ def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | 
         RankError: a rank raised or died; the text has its number and its error. Or ranks had not ended after `grace`.
         KeyboardInterrupt: the launcher was interrupted; all ranks are gone.
     """
-    forwarder = None if grace is None else _Forwarder(grace)
-    # The launcher logs a failure line by line; ours says it once.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="fsharding-", ignore_cleanup_errors=True) as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(Path(folder, "launcher")),
-            rdzv_configs={"store_type": "file"},
-            local_addr="127.0.0.1",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="spawn",
-            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT" if grace is None else "SIGINT,SIGHUP,SIGQUIT",
-        )
-        try:
-            with _environment(_variables(ranks)), forwarder or nullcontext():
-                results = elastic_launch(config, _run_rank)(Path(folder, "ranks").as_uri(), fn, *args)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            text = f"lost rank {rank} (exit code {failure.exitcode})."
-            if forwarder is not None and forwarder.killed:
-                text = f"has killed its ranks, which had not saved {grace:g} s after {forwarder.killed}."
-                mend = "Give a longer --grace, or smaller steps; complete checkpoints are intact."
-                raise RankError(message("fsharding", text, mend=mend)) from error
-            raise RankError(message("fsharding", text, [_reason(failure.message)])) from error
-        except SignalException as error:
-            raise KeyboardInterrupt from error
-    return [results[rank] for rank in range(ranks)]
+    call = pickle.dumps((fn, args))
+    with ExitStack() as held:
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="fsharding-", ignore_cleanup_errors=True))
+        # It unblocks SIGTERM when it starts, which is when the first rank does.
+        resource_tracker.ensure_running()
+        signals = held.enter_context(_Signals(_FORWARDED if grace is not None else ()))
+        started = held.enter_context(_Ranks())
+        with _environment(_variables(ranks)):
+            for rank in range(ranks):
+                signals.check()
+                started.start(call, _place(rank, ranks, folder))
+        return _supervise(started, signals, grace)
 
 
-def _run_rank(init_method: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """The function that each rank runs."""
-    os.environ[INIT_METHOD] = init_method
-    return fn(*args)
+def _place(rank: int, ranks: int, folder: str) -> dict[str, str]:
+    """The variables that differ between ranks, and where they meet."""
+    own, all_ranks = str(rank), str(ranks)
+    names = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": all_ranks, "LOCAL_WORLD_SIZE": all_ranks}
+    return {**names, INIT_METHOD: Path(folder, "ranks").as_uri()}
 
 
 def _variables(ranks: int) -> dict[str, str]:
@@ -108,14 +91,12 @@ def _variables(ranks: int) -> dict[str, str]:
         "KINETO_LOG_LEVEL": "6",  # or torch's profiler writes about its starts and stops
         **local_variables(),
     }
-    # The launcher would share a TCP store of its own with the ranks, on every address.
-    sharing = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return {**{name: value for name, value in wanted.items() if name not in os.environ}, **sharing}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Sets variables for the processes that are started inside."""
+    """Set variables for the processes that are started inside."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -128,88 +109,181 @@ def _environment(variables: Mapping[str, str]) -> Generator[None]:
                 os.environ[name] = value
 
 
-class _Forwarder:
-    """Sends signals of this process on to its ranks, inside the block, and kills those that are left after a while.
+# -------------------------------------------------------------------------------------------------------------- signals
+class _Signals:
+    """The signals that this process gets inside the block; outside the main thread, none.
 
-    A thread of its own does it: the main one starts ranks and waits for them. Ranks inherit that the signals are
-    blocked, so one that comes while they start waits until they have handlers.
+    Python writes the number of each signal that has a handler into a pipe, so that the wait for ranks ends.
 
     Args:
-        grace: seconds from the first signal until ranks are killed.
-
-    Attributes:
-        killed: the signal after which ranks were killed; empty before.
+        forwarded: to ranks; the others of `_ENDING` end them.
     """
 
-    def __init__(self, grace: float) -> None:
-        self._grace, self.killed = grace, ""
+    def __init__(self, forwarded: Sequence[signal.Signals]) -> None:
+        self.forwarded = forwarded
+        self.received: dict[signal.Signals, float] = {}
+        """The time of the first signal of each number."""
+        self._ends = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Signals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._thread = threading.Thread(target=self._run, name="fsharding-forwarder", daemon=True)
-        self._thread.start()
-        # It unblocks SIGTERM when it starts, which is when the first rank does.
-        resource_tracker.ensure_running()
-        # Python writes the number of each signal that has a handler; this thread is the one that lets them through.
-        self._wakeup = signal.set_wakeup_fd(self._write)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._handles = threading.current_thread() is threading.main_thread()
+        if self._handles:
+            self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            ignored = [number for number in (signal.SIGHUP,) if signal.getsignal(number) is signal.SIG_IGN]  # nohup
+            numbers = [number for number in {*self.forwarded, *_ENDING} if number not in ignored]
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
+            self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
+        return self
 
     def __exit__(self, *_: object) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self._wakeup)
-        os.write(self._write, bytes([_END]))
-        self._thread.join()
+        if self._handles:
+            # Blocked before unhandled: the result stands, and a signal of this moment does not change it.
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            for number, handler in self._before.items():
+                # None: not set from Python, so that Python cannot set it again.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.set_wakeup_fd(self._wakeup)
         os.close(self._read)
         os.close(self._write)
 
-    def _run(self) -> None:
-        asked: set[signal.Signals] = set()
-        reported: set[tuple[int | None, signal.Signals]] = set()
-        until = math.inf
-        while True:
-            # Ranks may start after the signal, and are looked for until the end.
-            ready = select.select([self._read], [], [], _LOOK_S if asked else None)[0]
-            numbers = os.read(self._read, 64) if ready else b""
-            if _END in numbers:
-                return
-            asked |= {number for number in SIGNALS if number in numbers}
-            if asked and until == math.inf and not self.killed:
-                until = time.monotonic() + self._grace
-            ranks = multiprocessing.active_children()
-            for rank, number in ((rank.pid, number) for rank in ranks for number in asked):
-                if (rank, number) not in reported:
-                    reported.add((rank, number))
-                    _send(rank, number)
-            if time.monotonic() >= until:
-                self.killed, until = ", ".join(sorted(number.name for number in asked)), math.inf
-                for rank in ranks:
-                    _send(rank.pid, signal.SIGKILL)
+    @property
+    def numbers(self) -> set[signal.Signals]:
+        """Those that are handled."""
+        return {*self._before} if self._handles else set()
+
+    @property
+    def began(self) -> float:
+        """When the first signal came that is forwarded."""
+        return min((self.received[number] for number in self.forwarded if number in self.received), default=math.inf)
+
+    def fileno(self) -> int:
+        """Readable when a signal has come."""
+        return self._read
+
+    def drain(self) -> None:
+        """Forget the numbers in the pipe; handlers have noted them."""
+        os.read(self._read, 64)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has come that ends everything."""
+        if self._ends:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        got = signal.Signals(number)
+        again = got is signal.SIGINT and got in self.received
+        self._ends = self._ends or again or got not in self.forwarded
+        self.received.setdefault(got, time.monotonic())
+        if got is signal.SIGINT and not self._ends:
+            announce()
 
 
-_END, _LOOK_S = 0, 0.1
+# ---------------------------------------------------------------------------------------------------------------- ranks
+class _Ranks:
+    """Processes and their pipes; those that are left at the end of the block are killed."""
 
+    def __init__(self) -> None:
+        self.processes: list[BaseProcess] = []
+        self.pipes: list[Connection] = []
+        self._context = multiprocessing.get_context("spawn")
 
-def _send(rank: int | None, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # it has ended
-        if rank is not None:
-            os.kill(rank, number)
+    def __enter__(self) -> _Ranks:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self.send(signal.SIGKILL)
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.join(_EXIT_S)
+            pipe.close()
 
-def _reason(recorded: Any) -> str:
-    """The error of a rank in its own words, with the stack when it is none of ours."""
-    if isinstance(recorded, str):
+    def start(self, call: bytes, place: dict[str, str]) -> None:
+        """Start one more rank. It inherits that all signals of the launcher are blocked: it gets them from there."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, *_ENDING})
         try:
-            recorded = json.loads(recorded)
-        except json.JSONDecodeError:
-            return str(recorded)
-    stack, inner = "", recorded
-    while isinstance(inner, dict) and "message" in inner:
-        result = cast(dict[str, Any], inner)
-        stack = cast(dict[str, str], result.get("extraInfo", {})).get("py_callstack", stack)
-        inner = result["message"]
-    text = str(inner)
-    return text if text.partition(":")[0] in errors.__all__ else f"{text}\n{stack}".rstrip()
+            reader, writer = cast("tuple[Connection, Connection]", self._context.Pipe(duplex=False))
+            name = f"fsharding-rank-{place['RANK']}"
+            process = self._context.Process(target=run_rank, name=name, args=(os.getpid(), place, call, writer))
+            process.start()
+            self.processes.append(process)
+            self.pipes.append(reader)
+            writer.close()  # the rank alone holds it: its end ends a read here
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def send(self, number: signal.Signals, to: Sequence[int] | None = None) -> None:
+        """Send a signal to ranks that have not ended; by default to all."""
+        for rank in range(len(self.processes)) if to is None else to:
+            process = self.processes[rank]
+            if process.is_alive() and process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+
+class _Failure(NamedTuple):
+    """A rank that has failed, with its order among failures: a rank that died before one that noticed."""
+
+    blames_others: bool
+    when: float
+    rank: int
+    rule: str
+    said: str
+
+
+def _supervise(ranks: _Ranks, signals: _Signals, grace: float | None) -> list[Any]:
+    """Wait until all ranks have answered and exited; what they returned."""
+    answers: dict[int, Answer] = {}
+    failures: list[_Failure] = []
+    forwarded: set[signal.Signals] = set()
+    size = len(ranks.processes)
+    while len(answers) + len(failures) < size:
+        signals.check()
+        for number in {*signals.received} - forwarded:
+            ranks.send(number)
+            forwarded.add(number)
+        now = time.monotonic()
+        if grace is not None and now >= signals.began + grace:
+            raise _not_saved(signals, grace)
+        until = min((failure.when + _NOTICE_S for failure in failures), default=math.inf)
+        if now >= until:
+            break
+        until = min(until, signals.began + (grace or 0.0))
+        open_ranks = [rank for rank in range(size) if rank not in answers and rank not in {f.rank for f in failures}]
+        waited = [ranks.pipes[rank] for rank in open_ranks]
+        if signals.fileno() in wait([*waited, signals.fileno()], None if until == math.inf else max(0.0, until - now)):
+            signals.drain()
+        for rank in open_ranks:
+            if not ranks.pipes[rank].poll():
+                continue
+            try:
+                answer: Answer = pickle.loads(ranks.pipes[rank].recv_bytes())
+            except (EOFError, OSError):
+                failures.append(_died(rank, ranks.processes[rank]))
+                continue
+            if answer.error:
+                rule = f"failed on rank {rank}."
+                failures.append(_Failure(answer.blames_others, time.monotonic(), rank, rule, answer.error))
+            else:
+                answers[rank] = answer
+    if failures:
+        first = min(failures)
+        raise RankError(message("fsharding", first.rule, [first.said] if first.said else []), ranks=(first.rank,))
+    until = time.monotonic() + _EXIT_S
+    for process in ranks.processes:
+        process.join(max(0.0, until - time.monotonic()))
+    return [answers[rank].value for rank in range(size)]
+
+
+def _died(rank: int, process: BaseProcess) -> _Failure:
+    """A rank whose end of the pipe is closed, and that has not answered."""
+    process.join(_EXIT_S)
+    code = process.exitcode
+    how = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
+    return _Failure(False, time.monotonic(), rank, f"lost rank {rank} ({how}).", "")
+
+
+def _not_saved(signals: _Signals, grace: float) -> RankError:
+    names = ", ".join(sorted(number.name for number in signals.received))
+    rule = f"has killed its ranks, which had not saved {grace:g} s after {names}."
+    return RankError(message("fsharding", rule, mend="Give a longer --grace, or smaller steps."))

@@ -23,9 +23,10 @@ from fsharding.errors import ArgumentError, ConfigError, message
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Mesh, everyone, world_size
 from fsharding.mesh.failures import naming_lost
+from fsharding.mesh.rendezvous import under_launcher
 from fsharding.public import public, refuse
 
-__all__ = ["SIGNALS", "Watch", "agree", "parse_deadline", "pending", "requested", "watch"]
+__all__ = ["SIGNALS", "Watch", "agree", "announce", "parse_deadline", "pending", "requested", "watch"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they kill: SIGTERM, and SIGUSR1 where one asks Slurm for it."""
@@ -68,8 +69,22 @@ class Watch:
         return "another rank was told to"
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler of all signals. Sets a flag: Python calls it between any two instructions."""
+        """Handle a signal: set a flag, since Python calls this between any two instructions.
+
+        Raises:
+            KeyboardInterrupt: SIGINT for the second time. Under a launcher, which may have forwarded the first one, the
+                launcher decides.
+        """
+        if number == signal.SIGINT and not under_launcher():
+            if self.received is signal.SIGINT:
+                raise KeyboardInterrupt
+            announce()
         self.received = signal.Signals(number)
+
+
+def announce() -> None:
+    """Tell the user that a first SIGINT was noticed. Writes as a handler may."""
+    os.write(2, b"\nSIGINT: saves and ends after the step under way; a second one ends at once, without saving.\n")
 
 
 _active: Watch | None = None
@@ -88,7 +103,7 @@ def watch(
 
     Enter it on every rank, in the main thread. A signal, the first or a later one, interrupts nothing: a save, an
     evaluation or a compilation that is under way goes on, and the next step carries the bit. Signals that were blocked
-    are let through inside. SIGINT stays `KeyboardInterrupt` unless it is listed.
+    are let through inside. SIGINT stays `KeyboardInterrupt` unless it is listed; then the second one is.
 
     Args:
         signals: which; empty for a deadline alone.

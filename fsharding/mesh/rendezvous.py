@@ -15,13 +15,26 @@ from typing import Any
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.backends import launchers_store
 
-__all__ = ["FRESH_STORE", "INIT_METHOD", "init_arguments", "local_variables", "loopback", "shares_launchers_store"]
+__all__ = [
+    "FRESH_STORE",
+    "INIT_METHOD",
+    "init_arguments",
+    "local_variables",
+    "loopback",
+    "shares_launchers_store",
+    "under_launcher",
+]
 
 INIT_METHOD = "FSHARDING_INIT_METHOD"
 """The variable with torch's `init_method` of the default process group; by default torch's own, `env://`."""
 
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torch's variable; with 1 the ranks of each start meet in a store of their own, served by rank 0."""
+
+
+def under_launcher() -> bool:
+    """Whether a launcher such as torchrun has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def shares_launchers_store() -> bool:

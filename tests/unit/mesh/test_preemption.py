@@ -60,6 +60,22 @@ def test_interrupts_stay_interrupts():
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_listed_interrupt_is_a_wish_and_the_second_one_an_interrupt(monkeypatch, capfd):
+    numbers = (*preemption.SIGNALS, signal.SIGINT)
+    with preemption.watch(numbers) as watch:
+        tell(signal.SIGINT)
+        assert preemption.requested() and watch.reason() == "SIGINT"
+        assert "a second one ends at once" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            tell(signal.SIGINT)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with preemption.watch(numbers):
+        tell(signal.SIGINT)
+        tell(signal.SIGINT)  # the launcher may have sent on what the terminal has sent already
+        assert preemption.pending() and capfd.readouterr().err == ""
+
+
 def test_blocked_signals_are_let_through_inside_and_blocked_again_after_it():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
