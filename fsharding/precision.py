@@ -8,6 +8,7 @@ low precision are always made of main parameters, never of what was rounded befo
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fsharding import formats
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, LayoutError, did_you_mean, listed, message
 from fsharding.formats import Blocks
 from fsharding.formats.blocks import Rounding
 
 __all__ = [
-    "BF16", "DTYPES", "FP16", "FP32", "FP8", "FP8_BLOCK", "KEEP", "MXFP8", "NVFP4", "LossScale", "Precision",
-    "ScaleState", "scaled_loss", "wide",
+    "BF16", "DTYPES", "FP16", "FP32", "FP8", "FP8_BLOCK", "KEEP", "MXFP8", "NVFP4", "LossScale", "PatternLeaf",
+    "Precision", "ScaleState", "scaled_loss", "wide",
 ]  # fmt: skip
 
 
@@ -101,8 +102,9 @@ class Precision:
             where nothing travels.
             Where compute is a format, it is that one.
         keep: which leaves have no format: patterns as in a shell, each for one part of a dotted path, such as "*norm*",
-            or for all of it; "blocks[-2:]" is the last two layers of a stack. Leaves with fewer than two dims, and
-            frozen ones, never have one.
+            or for all of it. "blocks[-2:]" is the last two layers of a stack called `blocks`, and "*[-1]" the last
+            layer of every stack; a name that ends so never means a class of characters. Leaves with fewer than two
+            dims, and frozen ones, never have one. A pattern that is not in `KEEP` must match a leaf.
         reduce: wire dtype of the gradients; by default that in which they come out of backward. Or a format, for leaves
             that `keep` leaves to it: what a rank has to add is rounded, travels as codes and scales, and is widened
             again before it is summed in order. See below.
@@ -256,17 +258,23 @@ class Precision:
             path: dotted, of a stacked leaf.
             count: layers in all.
         """
-        rows: set[int] = set()
-        for name in self.keep:
-            taken = _ROWS.fullmatch(name)
-            if taken is None or not any(fnmatch.fnmatchcase(part, taken[1]) for part in path.split(".")):
-                continue
-            first = int(taken[2]) if taken[2] else None
-            if taken[3]:
-                rows.update(range(count)[slice(first, int(taken[4]) if taken[4] else None)])
-            elif first is not None and -count <= first < count:
-                rows.add(first % count)
-        return tuple(sorted(rows))
+        return tuple(sorted({row for pattern in self.keep for row in _rows(path, pattern, count)}))
+
+    def check_leaves(self, function: str, leaves: tuple[PatternLeaf, ...]) -> None:
+        """Refuse patterns that match no leaf. Free when it is called again with the same leaves.
+
+        Args:
+            function: the public function, for the error.
+            leaves: all of a model.
+
+        Raises:
+            LayoutError: patterns of `keep` or `columnwise` match nothing; all are listed.
+        """
+        rows = _idle_patterns(self, leaves)
+        if rows:
+            paths = listed((leaf.path for leaf in leaves), none="none")
+            mend = f"Leaves are {paths}. A pattern is a part of a path, or all of it; 'blocks[-1]' is a layer."
+            raise LayoutError(message(function, "got a precision with patterns that match no leaf.", rows, mend))
 
     def main_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype of the main parameter of a leaf."""
@@ -338,9 +346,71 @@ class Precision:
         return ScaleState(torch.where(was_finite, larger, smaller), good * doubled.logical_not())
 
 
+class PatternLeaf(NamedTuple):
+    """A leaf as patterns see it.
+
+    Attributes:
+        path: dotted.
+        shape: of the full leaf.
+        stacked: whether dim 0 is the layers of a stack.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    stacked: bool
+
+
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns is of a path, or of a part of it."""
-    return any(fnmatch.fnmatchcase(part, pattern) for part in (path, *path.split(".")) for pattern in patterns)
+    """Whether one of the patterns is of a path, or of a part of it; patterns of rows are of neither."""
+    names = [pattern for pattern in patterns if _ROWS.fullmatch(pattern) is None]
+    return any(fnmatch.fnmatchcase(part, pattern) for part in (path, *path.split(".")) for pattern in names)
+
+
+def _rows(path: str, pattern: str, count: int) -> range:
+    """The layers of a stack of `count` that a pattern such as "blocks[-2:]" names; empty for other patterns."""
+    taken = _ROWS.fullmatch(pattern)
+    if taken is None or not _names_stack(path, taken[1]):
+        return range(0)
+    first = int(taken[2]) if taken[2] else None
+    if taken[3]:
+        return range(count)[slice(first, int(taken[4]) if taken[4] else None)]
+    if first is None or not -count <= first < count:
+        return range(0)
+    return range(count)[first % count : first % count + 1]
+
+
+def _names_stack(path: str, name: str) -> bool:
+    """Whether a name is a part of a path, or its beginning."""
+    parts = path.split(".")
+    beginnings = (".".join(parts[:end]) for end in range(2, len(parts)))
+    return any(fnmatch.fnmatchcase(part, name) for part in (*parts, *beginnings))
+
+
+@functools.lru_cache(64)
+def _idle_patterns(precision: Precision, leaves: tuple[PatternLeaf, ...]) -> tuple[str, ...]:
+    """Patterns that match no leaf, and why; those of `KEEP` are for every model."""
+    parts = dict.fromkeys(part for leaf in leaves for part in (leaf.path, *leaf.path.split(".")))
+    rows: list[str] = []
+    for pattern in precision.keep:
+        taken = _ROWS.fullmatch(pattern)
+        if taken is None:
+            if pattern not in KEEP and not any(_matches(leaf.path, (pattern,)) for leaf in leaves):
+                rows.append(f"keep: {pattern!r} matches no leaf.{did_you_mean(pattern, parts)}")
+            continue
+        named = [leaf for leaf in leaves if _names_stack(leaf.path, taken[1])]
+        stacks = [leaf for leaf in named if leaf.stacked]
+        if not named:
+            rows.append(f"keep: {pattern!r} matches no leaf.{did_you_mean(taken[1], parts)}")
+        elif not stacks:
+            rows.append(f"keep: {pattern!r} means layers, and dim 0 of {named[0].path} isn't named 'layers'.")
+        elif not any(_rows(leaf.path, pattern, leaf.shape[0]) for leaf in stacks):
+            rows.append(f"keep: {pattern!r} is outside of {stacks[0].path}, which has {stacks[0].shape[0]} layers.")
+    for pattern in precision.columnwise:
+        ndims = [(leaf.path, len(leaf.shape) - leaf.stacked) for leaf in leaves if _matches(leaf.path, (pattern,))]
+        if not any(ndim == 2 and precision.format_of(path, ndim) is not None for path, ndim in ndims):
+            why = "no matrix that has a format" if ndims else f"no leaf.{did_you_mean(pattern, parts)}"
+            rows.append(f"columnwise: {pattern!r} matches {why}")
+    return tuple(rows)
 
 
 def scaled_loss(loss: Tensor, scale: Tensor | float | None) -> Tensor:
@@ -369,5 +439,5 @@ FP8_BLOCK = Precision(params=torch.float32, compute=torch.bfloat16, gather=forma
 """The same with a scale for each 128 x 128 elements (DeepSeek-V3)."""
 MXFP8 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.MXFP8, reduce=formats.MXFP8)
 """As `BF16`; weights of blocks and terms of their gradients travel as MXFP8."""
-NVFP4 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.NVFP4, keep=(*KEEP, "blocks[-1]"))
-"""As `BF16`; weights of all blocks but the last one travel as NVFP4."""
+NVFP4 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.NVFP4, keep=(*KEEP, "*[-1]"))
+"""As `BF16`; weights of all blocks but the last one of each stack travel as NVFP4."""

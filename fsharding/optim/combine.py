@@ -149,8 +149,8 @@ def multi_transform(
 
     Raises:
         ArgumentError: something that is no transformation.
-        TreeError: at `init`: a label without a transformation; every such leaf is listed. From the update: a state of
-            other groups.
+        TreeError: at `init`: a label without a transformation, or a group that no leaf is in; all are listed. From
+            the update: a state of other groups.
 
     Example:
         >>> opt = fs.optim.multi_transform(
@@ -173,6 +173,7 @@ def multi_transform(
     def init(params: Tree, context: InitContext = InitContext()) -> MultiTransformState:
         labelled = label_tree(params)
         _check_labels(params, labelled, groups)
+        _check_used(params, labelled, groups)
         params_of = _split(params, labelled, groups)
         shardings_of = _split(_pruned(context.shardings, params), labelled, groups)
         whole_of = _split(_pruned(context.whole, params), labelled, groups)
@@ -253,6 +254,17 @@ def _check_labels(params: Tree, labelled: Tree, groups: _Groups) -> None:
     if rows:
         known = f"Labels are {listed(map(repr, groups))}."
         raise TreeError(message(_MULTI, "has labels without a transformation.", rows, known))
+
+
+def _check_used(params: Tree, labelled: Tree, groups: _Groups) -> None:
+    """Refuse groups that no leaf is in; frozen leaves have no label here, and may be those of a group."""
+    if any(x is None for x in tree.leaves(params, is_leaf=lambda x: x is None)):
+        return
+    used = set(tree.leaves(labelled))
+    if used and (idle := [repr(group) for group in groups if group not in used]):
+        given = listed(f"{path}: {label!r}" for path, label in tree.named_leaves(labelled).items())
+        mend = f"Leaves have {given}. Take the group out, or mend the labels."
+        raise TreeError(message(_MULTI, "has groups that no leaf is in.", idle, mend))
 
 
 def _check_groups(updates: Tree, state: Any, groups: _Groups) -> None:

@@ -22,7 +22,7 @@ from fsharding.errors import ArgumentError, ConfigError, LayoutError, TreeError,
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.precision import FP32, Precision
+from fsharding.precision import FP32, PatternLeaf, Precision
 from fsharding.public import check_optimizer, check_precision, kind_of, public, refuse, refuse_module
 from fsharding.sharding.block_scales import has_codes, plan_scales
 from fsharding.sharding.leaf_plan import (
@@ -168,7 +168,12 @@ class Layout:
 
         Main parameters are rounded on their way to the loss function, copies of them at rest have been, and frozen
         leaves never are.
+
+        Raises:
+            LayoutError: patterns of the precision that match no leaf.
         """
+        if precision != self.precision:
+            _check_patterns("Layout.in_flight", precision, self.leaves)
         if precision.gather is None:
             return precision
         rounded = any(self.rounds(leaf) is not None for leaf in self.leaves)
@@ -243,7 +248,12 @@ class Layout:
         return self._replan(strategy=_strategy(strategy))
 
     def with_precision(self, precision: Precision) -> Layout:
-        """The same layout with other dtypes at rest, and other formats of weights."""
+        """The same layout with other dtypes at rest, and other formats of weights.
+
+        Raises:
+            LayoutError: patterns of the precision that match no leaf.
+        """
+        _check_patterns("Layout.with_precision", precision, self.leaves)
         return self._replan(precision=precision) if self.align else replace(self, precision=precision)
 
     def with_mesh(self, mesh: Mesh, stages: Mapping[str, Any] | None = None) -> Layout:
@@ -346,8 +356,8 @@ def plan_layout(
         ArgumentError: an argument of another kind, such as an `nn.Module` or an init function, or two are swapped.
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
         ConfigError: the mesh cannot cut a `Model` as the rules ask, or there is no strategy of that name.
-        LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path that no leaf has; or
-            with `align`, a cut that goes through blocks.
+        LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path or a pattern of the
+            precision that no leaf has; or with `align`, a cut that goes through blocks.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -384,8 +394,14 @@ def plan_layout(
         for leaf in named
     )
     layout = replace(layout, leaves=leaves)
+    _check_patterns("fs.plan_layout", precision, leaves)
     layout.check_blocks()
     return layout
+
+
+def _check_patterns(function: str, precision: Precision, leaves: Sequence[LeafLayout]) -> None:
+    """Refuse patterns of a precision that match no leaf."""
+    precision.check_leaves(function, tuple(PatternLeaf(x.path, x.shape, is_stacked(x.names)) for x in leaves))
 
 
 def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:

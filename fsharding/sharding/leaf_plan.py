@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding.errors import LayoutError, SpecError, listed, message
+from fsharding.errors import LayoutError, SpecError, did_you_mean, listed, message
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
@@ -27,7 +27,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.block_scales import coded_part, plan_scales
 from fsharding.sharding.named_sharding import NamedSharding
-from fsharding.sharding.partition_spec import AxisRules, DimName, Fused, P, rule_name
+from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, rule_name
 from fsharding.sharding.stage_owners import Stages, assignment, begins, objection, stage_of
 from fsharding.sharding.strategy import Strategy
 
@@ -193,6 +193,15 @@ def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> N
     if missing:
         text = f"has no rule for {len(missing)} dims on mesh {abstract(mesh)}."
         raise SpecError(message("fs.plan_layout", text, missing, "\n".join([*hints.values()][:10])))
+    used = {called: None for _, _, _, names in leaves for name in names or () if (called := rule_name(name))}
+    idle = [
+        f"{name}={rules[name]!r}: no dim has this name.{did_you_mean(name, used)}"
+        for name in rules
+        if name not in used and name not in DEFAULT_RULES
+    ]
+    if idle:
+        mend = f"Dims are named {listed(map(repr, used), none='nothing')}. Take the rule out, or write a name of these."
+        raise SpecError(message("fs.plan_layout", "got rules for dims that no leaf has.", idle, mend))
     if twice:
         text = f"cannot spend one axis on two dims of a leaf; {len(twice)} leaves on mesh {abstract(mesh)}."
         mend = "Give one of the dims another name, with a rule of its own."

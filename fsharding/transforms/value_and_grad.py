@@ -27,7 +27,7 @@ from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.mesh.failures import naming_lost
 from fsharding.ops.scaled_mm import scaled_kernel
-from fsharding.precision import FP32, Precision
+from fsharding.precision import FP32, KEEP, PatternLeaf, Precision
 from fsharding.public import check_function, check_precision, public, refuse, refuse_compiled
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import (
@@ -156,6 +156,7 @@ def value_and_grad(
             what is differentiated to 8 bits; or a plain tensor has a sharding in `grads`.
         NotGatheredError: from the function: a leaf was used before it was gathered.
         ConfigError: from the function: `precision` is strict, and the device has no kernel for its format.
+        LayoutError: from the function: `precision` has patterns that match no leaf.
         MissingKeyError: from the function: `fn` asks for an entry that none of its arguments has.
         BatchError: from the function: `fn` failed, and something in the batch is no tensor.
         ShapeError: from the function: `fn` computes with shapes that do not go together.
@@ -182,6 +183,7 @@ def value_and_grad(
     @_compat.never_inlined
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
         refuse_compiled("fs.value_and_grad", _COMPILE)
+        _check_patterns(precision, params)
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
         first = first_call("fs.value_and_grad", fn)
         return loss_and_grads(
@@ -190,6 +192,16 @@ def value_and_grad(
         )  # fmt: skip
 
     return run
+
+
+def _check_patterns(precision: Precision, params: Tree) -> None:
+    """Refuse patterns of a precision with formats that match none of the parameters."""
+    if not (isinstance(precision.gather, Blocks) or isinstance(precision.reduce, Blocks)):
+        return
+    if precision.keep is KEEP and not precision.columnwise:
+        return
+    shapes = zip(tree.paths(params), (tuple(x.shape) for x in tree.leaves(params)), strict=True)
+    precision.check_leaves("fs.value_and_grad", tuple(PatternLeaf(p, shape, len(shape) > 2) for p, shape in shapes))
 
 
 _COMPILE = "Compile the loss function, fs.value_and_grad(torch.compile(loss_fn)), or its blocks."

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsharding.errors import ConfigError, FshardingError, message
 from fsharding.interop.module.problems import FUNCTION, problem
+from fsharding.interop.module.structure import shadowed
 
 __all__ = ["REPLACED", "LayerRoles", "Role", "Roles", "check_options", "check_roles", "layer_roles"]
 
@@ -93,6 +94,7 @@ def check_roles(module: nn.Module, roles: Roles) -> list[FshardingError]:
     paths = dict(module.named_modules())
     idle = [pattern for pattern in roles if not any(fnmatchcase(path, pattern) for path in paths)]
     wrong += [f"{pattern!r} fits no module" for pattern in idle]
+    wrong += shadowed(roles, [*paths])
     mend = f"Give plain nn.Linear and nn.Embedding one of the roles {', '.join(map(repr, known))}, and others none."
     return [ConfigError(message(FUNCTION, "cannot compute some layers over tp.", wrong, mend))] if wrong else []
 

@@ -8,7 +8,7 @@ The tree of leaves has the shape of the module, without the number of a block: `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import takewhile
@@ -24,7 +24,17 @@ from fsharding.sharding.leaf_plan import LAYERS, type_text
 from fsharding.sharding.partition_spec import DimName
 from fsharding.tree import Tree
 
-__all__ = ["Anatomy", "ModuleLeaf", "ModuleUnit", "NameTable", "UnitPatterns", "Weight", "nested", "plan_module"]
+__all__ = [
+    "Anatomy",
+    "ModuleLeaf",
+    "ModuleUnit",
+    "NameTable",
+    "UnitPatterns",
+    "Weight",
+    "nested",
+    "plan_module",
+    "shadowed",
+]
 
 UnitPatterns: TypeAlias = str | Sequence[str | tuple[str, ...]]
 """Paths of modules; `*` stands for one part of a path, and a tuple is gathered together."""
@@ -383,7 +393,22 @@ def _misnamed(
     idle = [repr(pattern) for pattern in table if not any(fnmatchcase(leaf.path, pattern) for leaf in every)]
     rows = [*idle, "leaves are", *(f"  {leaf.path}" for leaf in every)] if idle else []
     mend = "Take them out, or write them as the leaves are called; print(net) shows what names they get."
-    return problems + problem(LayoutError, "gets names for leaves that are not there.", rows, mend)
+    problems += problem(LayoutError, "gets names for leaves that are not there.", rows, mend)
+    hidden = shadowed(table, [leaf.path for leaf in every])
+    mend = "Put narrow patterns first: the first one that fits a leaf counts."
+    return problems + problem(LayoutError, "gets names that other patterns hide.", hidden, mend)
+
+
+def shadowed(patterns: Iterable[str], paths: Sequence[str]) -> list[str]:
+    """Patterns that fit some path, but none first; one row each."""
+    earlier: list[str] = []
+    rows: list[str] = []
+    for pattern in patterns:
+        fits = [path for path in paths if fnmatchcase(path, pattern)]
+        hides = [next((p for p in earlier if fnmatchcase(path, p)), None) for path in fits]
+        rows += [f"{pattern!r} stands after {hides[0]!r}, which fits {fits[0]}"] if fits and None not in hides else []
+        earlier.append(pattern)
+    return rows
 
 
 def _named(leaves: tuple[ModuleLeaf, ...], table: NameTable | None) -> tuple[ModuleLeaf, ...]:

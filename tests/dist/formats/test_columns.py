@@ -16,7 +16,8 @@ from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import full, mesh_of, refusal
 
-COLUMNS = ("wq", "wk", "wv", "wqkv", "gate", "up", "gate_up")
+COLUMNS = ("w[qkv]*", "[gu]*[ep]")
+"""The first product of attention and of the MLP, fused or not."""
 FORMATS = {
     "mx": formats.MXFP8, "row": formats.ROWWISE, "nvfp4": formats.NVFP4, "1x128": formats.E4M3_1x128,
     "mx keyed": formats.MXFP8.with_rounding("keyed"),

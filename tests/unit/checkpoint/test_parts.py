@@ -248,7 +248,7 @@ def test_how_weights_are_computed_with_comes_out_of_a_manifest(tmp_path):
     names = {"table": ("vocab", "embed"), "blocks": {"w": ("layers", "heads", "embed"), "scale": ()},
              "pair": [("mlp",), (None, None)], "counts": (None,)}  # fmt: skip
     precision = fs.Precision(
-        params=torch.float32, compute=fs.formats.MXFP8, activations=torch.float16, strict=True, columnwise=("w", "up*")
+        params=torch.float32, compute=fs.formats.MXFP8, activations=torch.float16, strict=True, columnwise=("w", "w*")
     )
     layout = planned(fs.zero(3), precision, names=names)
     ck.save(tmp_path / "a", state_of(layout))
