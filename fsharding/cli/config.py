@@ -24,7 +24,7 @@ from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape, parse_a
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.model import Model
 from fsharding.models.presets import recipe
-from fsharding.pipeline.plots import metrics_rows, require_matplotlib
+from fsharding.pipeline.plots import metrics_rows
 from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
 from fsharding.precision import FP8, FP8_BLOCK, MXFP8, NVFP4
@@ -92,6 +92,7 @@ def check(config: TrainConfig, world: int) -> None:
         for k in ("lr", "clip", "timeout", "grace", "peak_tflops")
         if (v := getattr(config, k)) is not None and not v > 0
     ]
+    wrong += [f"--log-every {config.log_every}: at least 0"] if not config.log_every >= 0 else []
     wrong += [f"--preempt-status {config.preempt_status}: 0 to 255"] if not 0 <= config.preempt_status <= 255 else []
     wrong += [f"--lr {config.lr}: finite"] if config.lr == math.inf else []
     wrong += [f"--peak-tflops {config.peak_tflops}: finite"] if config.peak_tflops == math.inf else []
@@ -114,8 +115,6 @@ def check(config: TrainConfig, world: int) -> None:
         mend = "Give the data of the validation as well, or leave --val-every out."
         raise ConfigError(message("fsharding train", "got --val-every without --val-data.", mend=mend))
     require_trackers(config.log)
-    if config.plot:
-        require_matplotlib("fsharding train")
     _layers_of_stages(config)
     for text in (config.mesh, *(swap.mesh for swap in parse_swaps(config.swap_at) if swap.mesh)):
         _check_batch(config, _mesh_shape(config, text, world))

@@ -78,7 +78,8 @@ class TrainConfig:
             the end of its job. The run stops before it by twice its longest step and save.
         preempt_status: exit status of a run that SIGTERM, SIGUSR1 or the deadline has stopped, and that has saved.
         grace: seconds that the ranks of `ranks` have to save after a signal, before they are killed.
-        plot: draw `loss.png`.
+        plot: draw `loss.png`, if matplotlib is installed.
+        log_every: seconds between lines of progress where there is no terminal; 0 for a line after every step.
         log: where metrics go besides `metrics.jsonl`: tensorboard, wandb, json; several with commas, or several times.
             wandb is offline unless WANDB_MODE says otherwise.
         peak_tflops: peak TFLOP/s of a rank's device in `dtype`, for the utilisation; left out, that of a known GPU.
@@ -129,6 +130,7 @@ class TrainConfig:
     preempt_status: int = 0
     grace: float = 600.0
     plot: bool = True
+    log_every: float = 10.0
     log: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     peak_tflops: float | None = None
     trace: int | None = None

@@ -55,7 +55,7 @@ from fsharding.mesh.device_mesh import data_position, everyone, make_mesh, own_r
 from fsharding.mesh.failures import naming_lost, write_stacks
 from fsharding.models.model import Model
 from fsharding.models.presets import Recipe, recipe
-from fsharding.pipeline.plots import metrics_rows, plot_loss
+from fsharding.pipeline.plots import has_matplotlib, metrics_rows, plot_loss
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.strategy import parse_strategy
 from fsharding.train.data import Packed, Shard, Tokens
@@ -219,9 +219,30 @@ def _tell(config: TrainConfig, choice: Choice, first: int) -> None:
         return
     where = f"goes on from {choice.path}, after {first} batches" if choice.path is not None else "starts a new run"
     rows = [f"  passed over {row}" for row in choice.passed]
+    rows += _changes(config, choice.path) if choice.path is not None else []
     if choice.path is not None and _is_own(config, choice.path) and first and not config.metrics.exists():
         rows.append(f"  {config.metrics} is gone: a new one begins here")
     print("\n".join([where, *map(printable, rows)]), file=sys.stderr if config.json else sys.stdout, flush=True)
+
+
+_TOLD_CHANGES = (
+    "lr", "decay_steps", "clip", "dtype", "batch", "seq", "seed", "microbatches", "strategy", "mesh", "schedule",
+    "attention", "policy", "swap_at",
+)  # fmt: skip
+"""Options that may differ from those of the run that is resumed, and change its numbers, memory or speed."""
+
+
+def _changes(config: TrainConfig, path: Path) -> list[str]:
+    """One row for each option that is another one than when a checkpoint was saved."""
+    extra = checkpoint.metadata(path).extra
+    before: Any = extra.get("config") if isinstance(extra, dict) else None
+    rows: list[str] = []
+    for name in _TOLD_CHANGES if isinstance(before, dict) else ():
+        then, now = str(before.get(name)), str(getattr(config, name))
+        if name in before and then != now:
+            words = [text if text not in ("", "None") else "left out" for text in (then, now)]
+            rows.append(f"  --{name.replace('_', '-')}: {words[0]} in the checkpoint, {words[1]} now")
+    return rows
 
 
 def _is_own(config: TrainConfig, checkpoint: Path) -> bool:
@@ -310,7 +331,7 @@ def _batch(data: Tokens | Packed, number: int, mesh: Any) -> dict[str, torch.Ten
     return {k: v.to(_device(mesh)) for k, v in batch.items()}
 
 
-_OWN = {"out", "data", "val_data", "tokenizer", "config", "ranks", "plot", "timeout", "deadline", "grace"}
+_OWN = {"out", "data", "val_data", "tokenizer", "config", "ranks", "plot", "log_every", "timeout", "deadline", "grace"}
 """Options that ranks on several machines may have each of their own."""
 
 
@@ -410,6 +431,28 @@ def _optimizer(config: TrainConfig, chosen: Recipe, schedule: fs.optim.Schedule)
     return fs.optim.multi_transform({**groups, "stacked": muon} if config.optimizer == "muon" else groups, group)
 
 
+_WIDTH, _BAR = 80, 10
+"""Columns of a terminal, and of the bar in it."""
+
+
+def _joined(parts: Sequence[str], width: int) -> str:
+    """The first parts that fit into a line, the most important one first; parts that are empty are left out."""
+    result = ""
+    for part in filter(None, parts):
+        if result and len(result) + 2 + len(part) > width:
+            break
+        result = f"{result}  {part}" if result else part
+    return result
+
+
+def _short(rate: float) -> str:
+    """A rate in at most five characters."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rate >= 10 * limit:
+            return f"{rate / limit:,.0f}{unit}"
+    return f"{rate:.0f}"
+
+
 class _Log:
     """Metrics and progress of rank 0; the other ranks have one that does nothing."""
 
@@ -421,9 +464,10 @@ class _Log:
         self.val = ""
         console = Console(stderr=config.json)
         self.out = console.file
-        self.every = 0 if console.is_terminal else max(1, config.steps // 10)
+        self.every = math.inf if console.is_terminal else config.log_every
+        self.told = -math.inf
         self.progress = Progress(
-            BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn(),
+            BarColumn(_BAR), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn(),
             console=console, disable=not console.is_terminal,
         )  # fmt: skip
         self.task = self.progress.add_task("train", total=config.steps, completed=first, text="")
@@ -448,19 +492,17 @@ class _Log:
         for tracker in self.trackers:
             tracker.write(step, {k: v for k, v in {**row, **rates}.items() if k != "step"})
         if val is not None:
-            self.val = f"  val {val:.4f}"
-        text = f"loss {float(m.loss):.4f}{self.val}  {tokens / seconds:,.0f} tokens/s"
-        text += f" ({rates['tokens_per_s_rank']:,.0f} a rank)" if self.meter.ranks > 1 else ""
-        text += f"  MFU {rates['mfu']:.1%}" if "mfu" in rates else ""
-        text += f"  lr {lr:.2e}  {size / 1e6:.1f} MB of state a rank"
-        text += f", {rates['peak_memory_bytes'] / 1e6:,.0f} MB {'allocated' if self._cuda else 'resident'} at most"
-        self.progress.update(self.task, completed=step, text=text)
-        if self.every and (step % self.every == 0 or step == self.config.steps):
-            print(f"step {step}/{self.config.steps}  {text}", file=self.out, flush=True)
-
-    @property
-    def _cuda(self) -> bool:
-        return self.meter.device_type == "cuda"
+            self.val = f"val {val:.4f}"
+        said = [f"loss {float(m.loss):.4f}", self.val, f"{_short(tokens / seconds)} tokens/s"]
+        said += [f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []
+        said += [f"lr {lr:.2e}", f"peak {rates['peak_memory_bytes'] / 1e6:,.0f} MB"]
+        count = f"{step}/{self.config.steps}"
+        if math.isinf(self.every):
+            # Bar, count and remaining time stand beside it.
+            self.progress.update(self.task, completed=step, text=_joined(said, _WIDTH - _BAR - len(count) - 11))
+        elif step == self.config.steps or time.monotonic() >= self.told + self.every:
+            self.told = time.monotonic()
+            print(_joined([f"step {count}", *said], _WIDTH), file=self.out, flush=True)
 
     def _check_there(self) -> None:
         """Refuses to go on when the file that it writes is no longer the one under its name."""
@@ -477,7 +519,8 @@ class _Log:
             raise CheckpointError(message("fsharding train", rule, mend=mend))
 
     def finish(self, stopped: str = "") -> None:
-        if self.config.plot and not stopped:  # drawing takes longer than what may be left
+        drawn = self.config.plot and has_matplotlib() and not stopped  # drawing takes longer than what may be left
+        if drawn:
             plot_loss(self.config.metrics, self.config.out / "loss.png")
         steps, loss = 0, None
         for row in metrics_rows(self.config.metrics):
@@ -493,8 +536,10 @@ class _Log:
             return
         text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
         last = f"{text} after {steps} steps" if steps else "no steps"
-        files = "metrics, plot and checkpoints" if self.config.plot else "metrics and checkpoints"
+        files = "metrics, plot and checkpoints" if drawn else "metrics and checkpoints"
         print(f"{last}; {files} in {self.config.out}", flush=True)
+        if self.config.plot and not drawn:
+            print("no plot was drawn: matplotlib is not installed (pip install 'fsharding[plot]')", flush=True)
 
     def close(self) -> None:
         self.progress.stop()

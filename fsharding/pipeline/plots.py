@@ -39,6 +39,11 @@ class Bar(NamedTuple):
     limit: float | None = None
 
 
+def has_matplotlib() -> bool:
+    """Whether plots can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def require_matplotlib(function: str, picture: str = "loss.png", *, instead: str = ", or pass --no-plot") -> None:
     """Checks that plots can be drawn.
 
@@ -50,7 +55,7 @@ def require_matplotlib(function: str, picture: str = "loss.png", *, instead: str
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         mend = f"pip install 'fsharding[plot]'{instead}."
         raise ConfigError(message(function, f"needs matplotlib to draw {picture}.", mend=mend))
 

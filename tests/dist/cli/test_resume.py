@@ -81,6 +81,18 @@ def test_auto_starts_a_run_and_goes_on_with_it(six: Path, tmp_path: Path, capsys
     assert losses(tmp_path / "run") == losses(six)
 
 
+def test_options_that_are_others_than_before_are_said(out: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(out, "--steps", "7", "--resume", "auto", "--lr", "1e-3", "--dtype", "bfloat16") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("goes on from ")
+    assert said[1:3] == [
+        "  --lr: left out in the checkpoint, 0.001 now",
+        "  --dtype: float32 in the checkpoint, bfloat16 now",
+    ]
+    assert run(out, "--steps", "7", "--resume", "auto", "--lr", "1e-3", "--dtype", "bfloat16") == 0
+    assert not any(line.startswith("  --") for line in capsys.readouterr().out.splitlines())
+
+
 def test_what_is_passed_over_is_said(out: Path, six: Path, capsys: pytest.CaptureFixture[str]):
     (out / "ckpt" / "99").mkdir()
     (out / "ckpt" / ".97.partial").mkdir()

@@ -1,5 +1,6 @@
 """Runs of one process: what they go on with, what they leave behind, and what they say."""
 
+import importlib.util
 import json
 import shutil
 from dataclasses import replace
@@ -103,6 +104,39 @@ def test_the_run_as_one_json_object(config, capsys):
     out, err = capsys.readouterr()
     assert json.loads(out) == {"steps": 1, "loss": losses(config)[0], "out": str(config.out)}
     assert "step 1/1" in err
+
+
+def test_lines_of_progress_come_by_time_and_fit_80_columns(config, capsys, monkeypatch):
+    now = iter(range(0, 1000, 4))  # seconds: a step takes 4
+    monkeypatch.setattr(runs.time, "monotonic", lambda: next(now))
+    options = ["--data", config.data, "--steps", "8", "--batch", "2", "--seq", "32", "--no-plot", "--peak-tflops", "1"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--out", str(config.out), *options, "--val-data", config.data, "--val-every", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/8", "4/8", "7/8", "8/8"]
+    assert all(len(line) <= 80 and "loss" in line and "val" in line and "MFU" in line for line in lines[:-1])
+
+
+@pytest.mark.parametrize("width", [24, 80])
+def test_what_does_not_fit_a_line_is_left_out_from_its_end(width):
+    parts = ["step 1000000/1000000", "", "loss 2.0000", "val 2.0000", "123k tokens/s", "MFU 40.0%", "lr 1.00e-03"]
+    line = runs._joined(parts, width)
+    assert len(line) <= width and line.startswith("step 1000000/1000000")
+    assert ("loss" in line, "lr" in line) == (width == 80, False)
+
+
+def test_a_run_without_matplotlib_trains_and_says_that_no_plot_was_drawn(config, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else find(name, *_))
+    options = ["--data", config.data, "--steps", "1", "--batch", "2", "--seq", "32"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--out", str(config.out), *options])
+    said = capsys.readouterr().out
+    assert said.endswith(
+        f"metrics and checkpoints in {config.out}\n"
+        "no plot was drawn: matplotlib is not installed (pip install 'fsharding[plot]')\n"
+    )
+    assert not (config.out / "loss.png").exists() and len(losses(config)) == 1
 
 
 def test_the_benches_as_json(capsys):
