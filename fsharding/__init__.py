@@ -6,6 +6,7 @@ Start with `setup`, as `docs/tutorials/first-steps.md` does; or with `make_mesh`
 
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fsharding.version import own_version
@@ -46,6 +47,18 @@ _ELSEWHERE = {
     "all_reduce": _COLLECTIVE.format("fs.ops.psum(x, axis)"),
 }
 
+
+def _in_namespaces(api: ModuleType) -> dict[str, str]:
+    """Name the namespaces that have a name, such as `fs.optim.chain`, by that name."""
+    spaces = {f"fs.{name}": getattr(api, name) for name in api.__all__ if isinstance(getattr(api, name), ModuleType)}
+    spaces["fs.optim.schedules"] = api.optim.schedules
+    found: dict[str, list[str]] = {}
+    for path, space in spaces.items():
+        for name in space.__all__:
+            found.setdefault(name, []).append(f"{path}.{name}")
+    return {name: f"Write {' or '.join(paths)}." for name, paths in found.items()}
+
+
 if not TYPE_CHECKING:  # a type checker would take every name for one that is there
 
     def __getattr__(name: str) -> object:
@@ -59,7 +72,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
         if name not in globals():
             from fsharding.public import missing_name  # lazy: as above
 
-            raise missing_name("fs", name, api.__all__, _ELSEWHERE)
+            raise missing_name("fs", name, api.__all__, _in_namespaces(api) | _ELSEWHERE)
         return globals()[name]
 
     def __dir__() -> list[str]:

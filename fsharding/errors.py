@@ -19,6 +19,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DonatedError",
+    "DtypeError",
     "FshardingError",
     "LayoutError",
     "MeshError",
@@ -133,6 +134,10 @@ class MissingNameError(FshardingError, AttributeError):
 
 class ShapeError(FshardingError, RuntimeError):
     """A loss function computes with tensors whose shapes do not go together."""
+
+
+class DtypeError(FshardingError, RuntimeError):
+    """A loss function computes with a leaf of the batch whose dtype or device does not go with the parameters."""
 
 
 class DonatedError(FshardingError, RuntimeError):

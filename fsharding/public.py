@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from fsharding import _compat, tree
 from fsharding.errors import (
@@ -36,6 +37,7 @@ from fsharding.errors import (
 from fsharding.precision import Precision
 
 __all__ = [
+    "YIELDS",
     "check_function",
     "check_optimizer",
     "check_path",
@@ -49,6 +51,7 @@ __all__ = [
     "refuse_module",
     "refuse_state",
     "without_parameters",
+    "yields_batches",
 ]
 
 _Params = ParamSpec("_Params")
@@ -289,6 +292,14 @@ def kind_of(x: Any) -> str:
     if x is None or isinstance(x, int | float | str | bytes):
         return repr(x)[:60]
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+YIELDS = "Call it for each batch: for batch in loader: state, metrics = step(state, batch)."
+
+
+def yields_batches(x: Any) -> bool:
+    """Whether something is a data loader, a data set or a generator of batches instead of one batch."""
+    return isinstance(x, Iterator | DataLoader | Dataset)
 
 
 def refuse(function: str, what: str, x: Any, mend: str) -> ArgumentError:

@@ -48,6 +48,7 @@ __all__ = [
     "narrow",
     "new_zeros",
     "next_count",
+    "refuse_no_gradients",
     "refuse_other_shapes",
     "refuse_other_shards",
     "require_params",
@@ -537,6 +538,8 @@ def refuse_other_shapes(function: str, first: Tree, second: Tree, labels: tuple[
         TreeError: they differ; all such leaves are listed.
     """
     flat, spec = tree.flatten(first)
+    if labels[0] == "gradients":
+        refuse_no_gradients(function, first, second)
     others = tree.flatten_up_to(spec, second, function, labels)
     if all(map(_alike, flat, others)):
         return
@@ -547,6 +550,24 @@ def refuse_other_shapes(function: str, first: Tree, second: Tree, labels: tuple[
     ]
     text = f"got {labels[0]} and {labels[1]} of different shapes."
     raise TreeError(message(function, text, rows, f"Give {labels[0]} and {labels[1]} of one model."))
+
+
+def refuse_no_gradients(function: str, grads: Tree, like: Tree) -> None:
+    """Refuse gradients that are all None, as `.grad` of a tensor is without a `.backward()`.
+
+    Args:
+        function: the public function, for the error.
+        grads: tree of gradients.
+        like: the tree that they belong to; it may be empty too.
+
+    Raises:
+        TreeError: there is no gradient.
+    """
+    if not tree.leaves(grads) and tree.leaves(like):
+        mend = (
+            "Compute them: value, grads = fs.value_and_grad(loss_fn)(params, batch); .grad of a parameter is None here."
+        )
+        raise TreeError(message(function, "got no gradients: each of them is None.", mend=mend))
 
 
 def _alike(x: Tensor, y: Any) -> bool:

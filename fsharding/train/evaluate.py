@@ -19,13 +19,13 @@ from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.pipeline.executor import Messages, pipeline_loss
 from fsharding.pipeline.schedule import Schedule
 from fsharding.precision import FP32, Precision
-from fsharding.public import check_function, public, refuse_compiled
+from fsharding.public import check_function, kind_of, public, refuse, refuse_compiled
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import to_local
 from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch
 from fsharding.train.state import TrainState, rounding_key
-from fsharding.train.step import model_loss, planned_schedule, refuse_model
+from fsharding.train.step import TrainStep, model_loss, planned_schedule, refuse_model
 from fsharding.transforms.value_and_grad import Loss, global_loss
 from fsharding.tree import Tree
 
@@ -86,6 +86,9 @@ def evaluate(
         >>> float(validation.mean), int(validation.count)
         (16.0, 3)
     """
+    if isinstance(model, TrainStep):
+        mend = "Give the loss function or the Model that the step was made from: fs.evaluate(loss_fn)(state, batch)."
+        raise refuse(_NAME, "a Model, or a loss function (params, batch)", model, mend)
     is_model = hasattr(model, "block")
     if not is_model:
         check_function(_NAME, "a Model, or a loss function (params, batch)", model, 2)
@@ -101,6 +104,9 @@ def evaluate(
     @_compat.never_inlined
     def run(params: Tree | TrainState, batch: Tree) -> Any:
         refuse_compiled(_NAME, "Compile the loss function, fs.evaluate(torch.compile(loss_fn)), or its blocks.")
+        if isinstance(batch, TrainState):
+            rule = f"takes parameters, then a batch; got {kind_of(params)}, then {kind_of(batch)}."
+            raise ArgumentError(message(_NAME, rule, mend="Swap the two: fs.evaluate(loss_fn)(state, batch)."))
         state = params if isinstance(params, TrainState) else None
         values = params if state is None else state.params
         dtypes = precision or (FP32 if state is None else state.layout.in_flight(state.layout.precision))

@@ -6,12 +6,17 @@ Law: the parts of all data ranks, one after the other, are the global batch; so 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
 from torch import Tensor
 
 from fsharding import tree
 from fsharding.errors import BatchError, message
 from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
-from fsharding.public import public
+from fsharding.public import YIELDS, public, yields_batches
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.tree import Tree
 
@@ -25,11 +30,12 @@ def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
     Ranks along `tp`, `pp` and `cp` have the same rows.
 
     Args:
-        batch: tree of tensors `[B, ...]`, the same on every rank.
+        batch: tree of tensors `[B, ...]`, the same on every rank; dataclasses and mappings, such as a `BatchEncoding`,
+            are trees here too.
         mesh: by default the current one.
 
     Returns:
-        The tree with tensors `[B / count, ...]`: views.
+        The tree with tensors `[B / count, ...]` on the device of the mesh: views where they are there already.
 
     Raises:
         BatchError: a leaf is no tensor, or its dim 0 is no multiple of the number of data ranks; all are listed.
@@ -39,23 +45,73 @@ def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
         >>> fs.local_batch({"x": torch.zeros(8, 3)}, mesh)["x"].shape  # one rank reads all 8 rows
         torch.Size([8, 3])
     """
-    index, count = data_position(current_mesh("fs.local_batch") if mesh is None else mesh)
+    mesh = current_mesh("fs.local_batch") if mesh is None else mesh
+    index, count = data_position(mesh)
     if rows := uneven(batch, count):
         mend = f"Give a number of rows that is a multiple of {count}: drop the last ones, or pad."
         raise uncut("fs.local_batch", rows, "a global batch", f"{count} parts, one for each data rank", mend)
-    return tree.map(lambda x: x.chunk(count)[index], batch)
+    device = getattr(mesh, "device_type", None)
+    return tree.map(lambda x: x.chunk(count)[index].to(device, non_blocking=True), batch)
 
 
-_NO_TENSOR = ", which is no tensor"
+_UNUSABLE = {
+    ", which yields batches": YIELDS,
+    ", which is no tensor": (
+        "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each."
+    ),
+    " on the meta device, without values": "Make them on a device, such as that of the mesh.",
+}
+"""What makes a leaf unusable whatever its shape, as the end of its row, and the edit. Other ranks may read the row."""
 
 
 def uneven(batch: Tree, parts: int) -> list[str]:
-    """The leaves of a batch that cannot be cut into equal parts, in words."""
+    """Describe the leaves of a batch that cannot be split into equal parts, one row each."""
+    _register_containers(batch)
     return [
-        f"{path} is {kind_text(x)}" + ("" if isinstance(x, Tensor) else _NO_TENSOR)
+        f"{path or 'the batch'} is {kind_text(x)}{_unusable(x)}"
         for path, x in tree.named_leaves(batch).items()
-        if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[0] % parts
+        if _unusable(x) or x.ndim == 0 or x.shape[0] % parts
     ]
+
+
+def _unusable(x: Any) -> str:
+    yields, no_tensor, meta = _UNUSABLE
+    if not isinstance(x, Tensor):
+        return yields if yields_batches(x) else no_tensor
+    return meta if x.is_meta else ""
+
+
+def _register_containers(batch: Tree) -> None:
+    """Make the dataclasses and mappings of a batch nodes of our trees, so that their tensors are its leaves."""
+    while new := {type(x) for x in tree.leaves(batch) if _is_container(x)}:
+        for kind in new:
+            if dataclasses.is_dataclass(kind):
+                names = tuple(field.name for field in dataclasses.fields(kind) if field.init)
+                tree.register_node(
+                    kind, _fields_of(names), functools.partial(_made_of_fields, kind, names), fields=True
+                )
+            else:
+                tree.register_node(kind, _items_of, functools.partial(_made_of_items, kind))
+
+
+def _is_container(x: Any) -> bool:
+    return isinstance(x, Mapping) or (dataclasses.is_dataclass(x) and not isinstance(x, type | Tensor))
+
+
+def _fields_of(names: tuple[str, ...]) -> Callable[[Any], Any]:
+    return lambda x: (tuple(getattr(x, name) for name in names), None, names)
+
+
+def _made_of_fields(kind: Any, names: tuple[str, ...], _: None, children: Iterable[Any]) -> Any:
+    return kind(**dict(zip(names, children, strict=True)))
+
+
+def _items_of(x: Mapping[Any, Any]) -> Any:
+    return tuple(x.values()), tuple(x.keys()), tuple(map(str, x))
+
+
+def _made_of_items(kind: Any, keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
+    return kind(dict(zip(keys, children, strict=True)))
 
 
 def uncut(
@@ -74,10 +130,9 @@ def uncut(
         parts: what it cannot be cut into.
         mend: the advice, where all leaves are tensors.
     """
-    odd = [row for row in rows if row.endswith(_NO_TENSOR)]
-    if odd:
-        mend = "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each."
-        return BatchError(message(function, f"takes {whose} as trees of tensors.", odd, mend))
+    for kind, edit in _UNUSABLE.items():
+        if odd := [row for row in rows if row.endswith(kind)]:
+            return BatchError(message(function, f"takes {whose} as trees of tensors.", odd, edit))
     return BatchError(message(function, f"cannot cut {whose} into {parts}.", rows, mend))
 
 

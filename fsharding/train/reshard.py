@@ -14,16 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
 from fsharding.comm.reshard_plan import BUDGET, Plan, plan_routes
 from fsharding.comm.reshard_run import exchange
 from fsharding.errors import LayoutError, message
+from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
 from fsharding.mesh.failures import meet, naming_lost
-from fsharding.public import public
+from fsharding.public import public, refuse
 from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, typeof
@@ -175,6 +177,9 @@ def shard(values: Tree, layout: Any) -> Tree:
         >>> fs.unshard(params)["w"]
         tensor([0., 1., 2., 3.])
     """
+    if isinstance(layout, DeviceMesh | AbstractMesh):
+        mend = "Plan a layout on that mesh: layout = fs.plan_layout(tree, mesh)."
+        raise refuse("fs.shard", "a tree, then a Layout or shardings", layout, mend)
     flat, spec = tree.flatten(values)
     targets, _ = reshard_leaves.shardings(spec, layout)
     cut = [x is not None and isinstance(x, DTensor | Local) for x in flat]

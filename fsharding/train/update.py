@@ -9,7 +9,7 @@ from __future__ import annotations
 from fsharding import _compat
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import ArgumentError, message
-from fsharding.optim.base import GradientTransformation
+from fsharding.optim.base import GradientTransformation, refuse_no_gradients
 from fsharding.optim.updates import apply_gradients
 from fsharding.public import check_optimizer, is_optimizer, kind_of, public, refuse, refuse_compiled
 from fsharding.train.state import TrainState, main_of, rounding_key, sealed, spread
@@ -56,6 +56,7 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
     if is_optimizer(grads) and not is_optimizer(opt):
         raise refuse(_NAME, "gradients, then an optimizer", grads, "Swap the two: fs.update(state, grads, opt).")
     check_optimizer(_NAME, opt)
+    refuse_no_gradients(_NAME, grads, state.opt_state)
     layout = state.layout
     placed = redistribute(grads, layout.main)
     main, opt_state = apply_gradients(

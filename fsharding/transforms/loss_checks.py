@@ -25,6 +25,7 @@ from fsharding import tree
 from fsharding.errors import (
     ArgumentError,
     BatchError,
+    DtypeError,
     FshardingError,
     MissingKeyError,
     NotGatheredError,
@@ -34,7 +35,7 @@ from fsharding.errors import (
     listed,
     message,
 )
-from fsharding.public import kind_of
+from fsharding.public import YIELDS, kind_of, yields_batches
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, of_sums, typeof
 from fsharding.transforms.gather_context import GatherContext
@@ -44,8 +45,10 @@ __all__ = ["explained", "line_of_user"]
 
 _NAME = "fs.value_and_grad"
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
+_KINDS = re.compile(r"dtype|scalar type|not implemented for '|LongTensor|same device|expected device|on meta")
 _TRACED = re.compile(r"got (?:Runtime|Value|Index)Error\([\"'](.+?)[\"']\)")
 """The error of an operation that a compiler has tried on tensors without values."""
+_FREEZE = 'Freeze leaves in the layout: fs.plan_layout(..., frozen=["head"]).'
 _NOT_THE_USERS = (
     *(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, tree)),
     sysconfig.get_paths()["stdlib"],
@@ -81,6 +84,7 @@ def explained(
         or _of_nodes(error)
         or _of_missing(error, names, params, args)
         or _of_arrays(error, names[1:], args)
+        or _of_kinds(error, names[1:], params, args)
         or _of_shapes(error, names[1:], args, context)
     )
 
@@ -104,6 +108,8 @@ def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None
     if error.use == "is indexed" and index.row is None:
         stack = _code(accessor[:-1], "params")
         mend += f" Of a stack, take a block with fs.gather_unit(fs.select_unit({stack}, i)), or use fs.scan_units."
+    if "requires_grad" in error.use:
+        mend = _FREEZE
     if "to_local" in error.use:
         mend += " The part of this rank, as it is, is .value."
     mend += of_sums(error.use)
@@ -149,6 +155,9 @@ def _of_writing(error: Exception) -> FshardingError | None:
             " with torch.autograd.grad(..., create_graph=True)."
         )
         return TransformError(message(_NAME, rule, mend=mend))
+    if "change requires_grad flags" in text:
+        rule = "has a loss function that changes requires_grad of a gathered weight."
+        return TransformError(message(_NAME, rule, _line_of(error), f"{_FREEZE} In one place, use w.detach()."))
     if "is a view and" in text and "modified inplace" in text:
         rule = "has a loss function that writes gathered weights in place."
         mend = "Make new tensors of them: w = w * 2 in the place of w.mul_(2), w = w + x in that of w += x."
@@ -190,6 +199,9 @@ def _of_arrays(error: Exception, names: Sequence[str], args: Sequence[Any]) -> F
     if not isinstance(error, TypeError | AttributeError):
         return None
     text, given = str(error), dict(zip(names, args, strict=False))
+    if yielding := [f"{name} is {kind_of(x)}" for name, x in given.items() if yields_batches(x)]:
+        rule = "takes one batch, and got an object that yields them."
+        return BatchError(message(_NAME, rule, yielding, YIELDS))
     rows = [f"{name} is None" for name, x in given.items() if x is None]
     rows += [f"{name} is {kind_of(x)}" for name, x in given.items() if "indices must be" in text and _is_list(x)]
     for name, x in given.items():
@@ -199,6 +211,37 @@ def _of_arrays(error: Exception, names: Sequence[str], args: Sequence[Any]) -> F
         return None
     mend = "Give it what the loss function asks for; of arrays make tensors, fs.tree.map(torch.as_tensor, batch)."
     return BatchError(message(_NAME, f"has a loss function that failed: {text}.", rows, mend))
+
+
+def _of_kinds(error: Exception, names: Sequence[str], params: Tree, args: Sequence[Any]) -> FshardingError | None:
+    """Explain an error about dtypes or devices by the leaves of the batch that differ from the parameters."""
+    if not isinstance(error, RuntimeError) or not _KINDS.search(str(error)):
+        return None
+    weights = [x.value for x in tree.leaves(params, is_leaf=_is_local) if isinstance(x, Local)]
+    devices, dtypes = {x.device for x in weights}, {x.dtype for x in weights if x.is_floating_point()}
+    rows: list[str] = []
+    for name, batch in zip(names, args, strict=False):
+        for path, x in tree.named_leaves(batch).items():
+            if isinstance(x, Tensor) and (why := _odd_kind(x, devices, dtypes)):
+                rows.append(f"{_joined(name, path)} is {kind_of(x).removeprefix('a tensor ')}: {why}")
+    if not rows:
+        return None
+    text = str(error).strip().partition("\n")[0].rstrip(".!")
+    mend = "Change these leaves of the batch; fs.local_batch(batch) moves all of them to the device of the mesh."
+    return DtypeError(message(_NAME, f"has a loss function that failed: {text}.", [*_line_of(error), *rows], mend))
+
+
+def _odd_kind(x: Tensor, devices: set[torch.device], dtypes: set[torch.dtype]) -> str:
+    """What to do with a leaf of a batch that differs from the parameters in dtype or device; "" if it does not."""
+    if x.is_meta:
+        return "it has no values, so make it on a device"
+    if devices and x.device not in devices:
+        return f"the parameters are on {next(iter(devices))}"
+    if x.dtype == torch.float64 and torch.float64 not in dtypes:
+        return "write .float()"
+    if not x.is_floating_point() and not x.is_complex() and x.dtype not in (torch.int64, torch.bool):
+        return "write .long() for ids and classes"
+    return ""
 
 
 def _is_local(x: Any) -> bool:

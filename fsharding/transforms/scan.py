@@ -180,7 +180,10 @@ def unstack_units(stack: Tree) -> list[Tree]:
     lengths = {path: _length(node) for path, node in zip(tree.paths(stack), nodes, strict=True)}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         rows = [f"{path}: {'0-d' if n is None else n}" for path, n in lengths.items()]
-        mend = "Pass unlike units as a list, and shared leaves apart from the stack."
+        mend = (
+            "Pass unlike units as a list, and shared leaves apart from the stack. One unit alone needs no scan:"
+            " x = block(fs.gather_unit(unit), x)."
+        )
         raise TreeError(message("fs.scan_units", "needs leaves [layers, ...] of one length.", rows, mend))
     refuse_cut_layers("fs.scan_units", tree.unflatten(spec, nodes))
     context = current_context()

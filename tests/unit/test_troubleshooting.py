@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 import fsharding as fs
 from fsharding.checkpoint.manifest import text_of
@@ -229,6 +230,8 @@ MISTAKES = {
     ),
     "`step(state.params, batch)`": lambda at: at.step(at.state.params, at.batch),
     "`step(batch, state)`": lambda at: at.step(at.batch, at.state),
+    "`fs.evaluate(step)`": lambda at: fs.evaluate(at.step),
+    "gradients that are None": lambda at: fs.update(at.state, None, at.opt),
     "`state = step(state, batch)`, and again": lambda at: at.step(at.step(at.state, at.batch), at.batch),
     "a donated state used again": donated,
     '`metrics["loss"]`': lambda at: at.step(at.state, at.batch)[1]["loss"],
@@ -237,6 +240,8 @@ MISTAKES = {
     "a weight that is infinite": in_step(lambda p, b: (loss_fn(p, b)[0], float("inf"))),
     # ------------------------------------------------------------------------------------------------------- batches
     "arrays of NumPy in a batch": lambda at: at.step(at.state, fs.tree.map(lambda x: x.numpy(), at.batch)),
+    "a data loader for a batch: `step(state, loader)`": lambda at: at.step(at.state, DataLoader([at.batch])),
+    "`float64` inputs, or `int32` classes": lambda at: at.step(at.state, {**at.batch, "x": at.batch["x"].double()}),
     "microbatches that do not divide the batch": lambda at: fs.make_train_step(loss_fn, at.opt, microbatches=4)(
         at.state, at.batch
     ),

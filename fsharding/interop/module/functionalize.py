@@ -28,7 +28,7 @@ from fsharding.interop.module.runtime import Engine, Run
 from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested, plan_module
 from fsharding.interop.module.tensor_parallel import check_axes
 from fsharding.mesh.device_mesh import Mesh
-from fsharding.public import public
+from fsharding.public import public, refuse
 from fsharding.sharding.partition_spec import AxisRules
 from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy, check_policy
@@ -157,6 +157,9 @@ class PureModule:
     def _leaves(self, params: Tree) -> list[Any]:
         """The values at the leaves, in the order of the anatomy."""
         result: list[Any] = [None] * len(self._order)
+        if set(tree.paths(params)).isdisjoint(tree.paths(tree.unflatten(self._structure, self._order))):
+            mend = "Give the parameters first, as the loss function gets them: net(params, x)."
+            raise refuse("PureModule", "parameters, then what the module takes", params, mend)
         for number, leaf in zip(self._order, tree.flatten_up_to(self._structure, params, "PureModule"), strict=True):
             result[number] = leaf
         return result
