@@ -9,6 +9,7 @@ Law: `paths(t)` names every leaf exactly once, in the order of `leaves(t)`.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -112,12 +113,21 @@ def paths(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[str, ...]:
 def named_leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> dict[str, Any]:
     """The leaves of a tree by path: the form in which checkpoints hold a state.
 
+    Raises:
+        TreeError: several leaves have one path, as in `{"a.b": 1, "a": {"b": 2}}`.
+
     Example:
         >>> fs.tree.named_leaves({"blocks": [{"w": 1}, {"w": 2}], "head": 3})
         {'blocks.0.w': 1, 'blocks.1.w': 2, 'head': 3}
     """
     flat, spec = flatten(tree, is_leaf=is_leaf)
-    return dict(zip(_paths_of(spec), flat, strict=True))
+    result = dict(zip(_paths_of(spec), flat, strict=True))
+    if len(result) < len(flat):
+        names = _paths_of(spec)
+        rows = [f"{path!r} is the path of {n} leaves" for path, n in Counter(names).items() if n > 1]
+        mend = "Rename keys: the keys of a leaf, joined by dots, are its path."
+        raise TreeError(message("fs.tree.named_leaves", "got leaves whose paths collide.", rows, mend))
+    return result
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:

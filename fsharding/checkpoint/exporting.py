@@ -31,6 +31,7 @@ from fsharding.comm.redistribute import in_buckets
 from fsharding.errors import CheckpointError, message
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
+from fsharding.sharding.leaf_names import RESERVED
 
 __all__ = ["FORMATS", "Exported", "export"]
 
@@ -175,6 +176,8 @@ def _plan(
         if part.name in items:
             ours = path if what == "all" else path.removeprefix("params.")
             rows.append(f"{ours}: {part.name} is also the name of {items[part.name].path}")
+        if format == "safetensors" and part.name == RESERVED:
+            rows.append(f"{path}: {RESERVED} is reserved by the safetensors format")
         items[part.name] = _Item(path, part, dtype)
     for name, buffer in constants_of(names).items():
         rows += [f"{name}: a leaf and a buffer of the module"] if f"{prefix}{name}" in items else []

@@ -36,6 +36,7 @@ from fsharding.mesh.failures import called_by_all
 from fsharding.public import public
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_names import MEND, objections_to_names
 from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -109,6 +110,9 @@ def load_weights(
 
 
 def _of_tree(like: Tree) -> dict[str, Want]:
+    if odd := objections_to_names(tree.paths(like)):
+        raise CheckpointError(message(_FUNCTION, f"cannot name {len(odd)} leaves.", odd, MEND))
+
     def want(x: Any) -> Want:
         sharding = sharding_of(x) if isinstance(x, DTensor) else None
         return Want(tuple(x.shape), x.dtype, sharding, local_of(x).device)

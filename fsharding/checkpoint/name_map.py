@@ -17,6 +17,7 @@ from torch import Tensor
 from fsharding.checkpoint.manifest import dtype_name
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
+from fsharding.sharding.leaf_names import MARKS
 
 __all__ = [
     "SAME_BUFFERS",
@@ -34,8 +35,6 @@ __all__ = [
     "parts",
     "unknown",
 ]
-
-_MARKS = ("{i}", "{j}", "{k}")
 
 
 class Transposed(NamedTuple):
@@ -191,9 +190,9 @@ def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:
         name, keys = name
     transposed = isinstance(name, Transposed)
     pattern = name.name if transposed else name
-    depth = sum(mark in pattern for mark in _MARKS)
-    if any(mark not in pattern for mark in _MARKS[:depth]) or depth > len(shape):
-        raise ValueError(f"{pattern!r}: indices are {', '.join(_MARKS)} in this order, at most one for each dim")
+    depth = sum(mark in pattern for mark in MARKS)
+    if any(mark not in pattern for mark in MARKS[:depth]) or depth > len(shape):
+        raise ValueError(f"{pattern!r}: indices are {', '.join(MARKS)} in this order, at most one for each dim")
     if keys is not None and (depth == 0 or len(keys) != shape[0]):
         held = f"{shape[0]} rows" if depth else "no {i}"
         raise ValueError(f"{pattern!r}: {len(keys)} keys for rows, and {held}")
@@ -204,7 +203,7 @@ def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:
     for lead in product(*map(range, shape[:depth])):
         text = pattern
         marks = lead if keys is None else (keys[lead[0]], *lead[1:])
-        for mark, index in zip(_MARKS, marks, strict=False):
+        for mark, index in zip(MARKS, marks, strict=False):
             text = text.replace(mark, str(index))
         yield Part(text, lead, there, transposed)
 

@@ -25,6 +25,7 @@ from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.precision import FP32, PatternLeaf, Precision
 from fsharding.public import check_optimizer, check_precision, kind_of, public, refuse, refuse_module
 from fsharding.sharding.block_scales import has_codes, plan_scales
+from fsharding.sharding.leaf_names import MEND, objections_to_names
 from fsharding.sharding.leaf_plan import (
     LAYERS,
     LeafLayout,
@@ -357,7 +358,8 @@ def plan_layout(
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
         ConfigError: the mesh cannot cut a `Model` as the rules ask, or there is no strategy of that name.
         LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path or a pattern of the
-            precision that no leaf has; or with `align`, a cut that goes through blocks.
+            precision that no leaf has; leaves whose paths collide or are no names, such as `__metadata__`; or with
+            `align`, a cut that goes through blocks.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -380,6 +382,8 @@ def plan_layout(
     if odd := [f"{path} is {kind_of(x)}" for path, x in zip(paths, flat, strict=True) if not _is_leaf(x)]:
         mend = "Give a Model, or the tree that its init returns: tensors, or draws such as fs.random.normal."
         raise LayoutError(message("fs.plan_layout", "takes leaves with a shape and a dtype.", odd, mend))
+    if odd := objections_to_names(paths):
+        raise LayoutError(message("fs.plan_layout", f"cannot name {len(odd)} leaves.", odd, MEND))
     dims = [None] * len(flat) if names is None else _names_of(structure, paths, names)
     named = [(p, tuple(x.shape), x.dtype, _tuple(n)) for p, x, n in zip(paths, flat, dims, strict=True)]
     check_leaves(named, mesh, rules, frozen)

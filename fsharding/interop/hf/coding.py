@@ -8,6 +8,7 @@ Law: the codes and scales are those of whole tensors, whatever the layout: a max
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.coded_weights import SCALES, touched_by
 from fsharding.checkpoint.reader import LeafInfo
 from fsharding.comm.redistribute import in_buckets
+from fsharding.errors import message
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
 from fsharding.interop.hf.naming import Piece
@@ -120,6 +122,29 @@ class Coding:
             for name, count in counts.items()
             if count
         ]
+
+    def warn_of_edges(self, function: str) -> None:
+        """Warn about tensors that have incomplete blocks at their edges.
+
+        `dequantize` of transformers divides a dim by the number of its scales to get the size of a block, so it returns
+        other numbers for such tensors, or raises. Readers that use `weight_block_size` do not.
+
+        Args:
+            function: the public function, for the text.
+        """
+        rows = [
+            f"{name} is {list(shape)}"
+            for name, shape in self.tensors.items()
+            if any(n > block and n % block for n, block in zip(shape[-2:], self.format.sizes(shape), strict=False))
+        ]
+        if rows:
+            blocks = "x".join(map(str, self.format.block))
+            rule = f"writes {len(rows)} tensors with sizes that are not multiples of their {blocks} blocks."
+            mend = (
+                "dequantize=True of transformers reads them wrongly; hf.load, and programs that compute with fp8, read"
+                " them correctly. Write them without codes, with Precision(keep=...), or in blocks that fit."
+            )
+            warnings.warn(message(function, rule, rows, mend), stacklevel=6)
 
     def scales(self, name: str) -> Tensor:
         """The scales of all of a tensor."""

@@ -47,6 +47,7 @@ from fsharding.public import check_path
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_names import RESERVED
 from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import NamedSharding, hides_owners, local_of, sharding_of
 from fsharding.train.state import TrainState, main_of
@@ -117,6 +118,10 @@ def save(
             and what the layout's `Precision.keep` names stay as `dtype` says. Codes are made of main parameters.
         max_file_bytes: files of more than one tensor are at most this large.
 
+    Warns:
+        UserWarning: on rank 0, of tensors that are written as codes and whose sizes are not multiples of their blocks:
+            transformers dequantizes them wrongly.
+
     Raises:
         CheckpointError: on every rank: something is at the path, a config that is not the layout's, leaves without a
             name, names that do not tile their tensors, a format that files cannot have, inf or NaN in what is to be
@@ -137,6 +142,8 @@ def save(
 
     def plan() -> str:
         planned.append(_plan(path, params, config, layout, names, dtype, format, max_file_bytes))
+        if own_rank() == 0 and planned[0].coding is not None:
+            planned[0].coding.warn_of_edges(_FUNCTION)
         return planned[0].digest()
 
     seen = together(_FUNCTION, plan)
@@ -330,6 +337,8 @@ def _plan(
             if rule is not None and kind.is_floating_point and rule.takes(leaf, held.shape, piece):
                 own, coded[piece.name] = rule.format.dtype, piece.shape
             by_name.setdefault(piece.name, []).append(piece)
+            if piece.name == RESERVED:
+                rows.append(f"{leaf}: {RESERVED} is reserved by the safetensors format")
             if (other := tensors.setdefault(piece.name, LeafInfo(piece.shape, own)).dtype) != own:
                 rows.append(f"{leaf}: {piece.name} would be both {own} and {other}: give dtype=")
     kinds = {str(info.dtype).removeprefix("torch.") for name, info in tensors.items() if name not in coded}

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import warnings
 
 import pytest
 import safetensors.torch
@@ -254,6 +255,7 @@ CODED_LAYOUTS = {
 def codes_in_and_out(names, folder, out):
     """Plain weights saved as codes in every layout; what each layout reads of the codes; a refusal."""
     found = {}
+    warnings.filterwarnings("ignore", "fs.hf.save writes .* not multiples")  # in this rank, of blocks at edges
     for name in names:
         axes, strategy = CODED_LAYOUTS[name]
         layout = layout_of(CODED, axes, strategy)
@@ -279,6 +281,7 @@ def codes_in_and_out(names, folder, out):
     [("dp_tp", "pp_tp"), pytest.param(("zero3", "zero1", "tp4", "hsdp"), marks=full)],
     ids=lambda x: "-".join(x),
 )
+@pytest.mark.filterwarnings("ignore:fs.hf.save writes .* not multiples")
 def test_codes_are_those_of_whole_weights_in_every_layout(names, tmp_path):
     layout = layout_of(CODED, {"dp": 1}, fs.zero(3))
     state = fs.init_state(fs.models.decoder(CODED), fs.sgd(0.1), fs.random.key(0), layout)
@@ -320,6 +323,39 @@ def test_transformers_reads_the_same_numbers_out_of_codes(transformers, tmp_path
         pair = {"weight": tensors[name], "weight_scale_inv": tensors[f"{name}_scale_inv"]}
         ours.read(name, tuple((0, n) for n in tensors[name].shape), out := torch.empty(tensors[name].shape))
         assert torch.equal(read.convert(pair)["weight"], out), name
+
+
+@pytest.mark.parametrize("rows", [64, 128, 200, 256, 576])
+@pytest.mark.parametrize("columns", [64, 130, 256])
+def test_a_warning_names_the_tensors_that_transformers_dequantizes_wrongly(transformers, tmp_path, rows, columns):
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    torch.manual_seed(0)
+    layout = fs.plan_layout({"w": torch.zeros(rows, columns)}, fs.make_mesh(dp=1))
+    params = fs.shard({"w": torch.randn(rows, columns) * torch.logspace(-3, 3, rows)[:, None]}, layout)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        hf.save(
+            tmp_path / "out",
+            params,
+            {"model_type": "mine"},
+            layout,
+            names={"w": "w.weight"},
+            format=fs.formats.E4M3_128x128,
+        )
+    tensors = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
+    codes, scales = tensors["w.weight"], tensors["w.weight_scale_inv"]
+    want = codes.float() * scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    assert torch.equal(
+        checkpoint.load_weights(tmp_path / "out", {"w": torch.zeros(rows, columns)}, {"w": "w.weight"})["w"], want
+    )
+    try:
+        theirs = Fp8Dequantize(None).convert({"weight": codes, "weight_scale_inv": scales})["weight"]
+    except ValueError:
+        theirs = None
+    assert [f"\n  w.weight is [{rows}, {columns}]\n" in str(told.message) for told in told] == (
+        [] if theirs is not None and torch.equal(theirs, want) else [True]
+    )
 
 
 # -------------------------------------------------------------------------------------------------- modules of any kind

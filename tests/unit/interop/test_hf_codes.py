@@ -17,6 +17,9 @@ from fsharding.models import DecoderConfig, Experts
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import refusal
 
+pytestmark = pytest.mark.filterwarnings("ignore:fs.hf.save writes .* not multiples")
+"""Blocks at edges are what many tests here are about."""
+
 SMALL = formats.Blocks(formats.E4M3, (6, 4))
 SIZES = {"vocab": 10, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 14}
 CONFIGS = {

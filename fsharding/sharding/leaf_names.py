@@ -1,0 +1,39 @@
+"""The rule for names of leaves: a path has to work as a name in layouts, checkpoints, exported files and errors.
+
+In: the dotted paths of a tree. Out: one row for each path that cannot be such a name.
+Law: exporting leaves under their own paths, and reading them again, gives the same leaves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+__all__ = ["MARKS", "MEND", "RESERVED", "objections_to_names"]
+
+MARKS = ("{i}", "{j}", "{k}")
+"""Placeholders for the indices of stacked leaves in tables of names."""
+
+RESERVED = "__metadata__"
+"""The entry of a safetensors header that is no tensor."""
+
+MEND = "Rename keys: the keys of a leaf, joined by dots, are its name in layouts, checkpoints and exported files."
+
+
+def objections_to_names(paths: Sequence[str]) -> list[str]:
+    """Why paths cannot be names of leaves; one row for each path that cannot.
+
+    Args:
+        paths: of all leaves of a tree; the path of a tree that is one leaf is "".
+    """
+    rows = [f"{path!r} is the path of {n} leaves" for path, n in Counter(paths).items() if n > 1]
+    for path in dict.fromkeys(paths):
+        if path == RESERVED:
+            rows.append(f"{path!r} is reserved by the safetensors format")
+        elif marks := [mark for mark in MARKS if mark in path]:
+            rows.append(f"{path!r} contains {marks[0]}, which stands for an index in tables of names")
+        elif len(paths) > 1 and "" in path.split("."):
+            rows.append(f"{path!r} contains an empty key")
+        elif not path.isprintable():  # which halves of surrogate pairs are not either
+            rows.append(f"{path!a} contains characters that cannot be written")
+    return rows
